@@ -1,0 +1,22 @@
+"""What a training run tells: log lines and a progress line, the learning-curve file, TensorBoard.
+
+The trainer knows one object, `Reports`: it asks `due(step)` before it reads metrics from the device, hands
+them to `step`, and calls `close` at the end. Steps are 1-based here, as in DeePMD's log and learning curve.
+"""
+
+from deepmd_muon.train.report.console import ConsoleReport
+from deepmd_muon.train.report.lcurve import LearningCurveFile
+from deepmd_muon.train.report.logs import set_up_logging
+from deepmd_muon.train.report.reports import Report, Reports, open_reports
+from deepmd_muon.train.report.tensorboard import TensorBoardError, TensorBoardReport
+
+__all__ = [
+    "ConsoleReport",
+    "LearningCurveFile",
+    "Report",
+    "Reports",
+    "TensorBoardError",
+    "TensorBoardReport",
+    "open_reports",
+    "set_up_logging",
+]

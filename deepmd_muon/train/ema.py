@@ -1,0 +1,98 @@
+"""Exponential moving average of a model's parameters, stored as deepmd-kit stores it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+class EmaError(ValueError):
+    """A stored average that does not belong to this model."""
+
+
+class Ema:
+    """Average a model's floating-point parameters: average ← decay·average + (1 − decay)·parameter.
+
+    Buffers (statistics, energy bias) do not change in training and are not averaged; deepmd-kit 3.2.0 leaves
+    them out as well.
+
+    Parameters
+    ----------
+    model
+        The model whose parameters are followed; the average starts as a copy of them.
+    decay
+        Weight of the old average in each update, in [0, 1).
+    """
+
+    def __init__(self, model: torch.nn.Module, decay: float = 0.999) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise EmaError(f"ema_decay must be in [0, 1); found {decay!r}")
+        self.decay = decay
+        self._parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+        self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the parameters of this moment into the average."""
+        torch._foreach_lerp_(
+            list(self._average.values()), [p.detach() for p in self._parameters.values()], 1.0 - self.decay
+        )
+
+    def averages(self) -> Mapping[str, torch.Tensor]:
+        """Return the averaged parameters by name; they change with the next `update`."""
+        return self._average
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average under deepmd-kit's keys, on the CPU, for a checkpoint's "ema"."""
+        return {
+            "decay": self.decay,
+            "model": {name: tensor.detach().cpu().clone() for name, tensor in self._average.items()},
+            "validation_state": {},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a stored average; the decay stays the one of this run.
+
+        Raises
+        ------
+        EmaError
+            When names or shapes differ from the model's.
+        """
+        stored = state["model"]
+        missing, unknown = self._average.keys() - stored.keys(), stored.keys() - self._average.keys()
+        if missing or unknown:
+            raise EmaError(
+                f"the stored average is of another model: it lacks {len(missing)} of the parameters "
+                f"{sorted(missing)[:3]} and has {len(unknown)} others {sorted(unknown)[:3]}"
+            )
+        for name, average in self._average.items():
+            if stored[name].shape != average.shape:
+                found, expected = tuple(stored[name].shape), tuple(average.shape)
+                raise EmaError(f"stored average of {name} has shape {found}; the model's is {expected}")
+            average.copy_(stored[name])
+        if state.get("decay", self.decay) != self.decay:
+            log.warning("ema_decay is %g here and was %g before the restart", self.decay, state["decay"])
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Put the average into the model for the time of a `with` block (validation, saving).
+
+        Values are exchanged, not tensors, so that captured CUDA graphs and the optimizer keep theirs.
+        """
+        with torch.no_grad():
+            kept = {name: p.detach().clone() for name, p in self._parameters.items()}
+            for name, parameter in self._parameters.items():
+                parameter.copy_(self._average[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self._parameters.items():
+                    parameter.copy_(kept[name])

@@ -1,0 +1,91 @@
+"""The learning-curve file `lcurve.out`, in DeePMD's format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+_NOTE = "# If there is no available reference data, rmse_*_{val,trn} will print nan"
+
+
+def header(names: list[str], *, validation: bool) -> str:
+    """Return the header line: per metric a validation and a training column, or the training column alone."""
+    columns = [
+        f"   {name + '_val':>11s} {name + '_trn':>11s}" if validation else f"   {name + '_trn':>11s}"
+        for name in names
+    ]
+    return f"# {'step':5s}{''.join(columns)}   {'lr':8s}"
+
+
+def row(
+    step: int, lr: float, names: list[str], train: Mapping[str, float], valid: Mapping[str, float] | None
+) -> str:
+    """Return one row; a metric that is not there is nan. `valid` is None in a file without validation."""
+    nan = float("nan")
+    columns = [
+        f"   {train.get(name, nan):11.2e}"
+        if valid is None
+        else f"   {valid.get(name, nan):11.2e} {train.get(name, nan):11.2e}"
+        for name in names
+    ]
+    return f"{step:7d}{''.join(columns)}   {lr:8.1e}"
+
+
+class LearningCurveFile:
+    """Append a row of metrics at every reported step.
+
+    The first row decides the columns: its training metrics in alphabetical order, and whether there is
+    validation. At a restart, rows beyond the restart step are dropped: each step stands in the file once.
+
+    Parameters
+    ----------
+    path
+        The file.
+    frequency
+        Every how many steps.
+    start_step
+        Steps already done; 0 begins a new file.
+    """
+
+    validates = True
+
+    def __init__(self, path: str | os.PathLike[str], frequency: int, *, start_step: int = 0) -> None:
+        self.frequency = frequency
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _rows_until(path, start_step) if start_step and path.exists() else []
+        headers = [line for line in kept if line.startswith("# step")]
+        self._header = headers[-1] if headers else None
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        partial.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._names: list[str] = []
+        self._validation = False
+
+    def step(self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]) -> None:
+        """Write the row of the 1-based `step` and flush it."""
+        if not self._names:
+            self._names, self._validation = sorted(train), bool(valid)
+            wanted = header(self._names, validation=self._validation)
+            if wanted.rstrip() != (self._header or "").rstrip():
+                self._file.write(f"{wanted}\n{_NOTE}\n")
+        self._file.write(row(step, lr, self._names, train, valid if self._validation else None) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _rows_until(path: Path, last_step: int) -> list[str]:
+    """Return the lines of a learning curve up to `last_step`."""
+    kept: list[str] = []
+    # What follows the last line break was cut short by a crash.
+    complete = path.read_text(encoding="utf-8").rpartition("\n")[0]
+    for line in complete.splitlines():
+        fields = line.split()
+        if line.startswith("#") or (fields and fields[0].isdigit() and int(fields[0]) <= last_step):
+            kept.append(line)
+    return kept

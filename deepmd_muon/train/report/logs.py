@@ -1,0 +1,64 @@
+"""Logging set-up of a command: to stderr, and to a file when one is named."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TextIO
+
+# The line form of deepmd-kit's log, so that scripts which read it read ours.
+_CONSOLE = "[%(asctime)s] DEEPMD {rank}%(levelname)-7s %(message)s"
+_FILE = "[%(asctime)s] DEEPMD {rank}%(levelname)-7s %(name)-45s %(message)s"
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Write to what `sys.stderr` is at the moment: a progress line puts a proxy there while it is shown."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """Ignore the stream that `StreamHandler.__init__` sets."""
+
+
+def set_up_logging(
+    level: int | str = "INFO",
+    path: str | os.PathLike[str] | None = None,
+    *,
+    rank: int | None = None,
+) -> None:
+    """Send this package's log to stderr and, when `path` is given, to that file as well.
+
+    Calling it again replaces what the last call set up.
+
+    Parameters
+    ----------
+    level
+        Least severe level that is shown.
+    path
+        Log file, begun anew; missing folders are made. With several ranks the file is kept by rank 0.
+    rank
+        Rank in a distributed run, shown in every line; other ranks than 0 show warnings and errors only.
+    """
+    logger = logging.getLogger("deepmd_muon")
+    for handler in [h for h in logger.handlers if getattr(h, "_deepmd_muon", False)]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(level)
+    prefix = "" if rank is None else f"rank:{rank:<2d} "
+    handlers: list[logging.Handler] = [_StderrHandler()]
+    handlers[0].setFormatter(logging.Formatter(_CONSOLE.format(rank=prefix)))
+    if rank:
+        handlers[0].setLevel(logging.WARNING)
+    if path is not None and not rank:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(path, mode="w", encoding="utf-8")
+        file.setFormatter(logging.Formatter(_FILE.format(rank=prefix)))
+        handlers.append(file)
+    for handler in handlers:
+        handler._deepmd_muon = True  # type: ignore[attr-defined]  # our mark, to find them again
+        logger.addHandler(handler)

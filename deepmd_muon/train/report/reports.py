@@ -1,0 +1,124 @@
+"""The reports of one run behind one object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from deepmd_muon.train.report.console import ConsoleReport, ProgressLine
+from deepmd_muon.train.report.lcurve import LearningCurveFile
+from deepmd_muon.train.report.tensorboard import TensorBoardReport
+
+if TYPE_CHECKING:
+    from deepmd_muon.argcheck import TrainingSettings
+
+Metrics = Mapping[str, float]
+
+
+class Report(Protocol):
+    """Somewhere that metrics go to.
+
+    Attributes
+    ----------
+    frequency
+        Every how many steps it wants metrics (and at step 1).
+    validates
+        Whether it wants metrics of validation data as well.
+    """
+
+    @property
+    def frequency(self) -> int: ...  # noqa: D102 (documented in the class)
+
+    @property
+    def validates(self) -> bool: ...  # noqa: D102
+
+    def step(self, step: int, lr: float, train: Metrics, valid: Metrics) -> None:
+        """Take the metrics of the 1-based `step`, whose update used the learning rate `lr`."""
+
+    def close(self) -> None:
+        """Write what is still kept back and let go of files."""
+
+
+def _due(report: Report, step: int) -> bool:
+    return step == 1 or step % report.frequency == 0
+
+
+class Reports:
+    """All reports of a run; each gets the steps that its frequency asks for.
+
+    Parameters
+    ----------
+    reports
+        Where metrics go to; none at all on ranks that stay silent.
+    progress
+        The progress line of a terminal.
+    """
+
+    def __init__(self, reports: Sequence[Report] = (), progress: ProgressLine | None = None) -> None:
+        self._reports = tuple(reports)
+        self._progress = progress
+
+    def due(self, step: int) -> bool:
+        """Return whether any report wants the training metrics of the 1-based `step`."""
+        return any(_due(report, step) for report in self._reports)
+
+    def due_validation(self, step: int) -> bool:
+        """Return whether any report wants validation metrics at the 1-based `step`."""
+        return any(_due(report, step) for report in self._reports if report.validates)
+
+    def advance(self, step: int) -> None:
+        """Move the progress line; called every step, reads nothing from the device."""
+        if self._progress is not None:
+            self._progress.advance(step)
+
+    def step(self, step: int, lr: float, train: Metrics, valid: Metrics | None = None) -> None:
+        """Hand the metrics of the 1-based `step` to every report that wants them.
+
+        Parameters
+        ----------
+        step
+            1-based step.
+        lr
+            Learning rate of this step's update.
+        train, valid
+            Metrics by DeePMD's names ("rmse", "rmse_e", "rmse_f", …); no `valid` without validation data.
+        """
+        for report in self._reports:
+            if _due(report, step):
+                report.step(step, lr, train, valid or {})
+
+    def close(self) -> None:
+        """Close every report; safe to call after an interruption."""
+        if self._progress is not None:
+            self._progress.close()
+        for report in self._reports:
+            report.close()
+
+
+def open_reports(training: TrainingSettings, *, num_steps: int, start_step: int = 0) -> Reports:
+    """Open the reports that the input's `training` section asks for.
+
+    Parameters
+    ----------
+    training
+        The section; `disp_training` switches log lines and learning curve, `time_training` the timing lines.
+    num_steps
+        Last 1-based step of the run.
+    start_step
+        Steps already done when the run is a restart, else 0; files are continued from there.
+
+    Raises
+    ------
+    TensorBoardError
+        When `tensorboard` is on and the package is not installed.
+    """
+    reports: list[Report] = []
+    if training.tensorboard:
+        reports.append(
+            TensorBoardReport(training.tensorboard_log_dir, training.tensorboard_freq, start_step=start_step)
+        )
+    if training.disp_training:
+        timing = training.time_training
+        reports.append(ConsoleReport(training.disp_freq, num_steps, start_step=start_step, timing=timing))
+        reports.append(LearningCurveFile(training.disp_file, training.disp_freq, start_step=start_step))
+    return Reports(reports, ProgressLine.on_terminal(num_steps, start_step))

@@ -1,0 +1,53 @@
+"""Metrics for TensorBoard, under deepmd-kit's tags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class TensorBoardError(RuntimeError):
+    """TensorBoard was asked for and is not installed."""
+
+
+class TensorBoardReport:
+    """Write training metrics and the learning rate as scalars `Default/<name>`.
+
+    Parameters
+    ----------
+    log_dir
+        Directory of the event files.
+    frequency
+        Every how many steps.
+    start_step
+        Steps already done; points beyond it in an existing directory are hidden.
+
+    Raises
+    ------
+    TensorBoardError
+        When the package `tensorboard` cannot be imported.
+    """
+
+    validates = False
+
+    def __init__(self, log_dir: str, frequency: int, *, start_step: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise TensorBoardError(
+                f"training.tensorboard is true, but the package tensorboard cannot be imported ({error}); "
+                "install tensorboard or set training.tensorboard to false"
+            ) from error
+        self.frequency = frequency
+        self._writer = SummaryWriter(log_dir, purge_step=start_step + 1 if start_step else None)
+
+    def step(self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]) -> None:
+        """Write the metrics of the 1-based `step`; those of validation data as `Default/<name>_val`."""
+        self._writer.add_scalar("Default/lr", lr, step)
+        for name, value in train.items():
+            self._writer.add_scalar(f"Default/{name}", value, step)
+        for name, value in valid.items():
+            self._writer.add_scalar(f"Default/{name}_val", value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
