@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+from deepmd_muon.train.ema import Ema, EmaError
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(1)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    module.register_buffer("bias_of_energy", torch.tensor([1.5]))
+    return module.double()
+
+
+def set_all(model, value):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def test_average_follows_its_formula(model):
+    set_all(model, 1.0)
+    ema = Ema(model, decay=0.9)
+    expected = 1.0
+    for value in (2.0, -1.0, 5.0):
+        set_all(model, value)
+        ema.update()
+        expected = 0.9 * expected + 0.1 * value
+    for name, average in ema.averages().items():
+        torch.testing.assert_close(average, torch.full_like(average, expected), msg=name)
+
+
+def test_swapped_shows_the_average_and_restores_values_after_an_error(model):
+    set_all(model, 1.0)
+    ema = Ema(model, decay=0.5)
+    set_all(model, 3.0)
+    ema.update()
+    addresses = [p.data_ptr() for p in model.parameters()]
+
+    def fail_inside():
+        with ema.swapped():
+            assert all(bool((p == 2.0).all()) for p in model.parameters())
+            raise RuntimeError("validation broke")
+
+    with pytest.raises(RuntimeError, match="validation broke"):
+        fail_inside()
+    assert all(bool((p == 3.0).all()) for p in model.parameters())
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_state_has_deepmd_kits_form_and_survives_weights_only_loading(model, tmp_path):
+    ema = Ema(model, decay=0.75)
+    set_all(model, 7.0)
+    ema.update()
+    torch.save(ema.state_dict(), tmp_path / "ema.pt")
+    state = torch.load(tmp_path / "ema.pt", weights_only=True)
+    assert set(state) == {"decay", "model", "validation_state"}
+    assert list(state["model"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]  # parameters, no buffers
+
+    restarted = Ema(model, decay=0.75)
+    restarted.load_state_dict(state)
+    for name, average in ema.averages().items():
+        assert torch.equal(restarted.averages()[name], average)
+
+
+def test_state_does_not_change_with_later_updates(model):
+    ema = Ema(model, decay=0.5)
+    before = ema.state_dict()["model"]["0.weight"].clone()
+    state = ema.state_dict()
+    set_all(model, 9.0)
+    ema.update()
+    assert torch.equal(state["model"]["0.weight"], before)
+
+
+def test_a_changed_decay_is_said_and_the_runs_own_kept(model, caplog):
+    ema = Ema(model, decay=0.9)
+    ema.load_state_dict(Ema(model, decay=0.5).state_dict())
+    assert ema.decay == 0.9
+    assert "ema_decay is 0.9 here and was 0.5 before the restart" in caplog.text
+
+
+def test_another_models_state_is_refused(model):
+    state = Ema(model, decay=0.9).state_dict()
+    state["model"]["2.weight"] = state["model"].pop("1.weight")
+    with pytest.raises(EmaError, match=r"lacks 1 .*'1\.weight'.* has 1 others .*'2\.weight'"):
+        Ema(model, decay=0.9).load_state_dict(state)
+    state = Ema(model, decay=0.9).state_dict()
+    state["model"]["0.weight"] = torch.zeros(3, 3)
+    with pytest.raises(EmaError, match=r"0\.weight has shape \(3, 3\); the model's is \(2, 3\)"):
+        Ema(model, decay=0.9).load_state_dict(state)
+
+
+def test_decay_must_be_below_one(model):
+    with pytest.raises(EmaError, match=r"\[0, 1\); found 1\.0"):
+        Ema(model, decay=1.0)

@@ -1,0 +1,240 @@
+import datetime
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from deepmd_muon.train.report import (
+    LearningCurveFile,
+    Reports,
+    TensorBoardError,
+    TensorBoardReport,
+    open_reports,
+    set_up_logging,
+)
+from deepmd_muon.train.report.console import ProgressLine, metrics_line, timing_line
+
+TRAIN = {"rmse": 20.1, "rmse_f": 0.635, "rmse_e": 0.0112}
+VALID = {"rmse": 22.2, "rmse_e": 0.0123, "rmse_f": 0.702}
+
+
+def training(**changes):
+    section = {
+        "tensorboard": False,
+        "tensorboard_log_dir": "log",
+        "tensorboard_freq": 1,
+        "disp_training": True,
+        "time_training": True,
+        "disp_file": "lcurve.out",
+        "disp_freq": 100,
+    }
+    return SimpleNamespace(**(section | changes))
+
+
+@pytest.fixture(autouse=True)
+def _own_folder_and_logger(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    logger = logging.getLogger("deepmd_muon")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    for handler in set(logger.handlers) - set(handlers):
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def test_learning_curve_with_validation_has_deepmd_kits_bytes():
+    curve = LearningCurveFile("lcurve.out", 100)
+    curve.step(1, 1e-3, TRAIN, VALID)
+    curve.step(100, 9.5e-4, TRAIN, VALID)
+    curve.close()
+    assert Path("lcurve.out").read_text(encoding="utf-8") == (
+        "# step       rmse_val    rmse_trn    rmse_e_val  rmse_e_trn    rmse_f_val  rmse_f_trn   lr      \n"
+        "# If there is no available reference data, rmse_*_{val,trn} will print nan\n"
+        "      1      2.22e+01    2.01e+01      1.23e-02    1.12e-02      7.02e-01    6.35e-01    1.0e-03\n"
+        "    100      2.22e+01    2.01e+01      1.23e-02    1.12e-02      7.02e-01    6.35e-01    9.5e-04\n"
+    )
+
+
+def test_learning_curve_without_validation_has_one_column_a_metric():
+    curve = LearningCurveFile("lcurve.out", 100)
+    curve.step(1, 1e-3, TRAIN, {})
+    curve.close()
+    lines = Path("lcurve.out").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "# step       rmse_trn    rmse_e_trn    rmse_f_trn   lr      "
+    assert lines[2] == "      1      2.01e+01      1.12e-02      6.35e-01    1.0e-03"
+
+
+def test_a_missing_metric_is_nan_in_its_own_column():
+    curve = LearningCurveFile("lcurve.out", 100)
+    curve.step(1, 1e-3, TRAIN, VALID)
+    curve.step(100, 1e-3, {"rmse": 1.0, "rmse_e": 2.0}, {})
+    curve.close()
+    rows = np.genfromtxt("lcurve.out", names=True)
+    assert rows.dtype.names[:3] == ("step", "rmse_val", "rmse_trn")
+    assert rows["rmse_e_trn"][1] == 2.0
+    assert np.isnan([rows["rmse_val"][1], rows["rmse_e_val"][1], rows["rmse_f_trn"][1]]).all()
+
+
+def test_restart_drops_later_rows_and_a_torn_one_and_keeps_one_header():
+    curve = LearningCurveFile("lcurve.out", 100)
+    for step in (1, 100, 200, 300):
+        curve.step(step, 1e-3, TRAIN, VALID)
+    curve.close()
+    with open("lcurve.out", "a", encoding="utf-8") as file:
+        file.write("    150      2.2")
+    curve = LearningCurveFile("lcurve.out", 100, start_step=200)
+    curve.step(300, 5e-4, TRAIN, VALID)
+    curve.close()
+    rows = np.genfromtxt("lcurve.out", names=True)
+    assert rows["step"].tolist() == [1, 100, 200, 300]
+    assert rows["lr"].tolist() == [1e-3, 1e-3, 1e-3, 5e-4]
+    assert Path("lcurve.out").read_text(encoding="utf-8").count("# step") == 1
+
+
+def test_restart_with_other_columns_writes_their_header():
+    curve = LearningCurveFile("lcurve.out", 100)
+    curve.step(100, 1e-3, TRAIN, {})
+    curve.close()
+    curve = LearningCurveFile("lcurve.out", 100, start_step=100)
+    curve.step(200, 1e-3, TRAIN, VALID)
+    curve.close()
+    lines = Path("lcurve.out").read_text(encoding="utf-8").splitlines()
+    assert [line.startswith("# step") for line in lines] == [True, False, False, True, False, False]
+    assert len(lines[2].split()) == 5
+    assert len(lines[5].split()) == 8
+
+
+def test_a_new_run_begins_a_new_file():
+    for lr in (1e-3, 2e-3):
+        curve = LearningCurveFile("lcurve.out", 100)
+        curve.step(1, lr, TRAIN, VALID)
+        curve.close()
+    assert np.atleast_1d(np.genfromtxt("lcurve.out", names=True))["lr"].tolist() == [2e-3]
+
+
+def test_log_lines():
+    line = metrics_line(100, "trn", TRAIN, 1e-3)
+    assert line == "Batch     100: trn: rmse = 2.01e+01, rmse_e = 1.12e-02, rmse_f = 6.35e-01, lr = 1.00e-03"
+    assert metrics_line(1, "val", {"rmse": 1.0}) == "Batch       1: val: rmse = 1.00e+00"
+    now = datetime.datetime(2026, 1, 2, 3, 4)
+    assert timing_line(200, 1.234, 3700.9, now) == (
+        "Batch     200: total wall time = 1.23 s, eta = 1:01:40 at 2026-01-02 04:05"
+    )
+    assert timing_line(200, 1.234, None, now) == "Batch     200: total wall time = 1.23 s"
+
+
+def test_reports_of_a_run_reach_log_and_file(caplog):
+    caplog.set_level("INFO")
+    reports = open_reports(training(), num_steps=300)
+    for step in range(1, 301):
+        reports.advance(step)
+        if reports.due(step):
+            assert reports.due_validation(step)
+            reports.step(step, 1e-3, TRAIN, VALID)
+    reports.close()
+    assert np.genfromtxt("lcurve.out", names=True)["step"].tolist() == [1, 100, 200, 300]
+    starts = [message[:19] for message in caplog.messages]
+    assert starts[:4] == [
+        "Batch       1: trn:",
+        "Batch       1: val:",
+        "Batch       1: tota",
+        "Batch     100: trn:",
+    ]
+    assert caplog.messages[2].count("eta") == 0
+    assert caplog.messages[5].count("eta") == 1
+    assert caplog.messages[-1].endswith("s/batch (1 batches excluded)")
+
+
+def test_display_can_be_switched_off():
+    reports = open_reports(training(disp_training=False), num_steps=10)
+    assert not any(reports.due(step) for step in range(1, 11))
+    reports.close()
+
+
+def test_each_report_gets_its_own_steps():
+    class Recorder:
+        def __init__(self, frequency, validates):
+            self.frequency, self.validates, self.steps, self.closed = frequency, validates, [], False
+
+        def step(self, step, lr, train, valid):
+            self.steps.append(step)
+
+        def close(self):
+            self.closed = True
+
+    scalars, display = Recorder(2, False), Recorder(5, True)
+    reports = Reports([scalars, display])
+    for step in range(1, 11):
+        reports.step(step, 1e-3, TRAIN)
+    reports.close()
+    assert scalars.steps == [1, 2, 4, 6, 8, 10]
+    assert display.steps == [1, 5, 10]
+    assert [reports.due_validation(step) for step in (1, 2, 5)] == [True, False, True]
+    assert scalars.closed
+    assert display.closed
+
+
+def test_no_progress_line_in_a_pipe():
+    assert ProgressLine.on_terminal(10) is None
+
+
+def test_progress_line_moves_on_a_terminal(capsys):
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress
+
+    console = Console(file=sys.stdout, force_terminal=True, width=60)
+    line = ProgressLine(40, 10, Progress(MofNCompleteColumn(), console=console, transient=True))
+    line.advance(30)
+    line._progress.refresh()
+    line.close()
+    shown = capsys.readouterr().out
+    assert "10/40" in shown
+    assert "30/40" in shown
+
+
+def test_log_goes_to_stderr_and_file(tmp_path, capsys):
+    path = tmp_path / "logs" / "run.log"
+    set_up_logging("INFO", path)
+    set_up_logging("INFO", path)  # a second call replaces the first: no line twice
+    logging.getLogger("deepmd_muon.train").info("Batch       1: trn")
+    logging.getLogger("deepmd_muon.train").debug("not shown")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("DEEPMD INFO    Batch       1: trn") == 1
+    assert "not shown" not in captured.err
+    assert path.read_text(encoding="utf-8").count("deepmd_muon.train") == 1
+
+
+def test_other_ranks_show_warnings_only_and_write_no_file(tmp_path, capsys):
+    set_up_logging("INFO", tmp_path / "run.log", rank=1)
+    logging.getLogger("deepmd_muon").info("quiet")
+    logging.getLogger("deepmd_muon").warning("loud")
+    captured = capsys.readouterr().err
+    assert "quiet" not in captured
+    assert "DEEPMD rank:1  WARNING loud" in captured
+    assert not (tmp_path / "run.log").exists()
+
+
+def test_missing_tensorboard_is_said_at_the_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(TensorBoardError, match=r"install tensorboard or set training\.tensorboard to false"):
+        open_reports(training(tensorboard=True), num_steps=10)
+
+
+def test_tensorboard_tags(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    report = TensorBoardReport(str(tmp_path / "tb"), 1)
+    report.step(1, 1e-3, TRAIN, {})
+    report.step(2, 5e-4, TRAIN, VALID)
+    report.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("Default/lr")] == pytest.approx([1e-3, 5e-4])
+    assert [event.step for event in events.Scalars("Default/rmse_f")] == [1, 2]
+    assert [event.value for event in events.Scalars("Default/rmse_f_val")] == pytest.approx([0.702])
