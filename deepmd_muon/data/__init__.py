@@ -1,0 +1,61 @@
+"""Training data: systems on disk, batches, neighbour lists and statistics, as plain numpy arrays.
+
+Needs numpy, h5py and vesin; torch is not imported here.
+"""
+
+from deepmd_muon.data.errors import (
+    DataError,
+    NeighborError,
+    SamplerStateError,
+    SamplingError,
+    SystemFormatError,
+    SystemNotFoundError,
+    TypeMapError,
+)
+from deepmd_muon.data.frames import Frames
+from deepmd_muon.data.loader import Batch, DataLoader
+from deepmd_muon.data.neighbors import (
+    FrameNeighbors,
+    NeighborCache,
+    NeighborList,
+    build_neighbors,
+    stack_neighbors,
+)
+from deepmd_muon.data.sampling import BatchRule, Sampler, system_probabilities
+from deepmd_muon.data.statistics import (
+    NeighborStatistics,
+    StatFile,
+    data_fingerprint,
+    energy_bias,
+    neighbor_statistics,
+)
+from deepmd_muon.data.system import System, check_type_maps, open_systems
+
+__all__ = [
+    "Batch",
+    "BatchRule",
+    "DataError",
+    "DataLoader",
+    "FrameNeighbors",
+    "Frames",
+    "NeighborCache",
+    "NeighborError",
+    "NeighborList",
+    "NeighborStatistics",
+    "Sampler",
+    "SamplerStateError",
+    "SamplingError",
+    "StatFile",
+    "System",
+    "SystemFormatError",
+    "SystemNotFoundError",
+    "TypeMapError",
+    "build_neighbors",
+    "check_type_maps",
+    "data_fingerprint",
+    "energy_bias",
+    "neighbor_statistics",
+    "open_systems",
+    "stack_neighbors",
+    "system_probabilities",
+]

@@ -1,0 +1,109 @@
+"""The frames of a batch as plain arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+#: Per-frame labels and per-atom labels that a system may or may not carry, with values per frame or atom.
+FRAME_LABELS = {"energy": 1, "virial": 9}
+ATOM_LABELS = {"force": 3, "atom_ener": 1, "atom_pref": 1, "atom_ener_coeff": 1}
+LABELS = {**FRAME_LABELS, **ATOM_LABELS}
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Positions and labels of some frames; a label that the data lack is None.
+
+    Attributes
+    ----------
+    atype : ndarray of int32, (nframes, natoms)
+        Types as indices into the type map; −1 is a padding atom.
+    coord : ndarray of float64, (nframes, natoms, 3)
+        Positions [Å].
+    box : ndarray of float64, (nframes, 3, 3), optional
+        Rows are the cell vectors [Å]; None without periodic boundaries. In a batch that mixes both, frames
+        without a cell have zeros.
+    energy : ndarray of float64, (nframes,), optional
+        Total energy [eV].
+    force : ndarray of float64, (nframes, natoms, 3), optional
+        Forces [eV/Å].
+    virial : ndarray of float64, (nframes, 9), optional
+        −volume·stress [eV], row-major.
+    atom_ener : ndarray of float64, (nframes, natoms), optional
+        Energy of each atom [eV].
+    atom_pref : ndarray of float64, (nframes, natoms), optional
+        Weight of each atom in the loss of weighted forces.
+    atom_ener_coeff : ndarray of float64, (nframes, natoms), optional
+        Coefficient of each atom's energy in the total energy of the label.
+    """
+
+    atype: np.ndarray
+    coord: np.ndarray
+    box: np.ndarray | None = None
+    energy: np.ndarray | None = None
+    force: np.ndarray | None = None
+    virial: np.ndarray | None = None
+    atom_ener: np.ndarray | None = None
+    atom_pref: np.ndarray | None = None
+    atom_ener_coeff: np.ndarray | None = None
+
+    @property
+    def nframes(self) -> int:
+        """Number of frames."""
+        return int(self.atype.shape[0])
+
+    @property
+    def natoms(self) -> int:
+        """Number of atoms of a frame, padding included."""
+        return int(self.atype.shape[1])
+
+    @property
+    def labels(self) -> frozenset[str]:
+        """Names of the labels that are there."""
+        return frozenset(name for name in LABELS if getattr(self, name) is not None)
+
+    def type_counts(self, ntypes: int) -> np.ndarray:
+        """Count the atoms of every type, (nframes, ntypes); padding is not counted."""
+        bins = np.arange(self.nframes)[:, None] * (ntypes + 1) + self.atype + 1
+        counts = np.bincount(bins.ravel(), minlength=self.nframes * (ntypes + 1))
+        return counts.reshape(self.nframes, ntypes + 1)[:, 1:]
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Frames]) -> Frames:
+        """Join frames of several systems, padding smaller ones with atoms of type −1.
+
+        Padding atoms sit at the origin and carry zeros. A label survives when every part has it.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        natoms = max(part.natoms for part in parts)
+        joined: dict[str, np.ndarray | None] = {}
+        for field in fields(cls):
+            values = [getattr(part, field.name) for part in parts]
+            if field.name == "box":
+                joined["box"] = _join_boxes(parts)
+            elif any(value is None for value in values):
+                joined[field.name] = None
+            elif field.name in FRAME_LABELS:
+                joined[field.name] = np.concatenate(values)
+            else:
+                fill = -1 if field.name == "atype" else 0
+                joined[field.name] = np.concatenate([_pad_atoms(value, natoms, fill) for value in values])
+        return cls(**joined)  # type: ignore[arg-type]  # atype and coord are never None
+
+
+def _join_boxes(parts: Sequence[Frames]) -> np.ndarray | None:
+    if all(part.box is None for part in parts):
+        return None
+    return np.concatenate([np.zeros((p.nframes, 3, 3)) if p.box is None else p.box for p in parts])
+
+
+def _pad_atoms(values: np.ndarray, natoms: int, fill: int) -> np.ndarray:
+    missing = natoms - values.shape[1]
+    if missing == 0:
+        return values
+    widths = [(0, 0), (0, missing)] + [(0, 0)] * (values.ndim - 2)
+    return np.pad(values, widths, constant_values=fill)

@@ -1,0 +1,229 @@
+"""Batches for training and for one pass over the data."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepmd_muon.data.errors import SamplingError
+from deepmd_muon.data.frames import Frames
+from deepmd_muon.data.neighbors import NeighborCache, NeighborList, stack_neighbors
+from deepmd_muon.data.sampling import BatchRule, Plan, Sampler, system_probabilities
+from deepmd_muon.data.system import System
+
+#: Name of a batch whose frames come from several systems.
+MIXED = "mixed"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Frames with their neighbours; `system` names where they come from (``"mixed"``: several systems)."""
+
+    frames: Frames
+    neighbors: NeighborList
+    system: str
+
+
+class DataLoader:
+    """Endless random batches whose position can be saved, and passes over every frame.
+
+    Single-threaded and deterministic. With `prefetch`, a background thread builds one batch ahead; the
+    batches and `state_dict` are the same. Under data parallelism all ranks hold the same position: rank r of
+    N takes batches r, r + N, r + 2N, … of one order.
+
+    Parameters
+    ----------
+    systems : sequence of System
+        Where frames come from.
+    batch_size : int, str or sequence of int
+        See `BatchRule.parse`.
+    auto_prob, sys_probs
+        See `system_probabilities`.
+    seed : int, optional
+        Seed of the order; drawn when left out, and saved with the position either way.
+    rcut, sel, by_type, cache_bytes
+        Settings of the neighbour cache, see `NeighborCache`; not needed with `cache`.
+    cache : NeighborCache, optional
+        Use this cache, e.g. the one that `neighbor_statistics` has filled.
+    prefetch : bool
+        Build one batch ahead in a thread.
+    rank, world_size : int
+        Which of the parallel readers this is.
+
+    Attributes
+    ----------
+    systems : tuple of System
+        Those in use: ``filter:N`` leaves some out.
+    batch_sizes : tuple of int
+        Frames of a batch of each system.
+    nbatches : tuple of int
+        Batches of each system.
+    probabilities : ndarray, (nsystems,)
+        Probability of each system.
+    cache : NeighborCache
+        The neighbour lists.
+    """
+
+    def __init__(
+        self,
+        systems: Sequence[System],
+        batch_size: int | str | Sequence[int] = "auto",
+        *,
+        auto_prob: str = "prob_sys_size",
+        sys_probs: Sequence[float] | None = None,
+        seed: int | None = None,
+        rcut: float | None = None,
+        sel: Sequence[int] | None = None,
+        by_type: bool = True,
+        cache_bytes: int = 2 << 30,
+        cache: NeighborCache | None = None,
+        prefetch: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise SamplingError(f"rank {rank} is not one of {world_size}")
+        rule = BatchRule.parse(batch_size)
+        natoms = [system.natoms for system in systems]
+        self.systems = tuple(systems[k] for k in rule.keep(natoms))
+        self.batch_sizes = rule.frames_per_batch([system.natoms for system in self.systems])
+        nframes = [system.nframes for system in self.systems]
+        # A mixed batch draws single frames, so systems count by frames there.
+        self.nbatches = tuple(
+            n if rule.kind == "mixed" else -(-n // b) for n, b in zip(nframes, self.batch_sizes, strict=True)
+        )
+        self.probabilities = system_probabilities(self.nbatches, auto_prob, sys_probs)
+        self.cache = cache if cache is not None else _new_cache(self.systems, rcut, sel, by_type, cache_bytes)
+        self.rank = rank
+        self.world_size = world_size
+        self._sampler = Sampler(
+            nframes,
+            self.batch_sizes,
+            self.probabilities,
+            # 63 bits: more than enough, and a plain integer for everybody.
+            seed=seed
+            if seed is not None
+            else int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1),
+            mixed=rule.number if rule.kind == "mixed" else 0,
+            identity=hashlib.sha256("\n".join(system.name for system in self.systems).encode()).hexdigest(),
+        )
+        self._step = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepmd_muon-data") if prefetch else None
+        self._ahead: Future[Batch] | None = None
+
+    # -- random batches --------------------------------------------------------------------------------------
+
+    def next(self) -> Batch:
+        """Return the next random batch of this rank."""
+        if self._thread is None:
+            batch = self.build(self._draw())
+        else:
+            ahead = self._ahead if self._ahead is not None else self._thread.submit(self.build, self._draw())
+            self._ahead = None
+            batch = ahead.result()
+            self._ahead = self._thread.submit(self.build, self._draw())
+        self._step += self.world_size
+        return batch
+
+    def _draw(self) -> Plan:
+        """Draw one batch for every rank and return that of this one."""
+        plans = [self._sampler.next() for _ in range(self.world_size)]
+        return plans[self.rank]
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the position after the last batch of `next`: plain values, equal on all ranks."""
+        return self._sampler.state_dict(self._step)
+
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
+        """Continue after a saved position: the next batches are those of an uninterrupted run.
+
+        Raises
+        ------
+        SamplerStateError
+            When the position was saved with other systems, batch sizes or probabilities; the loader stays as
+            it was.
+        """
+        self._sampler.load_state_dict(state)
+        self._step = self._sampler.step
+        self._ahead = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches until every system is expected to have been served once, ceil(max(batches / probability)).
+
+        Shared among the ranks; this is what ``numb_epoch`` multiplies, as in DeePMD.
+        """
+        drawn = self.probabilities > 0
+        turns = float((np.array(self.nbatches)[drawn] / self.probabilities[drawn]).max())
+        frames_a_batch = max(1, self._sampler.mixed)
+        # 1e-9: probabilities in proportion to batches give the sum of batches up to rounding.
+        return math.ceil(turns * (1 - 1e-9) / (frames_a_batch * self.world_size))
+
+    # -- deterministic passes --------------------------------------------------------------------------------
+
+    def epoch_batches(self) -> Iterator[Batch]:
+        """Go once over every frame, system by system in order; leaves the random order where it is.
+
+        With several ranks, rank r takes every N-th batch from number r on.
+        """
+        number = 0
+        for k, (system, size) in enumerate(zip(self.systems, self.batch_sizes, strict=True)):
+            for first in range(0, system.nframes, size):
+                if number % self.world_size == self.rank:
+                    yield self.build(Plan(((k, np.arange(first, min(first + size, system.nframes))),)))
+                number += 1
+
+    def sample_batches(self, nbatches: int) -> Iterator[Batch]:
+        """At most `nbatches` batches of every system, spread evenly over its frames, for statistics.
+
+        The same on every rank, and leaves the random order where it is.
+        """
+        for k, (system, size) in enumerate(zip(self.systems, self.batch_sizes, strict=True)):
+            wanted = min(system.nframes, nbatches * size)
+            numbers = np.arange(wanted) * system.nframes // wanted
+            for first in range(0, wanted, size):
+                yield self.build(Plan(((k, numbers[first : first + size]),)))
+
+    # -- building --------------------------------------------------------------------------------------------
+
+    def build(self, plan: Plan) -> Batch:
+        """Read the frames of a plan and look their neighbours up."""
+        frames = []
+        neighbors = []
+        for k, numbers in plan.parts:
+            system = self.systems[k]
+            part = system.frames(numbers)
+            frames.append(part)
+            neighbors += [self.cache.frame(system, int(n), part, row) for row, n in enumerate(numbers)]
+        name = self.systems[plan.parts[0][0]].name if len(plan.parts) == 1 else MIXED
+        return Batch(Frames.concatenate(frames), stack_neighbors(neighbors), name)
+
+    def close(self) -> None:
+        """End the background thread; the loader still works, without it."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
+            state = self.state_dict()
+            self._sampler.load_state_dict(state)
+            self._ahead = None
+
+
+def _new_cache(
+    systems: Sequence[System], rcut: float | None, sel: Sequence[int] | None, by_type: bool, max_bytes: int
+) -> NeighborCache:
+    if rcut is None:
+        raise SamplingError("give rcut and sel, or a NeighborCache")
+    ntypes = max(number_of_types(system) for system in systems)
+    return NeighborCache(rcut, None if sel is None else tuple(sel), by_type, max_bytes, ntypes)
+
+
+def number_of_types(system: System) -> int:
+    """Return the number of types: of the type map, else the largest type that occurs plus one."""
+    if system.type_map is not None:
+        return len(system.type_map)
+    return int(system.types(np.arange(1)).max()) + 1

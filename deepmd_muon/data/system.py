@@ -1,0 +1,375 @@
+"""Systems: frames of one set of atoms, read lazily from npy folders or HDF5 groups."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError, TypeMapError
+from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, Frames
+from deepmd_muon.data.storage import HandleCache, HDF5Store, NpyStore, Store
+
+
+class System:
+    """One system: constant number of atoms, any number of frames in any number of ``set.*`` folders.
+
+    Opening reads ``type.raw``, ``type_map.raw`` and the headers of all arrays; frames are read when asked
+    for. Atoms keep the order of the files. Pickles carry no open file.
+
+    Parameters
+    ----------
+    store : Store
+        Where the arrays lie.
+    type_map : sequence of str, optional
+        Element names that types shall index; the system's own names are translated into it.
+
+    Attributes
+    ----------
+    name : str
+        Path of the system as it was found.
+    type_map : tuple of str or None
+        Element names of the types; None when neither the caller nor the system gives them.
+    natoms, nframes : int
+        Atoms of a frame (padding of mixed-type frames included) and frames of all sets.
+    pbc : bool
+        False when the flag file ``nopbc`` is there.
+    mixed : bool
+        True when each frame has its own types (``real_atom_types.npy``).
+    labels : frozenset of str
+        Labels that every set has.
+
+    Raises
+    ------
+    SystemFormatError
+        When a file is missing, truncated or of a wrong shape.
+    TypeMapError
+        When the system has an element that `type_map` lacks.
+    """
+
+    def __init__(self, store: Store, type_map: Sequence[str] | None = None) -> None:
+        self._store = store
+        self.name: str = store.root
+        here = store.names("")
+        self.pbc = "nopbc" not in here
+        types = self._read_types()
+        self.natoms = len(types)
+        self._sets = store.sets()
+        if not self._sets:
+            raise SystemFormatError(
+                self.name, "set.*", "no set folder found; frames lie in set.000/coord.npy etc."
+            )
+        contents = [store.names(folder) for folder in self._sets]
+        self.mixed = self._is_mixed(contents)
+        self._own_types = tuple(store.words("type_map.raw")) if "type_map.raw" in here else None
+        self.type_map, self._translation = self._translate(type_map)
+        self._atype = self._apply_translation(types, "type.raw") if not self.mixed else None
+        self._files = self._find_labels(contents)
+        self.labels = frozenset(self._files)
+        counts = [self._check_set(*item) for item in zip(self._sets, contents, strict=True)]
+        self.nframes = sum(counts)
+        if self.nframes == 0:
+            raise SystemFormatError(self.name, f"{self._sets[0]}/coord.npy", "the system has no frames")
+        self._counts = np.array(counts)
+        self._ends = np.cumsum(counts)
+
+    def __repr__(self) -> str:
+        return f"System({self.name!r}, nframes={self.nframes}, natoms={self.natoms}, pbc={self.pbc})"
+
+    def __len__(self) -> int:
+        return self.nframes
+
+    # -- opening ---------------------------------------------------------------------------------------------
+
+    def _read_types(self) -> np.ndarray:
+        try:
+            types = np.array([int(float(word)) for word in self._store.words("type.raw")], dtype=np.int32)
+        except ValueError as error:
+            raise SystemFormatError(
+                self.name, "type.raw", f"expected one integer per atom: {error}"
+            ) from error
+        if len(types) == 0:
+            raise SystemFormatError(self.name, "type.raw", "expected one integer per atom, found none")
+        return types
+
+    def _is_mixed(self, contents: list[frozenset[str]]) -> bool:
+        flags = ["real_atom_types.npy" in names for names in contents]
+        if any(flags) and not all(flags):
+            lacking = self._sets[flags.index(False)]
+            raise SystemFormatError(
+                self.name, f"{lacking}/real_atom_types.npy", "missing, but other sets of this system have it"
+            )
+        return flags[0]
+
+    def _translate(self, type_map: Sequence[str] | None) -> tuple[tuple[str, ...] | None, np.ndarray | None]:
+        """Find how the system's type numbers become indices into `type_map`."""
+        own = self._own_types
+        if type_map is None or len(type_map) == 0:
+            if own is None and self.mixed:
+                raise TypeMapError(
+                    f"system {self.name}: a mixed-type system needs type_map.raw or a type map"
+                )
+            return own, None
+        if own is None:
+            return tuple(type_map), None
+        missing = [element for element in own if element not in type_map]
+        if missing:
+            raise TypeMapError(
+                f"system {self.name}: type_map.raw has {missing}, which the type map {list(type_map)} lacks; "
+                "add them to model.type_map or leave this system out"
+            )
+        return tuple(type_map), np.array([list(type_map).index(e) for e in own] + [-1], dtype=np.int32)
+
+    def _apply_translation(self, types: np.ndarray, file: str) -> np.ndarray:
+        """Translate type numbers; −1 (padding) is kept and allowed in mixed-type systems only."""
+        names = self._own_types if self._own_types is not None else self.type_map
+        lowest = -1 if self.mixed else 0
+        limit = len(names) if names is not None else np.iinfo(np.int32).max
+        if types.size and (types.min() < lowest or types.max() >= limit):
+            raise SystemFormatError(
+                self.name,
+                file,
+                f"expected types from {lowest} to {limit - 1} (type map {names}), "
+                f"found {types.min()} to {types.max()}",
+            )
+        return types if self._translation is None else self._translation[types]
+
+    def _find_labels(self, contents: list[frozenset[str]]) -> dict[str, list[str]]:
+        """File of each label in each set; a label counts only when every set has it."""
+        found: dict[str, list[str]] = {}
+        for label in LABELS:
+            spellings = [f"{label}.npy", f"{label.replace('atom_', 'atomic_', 1)}.npy"]
+            files = [next((s for s in spellings if s in names), None) for names in contents]
+            if all(file is not None for file in files):
+                found[label] = [str(file) for file in files]
+        return found
+
+    def _check_set(self, folder: str, names: frozenset[str]) -> int:
+        """Check the shapes of all arrays of a set and return its number of frames."""
+        for required in ("coord.npy", *(("box.npy",) if self.pbc else ())):
+            if required not in names:
+                hint = (
+                    "; a system without periodic boundaries needs a file nopbc"
+                    if required == "box.npy"
+                    else ""
+                )
+                raise SystemFormatError(self.name, f"{folder}/{required}", f"missing{hint}")
+        coord = self._store.shape(f"{folder}/coord.npy")
+        nframes = 1 if len(coord) == 1 else coord[0]
+        k = self._sets.index(folder)
+        widths = {"coord.npy": 3 * self.natoms}
+        if self.pbc:
+            widths["box.npy"] = 9
+        if self.mixed:
+            widths["real_atom_types.npy"] = self.natoms
+        for label, files in self._files.items():
+            widths[files[k]] = FRAME_LABELS.get(label) or ATOM_LABELS[label] * self.natoms
+        for file, width in widths.items():
+            shape = self._store.shape(f"{folder}/{file}")
+            # A set of one frame may be written without the axis of frames.
+            fits = int(np.prod(shape)) == nframes * width and (nframes == 1 or shape[0] == nframes)
+            if not fits:
+                raise SystemFormatError(
+                    self.name,
+                    f"{folder}/{file}",
+                    f"expected shape ({nframes}, {width}) for {nframes} frames of {self.natoms} atoms, "
+                    f"found {shape}",
+                )
+        return nframes
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def frames(self, indices: Sequence[int] | np.ndarray) -> Frames:
+        """Read some frames, in the order asked for.
+
+        Parameters
+        ----------
+        indices : sequence of int, (nframes,)
+            Frame numbers counted over all sets.
+
+        Raises
+        ------
+        IndexError
+            When a number is outside of the system.
+        SystemFormatError
+            When a value is not finite, or a type is out of range.
+        """
+        wanted = np.atleast_1d(np.asarray(indices, dtype=np.int64))
+        if wanted.size == 0 or wanted.min() < 0 or wanted.max() >= self.nframes:
+            raise IndexError(
+                f"system {self.name} has frames 0 to {self.nframes - 1}, asked for {wanted.tolist()}"
+            )
+        n = len(wanted)
+        atoms = self.natoms
+        labels: dict[str, np.ndarray] = {}
+        for label, files in self._files.items():
+            width = LABELS[label]
+            values = self._read(files, wanted)
+            if label == "energy":
+                labels[label] = values.reshape(n)
+            elif label in FRAME_LABELS:
+                labels[label] = values.reshape(n, width)
+            else:
+                labels[label] = values.reshape((n, atoms, 3) if width == 3 else (n, atoms))
+        every_set = len(self._sets)
+        return Frames(
+            atype=self.types(wanted),
+            coord=self._read(["coord.npy"] * every_set, wanted).reshape(n, atoms, 3),
+            box=self._read(["box.npy"] * every_set, wanted).reshape(n, 3, 3) if self.pbc else None,
+            **labels,
+        )
+
+    def types(self, indices: np.ndarray) -> np.ndarray:
+        """Types of the atoms of some frames, int32 (nframes, natoms); −1 is padding."""
+        if self._atype is not None:
+            return np.tile(self._atype, (len(indices), 1))
+        files = ["real_atom_types.npy"] * len(self._sets)
+        raw = self._read(files, indices).astype(np.int32).reshape(len(indices), self.natoms)
+        return self._apply_translation(raw, "real_atom_types.npy")
+
+    def _read(self, files: Sequence[str], wanted: np.ndarray) -> np.ndarray:
+        """Rows of one quantity over all sets as float64, (nframes, width)."""
+        of_set = np.searchsorted(self._ends, wanted, side="right")
+        local = wanted - (self._ends - self._counts)[of_set]
+        result: np.ndarray | None = None
+        for k in np.unique(of_set):
+            path = f"{self._sets[k]}/{files[k]}"
+            mine = of_set == k
+            rows = self._store.rows(path, local[mine], single=bool(self._counts[k] == 1))
+            values = np.array(rows, dtype=np.float64).reshape(int(mine.sum()), -1)
+            if not np.isfinite(values).all():
+                bad = local[mine][~np.isfinite(values).all(axis=1)]
+                raise SystemFormatError(
+                    self.name, path, f"value that is not finite in frame {bad[0]} of this set"
+                )
+            if len(values) == len(wanted):
+                return values
+            if result is None:
+                result = np.empty((len(wanted), values.shape[1]))
+            result[mine] = values
+        assert result is not None  # frames() refuses an empty list of frames
+        return result
+
+    def fingerprint(self) -> str:
+        """Hash of what statistics depend on, wherever the files lie: types, shapes, cells and energies."""
+        digest = hashlib.sha256(
+            repr((self.natoms, self.nframes, self.type_map, self.pbc, self.mixed)).encode()
+        )
+        every = np.arange(self.nframes)
+        if self._atype is not None:
+            digest.update(self._atype.tobytes())
+        digest.update(self._read(["coord.npy"] * len(self._sets), every[[0, -1]]).tobytes())
+        for label in ("energy",):
+            if label in self.labels:
+                digest.update(self._read(self._files[label], every).tobytes())
+        return digest.hexdigest()
+
+
+def open_systems(paths: str | Iterable[str], type_map: Sequence[str] | None = None) -> list[System]:
+    """Open systems of any kind.
+
+    Parameters
+    ----------
+    paths : str or iterable of str
+        Each is a system folder; a folder above systems (searched for ``type.raw``, sorted); an HDF5 file (all
+        systems in it); or ``file.hdf5#/group`` (that system, or all systems below the group).
+    type_map : sequence of str, optional
+        Element names that types shall index.
+
+    Returns
+    -------
+    list of System
+        In the order of `paths`.
+
+    Raises
+    ------
+    SystemNotFoundError
+        When a path does not exist or holds no system.
+    SystemFormatError, TypeMapError
+        See `System`.
+    """
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [os.fspath(paths)]
+    handles = HandleCache()
+    systems = [System(store, type_map) for path in paths for store in _stores(os.fspath(path), handles)]
+    if not systems:
+        raise SystemNotFoundError("no systems given")
+    return systems
+
+
+def check_type_maps(systems: Sequence[System]) -> tuple[str, ...] | None:
+    """Return the type map that all systems agree on, for a caller that gave none.
+
+    Raises
+    ------
+    TypeMapError
+        When two systems number the elements differently.
+    """
+    longest: tuple[str, ...] = ()
+    for system in systems:
+        own = system.type_map or ()
+        shared = min(len(own), len(longest))
+        if own[:shared] != longest[:shared]:
+            raise TypeMapError(
+                f"system {system.name} has type map {list(own)}, others have {list(longest)}; "
+                "set model.type_map"
+            )
+        longest = max(longest, own, key=len)
+    return longest or None
+
+
+def _stores(path: str, handles: HandleCache) -> Iterator[Store]:
+    """Find all systems at or below a path."""
+    if "#" in path or os.path.isfile(path):
+        yield from _hdf5_stores(path, handles)
+        return
+    if not os.path.isdir(path):
+        raise SystemNotFoundError(f"system {path} does not exist (relative paths start at {os.getcwd()})")
+    found = _folders(path)
+    if not found:
+        raise SystemNotFoundError(f"no system found in {path}: neither it nor a folder below has a type.raw")
+    for folder in found:
+        yield NpyStore(folder, handles)
+
+
+def _folders(root: str) -> list[str]:
+    """Folders with a ``type.raw`` at or below `root`, sorted; links are followed, circles are not."""
+    seen: set[str] = set()
+    found: list[str] = []
+    for folder, below, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        below[:] = sorted(name for name in below if not name.startswith("set."))
+        if "type.raw" in files:
+            found.append(folder)
+    return sorted(found)
+
+
+def _hdf5_stores(path: str, handles: HandleCache) -> Iterator[Store]:
+    file, _, group = path.partition("#")
+    if not os.path.isfile(file):
+        raise SystemNotFoundError(f"system {path}: the file {file} does not exist")
+    if not h5py.is_hdf5(file):
+        raise SystemNotFoundError(f"system {path}: {Path(file).name} is neither a folder nor an HDF5 file")
+    groups: list[str] = []
+
+    def visit(name: str, node: object) -> None:
+        if isinstance(node, h5py.Dataset) and name.rpartition("/")[2] == "type.raw":
+            groups.append(name.rpartition("/")[0])
+
+    with h5py.File(file, "r") as root:
+        start = group.strip("/")
+        if start and start not in root:
+            raise SystemNotFoundError(f"system {path}: {file} has no group {group}; it has {sorted(root)}")
+        (root[start] if start else root).visititems(visit)
+    if not groups:
+        raise SystemNotFoundError(f"system {path}: no group of {file} has a type.raw")
+    for name in sorted(groups):
+        yield HDF5Store(file, "/".join(part for part in (start, name) if part), handles)
