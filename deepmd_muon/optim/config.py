@@ -1,15 +1,18 @@
 """Settings of the optimizers as frozen dataclasses: each key's default and meaning stand here, once.
 
-This module does not import torch, so that the input checker can read it.
+This module does not import torch, so that the input checker can read it; the `build` methods do.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from deepmd_muon.optim.setting import check_settings, setting
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 MuonMode = Literal["2d", "flat", "slice"]
 Scaling = Literal["match_rms", "rectangular"]
@@ -52,9 +55,7 @@ class HybridMuonConfig:
             "`scaling` and `adam_lr_ratio` override either half."
         ),
     )
-    lr_adjust_coeff: float = setting(
-        0.18, above=0.0, doc="Coefficient of the 'match_rms' scaling of the Muon update."
-    )
+    lr_adjust_coeff: float = setting(0.18, above=0.0, doc="Coefficient of the 'match_rms' scaling of the Muon update.")
     muon_mode: MuonMode = setting(
         "slice",
         choices=MUON_MODES,
@@ -127,6 +128,12 @@ class HybridMuonConfig:
     def __post_init__(self) -> None:
         check_settings(self)
 
+    def build(self, model: nn.Module, lr: float | Tensor) -> Optimizer:
+        """Make this optimizer for the named parameters of `model`, with learning rate `lr`."""
+        from deepmd_muon.optim.build import build_hybrid_muon
+
+        return build_hybrid_muon(self, model, lr)
+
 
 @dataclasses.dataclass(frozen=True)
 class AdamConfig:
@@ -139,6 +146,12 @@ class AdamConfig:
     def __post_init__(self) -> None:
         check_settings(self)
 
+    def build(self, model: nn.Module, lr: float | Tensor) -> Optimizer:
+        """Make this optimizer for the named parameters of `model`, with learning rate `lr`."""
+        from deepmd_muon.optim.build import build_adam
+
+        return build_adam(self, model, lr)
+
 
 @dataclasses.dataclass(frozen=True)
 class AdamWConfig:
@@ -146,10 +159,16 @@ class AdamWConfig:
 
     adam_beta1: float = setting(0.9, minimum=0.0, below=1.0, doc="Decay of the first moment.")
     adam_beta2: float = setting(0.999, minimum=0.0, below=1.0, doc="Decay of the second moment.")
-    weight_decay: float = setting(0.0, minimum=0.0, doc="Decoupled weight decay λ: p ← p (1 − lr λ).")
+    weight_decay: float = setting(0.001, minimum=0.0, doc="Decoupled weight decay λ: p ← p (1 − lr λ).")
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    def build(self, model: nn.Module, lr: float | Tensor) -> Optimizer:
+        """Make this optimizer for the named parameters of `model`, with learning rate `lr`."""
+        from deepmd_muon.optim.build import build_adamw
+
+        return build_adamw(self, model, lr)
 
 
 OptimizerConfig = HybridMuonConfig | AdamConfig | AdamWConfig

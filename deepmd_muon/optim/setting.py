@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 
@@ -22,6 +23,12 @@ class Setting:
         Inclusive bounds.
     above, below
         Exclusive bounds.
+    pattern, forms
+        Regular expression that a string must match in full, and the same in words for messages.
+    note
+        Why the rules are as they are; stands behind the message when a value breaks them.
+    lone
+        Whether a single value stands for a list of one.
     """
 
     doc: str
@@ -31,13 +38,30 @@ class Setting:
     maximum: float | None = None
     above: float | None = None
     below: float | None = None
+    pattern: str | None = None
+    forms: str = ""
+    note: str = ""
+    lone: bool = False
 
     def problem(self, value: Any) -> str | None:
-        """Say in one phrase what is wrong with `value`, or return None when nothing is."""
+        """Say in one phrase what is wrong with `value`, or return None when nothing is.
+
+        Bounds, choices and pattern hold for a scalar and for every element of a list.
+        """
+        if isinstance(value, (tuple, list)):
+            return next((found for found in map(self.problem, value) if found), None)
+        rule = self._broken_rule(value)
+        return f"must be {rule}; found {value!r}" + (f" ({self.note})" if self.note else "") if rule else None
+
+    def _broken_rule(self, value: Any) -> str | None:
+        """Return the words for the rule that a scalar breaks, if any."""
         if value is None:
             return None
         if self.choices is not None and value not in self.choices:
-            return f"must be one of {', '.join(map(repr, self.choices))}; found {value!r}"
+            words = ", ".join(map(repr, self.choices))
+            return f"one of {words}" if len(self.choices) > 1 else words
+        if self.pattern is not None and isinstance(value, str) and not re.fullmatch(self.pattern, value):
+            return self.forms or f"a match of {self.pattern}"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
         bounds = (
@@ -47,7 +71,7 @@ class Setting:
             (self.below, lambda b: value < b, "<"),
         )
         broken = [f"{sign} {bound:g}" for bound, holds, sign in bounds if bound is not None and not holds(bound)]
-        return f"must be {' and '.join(broken)}; found {value!r}" if broken else None
+        return " and ".join(broken) or None
 
 
 def setting(default: Any = dataclasses.MISSING, *, doc: str, **rules: Any) -> Any:

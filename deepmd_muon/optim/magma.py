@@ -1,0 +1,71 @@
+"""Magma damping: blocks whose momentum no longer points along the gradient take smaller steps.
+
+For each block (one matrix of a parameter's view) with momentum m and gradient g::
+
+    c = cos(m, g)
+    r = (sigmoid(c/2) − sigmoid(−1/2)) / (sigmoid(1/2) − sigmoid(−1/2))        in [0, 1]
+    s ← 0.9 s + 0.1 r                                                         starts at 0.5
+    update ← (0.1 + 0.9 s) · update
+
+This is the form that deepmd-kit calls Magma-lite: masked momentum alignment without the random masks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+TEMPERATURE = 2.0
+SCORE_DECAY = 0.9
+SCORE_START = 0.5
+MIN_SCALE = 0.1
+
+_LOWEST = 1.0 / (1.0 + math.exp(1.0 / TEMPERATURE))
+_HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / TEMPERATURE))
+
+
+def alignment(momentum: Tensor, gradient: Tensor) -> Tensor:
+    """Return cos(m, g) per block in float32.
+
+    Parameters
+    ----------
+    momentum, gradient
+        (blocks, elements). Sums run in float64, so that neither size nor scale of a block matters.
+
+    Returns
+    -------
+    Tensor
+        (blocks,); 0 where either vector is zero.
+    """
+    m, g = momentum.double(), gradient.double()
+    norms = torch.linalg.vector_norm(m, dim=1) * torch.linalg.vector_norm(g, dim=1)
+    dot = torch.linalg.vecdot(m, g, dim=1)
+    return torch.where(norms > 0, dot / norms, 0.0).clamp(-1.0, 1.0).float()
+
+
+def update_scores(scores: Sequence[Tensor], cosines: Sequence[Tensor]) -> list[Tensor]:
+    """Advance the scores in place and return each block's damping factor.
+
+    Parameters
+    ----------
+    scores
+        float32 tensors (blocks,), the state; changed in place.
+    cosines
+        Alignments of the same shapes.
+
+    Returns
+    -------
+    list of Tensor
+        Factors in [0.1, 1], shapes as the scores.
+    """
+    raw = torch._foreach_div(list(cosines), TEMPERATURE)
+    torch._foreach_sigmoid_(raw)
+    torch._foreach_sub_(raw, _LOWEST)
+    torch._foreach_div_(raw, _HIGHEST - _LOWEST)
+    torch._foreach_lerp_(list(scores), raw, 1.0 - SCORE_DECAY)
+    factors = torch._foreach_mul(list(scores), 1.0 - MIN_SCALE)
+    torch._foreach_add_(factors, MIN_SCALE)
+    return list(factors)

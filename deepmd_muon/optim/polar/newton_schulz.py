@@ -1,0 +1,233 @@
+"""Newton–Schulz iteration in plain torch: the definition that every faster path is compared with.
+
+A matrix X with singular values σ is mapped to U f(σ/‖X‖_F) Vᵀ, where f is the schedule's composed polynomial.
+The iterate is kept in fp32 (or fp64); only the operands of matrix products are rounded to 16 bits, and only where
+that pays. An iterate STORED in 16 bits would lift rounding noise of low-rank gradients to full strength.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.config import Precision
+from deepmd_muon.optim.polar.schedules import SCHEDULES, Coefficients, Schedule
+
+# Rounding errors of R = X Xᵀ in directions where X is zero grow by a² a step and are harmless below about 1e-2.
+# This much growth is allowed before R is computed anew from X (for fp32: 1e-7 · √m · 2e4 is about 1e-2).
+_GRAM_GROWTH = {torch.float32: 2e4, torch.float64: 1e12}
+
+
+class _Lot(NamedTuple):
+    """Matrices that share one batched iteration."""
+
+    rows: int  # the smaller dimension m
+    columns: int  # the widest n; narrower members get zero columns, which change nothing
+    gram: bool
+    members: tuple[int, ...]
+
+
+def orthogonalize(
+    x: Tensor, schedule: str | Schedule = "8+2", precision: Precision = "auto", *, gram: bool = True
+) -> Tensor:
+    """Return the polar factor U Vᵀ of each matrix, as exactly as the schedule reaches it.
+
+    Parameters
+    ----------
+    x
+        Real floating-point tensor (..., m, n). It is not changed. Zero matrices give zeros, a matrix with a NaN
+        or an infinity gives NaNs and leaves the others alone; the scale of a matrix does not matter.
+    schedule
+        A name in `SCHEDULES`, or a `Schedule`.
+    precision
+        Operands of the matrix products: 'auto' is float16 on a GPU and float32 elsewhere; the iterate is float32,
+        or float64 for 'float64'.
+    gram
+        Allow iterating on the Gram matrix where that is cheaper.
+
+    Returns
+    -------
+    Tensor
+        (..., m, n), in the dtype of `x`.
+
+    Raises
+    ------
+    ValueError
+        When `x` has fewer than two dimensions, is not real floating point, or the schedule is unknown.
+
+    References
+    ----------
+    N. J. Higham, "Functions of Matrices", chapter 8; K. Jordan et al., "Muon", 2024.
+    """
+    if x.ndim < 2 or not x.is_floating_point():
+        raise ValueError(
+            f"orthogonalize needs real matrices of shape (..., m, n); found shape {tuple(x.shape)} and {x.dtype}"
+        )
+    if isinstance(schedule, str) and schedule not in SCHEDULES:
+        raise ValueError(f"unknown schedule {schedule!r}; known are {', '.join(SCHEDULES)}")
+    if x.numel() == 0:
+        return x.clone()
+    (result,) = orthogonalize_matrices([x.reshape(-1, *x.shape[-2:])], schedule, precision, gram=gram)
+    return result.reshape(x.shape).to(x.dtype)
+
+
+def orthogonalize_matrices(
+    matrices: Sequence[Tensor], schedule: str | Schedule, precision: Precision = "auto", *, gram: bool = True
+) -> list[Tensor]:
+    """Orthogonalize several batches of matrices of different shapes together.
+
+    Parameters
+    ----------
+    matrices
+        Tensors (b, m, n) on one device; they are not changed.
+    schedule, precision, gram
+        As in `orthogonalize`.
+
+    Returns
+    -------
+    list of Tensor
+        The polar factors, shapes as given, in the iterate's dtype (float32, or float64 for precision 'float64').
+    """
+    if not matrices:
+        return []
+    coefficients = (SCHEDULES[schedule] if isinstance(schedule, str) else schedule).coefficients
+    operand = _operand_dtype(precision, matrices[0].device)
+    master = torch.float64 if operand == torch.float64 else torch.float32
+    results: list[Tensor | None] = [None] * len(matrices)
+    shapes = tuple((x.shape[0], x.shape[1], x.shape[2]) for x in matrices)
+    for lot in arrange(shapes, gram and operand == master, matrices[0].is_cuda):
+        wide = [_wide(matrices[i]) for i in lot.members]
+        normalized = [_normalize(x, master) for x in wide]
+        if lot.rows == 1:
+            done = normalized  # the polar factor of a vector is its direction
+        elif lot.gram:
+            done = _gram(normalized, coefficients)
+        else:
+            stacked = _standard(_stack(normalized, lot), coefficients, operand)
+            pieces = stacked.split([x.shape[0] for x in wide])
+            done = [piece[:, :, : x.shape[2]] for piece, x in zip(pieces, wide, strict=True)]
+        for i, x in zip(lot.members, done, strict=True):
+            results[i] = x if x.shape == matrices[i].shape else x.mT
+    return [x for x in results if x is not None]
+
+
+@functools.lru_cache(maxsize=256)
+def arrange(shapes: tuple[tuple[int, int, int], ...], gram: bool, on_gpu: bool) -> tuple[_Lot, ...]:
+    """Decide which matrices are iterated together, and in which form.
+
+    The Gram form spends 8 m³ operations a step, the standard form 4 m² n + 2 m³, and the Gram form builds R from X
+    and X from R about three times: it pays from n ≥ 2 m on. In Gram form all matrices of equal small dimension
+    share a batch. In standard form they do on a GPU, where launches cost more than zero columns; on a CPU, where
+    the opposite holds, only equal shapes do.
+    """
+    lots: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
+    for i, (_, m, n) in enumerate(shapes):
+        rows, columns = min(m, n), max(m, n)
+        in_gram_form = gram and rows > 1 and columns >= 2 * rows
+        shared_width = in_gram_form or on_gpu or rows == 1
+        lots[rows, 0 if shared_width else columns, in_gram_form].append(i)
+    return tuple(
+        _Lot(rows, max(max(shapes[i][1:]) for i in members), in_gram_form, tuple(members))
+        for (rows, _, in_gram_form), members in lots.items()
+    )
+
+
+def _operand_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    if precision == "auto":
+        return torch.float16 if device.type == "cuda" else torch.float32
+    return {
+        "float16": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "float32": torch.float32,
+        "float64": torch.float64,
+    }[precision]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Turn a batch (b, m, n) so that m ≤ n."""
+    return x.mT if x.shape[1] > x.shape[2] else x
+
+
+def _normalize(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Divide each matrix (b, m, n) by its largest entry, so that nothing overflows, then by its Frobenius norm."""
+    if x.dtype.itemsize < 4:
+        x = x.to(dtype)
+    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
+    x = (x / torch.where(largest == 0, 1.0, largest)).to(dtype)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return x / torch.where(norm == 0, 1.0, norm)
+
+
+def _stack(matrices: Sequence[Tensor], lot: _Lot) -> Tensor:
+    """Put batches (b, m, n ≤ columns) into one (Σb, m, columns)."""
+    if all(x.shape[2] == lot.columns for x in matrices):
+        return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
+    padded = [torch.nn.functional.pad(x, (0, lot.columns - x.shape[2])) for x in matrices]
+    return torch.cat(padded)
+
+
+def _standard(x: Tensor, coefficients: Coefficients, operand: torch.dtype) -> Tensor:
+    """Iterate X ← a X + (b A + c A²) X with A = X Xᵀ; x is (B, m, n), normalised, m ≤ n."""
+    for a, b, c in coefficients:
+        narrow = x.to(operand)
+        gram = _multiply_add(None, narrow, narrow.mT)
+        narrow_gram = gram.to(operand)
+        polynomial = _multiply_add(gram, narrow_gram, narrow_gram, beta=b, alpha=c).to(operand)
+        x = _multiply_add(x, polynomial, narrow, beta=a)
+    return x
+
+
+def _gram(matrices: list[Tensor], coefficients: Coefficients) -> list[Tensor]:
+    """Iterate on R = X Xᵀ: with p = a + b R + c R², Q ← Q p and R ← p R p; X ← Q X at restarts and at the end.
+
+    Parameters
+    ----------
+    matrices
+        Normalised batches (b, m, n) with one m and any n ≥ m; they share the iteration of R, (Σb, m, m).
+    coefficients
+        One (a, b, c) a step.
+    """
+    batches = [x.shape[0] for x in matrices]
+    growth_limit = _GRAM_GROWTH[matrices[0].dtype]
+    q = r = None
+    growth = 1.0
+    for step, (a, b, c) in enumerate(coefficients):
+        if q is not None and growth * a * a > growth_limit:
+            matrices = [torch.bmm(part, x) for part, x in zip(q.split(batches), matrices, strict=True)]
+            q = None
+        if q is None:
+            r = torch.cat([torch.bmm(x, x.mT) for x in matrices])
+            growth = 1.0
+        growth *= a * a
+        assert r is not None
+        p = torch.baddbmm(r, r, r, beta=b, alpha=c)
+        p.diagonal(dim1=-2, dim2=-1).add_(a)
+        q = p if q is None else torch.bmm(q, p)
+        if step + 1 < len(coefficients) and growth * coefficients[step + 1][0] ** 2 <= growth_limit:
+            r = torch.bmm(p, torch.bmm(r, p))
+    assert q is not None
+    return [torch.bmm(part, x) for part, x in zip(q.split(batches), matrices, strict=True)]
+
+
+def _multiply_add(
+    addend: Tensor | None, left: Tensor, right: Tensor, *, beta: float = 1.0, alpha: float = 1.0
+) -> Tensor:
+    """Return beta·addend + alpha·left@right, accumulated in fp32 or wider, for batches of matrices.
+
+    16-bit operands on a GPU go to the tensor cores, which accumulate in fp32; elsewhere the rounded operands are
+    widened first, which gives the same result up to the order of summation.
+    """
+    if left.dtype.itemsize == 2:
+        if left.is_cuda:
+            if addend is None:
+                return torch.bmm(left, right, out_dtype=torch.float32)
+            return torch.baddbmm(addend, left, right, torch.float32, beta=beta, alpha=alpha)
+        left, right = left.float(), right.float()
+    if addend is None:
+        return torch.bmm(left, right)
+    return torch.baddbmm(addend, left, right, beta=beta, alpha=alpha)

@@ -1,0 +1,87 @@
+"""Coefficient sets of the odd quintic iteration σ ← a σ + b σ³ + c σ⁵, with their sources and what they reach."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+Coefficients = tuple[tuple[float, float, float], ...]
+
+# Fixed coefficients that trade exactness at 1 for speed: K. Jordan et al., "Muon: an optimizer for hidden layers
+# in neural networks", 2024.
+_JORDAN = (3.4445, -4.7750, 2.0315)
+
+# Second-order polish with f(1) = 1 and f'(1) = 0: DeepSeek-V4 technical report, 2026.
+_POLISH = (2.0, -1.5, 0.5)
+
+# Minimax composition for σ in [1e-3, 1]: N. Amsel, D. Persson, C. Musco, R. Gower, "The Polar Express: optimal
+# matrix sign methods and their application to the Muon algorithm", arXiv:2505.16932. The last one is Newton–Schulz.
+_POLAR_EXPRESS: Coefficients = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+
+# The minimax polynomials map the top of their interval onto its mirror image; a singular value that rounding lifts
+# above 1 would diverge, so every step but the last is slowed down (ibid., section 4.4, where 1.01 is used; with
+# half-precision operands 1.02 is the least that stays stable).
+_SAFETY = 1.02
+
+
+def _slow_down(coefficients: Coefficients, factor: float) -> Coefficients:
+    """Replace f(σ) by f(σ/factor) in every step but the last."""
+    slowed = tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in coefficients[:-1])
+    return (*slowed, coefficients[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A named sequence of (a, b, c).
+
+    Attributes
+    ----------
+    name
+        As settings spell it.
+    coefficients
+        One (a, b, c) per step.
+    band
+        Lowest and highest value that a relative singular value σ/‖X‖_F in [cutoff, 1] ends at, in exact arithmetic.
+    cutoff
+        The lower end of the interval for which the band is guaranteed.
+    source
+        Where the coefficients come from.
+    """
+
+    name: str
+    coefficients: Coefficients
+    band: tuple[float, float]
+    cutoff: float
+    source: str
+
+    def __call__(self, sigma: Sequence[float]) -> list[float]:
+        """Map relative singular values in double precision: what exact arithmetic would give."""
+        mapped = list(sigma)
+        for a, b, c in self.coefficients:
+            mapped = [s * (a + s * s * (b + s * s * c)) for s in mapped]
+        return mapped
+
+
+SCHEDULES: dict[str, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("8+2", (_JORDAN,) * 8 + (_POLISH,) * 2, (0.999, 1.003), 3e-5, "DeepSeek-V4 report, 2026"),
+        Schedule("keller-jordan", (_JORDAN,) * 5, (0.68, 1.21), 2e-3, "K. Jordan et al., 2024"),
+        Schedule(
+            "polar-express",
+            _slow_down(_POLAR_EXPRESS, _SAFETY),
+            (0.999, 1.001),
+            1e-3,
+            "N. Amsel et al., 2025",
+        ),
+    )
+}

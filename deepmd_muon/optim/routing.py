@@ -1,0 +1,236 @@
+"""Which update each parameter gets: a pure function of its name, its shape and the rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal, overload
+
+from deepmd_muon.optim.config import HybridMuonConfig, MuonMode
+from deepmd_muon.optim.errors import ForeignStateError
+from deepmd_muon.optim.views import MatrixView, effective_shape, matrix_view
+
+Route = Literal["muon", "adam", "adamw", "frozen"]
+ROUTES: tuple[Route, ...] = ("muon", "adam", "adamw", "frozen")
+
+MANIFEST_VERSION = 1
+
+# What torch.compile, DDP, FSDP1, activation checkpointing and DeePMD's model wrapper put into names.
+_WRAPPER_SEGMENTS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_WRAPPER_PREFIXES = re.compile(r"^(?:module\.)*(?:model\.Default\.)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingRules:
+    """What decides a route besides name and shape.
+
+    Attributes
+    ----------
+    muon_mode
+        See `deepmd_muon.optim.views.matrix_view`.
+    min_matrix_dim
+        Matrices whose smaller dimension is below this take the Adam route.
+    adam_patterns, adamw_patterns
+        Shell patterns on full names, tried before every other rule.
+    """
+
+    muon_mode: MuonMode = "slice"
+    min_matrix_dim: int = 1
+    adam_patterns: tuple[str, ...] = ()
+    adamw_patterns: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, settings: HybridMuonConfig) -> RoutingRules:
+        """Take the rules out of the optimizer's settings."""
+        return cls(*(getattr(settings, field.name) for field in dataclasses.fields(cls)))
+
+
+@dataclasses.dataclass(frozen=True)
+class RouteEntry:
+    """The route of one parameter, and why it was chosen."""
+
+    name: str
+    shape: tuple[int, ...]
+    view: MatrixView | None
+    route: Route
+    reason: str
+
+    @property
+    def placement(self) -> str:
+        """Route and view in one phrase, e.g. ``muon 1x240x1600``."""
+        return f"{self.route} {self.view}" if self.view else self.route
+
+
+class RouteTable(Sequence[RouteEntry]):
+    """The routes of all parameters, in the optimizer's order; prints as a table."""
+
+    def __init__(self, entries: Sequence[RouteEntry]) -> None:
+        self._entries = tuple(entries)
+
+    @overload
+    def __getitem__(self, index: int) -> RouteEntry: ...
+    @overload
+    def __getitem__(self, index: slice) -> RouteTable: ...
+    def __getitem__(self, index: int | slice) -> RouteEntry | RouteTable:
+        found = self._entries[index]
+        return RouteTable(found) if isinstance(found, tuple) else found
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[RouteEntry]:
+        return iter(self._entries)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RouteTable) and self._entries == other._entries
+
+    def __hash__(self) -> int:
+        return hash(self._entries)
+
+    def __str__(self) -> str:
+        header = ("name", "shape", "view", "route", "reason")
+        rows = [
+            (
+                entry.name,
+                "x".join(map(str, entry.shape)) or "scalar",
+                str(entry.view or "-"),
+                entry.route,
+                entry.reason,
+            )
+            for entry in self
+        ]
+        widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def summary(self) -> str:
+        """Return one line: parameters and share of the weights per route."""
+        counts = Counter(entry.route for entry in self)
+        weights: Counter[str] = Counter()
+        for entry in self:
+            weights[entry.route] += math.prod(entry.shape)
+        total = max(1, sum(weights.values()))
+        parts = [
+            f"{route} {counts[route]} parameters ({weights[route]} weights, {100 * weights[route] / total:.1f} %)"
+            for route in ROUTES
+            if counts[route]
+        ]
+        return "; ".join(parts) or "no parameters"
+
+    @classmethod
+    def from_manifest(cls, param_groups: Sequence[Mapping[str, Any]]) -> RouteTable:
+        """Read the routing that a HybridMuon state dict carries in its `param_groups`.
+
+        Raises
+        ------
+        ForeignStateError
+            When a group carries no manifest, or one of a later version than this code knows.
+        """
+        entries = []
+        for number, group in enumerate(param_groups):
+            if not {"routes", "views", "shapes"} <= set(group):
+                raise ForeignStateError(f"param_groups[{number}] carries no routing manifest")
+            if group["routing_version"] > MANIFEST_VERSION:
+                raise ForeignStateError(
+                    f"param_groups[{number}] has a routing manifest of version {group['routing_version']}; this "
+                    f"release reads up to version {MANIFEST_VERSION}: update deepmd_muon"
+                )
+            names = group.get("param_names") or [unnamed(number, i) for i in range(len(group["routes"]))]
+            for name, shape, view, chosen in zip(names, group["shapes"], group["views"], group["routes"], strict=True):
+                entries.append(RouteEntry(name, tuple(shape), MatrixView.parse(view), chosen, "recorded"))
+        return cls(entries)
+
+    def manifest(self) -> dict[str, Any]:
+        """Return the plain lists that a param group stores, so that every kind of state dict keeps them."""
+        return {
+            "routing_version": MANIFEST_VERSION,
+            "routes": [entry.route for entry in self],
+            "views": [str(entry.view) if entry.view else "" for entry in self],
+            "shapes": [list(entry.shape) for entry in self],
+        }
+
+
+def unnamed(group: int, index: int) -> str:
+    """Name a parameter that was given without one."""
+    return f"group {group} parameter {index}"
+
+
+def canonical_name(name: str) -> str:
+    """Strip what wrappers add to a parameter's name (``module.``, ``_orig_mod.``, ``model.Default.`` …)."""
+    return _WRAPPER_PREFIXES.sub("", _WRAPPER_SEGMENTS.sub("", name))
+
+
+def leaf_name(name: str) -> str:
+    """Return the last dot-separated segment that is not a number, in lower case."""
+    for segment in reversed(name.split(".")):
+        if segment and not segment.isdigit():
+            return segment.lower()
+    return ""
+
+
+def choose_route(
+    name: str | None, shape: tuple[int, ...], rules: RoutingRules, *, trainable: bool = True
+) -> RouteEntry:
+    """Route one parameter.
+
+    Parameters
+    ----------
+    name
+        Its full name; None when it has none, which switches every rule on names off.
+    shape
+        Its (global) shape.
+    rules
+        See `RoutingRules`.
+    trainable
+        False for a parameter that does not require a gradient.
+
+    Returns
+    -------
+    RouteEntry
+        With `name` "" when none was given.
+    """
+    known = canonical_name(name) if name else ""
+    route, view, reason = _decide(known, shape, rules)
+    if not trainable:
+        route, view, reason = "frozen", None, "requires_grad is False"
+    return RouteEntry(known, shape, view, route, reason)
+
+
+def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> tuple[Route, MatrixView | None, str]:
+    """Apply the rules in DeePMD's order; the user's own patterns come first."""
+    leaf = leaf_name(name)
+    for pattern in rules.adam_patterns:
+        if name and fnmatchcase(name, pattern):
+            return "adam", None, f"matches adam_patterns {pattern!r}"
+    for pattern in rules.adamw_patterns:
+        if name and fnmatchcase(name, pattern):
+            return "adamw", None, f"matches adamw_patterns {pattern!r}"
+    if leaf == "b" or "bias" in leaf:
+        return "adam", None, f"leaf {leaf!r} is a bias"
+    if leaf.startswith("adam_"):
+        return "adam", None, f"leaf {leaf!r} asks for Adam"
+    if leaf.startswith("adamw_"):
+        return "adamw", None, f"leaf {leaf!r} asks for AdamW"
+    effective = effective_shape(shape)
+    if len(effective) < 2:
+        return "adam", None, f"effective rank {len(effective)}"
+    view = matrix_view(shape, rules.muon_mode)
+    if view is None:
+        return (
+            "adamw",
+            None,
+            f"effective rank {len(effective)} has no matrix view in mode {rules.muon_mode!r}",
+        )
+    if view.min_dim < rules.min_matrix_dim:
+        return (
+            "adam",
+            None,
+            f"smaller dimension {view.min_dim} is below min_matrix_dim {rules.min_matrix_dim}",
+        )
+    return "muon", view, f"matrix in mode {rules.muon_mode!r}"
