@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ def build_adamw(config: AdamWConfig, model: nn.Module, lr: float | Tensor) -> to
     return torch.optim.AdamW(_trainable(model), lr=lr, **_adam_settings(config))
 
 
-def _adam_settings(config: AdamConfig | AdamWConfig) -> dict[str, object]:
+def _adam_settings(config: AdamConfig | AdamWConfig) -> dict[str, Any]:
     return {
         "betas": (config.adam_beta1, config.adam_beta2),
         "weight_decay": config.weight_decay,
