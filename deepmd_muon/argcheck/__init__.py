@@ -1,0 +1,35 @@
+"""Check input.json and freeze it into settings.
+
+`load` reads a file, `normalize` takes its contents; both report every problem at once as an `InputError`.
+"""
+
+from deepmd_muon.argcheck.errors import InputError, Problem
+from deepmd_muon.argcheck.learning_rate import CosineSettings, ExpSettings, LearningRateSettings, WSDSettings
+from deepmd_muon.argcheck.load import Input, dump, load, normalize
+from deepmd_muon.argcheck.loss import EnerLossSettings
+from deepmd_muon.argcheck.model import EnerSettings, ModelSettings, SeE2ASettings
+from deepmd_muon.argcheck.settings import Settings
+from deepmd_muon.argcheck.training import TrainingDataSettings, TrainingSettings, ValidationDataSettings
+from deepmd_muon.argcheck.validating import ValidatingSettings
+
+__all__ = [
+    "CosineSettings",
+    "EnerLossSettings",
+    "EnerSettings",
+    "ExpSettings",
+    "Input",
+    "InputError",
+    "LearningRateSettings",
+    "ModelSettings",
+    "Problem",
+    "SeE2ASettings",
+    "Settings",
+    "TrainingDataSettings",
+    "TrainingSettings",
+    "ValidatingSettings",
+    "ValidationDataSettings",
+    "WSDSettings",
+    "dump",
+    "load",
+    "normalize",
+]

@@ -1,0 +1,240 @@
+"""Walk the schema over an input, collect everything that is wrong and build the settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+from deepmd_muon.argcheck.errors import Problem
+from deepmd_muon.argcheck.schema import Foreign, Key, foreign_of, rules_of, tree
+from deepmd_muon.argcheck.values import Mismatch, convert, describe, shown
+
+T = TypeVar("T")
+Path = tuple[str, ...]
+
+_WRONG = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked(Generic[T]):
+    """Outcome of a check: the settings, or the problems that stood in the way."""
+
+    settings: T | None
+    problems: tuple[Problem, ...]
+    notices: tuple[str, ...]
+
+
+@dataclasses.dataclass
+class _Found:
+    """The good values of one section, and how its keys are spelled in the file."""
+
+    section: type
+    values: dict[str, Any]
+    spellings: dict[str, str]
+
+
+def check(section: type[T], given: object) -> Checked[T]:
+    """Check an input against a settings dataclass.
+
+    Parameters
+    ----------
+    section
+        The dataclass of the whole input.
+    given
+        What the file holds: dicts, lists, strings, numbers, true, false, null.
+
+    Returns
+    -------
+    Checked
+        The settings when there is no problem; else every problem, section by section.
+    """
+    walk = _Walk(tree(section))
+    found = walk.section(walk.root, given, ())
+    settings = _freeze(found) if found is not None and not walk.problems else None
+    return Checked(settings, tuple(walk.problems), tuple(walk.notices))
+
+
+def _freeze(found: Any) -> Any:
+    """Build the dataclasses from the good values."""
+    if isinstance(found, _Found):
+        return found.section(**{name: _freeze(value) for name, value in found.values.items()})
+    return found
+
+
+class _Walk:
+    """One pass over an input."""
+
+    def __init__(self, root: Key) -> None:
+        self.root = root
+        self.problems: list[Problem] = []
+        self.notices: list[str] = []
+
+    def problem(self, path: Path, message: str) -> None:
+        self.problems.append(Problem("/".join(path), message))
+
+    def section(self, key: Key, given: object, path: Path) -> _Found | None:
+        """Check an object; return its good values, or None when it has none to speak of."""
+        if not isinstance(given, dict):
+            self.problem(path, f"must be an object with keys of its own; found {shown(given)}")
+            return None
+        kind = self.kind(key, given, path) if key.variants else key
+        if kind is None or kind.section is None:
+            return None
+        spellings = self.spellings(kind, given, path, tagged=key.variants is not None)
+        found = _Found(kind.section, {}, spellings)
+        for name, inner in kind.keys.items():
+            if name not in spellings:
+                if inner.required:
+                    self.problem((*path, name), f"is missing; give {_wanted(inner)}")
+                else:
+                    found.values[name] = inner.value
+                continue
+            value = self.value(inner, given[spellings[name]], (*path, spellings[name]))
+            if value is not _WRONG:
+                found.values[name] = value
+        self.rules(found, path)
+        return found
+
+    def kind(self, key: Key, given: dict[Any, Any], path: Path) -> Key | None:
+        """Return the kind that a section's `type` names."""
+        assert key.variants is not None
+        names = ", ".join(map(repr, key.kinds))
+        if "type" not in given:
+            if key.variants.default is None:
+                self.problem((*path, "type"), f"is missing; give one of {names}")
+                return None
+            return key.kinds[key.variants.default]
+        name = given["type"]
+        if isinstance(name, str):
+            kind = key.kinds.get(key.variants.alias.get(name, name))
+            if kind is not None:
+                return kind
+        near = difflib.get_close_matches(str(name), [*key.kinds, *key.variants.alias], 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        self.problem((*path, "type"), f"must be one of {names}; found {shown(name)}{hint}")
+        return None
+
+    def spellings(self, kind: Key, given: dict[Any, Any], path: Path, *, tagged: bool) -> dict[str, str]:
+        """Match the keys of an object with those of its section; report unknown and doubled ones."""
+        assert kind.section is not None
+        known = {spelling: key.name for key in kind.keys.values() for spelling in (key.name, *key.alias)}
+        foreign = foreign_of(kind.section)
+        spellings: dict[str, str] = {}
+        for spelling, value in given.items():
+            if _comment(spelling, path) or (tagged and spelling == "type"):
+                continue
+            if spelling in foreign:
+                self.foreign(foreign[spelling], value, (*path, spelling))
+            elif spelling not in known:
+                self.unknown(spelling, list(known), path)
+            elif known[spelling] in spellings:
+                first = spellings[known[spelling]]
+                self.problem((*path, spelling), f"means the same as {first!r}, which is given too; keep one of them")
+            else:
+                spellings[known[spelling]] = spelling
+        return spellings
+
+    def value(self, key: Key, given: Any, path: Path) -> Any:
+        """Return a value as the field's type, or `_WRONG` after reporting what is wrong."""
+        if given is None and key.value is None:
+            return None
+        if key.is_section:
+            found = self.section(key, given, path)
+            return _WRONG if found is None else found
+        if key.setting.lone and not isinstance(given, list):
+            given = [given]
+        value = convert(given, key.annotation)
+        if isinstance(value, Mismatch):
+            self.problem((*path, *map(str, value.where)), value.message)
+            return _WRONG
+        problem = key.setting.problem(value)
+        if problem:
+            self.problem(path, problem)
+            return _WRONG
+        return value
+
+    def rules(self, found: _Found, path: Path) -> None:
+        """Report broken rules over several values, as far as those values are good themselves."""
+        for rule in rules_of(found.section):
+            values = [_look(found, name.split("/")) for name in rule.reads]
+            if any(value is _WRONG for value in values):
+                continue
+            problem = rule.check(*values)
+            if problem:
+                self.problem((*path, *_spelled(found, rule.reads[0].split("/"))), problem)
+
+    def foreign(self, key: Foreign, value: Any, path: Path) -> None:
+        """Judge a key of deepmd-kit that has no counterpart here."""
+        if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in key.neutral):
+            return
+        if key.inert:
+            self.notices.append(f"{'/'.join(path)} has no effect here and is left out: {key.what}")
+            return
+        harmless = " or ".join(map(shown, key.neutral))
+        advice = f"remove it or set {harmless}" if key.neutral else "remove it"
+        self.problem(path, f"asks for {key.what}, which this package does not have; {advice}")
+
+    def unknown(self, spelling: Any, known: list[str], path: Path) -> None:
+        """Report an unknown key with the nearest known one, here or in another section."""
+        name = str(spelling)
+        places = list(_places(self.root, (), ""))
+        exact = [_where(place, kind, path) for other, place, kind in places if other == name]
+        near = difflib.get_close_matches(name.lower(), known, 1, cutoff=0.6)
+        far = difflib.get_close_matches(name.lower(), [other for other, _, _ in places], 1, cutoff=0.75)
+        similar = [_where(place, kind, path) for other, place, kind in places if other in far]
+        nearest = difflib.get_close_matches(name.lower(), known, 1, cutoff=0.0)
+        if exact:
+            hint = f"did you mean {' or '.join(dict.fromkeys(exact))}?"
+        elif near:
+            hint = f"did you mean {near[0]!r}?"
+        elif similar:
+            hint = f"did you mean {' or '.join(dict.fromkeys(similar))}?"
+        else:
+            hint = f"the nearest is {nearest[0]!r}" if nearest else "this section has no keys"
+        self.problem((*path, name), f"is not a known key; {hint}")
+
+
+def _where(place: Path, kind: str, path: Path) -> str:
+    """Name the place of a key for someone who wrote it below `path`."""
+    return f"{'/'.join(place)} with type {kind!r}" if place[:-1] == path else "/".join(place)
+
+
+def _comment(key: Any, path: Path) -> bool:
+    """Whether a key is a comment, or the schema reference that editors put on top of a file."""
+    return isinstance(key, str) and (key.startswith("_") or (key == "$schema" and not path))
+
+
+def _wanted(key: Key) -> str:
+    """Say what a missing key wants."""
+    return "a section" if key.is_section else describe(key.annotation)
+
+
+def _look(found: Any, names: list[str]) -> Any:
+    """Return the good value that a rule's path names, `_WRONG` when it is not good, None below an absent section."""
+    for name in names:
+        found = found.values.get(name, _WRONG) if isinstance(found, _Found) else getattr(found, name, None)
+        if found is _WRONG:
+            return _WRONG
+    return found
+
+
+def _spelled(found: Any, names: list[str]) -> list[str]:
+    """Return a rule's path as it is spelled in the file."""
+    spelled = []
+    for name in names:
+        spelled.append(found.spellings.get(name, name) if isinstance(found, _Found) else name)
+        found = found.values.get(name) if isinstance(found, _Found) else None
+    return spelled
+
+
+def _places(key: Key, path: Path, kind: str) -> Iterator[tuple[str, Path, str]]:
+    """Yield every spelling of every key below a section, with its path and the kind of section it is for."""
+    for name, inner in key.keys.items():
+        place = (*path, name)
+        yield from ((spelling, place, kind) for spelling in (name, *inner.alias))
+        if inner.section is not None:
+            yield from _places(inner, place, "")
+        for tag, choice in inner.kinds.items():
+            yield from _places(choice, place, tag)

@@ -1,0 +1,52 @@
+"""What is wrong with an input, all of it at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with an input.
+
+    Attributes
+    ----------
+    path
+        Where it stands in the file, such as `model/descriptor/rcut`; empty for the file as a whole.
+    message
+        What was wrong, what was found and what to do.
+    """
+
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+class InputError(ValueError):
+    """An input that cannot be used.
+
+    Parameters
+    ----------
+    problems
+        Everything that is wrong, in the order of the file.
+    source
+        Name of the file, or what stands for it in the message.
+
+    Attributes
+    ----------
+    problems : tuple of Problem
+    source : str
+    """
+
+    def __init__(self, problems: Iterable[Problem], source: str = "the input") -> None:
+        self.problems = tuple(problems)
+        self.source = source
+        super().__init__(self.problems, source)
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        head = f"{count} problem{'s' if count != 1 else ''} in {self.source}:"
+        return "\n".join([head, *(f"  {problem}" for problem in self.problems)])

@@ -1,0 +1,106 @@
+"""Parse JSON and YAML files without losing what is written twice."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deepmd_muon.argcheck.errors import InputError, Problem
+from deepmd_muon.argcheck.values import shown
+
+
+class _Object(dict[Any, Any]):
+    """An object of a file that remembers the keys it was given more than once."""
+
+    def __init__(self, pairs: list[tuple[Any, Any]]) -> None:
+        super().__init__(pairs)
+        keys = [key for key, _ in pairs]
+        self.doubled = sorted({str(key) for key in keys if keys.count(key) > 1})
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """YAML 1.2's numbers and truth values: 1e-3 is a number; yes, no, on and off are words."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it so
+        first: [(tag, rule) for tag, rule in rules if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def object(self, node: yaml.MappingNode) -> Iterator[_Object]:
+        self.flatten_mapping(node)
+        pairs = [(self.construct_object(key, deep=True), value) for key, value in node.value]
+        yield _Object([(_hashable(key), self.construct_object(value, deep=True)) for key, value in pairs])
+
+
+def _hashable(key: object) -> Hashable:
+    return key if isinstance(key, Hashable) else str(key)
+
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF")
+)
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
+    list("-+.0123456789"),
+)
+_YamlLoader.add_constructor("tag:yaml.org,2002:map", _YamlLoader.object)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Parse a JSON or YAML file whose outermost value is an object.
+
+    Raises
+    ------
+    InputError
+        When it cannot be read or parsed, or gives a key more than once that is no comment.
+    """
+    source = str(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise InputError([Problem("", f"cannot be read: {reason}")], source) from error
+    data = _parse_yaml(text, source) if path.suffix.lower() in (".yaml", ".yml") else _parse_json(text, source)
+    if not isinstance(data, dict):
+        raise InputError([Problem("", f"must hold an object with sections; found {shown(data)}")], source)
+    problems = list(_doubled(data, ()))
+    if problems:
+        raise InputError(problems, source)
+    return data
+
+
+def _parse_json(text: str, source: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_Object)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise InputError([Problem("", f"is not JSON: {error.msg} at {where}")], source) from error
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _YamlLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or "it cannot be parsed"
+        raise InputError([Problem("", f"is not YAML: {reason}{where}")], source) from error
+
+
+def _doubled(value: Any, path: tuple[str, ...]) -> Iterator[Problem]:
+    """Yield a problem for every key that an object gives more than once, comments aside."""
+    if isinstance(value, _Object):
+        for key in value.doubled:
+            if not key.startswith("_"):
+                yield Problem("/".join((*path, key)), "is given more than once in the same object; keep one of them")
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, (dict, list)):
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, element in inner:
+        yield from _doubled(element, (*path, str(key)))

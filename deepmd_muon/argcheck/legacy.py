@@ -1,0 +1,226 @@
+"""Older spellings of an input, brought to today's."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+from deepmd_muon.argcheck.errors import Problem
+from deepmd_muon.argcheck.values import shown
+
+_DATA_KEYS = ("systems", "set_prefix", "batch_size", "auto_prob", "auto_prob_style", "sys_probs", "sys_weights")
+_WARMUP_KEYS = ("warmup_steps", "warmup_ratio", "warmup_start_factor")
+_OPTIMIZER_KEYS = (
+    "opt_type",
+    "weight_decay",
+    "momentum",
+    "muon_momentum",
+    "adam_beta1",
+    "adam_beta2",
+    "lr_adjust",
+    "lr_adjust_coeff",
+)
+_TRANSLATED_KEYS = ("muon_2d_only", "min_2d_dim", "muon_min_2d_dim")
+
+# Defaults of the version that had `muon_2d_only` and `min_2d_dim`, where they differ from today's.
+_FIRST_DEFAULTS: dict[str, Any] = {"lr_adjust": 10.0, "lr_adjust_coeff": 0.2, "magma_muon": False}
+
+
+@dataclasses.dataclass
+class Upgrade:
+    """An input on its way to today's spelling.
+
+    Attributes
+    ----------
+    data
+        The input; its own copy.
+    notices
+        One line for each translation, with the new spelling.
+    problems
+        Contradictions between old and new keys.
+    origins
+        Where a moved key stood in the file, by its new path.
+    """
+
+    data: dict[str, Any]
+    notices: list[str] = dataclasses.field(default_factory=list)
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    origins: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def section(self, name: str, *, create: bool = False) -> dict[str, Any] | None:
+        """Return a section when it is an object, made when asked for and absent."""
+        if create:
+            self.data.setdefault(name, {})
+        found = self.data.get(name)
+        return found if isinstance(found, dict) else None
+
+    def move(self, source: str, key: str, target: str, name: str) -> None:
+        """Move a key to another section; a key that is given there, too, is a contradiction."""
+        value = self.data[source][key]
+        into = self.data[target]
+        old, new = f"{source}/{key}", f"{target}/{name}"
+        if name in into:
+            self.problems.append(Problem(old, f"is an older place of {new}, which is given too; keep only {new}"))
+        else:
+            into[name] = value
+            self.origins[new] = old
+            # A key that is translated afterwards gets its one notice there.
+            if key not in _TRANSLATED_KEYS:
+                self.notices.append(f"{old} is an older place; write {new}: {_json(value)}")
+        del self.data[source][key]
+
+    def origin(self, path: str) -> str:
+        """Return where a path of the upgraded input stood in the file."""
+        for new, old in self.origins.items():
+            if path == new or path.startswith(new + "/"):
+                return self.origin(old + path[len(new) :])
+        return path
+
+
+def upgrade(data: dict[str, Any]) -> Upgrade:
+    """Bring an input to today's spelling.
+
+    Parameters
+    ----------
+    data
+        What the file holds; it is not changed.
+    """
+    upgraded = Upgrade(copy.deepcopy(data))
+    training = upgraded.section("training")
+    if training is not None:
+        _drop_numb_test(upgraded, training)
+        _nest_training_data(upgraded, training)
+        _move_warmup(upgraded, training)
+        _move_optimizer(upgraded, training)
+    _translate_hybrid_muon(upgraded)
+    return upgraded
+
+
+def _drop_numb_test(upgraded: Upgrade, training: dict[str, Any]) -> None:
+    """Remove `numb_test`, which has had no effect since DeePMD-kit 2.0."""
+    if "numb_test" in training:
+        del training["numb_test"]
+        upgraded.notices.append(
+            "training/numb_test has no effect and is left out; validation takes "
+            "training/validation_data/batch_size and numb_btch"
+        )
+
+
+def _nest_training_data(upgraded: Upgrade, training: dict[str, Any]) -> None:
+    """Move the data keys of DeePMD-kit 1.x inputs, which stood in `training` itself, to `training_data`."""
+    given = [key for key in _DATA_KEYS if key in training]
+    # Only the old layout had `systems` there; another key alone is a misplaced one and reported as such.
+    if "systems" not in given:
+        return
+    if "training_data" in training:
+        upgraded.problems += [
+            Problem(f"training/{key}", "is an older place; training/training_data is given too, keep only that")
+            for key in given
+        ]
+        for key in given:
+            del training[key]
+        return
+    training["training_data"] = {key: training.pop(key) for key in given}
+    for key in given:
+        upgraded.origins[f"training/training_data/{key}"] = f"training/{key}"
+        if key != "set_prefix":
+            value = _json(training["training_data"][key])
+            upgraded.notices.append(f"training/{key} is an older place; write training/training_data/{key}: {value}")
+
+
+def _move_warmup(upgraded: Upgrade, training: dict[str, Any]) -> None:
+    """Move the warm-up from `training` to `learning_rate`."""
+    if upgraded.section("learning_rate") is None:
+        return
+    for key in _WARMUP_KEYS:
+        if key in training:
+            upgraded.move("training", key, "learning_rate", key)
+
+
+def _move_optimizer(upgraded: Upgrade, training: dict[str, Any]) -> None:
+    """Move the optimizer's keys of DeePMD-kit 3.1 inputs from `training` to `optimizer`."""
+    given = [key for key in (*_OPTIMIZER_KEYS, *_TRANSLATED_KEYS) if key in training]
+    if not given or upgraded.section("optimizer", create=True) is None:
+        return
+    for key in given:
+        upgraded.move("training", key, "optimizer", "type" if key == "opt_type" else key)
+
+
+def _translate_hybrid_muon(upgraded: Upgrade) -> None:
+    """Translate `muon_2d_only` and `min_2d_dim`, and fill in the defaults of the version that had them."""
+    optimizer = upgraded.section("optimizer")
+    legacy = [key for key in _TRANSLATED_KEYS if key in optimizer] if optimizer is not None else []
+    if optimizer is None or not legacy:
+        return
+    if optimizer.get("type") != "HybridMuon":
+        upgraded.problems += [
+            Problem(
+                upgraded.origin(f"optimizer/{key}"), 'belongs to optimizer/type "HybridMuon"; set it or remove this'
+            )
+            for key in legacy
+        ]
+        for key in legacy:
+            del optimizer[key]
+        return
+    given_mode = "muon_mode" in optimizer
+    _translate_2d_only(upgraded, optimizer)
+    _translate_min_dim(upgraded, optimizer)
+    filled = {key: value for key, value in _FIRST_DEFAULTS.items() if key not in optimizer}
+    # `muon_2d_only` was true by default, and every key of that version means what it meant there.
+    if not given_mode and "muon_2d_only" not in legacy:
+        filled["muon_mode"] = "2d"
+    optimizer.update(filled)
+    if filled:
+        words = ", ".join(f"{key}: {_json(value)}" for key, value in filled.items())
+        upgraded.notices.append(
+            f"optimizer has older keys ({', '.join(legacy)}) and takes the defaults of their version where it is "
+            f"silent; write {words}"
+        )
+
+
+def _translate_2d_only(upgraded: Upgrade, optimizer: dict[str, Any]) -> None:
+    """Turn `muon_2d_only` into `muon_mode`."""
+    if "muon_2d_only" not in optimizer:
+        return
+    value = optimizer.pop("muon_2d_only")
+    old = upgraded.origin("optimizer/muon_2d_only")
+    if "muon_mode" in optimizer:
+        upgraded.problems.append(
+            Problem(old, "is the older form of optimizer/muon_mode, which is given too; keep only muon_mode")
+        )
+    elif not isinstance(value, bool):
+        upgraded.problems.append(
+            Problem(old, f'must be true or false; found {shown(value)} (it is now muon_mode: "2d" or "flat")')
+        )
+    else:
+        optimizer["muon_mode"] = "2d" if value else "flat"
+        upgraded.origins["optimizer/muon_mode"] = old
+        upgraded.notices.append(
+            f'{old}: {_json(value)} is an older form; write optimizer/muon_mode: "{optimizer["muon_mode"]}"'
+        )
+
+
+def _translate_min_dim(upgraded: Upgrade, optimizer: dict[str, Any]) -> None:
+    """Turn `min_2d_dim` into `min_matrix_dim`."""
+    given = [key for key in ("min_2d_dim", "muon_min_2d_dim") if key in optimizer]
+    for index, key in enumerate(given):
+        value = optimizer.pop(key)
+        old = upgraded.origin(f"optimizer/{key}")
+        if index or "min_matrix_dim" in optimizer:
+            other = "min_2d_dim" if index else "min_matrix_dim"
+            upgraded.problems.append(
+                Problem(old, f"is an older form of min_matrix_dim; {other} is given too, keep only min_matrix_dim")
+            )
+            continue
+        optimizer["min_matrix_dim"] = value
+        upgraded.origins["optimizer/min_matrix_dim"] = old
+        upgraded.notices.append(
+            f"{old}: {_json(value)} is an older form; write optimizer/min_matrix_dim: {_json(value)}. Smaller matrices "
+            "still take the Adam route, but with today's Adam: the old one clipped and scaled their update"
+        )
+
+
+def _json(value: Any) -> str:
+    """Return a value as it would stand in a JSON file, for a notice."""
+    return f'"{value}"' if isinstance(value, str) else shown(value).removeprefix("the list ").replace("'", '"')

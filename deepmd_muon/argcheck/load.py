@@ -1,0 +1,111 @@
+"""Read an input file, check it, and write its normalised form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepmd_muon.argcheck.check import check
+from deepmd_muon.argcheck.errors import InputError, Problem
+from deepmd_muon.argcheck.files import read
+from deepmd_muon.argcheck.legacy import upgrade
+from deepmd_muon.argcheck.schema import thaw
+from deepmd_muon.argcheck.settings import Settings
+from deepmd_muon.argcheck.values import shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """An input that has passed every check.
+
+    Attributes
+    ----------
+    settings
+        The input as frozen dataclasses.
+    normalized
+        The same as plain dicts and lists: today's spelling, every default filled in, keys without a value left
+        out. This is what `out.json` holds; giving it back gives the same again.
+    notices
+        One line for each older spelling that was translated and each key that has no effect.
+    """
+
+    settings: Settings
+    normalized: dict[str, Any]
+    notices: tuple[str, ...] = ()
+
+
+def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
+    """Check the contents of an input.
+
+    Parameters
+    ----------
+    data
+        What an input file holds.
+    source
+        Name of the file for the message of an error.
+
+    Raises
+    ------
+    InputError
+        With every problem of the input at once.
+    """
+    if not isinstance(data, Mapping):
+        raise InputError([Problem("", f"must be an object with sections; found {shown(data)}")], source)
+    upgraded = upgrade(dict(data))
+    checked = check(Settings, upgraded.data)
+    problems = [
+        *upgraded.problems,
+        *(Problem(upgraded.origin(problem.path), problem.message) for problem in checked.problems),
+    ]
+    if problems or checked.settings is None:
+        raise InputError(problems, source)
+    return Input(checked.settings, thaw(checked.settings), (*upgraded.notices, *checked.notices))
+
+
+def load(path: str | os.PathLike[str]) -> Input:
+    """Read and check an input file.
+
+    Parameters
+    ----------
+    path
+        A JSON file, or YAML when it ends in .yaml or .yml.
+
+    Raises
+    ------
+    InputError
+        When the file cannot be read or parsed, or with every problem of its contents at once.
+    """
+    return normalize(read(Path(path)), str(path))
+
+
+def dump(normalized: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a normalised input as JSON; a reader sees the old file or the new one, never a part.
+
+    Parameters
+    ----------
+    normalized
+        `Input.normalized`.
+    path
+        File to write, usually out.json.
+    """
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(normalized, file, indent=4, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes a private file; this one is meant to be read like any other.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,127 @@
+"""Section `loss`: what training minimises."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+from deepmd_muon.argcheck.schema import Foreign, Rule, Section
+from deepmd_muon.optim.setting import setting
+
+
+def _prefactor(default: float, *, what: str, end: str) -> Any:
+    """Declare the prefactor of a term at the start or at the limit of training."""
+    return setting(
+        default,
+        minimum=0.0,
+        doc=(
+            f"Prefactor of the {what} term {end}. In between it is limit + (start − limit)·rate/start_lr; a term "
+            "counts only when both prefactors are above 0."
+        ),
+    )
+
+
+def _start(default: float, what: str) -> Any:
+    return _prefactor(default, what=what, end="at the start of training")
+
+
+def _limit(default: float, what: str) -> Any:
+    return _prefactor(default, what=what, end="in the limit of a vanishing learning rate")
+
+
+def _norm_needs_mae(f_use_norm: bool, loss_func: str, use_huber: bool) -> str | None:
+    if f_use_norm and loss_func != "mae" and not use_huber:
+        return "needs loss_func 'mae' or use_huber; set one of them or remove it"
+    return None
+
+
+def _huber_without_mae(use_huber: bool, loss_func: str) -> str | None:
+    if use_huber and loss_func == "mae":
+        return "excludes loss_func 'mae'; keep one of them"
+    return None
+
+
+def _huber_without_prefactors(use_huber: bool, start_pref_pf: float, limit_pref_pf: float) -> str | None:
+    if use_huber and start_pref_pf and limit_pref_pf:
+        return "is not defined for the term with atomic prefactors (start_pref_pf, limit_pref_pf)"
+    return None
+
+
+def _huber_without_relative(use_huber: bool, relative_f: float | None) -> str | None:
+    return "excludes relative_f; keep one of them" if use_huber and relative_f is not None else None
+
+
+def _three_deltas(huber_delta: float | tuple[float, ...]) -> str | None:
+    if isinstance(huber_delta, tuple) and len(huber_delta) != 3:
+        return f"must be one number or three, for energy, force and virial; found {len(huber_delta)}"
+    return None
+
+
+def _some_term(*prefactors: float) -> str | None:
+    if not any(start and limit for start, limit in zip(prefactors[::2], prefactors[1::2], strict=True)):
+        return "leaves no term: start_pref_… and limit_pref_… of at least one must both be above 0"
+    return None
+
+
+_PREFACTORS = tuple(f"{end}_pref_{term}" for term in ("e", "f", "v", "ae", "pf") for end in ("start", "limit"))
+
+
+@dataclasses.dataclass(frozen=True)
+class EnerLossSettings(Section):
+    """Errors of energy, forces, virial and atomic quantities, weighted with prefactors that follow the rate."""
+
+    type: ClassVar[str] = "ener"
+
+    start_pref_e: float = _start(0.02, "energy")
+    limit_pref_e: float = _limit(1.0, "energy")
+    start_pref_f: float = _start(1000.0, "force")
+    limit_pref_f: float = _limit(1.0, "force")
+    start_pref_v: float = _start(0.0, "virial")
+    limit_pref_v: float = _limit(0.0, "virial")
+    start_pref_ae: float = _start(0.0, "atomic energy (atom_ener.npy)")
+    limit_pref_ae: float = _limit(0.0, "atomic energy (atom_ener.npy)")
+    start_pref_pf: float = _start(0.0, "force with atomic prefactors (atom_pref.npy)")
+    limit_pref_pf: float = _limit(0.0, "force with atomic prefactors (atom_pref.npy)")
+    use_default_pf: bool = setting(False, doc="Take 1 for every atomic prefactor where a system has no atom_pref.npy.")
+    relative_f: float | None = setting(
+        None,
+        above=0.0,
+        doc="Divide the force error of an atom by its labelled force plus this [eV/Å].",
+    )
+    enable_atom_ener_coeff: bool = setting(
+        False, doc="Weight the atomic energies with atom_ener_coeff.npy when they are summed to the energy."
+    )
+    loss_func: Literal["mse", "mae"] = setting("mse", doc="Mean squared ('mse') or mean absolute ('mae') errors.")
+    f_use_norm: bool = setting(
+        False, doc="Take the length of an atom's force error instead of its components; for 'mae' and Huber."
+    )
+    use_huber: bool = setting(
+        False,
+        alias=("huber",),
+        doc="Errors count half their square up to huber_delta and grow linearly beyond it.",
+    )
+    huber_delta: float | tuple[float, ...] = setting(
+        0.01,
+        above=0.0,
+        doc="Where the Huber loss turns linear: one number, or three for energy, force and virial.",
+    )
+    intensive_ener_virial: bool = setting(
+        False,
+        doc="Divide the squared errors of energy and virial by the squared number of atoms instead of the number.",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("f_use_norm", "loss_func", "use_huber"), _norm_needs_mae),
+        Rule(("use_huber", "loss_func"), _huber_without_mae),
+        Rule(("use_huber", "start_pref_pf", "limit_pref_pf"), _huber_without_prefactors),
+        Rule(("use_huber", "relative_f"), _huber_without_relative),
+        Rule(("huber_delta",), _three_deltas),
+        Rule(_PREFACTORS, _some_term),
+    )
+    foreign: ClassVar[dict[str, Foreign]] = {
+        "start_pref_h": Foreign("a Hessian term", (0,)),
+        "limit_pref_h": Foreign("a Hessian term", (0,)),
+        "start_pref_gf": Foreign("a generalised force term", (0,)),
+        "limit_pref_gf": Foreign("a generalised force term", (0,)),
+        "numb_generalized_coord": Foreign("a generalised force term", (0,)),
+    }

@@ -1,0 +1,49 @@
+"""The whole of input.json as one frozen dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from deepmd_muon.argcheck.learning_rate import CosineSettings, ExpSettings, LearningRateSettings, WSDSettings
+from deepmd_muon.argcheck.loss import EnerLossSettings
+from deepmd_muon.argcheck.model import ModelSettings
+from deepmd_muon.argcheck.schema import Foreign, Rule, Section, Variants, section
+from deepmd_muon.argcheck.training import TrainingSettings
+from deepmd_muon.argcheck.validating import ValidatingSettings
+from deepmd_muon.optim.config import OPTIMIZERS, AdamConfig, OptimizerConfig
+
+
+def _warmup_fits(warmup_steps: int, numb_steps: int | None) -> str | None:
+    if numb_steps and warmup_steps >= numb_steps:
+        return f"must be less than training/numb_steps; found {warmup_steps} of {numb_steps} steps"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Section):
+    """Everything that input.json says, with defaults filled in."""
+
+    model: ModelSettings = section(doc="What maps positions to energy.")
+    learning_rate: LearningRateSettings = section(
+        doc="Learning rate of every step.",
+        variants=Variants({"exp": ExpSettings, "cosine": CosineSettings, "wsd": WSDSettings}, default="exp"),
+    )
+    loss: EnerLossSettings = section(
+        EnerLossSettings(),
+        doc="What training minimises.",
+        variants=Variants({"ener": EnerLossSettings}, default="ener", alias={"ener_hess": "ener"}),
+    )
+    optimizer: OptimizerConfig = section(
+        AdamConfig(), doc="What moves the parameters.", variants=Variants(OPTIMIZERS, default="Adam")
+    )
+    training: TrainingSettings = section(doc="Data, length and outputs of the run.")
+    validating: ValidatingSettings = section(
+        ValidatingSettings(), doc="Passes over all validation data during training."
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("learning_rate/warmup_steps", "training/numb_steps"), _warmup_fits),)
+    foreign: ClassVar[dict[str, Foreign]] = {
+        "nvnmd": Foreign("training for non-von-Neumann hardware"),
+        "loss_dict": Foreign("multi-task training"),
+    }

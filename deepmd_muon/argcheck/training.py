@@ -1,0 +1,182 @@
+"""Section `training`: data, length, outputs of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+from deepmd_muon.argcheck.schema import Foreign, Rule, Section, section
+from deepmd_muon.optim.setting import setting
+
+_SYSTEMS = (
+    "Systems of data: folders, HDF5 files or groups in them (file.hdf5#/group), or folders in which to look for "
+    "systems. A single string stands for a list of one."
+)
+_NUMBER = r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?"
+
+
+def _one_size_a_system(batch_size: int | str | tuple[int, ...]) -> str | None:
+    return "must name at least one size; found an empty list" if batch_size == () else None
+
+
+def _some_systems(systems: tuple[str, ...]) -> str | None:
+    return None if systems else "must name at least one system; found an empty list"
+
+
+def _probabilities(sys_probs: tuple[float, ...] | None, systems: tuple[str, ...]) -> str | None:
+    if sys_probs is None:
+        return None
+    # A folder that holds several systems counts once here and several times in the data: fewer is always wrong.
+    if len(sys_probs) < len(systems):
+        return f"must have one probability for each of the {len(systems)} systems; found {len(sys_probs)}"
+    if not math.isclose(math.fsum(sys_probs), 1.0, abs_tol=1e-6):
+        return f"must sum to 1; found {math.fsum(sys_probs):g}"
+    return None
+
+
+def _blocks(auto_prob: str, sys_probs: tuple[float, ...] | None) -> str | None:
+    if sys_probs is not None and auto_prob != "prob_sys_size":
+        return "excludes sys_probs; keep one of them"
+    for block in auto_prob.split(";")[1:]:
+        start, end, _ = block.split(":")
+        if int(start) >= int(end):
+            return f"must have blocks start:end:weight with start < end; found {block!r}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingDataSettings(Section):
+    """Systems that training draws its batches from."""
+
+    systems: tuple[str, ...] = setting(lone=True, doc=_SYSTEMS)
+    batch_size: int | str | tuple[int, ...] = setting(
+        "auto",
+        minimum=1,
+        pattern=r"auto(:[1-9]\d*)?|(max|filter|mixed):[1-9]\d*",
+        forms='"auto", "auto:N", "max:N", "filter:N", "mixed:N", a whole number or one for each system',
+        doc=(
+            "Frames in a batch. 'auto:N' is the smallest size with at least N atoms in a batch ('auto': 32); 'max:N' "
+            "the largest with at most N atoms, but at least one frame; 'filter:N' the same without the systems of "
+            "more than N atoms; 'mixed:N' draws N frames from all systems together."
+        ),
+    )
+    auto_prob: str = setting(
+        "prob_sys_size",
+        alias=("auto_prob_style",),
+        pattern=rf"prob_uniform|prob_sys_size(;\d+:\d+:({_NUMBER}))*",
+        forms='"prob_uniform", "prob_sys_size" or "prob_sys_size;start:end:weight;…"',
+        doc=(
+            "Probability of a system: 'prob_uniform' for all the same, 'prob_sys_size' in proportion to its batches. "
+            "With ';start:end:weight' blocks the systems start … end−1 share the weight in proportion to theirs."
+        ),
+    )
+    sys_probs: tuple[float, ...] | None = setting(
+        None, minimum=0.0, alias=("sys_weights",), doc="Probability of each system, 1 in sum."
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("systems",), _some_systems),
+        Rule(("batch_size",), _one_size_a_system),
+        Rule(("sys_probs", "systems"), _probabilities),
+        Rule(("auto_prob", "sys_probs"), _blocks),
+    )
+    foreign: ClassVar[dict[str, Foreign]] = {
+        "set_prefix": Foreign("sets of frames with another prefix than 'set'", ("set",)),
+        "rglob_patterns": Foreign("own patterns to look for systems", (None,)),
+        "min_pair_dist": Foreign("frames left out for a small distance of atoms", (0,)),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidationDataSettings(TrainingDataSettings):
+    """Systems that the errors shown during training are measured on."""
+
+    numb_btch: int = setting(
+        1, minimum=1, alias=("numb_batch",), doc="Batches that the shown validation errors are averaged over."
+    )
+
+
+def _one_length(numb_steps: int | None, numb_epoch: float | None) -> str | None:
+    if numb_steps is None and numb_epoch is None:
+        return "is missing; give numb_steps or numb_epoch"
+    if numb_steps is not None and numb_epoch is not None:
+        return f"excludes numb_epoch; found {numb_steps} and {numb_epoch:g}, keep one of them"
+    return None
+
+
+_NO_SHARDING = "training with sharded states, gradients or parameters is not available from an input file"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSettings(Section):
+    """Data, length and outputs of a run."""
+
+    training_data: TrainingDataSettings = section(doc="Systems that training draws its batches from.")
+    validation_data: ValidationDataSettings | None = section(
+        None, doc="Systems that the errors shown during training are measured on; none when left out."
+    )
+    numb_steps: int | None = setting(
+        None,
+        minimum=0,
+        alias=("stop_batch", "num_step", "num_steps", "numb_step"),
+        doc="Number of steps, one batch each. Excludes numb_epoch.",
+    )
+    numb_epoch: float | None = setting(
+        None,
+        above=0.0,
+        alias=("num_epoch", "num_epochs", "numb_epochs"),
+        doc=(
+            "Length of the run in passes over the data: each system is expected to be seen at least this many times "
+            "in full. Excludes numb_steps."
+        ),
+    )
+    seed: int | None = setting(None, minimum=0, doc="Seed of the order of the data; left out, it is random.")
+    disp_file: str = setting("lcurve.out", doc="File of the learning curve.")
+    disp_freq: int = setting(1000, minimum=1, doc="Steps between two rows of the learning curve.")
+    disp_training: bool = setting(True, doc="Write the learning curve and show its rows.")
+    time_training: bool = setting(True, doc="Show the time of the steps.")
+    disp_avg: bool = setting(
+        False, doc="Show training errors averaged over the steps since the last row instead of those of its batch."
+    )
+    save_freq: int = setting(1000, minimum=1, doc="Steps between two checkpoints.")
+    save_ckpt: str = setting("model.ckpt", doc="Prefix of the checkpoint files.")
+    max_ckpt_keep: int = setting(5, minimum=1, doc="Number of checkpoints that are kept; older ones are deleted.")
+    stat_file: str | None = setting(
+        None, doc="File or folder in which the statistics of the data are kept for the next run."
+    )
+    gradient_max_norm: float = setting(
+        0.0, minimum=0.0, doc="Largest norm of the gradient; a longer one is scaled down to it. 0 leaves it alone."
+    )
+    enable_ema: bool = setting(False, doc="Keep an exponential average of the parameters and save it, too.")
+    ema_decay: float = setting(
+        0.999, minimum=0.0, below=1.0, doc="Decay d of the average: average ← d·average + (1 − d)·parameter."
+    )
+    tensorboard: bool = setting(False, doc="Write TensorBoard events.")
+    tensorboard_log_dir: str = setting("log", doc="Folder of the TensorBoard events.")
+    tensorboard_freq: int = setting(1, minimum=1, doc="Steps between two TensorBoard events.")
+    profiling: bool = setting(False, doc="Write a trace of the run for chrome://tracing.")
+    profiling_file: str = setting("timeline.json", doc="File of the trace.")
+    zero_stage: int = setting(0, choices=(0,), note=_NO_SHARDING, doc="Stage of sharded training.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("numb_steps", "numb_epoch"), _one_length),)
+    foreign: ClassVar[dict[str, Foreign]] = {
+        "save_dir": Foreign("a folder of checkpoints apart from save_ckpt (write save_ckpt as folder/prefix)", (None,)),
+        "ckpt_keep_ratio": Foreign("checkpoints kept in proportion to the run (see max_ckpt_keep)", (None,)),
+        "ema_ckpt_keep": Foreign("a number of its own of averaged checkpoints (see max_ckpt_keep)", (None,)),
+        "change_bias_after_training": Foreign("a bias fitted after training", (False,)),
+        "enable_profiler": Foreign("a profile in TensorBoard's form (see profiling)", (False,)),
+        "stat_file_mode": Foreign("a stat_file that must be complete", ("update",)),
+        "acc_freq": Foreign("gradients summed over several steps", (1,)),
+        "enable_compile": Foreign("a compiled training step", (False,)),
+        "enable_tf32": Foreign("TF32 arithmetic", (False,)),
+        "neighbor_graph_method": Foreign("neighbour lists are built once on the host", ("auto",), inert=True),
+        "mixed_precision": Foreign("TensorFlow's mixed precision (see the precision of descriptor and fitting_net)"),
+        "model_prob": Foreign("multi-task training", ({},)),
+        "num_epoch_dict": Foreign("multi-task training", ({},)),
+        "data_dict": Foreign("multi-task training"),
+        **dict.fromkeys(
+            ("kf_blocksize", "kf_start_pref_e", "kf_limit_pref_e", "kf_start_pref_f", "kf_limit_pref_f"),
+            Foreign("the Kalman filter optimizer"),
+        ),
+    }
