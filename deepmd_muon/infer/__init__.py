@@ -1,0 +1,24 @@
+"""Using a trained potential: predictions, an ASE calculator, tests against reference data and pictures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepmd_muon.infer.ase_calculator import DeepPotCalculator
+    from deepmd_muon.infer.predictor import Prediction, Predictor, load_model
+
+__all__ = ["DeepPotCalculator", "Prediction", "Predictor", "load_model"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch with the predictor, and ASE with the calculator, when they are asked for."""
+    if name == "DeepPotCalculator":
+        from deepmd_muon.infer.ase_calculator import DeepPotCalculator
+
+        return DeepPotCalculator
+    if name in __all__:
+        from deepmd_muon.infer import predictor
+
+        return getattr(predictor, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

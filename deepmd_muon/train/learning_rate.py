@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import Literal, TypeAlias
 
-if TYPE_CHECKING:
-    from deepmd_muon.argcheck import CosineSettings, ExpSettings, WSDSettings
-
-    Settings: TypeAlias = ExpSettings | CosineSettings | WSDSettings
+from deepmd_muon.argcheck import ExpSettings, LearningRateSettings, WSDSettings
 
 Schedule: TypeAlias = Callable[[int], float]
+DecayType: TypeAlias = Literal["inverse_linear", "cosine", "linear"]
 
 
 class LearningRateError(ValueError):
-    """A learning-rate section that cannot give a rate for every step of the run."""
+    """A schedule that does not fit the length of the run."""
 
 
-def learning_rate(settings: Settings, num_steps: int) -> Schedule:
+def learning_rate(settings: LearningRateSettings, num_steps: int) -> Schedule:
     """Build the schedule that a `learning_rate` section describes.
 
     Parameters
     ----------
     settings
-        The section, with `type` one of "exp", "cosine" and "wsd".
+        The section; the schedule follows from its class.
     num_steps
         Length of the run in steps, warm-up included.
 
@@ -40,23 +38,26 @@ def learning_rate(settings: Settings, num_steps: int) -> Schedule:
     Raises
     ------
     LearningRateError
-        When the section contradicts itself or does not fit `num_steps`.
+        When the warm-up does not leave a single step of the run.
     """
-    stop_lr = _stop_lr(settings)
-    warmup = _warmup_steps(settings, num_steps)
-    start, decay_steps = settings.start_lr, num_steps - warmup
-    if settings.type == "exp":
-        exp = cast("ExpSettings", settings)
-        decay = exponential(start, stop_lr, decay_steps, exp.decay_steps, exp.decay_rate, smooth=exp.smooth)
-    elif settings.type == "cosine":
-        decay = cosine(start, stop_lr, decay_steps)
-    elif settings.type == "wsd":
-        wsd = cast("WSDSettings", settings)
-        # The ratio counts from the whole run, but the decay phase starts after the warm-up at the earliest.
-        phase = max(1, min(int(wsd.decay_phase_ratio * num_steps), decay_steps))
-        decay = stable_then_decay(start, stop_lr, decay_steps, phase, wsd.decay_type)
+    start, stop = settings.start_lr, settings.stop_lr
+    if settings.stop_lr_ratio is not None:
+        stop = start * settings.stop_lr_ratio
+    assert stop is not None  # the settings have exactly one of the two
+    warmup = settings.warmup_steps
+    if settings.warmup_ratio is not None:
+        warmup = int(settings.warmup_ratio * num_steps)
+    if warmup and warmup >= num_steps:
+        raise LearningRateError(f"the warm-up takes {warmup} steps, the whole run only {num_steps}; shorten it")
+    steps = num_steps - warmup
+    if isinstance(settings, ExpSettings):
+        decay = exponential(start, stop, steps, settings.decay_steps, settings.decay_rate, smooth=settings.smooth)
+    elif isinstance(settings, WSDSettings):
+        # The ratio counts from the whole run, but the decay starts after the warm-up at the earliest.
+        phase = max(1, min(int(settings.decay_phase_ratio * num_steps), steps))
+        decay = stable_then_decay(start, stop, steps, phase, settings.decay_type)
     else:
-        raise LearningRateError(f"learning_rate.type is {settings.type!r}; choose exp, cosine or wsd")
+        decay = cosine(start, stop, steps)
     return with_warmup(decay, start, warmup, settings.warmup_start_factor)
 
 
@@ -139,29 +140,19 @@ def cosine(start_lr: float, stop_lr: float, num_steps: int) -> Schedule:
 
 
 def stable_then_decay(
-    start_lr: float, stop_lr: float, num_steps: int, phase_steps: int, decay_type: str = "inverse_linear"
+    start_lr: float, stop_lr: float, num_steps: int, phase_steps: int, decay_type: DecayType = "inverse_linear"
 ) -> Schedule:
     """Keep `start_lr`, then fall to `stop_lr` during the last `phase_steps` of `num_steps` steps.
 
     Parameters
     ----------
     start_lr, stop_lr
-        First and last rate.
+        First and last rate, both positive.
     num_steps, phase_steps
         Length of both phases together, and of the decay.
     decay_type
         "inverse_linear" (1/lr grows linearly), "cosine" or "linear".
     """
-    if stop_lr <= 0:
-        raise LearningRateError(f"learning_rate of type wsd needs a positive stop_lr; found {stop_lr:g}")
-    shapes: dict[str, Schedule | Callable[[float], float]] = {
-        "inverse_linear": lambda t: 1.0 / (t / stop_lr + (1.0 - t) / start_lr),
-        "cosine": lambda t: stop_lr + (start_lr - stop_lr) * 0.5 * (1.0 + math.cos(math.pi * t)),
-        "linear": lambda t: start_lr + (stop_lr - start_lr) * t,
-    }
-    if decay_type not in shapes:
-        raise LearningRateError(f"learning_rate.decay_type is {decay_type!r}; choose {', '.join(shapes)}")
-    shape = cast("Callable[[float], float]", shapes[decay_type])
     stable_steps = num_steps - phase_steps
 
     def rate(step: int) -> float:
@@ -169,34 +160,11 @@ def stable_then_decay(
             return start_lr
         if step >= num_steps:
             return stop_lr
-        return shape((step - stable_steps) / phase_steps)
+        progress = (step - stable_steps) / phase_steps
+        if decay_type == "inverse_linear":
+            return 1.0 / (progress / stop_lr + (1.0 - progress) / start_lr)
+        if decay_type == "cosine":
+            return stop_lr + (start_lr - stop_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        return start_lr + (stop_lr - start_lr) * progress
 
     return rate
-
-
-def _stop_lr(settings: Settings) -> float:
-    """Return the last rate, given directly or as a ratio of the first."""
-    stop, ratio = settings.stop_lr, settings.stop_lr_ratio
-    if (stop is None) == (ratio is None):
-        found = "neither" if stop is None else f"stop_lr={stop:g} and stop_lr_ratio={ratio:g}"
-        raise LearningRateError(
-            f"learning_rate needs exactly one of stop_lr and stop_lr_ratio; found {found}"
-        )
-    return float(stop if stop is not None else settings.start_lr * cast("float", ratio))
-
-
-def _warmup_steps(settings: Settings, num_steps: int) -> int:
-    """Return the length of the warm-up, given directly or as a ratio of the run."""
-    steps, ratio = settings.warmup_steps, settings.warmup_ratio
-    if steps and ratio is not None:
-        raise LearningRateError(
-            f"learning_rate takes one of warmup_steps and warmup_ratio; found {steps} and {ratio:g}"
-        )
-    if ratio is not None:
-        steps = int(ratio * num_steps)
-    # A run of 0 steps (statistics only) has no room for a warm-up and needs none.
-    if steps and steps >= num_steps:
-        raise LearningRateError(
-            f"the warm-up takes {steps} steps, the whole run only {num_steps}; shorten it"
-        )
-    return int(steps)

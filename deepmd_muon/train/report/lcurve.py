@@ -12,15 +12,12 @@ _NOTE = "# If there is no available reference data, rmse_*_{val,trn} will print 
 def header(names: list[str], *, validation: bool) -> str:
     """Return the header line: per metric a validation and a training column, or the training column alone."""
     columns = [
-        f"   {name + '_val':>11s} {name + '_trn':>11s}" if validation else f"   {name + '_trn':>11s}"
-        for name in names
+        f"   {name + '_val':>11s} {name + '_trn':>11s}" if validation else f"   {name + '_trn':>11s}" for name in names
     ]
     return f"# {'step':5s}{''.join(columns)}   {'lr':8s}"
 
 
-def row(
-    step: int, lr: float, names: list[str], train: Mapping[str, float], valid: Mapping[str, float] | None
-) -> str:
+def row(step: int, lr: float, names: list[str], train: Mapping[str, float], valid: Mapping[str, float] | None) -> str:
     """Return one row; a metric that is not there is nan. `valid` is None in a file without validation."""
     nan = float("nan")
     columns = [

@@ -1,0 +1,33 @@
+"""`dp doc-train-input`: the reference of every key of an input file."""
+
+from __future__ import annotations
+
+import argparse
+
+from deepmd_muon.cli.handover import DeepmdKitOption
+
+HELP = "print the reference of every key of an input file"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--out-type", default="rst", choices=("rst", "json_schema"), help="text, or a JSON Schema [%(default)s]"
+    )
+    form.add_argument(
+        "--schema",
+        action="store_const",
+        dest="out_type",
+        const="json_schema",
+        help="the same as --out-type json_schema, for editors that check a file while it is written",
+    )
+    parser.add_argument("--multi-task", nargs=0, action=DeepmdKitOption, help="reference of multi-task training")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the reference."""
+    from deepmd_muon.argcheck import document
+
+    print(document.json_schema() if options.out_type == "json_schema" else document.reference())
+    return 0

@@ -1,0 +1,54 @@
+"""Handing a command line to deepmd-kit, where it is installed beside us."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from typing import Any, NoReturn
+
+
+class HandOver(Exception):  # noqa: N818 (a request, not an error)
+    """A command line that deepmd-kit should answer; its text names what this package does not have."""
+
+
+class DeepmdKitOption(argparse.Action):
+    """An option that deepmd-kit has and we do not: seeing it hands the whole command line over."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs["help"] = f"{kwargs['help']} (by deepmd-kit, where it is installed)"
+        super().__init__(*args, **kwargs)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        """Ask for the handover."""
+        raise HandOver(f"the option {option_string}")
+
+
+def hand_over(what: str, words: list[str]) -> int:
+    """Run deepmd-kit's own main on `words`, and say so.
+
+    Parameters
+    ----------
+    what
+        What this package does not have.
+    words
+        The command line for deepmd-kit.
+
+    Returns
+    -------
+    int
+        deepmd-kit's exit status, or 2 with one sentence when deepmd-kit is not installed.
+    """
+    if importlib.util.find_spec("deepmd") is None:
+        print(f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed", file=sys.stderr)
+        return 2
+    print(f"dp: deepmd-muon does not have {what}: handing over to deepmd-kit", file=sys.stderr)
+    from deepmd.main import main as deepmd_kit_main
+
+    return int(deepmd_kit_main(words) or 0)

@@ -1,0 +1,168 @@
+"""The program behind `dp`, `dpmuon` and `python -m deepmd_muon`.
+
+Backend, command and options are deepmd-kit's. What this package does not have (other backends, other commands,
+some options) goes to deepmd-kit's own main where deepmd-kit is installed beside us; it is imported, never called
+as `dp`, because that name may be ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from deepmd_muon import __version__
+from deepmd_muon.cli import doc_train_input, neighbor_stat, show, test, train
+from deepmd_muon.cli.handover import HandOver, hand_over
+
+COMMANDS = {
+    "train": train,
+    "test": test,
+    "neighbor-stat": neighbor_stat,
+    "doc-train-input": doc_train_input,
+    "show": show,
+}
+_OURS = ("pt", "pytorch")
+# Every backend name of deepmd-kit 3.2.0, as `--name` and as a value of `-b`.
+_OTHERS = (
+    *("tf", "tensorflow", "tf2", "tensorflow2", "jax", "pd", "paddle", "dp", "dpmodel", "np", "numpy"),
+    *("pt-expt", "pytorch-exportable", "pretrained"),
+)
+# Commands that deepmd-kit has for TensorFlow alone.
+_TENSORFLOW_ONLY = frozenset({"transfer", "convert-from", "train-nvnmd"})
+_LOG_LEVELS = {"DEBUG": 10, "3": 10, "INFO": 20, "2": 20, "WARNING": 30, "1": 30, "ERROR": 40, "0": 40}
+
+log = logging.getLogger("deepmd_muon.cli")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status.
+
+    Parameters
+    ----------
+    arguments
+        The words after the program's name; None takes those of this process.
+
+    Returns
+    -------
+    int
+        0 on success, 2 when the command line or a file it names is wrong, 130 after Ctrl-C; otherwise what
+        the command or deepmd-kit returned.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    backend, rest = split_backend(words)
+    try:
+        return _run(words, backend, rest)
+    except KeyboardInterrupt:
+        print("dp: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) left; Python's own flush at exit must not complain about it either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(words: list[str], backend: str | None, rest: list[str]) -> int:
+    """Decide who answers, and let them."""
+    command = next((word for word in rest if not word.startswith("-")), None)
+    try:
+        if backend not in (None, *_OURS):
+            raise HandOver(f"the backend {backend!r}")
+        if command is not None and command not in COMMANDS:
+            raise HandOver(f"the command {command!r}")
+        parser = build_parser()
+        options = parser.parse_args(words)
+        if options.command is None:
+            parser.print_help()
+            return 0
+        return _guarded(options)
+    except HandOver as request:
+        # Without a backend, our commands are PyTorch's and deepmd-kit's are TensorFlow's.
+        prefix = ["--pt"] if backend is None and command not in _TENSORFLOW_ONLY else []
+        return hand_over(str(request), [*prefix, *words])
+
+
+def _guarded(options: argparse.Namespace) -> int:
+    """Run a command; a mistake of its user ends in a message, a mistake of ours in a traceback."""
+    from deepmd_muon.train.report.logs import set_up_logging
+
+    level = _LOG_LEVELS[options.log_level]
+    options.log_level = level
+    set_up_logging(level, options.log_path)
+    try:
+        return int(COMMANDS[options.command].run(options))
+    except (HandOver, BrokenPipeError):
+        raise
+    except Exception as error:
+        # Our own exception classes and files that cannot be opened say what to do; nothing else is expected.
+        expected = type(error).__module__.startswith("deepmd_muon") or isinstance(error, OSError)
+        if not expected or level <= logging.DEBUG:
+            raise
+        print(f"dp {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def split_backend(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Take the backend out of the words before the command.
+
+    Returns
+    -------
+    tuple
+        The backend's name, from the words or else from DP_BACKEND, or None; and the words without it.
+    """
+    backend = os.environ.get("DP_BACKEND") or None
+    rest: list[str] = []
+    remaining = list(words)
+    while remaining and remaining[0].startswith("-"):
+        word = remaining.pop(0)
+        name, _, value = word.partition("=")
+        if name in ("-b", "--backend"):
+            backend = value or (remaining.pop(0) if remaining else None)
+        elif word[:2] == "-b" or word[2:] in (*_OURS, *_OTHERS):
+            backend = word[2:]
+        else:
+            rest.append(word)
+    return (backend.lower() if backend else None), rest + remaining
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="dp",
+        description="Train and test DeePMD potentials with the HybridMuon optimizer.",
+        epilog="Other backends and commands (freeze, compress, model-devi, …) are handed to deepmd-kit.",
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    backend = parser.add_mutually_exclusive_group()
+    backend.add_argument(
+        "-b",
+        "--backend",
+        metavar="NAME",
+        help="backend; ours is pytorch (or pt), others are handed to deepmd-kit; default: $DP_BACKEND or pytorch",
+    )
+    backend.add_argument("--pt", "--pytorch", action="store_true", help="the same as --backend pytorch")
+    logging_options = argparse.ArgumentParser(add_help=False)
+    logging_options.add_argument(
+        "-v", "--log-level", choices=tuple(_LOG_LEVELS), default="INFO", help="least severe messages shown"
+    )
+    logging_options.add_argument("-l", "--log-path", metavar="FILE", help="write the log to this file as well")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        module.add_options(
+            commands.add_parser(
+                name,
+                parents=[logging_options],
+                help=module.HELP,
+                description=module.HELP[0].upper() + module.HELP[1:] + ".",
+            )
+        )
+    return parser
+
+
+def _version() -> str:
+    """Return the version line; torch's version is read without importing torch."""
+    from importlib.metadata import version
+
+    return f"deepmd-muon {__version__} (torch {version('torch')})"

@@ -1,0 +1,34 @@
+"""`dp neighbor-stat`: count neighbours, to choose `sel`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+HELP = "find the shortest distance and the largest numbers of neighbours in a data set"
+
+log = logging.getLogger(__name__)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options; names and meaning are deepmd-kit's."""
+    parser.add_argument("-s", "--system", default=".", help="system, or a folder or HDF5 file of systems [%(default)s]")
+    parser.add_argument("-r", "--rcut", type=float, required=True, help="cutoff radius [Å]")
+    parser.add_argument("-t", "--type-map", nargs="+", metavar="ELEMENT", help="types; by default those of the data")
+    parser.add_argument(
+        "--mixed-type", "--one-type", action="store_true", help="count neighbours of all types together"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Count, and log what deepmd-kit logs."""
+    from deepmd_muon.data import neighbor_statistics, open_systems
+
+    systems = open_systems([options.system], options.type_map)
+    if options.type_map is None:
+        log.info("type_map: %s", list(systems[0].type_map or ()))
+    statistics = neighbor_statistics(systems, options.rcut)
+    sizes = [statistics.max_total] if options.mixed_type else list(statistics.max_neighbors)
+    log.info("min_nbor_dist: %f", statistics.min_distance)
+    log.info("max_nbor_size: %s", sizes)
+    return 0

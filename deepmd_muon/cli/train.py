@@ -1,0 +1,66 @@
+"""`dp train`: train a model as an input file says."""
+
+from __future__ import annotations
+
+import argparse
+
+from deepmd_muon.cli.handover import DeepmdKitOption
+
+HELP = "train a model as an input file says"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options; names and meaning are deepmd-kit's."""
+    parser.add_argument("INPUT", help="input file, JSON or YAML")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "-i", "--init-model", metavar="CKPT", help="start from the weights of this checkpoint, at step 0"
+    )
+    source.add_argument(
+        "-r", "--restart", metavar="CKPT", help="continue the run that wrote this checkpoint, step and state included"
+    )
+    source.add_argument("-t", "--finetune", metavar="MODEL", action=DeepmdKitOption, help="finetune a pretrained model")
+    source.add_argument(
+        "-f", "--init-frz-model", metavar="MODEL", action=DeepmdKitOption, help="start from a frozen model"
+    )
+    parser.add_argument("--model-branch", metavar="NAME", action=DeepmdKitOption, help="branch of a multi-task model")
+    parser.add_argument(
+        "--use-pretrain-script",
+        action="store_true",
+        help="take the model section from the checkpoint instead of INPUT (with --init-model)",
+    )
+    parser.add_argument(
+        "-o", "--output", default="out.json", metavar="FILE", help="where the normalised input goes [%(default)s]"
+    )
+    parser.add_argument(
+        "--skip-neighbor-stat",
+        action="store_true",
+        help="do not count neighbours first; sel must then be numbers, and is not checked",
+    )
+    parser.add_argument(
+        "--force-load",
+        action="store_true",
+        help="load what fits of the checkpoint and start the other parameters anew",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train."""
+    from deepmd_muon.train import run as run_training
+
+    return run_training(
+        options.INPUT,
+        output=options.output,
+        restart=with_suffix(options.restart),
+        init_model=with_suffix(options.init_model),
+        skip_neighbor_stat=options.skip_neighbor_stat,
+        force_load=options.force_load,
+        use_pretrain_script=options.use_pretrain_script,
+        log_level=options.log_level,
+        log_path=options.log_path,
+    )
+
+
+def with_suffix(checkpoint: str | None) -> str | None:
+    """Append the ".pt" that deepmd-kit's users leave out."""
+    return checkpoint if checkpoint is None or checkpoint.endswith(".pt") else f"{checkpoint}.pt"

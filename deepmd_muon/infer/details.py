@@ -1,0 +1,58 @@
+"""The detail files of `dp test -d PREFIX`: reference and prediction side by side, in deepmd-kit's formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from deepmd_muon.data import Frames
+from deepmd_muon.infer.metrics import volumes
+from deepmd_muon.infer.predictor import Prediction
+
+_PAIRS = tuple(f"{row}{column}" for row in "xyz" for column in "xyz")
+
+
+class DetailFiles:
+    """Write `PREFIX.e.out`, `.e_peratom.out`, `.f.out`, `.v.out`, `.v_peratom.out` and `.s.out`.
+
+    Columns are the data first, then the prediction; rows are frames (atoms in `.f.out`, padding left out). Each
+    system begins with a `#` line that names it and the columns. A file appears when some system has its label.
+
+    Parameters
+    ----------
+    prefix
+        What the names begin with; files of an earlier test are overwritten.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._begun: dict[str, str] = {}
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, system: str, reference: Frames, prediction: Prediction) -> None:
+        """Append some frames of a system."""
+        real = reference.atype >= 0
+        natoms = real.sum(axis=1)[:, None]
+        if reference.energy is not None:
+            energies = np.stack([reference.energy, prediction.energy], axis=1)
+            self._write("e", system, ("e",), energies)
+            self._write("e_peratom", system, ("e",), energies / natoms)
+        if reference.force is not None:
+            forces = np.concatenate([reference.force[real], prediction.force[real]], axis=1)
+            self._write("f", system, ("fx", "fy", "fz"), forces)
+        if reference.virial is not None and reference.box is not None:
+            virials = np.concatenate([reference.virial, prediction.virial], axis=1)
+            columns = tuple(f"v{pair}" for pair in _PAIRS)
+            self._write("v", system, columns, virials)
+            self._write("v_peratom", system, columns, virials / natoms)
+            stresses = -virials / volumes(reference.box)[:, None]
+            self._write("s", f"{system} (eV/Å³)", tuple(f"s{pair}" for pair in _PAIRS), stresses)
+
+    def _write(self, kind: str, title: str, columns: tuple[str, ...], rows: np.ndarray) -> None:
+        names = [f"{source}_{column}" for source in ("data", "pred") for column in columns]
+        mode = "a" if kind in self._begun else "w"
+        header = "" if self._begun.get(kind) == title else f"{title}: {' '.join(names)}"
+        self._begun[kind] = title
+        with open(f"{self._prefix}.{kind}.out", mode, encoding="utf-8") as file:
+            np.savetxt(file, rows, header=header)

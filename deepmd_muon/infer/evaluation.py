@@ -1,0 +1,70 @@
+"""Walking through test systems: predictions and errors, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from deepmd_muon.data import Frames, System
+from deepmd_muon.infer.metrics import Errors, frame_errors
+from deepmd_muon.infer.predictor import Prediction, Predictor
+
+
+@dataclass(frozen=True)
+class ComparedFrames:
+    """Some frames of a system with what the model says about them.
+
+    Attributes
+    ----------
+    system
+        Name of the system.
+    reference, prediction
+        Positions and labels of the frames, and the prediction of the same shapes.
+    """
+
+    system: str
+    reference: Frames
+    prediction: Prediction
+
+    @property
+    def errors(self) -> Errors:
+        """Errors of every quantity that the reference has."""
+        return frame_errors(self.reference, self.prediction)
+
+
+def evaluate_system(
+    predictor: Predictor,
+    system: System,
+    *,
+    limit: int | None = None,
+    shuffle: np.random.Generator | None = None,
+    atomic: bool = False,
+    chunk_atoms: int = 1 << 18,
+) -> Iterator[ComparedFrames]:
+    """Predict the frames of a system, in chunks that bound the memory.
+
+    Parameters
+    ----------
+    predictor
+        The model.
+    system
+        The system, opened with the model's type map.
+    limit
+        At most this many frames; None takes all.
+    shuffle
+        Take frames in the random order that this generator gives, not in the system's.
+    atomic
+        Compare atomic energies, where the system has them.
+    chunk_atoms
+        Atoms read at once, at least one frame.
+    """
+    order = np.arange(system.nframes) if shuffle is None else shuffle.permutation(system.nframes)
+    order = order[:limit]
+    count = max(1, chunk_atoms // max(1, system.natoms))
+    for start in range(0, len(order), count):
+        reference = system.frames(order[start : start + count])
+        if not atomic:
+            reference = replace(reference, atom_ener=None)
+        yield ComparedFrames(system.name, reference, predictor.evaluate(reference))

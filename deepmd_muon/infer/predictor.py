@@ -1,0 +1,203 @@
+"""A trained model as a function of positions: energy, force, virial and atomic energies as NumPy arrays."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deepmd_muon.data import Frames, build_neighbors, stack_neighbors
+from deepmd_muon.infer.errors import CheckpointError, PredictionInputError
+from deepmd_muon.model import EnergyModel, Structures, build_model
+from deepmd_muon.model.deepmd_kit import from_deepmd_kit
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says about some frames.
+
+    Attributes
+    ----------
+    energy : ndarray of float64, (nframes,)
+        Total energy [eV].
+    force : ndarray of float64, (nframes, natoms, 3)
+        Forces [eV/Å]; zero for padding atoms.
+    virial : ndarray of float64, (nframes, 9)
+        −volume·stress [eV], row-major.
+    atom_energy : ndarray of float64, (nframes, natoms)
+        Energy of each atom [eV].
+    """
+
+    energy: np.ndarray
+    force: np.ndarray
+    virial: np.ndarray
+    atom_energy: np.ndarray
+
+
+def load_model(path: str | os.PathLike[str], *, ema: bool = False) -> EnergyModel:
+    """Load the model of a checkpoint, of this package or of deepmd-kit.
+
+    Parameters
+    ----------
+    path
+        The checkpoint; ".pt" may be left out.
+    ema
+        Take the averaged weights instead of those of the last step.
+
+    Raises
+    ------
+    CheckpointError
+        When the file is no checkpoint, or has no averaged weights and `ema` asks for them.
+    """
+    path = Path(path)
+    if not path.exists() and path.with_name(path.name + ".pt").exists():
+        path = path.with_name(path.name + ".pt")
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint {path}")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Pickle, zip and torch have a dozen exceptions for a file that is something else; all mean the same here.
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
+    if not isinstance(checkpoint, dict):
+        raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not the dict of a checkpoint")
+    # A deepmd-kit file without optimizer may be the model's state dict itself.
+    section, state = from_deepmd_kit(checkpoint.get("model", checkpoint))
+    model = build_model(section)
+    model.load_state_dict(state)
+    if ema:
+        _take_averages(model, checkpoint, path)
+    return model
+
+
+def _take_averages(model: EnergyModel, checkpoint: dict[str, dict[str, dict[str, torch.Tensor]]], path: Path) -> None:
+    if "ema" not in checkpoint:
+        raise CheckpointError(f"{path} has no averaged weights; training.enable_ema was off in that run")
+    averages = checkpoint["ema"]["model"]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(averages[name])
+
+
+class Predictor:
+    """Evaluate a model on frames of any number, in batches that fit the device.
+
+    Parameters
+    ----------
+    model
+        The model, or the path of a checkpoint.
+    device
+        Where to compute; by default a GPU when there is one.
+    ema
+        Take the averaged weights of the checkpoint.
+    batch_atoms
+        Atoms computed at once, at least one frame. On a GPU that runs out of memory it is halved and stays so.
+    """
+
+    def __init__(
+        self,
+        model: EnergyModel | str | os.PathLike[str],
+        *,
+        device: str | torch.device | None = None,
+        ema: bool = False,
+        batch_atoms: int = 1024,
+    ) -> None:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        loaded = model if isinstance(model, EnergyModel) else load_model(model, ema=ema)
+        self.model = loaded.to(self.device).eval()
+        self.batch_atoms = batch_atoms
+
+    @property
+    def type_map(self) -> tuple[str, ...]:
+        """Element names of the types."""
+        return tuple(self.model.type_map)
+
+    def predict(self, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray) -> Prediction:
+        """Evaluate frames given as arrays.
+
+        Parameters
+        ----------
+        coord : array, (nframes, natoms, 3) or (natoms, 3)
+            Positions [Å], inside the cell or not.
+        box : array, (nframes, 3, 3) or (3, 3), or None
+            Cell vectors as rows [Å]; None without periodic boundaries.
+        atype : array of int, (nframes, natoms) or (natoms,)
+            Types as indices into `type_map`; one row serves all frames.
+
+        Raises
+        ------
+        PredictionInputError
+            When shapes do not fit together or a type is not the model's.
+        """
+        coord = np.asarray(coord, dtype=np.float64)
+        coord = coord.reshape(-1, *coord.shape[-2:]) if coord.ndim >= 2 else coord
+        if coord.ndim != 3 or coord.shape[2] != 3:
+            raise PredictionInputError(f"coord must be (nframes, natoms, 3); found shape {coord.shape}")
+        nframes, natoms, _ = coord.shape
+        try:
+            types = np.broadcast_to(np.asarray(atype, dtype=np.int32), (nframes, natoms))
+            cells = None if box is None else np.broadcast_to(np.asarray(box, dtype=np.float64), (nframes, 3, 3))
+        except ValueError as error:
+            found = f"atype {np.shape(atype)}, box {None if box is None else np.shape(box)}"
+            raise PredictionInputError(f"{found} do not fit coord {coord.shape}") from error
+        return self.evaluate(Frames(atype=types, coord=coord, box=cells))
+
+    def evaluate(self, frames: Frames) -> Prediction:
+        """Evaluate frames as the data room reads them; their labels are not looked at."""
+        ntypes = len(self.type_map)
+        if frames.atype.max(initial=-1) >= ntypes:
+            raise PredictionInputError(f"type {frames.atype.max()} found, but the model has {ntypes}: {self.type_map}")
+        parts: list[Prediction] = []
+        done = 0
+        while done < frames.nframes:
+            count = max(1, self.batch_atoms // max(1, frames.natoms))
+            rows = slice(done, min(done + count, frames.nframes))
+            try:
+                parts.append(self._evaluate_batch(frames, rows))
+            except torch.cuda.OutOfMemoryError:
+                if rows.stop - rows.start == 1:
+                    raise
+                self.batch_atoms = max(1, (rows.stop - rows.start) // 2 * frames.natoms)
+                continue
+            done = rows.stop
+        return _join(parts) if parts else _nothing(frames.natoms)
+
+    def _evaluate_batch(self, frames: Frames, rows: slice) -> Prediction:
+        model = self.model
+        coord, atype = frames.coord[rows], frames.atype[rows]
+        box = None if frames.box is None else frames.box[rows]
+        neighbors = stack_neighbors(
+            [
+                # A batch of frames with and without cell marks the latter by zeros.
+                build_neighbors(
+                    coord[k],
+                    None if box is None or not box[k].any() else box[k],
+                    atype[k],
+                    model.rcut,
+                    model.sel,
+                    model.by_type,
+                    ntypes=len(model.type_map),
+                )
+                for k in range(len(coord))
+            ]
+        )
+        structures = Structures.from_numpy(
+            coord, atype, box, neighbors.index, neighbors.shift, neighbors.sections, len(model.type_map), self.device
+        )
+        output = model(structures, force=True, virial=True)
+        return Prediction(**{f.name: output[f.name].detach().double().cpu().numpy() for f in fields(Prediction)})
+
+
+def _join(parts: list[Prediction]) -> Prediction:
+    if len(parts) == 1:
+        return parts[0]
+    return Prediction(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Prediction)})
+
+
+def _nothing(natoms: int) -> Prediction:
+    return Prediction(np.zeros(0), np.zeros((0, natoms, 3)), np.zeros((0, 9)), np.zeros((0, natoms)))
