@@ -14,20 +14,19 @@ from deepmd_muon.data.errors import (
 )
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.loader import Batch, DataLoader
+from deepmd_muon.data.neighbor_cache import NeighborCache, neighbor_statistics
 from deepmd_muon.data.neighbors import (
     FrameNeighbors,
-    NeighborCache,
     NeighborList,
+    NeighborStatistics,
     build_neighbors,
     stack_neighbors,
 )
 from deepmd_muon.data.sampling import BatchRule, Sampler, system_probabilities
 from deepmd_muon.data.statistics import (
-    NeighborStatistics,
     StatFile,
     data_fingerprint,
     energy_bias,
-    neighbor_statistics,
 )
 from deepmd_muon.data.system import System, check_type_maps, open_systems
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepmd_muon.data.errors import SamplingError
+from deepmd_muon.data.errors import NeighborError, SamplingError
 from deepmd_muon.data.frames import Frames
-from deepmd_muon.data.neighbors import NeighborCache, NeighborList, stack_neighbors
+from deepmd_muon.data.neighbor_cache import NeighborCache, number_of_types
+from deepmd_muon.data.neighbors import NeighborList, stack_neighbors
 from deepmd_muon.data.sampling import BatchRule, Plan, Sampler, system_probabilities
 from deepmd_muon.data.system import System
 
@@ -106,11 +106,10 @@ class DataLoader:
             self.batch_sizes,
             self.probabilities,
             # 63 bits: more than enough, and a plain integer for everybody.
-            seed=seed
-            if seed is not None
-            else int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1),
+            seed=seed if seed is not None else int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1),
             mixed=rule.number if rule.kind == "mixed" else 0,
-            identity=hashlib.sha256("\n".join(system.name for system in self.systems).encode()).hexdigest(),
+            # Without names: data that moved to another place are still the same data.
+            identity=repr([(s.natoms, s.pbc, s.mixed, sorted(s.labels)) for s in self.systems]),
         )
         self._step = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepmd_muon-data") if prefetch else None
@@ -217,13 +216,6 @@ def _new_cache(
     systems: Sequence[System], rcut: float | None, sel: Sequence[int] | None, by_type: bool, max_bytes: int
 ) -> NeighborCache:
     if rcut is None:
-        raise SamplingError("give rcut and sel, or a NeighborCache")
+        raise NeighborError("give rcut and sel, or a NeighborCache")
     ntypes = max(number_of_types(system) for system in systems)
-    return NeighborCache(rcut, None if sel is None else tuple(sel), by_type, max_bytes, ntypes)
-
-
-def number_of_types(system: System) -> int:
-    """Return the number of types: of the type map, else the largest type that occurs plus one."""
-    if system.type_map is not None:
-        return len(system.type_map)
-    return int(system.types(np.arange(1)).max()) + 1
+    return NeighborCache(rcut, sel, by_type, max_bytes, ntypes)

@@ -55,26 +55,16 @@ class BatchRule:
         SamplingError
             When `spec` is none of these or a number is not positive.
         """
-        help_text = (
-            'use a positive integer, a list of them, "auto", "auto:N", "max:N", "filter:N" or "mixed:N"'
-        )
+        help_text = 'use a positive integer, a list of them, "auto", "auto:N", "max:N", "filter:N" or "mixed:N"'
         if isinstance(spec, str):
             kind, colon, tail = spec.partition(":")
             if spec == "auto":
                 return cls("auto", 32)
-            if (
-                kind in get_args(BatchKind)[2:]
-                and colon
-                and tail.isascii()
-                and tail.isdigit()
-                and int(tail) > 0
-            ):
+            if kind in get_args(BatchKind)[2:] and colon and tail.isascii() and tail.isdigit() and int(tail) > 0:
                 return cls(kind, int(tail))  # type: ignore[arg-type]  # kind was just compared with the choices
             raise SamplingError(f"batch_size {spec!r}: {help_text}")
         numbers = [spec] if isinstance(spec, (int, np.integer)) else list(spec)
-        if not numbers or any(
-            isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n <= 0 for n in numbers
-        ):
+        if not numbers or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n <= 0 for n in numbers):
             raise SamplingError(f"batch_size {spec!r}: {help_text}")
         if isinstance(spec, (int, np.integer)):
             return cls("fixed", int(spec))
@@ -101,9 +91,7 @@ class BatchRule:
         """Frames of a batch of each system; `natoms` are the atoms of the systems that were kept."""
         if self.kind == "list":
             if len(self.sizes) != len(natoms):
-                raise SamplingError(
-                    f"batch_size lists {len(self.sizes)} numbers, but {len(natoms)} systems were found"
-                )
+                raise SamplingError(f"batch_size lists {len(self.sizes)} numbers, but {len(natoms)} systems were found")
             return self.sizes
         if self.kind in ("fixed", "mixed"):
             return (self.number,) * len(natoms)
@@ -165,9 +153,7 @@ def _given_probabilities(size: np.ndarray, sys_probs: Sequence[float]) -> np.nda
         share = np.where(automatic, size, 0.0)
         given = np.where(automatic, max(rest, 0.0) * share / share.sum(), given)
     elif rest > 1e-5:
-        raise SamplingError(
-            f"sys_probs sum to {1 - rest:.6g}, not 1; negative entries share what is left of 1"
-        )
+        raise SamplingError(f"sys_probs sum to {1 - rest:.6g}, not 1; negative entries share what is left of 1")
     return np.asarray(given / given.sum())
 
 
@@ -181,9 +167,7 @@ def _block_probabilities(size: np.ndarray, rule: str) -> np.ndarray:
         except ValueError as error:
             raise SamplingError(f"auto_prob: block {block!r} of {rule!r} is not first:last:weight") from error
         if not (0 <= first < last and first < len(size)):
-            raise SamplingError(
-                f"auto_prob: block {block!r} holds none of the {len(size)} systems (last is excluded)"
-            )
+            raise SamplingError(f"auto_prob: block {block!r} holds none of the {len(size)} systems (last is excluded)")
         if not (weight >= 0 and math.isfinite(weight)):
             raise SamplingError(f"auto_prob: the weight of block {block!r} must be finite and not negative")
         part = slice(first, last)
@@ -222,7 +206,7 @@ class Sampler:
     mixed : int
         When positive, a batch is this many frames, each from a system drawn for it.
     identity : str
-        What else the order depends on (names of the systems); compared when a position is restored.
+        What else tells the systems apart; compared when a position is restored.
     """
 
     def __init__(
@@ -275,9 +259,7 @@ class Sampler:
         if self.mixed:
             # Frames of one system lie together, so that each system is read once.
             systems = sorted({system for system, _ in parts})
-            parts = [
-                (s, np.concatenate([frames for system, frames in parts if system == s])) for s in systems
-            ]
+            parts = [(s, np.concatenate([frames for system, frames in parts if system == s])) for s in systems]
         return Plan(tuple(parts))
 
     def state_dict(self, step: int | None = None) -> dict[str, int | str]:
@@ -298,13 +280,11 @@ class Sampler:
         SamplerStateError
             When the position was saved with other systems, sizes or probabilities.
         """
-        if state["version"] != 1:
-            raise SamplerStateError(
-                f"sampler state of version {state['version']}; this program reads version 1"
-            )
+        if state.get("version") != 1:
+            raise SamplerStateError(f"sampler state of version {state.get('version')}, expected version 1")
         if state["identity"] != self._identity:
             raise SamplerStateError(
-                "the saved position belongs to other training data: names, frames, batch sizes or "
+                "the saved position belongs to other training data: atoms, frames, labels, batch sizes or "
                 "probabilities of the systems have changed, so the order of batches cannot be continued"
             )
         self.seed = int(state["seed"])

@@ -1,108 +1,19 @@
-"""Statistics of the data: neighbours, energy per type, and the file that keeps them between runs."""
+"""Energy per type by least squares, and the file that keeps statistics between runs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import h5py
 import numpy as np
 
 from deepmd_muon.data.errors import DataError
-from deepmd_muon.data.loader import number_of_types
-from deepmd_muon.data.neighbors import FrameNeighbors, NeighborCache
 from deepmd_muon.data.system import System
-
-#: Frames read at once while going through a system.
-CHUNK = 64
-
-
-@dataclass(frozen=True)
-class NeighborStatistics:
-    """What the neighbour lists of all frames have in common.
-
-    Attributes
-    ----------
-    min_distance : float
-        Shortest distance between two atoms [Å]; infinite when none are within the cutoff.
-    max_neighbors : tuple of int, (ntypes,)
-        Most neighbours of each type that any atom has within the cutoff.
-    max_total : int
-        Most neighbours of all types.
-    """
-
-    min_distance: float
-    max_neighbors: tuple[int, ...]
-    max_total: int
-
-
-def neighbor_statistics(
-    systems: Sequence[System],
-    rcut: float,
-    cache: NeighborCache | None = None,
-    workers: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> NeighborStatistics:
-    """Go through every frame for the numbers that ``sel`` is chosen from.
-
-    Parameters
-    ----------
-    systems : sequence of System
-        The training data.
-    rcut : float
-        Cutoff radius [Å].
-    cache : NeighborCache, optional
-        Take lists from it and leave new ones in it; must have the same cutoff.
-    workers : int, optional
-        Threads (the search itself runs outside of Python's lock); as many as the process may use, at most 8.
-    progress : callable, optional
-        Called with the number of frames of each chunk that is done.
-
-    Raises
-    ------
-    NeighborError
-        When atoms coincide or a cell has no volume.
-    DataError
-        When `cache` has another cutoff.
-    """
-    ntypes = max(number_of_types(system) for system in systems)
-    if cache is None:
-        cache = NeighborCache(rcut, None, by_type=False, max_bytes=0, ntypes=ntypes)
-    elif cache.rcut != rcut:
-        raise DataError(
-            f"the neighbour cache has a cutoff of {cache.rcut} Å, statistics are wanted for {rcut} Å"
-        )
-    if workers is None:
-        workers = min(
-            8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
-    kept = cache
-
-    def chunk(job: tuple[System, int]) -> list[FrameNeighbors]:
-        system, first = job
-        numbers = np.arange(first, min(first + CHUNK, system.nframes))
-        frames = system.frames(numbers)
-        return [kept.frame(system, int(n), frames, row) for row, n in enumerate(numbers)]
-
-    jobs = [(system, first) for system in systems for first in range(0, system.nframes, CHUNK)]
-    closest = math.inf
-    most = np.zeros(ntypes, dtype=np.int64)
-    total = 0
-    with ThreadPoolExecutor(workers, thread_name_prefix="deepmd_muon-neighbors") as pool:
-        for found in pool.map(chunk, jobs):
-            closest = min(closest, *(f.min_distance for f in found))
-            most = np.maximum(most, np.max([f.max_neighbors for f in found], axis=0))
-            total = max(total, *(f.max_total for f in found))
-            if progress is not None:
-                progress(len(found))
-    return NeighborStatistics(closest, tuple(int(n) for n in most), total)
 
 
 def energy_bias(
@@ -187,13 +98,11 @@ class StatFile:
         """Keep arrays under `key`, in place of what was there."""
         name, text = self._name(key)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        os.close(handle)
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             if self.path.is_file():
-                Path(temporary).write_bytes(self.path.read_bytes())
-            # An empty file is no HDF5 file: "w" makes one.
-            with self._open(Path(temporary), "r+" if self.path.is_file() else "w") as file:
+                shutil.copyfile(self.path, temporary)
+            with self._open(temporary, "a") as file:
                 group = file.require_group(self.GROUP)
                 if name in group:
                     del group[name]
@@ -201,15 +110,12 @@ class StatFile:
                 entry.attrs["key"] = text
                 for k, v in arrays.items():
                     entry[k] = np.asarray(v)
-            os.chmod(temporary, 0o644)
             os.replace(temporary, self.path)
         finally:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     def _open(self, path: Path, mode: str) -> h5py.File:
         try:
             return h5py.File(path, mode)
         except OSError as error:
-            raise DataError(
-                f"stat_file {self.path} is no HDF5 file ({error}); remove it or name another"
-            ) from error
+            raise DataError(f"stat_file {self.path} is no HDF5 file ({error}); remove it or name another") from error

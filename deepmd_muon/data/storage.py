@@ -118,11 +118,7 @@ class NpyStore:
         try:
             with open(full, "rb") as file:
                 version = np.lib.format.read_magic(file)
-                read = (
-                    np.lib.format.read_array_header_1_0
-                    if version == (1, 0)
-                    else np.lib.format.read_array_header_2_0
-                )
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
                 shape, _, dtype = read(file)
                 expected = int(np.prod(shape)) * dtype.itemsize
                 found = os.path.getsize(full) - file.tell()
@@ -175,9 +171,7 @@ class HDF5Store:
     def sets(self) -> list[str]:
         """Names of the ``set.*`` groups, sorted."""
         group = self._node("")
-        return sorted(
-            name for name in group if name.startswith("set.") and isinstance(group[name], h5py.Group)
-        )
+        return sorted(name for name in group if name.startswith("set.") and isinstance(group[name], h5py.Group))
 
     def names(self, folder: str) -> frozenset[str]:
         """Names of the datasets in `folder`."""

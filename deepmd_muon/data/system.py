@@ -60,9 +60,7 @@ class System:
         self.natoms = len(types)
         self._sets = store.sets()
         if not self._sets:
-            raise SystemFormatError(
-                self.name, "set.*", "no set folder found; frames lie in set.000/coord.npy etc."
-            )
+            raise SystemFormatError(self.name, "set.*", "no set folder found; frames lie in set.000/coord.npy etc.")
         contents = [store.names(folder) for folder in self._sets]
         self.mixed = self._is_mixed(contents)
         self._own_types = tuple(store.words("type_map.raw")) if "type_map.raw" in here else None
@@ -70,7 +68,7 @@ class System:
         self._atype = self._apply_translation(types, "type.raw") if not self.mixed else None
         self._files = self._find_labels(contents)
         self.labels = frozenset(self._files)
-        counts = [self._check_set(*item) for item in zip(self._sets, contents, strict=True)]
+        counts = [self._check_set(k, names) for k, names in enumerate(contents)]
         self.nframes = sum(counts)
         if self.nframes == 0:
             raise SystemFormatError(self.name, f"{self._sets[0]}/coord.npy", "the system has no frames")
@@ -87,14 +85,12 @@ class System:
 
     def _read_types(self) -> np.ndarray:
         try:
-            types = np.array([int(float(word)) for word in self._store.words("type.raw")], dtype=np.int32)
+            types = np.array([float(word) for word in self._store.words("type.raw")])
         except ValueError as error:
-            raise SystemFormatError(
-                self.name, "type.raw", f"expected one integer per atom: {error}"
-            ) from error
-        if len(types) == 0:
-            raise SystemFormatError(self.name, "type.raw", "expected one integer per atom, found none")
-        return types
+            raise SystemFormatError(self.name, "type.raw", f"expected one integer per atom: {error}") from error
+        if len(types) == 0 or (types % 1 != 0).any():
+            raise SystemFormatError(self.name, "type.raw", f"expected one integer per atom, found {types}")
+        return types.astype(np.int32)
 
     def _is_mixed(self, contents: list[frozenset[str]]) -> bool:
         flags = ["real_atom_types.npy" in names for names in contents]
@@ -110,9 +106,7 @@ class System:
         own = self._own_types
         if type_map is None or len(type_map) == 0:
             if own is None and self.mixed:
-                raise TypeMapError(
-                    f"system {self.name}: a mixed-type system needs type_map.raw or a type map"
-                )
+                raise TypeMapError(f"system {self.name}: a mixed-type system needs type_map.raw or a type map")
             return own, None
         if own is None:
             return tuple(type_map), None
@@ -133,8 +127,7 @@ class System:
             raise SystemFormatError(
                 self.name,
                 file,
-                f"expected types from {lowest} to {limit - 1} (type map {names}), "
-                f"found {types.min()} to {types.max()}",
+                f"expected types from {lowest} to {limit - 1} (type map {names}), found {types.min()} to {types.max()}",
             )
         return types if self._translation is None else self._translation[types]
 
@@ -148,19 +141,15 @@ class System:
                 found[label] = [str(file) for file in files]
         return found
 
-    def _check_set(self, folder: str, names: frozenset[str]) -> int:
-        """Check the shapes of all arrays of a set and return its number of frames."""
+    def _check_set(self, k: int, names: frozenset[str]) -> int:
+        """Check the shapes of all arrays of set `k` and return its number of frames."""
+        folder = self._sets[k]
         for required in ("coord.npy", *(("box.npy",) if self.pbc else ())):
             if required not in names:
-                hint = (
-                    "; a system without periodic boundaries needs a file nopbc"
-                    if required == "box.npy"
-                    else ""
-                )
+                hint = "; a system without periodic boundaries needs a file nopbc" if required == "box.npy" else ""
                 raise SystemFormatError(self.name, f"{folder}/{required}", f"missing{hint}")
         coord = self._store.shape(f"{folder}/coord.npy")
         nframes = 1 if len(coord) == 1 else coord[0]
-        k = self._sets.index(folder)
         widths = {"coord.npy": 3 * self.natoms}
         if self.pbc:
             widths["box.npy"] = 9
@@ -176,8 +165,7 @@ class System:
                 raise SystemFormatError(
                     self.name,
                     f"{folder}/{file}",
-                    f"expected shape ({nframes}, {width}) for {nframes} frames of {self.natoms} atoms, "
-                    f"found {shape}",
+                    f"expected shape ({nframes}, {width}) for {nframes} frames of {self.natoms} atoms, found {shape}",
                 )
         return nframes
 
@@ -200,9 +188,7 @@ class System:
         """
         wanted = np.atleast_1d(np.asarray(indices, dtype=np.int64))
         if wanted.size == 0 or wanted.min() < 0 or wanted.max() >= self.nframes:
-            raise IndexError(
-                f"system {self.name} has frames 0 to {self.nframes - 1}, asked for {wanted.tolist()}"
-            )
+            raise IndexError(f"system {self.name} has frames 0 to {self.nframes - 1}, asked for {wanted.tolist()}")
         n = len(wanted)
         atoms = self.natoms
         labels: dict[str, np.ndarray] = {}
@@ -243,9 +229,7 @@ class System:
             values = np.array(rows, dtype=np.float64).reshape(int(mine.sum()), -1)
             if not np.isfinite(values).all():
                 bad = local[mine][~np.isfinite(values).all(axis=1)]
-                raise SystemFormatError(
-                    self.name, path, f"value that is not finite in frame {bad[0]} of this set"
-                )
+                raise SystemFormatError(self.name, path, f"value that is not finite in frame {bad[0]} of this set")
             if len(values) == len(wanted):
                 return values
             if result is None:
@@ -255,17 +239,15 @@ class System:
         return result
 
     def fingerprint(self) -> str:
-        """Hash of what statistics depend on, wherever the files lie: types, shapes, cells and energies."""
-        digest = hashlib.sha256(
-            repr((self.natoms, self.nframes, self.type_map, self.pbc, self.mixed)).encode()
-        )
+        """Hash of types, shapes, energies, first and last positions and cells, wherever the files lie."""
+        digest = hashlib.sha256(repr((self.natoms, self.nframes, self.type_map, self.pbc, self.mixed)).encode())
         every = np.arange(self.nframes)
         if self._atype is not None:
             digest.update(self._atype.tobytes())
-        digest.update(self._read(["coord.npy"] * len(self._sets), every[[0, -1]]).tobytes())
-        for label in ("energy",):
-            if label in self.labels:
-                digest.update(self._read(self._files[label], every).tobytes())
+        for file in ("coord.npy", "box.npy") if self.pbc else ("coord.npy",):
+            digest.update(self._read([file] * len(self._sets), every[[0, -1]]).tobytes())
+        if "energy" in self.labels:
+            digest.update(self._read(self._files["energy"], every).tobytes())
         return digest.hexdigest()
 
 
@@ -315,8 +297,7 @@ def check_type_maps(systems: Sequence[System]) -> tuple[str, ...] | None:
         shared = min(len(own), len(longest))
         if own[:shared] != longest[:shared]:
             raise TypeMapError(
-                f"system {system.name} has type map {list(own)}, others have {list(longest)}; "
-                "set model.type_map"
+                f"system {system.name} has type map {list(own)}, others have {list(longest)}; set model.type_map"
             )
         longest = max(longest, own, key=len)
     return longest or None
@@ -364,8 +345,12 @@ def _hdf5_stores(path: str, handles: HandleCache) -> Iterator[Store]:
         if isinstance(node, h5py.Dataset) and name.rpartition("/")[2] == "type.raw":
             groups.append(name.rpartition("/")[0])
 
-    with h5py.File(file, "r") as root:
-        start = group.strip("/")
+    start = group.strip("/")
+    try:
+        root = h5py.File(file, "r")
+    except OSError as error:
+        raise SystemFormatError(path, file, f"cannot be opened as HDF5 ({error}); copy it again") from error
+    with root:
         if start and start not in root:
             raise SystemNotFoundError(f"system {path}: {file} has no group {group}; it has {sorted(root)}")
         (root[start] if start else root).visititems(visit)

@@ -1,0 +1,208 @@
+"""Neighbour lists that are built once: the cache that training reads, and the statistics of a data set."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+
+import numpy as np
+
+from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.data.frames import Frames
+from deepmd_muon.data.neighbors import (
+    FrameNeighbors,
+    NeighborList,
+    NeighborStatistics,
+    build_neighbors,
+    frame_statistics,
+    group_limits,
+    stack_neighbors,
+    widen,
+)
+from deepmd_muon.data.system import System
+
+#: Frames read at once while going through a system.
+CHUNK = 64
+
+
+class NeighborCache:
+    """Neighbour lists of frames, each built once and kept while the memory budget lasts.
+
+    Frames are kept in the layout of a batch, so that a batch of one frame is a view. When the budget is spent,
+    further frames are built anew each time and nothing is thrown out: training visits each frame once an epoch,
+    so the least recently used one is among those needed next.
+
+    Parameters
+    ----------
+    rcut : float
+        Cutoff radius [Å].
+    sel : sequence of int, optional
+        Most neighbours kept per type; None keeps all.
+    by_type : bool
+        Group the columns by the neighbour's type.
+    max_bytes : int
+        Memory budget.
+    ntypes : int, optional
+        Number of types of the model; ``len(sel)`` when left out.
+
+    Attributes
+    ----------
+    nbytes : int
+        Memory in use.
+    dropped : int
+        Neighbours beyond `sel` left out so far, over all frames that were built.
+    """
+
+    def __init__(
+        self,
+        rcut: float,
+        sel: Sequence[int] | None,
+        by_type: bool,
+        max_bytes: int = 2 << 30,
+        ntypes: int | None = None,
+    ) -> None:
+        if not rcut > 0:
+            raise NeighborError(f"rcut must be positive, found {rcut}")
+        if ntypes is None:
+            if sel is None or not by_type:
+                raise NeighborError("give ntypes: it cannot be inferred without a sel for each type")
+            ntypes = len(sel)
+        self.rcut = rcut
+        self.sel = None if sel is None else tuple(sel)
+        self.by_type = by_type
+        self.max_bytes = max_bytes
+        self.ntypes = ntypes
+        self.nbytes = 0
+        self.dropped = 0
+        self._limits = group_limits(sel, by_type, ntypes)
+        self._sections = (0,) * len(self._limits)
+        self._frames: dict[tuple[str, int], FrameNeighbors] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Widths that every batch has at least; zeros unless `fix_sections` was called."""
+        return self._sections
+
+    def fix_sections(self, statistics: NeighborStatistics) -> None:
+        """Give every batch the same widths from now on, as compiled and captured steps want them.
+
+        Parameters
+        ----------
+        statistics : NeighborStatistics
+            Of all frames to come; a frame that needs more is still served in full, with a wider batch.
+        """
+        most = statistics.max_neighbors if self.by_type else (statistics.max_total,)
+        with self._lock:
+            self._sections = tuple(int(min(pair)) for pair in zip(most, self._limits, strict=True))
+            self._frames = {key: widen(frame, self._sections) for key, frame in self._frames.items()}
+            self.nbytes = sum(frame.nbytes for frame in self._frames.values())
+
+    def frame(self, system: System, number: int, frames: Frames, row: int) -> FrameNeighbors:
+        """Return the neighbours of frame `number` of a system, which is row `row` of `frames`.
+
+        Raises
+        ------
+        NeighborError
+            When they cannot be built; names system and frame.
+        """
+        key = (system.name, number)
+        found = self._frames.get(key)
+        if found is not None:
+            return found
+        box = frames.box[row] if system.pbc and frames.box is not None else None
+        try:
+            built = build_neighbors(
+                frames.coord[row], box, frames.atype[row], self.rcut, self.sel, self.by_type, self.ntypes
+            )
+        except (NeighborError, RuntimeError) as error:
+            raise NeighborError(f"system {system.name}, frame {number}: {error}") from error
+        with self._lock:
+            built = widen(built, self._sections)
+            self.dropped += built.dropped
+            if key not in self._frames and self.nbytes + built.nbytes <= self.max_bytes:
+                self._frames[key] = built
+                self.nbytes += built.nbytes
+        return built
+
+    def batch(self, system: System, indices: Sequence[int] | np.ndarray, frames: Frames) -> NeighborList:
+        """Return the neighbours of a batch of frames of one system; `frames` are those frames.
+
+        A batch of one frame is a view of the cache: do not write into it.
+        """
+        return stack_neighbors([self.frame(system, int(n), frames, row) for row, n in enumerate(indices)])
+
+
+def neighbor_statistics(
+    systems: Sequence[System],
+    rcut: float,
+    cache: NeighborCache | None = None,
+    workers: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> NeighborStatistics:
+    """Go through every frame for the numbers that ``sel`` is chosen from.
+
+    Parameters
+    ----------
+    systems : sequence of System
+        The training data.
+    rcut : float
+        Cutoff radius [Å].
+    cache : NeighborCache, optional
+        Take lists from it and leave new ones in it; must have the same cutoff.
+    workers : int, optional
+        Threads (the search itself runs outside of Python's lock); as many as the process may use, at most 8.
+    progress : callable, optional
+        Called with the number of frames of each chunk that is done.
+
+    Raises
+    ------
+    NeighborError
+        When atoms coincide, a cell has no volume, or `cache` has another cutoff.
+    """
+    ntypes = max(number_of_types(system) for system in systems)
+    if cache is not None and (cache.rcut != rcut or cache.ntypes != ntypes):
+        raise NeighborError(
+            f"the cache is for rcut {cache.rcut} Å and {cache.ntypes} types, "
+            f"statistics are wanted for {rcut} Å and {ntypes} types"
+        )
+
+    def one_frame(system: System, number: int, frames: Frames, row: int) -> NeighborStatistics:
+        if cache is not None:
+            return cache.frame(system, number, frames, row).statistics
+        box = frames.box[row] if frames.box is not None else None
+        try:
+            return frame_statistics(frames.coord[row], box, frames.atype[row], rcut, ntypes)
+        except (NeighborError, RuntimeError) as error:
+            raise NeighborError(f"system {system.name}, frame {number}: {error}") from error
+
+    def chunk(job: tuple[System, int]) -> tuple[int, NeighborStatistics]:
+        system, first = job
+        numbers = range(first, min(first + CHUNK, system.nframes))
+        frames = system.frames(numbers)
+        found = [one_frame(system, number, frames, row) for row, number in enumerate(numbers)]
+        return len(found), reduce(NeighborStatistics.merge, found)
+
+    if workers is None:
+        workers = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    total = NeighborStatistics(np.inf, (0,) * ntypes, 0)
+    jobs = [(system, first) for system in systems for first in range(0, system.nframes, CHUNK)]
+    with ThreadPoolExecutor(workers, thread_name_prefix="deepmd_muon-neighbors") as pool:
+        for count, found in pool.map(chunk, jobs):
+            total = total.merge(found)
+            if progress is not None:
+                progress(count)
+    return total
+
+
+def number_of_types(system: System) -> int:
+    """Return the number of types: of the type map, else the largest type that occurs plus one."""
+    if system.type_map is not None:
+        return len(system.type_map)
+    return int(system.types(np.arange(1)).max()) + 1
