@@ -26,6 +26,26 @@ _TRANSLATED_KEYS = ("muon_2d_only", "min_2d_dim", "muon_min_2d_dim")
 # Defaults of the version that had `muon_2d_only` and `min_2d_dim`, where they differ from today's.
 _FIRST_DEFAULTS: dict[str, Any] = {"lr_adjust": 10.0, "lr_adjust_coeff": 0.2, "magma_muon": False}
 
+OLDER_SPELLINGS: tuple[tuple[str, str, str], ...] = (
+    (", ".join(_DATA_KEYS), "in training", "The same keys in training/training_data."),
+    ("numb_test", "in training", "Left out: it has had no effect since DeePMD-kit 2.0."),
+    (", ".join(_WARMUP_KEYS), "in training", "The same keys in learning_rate."),
+    ("opt_type", "in training", "optimizer/type."),
+    (", ".join(_OPTIMIZER_KEYS[1:]), "in training", "The same keys in optimizer."),
+    (
+        "muon_2d_only",
+        "in training or in optimizer of type HybridMuon",
+        'optimizer/muon_mode: "2d" for true, "flat" for false.',
+    ),
+    (
+        "min_2d_dim, muon_min_2d_dim",
+        "in training or in optimizer of type HybridMuon",
+        "optimizer/min_matrix_dim. With one of these three keys the optimizer takes the defaults of their version "
+        'where it is silent: lr_adjust 10.0, lr_adjust_coeff 0.2, magma_muon false, muon_mode "2d".',
+    ),
+)
+"""What `upgrade` accepts, and what it becomes: for the reference."""
+
 
 @dataclasses.dataclass
 class Upgrade:

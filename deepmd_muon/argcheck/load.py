@@ -28,8 +28,8 @@ class Input:
     settings
         The input as frozen dataclasses.
     normalized
-        The same as plain dicts and lists: today's spelling, every default filled in, keys without a value left
-        out. This is what `out.json` holds; giving it back gives the same again.
+        The same as plain dicts and lists, in today's spelling and with every default filled in. This is what
+        `out.json` holds; giving it back gives the same again.
     notices
         One line for each older spelling that was translated and each key that has no effect.
     """

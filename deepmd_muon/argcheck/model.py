@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from deepmd_muon.argcheck.schema import Foreign, Rule, Section, Variants, section
 from deepmd_muon.optim.setting import setting
 
-Activation = Literal[
-    "tanh", "gelu", "gelu_tf", "relu", "relu6", "softplus", "sigmoid", "silu", "silut", "none", "linear"
-]
-Precision = Literal["default", "float64", "float32", "bfloat16", "float16"]
+Precision = Literal["default", "float64", "float32", "double", "single"]
 
-_ACTIVATION = "Activation of the hidden layers; 'gelu' and 'gelu_tf' are the tanh approximation of GELU."
-_PRECISION = "Floating point type of the parameters and of the arithmetic; 'default' is float64."
+_ACTIVATIONS = ("tanh", "gelu", "gelu_tf", "relu", "relu6", "softplus", "sigmoid", "silu", "linear", "none", "None")
+
+
+_ACTIVATION: dict[str, Any] = {
+    "pattern": rf"{'|'.join(_ACTIVATIONS)}|(silut|custom_silu)(:\d+(\.\d*)?)?",
+    "forms": f"one of {', '.join(map(repr, _ACTIVATIONS))}, 'silut', 'silut:T'",
+    "doc": (
+        "Activation of the hidden layers. 'gelu' and 'gelu_tf' are the tanh form of GELU; 'silut:T' is silu up to T "
+        "(3 when left out) and a tanh beyond; 'linear' and 'none' are none."
+    ),
+}
+_PRECISION: dict[str, Any] = {
+    "note": "half precisions are not available",
+    "doc": "Floating point type of the parameters and of the arithmetic; 'default' and 'double' are float64.",
+}
 
 
 def _smoothing_inside(rcut_smth: float, rcut: float) -> str | None:
@@ -76,12 +86,12 @@ class SeE2ASettings(Section):
         alias=("n_axis_neuron",),
         doc="Number of columns of the embedding matrix that the descriptor multiplies the whole matrix with.",
     )
-    activation_function: Activation = setting("tanh", doc=_ACTIVATION)
+    activation_function: str = setting("tanh", **_ACTIVATION)
     resnet_dt: bool = setting(False, doc="Scale what a layer adds to its input by a trainable vector.")
     type_one_side: bool = setting(
         False, doc="One embedding net for each type of neighbour instead of one for each pair of types."
     )
-    precision: Precision = setting("default", doc=_PRECISION)
+    precision: Precision = setting("default", **_PRECISION)
     trainable: bool = setting(True, doc="Train the parameters of the descriptor.")
     seed: int | None = setting(None, minimum=0, doc="Seed of the initial parameters; left out, they are random.")
     exclude_types: tuple[tuple[int, int], ...] = setting(
@@ -122,8 +132,8 @@ class EnerSettings(Section):
         doc="Widths of the hidden layers. A layer as wide as the one before it adds its input to its output.",
     )
     resnet_dt: bool = setting(True, doc="Scale what a layer adds to its input by a trainable vector.")
-    activation_function: Activation = setting("tanh", doc=_ACTIVATION)
-    precision: Precision = setting("default", doc=_PRECISION)
+    activation_function: str = setting("tanh", **_ACTIVATION)
+    precision: Precision = setting("default", **_PRECISION)
     trainable: bool | tuple[bool, ...] = setting(
         True, doc="Train the parameters; a list, one value a layer, trains the net only when all are true."
     )

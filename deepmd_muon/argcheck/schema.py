@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from dargs import Argument, Variant
@@ -227,23 +227,18 @@ def rules_of(section: type) -> tuple[Rule, ...]:
 
 
 def thaw(value: Any) -> Any:
-    """Return settings as the plain objects of JSON; a key whose value is None is left out."""
-    if dataclasses.is_dataclass(value):
-        return dict(_thawed_fields(value))
+    """Return settings as the plain objects of JSON."""
     if isinstance(value, tuple):
         return [thaw(element) for element in value]
-    return value
-
-
-def _thawed_fields(settings: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and plain value of every field of a settings dataclass that is not None."""
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if value is None:
-            continue
+    if not dataclasses.is_dataclass(value):
+        return value
+    plain = {}
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
         variants: Variants | None = field.metadata.get("variants")
-        kind = {"type": variants.name_of(type(value))} if variants else {}
-        yield field.name, {**kind, **thaw(value)} if kind else thaw(value)
+        kind = {"type": variants.name_of(type(inner))} if variants and inner is not None else {}
+        plain[field.name] = {**kind, **thaw(inner)} if kind else thaw(inner)
+    return plain
 
 
 def _attribute(settings: Any, path: str) -> Any:

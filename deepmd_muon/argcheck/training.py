@@ -27,11 +27,13 @@ def _some_systems(systems: tuple[str, ...]) -> str | None:
 def _probabilities(sys_probs: tuple[float, ...] | None, systems: tuple[str, ...]) -> str | None:
     if sys_probs is None:
         return None
-    # A folder that holds several systems counts once here and several times in the data: fewer is always wrong.
+    # A folder may hold several systems, so there may be more probabilities than names, never fewer.
     if len(sys_probs) < len(systems):
         return f"must have one probability for each of the {len(systems)} systems; found {len(sys_probs)}"
-    if not math.isclose(math.fsum(sys_probs), 1.0, abs_tol=1e-6):
-        return f"must sum to 1; found {math.fsum(sys_probs):g}"
+    given = math.fsum(probability for probability in sys_probs if probability >= 0)
+    shared = any(probability < 0 for probability in sys_probs)
+    if given > 1 + 1e-8 or (not shared and not math.isclose(given, 1.0, abs_tol=1e-8)):
+        return f"must sum to {'at most ' if shared else ''}1 over the entries that are not negative; found {given:g}"
     return None
 
 
@@ -72,7 +74,9 @@ class TrainingDataSettings(Section):
         ),
     )
     sys_probs: tuple[float, ...] | None = setting(
-        None, minimum=0.0, alias=("sys_weights",), doc="Probability of each system, 1 in sum."
+        None,
+        alias=("sys_weights",),
+        doc="Probability of each system; those with a negative entry share what is left of 1 by their batches.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -1,0 +1,187 @@
+"""The reference of input.json and its JSON Schema, both generated from the settings dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from deepmd_muon.argcheck.json_schema import json_schema
+from deepmd_muon.argcheck.legacy import OLDER_SPELLINGS
+from deepmd_muon.argcheck.schema import Key, foreign_of, thaw, tree
+from deepmd_muon.argcheck.settings import Settings
+from deepmd_muon.argcheck.values import describe
+from deepmd_muon.optim.setting import Setting
+
+__all__ = ["Format", "json_schema", "reference"]
+
+Format = Literal["rst", "md", "text"]
+
+_INTRODUCTION = (
+    "An input is a JSON file, or YAML when its name ends in .yaml or .yml. Keys that start with an underscore are "
+    "comments. Every other key must be known; all problems of a file are reported at once. A whole number may be "
+    "written as 1e6. Lengths are in Å, energies in eV.",
+    "`dp train` writes the input with every default filled in to out.json; training from out.json is training from "
+    "the input.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Heading:
+    level: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Paragraph:
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """One key: its name, its type with default and range, and what it means."""
+
+    name: str
+    facts: str
+    doc: str
+
+
+_Block = _Heading | _Paragraph | _Entry
+
+
+def reference(format: Format = "rst") -> str:
+    """Return the reference of every key of an input file.
+
+    Parameters
+    ----------
+    format
+        Markup: reStructuredText, Markdown or plain text.
+
+    Raises
+    ------
+    ValueError
+        When the format is none of these.
+    """
+    writers: dict[str, Callable[[_Block], str]] = {"rst": _rst, "md": _markdown, "text": _text}
+    if format not in writers:
+        raise ValueError(f"format must be one of {', '.join(writers)}; found {format!r}")
+    blocks = [writers[format](block) for block in _document()]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(blocks)).strip("\n") + "\n"
+
+
+def _document() -> Iterator[_Block]:
+    """Yield the whole reference."""
+    yield _Heading(1, "Input file")
+    yield from map(_Paragraph, _INTRODUCTION)
+    yield from _entries_of(tree(Settings), (), 1)
+    yield _Heading(2, "Older spellings")
+    yield _Paragraph("These are accepted; each is translated with a notice that shows the new spelling.")
+    for old, where, new in OLDER_SPELLINGS:
+        yield _Entry(old, where, new)
+
+
+def _entries_of(key: Key, path: tuple[str, ...], level: int) -> Iterator[_Block]:
+    """Yield the keys of a section of one kind, then its sub-sections."""
+    assert key.section is not None
+    for name, inner in key.keys.items():
+        if not inner.is_section:
+            yield _Entry(name, "; ".join(_facts(inner)), inner.setting.doc)
+    left_out = [name for name, other in foreign_of(key.section).items() if other.neutral or other.inert]
+    if left_out and path:
+        names = ", ".join(f"`{name}`" for name in left_out)
+        yield _Paragraph(f"Keys of deepmd-kit that are left out, at values that change nothing: {names}.")
+    for name, inner in key.keys.items():
+        if inner.is_section:
+            yield from _section(inner, (*path, name), level + 1)
+
+
+def _section(key: Key, path: tuple[str, ...], level: int) -> Iterator[_Block]:
+    """Yield heading, purpose and contents of a sub-section, kind by kind."""
+    yield _Heading(level, "/".join(path))
+    optional = " The section is required." if key.required else " The section may be left out."
+    yield _Paragraph(key.setting.doc + optional)
+    if key.variants is None:
+        yield from _entries_of(key, path, level)
+        return
+    default = f", default {_json(key.variants.default)}" if key.variants.default else ", required"
+    names = ", ".join(_json(name) for name in key.kinds)
+    yield _Entry("type", f"one of {names}{default}", "Kind of the section; the other keys depend on it.")
+    for name, kind in key.kinds.items():
+        alias = f" (also {', '.join(map(_json, kind.alias))})" if kind.alias else ""
+        yield _Heading(level + 1, f"{'/'.join(path)} with type {_json(name)}{alias}")
+        yield _Paragraph(kind.setting.doc)
+        yield from _entries_of(kind, path, level + 1)
+
+
+def _facts(key: Key) -> Iterator[str]:
+    """Yield type, choices, range, default and aliases of a key."""
+    setting = key.setting
+    one_type = describe(key.annotation)
+    if setting.choices is not None:
+        one_type = f"one of {', '.join(map(_json, setting.choices))}"
+        one_type = one_type if len(setting.choices) > 1 else f"only {_json(setting.choices[0])}"
+    elif setting.forms:
+        one_type = setting.forms
+    elif setting.lone:
+        one_type += " or a single one"
+    yield one_type
+    bounds = " and ".join(_bounds(setting))
+    if bounds:
+        yield bounds
+    if key.required or key.value is None:
+        yield "required" if key.required else "may be left out"
+    else:
+        yield f"default {_json(thaw(key.value))}"
+    if key.alias:
+        yield f"also {', '.join(f'`{name}`' for name in key.alias)}"
+
+
+def _bounds(setting: Setting) -> Iterator[str]:
+    """Yield the bounds of a number."""
+    for sign, bound in (("≥", setting.minimum), (">", setting.above), ("≤", setting.maximum), ("<", setting.below)):
+        if bound is not None:
+            yield f"{sign} {bound:g}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _markdown(block: _Block) -> str:
+    """Write a block in Markdown."""
+    if isinstance(block, _Heading):
+        return f"\n{'#' * block.level} {block.text}\n"
+    if isinstance(block, _Paragraph):
+        # The line before it ends a list of entries.
+        return f"\n{block.text}\n"
+    facts = f" ({block.facts})" if block.facts else ""
+    return f"- **`{block.name}`**{facts}  \n  {block.doc}"
+
+
+def _rst(block: _Block) -> str:
+    """Write a block in reStructuredText."""
+    if isinstance(block, _Heading):
+        underline = "=-~^\"'"[block.level - 1] * len(block.text)
+        return f"\n{block.text}\n{underline}\n"
+    if isinstance(block, _Paragraph):
+        return f"{_literal(block.text)}\n"
+    facts = f"    | {_literal(block.facts)}\n\n" if block.facts else ""
+    return f"``{block.name}``\n{facts}    {_literal(block.doc)}\n"
+
+
+def _literal(text: str) -> str:
+    """Turn Markdown's code marks into reStructuredText's, and protect its own marks."""
+    return text.replace("*", r"\*").replace("|", r"\|").replace("`", "``")
+
+
+def _text(block: _Block) -> str:
+    """Write a block as plain text."""
+    if isinstance(block, _Heading):
+        return f"\n{block.text}\n{'=-'[block.level > 1] * len(block.text)}\n"
+    if isinstance(block, _Paragraph):
+        return textwrap.fill(block.text.replace("`", ""), 100) + "\n"
+    facts = textwrap.fill(f"{block.name}: {block.facts}".replace("`", ""), 100, subsequent_indent="        ")
+    return f"{facts}\n{textwrap.fill(block.doc, 100, initial_indent='    ', subsequent_indent='    ')}\n"

@@ -1,0 +1,111 @@
+"""A JSON Schema of input.json, for editors that check and complete a file while it is written."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+from deepmd_muon.argcheck.schema import Key, foreign_of, summary, thaw, tree
+from deepmd_muon.argcheck.settings import Settings
+from deepmd_muon.argcheck.values import alternatives_of
+from deepmd_muon.optim.setting import Setting
+
+_SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of an input file (draft 2020-12).
+
+    It knows keys, aliases, types, choices and ranges; rules over several keys and the older layouts that
+    `normalize` translates are beyond it.
+    """
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Input of deepmd-muon",
+        "description": summary(Settings),
+        **_object(tree(Settings), {"$schema": {"type": "string"}}),
+    }
+
+
+def _object(key: Key, extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a section of one kind."""
+    assert key.section is not None
+    properties = dict(extra)
+    for name, inner in key.keys.items():
+        properties[name] = _property(inner)
+        properties.update({alias: {**_property(inner), "description": f"The same as {name}."} for alias in inner.alias})
+    for name, foreign in foreign_of(key.section).items():
+        if foreign.inert:
+            properties[name] = {"description": f"Left out: {foreign.what}."}
+        elif foreign.neutral:
+            properties[name] = {"enum": list(foreign.neutral), "description": f"Not available: {foreign.what}."}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": properties,
+        "patternProperties": {"^_": True},
+        "additionalProperties": False,
+    }
+    required = [name for name, inner in key.keys.items() if inner.required]
+    return {**schema, "required": required} if required else schema
+
+
+def _property(key: Key) -> dict[str, Any]:
+    """Return the schema of one key."""
+    if key.variants is not None:
+        schema = _kinds(key)
+    elif key.section is not None:
+        schema = _object(key, {})
+    else:
+        schema = _value(key.annotation, key.setting)
+    if key.is_section and key.value is None:
+        schema = {"anyOf": [schema, {"type": "null"}]}
+    default = {} if key.required or key.is_section else {"default": thaw(key.value)}
+    return {"description": key.setting.doc, **schema, **default}
+
+
+def _kinds(key: Key) -> dict[str, Any]:
+    """Return the schema of a section of several kinds: its `type` chooses which keys it may have."""
+    assert key.variants is not None
+    names = {name: [name, *kind.alias] for name, kind in key.kinds.items()}
+    every = [spelling for spellings in names.values() for spelling in spellings]
+    branches = []
+    for name, kind in key.kinds.items():
+        condition: dict[str, Any] = {"properties": {"type": {"enum": names[name]}}}
+        if name != key.variants.default:
+            condition["required"] = ["type"]
+        tag = {"type": {"enum": names[name], "description": kind.setting.doc}}
+        branches.append({"if": condition, "then": _object(kind, tag)})
+    schema: dict[str, Any] = {"type": "object", "properties": {"type": {"enum": every}}, "allOf": branches}
+    return schema if key.variants.default else {**schema, "required": ["type"]}
+
+
+def _value(annotation: Any, setting: Setting) -> dict[str, Any]:
+    """Return the schema of a value."""
+    alternatives = alternatives_of(annotation)
+    if len(alternatives) > 1:
+        return {"anyOf": [_value(alternative, setting) for alternative in alternatives]}
+    if annotation is type(None):
+        return {"type": "null"}
+    if typing.get_origin(annotation) is tuple:
+        return _array(annotation, setting)
+    if setting.choices is not None:
+        return {"enum": list(setting.choices)}
+    bounds = {
+        "minimum": setting.minimum,
+        "exclusiveMinimum": setting.above,
+        "maximum": setting.maximum,
+        "exclusiveMaximum": setting.below,
+    }
+    limits = {name: bound for name, bound in bounds.items() if bound is not None and annotation in (int, float)}
+    form = {"pattern": f"^(?:{setting.pattern})$"} if setting.pattern and annotation is str else {}
+    return {"type": _SCALARS[annotation], **limits, **form}
+
+
+def _array(annotation: Any, setting: Setting) -> dict[str, Any]:
+    """Return the schema of a list, or of what stands for a list of one."""
+    elements = typing.get_args(annotation)
+    items = _value(elements[0], setting)
+    schema: dict[str, Any] = {"type": "array", "items": items}
+    if elements[1] is not Ellipsis:
+        schema.update(minItems=len(elements), maxItems=len(elements))
+    return {"anyOf": [schema, items]} if setting.lone else schema
