@@ -1,0 +1,1 @@
+"""Descriptors: what an atom sees of its neighbourhood."""

@@ -1,0 +1,87 @@
+"""The smooth environment of an atom: rows s(r)·(1, x/r, y/r, z/r) and their derivative, free of parameters."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Environment(NamedTuple):
+    """Environment rows of every edge and the three scalars that their derivative consists of.
+
+    With t = 1/(r + protection) and w the switch, row = w·(t, x·t², y·t², z·t²), so that
+    ∂row₀/∂x_k = `radial`·x_k and ∂row_i/∂x_k = `isotropic`·δ_ik + `bend`·x_i·x_k.
+
+    Attributes
+    ----------
+    edges
+        r_ij `(nreal, nnei, 3)` [Å]; empty slots hold a vector at the cutoff, where everything vanishes.
+    rows
+        `(nreal, nnei, 4)` [1/Å].
+    radial, isotropic, bend
+        `(nreal, nnei)` [1/Å³, 1/Å², 1/Å⁴].
+    """
+
+    edges: torch.Tensor
+    rows: torch.Tensor
+    radial: torch.Tensor
+    isotropic: torch.Tensor
+    bend: torch.Tensor
+
+
+def environment(
+    edges: torch.Tensor, empty: torch.Tensor, rcut: float, rcut_smth: float, protection: float = 0.0
+) -> Environment:
+    """Compute environment rows and derivatives with the quintic switch between `rcut_smth` and `rcut`.
+
+    Parameters
+    ----------
+    edges
+        Vectors from centre to neighbour `(nreal, nnei, 3)` [Å].
+    empty
+        True where a slot has no neighbour `(nreal, nnei)`.
+    rcut, rcut_smth
+        End and start of the switch [Å].
+    protection
+        `env_protection`, added to the distance in denominators [Å].
+    """
+    edges = torch.where(empty.unsqueeze(-1), rcut, edges)
+    square = (edges * edges).sum(-1)
+    distance = square.sqrt()
+    u = ((distance - rcut_smth) / (rcut - rcut_smth)).clamp_(0.0, 1.0)
+    switch = u * u * u * ((15.0 - 6.0 * u) * u - 10.0) + 1.0
+    slope = (u * (u - 1.0)).square_().mul_(-30.0 / (rcut - rcut_smth))
+    t = 1.0 / (distance + protection) if protection else 1.0 / distance
+    per_distance = 1.0 / distance if protection else t
+    isotropic = switch * t * t
+    rows = torch.cat([(switch * t).unsqueeze(-1), isotropic.unsqueeze(-1) * edges], dim=-1)
+    slope_t = slope * t
+    radial = (slope_t - isotropic) * per_distance
+    bend = (slope_t - 2.0 * isotropic) * t * per_distance
+    return Environment(edges, rows, radial, isotropic, bend)
+
+
+class EdgeDerivative(torch.autograd.Function):
+    """dE/dr_ij from dE/drow: the transpose of the Jacobian that `Environment` stores.
+
+    Linear in its first argument, and nothing else in it depends on parameters.
+    """
+
+    @staticmethod
+    def forward(ctx, row_adjoint, edges, radial, isotropic, bend):  # noqa: ANN001, ANN205, D102 - autograd's own signature
+        ctx.save_for_backward(edges, radial, isotropic, bend)
+        along = (row_adjoint[..., 1:] * edges).sum(-1)
+        scale = torch.addcmul(radial * row_adjoint[..., 0], bend, along)
+        return torch.addcmul(isotropic.unsqueeze(-1) * row_adjoint[..., 1:], scale.unsqueeze(-1), edges)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, cotangent):  # noqa: ANN001, ANN205, D102 - autograd's own signature
+        edges, radial, isotropic, bend = ctx.saved_tensors
+        along = (cotangent * edges).sum(-1)
+        out = torch.empty((*along.shape, 4), dtype=cotangent.dtype, device=cotangent.device)
+        torch.mul(radial, along, out=out[..., 0])
+        torch.mul(isotropic.unsqueeze(-1), cotangent, out=out[..., 1:])
+        out[..., 1:].addcmul_((bend * along).unsqueeze(-1), edges)
+        return out, None, None, None, None

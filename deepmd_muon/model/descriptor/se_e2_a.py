@@ -1,0 +1,227 @@
+"""The smooth two-body embedding descriptor `se_e2_a` (Zhang et al., NeurIPS 2018, arXiv:1805.09003)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepmd_muon.model.activation import activation
+from deepmd_muon.model.descriptor.embedding import Gather, Spread, Tape
+from deepmd_muon.model.descriptor.environment import EdgeDerivative, Environment, environment
+from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.networks import Network, NetworkCollection, Stream, dtype_of
+from deepmd_muon.model.registry import Described, Pullback, register_descriptor
+from deepmd_muon.model.structures import Structures
+
+
+class EmbeddingBlock(torch.nn.Module):
+    """Holds what deepmd-kit keeps under `descriptor.sea`: statistics and embedding nets."""
+
+    def __init__(self, section: Mapping[str, Any], sel: tuple[int, ...], stream: Stream) -> None:
+        super().__init__()
+        dtype = dtype_of(section["precision"])
+        ntypes = len(sel)
+        nets = ntypes if section["type_one_side"] else ntypes * ntypes
+        self.register_buffer("mean", torch.zeros(ntypes, sum(sel), 4, dtype=dtype))
+        self.register_buffer("stddev", torch.ones(ntypes, sum(sel), 4, dtype=dtype))
+        self.filter_layers = NetworkCollection(
+            [
+                Network(
+                    (1, *section["neuron"]),
+                    None,
+                    timestep=section["resnet_dt"],
+                    dtype=dtype,
+                    stream=stream.child(index),
+                )
+                for index in range(nets)
+            ]
+        )
+
+
+@register_descriptor("se_e2_a", "se_a")
+class SeE2A(torch.nn.Module):
+    """D_i = (RᵀG/N)ᵀ(RᵀG_axis/N) with G = embedding(s), R the standardised environment rows, N = sum(sel).
+
+    Every slot of `sel` counts, an empty one with the standardised zero row. Only the columns that a batch
+    really has are computed; all columns beyond them are equal and enter as one column with a weight.
+
+    Parameters
+    ----------
+    section
+        The normalised `model.descriptor` section, `sel` as numbers per type.
+    type_map
+        Element symbols.
+    seed
+        Used when the section names no seed of its own.
+
+    Raises
+    ------
+    ModelError
+        When `sel` does not fit `type_map` or a setting is out of range.
+    """
+
+    by_type = True
+
+    def __init__(
+        self, section: Mapping[str, Any], type_map: Sequence[str], seed: int | Sequence[int] | None = None
+    ) -> None:
+        super().__init__()
+        self.sel = _sel(section["sel"], type_map)
+        self.rcut = float(section["rcut"])
+        self.rcut_smth = float(section["rcut_smth"])
+        if not self.rcut_smth < self.rcut:
+            raise ModelError(f"rcut_smth must be below rcut, found {self.rcut_smth} and {self.rcut}")
+        self.axis = int(section["axis_neuron"])
+        self.width = int(section["neuron"][-1])
+        if self.axis > self.width:
+            raise ModelError(f"axis_neuron {self.axis} exceeds the last embedding layer's width {self.width}")
+        self.dim_out = self.width * self.axis
+        self.one_side = bool(section["type_one_side"])
+        self.protection = float(section["env_protection"])
+        self.keep_mean_zero = bool(section["set_davg_zero"])
+        self.excluded = frozenset(
+            pair for a, b in section["exclude_types"] for pair in ((int(a), int(b)), (int(b), int(a)))
+        )
+        self.activation = activation(section["activation_function"])
+        own = section["seed"]
+        self.sea = EmbeddingBlock(section, self.sel, Stream(seed if own is None else own).child(0))
+        self.requires_grad_(bool(section["trainable"]))
+
+    def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
+        """Standardise environment rows by these values `(ntypes, 4)`; `set_davg_zero` leaves the mean alone."""
+        if not self.keep_mean_zero:
+            self.sea.mean.copy_(mean[:, None, :].expand_as(self.sea.mean))
+        self.sea.stddev.copy_(stddev[:, None, :].expand_as(self.sea.stddev))
+
+    def environment(self, structures: Structures, edges: torch.Tensor) -> Environment:
+        """Environment of every edge, not standardised; rows of excluded pairs are not removed."""
+        return environment(edges, structures.neighbor < 0, self.rcut, self.rcut_smth, self.protection)
+
+    def forward(self, structures: Structures, edges: torch.Tensor, *, force: bool = True) -> Described:
+        """Describe every atom; see `Descriptor`.
+
+        Parameters
+        ----------
+        structures
+            The batch.
+        edges
+            r_ij `(nreal, nnei, 3)` [Å], float64.
+        force
+            Whether the pullback is wanted.
+        """
+        env = self.environment(structures, edges)
+        dtype = self.sea.mean.dtype
+        inverse = 1.0 / self.sea.stddev[:, 0]
+        empty_row = (-self.sea.mean[:, 0] * inverse)[structures.sorted_type]
+        scale = inverse[structures.sorted_type]
+        rows = torch.addcmul(empty_row[:, None], env.rows.to(dtype), scale[:, None])
+        used = self.used_slots(structures)
+        if used is not None:
+            rows = rows * used.unsqueeze(-1).to(dtype)
+        parts = _Contractions(self, structures, rows, empty_row, force=force)
+        a = parts.gathered / sum(self.sel)
+        d = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis])
+        if not force:
+            return Described(d.flatten(1), None)
+        return Described(d.flatten(1), self._pullback(env, a, parts, scale, used))
+
+    def _pullback(
+        self, env: Environment, a: torch.Tensor, parts: _Contractions, scale: torch.Tensor, used: torch.Tensor | None
+    ) -> Pullback:
+        def pullback(adjoint: torch.Tensor) -> torch.Tensor:
+            d_bar = adjoint.view(-1, self.width, self.axis)
+            through_axis = torch.bmm(a, d_bar)
+            a_bar = torch.bmm(a[:, :, : self.axis], d_bar.transpose(1, 2))
+            a_bar = a_bar + torch.nn.functional.pad(through_axis, (0, self.width - self.axis))
+            row_adjoint = parts.spread(a_bar / sum(self.sel)) * scale[:, None]
+            if used is not None:
+                row_adjoint = row_adjoint * used.unsqueeze(-1)
+            return EdgeDerivative.apply(row_adjoint.to(env.edges.dtype), env.edges, env.radial, env.isotropic, env.bend)
+
+        return pullback
+
+    def used_slots(self, structures: Structures) -> torch.Tensor | None:
+        """Tell which slots count: all but neighbours of an excluded pair of types `(nreal, nnei)`."""
+        if not self.excluded:
+            return None
+        used = torch.ones_like(structures.neighbor, dtype=torch.bool)
+        atoms = _ranges(structures.type_counts)
+        columns = _ranges(structures.sections)
+        for centre, other in self.excluded:
+            real = structures.neighbor[atoms[centre], columns[other]] >= 0
+            used[atoms[centre], columns[other]] = ~real
+        return used
+
+
+class _Contractions:
+    """The `Gather` and `Spread` of every network over its part of the edges."""
+
+    def __init__(
+        self, model: SeE2A, structures: Structures, rows: torch.Tensor, empty_row: torch.Tensor, *, force: bool
+    ) -> None:
+        self.sections = structures.sections
+        self.parts: list[tuple[slice, int, Tape, torch.Tensor, torch.Tensor]] = []
+        atoms = [slice(None)] if model.one_side else _ranges(structures.type_counts)
+        ntypes = len(model.sel)
+        sums: list[torch.Tensor] = []
+        for centre, here in enumerate(atoms):
+            total: torch.Tensor | None = None
+            for other, columns in enumerate(_ranges(structures.sections)):
+                network = model.sea.filter_layers[other if model.one_side else other * ntypes + centre]
+                s, r = _with_missing_columns(rows[here, columns], empty_row[here], model.sel[other])
+                trace = torch.is_grad_enabled() and any(p.requires_grad for p in network.parameters())
+                tape = Tape(model.activation, network.copies, tangent=force, trace=trace)
+                flat = [part for layer in network.tensors for part in layer]
+                gathered, link = Gather.apply(tape, s, r, *flat)
+                total = gathered if total is None else total + gathered
+                self.parts.append((here, other, tape, link, r))
+            assert total is not None  # noqa: S101 - a model has at least one type
+            sums.append(total)
+        self.gathered = sums[0] if len(sums) == 1 else torch.cat(sums)
+        self.one_side = model.one_side
+
+    def spread(self, adjoint: torch.Tensor) -> torch.Tensor:
+        """Return dE/drow `(nreal, nnei, 4)` from dE/dA `(nreal, 4, M)`."""
+        by_centre: list[list[torch.Tensor]] = []
+        for here, other, tape, link, r in self.parts:
+            if other == 0:
+                by_centre.append([])
+            out = Spread.apply(tape, adjoint[here], link, r)
+            by_centre[-1].append(out[:, : self.sections[other]])
+        joined = [torch.cat(columns, dim=1) for columns in by_centre]
+        return joined[0] if len(joined) == 1 else torch.cat(joined)
+
+
+def _with_missing_columns(rows: torch.Tensor, empty_row: torch.Tensor, sel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append one column that stands for all empty slots beyond the batch's width.
+
+    Returns
+    -------
+    tuple
+        Embedding input s `(atoms, columns)` and rows `(atoms, columns, 4)`; the appended row carries the
+        number of missing columns as its weight.
+    """
+    missing = sel - rows.shape[1]
+    if missing < 0:
+        raise ModelError(f"a batch has {rows.shape[1]} neighbour columns of one type, more than sel {sel}")
+    if missing == 0:
+        return rows[..., 0], rows
+    s = torch.cat([rows[..., 0], empty_row[:, :1]], dim=1)
+    return s, torch.cat([rows, (missing * empty_row).unsqueeze(1)], dim=1)
+
+
+def _ranges(widths: Sequence[int]) -> list[slice]:
+    ends = [0]
+    for width in widths:
+        ends.append(ends[-1] + width)
+    return [slice(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def _sel(sel: Any, type_map: Sequence[str]) -> tuple[int, ...]:
+    if isinstance(sel, str) or not all(isinstance(n, int) for n in sel):
+        raise ModelError(f"sel must be numbers by now, found {sel!r}; resolve 'auto' from neighbour statistics first")
+    if len(sel) != len(type_map):
+        raise ModelError(f"sel {list(sel)} needs one number for each type of type_map {list(type_map)}")
+    return tuple(sel)

@@ -1,0 +1,157 @@
+"""The energy model: descriptor and fitting net to energies, forces and virial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.registry import Described, descriptor_class, fitting_class
+from deepmd_muon.model.structures import Structures
+
+
+class AtomicModel(torch.nn.Module):
+    """Descriptor, fitting net and energy bias, under deepmd-kit's names."""
+
+    out_bias: torch.Tensor
+    out_std: torch.Tensor
+
+    def __init__(self, section: Mapping[str, Any], type_map: Sequence[str], seed: int | Sequence[int] | None) -> None:
+        super().__init__()
+        self.register_buffer("out_bias", torch.zeros(1, len(type_map), 1, dtype=torch.float64))
+        self.register_buffer("out_std", torch.ones(1, len(type_map), 1, dtype=torch.float64))
+        describe = section["descriptor"]
+        self.descriptor = descriptor_class(describe)(describe, type_map, seed)
+        fit = section["fitting_net"]
+        self.fitting_net = fitting_class(fit)(fit, type_map, self.descriptor.dim_out, seed)
+
+
+class EnergyModel(torch.nn.Module):
+    """Maps structures to energies [eV], forces [eV/Å] and virial [eV].
+
+    Attributes
+    ----------
+    type_map
+        Element symbol of every type.
+    rcut
+        Cutoff radius [Å].
+    sel
+        Neighbour slots per type.
+    by_type
+        Whether the neighbour columns have to be grouped by type.
+    ntypes
+        Number of types.
+    """
+
+    def __init__(self, section: Mapping[str, Any], seed: int | Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.type_map: tuple[str, ...] = tuple(section["type_map"])
+        self.atomic_model = AtomicModel(section, self.type_map, seed)
+        descriptor = self.atomic_model.descriptor
+        self.rcut: float = descriptor.rcut
+        self.sel: tuple[int, ...] = tuple(descriptor.sel)
+        self.by_type: bool = descriptor.by_type
+        self.ntypes = len(self.type_map)
+
+    def forward(self, structures: Structures, *, force: bool = True, virial: bool = True) -> dict[str, torch.Tensor]:
+        """Predict a batch; every output is differentiable once with respect to the parameters.
+
+        Parameters
+        ----------
+        structures
+            The batch; its neighbour columns must be grouped as `by_type` says.
+        force
+            Whether to compute forces. Without them the pass costs less than half.
+        virial
+            Whether to compute the virial; needs `force`.
+
+        Returns
+        -------
+        dict
+            `energy (nframes,)`, `atom_energy (nframes, natoms)` (0 for padding), and as asked
+            `force (nframes, natoms, 3)` = −dE/dR and `virial (nframes, 9)` = −Σ dE/dr_ij ⊗ r_ij, all float64.
+        """
+        self._check(structures)
+        edges = edge_vectors(structures)
+        model = self.atomic_model
+        described: Described = model.descriptor(structures, edges, force=force)
+        sorted_energy, adjoint = model.fitting_net(described.descriptor, structures.type_counts, force=force)
+        sorted_energy = sorted_energy + model.out_bias[0, :, 0][structures.sorted_type]
+        shape = structures.atype.shape
+        atom_energy = sorted_energy.new_zeros(shape.numel()).index_copy(0, structures.order, sorted_energy)
+        atom_energy = atom_energy.view(shape)
+        out = {"energy": atom_energy.sum(1), "atom_energy": atom_energy}
+        if not force:
+            return out
+        assert described.pullback is not None and adjoint is not None  # noqa: S101, PT018 - the protocols promise it
+        slope = described.pullback(adjoint)
+        out["force"] = _forces(structures, slope)
+        if virial:
+            out["virial"] = _virial(structures, slope, edges)
+        return out
+
+    def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
+        """Set the descriptor's standardisation, values `(ntypes, 4)` from `environment_statistics`."""
+        self.atomic_model.descriptor.set_statistics(mean, stddev)
+
+    def set_energy_bias(self, bias: torch.Tensor | Sequence[float]) -> None:
+        """Set the energy per atom of each type `(ntypes,)` [eV] that is added to the fitting net's output."""
+        values = torch.as_tensor(bias, dtype=torch.float64)
+        if values.numel() != self.ntypes:
+            raise ModelError(f"the energy bias needs {self.ntypes} values, found {values.numel()}")
+        self.atomic_model.out_bias.copy_(values.reshape(1, -1, 1))
+
+    def _check(self, structures: Structures) -> None:
+        wanted = self.ntypes if self.by_type else 1
+        if len(structures.sections) != wanted:
+            raise ModelError(f"the model needs {wanted} neighbour sections, found {len(structures.sections)}")
+        if len(structures.type_counts) != self.ntypes:
+            raise ModelError(f"the model has {self.ntypes} types, the batch {len(structures.type_counts)}")
+
+
+def edge_vectors(structures: Structures) -> torch.Tensor:
+    """Return r_ij = coord[j] + S·box − coord[i] `(nreal, nnei, 3)` [Å]; arbitrary in empty slots."""
+    coord = structures.coord.reshape(-1, 3)
+    neighbor = structures.neighbor.clamp(min=0)
+    edges = coord.index_select(0, neighbor.view(-1)).view(*neighbor.shape, 3)
+    edges = edges - coord[structures.order].unsqueeze(1)
+    if structures.box is None or structures.shift is None:
+        return edges
+    box = structures.box[structures.sorted_frame]
+    return torch.baddbmm(edges, structures.shift.to(box.dtype), box)
+
+
+def _forces(structures: Structures, slope: torch.Tensor) -> torch.Tensor:
+    """−dE/dR from dE/dr_ij: r_ij grows with atom j and shrinks with atom i."""
+    shape = structures.coord.shape
+    flat = slope.new_zeros(shape[0] * shape[1], 3)
+    flat = flat.index_add(0, structures.order, slope.sum(1))
+    neighbor = structures.neighbor.clamp(min=0).view(-1)
+    return flat.index_add(0, neighbor, slope.reshape(-1, 3), alpha=-1).view(shape)
+
+
+def _virial(structures: Structures, slope: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    """−Σ dE/dr_ij ⊗ r_ij per frame."""
+    per_atom = torch.bmm(slope.transpose(1, 2), edges).reshape(-1, 9)
+    zeros = slope.new_zeros(structures.nframes, 9)
+    return zeros.index_add(0, structures.sorted_frame, per_atom, alpha=-1)
+
+
+def build_model(section: Mapping[str, Any], seed: int | Sequence[int] | None = None) -> EnergyModel:
+    """Build the model that a normalised `model` section describes.
+
+    Parameters
+    ----------
+    section
+        Keys `type_map`, `descriptor` and `fitting_net` with all settings, as argcheck and checkpoints give them.
+    seed
+        Start of the random stream of weights whose section has `seed` null; None draws fresh entropy.
+
+    Raises
+    ------
+    ModelError
+        When a type is not registered or a setting cannot be used.
+    """
+    return EnergyModel(section, seed)

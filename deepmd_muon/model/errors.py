@@ -1,0 +1,11 @@
+"""Exceptions of the model room."""
+
+from __future__ import annotations
+
+
+class ModelError(ValueError):
+    """A model section, its weights or its inputs cannot be used; the message says what was found."""
+
+
+class CheckpointError(ModelError):
+    """A deepmd-kit state dict describes a model of a kind that this package does not have."""

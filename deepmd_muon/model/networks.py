@@ -1,0 +1,150 @@
+"""Layers with deepmd-kit's parameter names: `networks.I.layers.L.{matrix, bias, idt}`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from deepmd_muon.model.errors import ModelError
+
+Copies = Literal[0, 1, 2]
+"""How many copies of its input a layer adds to its output: none, one, or two side by side."""
+
+_DTYPES = {
+    "default": torch.float64,
+    "float64": torch.float64,
+    "double": torch.float64,
+    "float32": torch.float32,
+    "single": torch.float32,
+}
+
+IDT_MEAN, IDT_STD = 0.1, 0.001  # deepmd-kit's start for the per-neuron time step
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Return the dtype that a `precision` setting means; "default" is float64.
+
+    Raises
+    ------
+    ModelError
+        When the precision is none that the models here compute in.
+    """
+    if precision not in _DTYPES:
+        raise ModelError(f"precision {precision!r} is not offered; use one of {', '.join(_DTYPES)}")
+    return _DTYPES[precision]
+
+
+class Stream:
+    """Random numbers of one model, independent of torch's global generator.
+
+    `Stream(seed).child(i)` gives a stream of its own, so the weights of one network do not depend on how
+    many others exist. Seed None draws fresh entropy.
+    """
+
+    def __init__(self, seed: int | Sequence[int] | None) -> None:
+        self._sequence = np.random.SeedSequence(seed)
+
+    def child(self, *path: int) -> Stream:
+        """Return the stream that belongs to this path of numbers."""
+        other = Stream(0)
+        other._sequence = np.random.SeedSequence(
+            entropy=self._sequence.entropy, spawn_key=(*self._sequence.spawn_key, *path)
+        )
+        return other
+
+    def generator(self) -> torch.Generator:
+        """Return a CPU generator at the start of this stream."""
+        state = self._sequence.generate_state(1, np.uint64)[0]
+        return torch.Generator().manual_seed(int(state >> np.uint64(1)))
+
+
+class LayerTensors(NamedTuple):
+    """The tensors of one layer, y = activation(x·matrix + bias)·idt + copies of x."""
+
+    matrix: torch.Tensor
+    bias: torch.Tensor
+    idt: torch.Tensor | None
+
+
+class Layer(torch.nn.Module):
+    """Parameters of one dense layer.
+
+    Weights start as DeePMD's: normal with deviation 1/√(in + out), bias normal with deviation 1, time step
+    normal around 0.1.
+    """
+
+    def __init__(self, n_in: int, n_out: int, *, timestep: bool, dtype: torch.dtype, stream: Stream) -> None:
+        super().__init__()
+        generator = stream.generator()
+
+        def normal(shape: tuple[int, ...], mean: float, std: float) -> torch.nn.Parameter:
+            drawn = torch.empty(shape, dtype=torch.float64).normal_(mean, std, generator=generator)
+            return torch.nn.Parameter(drawn.to(dtype))
+
+        self.matrix = normal((n_in, n_out), 0.0, 1.0 / math.sqrt(n_in + n_out))
+        self.bias = normal((n_out,), 0.0, 1.0)
+        self.idt = normal((n_out,), IDT_MEAN, IDT_STD) if timestep else None
+
+    @property
+    def tensors(self) -> LayerTensors:
+        """The layer's parameters in a fixed order."""
+        return LayerTensors(self.matrix, self.bias, self.idt)
+
+
+class Network(torch.nn.Module):
+    """A stack of layers; `copies` says which of them add their input to their output.
+
+    Parameters
+    ----------
+    widths
+        Input width, then the width of each hidden layer.
+    n_out
+        Width of a last linear layer without residual, or None for none.
+    timestep
+        `resnet_dt`: residual layers scale their activation by a trained `idt`.
+    dtype
+        Precision of the parameters.
+    stream
+        Source of the starting weights.
+    """
+
+    def __init__(
+        self, widths: Sequence[int], n_out: int | None, *, timestep: bool, dtype: torch.dtype, stream: Stream
+    ) -> None:
+        super().__init__()
+        pairs = list(zip(widths[:-1], widths[1:], strict=True))
+        self.copies = tuple(_copies(n_in, n_to) for n_in, n_to in pairs)
+        layers = [
+            Layer(n_in, n_to, timestep=timestep and kind > 0, dtype=dtype, stream=stream.child(index))
+            for index, ((n_in, n_to), kind) in enumerate(zip(pairs, self.copies, strict=True))
+        ]
+        if n_out is not None:
+            last = stream.child(len(layers))
+            layers.append(Layer(widths[-1], n_out, timestep=False, dtype=dtype, stream=last))
+        self.layers = torch.nn.ModuleList(layers)
+
+    @property
+    def tensors(self) -> tuple[LayerTensors, ...]:
+        """Parameters of all layers, in order."""
+        return tuple(layer.tensors for layer in self.layers)  # type: ignore[misc]  # ModuleList forgets its element type
+
+
+class NetworkCollection(torch.nn.Module):
+    """Networks by index, so that their names read `networks.I.layers.L.matrix`."""
+
+    def __init__(self, networks: Sequence[Network]) -> None:
+        super().__init__()
+        self.networks = torch.nn.ModuleList(networks)
+
+    def __getitem__(self, index: int) -> Network:
+        return self.networks[index]  # type: ignore[return-value]  # ModuleList forgets its element type
+
+
+def _copies(n_in: int, n_out: int) -> Copies:
+    if n_out == n_in:
+        return 1
+    return 2 if n_out == 2 * n_in else 0

@@ -1,0 +1,60 @@
+"""Mean and deviation of the environment rows, with which the descriptor standardises them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from deepmd_muon.model.energy_model import EnergyModel, edge_vectors
+from deepmd_muon.model.structures import Structures
+
+ABSENT_DEVIATION = 0.1  # deepmd-kit's deviation of a type that the data do not contain
+
+
+@torch.no_grad()
+def environment_statistics(
+    model: EnergyModel, batches: Iterable[Structures], protection: float = 0.01
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the standardisation of a `se_e2_a` descriptor per centre type, as deepmd-kit does.
+
+    Every slot of `sel` counts, empty ones and excluded pairs as zero. The radial component has its own mean and
+    deviation; the three angular ones have mean zero and one deviation in common.
+
+    Parameters
+    ----------
+    model
+        Gives cutoff, switch, slots and excluded pairs.
+    batches
+        Sampled structures.
+    protection
+        Smallest deviation.
+
+    Returns
+    -------
+    tuple
+        mean `(ntypes, 4)` and stddev `(ntypes, 4)`, float64, for `EnergyModel.set_statistics`.
+    """
+    descriptor = model.atomic_model.descriptor
+    slots = sum(descriptor.sel)
+    device = model.atomic_model.out_bias.device
+    count = torch.zeros(model.ntypes, dtype=torch.float64, device=device)
+    sums = torch.zeros(model.ntypes, 4, dtype=torch.float64, device=device)
+    squares = torch.zeros(model.ntypes, 4, dtype=torch.float64, device=device)
+    for structures in batches:
+        rows = descriptor.environment(structures, edge_vectors(structures)).rows
+        used = descriptor.used_slots(structures)
+        if used is not None:
+            rows = rows * used.unsqueeze(-1)
+        centre = structures.sorted_type
+        count += slots * torch.tensor(structures.type_counts, dtype=torch.float64, device=device)
+        sums.index_add_(0, centre, rows.sum(1))
+        squares.index_add_(0, centre, rows.square().sum(1))
+    sums = torch.cat([sums[:, :1], sums[:, 1:].mean(1, keepdim=True)], dim=1)
+    squares = torch.cat([squares[:, :1], squares[:, 1:].mean(1, keepdim=True)], dim=1)
+    n = count.clamp(min=1.0).unsqueeze(1)
+    mean = sums / n
+    deviation = (squares / n - mean.square()).clamp(min=0.0).sqrt().clamp(min=protection)
+    deviation = torch.where(count.unsqueeze(1) > 0, deviation, ABSENT_DEVIATION)
+    radial, angular = mean[:, :1], deviation[:, 1:].expand(-1, 3)
+    return torch.cat([radial, torch.zeros_like(angular)], 1), torch.cat([deviation[:, :1], angular], 1)

@@ -1,0 +1,140 @@
+"""A batch of structures as the model wants it: atoms sorted by type, neighbours as flat indices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from deepmd_muon.model.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Structures:
+    """Atoms, cells and neighbours of `nframes` structures, prepared so that no step asks a GPU for a number.
+
+    Real atoms (`atype >= 0`) of all frames form one list, stably sorted by type. Everything with a leading
+    `nreal` follows that list, while atom numbers stored inside count `frame · natoms + atom`.
+
+    Attributes
+    ----------
+    coord
+        Positions `(nframes, natoms, 3)` [Å], float64.
+    atype
+        Types `(nframes, natoms)`, int64, −1 for padding.
+    box
+        Cell vectors as rows `(nframes, 3, 3)` [Å], or None without periodicity.
+    order
+        Atom number of every sorted atom `(nreal,)`, int64.
+    sorted_type, sorted_frame
+        Type and frame of every sorted atom `(nreal,)`, int64.
+    neighbor
+        Atom number of each neighbour `(nreal, nnei)`, int64, −1 for an empty slot.
+    shift
+        Cell translations S of each neighbour `(nreal, nnei, 3)`: r_ij = coord[j] + S·box − coord[i]; None without box.
+    sections
+        Widths of the column groups of `neighbor`, one per neighbour type (a single one when types are mixed).
+    type_counts
+        How many sorted atoms each type has, on the host.
+    """
+
+    coord: torch.Tensor
+    atype: torch.Tensor
+    box: torch.Tensor | None
+    order: torch.Tensor
+    sorted_type: torch.Tensor
+    sorted_frame: torch.Tensor
+    neighbor: torch.Tensor
+    shift: torch.Tensor | None
+    sections: tuple[int, ...]
+    type_counts: tuple[int, ...]
+
+    @property
+    def nframes(self) -> int:
+        """Number of structures in the batch."""
+        return self.coord.shape[0]
+
+    @property
+    def natoms(self) -> int:
+        """Atoms in a frame, padding included."""
+        return self.coord.shape[1]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Structures:
+        """Return the batch with every tensor on `device`."""
+        moved = {
+            field.name: value.to(device, non_blocking=non_blocking)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
+        }
+        return replace(self, **moved)
+
+    @classmethod
+    def from_numpy(
+        cls,
+        coord: np.ndarray,
+        atype: np.ndarray,
+        box: np.ndarray | None,
+        neighbor: np.ndarray,
+        shift: np.ndarray | None,
+        sections: Sequence[int],
+        ntypes: int,
+        device: torch.device | str = "cpu",
+    ) -> Structures:
+        """Sort and flatten a batch given frame by frame.
+
+        Parameters
+        ----------
+        coord
+            `(nframes, natoms, 3)` [Å].
+        atype
+            `(nframes, natoms)`, −1 for padding atoms, which must come without neighbours.
+        box
+            `(nframes, 3, 3)` [Å], or None.
+        neighbor
+            Index of each neighbour within its frame `(nframes, natoms, nnei)`, −1 for an empty slot.
+        shift
+            Cell translations `(nframes, natoms, nnei, 3)`, integers; ignored without `box`.
+        sections
+            Column widths per neighbour type; their sum is nnei.
+        ntypes
+            Number of types of the model.
+        device
+            Where the tensors go.
+
+        Raises
+        ------
+        ModelError
+            When a type lies outside the model's, or `sections` do not fit `neighbor`.
+        """
+        nframes, natoms = atype.shape
+        if sum(sections) != neighbor.shape[2]:
+            raise ModelError(f"sections {tuple(sections)} do not add up to {neighbor.shape[2]} columns")
+        flat_type = np.asarray(atype, dtype=np.int64).reshape(-1)
+        if flat_type.size and flat_type.max() >= ntypes:
+            raise ModelError(f"atom type {flat_type.max()} found, but the model has {ntypes} types (0 … {ntypes - 1})")
+        if box is not None and shift is None:
+            raise ModelError("a periodic batch needs the cell translations `shift` of its neighbours")
+        order = np.argsort(flat_type, kind="stable")
+        order = order[np.count_nonzero(flat_type < 0) :]
+        frame = order // natoms
+        chosen = neighbor.reshape(nframes * natoms, -1)[order].astype(np.int64)
+        flat_neighbor = np.where(chosen >= 0, chosen + (frame * natoms)[:, None], -1)
+        sorted_type = flat_type[order]
+        host = {
+            "coord": np.asarray(coord, dtype=np.float64),
+            "atype": flat_type.reshape(nframes, natoms),
+            "box": None if box is None else np.asarray(box, dtype=np.float64),
+            "order": order,
+            "sorted_type": sorted_type,
+            "sorted_frame": frame,
+            "neighbor": flat_neighbor,
+            "shift": None if box is None or shift is None else shift.reshape(nframes * natoms, -1, 3)[order],
+        }
+        tensors = {
+            name: None if value is None else torch.from_numpy(np.ascontiguousarray(value)).to(device)
+            for name, value in host.items()
+        }
+        counts = np.bincount(sorted_type, minlength=ntypes)
+        return cls(**tensors, sections=tuple(sections), type_counts=tuple(counts.tolist()))
