@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from deepmd_muon.cli.handover import DeepmdKitOption
 
@@ -13,7 +14,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
-        "--out-type", default="rst", choices=("rst", "json_schema"), help="text, or a JSON Schema [%(default)s]"
+        "--out-type",
+        default="rst",
+        choices=("rst", "md", "text", "json_schema"),
+        help="markup of the reference, or a JSON Schema [%(default)s]",
     )
     form.add_argument(
         "--schema",
@@ -27,7 +31,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the reference."""
-    from deepmd_muon.argcheck import document
+    if options.out_type == "json_schema":
+        from deepmd_muon.argcheck.json_schema import json_schema
 
-    print(document.json_schema() if options.out_type == "json_schema" else document.reference())
+        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    else:
+        from deepmd_muon.argcheck.document import reference
+
+        print(reference(options.out_type), end="")
     return 0

@@ -47,7 +47,6 @@ def _input_routing(path: Path) -> str:
     from deepmd_muon.argcheck import load
     from deepmd_muon.model import build_model
     from deepmd_muon.optim import HybridMuon
-    from deepmd_muon.train.optimizers import build_optimizer
 
     checked = load(path)
     section = checked.normalized["model"]
@@ -55,7 +54,7 @@ def _input_routing(path: Path) -> str:
         # "auto" needs the data, and the number of neighbours is in no parameter's shape.
         section["descriptor"]["sel"] = [1] * len(section["type_map"])
     model = build_model(section)
-    optimizer = build_optimizer(checked.settings.optimizer, model)
+    optimizer = checked.settings.optimizer.build(model, lr=checked.settings.learning_rate.start_lr)
     if not isinstance(optimizer, HybridMuon):
         weights = sum(parameter.numel() for parameter in model.parameters())
         return f"{type(optimizer).__name__} treats all {weights} weights alike: there are no routes"
@@ -64,13 +63,10 @@ def _input_routing(path: Path) -> str:
 
 def _checkpoint_routing(path: Path) -> str:
     """Return the routing that is recorded in a checkpoint."""
-    import torch
-
     from deepmd_muon.optim.routing import RouteTable
+    from deepmd_muon.train.checkpoint import read
 
-    if not path.exists():
-        raise CommandError(f"there is no checkpoint {path}")
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint = read(path)
     if "optimizer" not in checkpoint:
         raise CommandError(f"{path} holds no optimizer state, so no routing is recorded in it")
     routing = RouteTable.from_manifest(checkpoint["optimizer"]["param_groups"])

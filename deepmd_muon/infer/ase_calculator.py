@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +37,8 @@ class DeepPotCalculator(Calculator):
         Options of ASE's `Calculator`.
     """
 
-    implemented_properties: ClassVar[list[str]] = ["energy", "free_energy", "forces", "stress", "energies"]
+    # ASE declares a list and never changes it.
+    implemented_properties = ["energy", "free_energy", "forces", "stress", "energies"]  # noqa: RUF012
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -59,9 +60,8 @@ def load_model(path: str | os.PathLike[str], *, ema: bool = False) -> EnergyMode
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # Pickle, zip and torch have a dozen exceptions for a file that is something else; all mean the same here.
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
+    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not the dict of a checkpoint")
     # A deepmd-kit file without optimizer may be the model's state dict itself.
@@ -135,13 +135,14 @@ class Predictor:
             When shapes do not fit together or a type is not the model's.
         """
         coord = np.asarray(coord, dtype=np.float64)
-        coord = coord.reshape(-1, *coord.shape[-2:]) if coord.ndim >= 2 else coord
+        if coord.ndim == 2 and coord.shape[1] == 3:
+            coord = coord[None]
         if coord.ndim != 3 or coord.shape[2] != 3:
             raise PredictionInputError(f"coord must be (nframes, natoms, 3); found shape {coord.shape}")
         nframes, natoms, _ = coord.shape
         try:
-            types = np.broadcast_to(np.asarray(atype, dtype=np.int32), (nframes, natoms))
-            cells = None if box is None else np.broadcast_to(np.asarray(box, dtype=np.float64), (nframes, 3, 3))
+            types = np.broadcast_to(np.asarray(atype, dtype=np.int32), (nframes, natoms)).copy()
+            cells = None if box is None else np.broadcast_to(np.asarray(box, dtype=np.float64), (nframes, 3, 3)).copy()
         except ValueError as error:
             found = f"atype {np.shape(atype)}, box {None if box is None else np.shape(box)}"
             raise PredictionInputError(f"{found} do not fit coord {coord.shape}") from error

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
+
 log = logging.getLogger(__name__)
 
 
@@ -30,10 +33,12 @@ class Ema:
         Weight of the old average in each update, in [0, 1).
     """
 
-    def __init__(self, model: torch.nn.Module, decay: float = 0.999) -> None:
+    def __init__(self, model: EnergyModel, decay: float = 0.999) -> None:
         if not 0.0 <= decay < 1.0:
             raise EmaError(f"ema_decay must be in [0, 1); found {decay!r}")
         self.decay = decay
+        # deepmd-kit's average lists some empty parameters that we do not have; it refuses a state without them.
+        self._stored_names = deepmd_kit_parameter_names(model)
         self._parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
         self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
 
@@ -50,9 +55,10 @@ class Ema:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average under deepmd-kit's keys, on the CPU, for a checkpoint's "ema"."""
+        average = {name: tensor.detach().cpu().clone() for name, tensor in self._average.items()}
         return {
             "decay": self.decay,
-            "model": {name: tensor.detach().cpu().clone() for name, tensor in self._average.items()},
+            "model": {name: average.get(name, torch.zeros(0)) for name in self._stored_names},
             "validation_state": {},
         }
 
@@ -65,7 +71,7 @@ class Ema:
         EmaError
             When names or shapes differ from the model's.
         """
-        stored = state["model"]
+        stored = {name: tensor for name, tensor in state["model"].items() if tensor.numel()}
         missing, unknown = self._average.keys() - stored.keys(), stored.keys() - self._average.keys()
         if missing or unknown:
             raise EmaError(

@@ -1,15 +1,22 @@
 import pytest
 import torch
 
+from deepmd_muon.argcheck import normalize
+from deepmd_muon.model import build_model
 from deepmd_muon.train.ema import Ema, EmaError
+
+FIRST = "atomic_model.descriptor.sea.filter_layers.networks.0.layers.0.matrix"
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(1)
-    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    module.register_buffer("bias_of_energy", torch.tensor([1.5]))
-    return module.double()
+    section = {
+        "type_map": ["O", "H"],
+        "descriptor": {"type": "se_e2_a", "sel": [2, 4], "rcut": 3.0, "neuron": [2, 4], "axis_neuron": 2, "seed": 1},
+        "fitting_net": {"neuron": [3], "seed": 1},
+    }
+    rest = {"learning_rate": {"start_lr": 1e-3}, "training": {"training_data": {"systems": "."}, "numb_steps": 1}}
+    return build_model(normalize({"model": section, "loss": {}, **rest}).normalized["model"])
 
 
 def set_all(model, value):
@@ -55,7 +62,11 @@ def test_state_has_deepmd_kits_form_and_survives_weights_only_loading(model, tmp
     torch.save(ema.state_dict(), tmp_path / "ema.pt")
     state = torch.load(tmp_path / "ema.pt", weights_only=True)
     assert set(state) == {"decay", "model", "validation_state"}
-    assert list(state["model"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]  # parameters, no buffers
+    # Parameters and deepmd-kit's empty ones, no buffers.
+    filled = {name for name, tensor in state["model"].items() if tensor.numel()}
+    assert filled == {name for name, _ in model.named_parameters()}
+    empty = set(state["model"]) - filled
+    assert empty == {f"atomic_model.descriptor.sea.compress_{kind}.{i}" for kind in ("info", "data") for i in range(4)}
 
     restarted = Ema(model, decay=0.75)
     restarted.load_state_dict(state)
@@ -65,11 +76,11 @@ def test_state_has_deepmd_kits_form_and_survives_weights_only_loading(model, tmp
 
 def test_state_does_not_change_with_later_updates(model):
     ema = Ema(model, decay=0.5)
-    before = ema.state_dict()["model"]["0.weight"].clone()
+    before = ema.state_dict()["model"][FIRST].clone()
     state = ema.state_dict()
     set_all(model, 9.0)
     ema.update()
-    assert torch.equal(state["model"]["0.weight"], before)
+    assert torch.equal(state["model"][FIRST], before)
 
 
 def test_a_changed_decay_is_said_and_the_runs_own_kept(model, caplog):
@@ -81,12 +92,12 @@ def test_a_changed_decay_is_said_and_the_runs_own_kept(model, caplog):
 
 def test_another_models_state_is_refused(model):
     state = Ema(model, decay=0.9).state_dict()
-    state["model"]["2.weight"] = state["model"].pop("1.weight")
-    with pytest.raises(EmaError, match=r"lacks 1 .*'1\.weight'.* has 1 others .*'2\.weight'"):
+    state["model"]["other"] = state["model"].pop(FIRST)
+    with pytest.raises(EmaError, match=rf"lacks 1 .*'{FIRST}'.* has 1 others .*'other'"):
         Ema(model, decay=0.9).load_state_dict(state)
     state = Ema(model, decay=0.9).state_dict()
-    state["model"]["0.weight"] = torch.zeros(3, 3)
-    with pytest.raises(EmaError, match=r"0\.weight has shape \(3, 3\); the model's is \(2, 3\)"):
+    state["model"][FIRST] = torch.zeros(3, 3)
+    with pytest.raises(EmaError, match=r"layers\.0\.matrix has shape \(3, 3\); the model's is \(1, 2\)"):
         Ema(model, decay=0.9).load_state_dict(state)
 
 

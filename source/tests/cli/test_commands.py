@@ -1,0 +1,242 @@
+import json
+import re
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from deepmd_muon.argcheck import normalize
+from deepmd_muon.cli.main import main
+from deepmd_muon.infer import Predictor
+from deepmd_muon.model import build_model
+from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+
+NATOMS, NFRAMES = 6, 5
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("DP_BACKEND", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def input_file():
+    """An input whose `sel` needs the data; its systems are beside it."""
+    content = {
+        "model": {
+            "type_map": ["O", "H"],
+            "descriptor": {
+                "type": "se_e2_a",
+                "sel": "auto",
+                "rcut": 3.0,
+                "rcut_smth": 0.5,
+                "neuron": [4, 8],
+                "axis_neuron": 2,
+                "seed": 1,
+            },
+            "fitting_net": {"neuron": [6, 6], "seed": 1},
+        },
+        "learning_rate": {"type": "exp", "start_lr": 1e-3},
+        "loss": {"type": "ener"},
+        "optimizer": {"type": "HybridMuon"},
+        "training": {
+            "training_data": {"systems": ["water"]},
+            "validation_data": {"systems": ["water.hdf5#/water"]},
+            "numb_steps": 10,
+        },
+    }
+    with open("input.json", "w", encoding="utf-8") as file:
+        json.dump(content, file)
+    return content
+
+
+@pytest.fixture
+def checkpoint(input_file):
+    model_input = input_file["model"] | {"descriptor": input_file["model"]["descriptor"] | {"sel": [8, 16]}}
+    section = normalize(input_file | {"model": model_input}).normalized["model"]
+    torch.save({"model": to_deepmd_kit(build_model(section), section, {"lr": 1e-3, "step": 0})}, "model.ckpt.pt")
+    return "model.ckpt"
+
+
+@pytest.fixture
+def frames(tmp_path):
+    """Five frames of two molecules, whose labels are random, as an npy system and as an HDF5 group."""
+    random = np.random.default_rng(1)
+    molecule = np.array([[0.0, 0.0, 0.0], [0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]])
+    coord = np.concatenate([molecule, molecule + 2.0]) + random.normal(scale=0.05, size=(NFRAMES, NATOMS, 3))
+    arrays = {
+        "coord": coord.reshape(NFRAMES, -1),
+        "box": np.tile(9.0 * np.eye(3).ravel(), (NFRAMES, 1)),
+        "energy": random.normal(size=NFRAMES),
+        "force": random.normal(size=(NFRAMES, 3 * NATOMS)),
+        "virial": random.normal(size=(NFRAMES, 9)),
+    }
+    (tmp_path / "water" / "set.000").mkdir(parents=True)
+    (tmp_path / "water" / "type.raw").write_text("0 1 1 0 1 1\n")
+    (tmp_path / "water" / "type_map.raw").write_text("O\nH\n")
+    with h5py.File(tmp_path / "water.hdf5", "w") as file:
+        file["water/type.raw"], file["water/type_map.raw"] = [0, 1, 1, 0, 1, 1], [b"O", b"H"]
+        for name, values in arrays.items():
+            np.save(tmp_path / "water" / "set.000" / f"{name}.npy", values)
+            file[f"water/set.000/{name}.npy"] = values
+    return arrays | {"coord": coord}
+
+
+def table(text):
+    """Read the last table of errors in a log: {"Force  RMSE": 0.123, …}."""
+    lines = re.findall(r"DEEPMD INFO    (\w.*?)\s*: (\S+) eV", text)
+    return {name: float(value) for name, value in lines}
+
+
+def test_errors_are_those_of_the_prediction(checkpoint, frames, capsys):
+    assert main(["--pt", "test", "-m", checkpoint, "-s", "water", "-d", "detail", "--plot", "parity.png"]) == 0
+    got = table(capsys.readouterr().err)
+    predicted = Predictor(checkpoint, device="cpu").predict(
+        frames["coord"], 9.0 * np.eye(3), np.array([0, 1, 1, 0, 1, 1])
+    )
+    energy = predicted.energy - frames["energy"]
+    force = predicted.force - frames["force"].reshape(NFRAMES, NATOMS, 3)
+    virial = predicted.virial - frames["virial"]
+    assert got == pytest.approx(
+        {
+            "Energy MAE": np.abs(energy).mean(),
+            "Energy RMSE": np.sqrt((energy**2).mean()),
+            "Energy MAE/Natoms": np.abs(energy).mean() / NATOMS,
+            "Energy RMSE/Natoms": np.sqrt((energy**2).mean()) / NATOMS,
+            "Force  MAE": np.abs(force).mean(),
+            "Force  RMSE": np.sqrt((force**2).mean()),
+            "Virial MAE": np.abs(virial).mean(),
+            "Virial RMSE": np.sqrt((virial**2).mean()),
+            "Virial MAE/Natoms": np.abs(virial).mean() / NATOMS,
+            "Virial RMSE/Natoms": np.sqrt((virial**2).mean()) / NATOMS,
+            "Stress MAE": np.abs(virial).mean() / 729.0,
+            "Stress RMSE": np.sqrt((virial**2).mean()) / 729.0,
+        },
+        rel=1e-6,
+    )
+    np.testing.assert_allclose(np.loadtxt("detail.e.out"), np.stack([frames["energy"], predicted.energy], axis=1))
+    details = np.loadtxt("detail.f.out")
+    np.testing.assert_allclose(details[:, :3], frames["force"].reshape(-1, 3))
+    np.testing.assert_allclose(details[:, 3:], predicted.force.reshape(-1, 3))
+    with open("parity.png", "rb") as file:
+        assert file.read(4) == b"\x89PNG"
+
+
+def test_npy_hdf5_list_and_input_file_give_the_same(checkpoint, frames, input_file, capsys, tmp_path):
+    (tmp_path / "systems.txt").write_text("# ours\nwater\n\n")
+    outputs = []
+    for source in (
+        ["-s", "water"],
+        ["-s", "water.hdf5"],
+        ["-s", "water.hdf5#/water"],
+        ["-f", "systems.txt"],
+        ["--train-data", "input.json"],
+        ["--valid-data", "input.json"],
+    ):
+        assert main(["test", "-m", checkpoint, *source]) == 0
+        outputs.append(table(capsys.readouterr().err))
+    assert len(outputs[0]) == 12
+    assert all(output == outputs[0] for output in outputs)
+
+
+def test_averages_over_systems_weigh_frames(checkpoint, frames, capsys):
+    assert main(["test", "-m", checkpoint, "-s", "water"]) == 0
+    once = table(capsys.readouterr().err)
+    with open("systems.txt", "w", encoding="utf-8") as file:
+        file.write("water\nwater.hdf5\n")
+    assert main(["test", "-m", checkpoint, "-f", "systems.txt"]) == 0
+    shown = capsys.readouterr().err
+    assert "# number of systems : 2" in shown
+    assert table(shown) == pytest.approx(once, rel=1e-6)
+
+
+def test_number_and_choice_of_frames(checkpoint, frames, capsys):
+    assert main(["test", "-m", checkpoint, "-s", "water", "-n", "2", "-d", "first"]) == 0
+    assert "# number of test data : 2" in capsys.readouterr().err
+    np.testing.assert_allclose(np.loadtxt("first.e.out")[:, 0], frames["energy"][:2])
+    for prefix in ("one", "other"):
+        main(["test", "-m", checkpoint, "-s", "water", "--shuffle-test", "-r", "3", "-d", prefix])
+    drawn = np.loadtxt("one.e.out")
+    assert np.array_equal(drawn, np.loadtxt("other.e.out"))
+    assert not np.allclose(drawn[:, 0], frames["energy"])
+    np.testing.assert_allclose(np.sort(drawn[:, 0]), np.sort(frames["energy"]))
+    assert main(["test", "-m", checkpoint, "-s", "water", "-n", "-1"]) == 2
+    assert "-n must be 0 (all frames) or a number of frames; found -1" in capsys.readouterr().err
+
+
+def test_log_file_holds_the_table(checkpoint, frames):
+    assert main(["test", "-m", checkpoint, "-s", "water", "-v", "2", "-l", "logs/test.log"]) == 0
+    with open("logs/test.log", encoding="utf-8") as file:
+        assert "Force  RMSE" in file.read()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-m", "none.pt", "-s", "water"], "there is no checkpoint none.pt"),
+        (["-m", "model.ckpt.pt", "-s", "nowhere"], "nowhere"),
+        (["-m", "model.ckpt.pt", "-f", "nowhere.txt"], "there is no list of systems nowhere.txt"),
+        (["-m", "model.ckpt.pt", "-s", "water", "--ema"], "has no averaged weights"),
+    ],
+)
+def test_mistakes_end_in_one_message(words, message, checkpoint, frames, capsys):
+    assert main(["test", *words]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "Traceback" not in shown
+
+
+def test_routing_of_an_input_and_of_a_checkpoint(input_file, capsys):
+    assert main(["show", "routing", "input.json"]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split() for line in shown.splitlines()]
+    assert rows[0] == ["name", "shape", "view", "route", "reason"]
+    routes = {row[0]: (row[1], row[3]) for row in rows[1:] if len(row) > 4}
+    fitting = "atomic_model.fitting_net.filter_layers.networks.0.layers"
+    assert routes[f"{fitting}.1.matrix"] == ("6x6", "muon")
+    assert routes[f"{fitting}.1.bias"] == ("6", "adam")
+
+    section = normalize(input_file).normalized
+    section["model"]["descriptor"]["sel"] = [8, 16]
+    model = build_model(section["model"])
+    optimizer = normalize(input_file).settings.optimizer.build(model, lr=1e-3)
+    state = to_deepmd_kit(model, section["model"], {"lr": 1e-3, "step": 0})
+    torch.save({"model": state, "optimizer": optimizer.state_dict()}, "trained.pt")
+    assert main(["show", "routing", "trained.pt"]) == 0
+    recorded = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {row[0]: (row[1], row[3]) for row in recorded[1:] if len(row) > 4} == routes
+
+
+def test_an_optimizer_without_routes_says_so(input_file, capsys):
+    with open("adam.json", "w", encoding="utf-8") as file:
+        json.dump(input_file | {"optimizer": {"type": "Adam"}}, file)
+    assert main(["show", "routing", "adam.json"]) == 0
+    assert re.search(r"Adam treats all \d+ weights alike", capsys.readouterr().out)
+
+
+def test_routing_of_what_has_none(checkpoint, capsys):
+    assert main(["show", "routing", "model.ckpt.pt"]) == 2
+    assert "holds no optimizer state, so no routing is recorded" in capsys.readouterr().err
+    assert main(["show", "routing", "a.pt", "b.pt"]) == 2
+    assert "takes one file; found a.pt, b.pt" in capsys.readouterr().err
+
+
+def test_learning_curve_is_drawn(capsys):
+    with open("lcurve.out", "w", encoding="utf-8") as file:
+        file.write("# step rmse_trn rmse_e_trn rmse_f_trn lr\n 1 1e0 1e-1 1e-2 1e-3\n 2 9e-1 9e-2 9e-3 1e-3\n")
+    assert main(["show", "lcurve", "lcurve.out", "-o", "curve.png"]) == 0
+    assert capsys.readouterr().out == "curve.png: drawn\n"
+    with open("curve.png", "rb") as file:
+        assert file.read(4) == b"\x89PNG"
+
+
+def test_reference_of_the_input(capsys):
+    assert main(["doc-train-input"]) == 0
+    shown = capsys.readouterr().out
+    assert "axis_neuron" in shown
+    assert "decay_phase_ratio" in shown
+    assert main(["doc-train-input", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert {"model", "training", "learning_rate"} <= set(schema["properties"])

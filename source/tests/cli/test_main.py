@@ -1,0 +1,203 @@
+import json
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+
+import deepmd_muon
+from deepmd_muon.cli import handover
+from deepmd_muon.cli.main import COMMANDS, main, split_backend
+
+
+@pytest.fixture(autouse=True)
+def _no_backend_from_outside(monkeypatch):
+    monkeypatch.delenv("DP_BACKEND", raising=False)
+
+
+@pytest.fixture
+def deepmd_kit(tmp_path, monkeypatch):
+    """A stand-in for an installed deepmd-kit that records the words its main gets."""
+    package = tmp_path / "site" / "deepmd"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "main.py").write_text("calls = []\ndef main(args=None):\n    calls.append(args)\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    for name in [name for name in sys.modules if name.split(".")[0] == "deepmd"]:
+        monkeypatch.delitem(sys.modules, name)
+    import deepmd.main as stand_in
+
+    yield stand_in.calls
+    for name in ("deepmd", "deepmd.main"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def no_deepmd_kit(monkeypatch):
+    monkeypatch.setattr(handover.importlib.util, "find_spec", lambda name: None)
+
+
+@pytest.fixture
+def water(tmp_path):
+    """Two frames of a water molecule in a large cell, as an npy system and as an HDF5 group."""
+    system = tmp_path / "water"
+    (system / "set.000").mkdir(parents=True)
+    (system / "type.raw").write_text("0\n1\n1\n")
+    (system / "type_map.raw").write_text("O\nH\n")
+    coord = np.array([[0, 0, 0, 0.96, 0, 0, -0.24, 0.93, 0], [0, 0, 0, 0.97, 0, 0, -0.24, 0.94, 0]])
+    np.save(system / "set.000" / "coord.npy", coord)
+    np.save(system / "set.000" / "box.npy", np.tile(20.0 * np.eye(3).ravel(), (2, 1)))
+    with h5py.File(tmp_path / "water.hdf5", "w") as file:
+        group = file.create_group("water")
+        group["type.raw"], group["type_map.raw"] = [0, 1, 1], [b"O", b"H"]
+        group["set.000/coord.npy"] = coord
+        group["set.000/box.npy"] = np.tile(20.0 * np.eye(3).ravel(), (2, 1))
+    return system
+
+
+@pytest.mark.parametrize(
+    ("words", "backend", "rest"),
+    [
+        (["train", "in.json"], None, ["train", "in.json"]),
+        (["--pt", "train", "in.json"], "pt", ["train", "in.json"]),
+        (["-b", "PyTorch", "train"], "pytorch", ["train"]),
+        (["--backend=jax", "train"], "jax", ["train"]),
+        (["-btf", "freeze"], "tf", ["freeze"]),
+        (["--pd", "train", "--tf"], "pd", ["train", "--tf"]),  # behind the command it is the command's affair
+        (["--version"], None, ["--version"]),
+    ],
+)
+def test_backend_is_read_before_the_command(words, backend, rest):
+    assert split_backend(words) == (backend, rest)
+
+
+def test_backend_of_the_environment_is_read_when_main_runs(monkeypatch, deepmd_kit):
+    monkeypatch.setenv("DP_BACKEND", "TensorFlow")
+    assert split_backend(["train"]) == ("tensorflow", ["train"])
+    assert split_backend(["--pt", "train"]) == ("pt", ["train"])
+    assert main(["train", "in.json"]) == 0
+    assert deepmd_kit == [["train", "in.json"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "handed_over"),
+    [
+        (["--tf", "train", "in.json"], ["--tf", "train", "in.json"]),
+        (["-b", "jax", "test", "-m", "x"], ["-b", "jax", "test", "-m", "x"]),
+        (["--pt", "freeze", "-o", "x.pth"], ["--pt", "freeze", "-o", "x.pth"]),
+        (["freeze"], ["--pt", "freeze"]),
+        (["model-devi", "-m", "a", "b"], ["--pt", "model-devi", "-m", "a", "b"]),
+        (["convert-from", "-i", "x.pb"], ["convert-from", "-i", "x.pb"]),
+        (["train", "in.json", "--finetune", "base.pt"], ["--pt", "train", "in.json", "--finetune", "base.pt"]),
+        (["--pt", "test", "-m", "frozen.pth"], ["--pt", "test", "-m", "frozen.pth"]),
+        (["--pt", "test", "-m", "m.pt", "--head", "A"], ["--pt", "test", "-m", "m.pt", "--head", "A"]),
+        (["--pt", "show", "m.pt", "type-map"], ["--pt", "show", "m.pt", "type-map"]),
+    ],
+)
+def test_what_we_do_not_have_goes_to_deepmd_kit(words, handed_over, deepmd_kit, capsys):
+    assert main(words) == 0
+    assert deepmd_kit == [handed_over]
+    assert "handing over to deepmd-kit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--jax", "train", "in.json"], "the backend 'jax'"),
+        (["compress"], "the command 'compress'"),
+        (["train", "in.json", "-t", "base.pt"], "the option -t"),
+        (["test", "-m", "frozen.pb"], "the model format .pb"),
+        (["show", "m.pt", "type-map"], "'show m.pt'"),
+    ],
+)
+def test_without_deepmd_kit_one_sentence_says_so(words, what, no_deepmd_kit, capsys):
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed\n"
+
+
+def test_status_of_deepmd_kit_is_returned(deepmd_kit, monkeypatch):
+    monkeypatch.setattr(sys.modules["deepmd.main"], "main", lambda args: 3)
+    assert main(["freeze"]) == 3
+
+
+def test_all_problems_of_an_input_and_no_traceback(tmp_path, capsys):
+    path = tmp_path / "in.json"
+    path.write_text(json.dumps({"model": {"type_map": ["O"], "descriptor": {"type": "se_e2_a", "rcut": -1}}}))
+    assert main(["--pt", "train", str(path)]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("dp train: ")
+    assert "model/descriptor/rcut" in shown
+    assert "training" in shown
+    assert "Traceback" not in shown
+
+
+def test_a_missing_file_is_named(tmp_path, capsys):
+    assert main(["neighbor-stat", "-s", str(tmp_path / "nowhere"), "-r", "6"]) == 2
+    shown = capsys.readouterr().err
+    assert "nowhere" in shown
+    assert "Traceback" not in shown
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch):
+    def fail(options):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(COMMANDS["show"], "run", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["show", "routing", "in.json"])
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    def interrupt(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(COMMANDS["show"], "run", interrupt)
+    assert main(["show", "routing", "in.json"]) == 130
+    assert capsys.readouterr().err == "dp: interrupted\n"
+
+
+@pytest.mark.parametrize("words", [["train"], ["train", "a", "-i", "b", "-r", "c"], ["-b", "pt"], ["test"]])
+def test_help_or_usage_for_incomplete_lines(words, capsys):
+    try:
+        status = main(words)
+    except SystemExit as stop:
+        status = stop.code
+    captured = capsys.readouterr()
+    assert (status, "usage: dp" in captured.out + captured.err) == (0 if words == ["-b", "pt"] else 2, True)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith(f"deepmd-muon {deepmd_muon.__version__} (torch 2.")
+
+
+def test_help_imports_nothing_heavy_and_the_module_runs():
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['dp', '--help']\n"
+        "try:\n"
+        "    runpy.run_module('deepmd_muon', run_name='__main__')\n"
+        "except SystemExit as stop:\n"
+        "    assert stop.code in (0, None), stop.code\n"
+        "heavy = {'torch', 'numpy', 'h5py', 'vesin', 'matplotlib', 'rich', 'dargs'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "neighbor-stat" in done.stdout
+
+
+def test_neighbor_stat_of_npy_and_hdf5(water, capsys):
+    for source in (water, f"{water}.hdf5", f"{water}.hdf5#/water"):
+        assert main(["neighbor-stat", "-s", str(source), "-r", "4.0", "-t", "O", "H"]) == 0
+        shown = capsys.readouterr().err
+        # By hand: the shortest bond is the first frame's 0.96 Å or √(0.24² + 0.93²) = 0.960469; H sees O and one H.
+        assert "min_nbor_dist: 0.960000" in shown
+        assert "max_nbor_size: [1, 2]" in shown
+    assert main(["neighbor-stat", "-s", str(water), "-r", "4.0", "--mixed-type"]) == 0
+    shown = capsys.readouterr().err
+    assert "type_map: ['O', 'H']" in shown
+    assert "max_nbor_size: [2]" in shown
