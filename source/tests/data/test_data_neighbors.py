@@ -1,0 +1,297 @@
+"""Neighbour lists against a plain sum over images, and what the cache does with them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from write_systems import make_arrays, write_npy
+
+from deepmd_muon.data import (
+    NeighborCache,
+    NeighborError,
+    NeighborStatistics,
+    build_neighbors,
+    neighbor_statistics,
+    open_systems,
+    stack_neighbors,
+)
+from deepmd_muon.data.neighbors import widen
+
+
+def brute_force(coord, box, rcut):
+    """All (i, j, S) within the cutoff, by trying every image that can reach; the law for the fast list."""
+    if box is None:
+        images = [(0, 0, 0)]
+    else:
+        # |S_k| is bounded by the distance over the height of the cell along k, plus the spread of the atoms.
+        heights = 1.0 / np.linalg.norm(np.linalg.inv(box), axis=0)
+        inside = coord @ np.linalg.inv(box)
+        reach = np.ceil(rcut / heights + np.ptp(inside, axis=0)).astype(int)
+        images = list(itertools.product(*(range(-r, r + 1) for r in reach)))
+    found = {}
+    for shift in images:
+        offset = np.zeros(3) if box is None else np.array(shift) @ box
+        distance = np.linalg.norm(coord[None, :] + offset - coord[:, None], axis=-1)
+        for i, j in zip(*np.nonzero(distance < rcut), strict=True):
+            if i != j or any(shift):
+                found[(int(i), int(j), *shift)] = distance[i, j]
+    return found
+
+
+def as_set(neighbors):
+    """The pairs of a list as a set; also checks that none stands twice and that empty slots are empty."""
+    pairs = [
+        (i, int(j), *(int(s) for s in neighbors.shift[i, k]))
+        for i, row in enumerate(neighbors.index)
+        for k, j in enumerate(row)
+        if j >= 0
+    ]
+    assert len(set(pairs)) == len(pairs)
+    assert not neighbors.shift[neighbors.index < 0].any()
+    return set(pairs)
+
+
+@st.composite
+def structures(draw):
+    """Cells of all shapes (flat, left-handed, smaller than the cutoff), atoms far outside of them."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    natoms = draw(st.integers(1, 7))
+    lengths = np.array([draw(st.floats(1.2, 6.0)) for _ in range(3)])
+    tilt = np.tril(rng.uniform(-0.8, 0.8, (3, 3)), -1)
+    box = (np.eye(3) + tilt) * lengths
+    if draw(st.booleans()):
+        box = box[[1, 0, 2]]
+    # A rotation, so that no vector lies along an axis.
+    box = box @ np.linalg.qr(rng.standard_normal((3, 3)))[0]
+    spread = draw(st.sampled_from([1.0, 3.0]))
+    coord = rng.uniform(-spread, spread, (natoms, 3)) @ box
+    return coord, box if draw(st.booleans()) else None, rng.integers(0, 3, natoms), draw(st.floats(0.8, 3.5))
+
+
+@settings(max_examples=120, deadline=None)
+@given(structures())
+def test_pairs_equal_the_sum_over_images(structure):
+    coord, box, atype, rcut = structure
+    expected = brute_force(coord, box, rcut)
+    if expected and min(expected.values()) < 1e-3:
+        return
+    for by_type in (True, False):
+        neighbors = build_neighbors(coord, box, atype, rcut, None, by_type, ntypes=3)
+        # A pair at the cutoff itself may fall on either side by rounding; the switch is zero there.
+        differing = as_set(neighbors) ^ set(expected)
+        assert all(abs(expected.get(pair, rcut) - rcut) < 1e-9 for pair in differing)
+        if not differing:
+            check_layout(neighbors, coord, box, atype, by_type)
+            check_statistics(neighbors.statistics, expected, atype)
+
+
+def check_layout(neighbors, coord, box, atype, by_type):
+    """Sections hold their type, real neighbours first, nearest first, and no more columns than needed."""
+    start = 0
+    for kind, width in enumerate(neighbors.sections):
+        section = slice(start, start + width)
+        index, shift = neighbors.index[:, section], neighbors.shift[:, section].astype(float)
+        start += width
+        real = index >= 0
+        assert width == real.sum(axis=1).max(initial=0)
+        assert (np.diff(real.astype(int), axis=1) <= 0).all()
+        if by_type:
+            assert (atype[index[real]] == kind).all()
+        offset = 0.0 if box is None else shift @ box
+        distance = np.linalg.norm(coord[index] + offset - coord[:, None], axis=-1)
+        rising = np.diff(distance, axis=1) > -1e-12
+        assert rising[real[:, 1:]].all()
+    assert start == neighbors.index.shape[1]
+
+
+def check_statistics(statistics, expected, atype):
+    counts = np.zeros((len(atype), 3), int)
+    for i, j, *_ in expected:
+        counts[i, atype[j]] += 1
+    assert statistics.max_neighbors == tuple(counts.max(axis=0))
+    assert statistics.max_total == counts.sum(axis=1).max()
+    assert statistics.min_distance == pytest.approx(min(expected.values(), default=np.inf), rel=1e-12)
+
+
+def test_one_atom_sees_its_images():
+    """A simple cubic lattice has 6, 12 and 8 neighbours at 1, √2 and √3 lattice constants."""
+    neighbors = build_neighbors(np.array([[7.3, -2.0, 0.1]]), np.eye(3) * 2.0, np.array([0]), 3.6, (40,), True)
+    assert neighbors.sections == (26,)
+    assert (neighbors.index == 0).all()
+    lengths = np.linalg.norm(neighbors.shift[0] * 2.0, axis=-1)
+    np.testing.assert_allclose(lengths, np.repeat([2.0, np.sqrt(8), np.sqrt(12)], [6, 12, 8]))
+    assert neighbors.shift.dtype == np.int8
+
+
+def test_atoms_far_from_their_cell_take_wider_integers():
+    box = np.eye(3) * 4.0
+    for cells, dtype in ((100, np.int8), (1000, np.int16), (100_000, np.int32)):
+        coord = np.array([[0.5, 0.5, 0.5], [1.5 + 4.0 * cells, 0.5, 0.5]])
+        neighbors = build_neighbors(coord, box, np.array([0, 0]), 1.5, None, True, ntypes=1)
+        assert neighbors.shift.dtype == dtype
+        assert as_set(neighbors) == {(0, 1, -cells, 0, 0), (1, 0, cells, 0, 0)}
+
+
+def test_the_farthest_are_dropped():
+    coord = np.array([[0.0, 0, 0], [1, 0, 0], [2.1, 0, 0], [0, 3.3, 0], [0, 0, 0.9]])
+    atype = np.array([0, 1, 1, 1, 0])
+    neighbors = build_neighbors(coord, None, atype, 4.0, (4, 2), True)
+    assert neighbors.sections == (2, 2)
+    assert neighbors.index[0].tolist() == [4, -1, 1, 2]
+    # Atoms 0 and 4 see the three of type 1, each loses one; 1, 2 and 3 see two each.
+    assert neighbors.dropped == 2
+    assert neighbors.statistics.max_neighbors == (2, 3)
+    together = build_neighbors(coord, None, atype, 4.0, (1, 2), False)
+    assert together.sections == (3,)
+    assert together.index[0].tolist() == [4, 1, 2]
+    assert together.dropped == 5
+    nothing = build_neighbors(coord, None, atype, 4.0, (0, 9), True)
+    assert nothing.sections == (0, 3)
+
+
+def test_padding_atoms_have_no_neighbours():
+    arrays = make_arrays(1, 8)
+    coord, box = arrays["coord"].reshape(8, 3), arrays["box"].reshape(3, 3)
+    atype = np.array([0, -1, 1, 0, -1, -1, 1, 0])
+    real = np.flatnonzero(atype >= 0)
+    padded = build_neighbors(coord, box, atype, 4.0, None, True, ntypes=2)
+    alone = build_neighbors(coord[real], box, atype[real], 4.0, None, True, ntypes=2)
+    assert (padded.index[atype < 0] == -1).all()
+    assert as_set(padded) == {(real[i], real[j], *s) for i, j, *s in as_set(alone)}
+
+
+@pytest.mark.parametrize(
+    ("coord", "box", "message"),
+    [
+        ([[0, 0, 0], [0, 0, 4.0]], np.eye(3) * 4.0, "atoms [01] and [01] lie at the same place"),
+        ([[0, 0, 0], [0, np.nan, 1]], np.eye(3) * 4.0, "not finite"),
+        ([[0, 0, 0], [0, 0, 1]], np.zeros((3, 3)), "volume 0 .* nopbc"),
+        ([[0, 0, 0], [0, 0, 1]], np.diag([4.0, 4.0, 0.0]), "volume 0"),
+    ],
+)
+def test_impossible_frames(coord, box, message):
+    with pytest.raises(NeighborError, match=message):
+        build_neighbors(np.array(coord, float), box, np.array([0, 0]), 2.0, (20,), True)
+
+
+def test_sel_must_fit_the_types():
+    with pytest.raises(NeighborError, match="one entry for each of the 3 types"):
+        build_neighbors(np.zeros((1, 3)), None, np.array([0]), 2.0, (4, 4), True, ntypes=3)
+    with pytest.raises(NeighborError, match="ntypes"):
+        NeighborCache(6.0, None, True)
+    with pytest.raises(NeighborError, match="rcut"):
+        NeighborCache(0.0, (4,), True)
+
+
+# -- batches ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def system(tmp_path):
+    return open_systems(write_npy(tmp_path / "s", [0, 1] * 4, [make_arrays(6, 8)]))[0]
+
+
+def test_stacking_keeps_every_pair():
+    frames = []
+    for natoms, rcut in ((3, 4.0), (8, 3.0), (5, 5.0)):
+        arrays = make_arrays(1, natoms, seed=natoms)
+        atype = np.arange(natoms) % 2
+        frames.append(
+            build_neighbors(
+                arrays["coord"].reshape(-1, 3), arrays["box"].reshape(3, 3), atype, rcut, None, True, ntypes=2
+            )
+        )
+    batch = stack_neighbors(frames)
+    assert batch.index.shape == (3, 8, sum(batch.sections))
+    assert batch.sections == tuple(np.max([f.sections for f in frames], axis=0))
+    cut = batch.sections[0]
+    for k, frame in enumerate(frames):
+        natoms, own = frame.index.shape[0], frame.sections[0]
+        for whole, part, empty in ((batch.index, frame.index, -1), (batch.shift, frame.shift, 0)):
+            np.testing.assert_array_equal(whole[k, :natoms, :own], part[:, :own])
+            np.testing.assert_array_equal(whole[k, :natoms, cut : cut + frame.sections[1]], part[:, own:])
+            assert (whole[k, natoms:] == empty).all()
+            assert (whole[k, :natoms, own:cut] == empty).all()
+            assert (whole[k, :natoms, cut + frame.sections[1] :] == empty).all()
+    assert widen(frames[0], (0, 0)) is frames[0]
+
+
+def test_a_batch_of_one_frame_is_not_copied(system):
+    cache = NeighborCache(4.0, (50, 50), True)
+    frames = system.frames([3])
+    first, again = cache.batch(system, [3], frames), cache.batch(system, [3], frames)
+    assert np.shares_memory(first.index, again.index)
+    assert np.shares_memory(first.shift, again.shift)
+    assert len(cache) == 1
+    assert cache.nbytes == first.index.nbytes + first.shift.nbytes
+
+
+def test_the_budget_holds(system):
+    everything = NeighborCache(4.0, (50, 50), True)
+    frames = system.frames(range(6))
+    whole = everything.batch(system, range(6), frames)
+    budget = everything.nbytes // 2
+    half = NeighborCache(4.0, (50, 50), True, max_bytes=budget)
+    for _ in range(2):
+        batch = half.batch(system, range(6), frames)
+        np.testing.assert_array_equal(batch.index, whole.index)
+        np.testing.assert_array_equal(batch.shift, whole.shift)
+    assert 0 < half.nbytes <= budget
+    assert 0 < len(half) < 6
+
+
+def test_fixed_sections_give_one_shape(system):
+    cache = NeighborCache(4.0, (50, 50), True)
+    statistics = neighbor_statistics([system], 4.0, cache)
+    free = cache.batch(system, [0], system.frames([0]))
+    cache.fix_sections(statistics)
+    assert cache.sections == statistics.max_neighbors
+    assert cache.nbytes == 6 * 8 * sum(cache.sections) * (4 + 3)
+    for k in range(6):
+        assert cache.batch(system, [k], system.frames([k])).sections == statistics.max_neighbors
+    fixed = cache.batch(system, [0], system.frames([0]))
+    own = free.sections[0]
+    np.testing.assert_array_equal(fixed.index[..., :own], free.index[..., :own])
+    assert (fixed.index >= 0).sum() == (free.index >= 0).sum()
+    new = NeighborCache(4.0, (5, 50), True)
+    new.fix_sections(statistics)
+    assert new.batch(system, [0], system.frames([0])).sections == (5, statistics.max_neighbors[1])
+    together = NeighborCache(4.0, (100,), False, ntypes=2)
+    together.fix_sections(statistics)
+    assert together.batch(system, [0], system.frames([0])).sections == (statistics.max_total,)
+
+
+def test_statistics_with_and_without_cache_are_those_of_all_frames(system):
+    frames = system.frames(range(6))
+    single = [
+        build_neighbors(frames.coord[k], frames.box[k], frames.atype[k], 4.0, None, True, ntypes=2).statistics
+        for k in range(6)
+    ]
+    expected = NeighborStatistics(
+        min(s.min_distance for s in single),
+        tuple(np.max([s.max_neighbors for s in single], axis=0).tolist()),
+        max(s.max_total for s in single),
+    )
+    seen = []
+    cache = NeighborCache(4.0, (3, 3), True)
+    assert neighbor_statistics([system], 4.0, progress=seen.append) == expected
+    assert neighbor_statistics([system], 4.0, cache, workers=3) == expected
+    assert neighbor_statistics([system], 4.0, cache) == expected
+    assert sum(seen) == 6
+    assert len(cache) == 6
+    assert cache.dropped > 0
+    with pytest.raises(NeighborError, match=r"rcut 4\.0"):
+        neighbor_statistics([system], 5.0, cache)
+
+
+def test_errors_name_system_and_frame(tmp_path):
+    arrays = make_arrays(3, 4)
+    arrays["coord"][2, :3] = arrays["coord"][2, 3:6]
+    (system,) = open_systems(write_npy(tmp_path / "s", [0] * 4, [arrays], type_map=("A",)))
+    for cache in (None, NeighborCache(4.0, (50,), True)):
+        with pytest.raises(NeighborError, match=r"/s, frame 2: atoms . and . lie at the same place"):
+            neighbor_statistics([system], 4.0, cache)

@@ -1,0 +1,106 @@
+"""Energy per type and the file of statistics."""
+
+from __future__ import annotations
+
+import h5py
+import numpy as np
+import pytest
+
+from deepmd_muon.data import DataError, StatFile, energy_bias
+
+
+def test_bias_is_found_exactly_when_energies_are_sums():
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 20, (30, 3))
+    bias = np.array([-431.2, -13.6, 2.5])
+    np.testing.assert_allclose(energy_bias(counts, counts @ bias), bias, rtol=1e-12)
+
+
+def test_bias_solves_the_normal_equations():
+    rng = np.random.default_rng(1)
+    counts, energies = rng.integers(1, 20, (30, 3)), rng.standard_normal(30)
+    bias = energy_bias(counts, energies[:, None])
+    np.testing.assert_allclose(counts.T @ (counts @ bias - energies), 0, atol=1e-10)
+
+
+def test_one_composition_gets_the_smallest_solution():
+    """Water only: (64, 128) atoms, so the bias lies along the composition; absent types get zero."""
+    counts = np.array([[64, 128, 0]] * 5)
+    energies = np.full(5, -466.0 * 64)
+    bias = energy_bias(counts, energies)
+    np.testing.assert_allclose(bias, -466.0 / 5 * np.array([1, 2, 0]), atol=1e-9)
+
+
+def test_fixed_energies_stay():
+    rng = np.random.default_rng(2)
+    counts = rng.integers(0, 20, (30, 3))
+    counts_before = counts.copy()
+    energies = counts @ np.array([-4.0, -1.0, 3.0])
+    bias = energy_bias(counts, energies, fixed=np.array([np.nan, -1.0, np.nan]))
+    np.testing.assert_allclose(bias, [-4, -1, 3], rtol=1e-12)
+    bias = energy_bias(counts, energies, fixed=np.array([np.nan, 5.0, np.nan]))
+    expected = np.linalg.lstsq(counts[:, [0, 2]].astype(float), energies - 5.0 * counts[:, 1], rcond=None)[0]
+    np.testing.assert_allclose(bias, [expected[0], 5.0, expected[1]], rtol=1e-10)
+    np.testing.assert_array_equal(counts, counts_before)
+    np.testing.assert_allclose(energy_bias(counts, energies, fixed=np.array([1.0, 2.0, 3.0])), [1, 2, 3])
+
+
+def test_rcond_cuts_small_directions():
+    counts = np.array([[10, 10], [10, 11], [11, 10]])
+    energies = counts @ np.array([1.0, 3.0])
+    np.testing.assert_allclose(energy_bias(counts, energies), [1, 3])
+    assert abs(np.diff(energy_bias(counts, energies, rcond=0.5))[0]) < 0.2
+
+
+def test_bias_shapes_are_checked():
+    with pytest.raises(DataError, match="do not fit 3 energies"):
+        energy_bias(np.ones((2, 2)), np.ones(3))
+    with pytest.raises(DataError, match=r"expected \(2,\)"):
+        energy_bias(np.ones((3, 2)), np.ones(3), fixed=np.ones(3))
+
+
+KEY = {"rcut": 6.0, "type_map": ["O", "H"], "data": "abc"}
+
+
+def test_entries_come_back_for_the_same_key_only(tmp_path):
+    file = StatFile(tmp_path / "below" / "stat.hdf5")
+    assert file.load(KEY) is None
+    mean = np.random.default_rng(0).standard_normal((2, 4))
+    file.save(KEY, {"mean": mean, "bias": np.array([1.0])})
+    file.save({**KEY, "rcut": 7.0}, {"mean": mean + 1})
+    again = StatFile(tmp_path / "below" / "stat.hdf5")
+    found = again.load(dict(reversed(KEY.items())))
+    assert set(found) == {"mean", "bias"}
+    np.testing.assert_array_equal(found["mean"], mean)
+    np.testing.assert_array_equal(again.load({**KEY, "rcut": 7.0})["mean"], mean + 1)
+    assert again.load({**KEY, "data": "abd"}) is None
+    again.save(KEY, {"mean": mean * 2})
+    assert set(file.load(KEY)) == {"mean"}
+    assert [p.name for p in (tmp_path / "below").iterdir()] == ["stat.hdf5"]
+
+
+def test_what_others_keep_is_left_alone(tmp_path):
+    path = tmp_path / "stat.hdf5"
+    with h5py.File(path, "w") as file:
+        file["O H/bias_atom_energy"] = [1.0, 2.0]
+    StatFile(path).save(KEY, {"mean": np.zeros(3)})
+    with h5py.File(path) as file:
+        assert file["O H/bias_atom_energy"][()].tolist() == [1.0, 2.0]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    file = StatFile(tmp_path / "stat.hdf5")
+    file.save(KEY, {"mean": np.zeros(3)})
+    before = file.path.read_bytes()
+    with pytest.raises(TypeError):
+        file.save(KEY, {"mean": np.array([object()])})
+    assert file.path.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_no_statistics_file(tmp_path):
+    with pytest.raises(DataError, match="is a folder"):
+        StatFile(tmp_path)
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(DataError, match="no HDF5 file"):
+        StatFile(tmp_path / "text").load(KEY)

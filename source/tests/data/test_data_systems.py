@@ -1,0 +1,393 @@
+"""Systems are read as they were written, from every format, and what is wrong with them is said."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import re
+
+import h5py
+import numpy as np
+import pytest
+from write_systems import make_arrays, write_hdf5, write_npy
+
+from deepmd_muon.data import (
+    Frames,
+    System,
+    SystemFormatError,
+    SystemNotFoundError,
+    TypeMapError,
+    check_type_maps,
+    data_fingerprint,
+    open_systems,
+)
+from deepmd_muon.data.frames import LABELS
+from deepmd_muon.data.storage import HandleCache, HDF5Store, NpyStore
+
+TYPES = [1, 0, 0, 1]
+
+
+def check_frames(frames: Frames, sets, indices, natoms=4):
+    """Compare frames with the arrays they were written from."""
+    joined = {name: np.concatenate([s[name] for s in sets]) for name in sets[0]}
+    shapes = {
+        "coord": (-1, natoms, 3),
+        "box": (-1, 3, 3),
+        "energy": (-1,),
+        "force": (-1, natoms, 3),
+        "virial": (-1, 9),
+    }
+    for name, values in joined.items():
+        expected = values[indices].reshape(shapes.get(name, (-1, natoms)))
+        np.testing.assert_array_equal(getattr(frames, name), expected, err_msg=name)
+        assert getattr(frames, name).dtype == np.float64
+
+
+@pytest.mark.parametrize("kind", ["npy", "hdf5", "hdf5 compressed"])
+def test_frames_of_several_sets_in_any_order(tmp_path, kind):
+    sets = [make_arrays(n, 4, seed=n, labels=tuple(LABELS)) for n in (5, 1, 3)]
+    if kind == "npy":
+        path = write_npy(tmp_path / "sys", TYPES, sets)
+    else:
+        options = {"chunks": True, "compression": "gzip"} if "compressed" in kind else {}
+        path = write_hdf5(tmp_path / "data.hdf5", "deep/sys", TYPES, sets, **options)
+    (system,) = open_systems([path])
+    assert (system.natoms, system.nframes, system.pbc, system.mixed) == (4, 9, True, False)
+    assert system.labels == set(LABELS)
+    for indices in ([0], [8, 0, 5, 5, 2], list(range(9)), [6, 7], [5]):
+        frames = system.frames(indices)
+        check_frames(frames, sets, indices)
+        np.testing.assert_array_equal(frames.atype, [TYPES] * len(indices))
+    with pytest.raises(IndexError, match="frames 0 to 8"):
+        system.frames([9])
+
+
+def test_float32_files_and_single_frames_without_frame_axis(tmp_path):
+    arrays = make_arrays(1, 4)
+    flat = {name: values.astype(np.float32).reshape(-1) for name, values in arrays.items()}
+    flat["energy"] = flat["energy"].reshape(())
+    path = write_npy(tmp_path / "sys", TYPES, [flat])
+    (system,) = open_systems(path)
+    check_frames(system.frames([0]), [{k: v.astype(np.float32) for k, v in arrays.items()}], [0])
+
+
+def test_energies_as_column_and_columnwise_files(tmp_path):
+    arrays = make_arrays(6, 4)
+    stored = {**arrays, "energy": arrays["energy"][:, None], "force": np.asfortranarray(arrays["force"])}
+    (system,) = open_systems(write_npy(tmp_path / "sys", TYPES, [stored]))
+    check_frames(system.frames([4, 1]), [arrays], [4, 1])
+
+
+def test_a_label_missing_in_one_set_is_missing(tmp_path):
+    first = make_arrays(3, 4, labels=("energy", "force", "virial"))
+    second = make_arrays(3, 4, labels=("energy", "force"))
+    (system,) = open_systems(write_npy(tmp_path / "sys", TYPES, [first, second]))
+    assert system.labels == {"energy", "force"}
+    assert system.frames([0]).virial is None
+
+
+def test_atomic_spelling_of_atom_labels(tmp_path):
+    arrays = make_arrays(3, 4, labels=("atom_ener",))
+    arrays["atomic_ener"] = arrays.pop("atom_ener")
+    (system,) = open_systems(write_npy(tmp_path / "sys", TYPES, [arrays]))
+    np.testing.assert_array_equal(system.frames([2]).atom_ener, arrays["atomic_ener"][[2]])
+
+
+@pytest.mark.parametrize("kind", ["npy", "hdf5"])
+def test_nopbc_has_no_box(tmp_path, kind):
+    arrays = make_arrays(2, 4)
+    if kind == "npy":
+        path = write_npy(tmp_path / "sys", TYPES, [arrays], nopbc=True)
+    else:
+        path = write_hdf5(tmp_path / "d.hdf5", "s", TYPES, [arrays], nopbc=True)
+    (system,) = open_systems(path)
+    assert not system.pbc
+    assert system.frames([1]).box is None
+
+
+def test_search_of_folders_and_files(tmp_path):
+    arrays = make_arrays(2, 4)
+    for name in ("x/b", "x/a/deeper", "x/a"):
+        write_npy(tmp_path / name, TYPES, [arrays])
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    (tmp_path / "x" / "loop").symlink_to(tmp_path / "x")
+    write_hdf5(tmp_path / "d.hdf5", "g/two", TYPES, [arrays])
+    write_hdf5(tmp_path / "d.hdf5", "one", TYPES, [arrays])
+    file = f"{tmp_path}/d.hdf5"
+    names = [s.name for s in open_systems([f"{tmp_path}/link", file, f"{file}#/g", f"{file}#one"])]
+    assert names == [
+        f"{tmp_path}/link/a",
+        f"{tmp_path}/link/a/deeper",
+        f"{tmp_path}/link/b",
+        f"{file}#/g/two",
+        f"{file}#/one",
+        f"{file}#/g/two",
+        f"{file}#/one",
+    ]
+    write_hdf5(tmp_path / "root.hdf5", "", TYPES, [arrays])
+    (system,) = open_systems(f"{tmp_path}/root.hdf5")
+    check_frames(system.frames([1]), [arrays], [1])
+
+
+def test_paths_without_systems(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("no data")
+    write_hdf5(tmp_path / "d.hdf5", "one", TYPES, [make_arrays(2, 4)])
+    for path, message in [
+        (f"{tmp_path}/none", "does not exist"),
+        (f"{tmp_path}/empty", "type.raw"),
+        (f"{tmp_path}/file", "neither a folder nor an HDF5 file"),
+        (f"{tmp_path}/d.hdf5#/two", r"no group /two; it has \['one'\]"),
+        (f"{tmp_path}/none.hdf5#/two", "does not exist"),
+    ]:
+        with pytest.raises(SystemNotFoundError, match=message):
+            open_systems([path])
+    with pytest.raises(SystemNotFoundError, match="no systems given"):
+        open_systems([])
+
+
+# -- types -----------------------------------------------------------------------------------------------------
+
+
+def test_type_map_is_translated(tmp_path):
+    path = write_npy(tmp_path / "sys", [0, 1, 1, 0], [make_arrays(2, 4)], type_map=("O", "H"))
+    (system,) = open_systems(path, ["H", "C", "O"])
+    assert system.type_map == ("H", "C", "O")
+    np.testing.assert_array_equal(system.frames([0, 1]).atype, [[2, 0, 0, 2]] * 2)
+    assert open_systems(path)[0].type_map == ("O", "H")
+    with pytest.raises(TypeMapError, match=re.escape("['H']")):
+        open_systems(path, ["O", "C"])
+
+
+def test_types_without_names_are_taken_as_they_are(tmp_path):
+    path = write_npy(tmp_path / "sys", [0, 2, 1, 0], [make_arrays(2, 4)], type_map=None)
+    (system,) = open_systems(path)
+    assert system.type_map is None
+    np.testing.assert_array_equal(open_systems(path, ["X", "Y", "Z"])[0].frames([0]).atype, [[0, 2, 1, 0]])
+    with pytest.raises(SystemFormatError, match=r"expected types from 0 to 1 .* found 0 to 2"):
+        open_systems(path, ["X", "Y"])
+
+
+def test_mixed_types_translate_by_frame(tmp_path):
+    arrays = make_arrays(3, 4)
+    arrays["real_atom_types"] = np.array([[0, 1, 1, -1], [1, 0, -1, -1], [1, 1, 1, 1]])
+    path = write_npy(tmp_path / "sys", [0] * 4, [arrays], type_map=("O", "H"))
+    (system,) = open_systems(path, ["H", "O"])
+    assert system.mixed
+    np.testing.assert_array_equal(system.frames([2, 0]).atype, [[0, 0, 0, 0], [1, 0, 0, -1]])
+    np.testing.assert_array_equal(system.frames([0, 1, 2]).type_counts(2), [[2, 1], [1, 1], [4, 0]])
+    arrays["real_atom_types"][1, 1] = 2
+    write_npy(tmp_path / "sys", [0] * 4, [arrays], type_map=("O", "H"))
+    (system,) = open_systems(path, ["H", "O"])
+    with pytest.raises(SystemFormatError, match=r"real_atom_types\.npy: expected types from -1 to 1"):
+        system.frames([1])
+
+
+def test_mixed_systems_need_names_and_all_sets(tmp_path):
+    arrays = make_arrays(3, 4)
+    mixed = {**arrays, "real_atom_types": np.zeros((3, 4), int)}
+    path = write_npy(tmp_path / "nameless", [0] * 4, [mixed], type_map=None)
+    with pytest.raises(TypeMapError, match=r"type_map\.raw"):
+        open_systems(path)
+    with pytest.raises(SystemFormatError, match=r"set\.001/real_atom_types\.npy: missing"):
+        open_systems(write_npy(tmp_path / "half", [0] * 4, [mixed, arrays]))
+
+
+def test_type_maps_must_agree_when_the_model_gives_none(tmp_path):
+    for name, names in {"a": ("O", "H"), "b": ("O",), "c": ("H", "O")}.items():
+        write_npy(tmp_path / name, [0] * 4, [make_arrays(2, 4)], type_map=names)
+    paths = [f"{tmp_path}/{name}" for name in "abc"]
+    assert check_type_maps(open_systems(paths[:2])) == ("O", "H")
+    with pytest.raises(TypeMapError, match=r"set model\.type_map"):
+        check_type_maps(open_systems(paths))
+
+
+# -- what is wrong ---------------------------------------------------------------------------------------------
+
+
+def write_broken(tmp_path, change):
+    arrays = make_arrays(5, 4)
+    change(arrays)
+    return write_npy(tmp_path / "broken", TYPES, [make_arrays(2, 4), arrays])
+
+
+@pytest.mark.parametrize(
+    ("change", "file", "found"),
+    [
+        (lambda a: a.update(energy=a["energy"][:4]), "energy.npy", "(4,)"),
+        (lambda a: a.update(coord=a["coord"][:, :9]), "coord.npy", "(5, 9)"),
+        (lambda a: a.update(force=a["force"][:, :6]), "force.npy", "(5, 6)"),
+        (lambda a: a.update(box=a["box"][:, :3]), "box.npy", "(5, 3)"),
+    ],
+)
+def test_wrong_shapes_name_system_file_expected_and_found(tmp_path, change, file, found):
+    path = write_broken(tmp_path, change)
+    with pytest.raises(SystemFormatError) as error:
+        open_systems(path)
+    message = str(error.value)
+    assert path in message
+    assert f"set.001/{file}" in message
+    assert "expected shape (5, " in message
+    assert f"found {found}" in message
+    assert error.value.file == f"set.001/{file}"
+    assert str(pickle.loads(pickle.dumps(error.value))) == message
+
+
+def test_missing_box_hints_at_nopbc(tmp_path):
+    path = write_broken(tmp_path, lambda a: a.pop("box"))
+    with pytest.raises(SystemFormatError, match=r"box\.npy: missing; .* nopbc"):
+        open_systems(path)
+
+
+def test_truncated_npy_names_both_sizes(tmp_path):
+    path = write_broken(tmp_path, lambda a: None)
+    file = tmp_path / "broken" / "set.001" / "force.npy"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(SystemFormatError, match=r"force\.npy: truncated: .*\(5, 12\) .*\(480 bytes\), 380 bytes"):
+        open_systems(path)
+    file.write_bytes(b"junk")
+    with pytest.raises(SystemFormatError, match=r"force\.npy: cannot be read as an npy array"):
+        open_systems(path)
+
+
+def test_truncated_hdf5(tmp_path):
+    file = tmp_path / "d.hdf5"
+    write_hdf5(file, "one", TYPES, [make_arrays(50, 4)])
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(SystemFormatError, match="cannot be opened as HDF5"):
+        open_systems(str(file))
+
+
+def test_hdf5_shapes_are_checked(tmp_path):
+    arrays = make_arrays(5, 4)
+    arrays["force"] = arrays["force"][:3]
+    path = write_hdf5(tmp_path / "d.hdf5", "one", TYPES, [arrays])
+    with pytest.raises(SystemFormatError, match=r"one: set\.000/force\.npy: expected shape \(5, 12\).*found \(3, 12\)"):
+        open_systems(path)
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path):
+    path = write_broken(tmp_path, lambda a: a["force"].__setitem__((3, 1), np.nan))
+    (system,) = open_systems(path)
+    assert system.frames([0, 4]).nframes == 2
+    with pytest.raises(SystemFormatError, match=r"set\.001/force\.npy: value that is not finite in frame 3"):
+        system.frames([4, 5])
+
+
+@pytest.mark.parametrize("text", ["", "0 1 x 1", "0 1.5 0 1"])
+def test_bad_type_raw(tmp_path, text):
+    path = write_npy(tmp_path / "sys", TYPES, [make_arrays(2, 4)])
+    (tmp_path / "sys" / "type.raw").write_text(text)
+    with pytest.raises(SystemFormatError, match=r"type\.raw: expected one integer per atom"):
+        open_systems(path)
+
+
+def test_system_without_sets_or_frames(tmp_path):
+    path = write_npy(tmp_path / "none", TYPES, [])
+    with pytest.raises(SystemFormatError, match=r"set\.\*"):
+        open_systems(path)
+    path = write_npy(tmp_path / "zero", TYPES, [make_arrays(0, 4)])
+    with pytest.raises(SystemFormatError, match="no frames"):
+        open_systems(path)
+    sets = [make_arrays(0, 4), make_arrays(3, 4)]
+    (system,) = open_systems(write_npy(tmp_path / "some", TYPES, sets))
+    check_frames(system.frames([2, 0]), sets[1:], [2, 0])
+
+
+# -- laziness --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["npy", "hdf5"])
+def test_systems_pickle_without_handles(tmp_path, kind):
+    sets = [make_arrays(4, 4)]
+    if kind == "npy":
+        path = write_npy(tmp_path / "s", TYPES, sets)
+    else:
+        path = write_hdf5(tmp_path / "d.hdf5", "s", TYPES, sets)
+    (system,) = open_systems(path)
+    system.frames([0])
+    copy = pickle.loads(pickle.dumps(system))
+    assert len(copy._store._handles) == 0
+    check_frames(copy.frames([3, 1]), sets, [3, 1])
+
+
+def _energy_in_child(system, queue):
+    queue.put(system.frames([2]).energy.tolist())
+
+
+def test_forked_children_open_their_own_file(tmp_path):
+    sets = [make_arrays(4, 4)]
+    (system,) = open_systems(write_hdf5(tmp_path / "d.hdf5", "s", TYPES, sets))
+    system.frames([0])
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_energy_in_child, args=(system, queue))
+    child.start()
+    assert queue.get(timeout=30) == [sets[0]["energy"][2]]
+    child.join(30)
+    check_frames(system.frames([1]), sets, [1])
+
+
+@pytest.mark.parametrize("kind", ["npy", "hdf5"])
+def test_few_handles_suffice(tmp_path, kind):
+    sets = [make_arrays(3, 4, seed=k) for k in range(4)]
+    handles = HandleCache(maxsize=2)
+    if kind == "npy":
+        store = NpyStore(write_npy(tmp_path / "s", TYPES, sets), handles)
+    else:
+        write_hdf5(tmp_path / "d.hdf5", "s", TYPES, sets)
+        store = HDF5Store(f"{tmp_path}/d.hdf5", "s", handles)
+    system = System(store)
+    indices = [11, 0, 7, 3, 4]
+    for _ in range(3):
+        check_frames(system.frames(indices), sets, indices)
+    assert len(handles) <= 2
+
+
+def test_hdf5_reads_only_the_rows_asked_for(tmp_path, monkeypatch):
+    nframes = 400
+    (system,) = open_systems(write_hdf5(tmp_path / "d.hdf5", "s", TYPES, [make_arrays(nframes, 4)]))
+    rows = []
+    original = h5py.Dataset.__getitem__
+
+    def counting(self, key, *args, **kwargs):
+        values = original(self, key, *args, **kwargs)
+        if self.name.endswith("coord.npy"):
+            rows.append(np.size(values) // 12)
+        return values
+
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", counting)
+    system.frames([7, 390, 20])
+    assert rows == [1, 1, 1]
+    rows.clear()
+    system.frames([12, 10, 11, 14])
+    assert rows == [5]
+
+
+def test_fingerprint_follows_the_data_not_the_place(tmp_path):
+    arrays = make_arrays(5, 4)
+    here = open_systems(write_npy(tmp_path / "here", TYPES, [arrays]))
+    there = open_systems(write_hdf5(tmp_path / "d.hdf5", "there", TYPES, [arrays]))
+    assert data_fingerprint(here) == data_fingerprint(there)
+    for change in ({"energy": arrays["energy"] + 1e-9}, {"coord": arrays["coord"] * 1.001}):
+        other = open_systems(write_npy(tmp_path / "other", TYPES, [{**arrays, **change}]))
+        assert data_fingerprint(other) != data_fingerprint(here)
+
+
+# -- joining ---------------------------------------------------------------------------------------------------
+
+
+def test_concatenate_pads_atoms_and_keeps_common_labels(tmp_path):
+    small = open_systems(write_npy(tmp_path / "s", [0, 1], [make_arrays(2, 2, labels=("energy", "virial"))]))[0]
+    large = open_systems(write_npy(tmp_path / "l", TYPES, [make_arrays(3, 4, labels=("energy", "force"))], nopbc=True))[
+        0
+    ]
+    first, second = small.frames([1]), large.frames([0, 2])
+    both = Frames.concatenate([first, second])
+    np.testing.assert_array_equal(both.atype, [[0, 1, -1, -1], TYPES, TYPES])
+    np.testing.assert_array_equal(both.coord[0], np.vstack([first.coord[0], np.zeros((2, 3))]))
+    np.testing.assert_array_equal(both.coord[1:], second.coord)
+    np.testing.assert_array_equal(both.energy, np.concatenate([first.energy, second.energy]))
+    np.testing.assert_array_equal(both.box, np.concatenate([first.box, np.zeros((2, 3, 3))]))
+    assert both.labels == {"energy"}
+    assert Frames.concatenate([second]) is second
