@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from deepmd_muon.argcheck.errors import Problem
 from deepmd_muon.argcheck.schema import Foreign, Key, foreign_of, rules_of, tree
 from deepmd_muon.argcheck.values import Mismatch, convert, describe, shown
+from deepmd_muon.optim.setting import Setting
 
 T = TypeVar("T")
 Path = tuple[str, ...]
@@ -146,14 +147,10 @@ class _Walk:
         if key.setting.lone and not isinstance(given, list):
             given = [given]
         value = convert(given, key.annotation)
-        if isinstance(value, Mismatch):
-            self.problem((*path, *map(str, value.where)), value.message)
-            return _WRONG
-        problem = key.setting.problem(value)
-        if problem:
-            self.problem(path, problem)
-            return _WRONG
-        return value
+        faults = value.faults if isinstance(value, Mismatch) else tuple(_broken_rules(key.setting, value, ()))
+        for where, message in faults:
+            self.problem((*path, *map(str, where)), message)
+        return _WRONG if faults else value
 
     def rules(self, found: _Found, path: Path) -> None:
         """Report broken rules over several values, as far as those values are good themselves."""
@@ -199,6 +196,17 @@ class _Walk:
 def _where(place: Path, kind: str, path: Path) -> str:
     """Name the place of a key for someone who wrote it below `path`."""
     return f"{'/'.join(place)} with type {kind!r}" if place[:-1] == path else "/".join(place)
+
+
+def _broken_rules(setting: Setting, value: Any, where: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield what a setting's own rules say against a value or the elements of a list."""
+    if isinstance(value, tuple):
+        for index, element in enumerate(value):
+            yield from _broken_rules(setting, element, (*where, index))
+    else:
+        problem = setting.problem(value)
+        if problem:
+            yield where, problem
 
 
 def _comment(key: Any, path: Path) -> bool:

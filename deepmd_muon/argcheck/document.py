@@ -185,3 +185,7 @@ def _text(block: _Block) -> str:
         return textwrap.fill(block.text.replace("`", ""), 100) + "\n"
     facts = textwrap.fill(f"{block.name}: {block.facts}".replace("`", ""), 100, subsequent_indent="        ")
     return f"{facts}\n{textwrap.fill(block.doc, 100, initial_indent='    ', subsequent_indent='    ')}\n"
+
+
+if __name__ == "__main__":
+    print(reference("md"), end="")

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from dargs import Argument, Variant
 
 from deepmd_muon.argcheck.values import alternatives_of, dargs_types
-from deepmd_muon.optim.setting import Setting, check_settings, setting_of
+from deepmd_muon.optim.setting import Setting, setting_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +62,16 @@ class Section:
     foreign: ClassVar[Mapping[str, Foreign]] = {}
 
     def __post_init__(self) -> None:
-        check_settings(self)
-        for rule in self.rules:
-            problem = rule.check(*(_attribute(self, path) for path in rule.reads))
-            if problem:
-                raise ValueError(f"{type(self).__name__}: {rule.reads[0]}: {problem}")
+        own: Any = type(self)
+        found = [(key.name, key.setting.problem(getattr(self, key.name))) for key in keys_of(own)]
+        if not any(problem for _, problem in found):
+            # Only values that are good themselves can be compared with each other.
+            found = [
+                (rule.reads[0], rule.check(*(_attribute(self, path) for path in rule.reads))) for rule in self.rules
+            ]
+        broken = [f"{name}: {problem}" for name, problem in found if problem]
+        if broken:
+            raise ValueError(f"{type(self).__name__}: " + "; ".join(broken))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,14 +18,11 @@ class Mismatch:
 
     Attributes
     ----------
-    where
-        Indices inside a nested list, outermost first.
-    message
-        What was asked for and what was found.
+    faults
+        What was asked for and what was found, each with the indices that lead there inside a list.
     """
 
-    where: tuple[int, ...]
-    message: str
+    faults: tuple[tuple[tuple[int, ...], str], ...]
 
 
 def convert(value: Any, annotation: Any) -> Any:
@@ -41,7 +38,7 @@ def convert(value: Any, annotation: Any) -> Any:
         return _convert_list(value, annotation)
     fitted = _scalar(value, annotation)
     if fitted is None and not (value is None and annotation is type(None)):
-        return Mismatch((), f"must be {describe(annotation)}; found {shown(value)}")
+        return _mismatch(value, annotation)
     return fitted
 
 
@@ -75,8 +72,7 @@ def _convert_any(value: Any, alternatives: tuple[Any, ...], annotation: Any) -> 
         # The wrong element of a list says more than that no member fits.
         return convert(value, lists[0])
     attempts = (convert(value, alternative) for alternative in alternatives)
-    wrong = Mismatch((), f"must be {describe(annotation)}; found {shown(value)}")
-    return next((fitted for fitted in attempts if not isinstance(fitted, Mismatch)), wrong)
+    return next((fitted for fitted in attempts if not isinstance(fitted, Mismatch)), _mismatch(value, annotation))
 
 
 def _convert_list(value: Any, annotation: Any) -> Any:
@@ -84,13 +80,20 @@ def _convert_list(value: Any, annotation: Any) -> Any:
     elements = typing.get_args(annotation)
     fixed = not (len(elements) == 2 and elements[1] is Ellipsis)
     if not isinstance(value, (list, tuple)) or (fixed and len(value) != len(elements)):
-        return Mismatch((), f"must be {describe(annotation)}; found {shown(value)}")
+        return _mismatch(value, annotation)
     kinds = elements if fixed else (elements[0],) * len(value)
     converted = tuple(convert(element, kind) for element, kind in zip(value, kinds, strict=True))
-    for index, element in enumerate(converted):
-        if isinstance(element, Mismatch):
-            return Mismatch((index, *element.where), element.message)
-    return converted
+    faults = tuple(
+        ((index, *where), message)
+        for index, element in enumerate(converted)
+        if isinstance(element, Mismatch)
+        for where, message in element.faults
+    )
+    return Mismatch(faults) if faults else converted
+
+
+def _mismatch(value: Any, annotation: Any) -> Mismatch:
+    return Mismatch((((), f"must be {describe(annotation)}; found {shown(value)}"),))
 
 
 _NAMES: dict[Any, tuple[str, str]] = {

@@ -159,7 +159,8 @@ class AdamWConfig:
 
     adam_beta1: float = setting(0.9, minimum=0.0, below=1.0, doc="Decay of the first moment.")
     adam_beta2: float = setting(0.999, minimum=0.0, below=1.0, doc="Decay of the second moment.")
-    weight_decay: float = setting(0.001, minimum=0.0, doc="Decoupled weight decay λ: p ← p (1 − lr λ).")
+    # deepmd-kit 3.2.0 documents 0.001, but its upgrade of older inputs fills in 0 before that default applies.
+    weight_decay: float = setting(0.0, minimum=0.0, doc="Decoupled weight decay λ: p ← p (1 − lr λ).")
 
     def __post_init__(self) -> None:
         check_settings(self)

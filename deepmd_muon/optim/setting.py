@@ -51,14 +51,14 @@ class Setting:
         if isinstance(value, (tuple, list)):
             return next((found for found in map(self.problem, value) if found), None)
         rule = self._broken_rule(value)
-        return f"must be {rule}; found {value!r}" + (f" ({self.note})" if self.note else "") if rule else None
+        return f"must be {rule}; found {_shown(value)}" + (f" ({self.note})" if self.note else "") if rule else None
 
     def _broken_rule(self, value: Any) -> str | None:
         """Return the words for the rule that a scalar breaks, if any."""
         if value is None:
             return None
         if self.choices is not None and value not in self.choices:
-            words = ", ".join(map(repr, self.choices))
+            words = ", ".join(map(_shown, self.choices))
             return f"one of {words}" if len(self.choices) > 1 else words
         if self.pattern is not None and isinstance(value, str) and not re.fullmatch(self.pattern, value):
             return self.forms or f"a match of {self.pattern}"
@@ -72,6 +72,11 @@ class Setting:
         )
         broken = [f"{sign} {bound:g}" for bound, holds, sign in bounds if bound is not None and not holds(bound)]
         return " and ".join(broken) or None
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a message shows it: truth values and whole numbers as in JSON."""
+    return str(value).lower() if isinstance(value, bool) else repr(value).removesuffix(".0")
 
 
 def setting(default: Any = dataclasses.MISSING, *, doc: str, **rules: Any) -> Any:

@@ -1,0 +1,234 @@
+"""Older spellings: what they become, what is said about it, and where they contradict."""
+
+import pytest
+
+from deepmd_muon.argcheck import normalize
+from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig
+
+# Defaults of the version that had `muon_2d_only`, where they differ from today's.
+FIRST = {"lr_adjust": 10.0, "lr_adjust_coeff": 0.2, "magma_muon": False}
+
+
+def with_optimizer(data, where, keys):
+    """Put optimizer keys where a version of DeePMD-kit had them."""
+    if where == "training":
+        data["training"].update(opt_type="HybridMuon", **keys)
+    else:
+        data["optimizer"] = {"type": "HybridMuon", **keys}
+    return data
+
+
+@pytest.mark.parametrize("where", ["training", "optimizer"])
+@pytest.mark.parametrize(
+    ("keys", "expected", "translations"),
+    [
+        (
+            {"muon_2d_only": True},
+            {"muon_mode": "2d", **FIRST},
+            ['muon_2d_only: true is an older form; write optimizer/muon_mode: "2d"'],
+        ),
+        (
+            {"muon_2d_only": False},
+            {"muon_mode": "flat", **FIRST},
+            ['muon_2d_only: false is an older form; write optimizer/muon_mode: "flat"'],
+        ),
+        (
+            {"min_2d_dim": 3},
+            {"min_matrix_dim": 3, "muon_mode": "2d", **FIRST},
+            ["min_2d_dim: 3 is an older form; write optimizer/min_matrix_dim: 3"],
+        ),
+        (
+            {"muon_min_2d_dim": 2},
+            {"min_matrix_dim": 2, "muon_mode": "2d", **FIRST},
+            ["muon_min_2d_dim: 2 is an older form; write optimizer/min_matrix_dim: 2"],
+        ),
+        (
+            {
+                "muon_2d_only": False,
+                "min_2d_dim": 5,
+                "lr_adjust": 0.0,
+                "lr_adjust_coeff": 0.3,
+                "magma_muon": True,
+                "momentum": 0.9,
+            },
+            {
+                "muon_mode": "flat",
+                "min_matrix_dim": 5,
+                "lr_adjust": 0.0,
+                "lr_adjust_coeff": 0.3,
+                "magma_muon": True,
+                "momentum": 0.9,
+            },
+            ["muon_2d_only: false is an older form", "min_2d_dim: 5 is an older form"],
+        ),
+        (
+            {"muon_2d_only": True, "lr_adjust": 5},
+            {**FIRST, "muon_mode": "2d", "lr_adjust": 5.0},
+            ["muon_2d_only: true is an older form"],
+        ),
+    ],
+)
+def test_hybrid_muon(water, where, keys, expected, translations):
+    if where == "training":
+        # magma_muon came after the optimizer's keys had left `training`.
+        keys = {key: value for key, value in keys.items() if key != "magma_muon"}
+        expected = {**expected, "magma_muon": False}
+    checked = normalize(with_optimizer(water, where, keys))
+    assert checked.settings.optimizer == HybridMuonConfig(**expected)
+    for translation in translations:
+        assert sum(notice.startswith(f"{where}/{translation}") for notice in checked.notices) == 1
+    silent = {key: value for key, value in FIRST.items() if key not in keys}
+    filled = [notice for notice in checked.notices if "takes the defaults of their version" in notice]
+    assert len(filled) == bool(silent)
+    for key in silent:
+        assert f"{key}: {str(FIRST[key]).lower()}" in filled[0]
+
+
+def test_the_adam_of_small_matrices_is_said_to_differ(water):
+    notices = normalize(with_optimizer(water, "optimizer", {"min_2d_dim": 3})).notices
+    assert "Smaller matrices still take the Adam route, but with today's Adam" in notices[0]
+
+
+def test_an_input_without_legacy_keys_keeps_todays_defaults(water):
+    checked = normalize(with_optimizer(water, "optimizer", {}))
+    assert checked.settings.optimizer == HybridMuonConfig()
+    assert checked.settings.optimizer.lr_adjust_coeff == 0.18
+    assert checked.notices == ()
+
+
+@pytest.mark.parametrize("where", ["training", "optimizer"])
+def test_wrong_values_are_reported_where_they_stand(water, problems, where):
+    found = problems(with_optimizer(water, where, {"muon_2d_only": "yes", "muon_min_2d_dim": 0}))
+    assert found == {
+        f"{where}/muon_2d_only": "must be true or false; found the string 'yes' "
+        '(it is now muon_mode: "2d" or "flat")',
+        f"{where}/muon_min_2d_dim": "must be >= 1; found 0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "path"),
+    [
+        ({"muon_2d_only": True, "muon_mode": "2d"}, "optimizer/muon_2d_only"),
+        ({"min_2d_dim": 2, "min_matrix_dim": 2}, "optimizer/min_2d_dim"),
+        ({"min_2d_dim": 2, "muon_min_2d_dim": 2}, "optimizer/muon_min_2d_dim"),
+    ],
+)
+def test_legacy_and_new_key_contradict(water, problems, keys, path):
+    found = problems(with_optimizer(water, "optimizer", keys))
+    assert list(found) == [path]
+    assert "is given too" in found[path]
+
+
+@pytest.mark.parametrize("key", ["muon_2d_only", "min_2d_dim"])
+def test_legacy_keys_need_hybrid_muon(water, problems, key):
+    water["training"][key] = 1
+    assert problems(water) == {f"training/{key}": 'belongs to optimizer/type "HybridMuon"; set it or remove this'}
+
+
+def test_optimizer_keys_in_training(water):
+    water["training"].update(opt_type="AdamW", adam_beta1=0.8, adam_beta2=0.9, weight_decay=0.01)
+    checked = normalize(water)
+    assert checked.settings.optimizer == AdamWConfig(adam_beta1=0.8, adam_beta2=0.9, weight_decay=0.01)
+    assert checked.notices == (
+        'training/opt_type is an older place; write optimizer/type: "AdamW"',
+        "training/weight_decay is an older place; write optimizer/weight_decay: 0.01",
+        "training/adam_beta1 is an older place; write optimizer/adam_beta1: 0.8",
+        "training/adam_beta2 is an older place; write optimizer/adam_beta2: 0.9",
+    )
+
+
+def test_optimizer_keys_in_both_places_contradict(water, problems):
+    water["training"].update(opt_type="Adam", adam_beta1=0.8)
+    water["optimizer"] = {"type": "AdamW", "adam_beta1": 0.8}
+    assert problems(water) == {
+        "training/opt_type": "is an older place of optimizer/type, which is given too; keep only optimizer/type",
+        "training/adam_beta1": (
+            "is an older place of optimizer/adam_beta1, which is given too; keep only optimizer/adam_beta1"
+        ),
+    }
+
+
+def test_the_kalman_filter_is_refused(water, problems):
+    water["training"].update(opt_type="LKF", kf_blocksize=1024)
+    found = problems(water)
+    assert found["training/opt_type"].startswith("must be one of 'HybridMuon', 'Adam', 'AdamW'; found the string 'LKF'")
+    assert found["training/kf_blocksize"].startswith("asks for the Kalman filter optimizer")
+
+
+def test_warmup_keys_in_training(water):
+    water["training"].update(warmup_steps=100, warmup_start_factor=0.1)
+    checked = normalize(water)
+    assert checked.settings.learning_rate.warmup_steps == 100
+    assert checked.settings.learning_rate.warmup_start_factor == 0.1
+    assert checked.notices == (
+        "training/warmup_steps is an older place; write learning_rate/warmup_steps: 100",
+        "training/warmup_start_factor is an older place; write learning_rate/warmup_start_factor: 0.1",
+    )
+
+
+def test_warmup_problems_name_the_place_in_the_file(water, problems):
+    water["training"].update(warmup_steps="many", warmup_ratio=0.1)
+    water["learning_rate"]["warmup_ratio"] = 0.2
+    assert problems(water) == {
+        "training/warmup_ratio": (
+            "is an older place of learning_rate/warmup_ratio, which is given too; keep only learning_rate/warmup_ratio"
+        ),
+        "training/warmup_steps": "must be a whole number; found the string 'many'",
+    }
+
+
+def test_numb_test_is_left_out(water):
+    water["training"]["numb_test"] = 10
+    checked = normalize(water)
+    assert len(checked.notices) == 1
+    assert checked.notices[0].startswith("training/numb_test has no effect and is left out")
+    assert "numb_test" not in checked.normalized["training"]
+
+
+def test_the_layout_of_version_1(water):
+    training = water["training"]
+    del training["training_data"], training["validation_data"], training["numb_steps"]
+    training.update(systems=["../data/"], set_prefix="set", stop_batch=1000000, batch_size=1, numb_test=10)
+    training.update(disp_training=True, time_training=True, tensorboard=False, profiling=False)
+    water["model"]["descriptor"]["type"] = "se_a"
+    del water["loss"]["type"]
+    checked = normalize(water)
+    assert checked.settings.training.training_data.systems == ("../data/",)
+    assert checked.settings.training.training_data.batch_size == 1
+    assert checked.settings.training.numb_steps == 1000000
+    assert checked.settings.optimizer == AdamConfig()
+    assert [notice.split()[0] for notice in checked.notices] == [
+        "training/numb_test",
+        "training/systems",
+        "training/batch_size",
+    ]
+
+
+def test_problems_of_version_1_name_the_place_in_the_file(water, problems):
+    del water["training"]["training_data"]
+    water["training"].update(systems=[1], batch_size=0)
+    assert problems(water) == {
+        "training/systems/0": "must be a string; found 1",
+        "training/batch_size": "must be >= 1; found 0",
+    }
+
+
+def test_both_layouts_contradict(water, problems):
+    water["training"].update(systems=["a"], batch_size=2)
+    message = "is an older place; training/training_data is given too, keep only that"
+    assert problems(water) == {"training/systems": message, "training/batch_size": message}
+
+
+def test_a_lone_data_key_in_training_is_misplaced(water, problems):
+    water["training"]["batch_size"] = 2
+    assert problems(water) == {
+        "training/batch_size": (
+            "is not a known key; did you mean training/training_data/batch_size or training/validation_data/batch_size?"
+        )
+    }
+
+
+def test_the_hessian_alias_of_the_loss(water):
+    water["loss"]["type"] = "ener_hess"
+    assert normalize(water).normalized["loss"]["type"] == "ener"

@@ -1,0 +1,269 @@
+"""Inputs that are right: values, defaults, aliases, comments, files."""
+
+import dataclasses
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from deepmd_muon.argcheck import (
+    CosineSettings,
+    EnerLossSettings,
+    ExpSettings,
+    InputError,
+    SeE2ASettings,
+    WSDSettings,
+    dump,
+    load,
+    normalize,
+)
+from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig
+
+
+def test_water_example(water):
+    checked = normalize(water)
+    settings = checked.settings
+    assert checked.notices == ()
+    assert settings.model.type_map == ("O", "H")
+    assert settings.model.data_stat_nbatch == 20
+    assert settings.model.descriptor == SeE2ASettings(
+        sel=(46, 92), rcut=6.0, rcut_smth=0.5, neuron=(25, 50, 100), axis_neuron=16, type_one_side=True, seed=1
+    )
+    assert settings.model.descriptor.type == "se_e2_a"
+    assert settings.model.fitting_net.neuron == (240, 240, 240)
+    assert settings.learning_rate == ExpSettings(start_lr=0.001, stop_lr=3.51e-8, decay_steps=5000)
+    assert settings.loss == EnerLossSettings()
+    assert settings.optimizer == AdamConfig(adam_beta1=0.9, adam_beta2=0.999, weight_decay=0.0)
+    assert settings.training.training_data.systems == ("../data/data_0", "../data/data_1")
+    assert settings.training.validation_data.numb_btch == 3
+    assert settings.training.numb_steps == 100000
+    assert settings.training.max_ckpt_keep == 5
+    assert settings.validating.full_validation is False
+    assert water["model"]["_comment"] == " that's all", "the caller's dict was changed"
+
+
+def test_normalized_has_every_default_and_no_comment(water):
+    normalized = normalize(water).normalized
+    assert list(normalized) == ["model", "learning_rate", "loss", "optimizer", "training", "validating"]
+    assert normalized["optimizer"] == {"type": "Adam", "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.0}
+    assert normalized["model"]["descriptor"]["activation_function"] == "tanh"
+    assert normalized["model"]["fitting_net"]["type"] == "ener"
+    assert normalized["model"]["fitting_net"]["rcond"] is None
+    assert normalized["training"]["training_data"]["auto_prob"] == "prob_sys_size"
+    assert "_comment" not in json.dumps(normalized)
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"),
+    [
+        ({"type": "HybridMuon"}, HybridMuonConfig()),
+        (
+            {"type": "HybridMuon", "muon_momentum": 0.9, "muon_mode": "2d"},
+            HybridMuonConfig(momentum=0.9, muon_mode="2d"),
+        ),
+        ({"type": "AdamW"}, AdamWConfig(weight_decay=0.0)),
+        ({"adam_beta2": 0.99}, AdamConfig(adam_beta2=0.99)),
+        ({}, AdamConfig()),
+    ],
+)
+def test_optimizers(water, section, kind):
+    water["optimizer"] = section
+    assert normalize(water).settings.optimizer == kind
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"start_lr": 1}, ExpSettings(start_lr=1.0, stop_lr=5e-8)),
+        ({"start_lr": 1e-3, "stop_lr_ratio": 0.01}, ExpSettings(start_lr=1e-3, stop_lr_ratio=0.01)),
+        (
+            {"type": "exp", "start_lr": 1e-3, "decay_rate": 0.9, "smooth": True},
+            ExpSettings(start_lr=1e-3, decay_rate=0.9, smooth=True),
+        ),
+        ({"type": "cosine", "start_lr": 1e-3, "stop_lr": 0}, CosineSettings(start_lr=1e-3, stop_lr=0.0)),
+        (
+            {"type": "wsd", "start_lr": 1e-3, "warmup_ratio": 0.1, "decay_type": "linear"},
+            WSDSettings(start_lr=1e-3, warmup_ratio=0.1, decay_type="linear"),
+        ),
+    ],
+)
+def test_learning_rates(water, section, expected):
+    water["learning_rate"] = section
+    assert normalize(water).settings.learning_rate == expected
+    assert normalize(water).settings.learning_rate.type == section.get("type", "exp")
+
+
+def test_stop_lr_is_filled_in_only_without_a_ratio():
+    assert ExpSettings(start_lr=1e-3).stop_lr == 5e-8
+    assert ExpSettings(start_lr=1e-3, stop_lr_ratio=0.1).stop_lr is None
+
+
+@pytest.mark.parametrize("spelling", ["numb_steps", "stop_batch", "num_step", "num_steps", "numb_step"])
+def test_numb_steps_and_its_aliases(water, spelling):
+    del water["training"]["numb_steps"]
+    water["training"][spelling] = 1e6
+    steps = normalize(water).settings.training.numb_steps
+    assert steps == 1_000_000
+    assert isinstance(steps, int)
+
+
+@pytest.mark.parametrize("spelling", ["numb_epoch", "num_epoch", "num_epochs", "numb_epochs"])
+def test_numb_epoch_and_its_aliases(water, spelling):
+    del water["training"]["numb_steps"]
+    water["training"][spelling] = 2.5
+    assert normalize(water).settings.training.numb_epoch == 2.5
+    assert normalize(water).settings.training.numb_steps is None
+
+
+def test_other_aliases(water):
+    water["model"]["descriptor"]["type"] = "se_a"
+    water["model"]["descriptor"]["n_axis_neuron"] = water["model"]["descriptor"].pop("axis_neuron")
+    water["model"]["fitting_net"]["n_neuron"] = water["model"]["fitting_net"].pop("neuron")
+    water["training"]["training_data"].update(auto_prob_style="prob_sys_size;0:1:0.25;1:2:.75")
+    water["training"]["validation_data"].update(sys_weights=[1])
+    water["training"]["validation_data"]["numb_batch"] = water["training"]["validation_data"].pop("numb_btch")
+    normalized = normalize(water).normalized
+    assert normalized["model"]["descriptor"]["type"] == "se_e2_a"
+    assert normalized["model"]["descriptor"]["axis_neuron"] == 16
+    assert normalized["model"]["fitting_net"]["neuron"] == [240, 240, 240]
+    assert normalized["training"]["training_data"]["auto_prob"] == "prob_sys_size;0:1:0.25;1:2:.75"
+    assert normalized["training"]["validation_data"]["sys_probs"] == [1.0]
+    assert normalized["training"]["validation_data"]["numb_btch"] == 3
+
+
+def test_a_single_system_is_a_list_of_one(water):
+    water["training"]["training_data"]["systems"] = "data.hdf5#/water"
+    assert normalize(water).settings.training.training_data.systems == ("data.hdf5#/water",)
+
+
+@pytest.mark.parametrize("size", [4, [1, 2], "auto", "auto:64", "max:512", "filter:512", "mixed:8"])
+def test_batch_sizes(water, size):
+    water["training"]["training_data"]["batch_size"] = size
+    found = normalize(water).settings.training.training_data.batch_size
+    assert found == (tuple(size) if isinstance(size, list) else size)
+
+
+@pytest.mark.parametrize("sel", ["auto", "auto:1.2", [46, 92]])
+def test_selections(water, sel):
+    water["model"]["descriptor"]["sel"] = sel
+    assert normalize(water).normalized["model"]["descriptor"]["sel"] == sel
+
+
+def test_neutral_values_of_foreign_keys_ask_for_nothing(water):
+    water["model"].update(pair_exclude_types=[], preset_out_bias=None, srtab_add_bias=True, bridging_method="None")
+    water["model"]["fitting_net"].update(default_fparam=None, dim_case_embd=0, use_aparam_as_mask=False)
+    water["learning_rate"]["scale_by_worker"] = "linear"
+    water["loss"].update(start_pref_h=0.0, limit_pref_gf=0, numb_generalized_coord=0)
+    water["training"].update(acc_freq=1, enable_compile=False, save_dir=None, stat_file_mode="update")
+    water["training"]["training_data"].update(set_prefix="set", min_pair_dist=0.0)
+    water["validating"] = {"full_validation": False, "validation_freq": 5000, "save_best": True}
+    checked = normalize(water)
+    assert checked.notices == ()
+    assert "acc_freq" not in checked.normalized["training"]
+    assert "pair_exclude_types" not in checked.normalized["model"]
+
+
+def test_keys_without_effect_are_noticed(water):
+    water["learning_rate"]["scale_by_worker"] = "sqrt"
+    water["model"]["data_bias_nsample"] = 3
+    notices = normalize(water).notices
+    assert [notice.split(" has no effect here")[0] for notice in notices] == [
+        "model/data_bias_nsample",
+        "learning_rate/scale_by_worker",
+    ]
+
+
+def test_null_means_left_out_where_nothing_is_the_default(water):
+    water["training"].update(seed=None, validation_data=None, numb_epoch=None)
+    water["learning_rate"]["decay_rate"] = None
+    training = normalize(water).settings.training
+    assert training.seed is None
+    assert training.validation_data is None
+
+
+def test_settings_are_frozen_and_hold_to_their_rules(water):
+    settings = normalize(water).settings
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.training.seed = 1
+    with pytest.raises(ValueError, match="rcut_smth: must not exceed rcut"):
+        SeE2ASettings(rcut=3.0, rcut_smth=4.0)
+    with pytest.raises(ValueError, match="loss_func: must be one of 'mse', 'mae'; found 'rmse'"):
+        EnerLossSettings(loss_func="rmse")
+
+
+def test_out_json(tmp_path, water):
+    checked = normalize(water)
+    path = tmp_path / "out.json"
+    path.write_text("old")
+    dump(checked.normalized, path)
+    assert load(path) == checked
+    text = path.read_text()
+    assert text.startswith('{\n    "model": {\n        "type_map": [')
+    dump(load(path).normalized, path)
+    assert path.read_text() == text
+    assert os.listdir(tmp_path) == ["out.json"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def test_dump_leaves_the_old_file_when_it_fails(tmp_path):
+    path = tmp_path / "out.json"
+    path.write_text("old")
+    with pytest.raises(TypeError):
+        dump({"a": object()}, path)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["out.json"]
+
+
+def test_yaml_input(tmp_path, water):
+    path = tmp_path / "input.yaml"
+    path.write_text(
+        "model:\n"
+        "  type_map: [No, H]\n"
+        "  descriptor: {type: se_e2_a, rcut: 6, sel: [46, 92], axis_neuron: 4}\n"
+        "learning_rate: {start_lr: 1e-3}\n"
+        "training:\n"
+        "  training_data: {systems: data}\n"
+        "  numb_steps: 1e6\n"
+        "  tensorboard: true\n"
+    )
+    settings = load(path).settings
+    assert settings.model.type_map == ("No", "H")
+    assert settings.learning_rate.start_lr == 1e-3
+    assert settings.training.numb_steps == 1_000_000
+    assert settings.training.tensorboard is True
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.json",
+            '{"model": {,}}',
+            "is not JSON: Expecting property name enclosed in double quotes at line 1, column 12",
+        ),
+        ("a.json", "[1]", "must hold an object with sections; found the list [1]"),
+        ("a.yaml", "model: [1,\n", "is not YAML: "),
+        ("a.json", '{"training": {"seed": 1, "_c": 1, "_c": 2, "seed": 2}}', "training/seed: is given more than once"),
+        ("a.yml", "training:\n  seed: 1\n  seed: 2\n", "training/seed: is given more than once"),
+        ("a.json", b'{"model": "\xff"}', "cannot be read: it is not UTF-8 text"),
+        ("a.json", None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, text, message):
+    path = tmp_path / name
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InputError) as error:
+        load(path)
+    assert str(error.value).startswith(f"1 problem in {path}:\n  {message}")
+
+
+def test_importing_the_room_does_not_import_torch():
+    code = "import sys, deepmd_muon.argcheck.document; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
