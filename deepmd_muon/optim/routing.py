@@ -143,7 +143,9 @@ class RouteTable(Sequence[RouteEntry]):
                 )
             names = group.get("param_names") or [unnamed(number, i) for i in range(len(group["routes"]))]
             for name, shape, view, chosen in zip(names, group["shapes"], group["views"], group["routes"], strict=True):
-                entries.append(RouteEntry(name, tuple(shape), MatrixView.parse(view), chosen, "recorded"))
+                entries.append(
+                    RouteEntry(canonical_name(name), tuple(shape), MatrixView.parse(view), chosen, "recorded")
+                )
         return cls(entries)
 
     def manifest(self) -> dict[str, Any]:

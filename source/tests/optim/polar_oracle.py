@@ -1,0 +1,82 @@
+"""What the polar factor tests compare with: float64 singular value decompositions and matrices of known spectrum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.polar import SCHEDULES, Schedule
+
+# Singular values at or below this share of the largest one are rounding errors of a float32 input.
+RESOLUTION = 1e-7
+
+
+def spectrum(kind: str, m: int) -> Tensor:
+    """Return m singular values, largest first; 'gaussian' is not a spectrum but a kind of matrix."""
+    if kind.startswith("rank"):
+        rank = int(kind.removeprefix("rank")) if kind != "rank-deficient" else max(1, m - 8)
+        return torch.cat([torch.ones(min(rank, m)), torch.zeros(m - min(rank, m))]).double()
+    if kind.startswith("log"):
+        return torch.logspace(0, -float(kind.removeprefix("log")), m, dtype=torch.float64)
+    assert kind == "constant"
+    return torch.ones(m, dtype=torch.float64)
+
+
+def matrices(kind: str, batch: int, m: int, n: int, seed: int = 0) -> Tensor:
+    """Return float32 matrices (batch, m, n) of a kind of spectrum."""
+    generator = torch.Generator().manual_seed(seed)
+    gaussian = torch.randn(batch, m, n, generator=generator, dtype=torch.float64)
+    if kind == "gaussian" or batch == 0:
+        return gaussian.float()
+    if kind == "one-hot":
+        x = torch.zeros(batch, m, n)
+        x[:, m // 2, n // 3] = 1.0
+        return x
+    u, _, vh = torch.linalg.svd(gaussian, full_matrices=False)
+    return ((u * spectrum(kind, min(m, n))) @ vh).float()
+
+
+def decomposed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return U, σ / ‖X‖_F and Vᵀ of matrices (batch, m, n) in float64, whatever their scale."""
+    x = x.double()
+    x = x / x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    return u, s / torch.linalg.vector_norm(s, dim=-1, keepdim=True).clamp_min(1e-300), vh
+
+
+def mapped(sigma: Tensor, schedule: Schedule) -> Tensor:
+    """Apply a schedule's scalar map in float64."""
+    for a, b, c in schedule.coefficients:
+        sigma = sigma * (a + sigma**2 * (b + sigma**2 * c))
+    return sigma
+
+
+def oracle(x: Tensor, schedule: str | Schedule = "8+2") -> Tensor:
+    """Return U f(Σ) Vᵀ in float64, singular values below the input's resolution left out."""
+    schedule = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
+    u, s, vh = decomposed(x)
+    values = torch.where(s > RESOLUTION * s[..., :1], mapped(s, schedule), 0.0)
+    return (u * values[..., None, :]) @ vh
+
+
+def noise_fraction(x: Tensor, o: Tensor) -> Tensor:
+    """Return, per matrix, the share of ‖O‖² that is not along the singular pairs of X."""
+    u, s, vh = decomposed(x)
+    along = torch.einsum("bij,bik,bkj->bj", u, o.double(), vh.mT)
+    along = torch.where(s > RESOLUTION * s[..., :1], along, 0.0)
+    total = o.double().square().sum(dim=(-2, -1))
+    return torch.where(total > 0, 1.0 - along.square().sum(-1) / total, 0.0)
+
+
+def error_inside(x: Tensor, o: Tensor, schedule: str | Schedule, threshold: float) -> Tensor:
+    """Return, per matrix, the relative error to the schedule in float64, along singular pairs above a threshold.
+
+    `threshold` is a share of the largest singular value.
+    """
+    u, s, vh = decomposed(x)
+    inside = (s > threshold * s[..., :1]).double()
+    difference = u.mT @ (o.double() - oracle(x, schedule)) @ vh.mT
+    difference = difference * inside[..., :, None] * inside[..., None, :]
+    schedule = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
+    norm = (mapped(s, schedule) * inside).square().sum(-1).sqrt()
+    return difference.square().sum(dim=(-2, -1)).sqrt() / norm

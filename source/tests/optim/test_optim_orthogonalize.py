@@ -1,0 +1,214 @@
+"""The polar factor against float64 singular value decompositions: quality, scales, shapes, special values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from polar_oracle import error_inside, matrices, noise_fraction, oracle, spectrum
+
+from deepmd_muon.optim import orthogonalize
+from deepmd_muon.optim.polar import SCHEDULES, orthogonalize_matrices
+from deepmd_muon.optim.polar.newton_schulz import arrange
+
+SHAPES = [
+    *[(1, 1), (1, 8), (2, 1), (5, 7), (16, 16), (17, 33), (25, 50), (63, 65), (65, 64), (127, 129), (128, 384)],
+    *[(240, 240), (241, 1607)],
+]
+SPECTRA = ["gaussian", "rank1", "rank8", "rank-deficient", "log3", "log5", "log6", "log8", "constant", "one-hot"]
+
+
+def identify(shape):
+    return f"{shape[0]}x{shape[1]}"
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=identify)
+def test_default_schedule_keeps_its_promise_on_every_spectrum(shape, precision):
+    batch = 3 if shape[0] < 200 else 1
+    for kind in SPECTRA if shape[1] < 1000 else ("gaussian", "rank8", "log6"):
+        x = matrices(kind, batch, *shape)
+        o = orthogonalize(x, precision=precision)
+        assert o.shape == x.shape
+        assert o.dtype == x.dtype
+        assert error_inside(x, o, "8+2", threshold=1e-3).max() <= 3e-3, kind
+        assert noise_fraction(x, o).max() <= 1e-3, kind
+
+
+@pytest.mark.parametrize("schedule", ["keller-jordan", "polar-express"])
+@pytest.mark.parametrize("gram", [True, False])
+def test_other_schedules_follow_their_scalar_map_in_both_forms(schedule, gram):
+    for shape in ((5, 7), (25, 50), (65, 64), (50, 25), (64, 256)):
+        for kind in ("gaussian", "rank1", "rank-deficient", "log3", "log6"):
+            x = matrices(kind, 2, *shape)
+            o = orthogonalize(x, schedule, gram=gram)
+            assert error_inside(x, o, schedule, threshold=1e-3).max() <= 2e-4, (shape, kind)
+            assert noise_fraction(x, o).max() <= 1e-4, (shape, kind)
+
+
+@pytest.mark.parametrize("gram", [True, False])
+def test_float64_reaches_float64(gram):
+    x = matrices("log3", 2, 24, 60).double()
+    o = orthogonalize(x, precision="float64", gram=gram)
+    assert torch.linalg.matrix_norm(o - oracle(x)).max() < 1e-9
+
+
+def test_rank_four_has_energy_four():
+    x = matrices("rank4", 1, 64, 64)
+    assert orthogonalize(x, precision="float16").square().sum().item() == pytest.approx(4.0, rel=5e-3)
+    assert orthogonalize(x, precision="float32").square().sum().item() == pytest.approx(4.0, rel=5e-3)
+
+
+def test_storing_operands_in_bfloat16_is_noisier_and_that_is_why_auto_is_not():
+    x = matrices("rank1", 1, 64, 64)
+    noise = {p: noise_fraction(x, orthogonalize(x, precision=p)).item() for p in ("float32", "float16", "bfloat16")}
+    assert noise["float32"] < 2e-4
+    assert noise["float16"] < 2e-4
+    assert 1e-3 < noise["bfloat16"] < 0.1
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-7, 1.0, 1e7, 1e20, 1e30])
+def test_scale_does_not_matter(scale):
+    x = matrices("gaussian", 2, 16, 40)
+    expected = orthogonalize(x)
+    assert torch.allclose(orthogonalize(x * scale), expected, atol=2e-6)
+
+
+def test_denormal_and_extreme_float64_inputs():
+    x = matrices("gaussian", 1, 8, 12).double()
+    expected = oracle(x)
+    for scale in (1e-300, 1e300):
+        assert torch.allclose(orthogonalize(x * scale), expected, atol=1e-5)
+    tiny = (x * 2.0**-140).float()  # below the smallest normal float32: a few bits are left
+    assert torch.allclose(orthogonalize(tiny).double(), oracle(tiny), atol=1e-4)
+
+
+def test_zeros_stay_exactly_zero_and_the_input_is_not_changed():
+    x = torch.zeros(3, 6, 9)
+    x[1] = matrices("gaussian", 1, 6, 9)[0]
+    before = x.clone()
+    o = orthogonalize(x)
+    assert torch.equal(o[0], torch.zeros(6, 9))
+    assert torch.equal(o[2], torch.zeros(6, 9))
+    assert torch.allclose(o[1].double(), oracle(x[1:2])[0], atol=1e-5)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (4, 40), (7, 7), (1, 5)], ids=identify)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_matrix_leaves_its_neighbours_bitwise_alone(shape, bad):
+    x = matrices("gaussian", 4, *shape)
+    expected = orthogonalize(x)
+    x[2, 0, 0] = bad
+    o = orthogonalize(x)
+    assert torch.isnan(o[2]).any()
+    for i in (0, 1, 3):
+        assert torch.equal(o[i], expected[i])
+
+
+def test_vectors_are_normalized_exactly_whatever_the_schedule():
+    x = matrices("gaussian", 5, 1, 33)
+    for schedule in SCHEDULES:
+        for v in (x, x.mT):
+            o = orthogonalize(v, schedule)
+            assert torch.allclose(o, v / torch.linalg.matrix_norm(v)[:, None, None], atol=1e-7)
+
+
+def test_rank_one_keeps_its_sign():
+    for precision in ("float32", "float16"):
+        for seed in range(5):
+            x = matrices("rank1", 1, 20, 30, seed=seed)
+            o = orthogonalize(x, precision=precision)
+            cosine = (o * x).sum() / (torch.linalg.matrix_norm(o) * torch.linalg.matrix_norm(x))
+            assert cosine.item() > 0.999
+
+
+def test_views_of_every_stride():
+    base = matrices("gaussian", 1, 12, 40)[0]
+    expected = oracle(base[None])[0]
+    strided = torch.zeros(24, 80)[::2, ::2]
+    strided.copy_(base)
+    offset = torch.cat([torch.full((1, 40), 7.0), base])[1:]
+    transposed = base.T.contiguous().T
+    for x in (strided, offset, transposed):
+        assert torch.allclose(orthogonalize(x).double(), expected, atol=1e-5)
+    expanded = base[:, :1].expand(12, 40)
+    assert torch.allclose(orthogonalize(expanded).double(), oracle(expanded[None])[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dtypes(dtype):
+    x = matrices("gaussian", 1, 10, 30).to(dtype)
+    o = orthogonalize(x)
+    assert o.dtype == dtype
+    assert torch.allclose(o.double(), oracle(x), atol=torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5)
+
+
+def test_leading_dimensions_and_empty_batches():
+    x = matrices("gaussian", 6, 5, 8)
+    o = orthogonalize(x.reshape(2, 3, 5, 8))
+    assert torch.allclose(o.reshape(6, 5, 8), orthogonalize(x), atol=1e-6)
+    assert orthogonalize(torch.zeros(0, 5, 8)).shape == (0, 5, 8)
+    assert orthogonalize(torch.zeros(2, 0, 8)).shape == (2, 0, 8)
+
+
+def test_a_batch_of_133_equals_its_members():
+    x = matrices("gaussian", 133, 8, 16)
+    together = orthogonalize(x)
+    alone = torch.stack([orthogonalize(m) for m in x])
+    assert torch.allclose(together, alone, atol=2e-6)
+
+
+def test_matrices_of_different_shapes_together_equal_each_alone():
+    shapes = [(2, 8, 40), (1, 40, 8), (3, 8, 8), (1, 8, 20), (1, 1, 7), (1, 30, 30)]
+    xs = [matrices("gaussian", *shape, seed=i) for i, shape in enumerate(shapes)]
+    for x, o in zip(xs, orthogonalize_matrices(xs, "8+2"), strict=True):
+        assert torch.allclose(o, orthogonalize(x), atol=2e-6)
+
+
+def test_gpu_arrangement_shares_batches_by_small_dimension():
+    shapes = ((1, 8, 40), (1, 8, 10), (2, 12, 8))
+    on_gpu = arrange(shapes, gram=False, on_gpu=True)
+    assert [(lot.rows, lot.columns, lot.members) for lot in on_gpu] == [(8, 40, (0, 1, 2))]
+    on_cpu = arrange(shapes, gram=False, on_gpu=False)
+    assert [(lot.columns, lot.members) for lot in on_cpu] == [(40, (0,)), (10, (1,)), (12, (2,))]
+    gram = arrange(shapes, gram=True, on_gpu=False)
+    assert [(lot.gram, lot.members) for lot in gram] == [(True, (0,)), (False, (1,)), (False, (2,))]
+
+
+@pytest.mark.parametrize(
+    ("x", "schedule", "message"),
+    [
+        (torch.zeros(3), "8+2", r"real matrices of shape \(\.\.\., m, n\); found shape \(3,\)"),
+        (torch.zeros(3, 3, dtype=torch.complex64), "8+2", "complex64"),
+        (torch.zeros(3, 3, dtype=torch.int64), "8+2", "int64"),
+        (torch.zeros(3, 3), "sesame", "unknown schedule 'sesame'; known are 8[+]2"),
+    ],
+)
+def test_what_cannot_be_orthogonalized_is_refused(x, schedule, message):
+    with pytest.raises(ValueError, match=message):
+        orthogonalize(x, schedule)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_bands_hold_from_the_cutoff_to_one(name):
+    schedule = SCHEDULES[name]
+    sigma = torch.logspace(torch.log10(torch.tensor(schedule.cutoff)).item(), 0, 20001, dtype=torch.float64)
+    reached = schedule(sigma.clamp(schedule.cutoff, 1.0).tolist())
+    low, high = schedule.band
+    assert low <= min(reached)
+    assert max(reached) <= high
+    assert schedule.source
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_do_not_flip_or_diverge_when_rounding_lifts_the_norm(name):
+    # Half-precision operands can put the largest singular value a little above one.
+    lifted = SCHEDULES[name]([1.0, 1.002, 1.005, 1.01])
+    assert all(0.5 < value < 1.5 for value in lifted)
+
+
+def test_spectra_are_what_their_names_say():
+    assert spectrum("rank-deficient", 20).sum() == 12
+    x = matrices("log5", 1, 30, 40)
+    s = torch.linalg.svdvals(x.double())[0]
+    assert (s[0] / s[-1]).item() == pytest.approx(1e5, rel=0.05)

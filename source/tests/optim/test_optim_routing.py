@@ -1,0 +1,235 @@
+"""Routes and views: DeePMD's rules, the user's own patterns, names and wrappers, tables as values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepmd_muon.optim import RouteTable, RoutingRules
+from deepmd_muon.optim.errors import ForeignStateError
+from deepmd_muon.optim.routing import canonical_name, choose_route, leaf_name
+from deepmd_muon.optim.views import MatrixView, effective_shape, matrix_view
+
+MODES = ("2d", "flat", "slice")
+shapes = st.lists(st.integers(1, 9), min_size=0, max_size=5).map(tuple)
+names = st.text("abW_.019B", min_size=1, max_size=20)
+
+
+def route(name, shape, **rules):
+    entry = choose_route(name, shape, RoutingRules(**rules))
+    return entry.route, str(entry.view or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        # names come before shapes, in DeePMD's order
+        ("net.b", (4, 5), ("adam", "")),
+        ("net.bias", (4, 5), ("adam", "")),
+        ("net.Bias_hh", (4, 5), ("adam", "")),
+        ("net.adamw_bias", (4, 5), ("adam", "")),
+        ("net.adam_scale", (4, 5), ("adam", "")),
+        ("net.ADAM_scale", (4, 5), ("adam", "")),
+        ("net.adamw_scale", (4, 5), ("adamw", "")),
+        ("net.adamw_scale", (5,), ("adamw", "")),
+        ("net.adamant", (4, 5), ("muon", "1x4x5")),
+        ("bias.matrix", (4, 5), ("muon", "1x4x5")),
+        ("net.bb", (4, 5), ("muon", "1x4x5")),
+        # the leaf is the last segment that is not a number
+        ("net.bias.0", (4, 5), ("adam", "")),
+        ("net.adamw_list.3.12", (4, 5), ("adamw", "")),
+        ("layers.0.matrix.1", (4, 5), ("muon", "1x4x5")),
+        # effective rank
+        ("w", (), ("adam", "")),
+        ("w", (7,), ("adam", "")),
+        ("w", (1, 25), ("adam", "")),
+        ("w", (240, 1), ("adam", "")),
+        ("w", (1, 1), ("adam", "")),
+        ("w", (4, 1, 5), ("muon", "1x4x5")),
+    ],
+)
+def test_rules_in_order(name, shape, expected):
+    for mode in MODES:
+        assert route(name, shape, muon_mode=mode) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "mode", "expected"),
+    [
+        ((3, 4, 5), "2d", ("adamw", "")),
+        ((3, 4, 5), "flat", ("muon", "1x12x5")),
+        ((3, 4, 5), "slice", ("muon", "3x4x5")),
+        ((2, 3, 4, 5), "2d", ("adamw", "")),
+        ((2, 3, 4, 5), "flat", ("muon", "1x24x5")),
+        ((2, 3, 4, 5), "slice", ("muon", "6x4x5")),
+        ((2, 1, 4, 1, 5), "slice", ("muon", "2x4x5")),
+        ((2, 1, 4, 1, 5), "flat", ("muon", "1x8x5")),
+    ],
+)
+def test_modes(shape, mode, expected):
+    assert route("w", shape, muon_mode=mode) == expected
+
+
+def test_small_matrices_take_adam():
+    assert route("w", (4, 50), min_matrix_dim=5) == ("adam", "")
+    assert route("w", (5, 50), min_matrix_dim=5) == ("muon", "1x5x50")
+    assert route("w", (9, 4, 50), min_matrix_dim=5) == ("adam", "")
+    assert route("w", (9, 4, 50), min_matrix_dim=5, muon_mode="flat") == ("muon", "1x36x50")
+
+
+def test_patterns_come_first_and_see_the_whole_name():
+    rules = {"adam_patterns": ("*.embedding.*",), "adamw_patterns": ("head.*", "*.bias")}
+    assert route("model.embedding.weight", (4, 5), **rules) == ("adam", "")
+    assert route("head.weight", (4, 5), **rules) == ("adamw", "")
+    assert route("layer.bias", (5,), **rules) == ("adamw", "")
+    assert route("my.head.weight", (4, 5), **rules) == ("muon", "1x4x5")
+
+
+def test_without_a_name_only_shapes_count():
+    assert route(None, (4, 5), adam_patterns=("*",)) == ("muon", "1x4x5")
+    assert route(None, (5,)) == ("adam", "")
+
+
+def test_reasons_say_what_decided():
+    rules = RoutingRules(min_matrix_dim=5, adam_patterns=("emb*",))
+    reasons = {
+        ("a.bias", (4,)): "leaf 'bias' is a bias",
+        ("adam_x", (4,)): "leaf 'adam_x' asks for Adam",
+        ("adamw_x", (4,)): "leaf 'adamw_x' asks for AdamW",
+        ("emb", (9, 9)): "matches adam_patterns 'emb*'",
+        ("w", (9,)): "effective rank 1",
+        ("w", (4, 9)): "smaller dimension 4 is below min_matrix_dim 5",
+        ("w", (9, 9)): "matrix in mode 'slice'",
+    }
+    for (name, shape), reason in reasons.items():
+        assert choose_route(name, shape, rules).reason == reason
+    frozen = choose_route("w", (9, 9), rules, trainable=False)
+    assert (frozen.route, frozen.view, frozen.reason) == ("frozen", None, "requires_grad is False")
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        "module.net.0.weight",
+        "module.module.net.0.weight",
+        "_orig_mod.net.0.weight",
+        "module._orig_mod.net.0.weight",
+        "net._fsdp_wrapped_module.0.weight",
+        "net.0._checkpoint_wrapped_module.weight",
+        "model.Default.net.0.weight",
+        "module.model.Default.net.0.weight",
+    ],
+)
+def test_wrappers_do_not_change_a_name(wrapped):
+    assert canonical_name(wrapped) == "net.0.weight"
+    assert choose_route(wrapped, (4, 5), RoutingRules()).name == "net.0.weight"
+
+
+def test_names_that_only_look_wrapped_stay():
+    assert canonical_name("my_module.weight") == "my_module.weight"
+    assert canonical_name("net.module.weight") == "net.module.weight"
+    assert canonical_name("x_orig_mod.weight") == "x_orig_mod.weight"
+
+
+def test_leaf_names():
+    assert leaf_name("a.B.0.12") == "b"
+    assert leaf_name("weight") == "weight"
+    assert leaf_name("0.1") == ""
+
+
+@given(names, shapes, st.sampled_from(MODES))
+def test_deepmd_rules_as_an_independent_program(name, shape, mode):
+    segments = [s for s in canonical_name(name).lower().split(".") if s and not s.isdigit()]
+    leaf = segments[-1] if segments else ""
+    dims = [d for d in shape if d != 1]
+    if leaf == "b" or "bias" in leaf or leaf.startswith("adam_"):
+        expected = "adam"
+    elif leaf.startswith("adamw_"):
+        expected = "adamw"
+    elif len(dims) < 2:
+        expected = "adam"
+    elif mode == "2d" and len(dims) > 2:
+        expected = "adamw"
+    else:
+        expected = "muon"
+    entry = choose_route(name, shape, RoutingRules(muon_mode=mode))
+    assert entry.route == expected
+    assert (entry.view is not None) == (expected == "muon")
+
+
+@given(shapes, st.sampled_from(MODES))
+def test_views_hold_every_element_once(shape, mode):
+    view = matrix_view(shape, mode)
+    if view is None:
+        assert len(effective_shape(shape)) < 2 or mode == "2d"
+        return
+    assert math.prod(view.shape) == math.prod(shape)
+    assert view.columns == effective_shape(shape)[-1]
+    if mode != "flat":
+        assert view.rows == effective_shape(shape)[-2]
+    assert MatrixView.parse(str(view)) == view
+
+
+@pytest.mark.parametrize("text", ["3x4", "axbxc", "1x2x3x4", " 1x2x3"])
+def test_a_view_that_cannot_be_read_is_refused(text):
+    with pytest.raises(ValueError, match="a matrix view looks like '1x240x1600'"):
+        MatrixView.parse(text)
+
+
+def table(*parameters):
+    return RouteTable([choose_route(name, shape, RoutingRules()) for name, shape in parameters])
+
+
+def test_tables_are_values():
+    first = table(("a.weight", (4, 5)), ("a.bias", (5,)))
+    same = table(("module.a.weight", (4, 5)), ("module.a.bias", (5,)))
+    assert first == same
+    assert hash(first) == hash(same)
+    assert first != table(("a.weight", (4, 6)), ("a.bias", (5,)))
+    assert len(first) == 2
+    assert first[0].name == "a.weight"
+    assert first[1:] == table(("a.bias", (5,)))
+    assert [entry.route for entry in first] == ["muon", "adam"]
+    assert first[0].placement == "muon 1x4x5"
+
+
+def test_tables_print():
+    text = str(table(("a.weight", (4, 5)), ("scale", ())))
+    assert text.splitlines() == [
+        "name      shape   view   route  reason",
+        "a.weight  4x5     1x4x5  muon   matrix in mode 'slice'",
+        "scale     scalar  -      adam   effective rank 0",
+    ]
+    assert table(("a.weight", (4, 5)), ("a.bias", (5,))).summary() == (
+        "muon 1 parameters (20 weights, 80.0 %); adam 1 parameters (5 weights, 20.0 %)"
+    )
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(names, shapes), max_size=6, unique_by=lambda item: canonical_name(item[0])))
+def test_manifests_survive(parameters):
+    routing = table(*parameters)
+    group = {"params": list(range(len(routing))), "param_names": [name for name, _ in parameters]}
+    read = RouteTable.from_manifest([{**group, **routing.manifest()}])
+    assert [(e.name, e.shape, e.view, e.route) for e in read] == [(e.name, e.shape, e.view, e.route) for e in routing]
+
+
+def test_manifests_hold_plain_values_only():
+    manifest = table(("a.weight", (4, 5)), ("a.bias", (5,))).manifest()
+    assert manifest == {
+        "routing_version": 1,
+        "routes": ["muon", "adam"],
+        "views": ["1x4x5", ""],
+        "shapes": [[4, 5], [5]],
+    }
+
+
+def test_manifests_of_later_versions_and_missing_ones_are_refused():
+    manifest = table(("a.weight", (4, 5))).manifest()
+    with pytest.raises(ForeignStateError, match="version 99; this release reads up to version 1"):
+        RouteTable.from_manifest([{"params": [0], **manifest, "routing_version": 99}])
+    with pytest.raises(ForeignStateError, match=r"param_groups\[0\] carries no routing manifest"):
+        RouteTable.from_manifest([{"params": [0]}])

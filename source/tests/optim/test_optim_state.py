@@ -1,0 +1,253 @@
+"""State dicts: exact restarts, matching by name, mismatches that are named, foreign states that are recognised."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from deepmd_muon.optim import HybridMuon, RouteTable, RoutingMismatchError
+from deepmd_muon.optim.errors import ForeignStateError
+
+
+class Net(nn.Module):
+    """A matrix, a batch of matrices, biases and a decayed scale."""
+
+    def __init__(self, dtype=torch.float32, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(6, 9, dtype=dtype)
+        self.experts = nn.Parameter(torch.randn(3, 9, 5, dtype=torch.float64).to(dtype))
+        self.adamw_scale = nn.Parameter(torch.ones(5, dtype=dtype))
+
+    def forward(self, x):
+        return torch.einsum("bi,eij->bj", torch.tanh(self.first(x)), self.experts) * self.adamw_scale
+
+
+def train(model, optimizer, steps, start=0):
+    dtype = next(model.parameters()).dtype
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(4, 6, generator=generator, dtype=torch.float64).to(dtype)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def through_file(obj):
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def equal_states(first, second):
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+        assert value.dtype == second[key].dtype, key
+        assert torch.equal(value, second[key]), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_training_goes_on_bitwise_as_if_never_stopped(dtype):
+    straight = Net(dtype)
+    optimizer = HybridMuon(straight.named_parameters(), 0.02)
+    train(straight, optimizer, 8)
+
+    stopped = Net(dtype)
+    first = HybridMuon(stopped.named_parameters(), 0.02)
+    train(stopped, first, 5)
+    saved = through_file({"model": stopped.state_dict(), "optimizer": first.state_dict()})
+
+    resumed = Net(dtype, seed=7)
+    second = HybridMuon(resumed.named_parameters(), 0.02)
+    resumed.load_state_dict(saved["model"])
+    second.load_state_dict(saved["optimizer"])
+    train(resumed, second, 3, start=5)
+    for (name, p), q in zip(straight.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        equal_states(optimizer.state[p], second.state[q])
+
+
+def test_loaded_state_is_a_copy():
+    model = Net()
+    optimizer = HybridMuon(model.named_parameters())
+    train(model, optimizer, 1)
+    saved = optimizer.state_dict()
+    other = HybridMuon(Net().named_parameters())
+    other.load_state_dict(saved)
+    kept = saved["state"][0]["momentum_buffer"].clone()
+    train(Net(seed=3), other, 0)
+    next(iter(other.state.values()))["momentum_buffer"].add_(1.0)
+    assert torch.equal(saved["state"][0]["momentum_buffer"], kept)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.permutations(range(4)))
+def test_a_reordered_model_loads_by_name(order):
+    model = Net()
+    optimizer = HybridMuon(model.named_parameters())
+    train(model, optimizer, 2)
+    named = list(model.named_parameters())
+    shuffled = HybridMuon([named[i] for i in order])
+    shuffled.load_state_dict(optimizer.state_dict())
+    for _, p in named:
+        equal_states(optimizer.state[p], shuffled.state[p])
+
+
+def test_wrapped_names_load_into_plain_ones_and_back():
+    model = Net()
+    wrapped = HybridMuon([(f"module._orig_mod.{name}", p) for name, p in model.named_parameters()])
+    train(model, wrapped, 2)
+    plain = HybridMuon(model.named_parameters())
+    plain.load_state_dict(wrapped.state_dict())
+    for p in model.parameters():
+        equal_states(wrapped.state[p], plain.state[p])
+    wrapped.load_state_dict(plain.state_dict())
+
+
+def test_a_mismatch_lists_every_parameter_and_changes_nothing():
+    model = Net()
+    optimizer = HybridMuon(model.named_parameters())
+    train(model, optimizer, 1)
+    saved = optimizer.state_dict()
+
+    renamed = [(name.replace("first", "one"), p) for name, p in model.named_parameters()]
+    other = HybridMuon(renamed, muon_mode="flat")
+    train(model, other, 1, start=9)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(RoutingMismatchError) as caught:
+        other.load_state_dict(saved)
+    lines = caught.value.differences
+    assert lines == (
+        "experts: saved: route muon as 3x9x5, shape 3x9x5; present: route muon as 1x27x5, shape 3x9x5",
+        "one.weight: not in the saved state; present: route muon as 1x9x6, shape 9x6",
+        "one.bias: not in the saved state; present: route adam, shape 9",
+        "first.weight: saved: route muon as 1x9x6, shape 9x6; not among the present parameters",
+        "first.bias: saved: route adam, shape 9; not among the present parameters",
+    )
+    assert "5 parameters affected" in str(caught.value)
+    assert all(line in str(caught.value) for line in lines)
+    after = other.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for index, values in before["state"].items():
+        equal_states(values, after["state"][index])
+
+
+def test_shapes_are_checked():
+    saved = HybridMuon([("w", nn.Parameter(torch.zeros(4, 5)))]).state_dict()
+    other = HybridMuon([("w", nn.Parameter(torch.zeros(5, 4)))])
+    with pytest.raises(RoutingMismatchError, match="saved: route muon as 1x4x5, shape 4x5; present: route muon as 1x5"):
+        other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("peer", "kind"),
+    [
+        (torch.optim.Adam, "Adam or AdamW"),
+        (torch.optim.AdamW, "Adam or AdamW"),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "SGD with momentum or a plain Muon"),
+        (torch.optim.Adagrad, "another optimizer"),
+    ],
+)
+def test_states_of_other_optimizers_are_recognised(peer, kind):
+    model = Net()
+    other = peer(model.parameters())
+    train(model, other, 1)
+    with pytest.raises(ForeignStateError, match=f"looks like that of {kind}"):
+        HybridMuon(model.named_parameters()).load_state_dict(other.state_dict())
+
+
+def test_damaged_states_are_refused():
+    model = Net()
+    optimizer = HybridMuon(model.named_parameters())
+    train(model, optimizer, 1)
+    for key, value, message in (
+        ("momentum_buffer", torch.zeros(3, 3), r"momentum_buffer has shape \(3, 3\), the parameter \(3, 9, 5\)"),
+        ("magma_score", torch.zeros(2), r"magma_score has shape \(2,\), the view has 3 matrices"),
+        ("exp_avg", torch.zeros(3, 9, 5), "unexpected state 'exp_avg' on route muon"),
+    ):
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0][key] = value
+        with pytest.raises(RoutingMismatchError, match=f"experts: {message}"):
+            optimizer.load_state_dict(saved)
+
+
+def test_present_settings_win_and_differences_are_logged(caplog):
+    model = Net()
+    saved = HybridMuon(model.named_parameters(), 0.1, weight_decay=0.3, momentum=0.8).state_dict()
+    optimizer = HybridMuon(model.named_parameters(), 0.5, weight_decay=0.2, momentum=0.8)
+    with caplog.at_level("INFO"):
+        optimizer.load_state_dict(saved)
+    (group,) = optimizer.param_groups
+    assert group["weight_decay"] == 0.2
+    assert group["lr"] == 0.1
+    assert [record.getMessage() for record in caplog.records] == ["param_groups[0] weight_decay: now 0.2, saved 0.3"]
+
+
+def test_deepcopy_and_pickle_go_on_bitwise():
+    model = Net()
+    optimizer = HybridMuon(model.named_parameters(), 0.02, workspace=100)
+    train(model, optimizer, 2)
+    for clone in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        other_model, other = clone((model, optimizer))
+        assert other.routing == optimizer.routing
+        assert other.workspace == 100
+        reference, reference_optimizer = copy.deepcopy((model, optimizer))
+        train(reference, reference_optimizer, 2, start=2)
+        train(other_model, other, 2, start=2)
+        for p, q in zip(reference.parameters(), other_model.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+def test_state_keys_and_dtypes():
+    model = Net(torch.bfloat16)
+    optimizer = HybridMuon(model.named_parameters())
+    train(model, optimizer, 1)
+    matrix = optimizer.state[model.experts]
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in matrix.items()} == {
+        "momentum_buffer": (torch.bfloat16, (3, 9, 5)),
+        "magma_score": (torch.float32, (3,)),
+    }
+    vector = optimizer.state[model.adamw_scale]
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in vector.items()} == {
+        "step": (torch.float32, ()),
+        "exp_avg": (torch.float32, (5,)),
+        "exp_avg_sq": (torch.float32, (5,)),
+    }
+
+
+def test_the_manifest_of_a_checkpoint_is_the_routing():
+    model = Net()
+    optimizer = HybridMuon(model.named_parameters(), adamw_patterns=["first.weight"])
+    saved = through_file(optimizer.state_dict())
+    read = RouteTable.from_manifest(saved["param_groups"])
+    assert [(e.name, e.shape, e.view, e.route) for e in read] == [
+        (e.name, e.shape, e.view, e.route) for e in optimizer.routing
+    ]
+    assert [e.route for e in read] == ["muon", "adamw", "adamw", "adam"]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 4), min_size=0, max_size=4).map(tuple), min_size=1, max_size=5),
+    st.sampled_from(["2d", "flat", "slice"]),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_any_state_survives_a_round_trip(shapes, mode, dtype):
+    params = [(f"layer.{i}.weight", nn.Parameter(torch.ones(shape, dtype=dtype))) for i, shape in enumerate(shapes)]
+    optimizer = HybridMuon(params, muon_mode=mode)
+    for i, (_, p) in enumerate(params):
+        p.grad = torch.full_like(p, i + 1.0)
+    optimizer.step()
+    other = HybridMuon([(name, nn.Parameter(p.detach().clone())) for name, p in params], muon_mode=mode)
+    other.load_state_dict(through_file(optimizer.state_dict()))
+    assert other.routing == optimizer.routing
+    for (_, p), q in zip(params, other.param_groups[0]["params"], strict=True):
+        equal_states(optimizer.state[p], other.state[q])

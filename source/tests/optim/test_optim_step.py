@@ -1,0 +1,276 @@
+"""One step and several: against an independent float64 formula, torch's Adam, AdamW and Muon."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from polar_oracle import oracle
+from torch import nn
+
+from deepmd_muon.optim import HybridMuon
+from deepmd_muon.optim.errors import InvalidGradientError
+
+
+def parameter(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype))
+
+
+def gradients(shape, count, seed=1, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+
+
+def magma_factor(score, m, g):
+    """Advance one block's score and return it with the damping factor."""
+    cosine = (m * g).sum().item() / (m.norm().item() * g.norm().item())
+
+    def sigmoid(x):
+        return 1 / (1 + math.exp(-x))
+
+    r = (sigmoid(cosine / 2) - sigmoid(-0.5)) / (sigmoid(0.5) - sigmoid(-0.5))
+    score = 0.9 * score + 0.1 * r
+    return score, 0.1 + 0.9 * score
+
+
+@pytest.mark.parametrize("magma", [True, False])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("lr_adjust", [0.0, 10.0])
+def test_muon_follows_its_formula(magma, nesterov, lr_adjust):
+    p = parameter(24, 10)
+    expected = p.detach().double()
+    m = torch.zeros_like(expected)
+    score = 0.5
+    lr, decay, beta = 0.02, 0.1, 0.9
+    optimizer = HybridMuon(
+        [("w", p)],
+        lr,
+        momentum=beta,
+        weight_decay=decay,
+        lr_adjust=lr_adjust,
+        magma_muon=magma,
+        nesterov=nesterov,
+    )
+    for g in gradients((24, 10), 4):
+        p.grad = g.clone()
+        optimizer.step()
+        g = g.double()
+        m = beta * m + (1 - beta) * g
+        o = oracle((beta * m + (1 - beta) * g if nesterov else m)[None])[0]
+        scale = 0.18 * 24**0.5 if lr_adjust <= 0 else (24 / 10) ** 0.5
+        score, factor = magma_factor(score, m, g)
+        expected = expected * (1 - lr * decay) - lr * scale * (factor if magma else 1.0) * o
+    assert torch.allclose(p.double(), expected, atol=1e-5)
+    state = optimizer.state[p]
+    assert torch.allclose(state["momentum_buffer"].double(), m, atol=1e-6)
+    if magma:
+        assert state["magma_score"].tolist() == pytest.approx([score], abs=1e-6)
+    else:
+        assert "magma_score" not in state
+
+
+def test_slices_are_matrices_of_their_own():
+    whole = parameter(3, 8, 12)
+    parts = [nn.Parameter(part.detach().clone()) for part in whole]
+    together = HybridMuon([("w", whole)], 0.1)
+    apart = HybridMuon([(f"w{i}", part) for i, part in enumerate(parts)], 0.1)
+    for g in gradients((3, 8, 12), 3):
+        whole.grad = g
+        for part, own in zip(parts, g, strict=True):
+            part.grad = own.clone()
+        together.step()
+        apart.step()
+    assert torch.allclose(whole, torch.stack(list(parts)), atol=1e-6)
+    scores = torch.cat([apart.state[part]["magma_score"] for part in parts])
+    assert torch.allclose(together.state[whole]["magma_score"], scores, atol=1e-7)
+
+
+def test_flat_mode_folds_leading_dimensions_into_rows():
+    folded = parameter(3, 8, 5)
+    plain = nn.Parameter(folded.detach().reshape(24, 5).clone())
+    first = HybridMuon([("w", folded)], 0.1, muon_mode="flat")
+    second = HybridMuon([("w", plain)], 0.1)
+    for g in gradients((3, 8, 5), 2):
+        folded.grad, plain.grad = g, g.reshape(24, 5)
+        first.step()
+        second.step()
+    assert torch.equal(folded.reshape(24, 5), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decay", [0.0, 0.05])
+@pytest.mark.parametrize("lr_adjust", [0.0, 10.0])
+def test_adam_routes_equal_torch(dtype, decay, lr_adjust):
+    plain, decayed = parameter(7, dtype=dtype), parameter(7, seed=3, dtype=dtype)
+    twins = [nn.Parameter(p.detach().clone()) for p in (plain, decayed)]
+    lr = 1e-2
+    ours = HybridMuon([("bias", plain), ("adamw_x", decayed)], lr, weight_decay=decay, lr_adjust=lr_adjust)
+    rate = lr if lr_adjust <= 0 else lr / lr_adjust
+    adam = torch.optim.Adam(twins[:1], rate, (0.9, 0.95), 1e-20)
+    adamw = torch.optim.AdamW(twins[1:], rate, (0.9, 0.95), 1e-20, weight_decay=decay)
+    for i in range(20):
+        for p, twin in zip((plain, decayed), twins, strict=True):
+            p.grad = gradients((7,), 1, seed=i, dtype=dtype)[0]
+            twin.grad = p.grad.clone()
+        ours.step()
+        adam.step()
+        adamw.step()
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-14
+    for p, twin in zip((plain, decayed), twins, strict=True):
+        assert torch.allclose(p, twin, rtol=0, atol=tolerance)
+    assert ours.state[plain]["exp_avg"].dtype == dtype
+    assert ours.state[plain]["step"].item() == 20
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_parameters_keep_wide_moments_and_are_rounded_once(dtype):
+    p = parameter(40, dtype=dtype)
+    expected = p.detach().float()
+    optimizer = HybridMuon([("bias", p)], 1e-2)
+    m, v = torch.zeros(40), torch.zeros(40)
+    for t, g in enumerate(gradients((40,), 10, dtype=dtype), start=1):
+        p.grad = g.clone()
+        optimizer.step()
+        m = 0.9 * m + 0.1 * g.float()
+        v = 0.95 * v + 0.05 * g.float() ** 2
+        expected = (expected - 1e-2 * (m / (1 - 0.9**t)) / (v / (1 - 0.95**t)).sqrt()).to(dtype).float()
+    assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+    assert (p.float() - expected).abs().max() <= 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(("scaling", "adjust"), [("rectangular", "original"), ("match_rms", "match_rms_adamw")])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (16, 16)])
+def test_plain_settings_equal_torch_muon(scaling, adjust, nesterov, shape):
+    p = parameter(*shape)
+    twin = nn.Parameter(p.detach().clone())
+    ours = HybridMuon(
+        [("w", p)],
+        0.02,
+        momentum=0.9,
+        weight_decay=0.1,
+        muon_mode="2d",
+        magma_muon=False,
+        nesterov=nesterov,
+        schedule="keller-jordan",
+        scaling=scaling,
+        lr_adjust_coeff=0.2,
+    )
+    peer = torch.optim.Muon([twin], 0.02, 0.1, 0.9, nesterov, adjust_lr_fn=adjust)
+    for g in gradients(shape, 5):
+        p.grad, twin.grad = g.clone(), g.clone()
+        ours.step()
+        peer.step()
+    # The peer iterates in bfloat16: its update is right to about one percent.
+    travelled = (p - parameter(*shape)).norm()
+    assert (p - twin).norm() <= 0.02 * travelled
+
+
+def test_the_adam_rate_can_be_set_apart():
+    p, q = parameter(5), parameter(5)
+    for which, ratio in ((p, None), (q, 0.25)):
+        optimizer = HybridMuon([("bias", which)], 0.1, adam_lr_ratio=ratio)
+        which.grad = torch.ones(5)
+        optimizer.step()
+    start = parameter(5)
+    assert torch.allclose(p, start - 0.1, atol=1e-6)
+    assert torch.allclose(q, start - 0.025, atol=1e-6)
+
+
+def test_missing_gradients_leave_parameters_and_state_alone():
+    p, q = parameter(6, 6), parameter(6, 6, seed=2)
+    optimizer = HybridMuon([("p", p), ("q", q)], 0.1)
+    before = q.detach().clone()
+    p.grad = gradients((6, 6), 1)[0]
+    optimizer.step()
+    assert torch.equal(q, before)
+    assert q not in optimizer.state
+
+
+def test_sparse_gradients_are_refused_before_anything_changes():
+    embedding = nn.Embedding(10, 4, sparse=True)
+    other = parameter(6, 6)
+    before = other.detach().clone()
+    optimizer = HybridMuon([("other", other), ("embedding.weight", embedding.weight)], 0.1)
+    other.grad = torch.ones(6, 6)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(InvalidGradientError, match=r"'embedding\.weight' is sparse.*sparse=False"):
+        optimizer.step()
+    assert torch.equal(other, before)
+
+
+def test_complex_parameters_are_refused():
+    with pytest.raises(ValueError, match=r"real parameters; found torch\.complex64"):
+        HybridMuon([("w", nn.Parameter(torch.zeros(3, 3, dtype=torch.complex64)))])
+
+
+def test_expanded_and_transposed_gradients():
+    p, q = parameter(6, 9), parameter(6, 9)
+    for which, g in ((p, torch.ones(6, 1).expand(6, 9)), (q, torch.ones(6, 9))):
+        optimizer = HybridMuon([("w", which)], 0.1)
+        which.grad = g
+        optimizer.step()
+    assert torch.allclose(p, q, atol=1e-6)
+    p, q = parameter(6, 9), parameter(6, 9)
+    g = gradients((6, 9), 1)[0]
+    for which, own in ((p, g.T.contiguous().T), (q, g)):
+        optimizer = HybridMuon([("w", which)], 0.1)
+        which.grad = own
+        optimizer.step()
+    assert torch.allclose(p, q, atol=1e-6)
+
+
+def test_transposed_parameters_keep_their_meaning():
+    q = parameter(6, 9)
+    p = nn.Parameter(q.detach().T.contiguous().T)
+    assert not p.is_contiguous()
+    for which in (p, q):
+        optimizer = HybridMuon([("w", which)], 0.1)
+        for g in gradients((6, 9), 3):
+            which.grad = g.clone()
+            optimizer.step()
+    assert torch.allclose(p, q, atol=1e-6)
+
+
+def test_zero_gradients_move_nothing_but_the_decay():
+    p = parameter(6, 9)
+    before = p.detach().clone()
+    optimizer = HybridMuon([("w", p)], 0.1, weight_decay=0.01)
+    p.grad = torch.zeros(6, 9)
+    optimizer.step()
+    assert torch.equal(p, before * (1 - 0.1 * 0.01))
+
+
+@pytest.mark.parametrize("workspace", [1, 100, 10**9])
+def test_the_workspace_does_not_change_results(workspace):
+    params = [(f"w{i}", parameter(8, 12, seed=i)) for i in range(5)]
+    optimizer = HybridMuon(params, 0.1, workspace=workspace)
+    for i, (_, p) in enumerate(params):
+        p.grad = gradients((8, 12), 1, seed=i)[0]
+    optimizer.step()
+    for i, (_, p) in enumerate(params):
+        g = gradients((8, 12), 1, seed=i)[0].double()
+        score, factor = magma_factor(0.5, g, g)
+        assert score == pytest.approx(0.55)
+        expected = parameter(8, 12, seed=i).double() * (1 - 1e-4) - 0.1 * 0.18 * 12**0.5 * factor * oracle(g[None])[0]
+        assert torch.allclose(p.double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"momentum": -3}, "momentum: must be >= 0.*found -3"),
+        ({"momentum": 1.0}, "momentum: must be < 1"),
+        ({"muon_mode": "3d"}, "muon_mode: must be one of '2d', 'flat', 'slice'; found '3d'"),
+        ({"lr": -1.0}, "lr must be >= 0; found -1.0"),
+        ({"adam_betas": (0.9, 1.5)}, "adam_beta2: must be"),
+        ({"weight_decay": -0.1}, "weight_decay: must be >= 0"),
+        ({"precision": "int8"}, "precision: must be one of"),
+        ({"min_matrix_dim": 0}, "min_matrix_dim: must be >= 1"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        HybridMuon([("w", parameter(3, 3))], **settings)
