@@ -165,6 +165,11 @@ def neighbor_statistics(
     ------
     NeighborError
         When atoms coincide, a cell has no volume, or `cache` has another cutoff.
+
+    Notes
+    -----
+    Atoms outside of their cell are counted like all others. deepmd-kit 3.2.0's ``neighbor-stat`` does not move
+    them back before it adds images, so for unwrapped trajectories it may report fewer neighbours.
     """
     ntypes = max(number_of_types(system) for system in systems)
     if cache is not None and (cache.rcut != rcut or cache.ntypes != ntypes):

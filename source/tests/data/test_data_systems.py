@@ -5,6 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -372,6 +375,23 @@ def test_fingerprint_follows_the_data_not_the_place(tmp_path):
     for change in ({"energy": arrays["energy"] + 1e-9}, {"coord": arrays["coord"] * 1.001}):
         other = open_systems(write_npy(tmp_path / "other", TYPES, [{**arrays, **change}]))
         assert data_fingerprint(other) != data_fingerprint(here)
+
+
+def test_example_data_are_the_same_in_both_formats():
+    folder = Path(__file__).parents[3] / "examples" / "cu_emt"
+    npy, hdf5 = open_systems(str(folder / "data")), open_systems(str(folder / "cu_emt.hdf5"))
+    assert [s.name.partition("data/")[2] for s in npy] == [s.name.partition("#/")[2] for s in hdf5]
+    for one, other in zip(npy, hdf5, strict=True):
+        assert one.fingerprint() == other.fingerprint()
+        assert one.labels == other.labels >= {"energy", "force"}
+        a, b = one.frames([3, 0, 7]), other.frames([3, 0, 7])
+        np.testing.assert_array_equal(a.coord, b.coord)
+        np.testing.assert_array_equal(a.force, b.force)
+
+
+def test_the_room_does_not_import_torch():
+    command = "import sys, deepmd_muon.data; assert not {'torch', 'vesin'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", command], check=True, timeout=60)
 
 
 # -- joining ---------------------------------------------------------------------------------------------------
