@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 Term = Literal["e", "f", "v", "ae", "pf"]
 Labels = Mapping[str, torch.Tensor | None]
+
+
+_Found: TypeAlias = tuple[torch.Tensor, torch.Tensor] | None
+"""Contribution to the loss and the error to report, or None without a label."""
 
 
 class LossError(ValueError):
@@ -100,8 +104,9 @@ class EnergyLoss:
 
     def prefactor(self, term: Term, lr_fraction: float | torch.Tensor) -> float | torch.Tensor:
         """Weight of a term when the learning rate is `lr_fraction` of its start."""
-        limit = getattr(self, f"limit_pref_{term}")
-        return limit + (getattr(self, f"start_pref_{term}") - limit) * lr_fraction
+        start: float = getattr(self, f"start_pref_{term}")
+        limit: float = getattr(self, f"limit_pref_{term}")
+        return limit + (start - limit) * lr_fraction
 
     def __call__(
         self,
@@ -139,14 +144,15 @@ class EnergyLoss:
         energy = prediction["energy"]
         loss = energy.new_zeros(())
         metrics: dict[str, torch.Tensor] = {}
-        for term, compare in (
-            ("e", self._energy),
-            ("f", self._force),
-            ("pf", self._prefactored),
-            ("v", self._virial),
-            ("ae", self._atomic),
-        ):
-            if not self.has(term):  # type: ignore[arg-type]  # the tuple above holds terms only
+        terms: dict[Term, Callable[[Mapping[str, torch.Tensor], Labels, _Atoms], _Found]] = {
+            "e": self._energy,
+            "f": self._force,
+            "pf": self._prefactored,
+            "v": self._virial,
+            "ae": self._atomic,
+        }
+        for term, compare in terms.items():
+            if not self.has(term):
                 continue
             found = compare(prediction, label, atoms)
             name = f"{'rmse' if self.loss_func == 'mse' else 'mae'}_{term}"
@@ -154,7 +160,7 @@ class EnergyLoss:
                 metrics[name] = energy.new_full((), torch.nan)
                 continue
             value, shown = found
-            loss = loss + self.prefactor(term, lr_fraction) * value  # type: ignore[arg-type]  # as above
+            loss = loss + self.prefactor(term, lr_fraction) * value
             metrics[name] = shown.detach()
         metrics["rmse"] = loss.detach().sqrt()
         return loss, metrics
@@ -236,7 +242,3 @@ class EnergyLoss:
             return value, value
         square = atoms.mean(error * error)
         return (atoms.mean(_huber(error, self._delta(0))) if self.use_huber else square), square.sqrt()
-
-
-_Found = tuple[torch.Tensor, torch.Tensor] | None
-"""Contribution to the loss and the error to report, or None without a label."""

@@ -7,209 +7,188 @@ each function offers both in closed form instead of asking autograd twice.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from deepmd_muon.model.errors import ModelError
 
+SOFTPLUS_LINEAR_ABOVE = 20.0  # torch.nn.functional.softplus's default threshold
+GELU_SCALE, GELU_CUBIC = math.sqrt(2.0 / math.pi), 0.044715  # Hendrycks & Gimpel, arXiv:1606.08415, eq. 2
+SILUT_THRESHOLD = 3.0  # deepmd-kit's, when the name carries none
 
-class Activation(ABC):
-    """A scalar function f applied to every element.
+_Function = Callable[[torch.Tensor], torch.Tensor]
 
-    `keep` is whatever tensor the derivatives are cheapest from: f(h) for tanh, h itself for gelu.
+
+@dataclass(frozen=True)
+class Activation:
+    """A function f applied to every element h, and what its derivatives are cheapest from.
+
+    Attributes
+    ----------
+    value
+        f(h) in a new tensor.
+    slope
+        f′ from the kept tensor, which is h when `keeps_input`, else f(h).
+    curvature
+        f″ from the kept tensor and f′.
+    keeps_input
+        See `slope`.
     """
 
-    keeps_input: bool
+    value: _Function
+    slope: _Function
+    curvature: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    keeps_input: bool = True
 
     def __call__(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return f(h) and the tensor to keep for `slope` and `curvature`; `h` may be overwritten."""
-        if self.keeps_input:
-            return self.value(h), h
-        value = self.value_(h)
+        """Return f(h) and the tensor to keep for the derivatives; `h` may be overwritten."""
+        value = self.value(h)
+        return value, h if self.keeps_input else value
+
+    def value_of(self, keep: torch.Tensor) -> torch.Tensor:
+        """Return f(h) from the kept tensor."""
+        return self.value(keep) if self.keeps_input else keep
+
+    def times_slope(self, keep: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return f′·x in a new tensor."""
+        return self.slope(keep).mul_(x)
+
+    def pull_back_(self, keep: torch.Tensor, tangent: torch.Tensor | None, cotangent: torch.Tensor) -> None:
+        """Turn cotangents of (f(h), f′(h)·tangent) into those of (h, tangent), in place.
+
+        Parameters
+        ----------
+        keep, tangent
+            Shape `(rows, n)`; tangent None when there is no second part.
+        cotangent
+            Shape `(1 or 2, rows, n)`.
+        """
+        slope = self.slope(keep)
+        bend = None if tangent is None else self.curvature(keep, slope).mul_(tangent).mul_(cotangent[1])
+        cotangent *= slope
+        if bend is not None:
+            cotangent[0] += bend
+
+
+@dataclass(frozen=True)
+class Tanh(Activation):
+    """tanh, the activation of nearly every DeePMD model, with its passes over memory fused."""
+
+    def __call__(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Activation`. On CPUs 2σ(2h) − 1 takes half the time of tanh and errs by 2e-16 at most."""
+        value = h.mul_(2.0).sigmoid_().mul_(2.0).sub_(1.0) if h.device.type == "cpu" else h.tanh_()
         return value, value
 
-    @abstractmethod
-    def value(self, h: torch.Tensor) -> torch.Tensor:
-        """Return f(h) in a new tensor."""
+    def times_slope(self, keep: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """See `Activation`."""
+        out: torch.Tensor = torch.ops.aten.tanh_backward(x, keep)
+        return out
 
-    def value_(self, h: torch.Tensor) -> torch.Tensor:
-        """Return f(h), written over h where that is possible."""
-        return self.value(h)
-
-    @abstractmethod
-    def slope(self, keep: torch.Tensor) -> torch.Tensor:
-        """Return f′ from the kept tensor."""
-
-    @abstractmethod
-    def curvature(self, keep: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        """Return f″ from the kept tensor and f′."""
+    def pull_back_(self, keep: torch.Tensor, tangent: torch.Tensor | None, cotangent: torch.Tensor) -> None:
+        """See `Activation`; with f″ = −2·f·f′ the slope is a common factor."""
+        if tangent is not None:
+            cotangent[0].addcmul_(keep * tangent, cotangent[1], value=-2.0)
+        torch.ops.aten.tanh_backward.grad_input(cotangent, keep.expand_as(cotangent), grad_input=cotangent)
 
 
-class Tanh(Activation):
-    """tanh h."""
-
-    keeps_input = False
-
-    def value(self, h: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(h)
-
-    def value_(self, h: torch.Tensor) -> torch.Tensor:
-        return torch.tanh_(h)
-
-    def slope(self, keep: torch.Tensor) -> torch.Tensor:
-        return (keep * keep).neg_().add_(1.0)
-
-    def curvature(self, keep: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        return (keep * slope).mul_(-2.0)
+def _tanh() -> Activation:
+    return Tanh(torch.tanh, lambda t: 1.0 - t * t, lambda t, slope: -2.0 * t * slope, keeps_input=False)
 
 
-class Sigmoid(Activation):
-    """1 / (1 + exp(−h))."""
-
-    keeps_input = False
-
-    def value(self, h: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(h)
-
-    def slope(self, keep: torch.Tensor) -> torch.Tensor:
-        return keep * (1.0 - keep)
-
-    def curvature(self, keep: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        return slope * (1.0 - 2.0 * keep)
+def _sigmoid() -> Activation:
+    return Activation(
+        torch.sigmoid, lambda y: y * (1.0 - y), lambda y, slope: slope * (1.0 - 2.0 * y), keeps_input=False
+    )
 
 
-class Linear(Activation):
-    """The identity."""
-
-    keeps_input = False
-
-    def value(self, h: torch.Tensor) -> torch.Tensor:
-        return h.clone()
-
-    def value_(self, h: torch.Tensor) -> torch.Tensor:
-        return h
-
-    def slope(self, keep: torch.Tensor) -> torch.Tensor:
-        return torch.ones_like(keep)
-
-    def curvature(self, keep: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(keep)
+def _linear() -> Activation:
+    return Activation(torch.clone, torch.ones_like, lambda h, _: torch.zeros_like(h))
 
 
-class ReLU(Activation):
-    """max(h, 0), optionally capped: relu6."""
-
-    keeps_input = True
-
-    def __init__(self, cap: float = math.inf) -> None:
-        self.cap = cap
-
-    def value(self, h: torch.Tensor) -> torch.Tensor:
-        return torch.clamp(h, min=0.0, max=self.cap)
-
-    def slope(self, keep: torch.Tensor) -> torch.Tensor:
-        return ((keep > 0.0) & (keep < self.cap)).to(keep.dtype)
-
-    def curvature(self, keep: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(keep)
+def _relu(cap: float = math.inf) -> Activation:
+    return Activation(
+        lambda h: h.clamp(0.0, cap), lambda h: ((h > 0.0) & (h < cap)).to(h.dtype), lambda h, _: torch.zeros_like(h)
+    )
 
 
-class Softplus(Activation):
-    """log(1 + exp h), linear above 20 as torch has it."""
-
-    keeps_input = True
-    LINEAR_ABOVE = 20.0  # torch.nn.functional.softplus's default threshold
-
-    def value(self, h: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.softplus(h, threshold=self.LINEAR_ABOVE)
-
-    def slope(self, keep: torch.Tensor) -> torch.Tensor:
-        return torch.where(keep > self.LINEAR_ABOVE, 1.0, torch.sigmoid(keep))
-
-    def curvature(self, keep: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        return slope * (1.0 - slope)
+def _softplus() -> Activation:
+    return Activation(
+        torch.nn.functional.softplus,
+        lambda h: torch.sigmoid(h).masked_fill_(h > SOFTPLUS_LINEAR_ABOVE, 1.0),
+        lambda _, slope: slope * (1.0 - slope),
+    )
 
 
-class GELU(Activation):
-    """The tanh form of GELU, which DeePMD means by `gelu` and `gelu_tf` (Hendrycks & Gimpel 2016)."""
+def _gelu() -> Activation:
+    """Build the tanh form of GELU, which DeePMD means by `gelu` as well as `gelu_tf`."""
 
-    keeps_input = True
-    SCALE = math.sqrt(2.0 / math.pi)
-    CUBIC = 0.044715
-
-    def value(self, h: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.gelu(h, approximate="tanh")
-
-    def _inner(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inner(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         square = h * h
-        t = torch.tanh(self.SCALE * h * (1.0 + self.CUBIC * square))
-        return t, self.SCALE * (1.0 + 3.0 * self.CUBIC * square)
+        t = torch.tanh(GELU_SCALE * h * (1.0 + GELU_CUBIC * square))
+        return t, GELU_SCALE * (1.0 + 3.0 * GELU_CUBIC * square)
 
-    def slope(self, keep: torch.Tensor) -> torch.Tensor:
-        t, inner_slope = self._inner(keep)
-        return 0.5 * (1.0 + t) + 0.5 * keep * (1.0 - t * t) * inner_slope
+    def slope(h: torch.Tensor) -> torch.Tensor:
+        t, inner_slope = inner(h)
+        return 0.5 * (1.0 + t) + 0.5 * h * (1.0 - t * t) * inner_slope
 
-    def curvature(self, keep: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        t, inner_slope = self._inner(keep)
-        inner_curvature = 6.0 * self.SCALE * self.CUBIC * keep
-        bend = inner_slope + 0.5 * keep * (inner_curvature - 2.0 * t * inner_slope * inner_slope)
-        return (1.0 - t * t) * bend
+    def curvature(h: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        t, inner_slope = inner(h)
+        inner_curvature = 6.0 * GELU_SCALE * GELU_CUBIC * h
+        return (1.0 - t * t) * (inner_slope + 0.5 * h * (inner_curvature - 2.0 * t * inner_slope * inner_slope))
 
-
-class SiLU(Activation):
-    """h · sigmoid(h)."""
-
-    keeps_input = True
-
-    def value(self, h: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.silu(h)
-
-    def slope(self, keep: torch.Tensor) -> torch.Tensor:
-        sigmoid = torch.sigmoid(keep)
-        return sigmoid * (1.0 + keep * (1.0 - sigmoid))
-
-    def curvature(self, keep: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        sigmoid = torch.sigmoid(keep)
-        return sigmoid * (1.0 - sigmoid) * (2.0 + keep * (1.0 - 2.0 * sigmoid))
+    return Activation(lambda h: torch.nn.functional.gelu(h, approximate="tanh"), slope, curvature)
 
 
-class SiLUT(Activation):
-    """SiLU up to a threshold, beyond it a tanh that continues value and slope (`silut:T`, `custom_silu:T`)."""
+def _silu() -> Activation:
+    def slope(h: torch.Tensor) -> torch.Tensor:
+        sigmoid = torch.sigmoid(h)
+        return sigmoid * (1.0 + h * (1.0 - sigmoid))
 
-    keeps_input = True
+    def curvature(h: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        sigmoid = torch.sigmoid(h)
+        return sigmoid * (1.0 - sigmoid) * (2.0 + h * (1.0 - 2.0 * sigmoid))
 
-    def __init__(self, threshold: float = 3.0) -> None:
-        sigmoid = 1.0 / (1.0 + math.exp(-threshold))
-        self.threshold = threshold
-        self.start = threshold * sigmoid
-        self.rate = sigmoid + threshold * sigmoid * (1.0 - sigmoid)
-        self._silu = SiLU()
-
-    def value(self, h: torch.Tensor) -> torch.Tensor:
-        tail = torch.tanh(self.rate * (h - self.threshold)) + self.start
-        return torch.where(h >= self.threshold, tail, self._silu.value(h))
-
-    def slope(self, keep: torch.Tensor) -> torch.Tensor:
-        t = torch.tanh(self.rate * (keep - self.threshold))
-        return torch.where(keep >= self.threshold, self.rate * (1.0 - t * t), self._silu.slope(keep))
-
-    def curvature(self, keep: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        t = torch.tanh(self.rate * (keep - self.threshold))
-        tail = -2.0 * self.rate * self.rate * t * (1.0 - t * t)
-        return torch.where(keep >= self.threshold, tail, self._silu.curvature(keep, slope))
+    return Activation(torch.nn.functional.silu, slope, curvature)
 
 
-_PLAIN = {
-    "tanh": Tanh,
-    "sigmoid": Sigmoid,
-    "linear": Linear,
-    "none": Linear,
-    "relu": ReLU,
-    "softplus": Softplus,
-    "gelu": GELU,
-    "gelu_tf": GELU,
-    "silu": SiLU,
+def _silut(threshold: float) -> Activation:
+    """Build SiLU up to a threshold, beyond it a tanh that continues value and slope (deepmd-kit's `silut:T`)."""
+    sigmoid = 1.0 / (1.0 + math.exp(-threshold))
+    start = threshold * sigmoid
+    rate = sigmoid + threshold * sigmoid * (1.0 - sigmoid)
+    silu = _silu()
+
+    def tail(h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(rate * (h - threshold))
+
+    def value(h: torch.Tensor) -> torch.Tensor:
+        return torch.where(h >= threshold, tail(h) + start, silu.value(h))
+
+    def slope(h: torch.Tensor) -> torch.Tensor:
+        return torch.where(h >= threshold, rate * (1.0 - tail(h).square()), silu.slope(h))
+
+    def curvature(h: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        t = tail(h)
+        return torch.where(h >= threshold, -2.0 * rate * rate * t * (1.0 - t * t), silu.curvature(h, low))
+
+    return Activation(value, slope, curvature)
+
+
+_BY_NAME: dict[str, Callable[[], Activation]] = {
+    "tanh": _tanh,
+    "sigmoid": _sigmoid,
+    "linear": _linear,
+    "none": _linear,
+    "relu": _relu,
+    "relu6": lambda: _relu(cap=6.0),
+    "softplus": _softplus,
+    "gelu": _gelu,
+    "gelu_tf": _gelu,
+    "silu": _silu,
+    "silut": lambda: _silut(SILUT_THRESHOLD),
+    "custom_silu": lambda: _silut(SILUT_THRESHOLD),
 }
 
 
@@ -221,13 +200,9 @@ def activation(name: str) -> Activation:
     ModelError
         When the name is unknown.
     """
-    lowered = name.lower()
-    if lowered in _PLAIN:
-        return _PLAIN[lowered]()
-    if lowered == "relu6":
-        return ReLU(cap=6.0)
-    kind, _, threshold = lowered.partition(":")
-    if kind in ("silut", "custom_silu"):
-        return SiLUT(float(threshold)) if threshold else SiLUT()
-    known = ", ".join([*sorted(_PLAIN), "relu6", "silut:T", "custom_silu:T"])
-    raise ModelError(f"activation_function {name!r} is not known; known are {known}")
+    kind, _, threshold = name.lower().partition(":")
+    if threshold and kind in ("silut", "custom_silu"):
+        return _silut(float(threshold))
+    if threshold or kind not in _BY_NAME:
+        raise ModelError(f"activation_function {name!r} is not known; known are {', '.join(_BY_NAME)}, silut:T")
+    return _BY_NAME[kind]()

@@ -85,7 +85,8 @@ class EnergyModel(torch.nn.Module):
         out = {"energy": atom_energy.sum(1), "atom_energy": atom_energy}
         if not force:
             return out
-        assert described.pullback is not None and adjoint is not None  # noqa: S101, PT018 - the protocols promise it
+        assert described.pullback is not None
+        assert adjoint is not None
         slope = described.pullback(adjoint)
         out["force"] = _forces(structures, slope)
         if virial:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from deepmd_muon.model.activation import Activation, activation
 from deepmd_muon.model.errors import ModelError
-from deepmd_muon.model.networks import Copies, LayerTensors, Network, NetworkCollection, Stream, dtype_of
+from deepmd_muon.model.networks import Copies, LayerTensors, Network, NetworkCollection, Stream, dtype_of, unflatten
 from deepmd_muon.model.registry import register_fitting
 
 
 def _skip(x: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """Copies of x side by side, as a residual layer adds them."""
+    """Return copies of x side by side, as a residual layer adds them."""
     return torch.cat([x, x], dim=1) if copies == 2 else x
 
 
 def _unskip(x: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """Transpose of `_skip`."""
+    """Apply the transpose of `_skip`."""
     return x.view(x.shape[0], 2, -1).sum(1) if copies == 2 else x
 
 
@@ -31,14 +31,14 @@ class EnergyAndSlope(torch.autograd.Function):
     belong to tangents are the ones the forward pass already has.
 
     Arguments: activation, copies of every hidden layer, x `(n, dim)`, then matrix, bias, idt of every layer.
-    Returns E `(n, 1)` and dE/dx `(n, dim)`.
     """
 
     @staticmethod
-    def forward(  # noqa: D102 - see class
+    def forward(
         ctx: Any, f: Activation, copies: tuple[Copies, ...], x: torch.Tensor, *flat: torch.Tensor | None
     ) -> Any:
-        layers = _unflatten(flat)
+        """Return E `(n, 1)` and dE/dx `(n, dim)`."""
+        layers = unflatten(flat)
         inputs, keeps, adjoints = [x], [], []
         for layer, kind in zip(layers[:-1], copies, strict=True):
             value, keep = f(torch.addmm(layer.bias, inputs[-1], layer.matrix))
@@ -63,12 +63,13 @@ class EnergyAndSlope(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, energy_cotangent: torch.Tensor, slope_cotangent: torch.Tensor) -> Any:  # noqa: D102 - see class
+    def backward(ctx: Any, energy_cotangent: torch.Tensor, slope_cotangent: torch.Tensor) -> Any:
+        """Return the cotangents of x and of every layer's tensors."""
         saved = ctx.saved_tensors
         n_inputs, n_keeps = ctx.counts
         inputs, keeps = saved[:n_inputs], saved[n_inputs : n_inputs + n_keeps]
         adjoints = saved[n_inputs + n_keeps : n_inputs + 3 * n_keeps]
-        layers = _unflatten(saved[n_inputs + 3 * n_keeps :])
+        layers = unflatten(saved[n_inputs + 3 * n_keeps :])
         f: Activation = ctx.activation
         tangents, pre_tangents = [slope_cotangent], []
         for layer, kind, keep in zip(layers[:-1], ctx.copies, keeps, strict=True):
@@ -106,6 +107,9 @@ class EnergyAndSlope(torch.autograd.Function):
         return (None, None, down, *reversed(grads))
 
 
+energy_and_slope: Callable[..., tuple[torch.Tensor, torch.Tensor]] = EnergyAndSlope.apply  # torch leaves it untyped
+
+
 def _energy(f: Activation, copies: tuple[Copies, ...], x: torch.Tensor, layers: Sequence[LayerTensors]) -> torch.Tensor:
     """E alone, as `EnergyAndSlope` returns it, left to autograd."""
     for layer, kind in zip(layers[:-1], copies, strict=True):
@@ -113,10 +117,6 @@ def _energy(f: Activation, copies: tuple[Copies, ...], x: torch.Tensor, layers: 
         out = value if layer.idt is None else value * layer.idt
         x = out + _skip(x, kind) if kind else out
     return torch.addmm(layers[-1].bias, x, layers[-1].matrix)
-
-
-def _unflatten(flat: Sequence[torch.Tensor | None]) -> list[LayerTensors]:
-    return [LayerTensors(*flat[i : i + 3]) for i in range(0, len(flat), 3)]  # type: ignore[arg-type]  # idt may be None
 
 
 @register_fitting("ener")
@@ -156,7 +156,7 @@ class EnergyFitting(torch.nn.Module):
         ntypes = len(type_map)
         self.vacuum = _vacuum(section["atom_ener"], ntypes)
         self.activation = activation(section["activation_function"])
-        dtype = dtype_of(section["precision"])
+        self.dtype = dtype_of(section["precision"])
         stream = Stream(seed if section["seed"] is None else section["seed"]).child(1)
         self.register_buffer("bias_atom_e", torch.zeros(ntypes, 1, dtype=torch.float64))
         self.filter_layers = NetworkCollection(
@@ -165,7 +165,7 @@ class EnergyFitting(torch.nn.Module):
                     (dim_in, *section["neuron"]),
                     1,
                     timestep=section["resnet_dt"],
-                    dtype=dtype,
+                    dtype=self.dtype,
                     stream=stream.child(index),
                 )
                 for index in range(ntypes)
@@ -179,9 +179,8 @@ class EnergyFitting(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return atomic energies `(nreal,)` [eV] and dE/dD `(nreal, dim_in)`; see `Fitting`."""
         energies, slopes = [], []
-        first = self.filter_layers[0].layers[0].matrix
-        x = descriptor.to(first.dtype)
-        for index, part in enumerate(x.split(type_counts)):
+        x = descriptor.to(self.dtype)
+        for index, part in enumerate(torch.split(x, list(type_counts))):
             energy, slope = self._one_type(index, part, force=force)
             energies.append(energy.double() + self.bias_atom_e[index])
             slopes.append(slope)
@@ -196,7 +195,7 @@ class EnergyFitting(torch.nn.Module):
         rows = torch.cat([x, x.new_zeros(1, x.shape[1])]) if in_vacuum else x
         slope = None
         if force:
-            energy, slope = EnergyAndSlope.apply(self.activation, network.copies, rows, *flat)
+            energy, slope = energy_and_slope(self.activation, network.copies, rows, *flat)
         else:
             energy = _energy(self.activation, network.copies, rows, network.tensors)
         if in_vacuum:

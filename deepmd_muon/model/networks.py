@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -70,6 +71,11 @@ class LayerTensors(NamedTuple):
     idt: torch.Tensor | None
 
 
+def unflatten(flat: Sequence[torch.Tensor | None]) -> list[LayerTensors]:
+    """Group matrix, bias, idt of every layer again, as an autograd function gets them one after another."""
+    return [LayerTensors(*flat[i : i + 3]) for i in range(0, len(flat), 3)]  # type: ignore[arg-type]  # idt may be None
+
+
 class Layer(torch.nn.Module):
     """Parameters of one dense layer.
 
@@ -116,7 +122,7 @@ class Network(torch.nn.Module):
         self, widths: Sequence[int], n_out: int | None, *, timestep: bool, dtype: torch.dtype, stream: Stream
     ) -> None:
         super().__init__()
-        pairs = list(zip(widths[:-1], widths[1:], strict=True))
+        pairs = list(pairwise(widths))
         self.copies = tuple(_copies(n_in, n_to) for n_in, n_to in pairs)
         layers = [
             Layer(n_in, n_to, timestep=timestep and kind > 0, dtype=dtype, stream=stream.child(index))

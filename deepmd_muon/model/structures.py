@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ class Structures:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Structures:
         """Return the batch with every tensor on `device`."""
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=non_blocking)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
@@ -132,7 +133,7 @@ class Structures:
             "neighbor": flat_neighbor,
             "shift": None if box is None or shift is None else shift.reshape(nframes * natoms, -1, 3)[order],
         }
-        tensors = {
+        tensors: dict[str, Any] = {
             name: None if value is None else torch.from_numpy(np.ascontiguousarray(value)).to(device)
             for name, value in host.items()
         }

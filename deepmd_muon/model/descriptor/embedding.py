@@ -24,16 +24,16 @@ blocks of atoms small enough for a CPU's cache (one block on a GPU).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from deepmd_muon.model.activation import Activation
-from deepmd_muon.model.networks import Copies, LayerTensors
+from deepmd_muon.model.networks import Copies, LayerTensors, unflatten
 
-CPU_BLOCK_ROWS = 1024  # edges in a block: 1024 × 100 float64 values and derivatives are 1.6 MB
+CPU_BLOCK_ROWS = 1024  # edges in a block: values and derivatives of 1024 × 100 float64 features fill 1.6 MB
 
 
 @dataclass
@@ -47,17 +47,26 @@ class _LayerTrace:
 
 @dataclass
 class _Block:
-    """A range of atoms, G (and G′) of its edges, and what every layer left behind."""
+    """A range of atoms, G (and G′) of its edges `(1 or 2, atoms, edges, M)`, and what every layer left behind."""
 
-    first: int
-    last: int
+    here: slice
     features: torch.Tensor
     layers: list[_LayerTrace]
 
 
 @dataclass
 class Tape:
-    """Shared by one `Gather` and its `Spread`: the blocks, and Ā once it is known."""
+    """Shared by one `Gather` and its `Spread`: the blocks, and Ā once it is known.
+
+    Attributes
+    ----------
+    activation, copies
+        Of the network.
+    tangent
+        Whether G′ is wanted.
+    trace
+        Whether a backward pass may follow.
+    """
 
     activation: Activation
     copies: tuple[Copies, ...]
@@ -67,195 +76,169 @@ class Tape:
     adjoint: torch.Tensor | None = None
 
 
+class _LayerGradient:
+    """Sums up the gradient of one layer over blocks."""
+
+    def __init__(self, layer: LayerTensors) -> None:
+        self.matrix = torch.zeros_like(layer.matrix)
+        self.bias = torch.zeros_like(layer.bias)
+        self.idt = None if layer.idt is None else torch.zeros_like(layer.idt)
+
+
 def _forward_layer(
-    stack: torch.Tensor, layer: LayerTensors, copies: Copies, activation: Activation, trace: list[_LayerTrace] | None
+    stack: torch.Tensor, layer: LayerTensors, copies: Copies, f: Activation, trace: list[_LayerTrace] | None
 ) -> torch.Tensor:
     """Map stacked (values, derivatives) `(1 or 2, rows, n_in)` to `(1 or 2, rows, n_out)`."""
     parts, rows, n_in = stack.shape
-    n_out = layer.matrix.shape[1]
-    z = torch.mm(stack.view(parts * rows, n_in), layer.matrix).view(parts, rows, n_out)
-    value, keep = activation(z[0].add_(layer.bias))
+    z = torch.mm(stack.view(parts * rows, n_in), layer.matrix).view(parts, rows, -1)
+    value, keep = f(z[0].add_(layer.bias))
+    tangent = z[1] if parts == 2 else None
     if trace is not None:
-        trace.append(_LayerTrace(stack, keep, z[1] if parts == 2 else None))
+        trace.append(_LayerTrace(stack, keep, tangent))
+    outputs = [value if layer.idt is None else value * layer.idt]
+    if tangent is not None:
+        moved = f.times_slope(keep, tangent)
+        outputs.append(moved if layer.idt is None else moved.mul_(layer.idt))
     out = torch.empty_like(z)
-    scaled = value if layer.idt is None else value * layer.idt
-    slope = activation.slope(keep) if parts == 2 else None
-    if slope is not None and layer.idt is not None:
-        slope = slope * layer.idt
-    if copies == 0:
-        out[0].copy_(scaled)
-        if slope is not None:
-            torch.mul(slope, z[1], out=out[1])
-        return out
-    skip = stack.unsqueeze(2)
-    shape = (rows, copies, n_in)
-    torch.add(scaled.view(shape), skip[0], out=out[0].view(shape))
-    if slope is not None:
-        torch.addcmul(skip[1], slope.view(shape), z[1].view(shape), out=out[1].view(shape))
+    for part, y in enumerate(outputs):
+        if copies:
+            shape = (rows, copies, n_in)
+            torch.add(y.view(shape), stack[part].unsqueeze(1), out=out[part].view(shape))
+        else:
+            out[part].copy_(y)
     return out
-
-
-@dataclass
-class _LayerGradient:
-    matrix: torch.Tensor
-    bias: torch.Tensor
-    idt: torch.Tensor | None
-
-    @classmethod
-    def zeros_like(cls, layer: LayerTensors) -> _LayerGradient:
-        idt = None if layer.idt is None else torch.zeros_like(layer.idt)
-        return cls(torch.zeros_like(layer.matrix), torch.zeros_like(layer.bias), idt)
 
 
 def _backward_layer(
     cotangent: torch.Tensor,
     layer: LayerTensors,
     copies: Copies,
-    activation: Activation,
+    f: Activation,
     trace: _LayerTrace,
     gradient: _LayerGradient,
-    *,
-    need_input: bool,
-) -> torch.Tensor | None:
+) -> torch.Tensor:
     """Add this layer's gradient and return the cotangent of its stacked input; `cotangent` is overwritten."""
     parts, rows, n_out = cotangent.shape
     n_in = layer.matrix.shape[0]
-    below = None
-    if need_input and copies:
-        below = cotangent.view(parts, rows, copies, n_in).sum(2) if copies == 2 else cotangent.clone()
-    slope = activation.slope(trace.keep)
-    bend = None
-    if trace.tangent is not None:
-        bend = activation.curvature(trace.keep, slope).mul_(trace.tangent).mul_(cotangent[1])
+    if copies == 2:
+        below = torch.add(cotangent[..., :n_in], cotangent[..., n_in:])
+    elif copies == 1:
+        below = cotangent.clone()
+    else:
+        below = cotangent.new_zeros(parts, rows, n_in)
     if layer.idt is not None and gradient.idt is not None:
-        value = trace.keep if not activation.keeps_input else activation.value(trace.keep)
-        gradient.idt += (value * cotangent[0]).sum(0)
+        gradient.idt += (f.value_of(trace.keep) * cotangent[0]).sum(0)
         if trace.tangent is not None:
-            gradient.idt += (slope * trace.tangent).mul_(cotangent[1]).sum(0)
-        slope = slope * layer.idt
-        bend = None if bend is None else bend.mul_(layer.idt)
-    cotangent *= slope
-    if bend is not None:
-        cotangent[0] += bend
+            gradient.idt += f.times_slope(trace.keep, trace.tangent).mul_(cotangent[1]).sum(0)
+        cotangent *= layer.idt
+    f.pull_back_(trace.keep, trace.tangent, cotangent)
     gradient.bias += cotangent[0].sum(0)
     flat = cotangent.view(parts * rows, n_out)
     gradient.matrix.addmm_(trace.stack.view(parts * rows, n_in).t(), flat)
-    if not need_input:
-        return None
-    if below is None:
-        return torch.mm(flat, layer.matrix.t()).view(parts, rows, n_in)
-    below.view(parts * rows, n_in).addmm_(flat, layer.matrix.t())
+    if n_in > 1:  # nothing asks for the cotangent of s
+        below.view(parts * rows, n_in).addmm_(flat, layer.matrix.t())
     return below
 
 
-def _atoms_per_block(rows: torch.Tensor) -> int:
-    if rows.device.type != "cpu":
-        return max(1, rows.shape[0])
-    return max(1, CPU_BLOCK_ROWS // max(1, rows.shape[1]))
-
-
-def _unflatten(flat: Sequence[torch.Tensor | None]) -> list[LayerTensors]:
-    return [LayerTensors(*flat[i : i + 3]) for i in range(0, len(flat), 3)]  # type: ignore[arg-type]  # idt may be None
+def _blocks(rows: torch.Tensor) -> list[slice]:
+    """Split the atoms of `rows` `(atoms, edges, 4)` into ranges that fit a cache."""
+    atoms, edges, _ = rows.shape
+    step = max(1, CPU_BLOCK_ROWS // max(1, edges)) if rows.device.type == "cpu" else max(1, atoms)
+    return [slice(first, min(first + step, atoms)) for first in range(0, atoms, step)]
 
 
 class Gather(torch.autograd.Function):
     """A = Σ R ⊗ G(s) over the edges of each atom, and the `link` through which `Spread` reaches back.
 
     Arguments: tape, s `(atoms, edges)`, R `(atoms, edges, 4)`, then matrix, bias, idt of every layer.
+    Only the layers have a gradient: s and R are data.
     """
 
     @staticmethod
-    def forward(ctx: Any, tape: Tape, s: torch.Tensor, rows: torch.Tensor, *flat: torch.Tensor | None) -> Any:  # noqa: D102 - see class
-        layers = _unflatten(flat)
-        atoms, edges = s.shape
-        out = rows.new_zeros((atoms, 4, layers[-1].matrix.shape[1]))
-        step = _atoms_per_block(rows)
-        for first in range(0, atoms, step):
-            last = min(first + step, atoms)
-            values = s[first:last].reshape(-1, 1)
-            stack = torch.stack([values, torch.ones_like(values)]) if tape.tangent else values.unsqueeze(0)
+    def forward(ctx: Any, tape: Tape, s: torch.Tensor, rows: torch.Tensor, *flat: torch.Tensor | None) -> Any:
+        """Return A `(atoms, 4, M)` and `link` (zeros like R, without memory)."""
+        layers = unflatten(flat)
+        out = rows.new_empty((rows.shape[0], 4, layers[-1].matrix.shape[1]))
+        for here in _blocks(rows):
+            values = s[here].reshape(1, -1, 1)
+            stack = torch.cat([values, torch.ones_like(values)]) if tape.tangent else values
             trace: list[_LayerTrace] = []
             for layer, copies in zip(layers, tape.copies, strict=True):
                 stack = _forward_layer(stack, layer, copies, tape.activation, trace if tape.trace else None)
-            features = stack.view(stack.shape[0], last - first, edges, -1)
-            torch.bmm(rows[first:last].transpose(1, 2), features[0], out=out[first:last])
+            r = rows[here]
+            features = stack.view(stack.shape[0], *r.shape[:2], -1)
+            torch.bmm(r.transpose(1, 2), features[0], out=out[here])
             if tape.trace or tape.tangent:
-                tape.blocks.append(_Block(first, last, features, trace))
+                tape.blocks.append(_Block(here, features, trace))
         ctx.tape = tape
         ctx.save_for_backward(rows, *flat)
         return out, rows.new_zeros(()).expand(rows.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor, edge_cotangent: torch.Tensor) -> Any:  # noqa: D102 - see class
+    def backward(ctx: Any, cotangent: torch.Tensor, edge_cotangent: torch.Tensor) -> Any:
+        """Return the gradient of every layer's tensors."""
         tape: Tape = ctx.tape
         rows, *flat = ctx.saved_tensors
-        layers = _unflatten(flat)
-        gradients = [_LayerGradient.zeros_like(layer) for layer in layers]
+        layers = unflatten(flat)
+        gradients = [_LayerGradient(layer) for layer in layers]
+        left, right, through_s = rows, cotangent, None
+        if tape.adjoint is not None:
+            left = torch.cat([rows, edge_cotangent], 2)
+            right = torch.cat([cotangent, tape.adjoint], 1)
+            through_s = rows * edge_cotangent[..., :1]
         for block in tape.blocks:
-            stack = Gather._feature_cotangent(tape, block, rows, cotangent, edge_cotangent)
-            for index in reversed(range(len(layers))):
-                below = _backward_layer(
-                    stack,
-                    layers[index],
-                    tape.copies[index],
-                    tape.activation,
-                    block.layers[index],
-                    gradients[index],
-                    need_input=index > 0,
-                )
-                if below is not None:
-                    stack = below
+            here = block.here
+            stack = torch.empty_like(block.features)
+            torch.bmm(left[here], right[here], out=stack[0])
+            if through_s is not None and tape.adjoint is not None:
+                torch.bmm(through_s[here], tape.adjoint[here], out=stack[1])
+            elif tape.tangent:
+                stack[1].zero_()
+            stack = stack.view(stack.shape[0], -1, stack.shape[-1])
+            chain = zip(layers, tape.copies, block.layers, gradients, strict=True)
+            for layer, copies, trace, gradient in reversed(list(chain)):
+                stack = _backward_layer(stack, layer, copies, tape.activation, trace, gradient)
         return (None, None, None, *(part for g in gradients for part in (g.matrix, g.bias, g.idt)))
-
-    @staticmethod
-    def _feature_cotangent(
-        tape: Tape, block: _Block, rows: torch.Tensor, cotangent: torch.Tensor, edge_cotangent: torch.Tensor
-    ) -> torch.Tensor:
-        """cot(G) and cot(G′) of one block, stacked `(1 or 2, rows, M)`."""
-        here = slice(block.first, block.last)
-        out = torch.empty_like(block.features)
-        r = rows[here]
-        if tape.adjoint is None:
-            torch.bmm(r, cotangent[here], out=out[0])
-            if tape.tangent:
-                out[1].zero_()
-        else:
-            moved, adjoint = edge_cotangent[here], tape.adjoint[here]
-            torch.bmm(torch.cat([r, moved], 2), torch.cat([cotangent[here], adjoint], 1), out=out[0])
-            torch.bmm(r * moved[..., :1], adjoint, out=out[1])
-        return out.view(out.shape[0], -1, out.shape[-1])
 
 
 class Spread(torch.autograd.Function):
     """dE/drow of every edge from Ā = dE/dA: Ā·G, plus R·Ā·G′ on the first component, through which s enters.
 
-    Arguments: tape, Ā `(atoms, 4, M)`, `link` of the matching `Gather`, R. Returns `(atoms, edges, 4)`.
+    Arguments: tape, Ā `(atoms, 4, M)`, `link` of the matching `Gather`, R `(atoms, edges, 4)`.
     """
 
     @staticmethod
-    def forward(ctx: Any, tape: Tape, adjoint: torch.Tensor, link: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:  # noqa: D102 - see class
+    def forward(ctx: Any, tape: Tape, adjoint: torch.Tensor, link: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return dE/drow `(atoms, edges, 4)`."""
         tape.adjoint = adjoint = adjoint.detach()  # with its graph it would keep itself alive
         out = torch.empty_like(rows)
+        by_s = torch.empty_like(rows)
         for block in tape.blocks:
-            here = slice(block.first, block.last)
-            a = adjoint[here].transpose(1, 2)
-            torch.bmm(block.features[0], a, out=out[here])
-            out[here, :, 0] += (rows[here] * torch.bmm(block.features[1], a)).sum(-1)
+            here = block.here
+            torch.bmm(block.features[0], adjoint[here].transpose(1, 2), out=out[here])
+            torch.bmm(block.features[1], adjoint[here].transpose(1, 2), out=by_s[here])
+        out[..., 0] += by_s.mul_(rows).sum(-1)
         ctx.tape = tape
         ctx.save_for_backward(rows)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:  # noqa: D102 - see class
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        """Return the cotangent of Ā, and Ṙ for `Gather`."""
         tape: Tape = ctx.tape
+        assert tape.adjoint is not None
         (rows,) = ctx.saved_tensors
-        assert tape.adjoint is not None  # noqa: S101 - set by forward
-        out = torch.empty_like(tape.adjoint)
         through_s = rows * cotangent[..., :1]
+        out = torch.empty_like(tape.adjoint)
         for block in tape.blocks:
-            here = slice(block.first, block.last)
+            here = block.here
             torch.bmm(cotangent[here].transpose(1, 2), block.features[0], out=out[here])
             out[here].baddbmm_(through_s[here].transpose(1, 2), block.features[1])
         return None, out, cotangent, None
+
+
+# torch leaves `Function.apply` untyped.
+gather: Callable[..., tuple[torch.Tensor, torch.Tensor]] = Gather.apply
+spread: Callable[..., torch.Tensor] = Spread.apply

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from deepmd_muon.model.activation import activation
-from deepmd_muon.model.descriptor.embedding import Gather, Spread, Tape
-from deepmd_muon.model.descriptor.environment import EdgeDerivative, Environment, environment
+from deepmd_muon.model.descriptor.embedding import Tape, gather, spread
+from deepmd_muon.model.descriptor.environment import Environment, edge_derivative, environment
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.networks import Network, NetworkCollection, Stream, dtype_of
 from deepmd_muon.model.registry import Described, Pullback, register_descriptor
@@ -18,6 +19,9 @@ from deepmd_muon.model.structures import Structures
 
 class EmbeddingBlock(torch.nn.Module):
     """Holds what deepmd-kit keeps under `descriptor.sea`: statistics and embedding nets."""
+
+    mean: torch.Tensor
+    stddev: torch.Tensor
 
     def __init__(self, section: Mapping[str, Any], sel: tuple[int, ...], stream: Stream) -> None:
         super().__init__()
@@ -138,7 +142,7 @@ class SeE2A(torch.nn.Module):
             row_adjoint = parts.spread(a_bar / sum(self.sel)) * scale[:, None]
             if used is not None:
                 row_adjoint = row_adjoint * used.unsqueeze(-1)
-            return EdgeDerivative.apply(row_adjoint.to(env.edges.dtype), env.edges, env.radial, env.isotropic, env.bend)
+            return edge_derivative(row_adjoint.to(env.edges.dtype), env.edges, env.radial, env.isotropic, env.bend)
 
         return pullback
 
@@ -174,10 +178,10 @@ class _Contractions:
                 trace = torch.is_grad_enabled() and any(p.requires_grad for p in network.parameters())
                 tape = Tape(model.activation, network.copies, tangent=force, trace=trace)
                 flat = [part for layer in network.tensors for part in layer]
-                gathered, link = Gather.apply(tape, s, r, *flat)
-                total = gathered if total is None else total + gathered
+                out, link = gather(tape, s, r, *flat)
+                total = out if total is None else total + out
                 self.parts.append((here, other, tape, link, r))
-            assert total is not None  # noqa: S101 - a model has at least one type
+            assert total is not None
             sums.append(total)
         self.gathered = sums[0] if len(sums) == 1 else torch.cat(sums)
         self.one_side = model.one_side
@@ -188,7 +192,7 @@ class _Contractions:
         for here, other, tape, link, r in self.parts:
             if other == 0:
                 by_centre.append([])
-            out = Spread.apply(tape, adjoint[here], link, r)
+            out = spread(tape, adjoint[here], link, r)
             by_centre[-1].append(out[:, : self.sections[other]])
         joined = [torch.cat(columns, dim=1) for columns in by_centre]
         return joined[0] if len(joined) == 1 else torch.cat(joined)
@@ -216,7 +220,7 @@ def _ranges(widths: Sequence[int]) -> list[slice]:
     ends = [0]
     for width in widths:
         ends.append(ends[-1] + width)
-    return [slice(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [slice(a, b) for a, b in pairwise(ends)]
 
 
 def _sel(sel: Any, type_map: Sequence[str]) -> tuple[int, ...]:
