@@ -164,7 +164,8 @@ class _Walk:
 
     def foreign(self, key: Foreign, value: Any, path: Path) -> None:
         """Judge a key of deepmd-kit that has no counterpart here."""
-        if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in key.neutral):
+        neutral = any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in key.neutral)
+        if neutral or value is None:
             return
         if key.inert:
             self.notices.append(f"{'/'.join(path)} has no effect here and is left out: {key.what}")

@@ -89,10 +89,10 @@ def _entries_of(key: Key, path: tuple[str, ...], level: int) -> Iterator[_Block]
     for name, inner in key.keys.items():
         if not inner.is_section:
             yield _Entry(name, "; ".join(_facts(inner)), inner.setting.doc)
-    left_out = [name for name, other in foreign_of(key.section).items() if other.neutral or other.inert]
-    if left_out and path:
-        names = ", ".join(f"`{name}`" for name in left_out)
-        yield _Paragraph(f"Keys of deepmd-kit that are left out, at values that change nothing: {names}.")
+    foreign = foreign_of(key.section)
+    if foreign and path:
+        names = ", ".join(f"`{name}`" for name in foreign)
+        yield _Paragraph(f"Keys of deepmd-kit that are accepted only where they ask for nothing: {names}.")
     for name, inner in key.keys.items():
         if inner.is_section:
             yield from _section(inner, (*path, name), level + 1)

@@ -17,10 +17,19 @@ from deepmd_muon.argcheck.values import shown
 class _Object(dict[Any, Any]):
     """An object of a file that remembers the keys it was given more than once."""
 
-    def __init__(self, pairs: list[tuple[Any, Any]]) -> None:
-        super().__init__(pairs)
-        keys = [key for key, _ in pairs]
-        self.doubled = sorted({str(key) for key in keys if keys.count(key) > 1})
+    doubled: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, pairs: list[tuple[Any, Any]]) -> _Object:
+        """Make an object of its key-value pairs."""
+        made = cls(pairs)
+        made.doubled = _doubles([key for key, _ in pairs])
+        return made
+
+
+def _doubles(keys: list[Any]) -> tuple[str, ...]:
+    """Return the keys that occur more than once."""
+    return tuple(sorted({str(key) for key in keys if keys.count(key) > 1}))
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -32,9 +41,16 @@ class _YamlLoader(yaml.SafeLoader):
     }
 
     def object(self, node: yaml.MappingNode) -> Iterator[_Object]:
+        """Make an object once its contents are complete, so that one that contains itself is refused."""
+        # Keys that "<<" merges in may be given anew, so only the object's own are looked at.
+        own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        doubled = _doubles([_hashable(self.construct_object(key, deep=True)) for key in own])
         self.flatten_mapping(node)
-        pairs = [(self.construct_object(key, deep=True), value) for key, value in node.value]
-        yield _Object([(_hashable(key), self.construct_object(value, deep=True)) for key, value in pairs])
+        made = _Object()
+        for key, value in node.value:
+            made[_hashable(self.construct_object(key, deep=True))] = self.construct_object(value, deep=True)
+        made.doubled = doubled
+        yield made
 
 
 def _hashable(key: object) -> Hashable:
@@ -77,10 +93,12 @@ def read(path: Path) -> dict[str, Any]:
 
 def _parse_json(text: str, source: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_Object)
+        return json.loads(text, object_pairs_hook=_Object.of)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise InputError([Problem("", f"is not JSON: {error.msg} at {where}")], source) from error
+    except RecursionError as error:
+        raise InputError([Problem("", "is nested too deeply")], source) from error
 
 
 def _parse_yaml(text: str, source: str) -> Any:

@@ -37,8 +37,8 @@ def _object(key: Key, extra: dict[str, Any]) -> dict[str, Any]:
     for name, foreign in foreign_of(key.section).items():
         if foreign.inert:
             properties[name] = {"description": f"Left out: {foreign.what}."}
-        elif foreign.neutral:
-            properties[name] = {"enum": list(foreign.neutral), "description": f"Not available: {foreign.what}."}
+        else:
+            properties[name] = {"enum": [None, *foreign.neutral], "description": f"Not available: {foreign.what}."}
     schema: dict[str, Any] = {
         "type": "object",
         "properties": properties,

@@ -149,7 +149,7 @@ class EnerSettings(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (Rule(("trainable", "neuron"), _one_flag_a_layer),)
     foreign: ClassVar[dict[str, Foreign]] = {
-        "default_fparam": Foreign("default frame parameters", (None,)),
+        "default_fparam": Foreign("default frame parameters"),
         "dim_case_embd": Foreign("an embedding of multi-task branches", (0,)),
         "layer_name": Foreign("layers shared by name"),
         "use_aparam_as_mask": Foreign("masked atoms", (False,)),
@@ -217,7 +217,7 @@ class ModelSettings(Section):
         "srtab_add_bias": Foreign("it belongs to use_srtab", (True,), inert=True),
         "pair_exclude_types": Foreign("excluded pairs beside the descriptor's exclude_types", ([],)),
         "atom_exclude_types": Foreign("types without energy", ([],)),
-        "preset_out_bias": Foreign("a preset bias (see fitting_net/atom_ener)", (None,)),
+        "preset_out_bias": Foreign("a preset bias (see fitting_net/atom_ener)"),
         "type_embedding": Foreign("a type embedding outside the descriptor"),
         "modifier": Foreign("a modifier of the model's output"),
         "compress": Foreign("model compression"),

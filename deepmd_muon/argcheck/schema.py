@@ -45,7 +45,7 @@ class Foreign:
     what
         What the key asks for, in words.
     neutral
-        Values that ask for nothing: accepted and left out of the normalised input.
+        Values beside null that ask for nothing: accepted and left out of the normalised input.
     inert
         Whether every other value is left out too, with a notice, because it changes no result.
     """

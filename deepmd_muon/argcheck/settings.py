@@ -46,4 +46,5 @@ class Settings(Section):
     foreign: ClassVar[dict[str, Foreign]] = {
         "nvnmd": Foreign("training for non-von-Neumann hardware"),
         "loss_dict": Foreign("multi-task training"),
+        "use_smooth": Foreign("the layout of DeePMD-kit 0.x inputs"),
     }

@@ -87,7 +87,7 @@ class TrainingDataSettings(Section):
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "set_prefix": Foreign("sets of frames with another prefix than 'set'", ("set",)),
-        "rglob_patterns": Foreign("own patterns to look for systems", (None,)),
+        "rglob_patterns": Foreign("own patterns to look for systems"),
         "min_pair_dist": Foreign("frames left out for a small distance of atoms", (0,)),
     }
 
@@ -165,9 +165,9 @@ class TrainingSettings(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (Rule(("numb_steps", "numb_epoch"), _one_length),)
     foreign: ClassVar[dict[str, Foreign]] = {
-        "save_dir": Foreign("a folder of checkpoints apart from save_ckpt (write save_ckpt as folder/prefix)", (None,)),
-        "ckpt_keep_ratio": Foreign("checkpoints kept in proportion to the run (see max_ckpt_keep)", (None,)),
-        "ema_ckpt_keep": Foreign("a number of its own of averaged checkpoints (see max_ckpt_keep)", (None,)),
+        "save_dir": Foreign("a folder of checkpoints apart from save_ckpt (write save_ckpt as folder/prefix)"),
+        "ckpt_keep_ratio": Foreign("checkpoints kept in proportion to the run (see max_ckpt_keep)"),
+        "ema_ckpt_keep": Foreign("a number of its own of averaged checkpoints (see max_ckpt_keep)"),
         "change_bias_after_training": Foreign("a bias fitted after training", (False,)),
         "enable_profiler": Foreign("a profile in TensorBoard's form (see profiling)", (False,)),
         "stat_file_mode": Foreign("a stat_file that must be complete", ("update",)),

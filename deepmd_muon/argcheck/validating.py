@@ -24,7 +24,7 @@ class ValidatingSettings(Section):
         "ema_full_validation": Foreign("full validation of averaged parameters", (False,)),
         "validation_freq": Foreign(_UNUSED, (5000,), inert=True),
         "save_best": Foreign(_UNUSED, (True, False), inert=True),
-        "save_best_dir": Foreign(_UNUSED, (None,), inert=True),
+        "save_best_dir": Foreign(_UNUSED, inert=True),
         "max_best_ckpt": Foreign(_UNUSED, (1,), inert=True),
         "validation_metric": Foreign(_UNUSED, ("E:MAE",), inert=True),
         "full_val_file": Foreign(_UNUSED, ("val.log",), inert=True),

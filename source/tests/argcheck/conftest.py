@@ -40,6 +40,12 @@ _WATER = {
 }
 
 
+@pytest.fixture(scope="session")
+def pristine_water():
+    """The water example of the PyTorch backend, not to be changed."""
+    return _WATER
+
+
 @pytest.fixture
 def water():
     """The water example of the PyTorch backend, a fresh copy."""

@@ -1,6 +1,10 @@
 """Inputs that are wrong: every problem at once, with its path and what to do."""
 
+import copy
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deepmd_muon.argcheck import InputError, Problem, normalize
 
@@ -273,3 +277,42 @@ def test_an_input_must_be_an_object(data):
 def test_sections_of_the_wrong_kind(problems):
     found = problems({"model": 1, "learning_rate": [], "training": "x", "optimizer": None, "loss": 2})
     assert set(found) == {"model", "learning_rate", "training", "optimizer", "loss"}
+
+
+def paths_of(data, path=()):
+    """Every path into nested dicts and lists."""
+    yield path
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield from paths_of(value, (*path, key))
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9) | st.integers(), inner, max_size=3),
+    max_leaves=5,
+)
+OLDER = {"muon_2d_only": True, "min_2d_dim": 2, "opt_type": "HybridMuon", "warmup_steps": 9, "numb_test": 1}
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_no_input_raises_anything_but_an_input_error(pristine_water, data):
+    mutated = copy.deepcopy(pristine_water)
+    mutated["optimizer"] = {"type": "HybridMuon", "momentum": 0.9}
+    mutated["training"].update(data.draw(st.sampled_from([{}, OLDER])))
+    for _ in range(data.draw(st.integers(1, 3))):
+        *sections, key = data.draw(st.sampled_from([path for path in paths_of(mutated) if path]))
+        place = mutated
+        for name in sections:
+            place = place[name]
+        place[key] = data.draw(anything)
+    found = None
+    try:
+        assert normalize(normalize(mutated).normalized).notices == ()
+    except InputError as error:
+        found = error
+    if found is not None:
+        assert found.problems
+        assert all(problem.message for problem in found.problems)
+        assert len(str(found).split("\n  ")) == 1 + len(found.problems)

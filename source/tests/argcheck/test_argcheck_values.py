@@ -238,6 +238,24 @@ def test_yaml_input(tmp_path, water):
     assert settings.training.tensorboard is True
 
 
+def test_yaml_anchors(tmp_path):
+    path = tmp_path / "input.yml"
+    path.write_text(
+        "model:\n"
+        "  type_map: [O, H]\n"
+        "  descriptor: {type: se_e2_a}\n"
+        "learning_rate: {start_lr: .001}\n"
+        "training:\n"
+        "  training_data: &data {systems: [a], batch_size: 2}\n"
+        "  validation_data: {<<: *data, systems: [b]}\n"
+        "  numb_steps: 10\n"
+    )
+    training = load(path).settings.training
+    assert training.training_data.systems == ("a",)
+    assert training.validation_data.systems == ("b",)
+    assert training.validation_data.batch_size == 2
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -247,7 +265,9 @@ def test_yaml_input(tmp_path, water):
             "is not JSON: Expecting property name enclosed in double quotes at line 1, column 12",
         ),
         ("a.json", "[1]", "must hold an object with sections; found the list [1]"),
+        ("a.json", "[" * 100000, "is nested too deeply"),
         ("a.yaml", "model: [1,\n", "is not YAML: "),
+        ("a.yaml", "model: &m {descriptor: *m}\n", "is not YAML: found unconstructable recursive node at line 1"),
         ("a.json", '{"training": {"seed": 1, "_c": 1, "_c": 2, "seed": 2}}', "training/seed: is given more than once"),
         ("a.yml", "training:\n  seed: 1\n  seed: 2\n", "training/seed: is given more than once"),
         ("a.json", b'{"model": "\xff"}', "cannot be read: it is not UTF-8 text"),
