@@ -1,0 +1,62 @@
+"""From the data room's arrays to the tensors of model and loss."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepmd_muon.data import Batch
+from deepmd_muon.model import Structures
+
+_LABELS = ("energy", "force", "virial", "atom_ener", "atom_pref", "atom_ener_coeff")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingBatch:
+    """Structures with their labels, on the device.
+
+    Attributes
+    ----------
+    structures
+        What the model takes.
+    labels
+        `energy (nframes,)` [eV], `force (nframes, natoms, 3)` [eV/Å], `virial (nframes, 9)` [eV],
+        `atom_ener (nframes, natoms)` [eV], `atom_pref (nframes, natoms)`; None where a system has none.
+    mask
+        True for real atoms `(nframes, natoms)`; None when no frame carries padding.
+    system
+        Where the frames come from.
+    """
+
+    structures: Structures
+    labels: dict[str, Tensor | None]
+    mask: Tensor | None
+    system: str
+
+
+def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:
+    """Convert a batch.
+
+    Parameters
+    ----------
+    batch
+        Frames and neighbours.
+    ntypes
+        Number of types of the model.
+    device
+        Where the tensors go.
+    """
+    frames, neighbors = batch.frames, batch.neighbors
+    structures = Structures.from_numpy(
+        frames.coord, frames.atype, frames.box, neighbors.index, neighbors.shift, neighbors.sections, ntypes, device
+    )
+
+    def tensor(values: np.ndarray | None) -> Tensor | None:
+        return None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+    real = frames.atype >= 0
+    labels = {name: tensor(getattr(frames, name)) for name in _LABELS}
+    return TrainingBatch(structures, labels, None if real.all() else tensor(real), batch.system)

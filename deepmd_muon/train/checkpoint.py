@@ -1,0 +1,131 @@
+"""Checkpoints: deepmd-kit's own format with our state beside it, written in one piece.
+
+A file holds ``{"model": …, "optimizer": …, "ema": …, "deepmd_muon": …}``. The first three are deepmd-kit's keys, so
+that deepmd-kit tests, freezes and continues from the file; the last one is what an exact restart needs besides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import pickle
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepmd_muon.train.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+OWN_KEY = "deepmd_muon"
+
+
+@dataclasses.dataclass
+class CheckpointSeries:
+    """The checkpoints of one run: ``prefix-N.pt``, the link ``prefix.pt`` and the text file ``checkpoint``.
+
+    Attributes
+    ----------
+    prefix
+        Path of the files without ``-N.pt``.
+    keep
+        How many are kept. Only files that this run wrote are ever deleted, the oldest first; those of a run that was
+        restarted count as its own.
+    written
+        Names of the files of this run that still exist, oldest first.
+    """
+
+    prefix: Path
+    keep: int
+    written: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def newest(self) -> Path | None:
+        """The last checkpoint of this run."""
+        return self.prefix.parent / self.written[-1] if self.written else None
+
+    def save(self, step: int, content: Mapping[str, Any]) -> Path:
+        """Write the checkpoint of `step` updates and bring link, text file and retention up to date.
+
+        Parameters
+        ----------
+        step
+            Updates done; the N of the name.
+        content
+            The keys of the file; the series adds its own list of files under ``deepmd_muon``.
+        """
+        path = self.prefix.parent / f"{self.prefix.name}-{step}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = [name for name in self.written if name != path.name] + [path.name]
+        own = {**content[OWN_KEY], "series": written}
+        _write_whole(path, {**content, OWN_KEY: own})
+        self.written = written
+        _replace_link(self.prefix.parent / f"{self.prefix.name}.pt", path.name)
+        _replace_text(self.prefix.parent / "checkpoint", f"{path.name}\n")
+        while len(self.written) > self.keep:
+            (self.prefix.parent / self.written.pop(0)).unlink(missing_ok=True)
+        return path
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint of ours or of deepmd-kit onto the CPU; nothing in the file is executed.
+
+    Raises
+    ------
+    CheckpointError
+        When there is no such file, or it is no checkpoint.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint {path}") from error
+    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is no checkpoint: it holds a {type(content).__name__}")
+    if "model" not in content and "_extra_state" in content:
+        content = {"model": content}  # a bare state dict, as deepmd-kit's older releases wrote
+    if "model" not in content:
+        raise CheckpointError(f"{path} is no checkpoint: it has no key 'model', only {sorted(map(str, content))[:5]}")
+    version = content.get(OWN_KEY, {}).get("version", FORMAT_VERSION)
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version}; this release reads up to {FORMAT_VERSION}: update deepmd_muon"
+        )
+    return content
+
+
+def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
+    """Write to a temporary file, sync it to the disk, rename: a reader finds the old file or the new one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(dict(content), file)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _replace_link(link: Path, target: str) -> None:
+    """Point a symbolic link at a file in the same folder, without a moment in which there is none."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    os.replace(temporary, link)
+
+
+def _replace_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

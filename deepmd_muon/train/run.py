@@ -1,0 +1,180 @@
+"""The command `dp train` without its command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepmd_muon.argcheck import Input, dump, load, normalize
+from deepmd_muon.model import EnergyModel, build_model
+from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, from_deepmd_kit
+from deepmd_muon.train import checkpoint
+from deepmd_muon.train.errors import CheckpointError
+from deepmd_muon.train.report import set_up_logging
+from deepmd_muon.train.setup import make_loaders, open_training_systems, resolve_sel, set_model_statistics
+from deepmd_muon.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The checkpoint a run starts from, taken apart.
+
+    Attributes
+    ----------
+    path
+        The file.
+    content
+        Everything in it.
+    model_section
+        Section `model` of the input it was trained with.
+    weights
+        The model's state, under our names.
+    """
+
+    path: Path
+    content: Mapping[str, Any]
+    model_section: Mapping[str, Any]
+    weights: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def read(cls, path: str) -> Source:
+        """Read a checkpoint of ours or of deepmd-kit."""
+        content = checkpoint.read(path)
+        section, weights = from_deepmd_kit(content["model"])
+        return cls(Path(path), content, section, weights)
+
+
+def run(
+    input_path: str,
+    *,
+    output: str = "out.json",
+    restart: str | None = None,
+    init_model: str | None = None,
+    skip_neighbor_stat: bool = False,
+    force_load: bool = False,
+    use_pretrain_script: bool = False,
+    log_level: int | str = "INFO",
+    log_path: str | None = None,
+) -> int:
+    """Train a model as an input file says.
+
+    Parameters
+    ----------
+    input_path
+        JSON or YAML.
+    output
+        Where the normalised input goes.
+    restart
+        Checkpoint to continue, step and optimizer state included.
+    init_model
+        Checkpoint to take the weights of; the run begins at step 0.
+    skip_neighbor_stat
+        Believe `sel` without counting neighbours.
+    force_load
+        Load what fits of the checkpoint and start the other parameters anew.
+    use_pretrain_script
+        Take section `model` from the checkpoint of `init_model`.
+    log_level, log_path
+        See `set_up_logging`.
+
+    Returns
+    -------
+    int
+        Exit status: 0, or 128 plus a signal's number when the run was ended by it.
+
+    Raises
+    ------
+    InputError
+        When the input is wrong.
+    TrainingError
+        When the run cannot start or go on.
+    """
+    set_up_logging(log_level, log_path)
+    given = load(input_path)
+    found = restart or init_model
+    source = Source.read(found) if found else None
+    if source and use_pretrain_script:
+        given = dataclasses.replace(
+            normalize({**given.normalized, "model": dict(source.model_section)}), notices=given.notices
+        )
+    for notice in given.notices:
+        log.warning("%s", notice)
+    train, valid = open_training_systems(given.settings.model, given.settings.training)
+    if source and isinstance(given.settings.model.descriptor.sel, str):
+        given = _with_sel(given, list(source.model_section["descriptor"]["sel"]))
+    given, statistics = resolve_sel(given, train, count=not skip_neighbor_stat)
+    dump(given.normalized, output)
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build_model(given.normalized["model"])
+    log.info(
+        "model: %d trainable weights of %d on %s",
+        sum(p.numel() for p in model.parameters() if p.requires_grad),
+        sum(p.numel() for p in model.parameters()),
+        device,
+    )
+    data = make_loaders(model, train, valid, given.settings.training)
+    if source is None or force_load:
+        set_model_statistics(model, data, given.normalized["model"], given.settings.training)
+    if source is not None:
+        load_weights(model, source, force=force_load)
+    shortest = statistics.min_distance if statistics else UNKNOWN_DISTANCE
+    trainer = Trainer(given, model.to(device), data, shortest)
+    if restart and source:
+        trainer.restart(source.content, source.path)
+    return trainer.run()
+
+
+def _with_sel(given: Input, sel: list[int]) -> Input:
+    """Put the checkpoint's `sel` in the place of "auto", so that a restart has the model it began with."""
+    model = {**given.normalized["model"], "descriptor": {**given.normalized["model"]["descriptor"], "sel": sel}}
+    return dataclasses.replace(normalize({**given.normalized, "model": model}), notices=given.notices)
+
+
+def load_weights(model: EnergyModel, source: Source, *, force: bool) -> None:
+    """Load a checkpoint's weights and statistics into the model.
+
+    Parameters
+    ----------
+    model
+        The model of the present input.
+    source
+        The checkpoint.
+    force
+        Take what fits and say what does not, instead of stopping.
+
+    Raises
+    ------
+    CheckpointError
+        Listing every tensor that is missing, unknown or of another shape.
+    """
+    present = model.state_dict()
+    problems = [f"{name}: not in the checkpoint" for name in present if name not in source.weights]
+    problems += [f"{name}: not in the model of this input" for name in source.weights if name not in present]
+    problems += [
+        f"{name}: shape {tuple(tensor.shape)} in the checkpoint, {tuple(present[name].shape)} here"
+        for name, tensor in source.weights.items()
+        if name in present and tensor.shape != present[name].shape
+    ]
+    if problems and not force:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise CheckpointError(
+            f"the weights of {source.path} do not fit the model of this input:\n{listed}\n"
+            "Use the model section the checkpoint was trained with (--use-pretrain-script), "
+            "or --force-load to take what fits."
+        )
+    for problem in problems:
+        log.warning("--force-load: %s", problem)
+    fitting = {
+        name: tensor
+        for name, tensor in source.weights.items()
+        if name in present and tensor.shape == present[name].shape
+    }
+    model.load_state_dict(fitting, strict=False)

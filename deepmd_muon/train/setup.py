@@ -1,0 +1,227 @@
+"""What stands before the first step: systems, neighbour statistics, model, statistics of the data."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepmd_muon.argcheck import Input, ModelSettings, TrainingDataSettings, TrainingSettings, normalize
+from deepmd_muon.data import (
+    Batch,
+    DataLoader,
+    NeighborCache,
+    NeighborStatistics,
+    StatFile,
+    System,
+    data_fingerprint,
+    energy_bias,
+    neighbor_statistics,
+    open_systems,
+)
+from deepmd_muon.model import EnergyModel, Structures
+from deepmd_muon.model.statistics import environment_statistics
+from deepmd_muon.train.errors import TrainingError
+
+log = logging.getLogger(__name__)
+
+# Neighbour lists of a training set are kept in memory up to this many bytes.
+CACHE_BYTES = 2 << 30
+
+
+@dataclasses.dataclass
+class Data:
+    """Where batches come from.
+
+    Attributes
+    ----------
+    training, validation
+        Endless shuffled batches; no `validation` without validation data.
+    training_systems
+        The systems behind `training`.
+    """
+
+    training: DataLoader
+    validation: DataLoader | None
+    training_systems: list[System]
+
+
+def open_training_systems(settings: ModelSettings, training: TrainingSettings) -> tuple[list[System], list[System]]:
+    """Open the systems of training and of validation data.
+
+    Returns
+    -------
+    tuple of lists
+        Training and validation systems, types translated to the model's.
+    """
+    train = open_systems(training.training_data.systems, settings.type_map)
+    valid = open_systems(training.validation_data.systems, settings.type_map) if training.validation_data else []
+    for kind, systems in (("training", train), ("validation", valid)):
+        for system in systems:
+            log.info(
+                "%s data: %s: %d frames of %d atoms, %s, labels %s",
+                kind,
+                system.name,
+                system.nframes,
+                system.natoms,
+                "periodic" if system.pbc else "no cell",
+                ", ".join(sorted(system.labels)) or "none",
+            )
+    return train, valid
+
+
+def resolve_sel(given: Input, systems: list[System], *, count: bool) -> tuple[Input, NeighborStatistics | None]:
+    """Replace ``sel: "auto"`` by numbers and warn when given numbers are too small.
+
+    Parameters
+    ----------
+    given
+        The checked input.
+    systems
+        Training data, every frame of which is looked at.
+    count
+        False to believe `sel` as it stands (--skip-neighbor-stat).
+
+    Returns
+    -------
+    tuple
+        The input with numbers in `sel`, and the neighbour statistics (None when not counted).
+
+    Raises
+    ------
+    TrainingError
+        When `sel` is "auto" and counting is switched off.
+    """
+    descriptor = given.settings.model.descriptor
+    if not count:
+        if isinstance(descriptor.sel, str):
+            raise TrainingError('model/descriptor/sel is "auto", which needs the neighbour statistics: give numbers')
+        return given, None
+    found = neighbor_statistics(systems, descriptor.rcut)
+    log.info(
+        "neighbours within %g Å: at most %s per type; shortest distance %.3f Å",
+        descriptor.rcut,
+        list(found.max_neighbors),
+        found.min_distance,
+    )
+    if isinstance(descriptor.sel, str):
+        factor = float(descriptor.sel.partition(":")[2] or 1.1)
+        sel = [max(4, (int(n * factor) + 3) // 4 * 4) for n in found.max_neighbors]
+        model = {**given.normalized["model"], "descriptor": {**given.normalized["model"]["descriptor"], "sel": sel}}
+        resolved = normalize({**given.normalized, "model": model})
+        log.info('sel "%s" becomes %s', descriptor.sel, sel)
+        return dataclasses.replace(resolved, notices=given.notices), found
+    short = [
+        f"{name}: {most} > {limit}"
+        for name, most, limit in zip(given.settings.model.type_map, found.max_neighbors, descriptor.sel, strict=True)
+        if most > limit
+    ]
+    if short:
+        log.warning("sel is smaller than the most neighbours found (%s): the farthest are left out", "; ".join(short))
+    return given, found
+
+
+def make_loaders(model: EnergyModel, train: list[System], valid: list[System], training: TrainingSettings) -> Data:
+    """Make the loaders of training and validation batches."""
+    cache = NeighborCache(model.rcut, model.sel, model.by_type, CACHE_BYTES, model.ntypes)
+
+    def loader(systems: list[System], section: TrainingDataSettings, seed: int | None) -> DataLoader:
+        return DataLoader(
+            systems,
+            section.batch_size,
+            auto_prob=section.auto_prob,
+            sys_probs=section.sys_probs,
+            seed=seed,
+            cache=cache,
+            prefetch=True,
+        )
+
+    validation = training.validation_data
+    return Data(
+        loader(train, training.training_data, training.seed),
+        loader(valid, validation, training.seed) if validation else None,
+        train,
+    )
+
+
+def number_of_steps(training: TrainingSettings, loader: DataLoader) -> int:
+    """Return the length of the run in steps, from `numb_steps` or `numb_epoch`."""
+    if training.numb_steps is not None:
+        return training.numb_steps
+    assert training.numb_epoch is not None  # the input checker requires one of the two
+    return math.ceil(training.numb_epoch * loader.steps_per_epoch)
+
+
+def set_model_statistics(
+    model: EnergyModel, data: Data, model_section: Mapping[str, Any], training: TrainingSettings
+) -> None:
+    """Standardise the descriptor's input and set the energy bias, from samples of the data or from `stat_file`."""
+    settings = model_section
+    key = {
+        "descriptor": {name: settings["descriptor"].get(name) for name in _STATISTICS_DEPEND_ON},
+        "type_map": list(settings["type_map"]),
+        "data": data_fingerprint(data.training_systems),
+        "data_stat_nbatch": settings["data_stat_nbatch"],
+        "data_stat_protect": settings["data_stat_protect"],
+        "batch_sizes": list(data.training.batch_sizes),
+        "atom_ener": settings["fitting_net"].get("atom_ener"),
+        "rcond": settings["fitting_net"].get("rcond"),
+    }
+    store = StatFile(training.stat_file) if training.stat_file else None
+    arrays = store.load(key) if store else None
+    if arrays is None:
+        arrays = _compute(model, data, settings)
+        if store:
+            store.save(key, arrays)
+    else:
+        log.info("statistics come from %s", training.stat_file)
+    model.set_statistics(torch.from_numpy(arrays["mean"]), torch.from_numpy(arrays["stddev"]))
+    if "energy_bias" in arrays:
+        model.set_energy_bias(torch.from_numpy(arrays["energy_bias"]))
+        bias = zip(model.type_map, arrays["energy_bias"].ravel(), strict=True)
+        log.info("energy bias: %s", ", ".join(f"{name} {value:.6g} eV" for name, value in bias))
+    else:
+        log.warning("no training system has energies: the energy bias stays 0")
+
+
+_STATISTICS_DEPEND_ON = (
+    *("type", "sel", "rcut", "rcut_smth", "type_one_side", "exclude_types", "set_davg_zero", "env_protection"),
+)
+
+
+def _compute(model: EnergyModel, data: Data, settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    batches = list(data.training.sample_batches(settings["data_stat_nbatch"]))
+
+    def structures() -> Iterator[Structures]:
+        for batch in batches:
+            yield _structures(batch, model.ntypes)
+
+    mean, stddev = environment_statistics(model, structures(), protection=settings["data_stat_protect"])
+    arrays = {"mean": mean.numpy(), "stddev": stddev.numpy()}
+    labelled = [batch.frames for batch in batches if batch.frames.energy is not None]
+    if labelled:
+        counts = np.concatenate([frames.type_counts(model.ntypes) for frames in labelled])
+        energies = np.concatenate([frames.energy for frames in labelled])
+        fixed = fixed_energies(settings["fitting_net"].get("atom_ener"), model.ntypes)
+        arrays["energy_bias"] = energy_bias(counts, energies, fixed, settings["fitting_net"].get("rcond"))
+    return arrays
+
+
+def fixed_energies(atom_ener: list[float | None] | None, ntypes: int) -> np.ndarray | None:
+    """Return given vacuum energies `(ntypes,)` [eV] with NaN where there is none; None when all are free."""
+    if not atom_ener:
+        return None
+    values = [math.nan if value is None else float(value) for value in atom_ener]
+    return np.array(values + [math.nan] * (ntypes - len(values)))
+
+
+def _structures(batch: Batch, ntypes: int) -> Structures:
+    frames, neighbors = batch.frames, batch.neighbors
+    return Structures.from_numpy(
+        frames.coord, frames.atype, frames.box, neighbors.index, neighbors.shift, neighbors.sections, ntypes
+    )

@@ -1,0 +1,78 @@
+"""One training step: energy, forces, loss, gradient, update."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.train.errors import NonFiniteError
+
+if TYPE_CHECKING:
+    from deepmd_muon.loss import EnergyLoss
+    from deepmd_muon.model import EnergyModel
+    from deepmd_muon.train.batch import TrainingBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingStep:
+    """What a step needs besides its batch and learning rate.
+
+    Attributes
+    ----------
+    model, loss, optimizer
+        The parts; the optimizer's groups share one learning rate.
+    max_norm
+        Largest norm of the gradient; 0 for no limit.
+    """
+
+    model: EnergyModel
+    loss: EnergyLoss
+    optimizer: torch.optim.Optimizer
+    max_norm: float = 0.0
+
+    def __call__(self, batch: TrainingBatch, lr: float, lr_fraction: float) -> dict[str, Tensor]:
+        """Update the parameters once.
+
+        Parameters
+        ----------
+        batch
+            Structures and labels on the model's device.
+        lr
+            Learning rate of the update.
+        lr_fraction
+            Learning rate divided by the first one, which the prefactors of the loss follow.
+
+        Returns
+        -------
+        dict
+            Metrics before the update, tensors on the device.
+
+        Raises
+        ------
+        NonFiniteError
+            When loss or gradient is not finite; parameters and optimizer state are untouched then.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        prediction = self.model(batch.structures, force=self.loss.needs_force, virial=self.loss.needs_virial)
+        value, metrics = self.loss(prediction, batch.labels, lr_fraction, batch.structures.natoms, batch.mask)
+        value.backward()
+        self._check_and_clip(value.detach(), batch.system)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return metrics
+
+    def _check_and_clip(self, loss: Tensor, system: str) -> None:
+        """Refuse a gradient that is not finite; shorten one that is too long."""
+        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        # One read of the device a step: the price of never writing a NaN into the weights.
+        if not bool(torch.isfinite(norm + loss)):
+            raise NonFiniteError(
+                f"the loss is {float(loss):g} and the norm of its gradient {float(norm):g} on a batch of {system}"
+            )
+        if self.max_norm > 0:
+            torch._foreach_mul_(grads, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))

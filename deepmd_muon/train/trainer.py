@@ -1,0 +1,253 @@
+"""The training run: wires data, model, loss, optimizer, reports and checkpoints, and goes through the steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import signal
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.argcheck import Input
+from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, to_deepmd_kit
+from deepmd_muon.train.batch import TrainingBatch, to_device
+from deepmd_muon.train.checkpoint import FORMAT_VERSION, OWN_KEY, CheckpointSeries
+from deepmd_muon.train.ema import Ema
+from deepmd_muon.train.errors import NonFiniteError
+from deepmd_muon.train.learning_rate import learning_rate
+from deepmd_muon.train.optimizers import describe_routing, load_optimizer_state
+from deepmd_muon.train.report import Reports, open_reports
+from deepmd_muon.train.setup import Data, number_of_steps
+from deepmd_muon.train.step import TrainingStep
+from deepmd_muon.train.validate import mean_metrics, validate
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """A run from its first step to its last.
+
+    Parameters
+    ----------
+    given
+        The checked input, with numbers in `sel`.
+    model
+        The model, with statistics set or weights loaded, on its device.
+    data
+        Training and validation batches.
+    min_nbor_dist
+        Shortest distance in the training data [Å], which deepmd-kit keeps in its checkpoints.
+
+    Attributes
+    ----------
+    step
+        Updates done so far.
+    """
+
+    def __init__(self, given: Input, model: EnergyModel, data: Data, min_nbor_dist: float = UNKNOWN_DISTANCE) -> None:
+        settings, training = given.settings, given.settings.training
+        self.given = given
+        self.model = model
+        self.data = data
+        self.min_nbor_dist = min_nbor_dist
+        self.num_steps = number_of_steps(training, data.training)
+        self.rate = learning_rate(settings.learning_rate, self.num_steps)
+        self.loss = EnergyLoss(**dataclasses.asdict(settings.loss))
+        self.optimizer = settings.optimizer.build(model, self.rate(0))
+        describe_routing(self.optimizer)
+        self.ema = Ema(model, training.ema_decay) if training.enable_ema else None
+        self.series = CheckpointSeries(Path(training.save_ckpt), training.max_ckpt_keep)
+        self.step = 0
+        self._update = TrainingStep(model, self.loss, self.optimizer, training.gradient_max_norm)
+        self._device = next(model.parameters()).device
+        self._interrupted: int | None = None
+
+    def run(self) -> int:
+        """Train until the last step.
+
+        Returns
+        -------
+        int
+            0, or 128 plus the number of the signal that ended the run early (after a checkpoint was saved).
+
+        Raises
+        ------
+        NonFiniteError
+            When loss or gradient is no longer finite; the message names the last good checkpoint.
+        """
+        training = self.given.settings.training
+        log.info("training from step %d to step %d", self.step, self.num_steps)
+        reports = open_reports(training, num_steps=self.num_steps, start_step=self.step)
+        try:
+            with self._signals(), _profiler(training.profiling, training.profiling_file):
+                self._steps(reports)
+        except NonFiniteError as error:
+            good = self.series.newest
+            advice = f"the last good checkpoint is {good}" if good else "no checkpoint has been written yet"
+            raise NonFiniteError(f"training stopped before update {self.step + 1}: {error}; {advice}") from error
+        finally:
+            reports.close()
+            self.data.training.close()
+            if self.data.validation:
+                self.data.validation.close()
+        if self.series.newest is None or not self.series.newest.name.endswith(f"-{self.step}.pt"):
+            self.save()
+        if self._interrupted is not None:
+            name = signal.Signals(self._interrupted).name
+            log.warning("stopped by %s after step %d; continue with --restart %s", name, self.step, self.series.newest)
+            return 128 + self._interrupted
+        log.info("training done; the model is %s", self.series.newest)
+        return 0
+
+    def _steps(self, reports: Reports) -> None:
+        """Go through the steps, reporting and saving on the way."""
+        training = self.given.settings.training
+        recent: list[Mapping[str, Tensor]] = []
+        dropped = False
+        while self.step < self.num_steps and self._interrupted is None:
+            lr = self.rate(self.step)
+            fraction = lr / self.given.settings.learning_rate.start_lr
+            metrics = self._update(self._next_batch(), lr, fraction)
+            if self.ema:
+                self.ema.update()
+            self.step += 1
+            if training.disp_avg:
+                recent.append(metrics)
+            if reports.due(self.step):
+                averaged = mean_metrics((each, 1.0) for each in recent) if recent else metrics
+                recent.clear()
+                shown = self._validate(fraction) if reports.due_validation(self.step) else None
+                reports.step(self.step, lr, _numbers(averaged), shown)
+            reports.advance(self.step)
+            if not dropped and self.data.training.cache.dropped:
+                dropped = True
+                log.warning("some atoms have more neighbours than sel allows: the farthest are left out")
+            if self.step % training.save_freq == 0:
+                self.save()
+
+    def _next_batch(self) -> TrainingBatch:
+        return to_device(self.data.training.next(), self.model.ntypes, self._device)
+
+    def _validate(self, lr_fraction: float) -> dict[str, float] | None:
+        """Return the metrics on the next validation batches, with averaged weights where an average is kept."""
+        section = self.given.settings.training.validation_data
+        loader = self.data.validation
+        if section is None or loader is None:
+            return None
+        batches = (to_device(loader.next(), self.model.ntypes, self._device) for _ in range(section.numb_btch))
+        with self.ema.swapped() if self.ema else contextlib.nullcontext():
+            return _numbers(validate(self.model, self.loss, batches, lr_fraction))
+
+    def save(self) -> Path:
+        """Write a checkpoint of the present step."""
+        lr = self.rate(max(0, self.step - 1))
+        content: dict[str, Any] = {
+            "model": to_deepmd_kit(
+                self.model,
+                self.given.normalized["model"],
+                {"lr": lr, "step": self.step - 1},  # deepmd-kit counts from 0
+                min_nbor_dist=self.min_nbor_dist,
+            ),
+            "optimizer": self.optimizer.state_dict(),
+            OWN_KEY: {
+                "version": FORMAT_VERSION,
+                "step": self.step,
+                "settings": json.dumps(self.given.normalized),
+                "torch_rng": torch.get_rng_state(),
+                "training_data": self.data.training.state_dict(),
+                "validation_data": self.data.validation.state_dict() if self.data.validation else {},
+            },
+        }
+        if self.ema:
+            content["ema"] = self.ema.state_dict()
+        path = self.series.save(self.step, content)
+        log.info("saved %s", path)
+        return path
+
+    def restart(self, content: Mapping[str, Any], source: Path) -> None:
+        """Continue from a checkpoint: optimizer, averages, data order and random numbers; the weights are loaded.
+
+        Parameters
+        ----------
+        content
+            What `checkpoint.read` returned.
+        source
+            The file, for messages.
+
+        Raises
+        ------
+        CheckpointError
+            When the optimizer state is missing or of another kind of optimizer.
+        RoutingMismatchError
+            When a parameter's route or matrix view has changed.
+        """
+        own = content.get(OWN_KEY)
+        load_optimizer_state(self.optimizer, content, source)
+        if own is None:
+            infos = content["model"]["_extra_state"]["train_infos"]
+            self.step = int(infos["step"]) + 1
+            log.warning(
+                "%s comes from deepmd-kit, which keeps neither data order nor random numbers: they start anew",
+                source,
+            )
+        else:
+            self.step = int(own["step"])
+            torch.set_rng_state(own["torch_rng"])
+            self.data.training.load_state_dict(own["training_data"])
+            if self.data.validation and own["validation_data"]:
+                self.data.validation.load_state_dict(own["validation_data"])
+            if source.resolve().parent == self.series.prefix.parent.resolve():
+                self.series.written = [name for name in own["series"] if (source.resolve().parent / name).exists()]
+        if self.ema:
+            if "ema" in content:
+                self.ema.load_state_dict(content["ema"])
+            else:
+                log.warning("%s has no averaged parameters: the average starts from its weights", source)
+        log.info("restarting from %s at step %d", source, self.step)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turn the first SIGINT or SIGTERM into the end of the loop; a second one ends the process as usual."""
+
+        def stop(number: int, frame: types.FrameType | None) -> None:
+            self._interrupted = number
+            signal.signal(number, previous[signal.Signals(number)])
+            log.warning("%s: finishing the step and saving", signal.Signals(number).name)
+
+        previous: dict[signal.Signals, Any] = {}
+        try:
+            for caught in (signal.SIGINT, signal.SIGTERM):
+                previous[caught] = signal.signal(caught, stop)
+        except ValueError:  # not the main thread: whoever runs it there handles signals
+            previous.clear()
+        try:
+            yield
+        finally:
+            for caught, handler in previous.items():
+                signal.signal(caught, handler)
+
+
+def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """Read all metrics from the device in one transfer."""
+    values = torch.stack([value.double() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, values, strict=True))
+
+
+@contextlib.contextmanager
+def _profiler(enabled: bool, path: str) -> Iterator[None]:
+    """Record a trace for chrome://tracing when asked to."""
+    if not enabled:
+        yield
+        return
+    with torch.profiler.profile() as profile:
+        yield
+    profile.export_chrome_trace(path)
