@@ -190,7 +190,8 @@ class Predictor:
         structures = Structures.from_numpy(
             coord, atype, box, neighbors.index, neighbors.shift, neighbors.sections, len(model.type_map), self.device
         )
-        output = model(structures, force=True, virial=True)
+        with torch.no_grad():
+            output = model(structures, force=True, virial=True)
         return Prediction(**{f.name: output[f.name].detach().double().cpu().numpy() for f in fields(Prediction)})
 
 

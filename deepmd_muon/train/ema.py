@@ -45,9 +45,7 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         """Take the parameters of this moment into the average."""
-        torch._foreach_lerp_(
-            list(self._average.values()), [p.detach() for p in self._parameters.values()], 1.0 - self.decay
-        )
+        torch._foreach_lerp_(list(self._average.values()), list(self._parameters.values()), 1.0 - self.decay)
 
     def averages(self) -> Mapping[str, torch.Tensor]:
         """Return the averaged parameters by name; they change with the next `update`."""
@@ -92,13 +90,12 @@ class Ema:
 
         Values are exchanged, not tensors, so that captured CUDA graphs and the optimizer keep theirs.
         """
+        parameters, averages = list(self._parameters.values()), list(self._average.values())
+        kept = [p.detach().clone() for p in parameters]
         with torch.no_grad():
-            kept = {name: p.detach().clone() for name, p in self._parameters.items()}
-            for name, parameter in self._parameters.items():
-                parameter.copy_(self._average[name])
+            torch._foreach_copy_(parameters, averages)
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, parameter in self._parameters.items():
-                    parameter.copy_(kept[name])
+                torch._foreach_copy_(parameters, kept)
