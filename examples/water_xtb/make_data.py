@@ -1,16 +1,15 @@
 """Make a small data set of liquid water with GFN1-xTB labels: ``python examples/water_xtb/make_data.py``.
 
-Needs ASE and tblite (``pip install ase tblite``). One trajectory per temperature:
+Needs ASE and tblite (``pip install ase tblite``). For each temperature:
 
 1. molecules with random orientations on a lattice at 1 g/cm³;
-2. 20 ps of molecular dynamics with a flexible SPC water written below, which costs seconds;
-3. molecular dynamics with GFN1-xTB, the first part dropped as equilibration;
-4. every 20 fs the positions are rounded to float32 and labelled anew by a tightly converged calculation
-   from scratch, so that a label depends on nothing but the stored numbers.
+2. Langevin dynamics (NVT) with the flexible SPC water written below, whose molecules are fitted to those of
+   GFN1-xTB; it costs milliseconds a step, so that frames can stand 0.3 ps apart;
+3. the positions of each frame, rounded to float32, are labelled by a tightly converged GFN1-xTB calculation from
+   scratch: a label depends on nothing but the numbers that are stored.
 
-Hydrogen weighs 4 u: the canonical distribution of positions does not depend on masses, and a time step of 2 fs
-becomes possible. Frames found in ``run/`` are taken from there: an interrupted trajectory starts again, a
-finished one is not repeated, and the first N frames do not depend on how many are asked for.
+``--xtb-steps N`` moves every frame by N steps of GFN1-xTB dynamics before it is labelled and so approaches the
+ensemble of xTB itself, at one second a step.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,7 +27,6 @@ import numpy as np
 from ase import Atoms, units
 from ase.calculators.calculator import Calculator, all_changes
 from ase.calculators.singlepoint import SinglePointCalculator
-from ase.io import Trajectory, read
 from ase.md.langevin import Langevin
 from ase.optimize import FIRE
 from ase.stress import voigt_6_to_full_3x3_stress
@@ -40,27 +39,42 @@ from write_system import LabelledSystem, nearest_rms_distance, time_blocks, writ
 
 TYPE_MAP = ("O", "H")
 DENSITY = 1.0  # g/cm³
+# the canonical distribution of positions knows no masses: heavy hydrogen allows the time step
 HYDROGEN_MASS = 4.0  # u
 TIME_STEP = 2.0  # fs
-FRICTION = 0.01  # 1/fs
-STEPS_PER_FRAME = 10
-MD_ACCURACY = 1.0
-LABEL_ACCURACY = 0.01  # tblite's thresholds scale with it: energy 1e-8 Hartree, density 2e-7 e
+FRICTION = 0.002  # 1/fs
+MELTING = (600.0, 3.0)  # K, ps: against the memory of the lattice
+EQUILIBRATION = 7.0  # ps
+STEPS_PER_FRAME = 150
+LABEL_ACCURACY = 0.01  # tblite's thresholds scale with it
+XTB_ACCURACY = 1.0  # dynamics
 TRAIN_FRACTION, VALID_FRACTION = 0.75, 0.15
 
 
 class FlexibleSPC(Calculator):
-    """Flexible SPC water for a rough equilibration, atoms ordered O, H, H, cubic cell, nearest images.
+    """Flexible SPC water that visits the configurations: atoms ordered O, H, H, cubic cell, nearest images.
 
-    Charges, Lennard-Jones and bond terms of SPC/Fw (Wu, Tepper and Voth, J. Chem. Phys. 124, 024503 (2006)); the
-    bend is replaced by a harmonic H–H distance of the same curvature, and Coulomb is force-shifted at half the box.
+    Charges, Lennard-Jones and force constants are those of SPC/Fw (Wu, Tepper and Voth, J. Chem. Phys. 124, 024503
+    (2006)). Bond length and angle are smaller, such that a molecule in the liquid has the mean geometry that it has in
+    GFN1-xTB dynamics. The bend is a harmonic H–H distance of the same curvature, Coulomb is force-shifted at half the
+    box.
     """
 
     implemented_properties: ClassVar[list[str]] = ["energy", "forces"]
     kcal = units.kcal / units.mol
-    bond_length, bond_constant = 1.012, 1059.162 * kcal  # Å, eV/Å²
-    angle, angle_constant = np.radians(113.24), 75.90 * kcal  # eV/rad²
+    bond_length, bond_constant = 0.953, 1059.162 * kcal  # Å, eV/Å²
+    angle, angle_constant = np.radians(110.3), 75.90 * kcal  # eV/rad²
     epsilon, sigma, oxygen_charge = 0.1554253 * kcal, 3.165492, -0.82
+
+    def __init__(self, natoms: int) -> None:
+        super().__init__()
+        i, j = np.triu_indices(natoms, k=1)
+        apart = i // 3 != j // 3
+        self.first, self.second = i[apart], j[apart]
+        charge = np.where(np.arange(natoms) % 3 == 0, self.oxygen_charge, -self.oxygen_charge / 2)
+        self.charges = charge[self.first] * charge[self.second] * units.Hartree * units.Bohr
+        both_oxygen = (self.first % 3 == 0) & (self.second % 3 == 0)
+        self.depth = np.where(both_oxygen, 4 * self.epsilon, 0.0)
 
     def calculate(
         self,
@@ -71,10 +85,9 @@ class FlexibleSPC(Calculator):
         """Compute energy [eV] and forces [eV/Å]."""
         super().calculate(atoms, properties, system_changes)
         positions, length = self.atoms.positions, self.atoms.cell[0, 0]
-        pair_energy, forces = self._between_molecules(positions, length)
-        energy = pair_energy
+        energy, forces = self._between_molecules(positions, length)
         hh_length = 2 * self.bond_length * np.sin(self.angle / 2)
-        # d(HH distance)/d(angle) = bond length · cos(angle / 2)
+        # d(H–H distance)/d(angle) = bond length · cos(angle / 2)
         hh_constant = self.angle_constant / (self.bond_length * np.cos(self.angle / 2)) ** 2
         for i, j, rest, constant in (
             (0, 1, self.bond_length, self.bond_constant),
@@ -90,27 +103,22 @@ class FlexibleSPC(Calculator):
         self.results = {"energy": float(energy), "forces": forces}
 
     def _between_molecules(self, positions: np.ndarray, length: float) -> tuple[float, np.ndarray]:
-        natoms, cutoff = len(positions), length / 2
-        i, j = np.triu_indices(natoms, k=1)
-        apart = i // 3 != j // 3
-        i, j = i[apart], j[apart]
-        vector = positions[j] - positions[i]
+        cutoff = length / 2
+        vector = positions[self.second] - positions[self.first]
         vector -= length * np.round(vector / length)
-        distance = np.linalg.norm(vector, axis=1)
+        distance = np.sqrt(np.einsum("ij,ij->i", vector, vector))
         near = distance < cutoff
-        i, j, vector, distance = i[near], j[near], vector[near], distance[near]
-        charge = np.where(np.arange(natoms) % 3 == 0, self.oxygen_charge, -self.oxygen_charge / 2)
-        qq = charge[i] * charge[j] * units.Hartree * units.Bohr
-        energy = qq * (1 / distance - 2 / cutoff + distance / cutoff**2)
-        slope = qq * (-1 / distance**2 + 1 / cutoff**2)
-        sixth = np.where((i % 3 == 0) & (j % 3 == 0), (self.sigma / distance) ** 6, 0.0)
-        energy = energy + 4 * self.epsilon * (sixth**2 - sixth)
-        slope = slope + 4 * self.epsilon * (-12 * sixth**2 + 6 * sixth) / distance
-        pull = (slope / distance)[:, None] * vector
-        forces = np.zeros((natoms, 3))
-        np.add.at(forces, i, pull)
-        np.subtract.at(forces, j, pull)
-        return float(energy.sum()), forces
+        sixth = (self.sigma / distance) ** 6
+        energy = self.charges * (1 / distance - 2 / cutoff + distance / cutoff**2)
+        energy += self.depth * (sixth**2 - sixth)
+        slope = self.charges * (-1 / distance**2 + 1 / cutoff**2)
+        slope += self.depth * (-12 * sixth**2 + 6 * sixth) / distance
+        pull = np.where(near, slope / distance, 0.0)[:, None] * vector
+        forces = np.empty_like(positions)
+        for axis in range(3):
+            forces[:, axis] = np.bincount(self.first, pull[:, axis], len(positions))
+            forces[:, axis] -= np.bincount(self.second, pull[:, axis], len(positions))
+        return float(energy[near].sum()), forces
 
 
 def lattice_of_molecules(molecules: int, rng: np.random.Generator) -> Atoms:
@@ -121,25 +129,14 @@ def lattice_of_molecules(molecules: int, rng: np.random.Generator) -> Atoms:
     sites_per_edge = int(np.ceil(molecules ** (1 / 3)))
     grid = np.stack(np.meshgrid(*[np.arange(sites_per_edge)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
     sites = (rng.permutation(grid)[:molecules] + 0.5) * length / sites_per_edge
-    positions = []
     half = FlexibleSPC.angle / 2
+    arms = np.array([[np.cos(half), np.sin(half), 0.0], [np.cos(half), -np.sin(half), 0.0]])
+    positions = []
     for site in sites:
         rotation, _ = np.linalg.qr(rng.standard_normal((3, 3)))
-        arms = np.array([[np.cos(half), np.sin(half), 0.0], [np.cos(half), -np.sin(half), 0.0]])
         positions += [site, *(site + FlexibleSPC.bond_length * arms @ rotation)]
     atoms = Atoms("OHH" * molecules, positions=positions, cell=[length] * 3, pbc=True)
     atoms.set_masses(np.where(atoms.numbers == 1, HYDROGEN_MASS, atoms.get_masses()))
-    return atoms
-
-
-def classical_liquid(molecules: int, temperature: float, rng: np.random.Generator) -> Atoms:
-    """Return a configuration of flexible SPC water: 5 ps at 600 K against the lattice, then 15 ps at temperature."""
-    atoms = lattice_of_molecules(molecules, rng)
-    atoms.calc = FlexibleSPC()
-    FIRE(atoms, logfile=None).run(fmax=1.0, steps=500)
-    set_momenta(atoms, temperature, rng)
-    for kelvin, picoseconds in ((600.0, 5.0), (temperature, 15.0)):
-        dynamics(atoms, kelvin, rng).run(round(1000 * picoseconds / TIME_STEP))
     return atoms
 
 
@@ -161,17 +158,50 @@ def dynamics(atoms: Atoms, temperature: float, rng: np.random.Generator) -> Lang
     )
 
 
+def sample(molecules: int, temperature: float, frames: int, seed: int) -> list[Atoms]:
+    """Return frames of flexible SPC water at a temperature [K], `STEPS_PER_FRAME` time steps apart.
+
+    The first N of them do not depend on how many are asked for.
+    """
+    rng = np.random.default_rng([seed, molecules, round(1000 * temperature)])
+    atoms = lattice_of_molecules(molecules, rng)
+    atoms.calc = FlexibleSPC(len(atoms))
+    FIRE(atoms, logfile=None).run(fmax=1.0, steps=500)
+    set_momenta(atoms, temperature, rng)
+    for kelvin, picoseconds in (MELTING, (temperature, EQUILIBRATION)):
+        dynamics(atoms, kelvin, rng).run(round(1000 * picoseconds / TIME_STEP))
+    md = dynamics(atoms, temperature, rng)
+    snapshots = []
+    for _ in range(frames):
+        md.run(STEPS_PER_FRAME)
+        snapshots.append(atoms.copy())
+    return snapshots
+
+
 def xtb(accuracy: float) -> Calculator:
-    """Return a GFN1-xTB calculator; tblite samples the Brillouin zone at Γ only."""
+    """Return a new GFN1-xTB calculator; tblite samples the Brillouin zone at Γ only."""
     from tblite.ase import TBLite
 
     return TBLite(method="GFN1-xTB", accuracy=accuracy, verbosity=0)
 
 
-def labelled(atoms: Atoms) -> Atoms:
-    """Return a copy with float32 positions, centred in the box, and labels computed from scratch for them."""
-    frame = atoms.copy()
-    # the centre wanders freely in Langevin dynamics, and float32 has the finest grid near zero
+def labelled(snapshot: Atoms, temperature: float, xtb_steps: int, seed: Sequence[int]) -> Atoms:
+    """Return a copy with float32 positions, centred in the box, and GFN1-xTB labels for exactly these.
+
+    Parameters
+    ----------
+    snapshot, temperature
+        A configuration and the temperature [K] it was drawn at.
+    xtb_steps, seed
+        Steps of xTB dynamics to move it by first, and the seed of their noise.
+    """
+    frame = snapshot.copy()
+    if xtb_steps:
+        rng = np.random.default_rng(seed)
+        frame.calc = xtb(XTB_ACCURACY)
+        set_momenta(frame, temperature, rng)
+        dynamics(frame, temperature, rng).run(xtb_steps)
+    # the centre wanders freely in Langevin dynamics, and float32 is finest near zero
     centred = frame.positions - frame.positions.mean(axis=0) + 0.5 * np.diagonal(frame.cell.array)
     frame.positions = centred.astype(np.float32).astype(np.float64)
     calculator = xtb(LABEL_ACCURACY)
@@ -181,88 +211,61 @@ def labelled(atoms: Atoms) -> Atoms:
     return frame
 
 
-def run_trajectory(path: Path, molecules: int, temperature: float, frames: int, equilibration: float, seed: int) -> str:
-    """Run one trajectory and write its labelled frames to `path`, unless they stand there already.
-
-    Parameters
-    ----------
-    path
-        An ASE trajectory file.
-    molecules, temperature, frames, equilibration, seed
-        Number of molecules, temperature [K], number of frames, xTB dynamics before the first of them [ps], seed.
-
-    Returns
-    -------
-    str
-        What was done, for the log.
-    """
-    if path.exists() and len(Trajectory(path)) >= frames:
-        return f"{path.name}: found {len(Trajectory(path))} frames"
-    start = time.perf_counter()
-    rng = np.random.default_rng([seed, molecules, round(1000 * temperature)])
-    atoms = classical_liquid(molecules, temperature, rng)
-    atoms.calc = xtb(MD_ACCURACY)
-    set_momenta(atoms, temperature, rng)
-    md = dynamics(atoms, temperature, rng)
-    md.run(round(1000 * equilibration / TIME_STEP))
-    kelvins = []
-    with Trajectory(path, "w") as file:
-        for _ in range(frames):
-            md.run(STEPS_PER_FRAME)
-            kelvins.append(atoms.get_temperature())
-            file.write(labelled(atoms))
-    minutes = (time.perf_counter() - start) / 60
-    return f"{path.name}: {frames} frames, mean temperature {np.mean(kelvins):.0f} K, {minutes:.1f} min"
-
-
-def read_system(path: Path, frames: int) -> LabelledSystem:
-    """Return the first frames of a trajectory; the virial is −volume·stress, that is −dE/dε."""
-    atoms = read(path, index=f":{frames}")
-    stress = np.array([voigt_6_to_full_3x3_stress(a.get_stress()) for a in atoms])
-    volume = np.array([a.get_volume() for a in atoms])
+def as_system(frames: Sequence[Atoms]) -> LabelledSystem:
+    """Gather frames; ASE's stress is (dE/dε)/volume, so the virial −dE/dε is −volume·stress."""
     return LabelledSystem(
-        atype=np.array([TYPE_MAP.index(symbol) for symbol in atoms[0].get_chemical_symbols()]),
+        atype=np.array([TYPE_MAP.index(symbol) for symbol in frames[0].get_chemical_symbols()]),
         type_map=TYPE_MAP,
-        coord=np.array([a.positions for a in atoms]),
-        box=np.array([a.cell.array for a in atoms]),
-        energy=np.array([a.get_potential_energy() for a in atoms]),
-        force=np.array([a.get_forces() for a in atoms]),
-        virial=-volume[:, None, None] * stress,
+        coord=np.array([a.positions for a in frames]),
+        box=np.array([a.cell.array for a in frames]),
+        energy=np.array([a.get_potential_energy() for a in frames]),
+        force=np.array([a.get_forces() for a in frames]),
+        virial=np.array([-a.get_volume() * voigt_6_to_full_3x3_stress(a.get_stress()) for a in frames]),
+    )
+
+
+def summary(system: LabelledSystem, train: LabelledSystem, valid: LabelledSystem) -> str:
+    """Say what a temperature's frames look like and how far validation stands from training."""
+    molecule = system.coord.reshape(len(system.energy), -1, 3, 3)
+    bonds = molecule[:, :, 1:] - molecule[:, :, :1]
+    lengths = np.linalg.norm(bonds, axis=-1)
+    cosine = (bonds[:, :, 0] * bonds[:, :, 1]).sum(axis=-1) / lengths.prod(axis=-1)
+    nearest = nearest_rms_distance(valid, train)
+    energy = system.energy / molecule.shape[1]
+    error = energy.std() / np.sqrt(len(energy))
+    return (
+        f"energy {energy.mean():.4f} ± {error:.4f} eV/molecule, force {np.sqrt((system.force**2).mean()):.3f} eV/Å RMS "
+        f"and {np.abs(system.force).max():.2f} largest, O–H {lengths.mean():.4f} ± {lengths.std():.4f} Å, "
+        f"H–O–H {np.degrees(np.arccos(cosine)).mean():.2f}°; {len(train.energy)} training and {len(valid.energy)} "
+        f"validation frames, nearest training frame of a validation frame {nearest.min():.2f} Å RMS away (smallest), "
+        f"{np.median(nearest):.2f} Å (median)"
     )
 
 
 def main() -> None:
-    """Run the trajectories that are missing, split them and write the data."""
+    """Sample, label, split and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--molecules", type=int, default=24)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[300.0, 400.0], help="K")
-    parser.add_argument("--frames", type=int, default=160, help="frames a temperature, 20 fs apart")
-    parser.add_argument("--equilibration", type=float, default=0.8, help="ps of xTB dynamics that are dropped")
+    parser.add_argument("--molecules", type=int, default=32)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[300.0, 350.0, 420.0], help="K")
+    parser.add_argument("--frames", type=int, default=160, help="frames a temperature")
+    parser.add_argument("--xtb-steps", type=int, default=0, help="GFN1-xTB dynamics before each label")
     parser.add_argument("--seed", type=int, default=20261121)
-    parser.add_argument("--workers", type=int, default=2, help="trajectories at a time")
-    parser.add_argument("--out", type=Path, default=HERE, help="receives data/, water_xtb.hdf5 and run/")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--out", type=Path, default=HERE, help="receives data/ and water_xtb.hdf5")
     args = parser.parse_args()
-    run = args.out / "run"
-    run.mkdir(parents=True, exist_ok=True)
-    paths = {f"{t:g}K": run / f"{args.molecules}x{t:g}K_seed{args.seed}.traj" for t in args.temperatures}
-    with ProcessPoolExecutor(args.workers) as pool:
-        jobs = [
-            pool.submit(run_trajectory, path, args.molecules, t, args.frames, args.equilibration, args.seed)
-            for t, path in zip(args.temperatures, paths.values(), strict=True)
-        ]
-        for job in jobs:
-            print(job.result(), flush=True)
-    train_frames, valid_frames = time_blocks(args.frames, TRAIN_FRACTION, VALID_FRACTION)
+    start = time.perf_counter()
     systems = {}
-    for name, path in paths.items():
-        whole = read_system(path, args.frames)
-        systems[f"train/{name}"] = train = whole.frames(train_frames)
-        systems[f"valid/{name}"] = valid = whole.frames(valid_frames)
-        nearest = nearest_rms_distance(valid, train)
-        print(
-            f"{name}: {len(train.energy)} training and {len(valid.energy)} validation frames; nearest training frame "
-            f"at {nearest.min():.3f} Å RMS (smallest), {np.median(nearest):.3f} Å (median)"
-        )
+    with ProcessPoolExecutor(args.workers) as pool:
+        sampling = [pool.submit(sample, args.molecules, t, args.frames, args.seed) for t in args.temperatures]
+        for temperature, job in zip(args.temperatures, sampling, strict=True):
+            seeds = [(args.seed, round(1000 * temperature), k) for k in range(args.frames)]
+            frames = list(pool.map(labelled, job.result(), repeat(temperature), repeat(args.xtb_steps), seeds))
+            whole = as_system(frames)
+            in_train, in_valid = time_blocks(args.frames, TRAIN_FRACTION, VALID_FRACTION)
+            train, valid = whole.frames(in_train), whole.frames(in_valid)
+            systems |= {f"train/{temperature:g}K": train, f"valid/{temperature:g}K": valid}
+            minutes = (time.perf_counter() - start) / 60
+            print(f"{temperature:g} K, after {minutes:.1f} min: {summary(whole, train, valid)}", flush=True)
     write_all(args.out / "data", args.out / "water_xtb.hdf5", systems)
 
 
