@@ -34,8 +34,6 @@ _OTHERS = (
 _TENSORFLOW_ONLY = frozenset({"transfer", "convert-from", "train-nvnmd"})
 _LOG_LEVELS = {"DEBUG": 10, "3": 10, "INFO": 20, "2": 20, "WARNING": 30, "1": 30, "ERROR": 40, "0": 40}
 
-log = logging.getLogger("deepmd_muon.cli")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status.
@@ -86,11 +84,7 @@ def _run(words: list[str], backend: str | None, rest: list[str]) -> int:
 
 def _guarded(options: argparse.Namespace) -> int:
     """Run a command; a mistake of its user ends in a message, a mistake of ours in a traceback."""
-    from deepmd_muon.train.report.logs import set_up_logging
-
-    level = _LOG_LEVELS[options.log_level]
-    options.log_level = level
-    set_up_logging(level, options.log_path)
+    options.log_level = _LOG_LEVELS[options.log_level]
     try:
         return int(COMMANDS[options.command].run(options))
     except (HandOver, BrokenPipeError):
@@ -98,7 +92,7 @@ def _guarded(options: argparse.Namespace) -> int:
     except Exception as error:
         # Our own exception classes and files that cannot be opened say what to do; nothing else is expected.
         expected = type(error).__module__.startswith("deepmd_muon") or isinstance(error, OSError)
-        if not expected or level <= logging.DEBUG:
+        if not expected or options.log_level <= logging.DEBUG:
             raise
         print(f"dp {options.command}: {error}", file=sys.stderr)
         return 2

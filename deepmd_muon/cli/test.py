@@ -13,6 +13,7 @@ from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
 if TYPE_CHECKING:
     from deepmd_muon.data import System
     from deepmd_muon.infer.metrics import Errors
+    from deepmd_muon.infer.parity import ParityPicture
 
 HELP = "compare a model's energies, forces and virials with reference data"
 
@@ -52,12 +53,17 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.infer.details import DetailFiles
     from deepmd_muon.infer.evaluation import evaluate_system
     from deepmd_muon.infer.metrics import add_errors
-    from deepmd_muon.infer.parity import ParityPicture
     from deepmd_muon.infer.predictor import Predictor
+    from deepmd_muon.model.errors import CheckpointError as ForeignModelError
+    from deepmd_muon.train.report import set_up_logging
 
-    predictor = Predictor(options.model, ema=options.ema)
+    set_up_logging(options.log_level, options.log_path)
+    try:
+        predictor = Predictor(options.model, ema=options.ema)
+    except ForeignModelError as error:
+        raise HandOver(f"this model ({error})") from error
     details = DetailFiles(options.detail_file) if options.detail_file else None
-    picture = ParityPicture() if options.plot else None
+    picture = _picture(options.plot)
     shuffle = np.random.default_rng(options.rand_seed) if options.shuffle_test else None
     total: Errors = {}
     systems = _open(options, predictor.type_map)
@@ -79,8 +85,17 @@ def run(options: argparse.Namespace) -> int:
     log.info("# ----------weighted average of errors-----------")
     _report(total, f"# number of systems : {len(systems)}")
     if picture is not None:
-        picture.save(options.plot)
+        picture.save()
     return 0
+
+
+def _picture(path: str | None) -> ParityPicture | None:
+    """Return the picture to fill, checked before the work begins; matplotlib is imported for it alone."""
+    if path is None:
+        return None
+    from deepmd_muon.infer.parity import ParityPicture
+
+    return ParityPicture(Path(path))
 
 
 def _report(errors: Errors, title: str) -> None:

@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from deepmd_muon.infer.errors import PictureError
+from deepmd_muon.infer.picture import check_ending, write
 
 _UNITS = {"e": "eV/atom", "f": "eV/Å", "v": "eV/atom"}
 _TITLES = {"e": "Energy", "f": "Force", "v": "Virial"}
@@ -58,8 +60,8 @@ def plot_learning_curve(path: str | os.PathLike[str], picture: str | os.PathLike
     picture
         Where the picture goes; its format follows from the file's ending.
     """
-    from matplotlib.figure import Figure
-
+    picture = Path(picture)
+    check_ending(picture)
     columns = read_learning_curve(path)
     quantities = [q for q in _TITLES if np.isfinite(columns.get(f"rmse_{q}_trn", np.array([np.nan]))).any()]
     figure = Figure(figsize=(4.2 * (len(quantities) + 1), 3.4), layout="constrained")
@@ -77,5 +79,4 @@ def plot_learning_curve(path: str | os.PathLike[str], picture: str | os.PathLike
     for axes in panels:
         axes.set_yscale("log")
         axes.set_xlabel("step")
-    Path(picture).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=150)
+    write(figure, picture)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from deepmd_muon.data import Frames
 from deepmd_muon.infer.errors import PictureError
 from deepmd_muon.infer.metrics import ErrorSum
+from deepmd_muon.infer.picture import check_ending, write
 from deepmd_muon.infer.predictor import Prediction
 
 _PANELS = {
@@ -27,12 +28,23 @@ class ParityPicture:
 
     Parameters
     ----------
+    path
+        Where the picture goes; its format follows from the ending.
     max_points
         Most points drawn in a panel, chosen at random but the same every time. The errors in the titles are of all.
+
+    Raises
+    ------
+    PictureError
+        At once when the ending is no picture format, in `save` when there is nothing to draw.
     """
 
+    path: Path
     max_points: int = 50_000
     _points: dict[str, list[np.ndarray]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_ending(self.path)
 
     def add(self, reference: Frames, prediction: Prediction) -> None:
         """Take the points of some frames; quantities without reference are left out."""
@@ -49,19 +61,15 @@ class ParityPicture:
         points = np.stack([data.ravel(), predicted.ravel()]).astype(np.float32 if name == "force" else np.float64)
         self._points.setdefault(name, []).append(points)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Draw and write the picture; its format follows from the file's ending."""
-        # The object interface of matplotlib: no display, no global state.
-        from matplotlib.figure import Figure
-
+    def save(self) -> None:
+        """Draw and write the picture."""
         panels = [name for name in _PANELS if name in self._points]
         if not panels:
             raise PictureError("none of the systems has a label to compare with: there is nothing to draw")
         figure = Figure(figsize=(4.2 * len(panels), 4.2), layout="constrained")
         for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             _draw(axes, name, np.concatenate(self._points[name], axis=1), self.max_points)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
+        write(figure, self.path)
 
 
 def _draw(axes: Any, name: str, points: np.ndarray, max_points: int) -> None:

@@ -94,7 +94,8 @@ class Predictor:
     ema
         Take the averaged weights of the checkpoint.
     batch_atoms
-        Atoms computed at once, at least one frame. On a GPU that runs out of memory it is halved and stays so.
+        Atoms computed at once, at least one frame; by default 16384 on a GPU and 1024 elsewhere. On a GPU that runs
+        out of memory it is halved and stays so.
     """
 
     def __init__(
@@ -103,14 +104,15 @@ class Predictor:
         *,
         device: str | torch.device | None = None,
         ema: bool = False,
-        batch_atoms: int = 1024,
+        batch_atoms: int | None = None,
     ) -> None:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         loaded = model if isinstance(model, EnergyModel) else load_model(model, ema=ema)
         self.model = loaded.to(self.device).eval()
-        self.batch_atoms = batch_atoms
+        # A CPU is busy with a thousand atoms; a GPU needs more of them to be so.
+        self.batch_atoms = batch_atoms or (16384 if self.device.type == "cuda" else 1024)
 
     @property
     def type_map(self) -> tuple[str, ...]:

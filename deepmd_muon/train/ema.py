@@ -39,7 +39,9 @@ class Ema:
         self.decay = decay
         # deepmd-kit's average lists some empty parameters that we do not have; it refuses a state without them.
         self._stored_names = deepmd_kit_parameter_names(model)
-        self._parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+        self._parameters: dict[str, torch.Tensor] = {
+            name: p for name, p in model.named_parameters() if p.is_floating_point()
+        }
         self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()

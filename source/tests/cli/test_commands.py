@@ -179,6 +179,7 @@ def test_log_file_holds_the_table(checkpoint, frames):
         (["-m", "model.ckpt.pt", "-s", "nowhere"], "nowhere"),
         (["-m", "model.ckpt.pt", "-f", "nowhere.txt"], "there is no list of systems nowhere.txt"),
         (["-m", "model.ckpt.pt", "-s", "water", "--ema"], "has no averaged weights"),
+        (["-m", "model.ckpt.pt", "-s", "water", "--plot", "parity.doc"], "no picture can be written to parity.doc"),
     ],
 )
 def test_mistakes_end_in_one_message(words, message, checkpoint, frames, capsys):
@@ -186,6 +187,19 @@ def test_mistakes_end_in_one_message(words, message, checkpoint, frames, capsys)
     shown = capsys.readouterr().err
     assert message in shown
     assert "Traceback" not in shown
+
+
+def test_a_model_of_deepmd_kit_that_we_do_not_have(checkpoint, frames, capsys, monkeypatch):
+    content = torch.load("model.ckpt.pt", weights_only=True)
+    content["model"]["_extra_state"]["model_params"]["descriptor"]["type"] = "dpa3"
+    torch.save(content, "dpa3.pt")
+    handed = []
+    monkeypatch.setattr("deepmd_muon.cli.main.hand_over", lambda what, words: handed.append((what, words)) or 7)
+    assert main(["test", "-m", "dpa3.pt", "-s", "water"]) == 7
+    [(what, words)] = handed
+    assert what.startswith("this model (")
+    assert "'dpa3'" in what
+    assert words == ["--pt", "test", "-m", "dpa3.pt", "-s", "water"]
 
 
 def test_routing_of_an_input_and_of_a_checkpoint(input_file, capsys):

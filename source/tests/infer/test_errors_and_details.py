@@ -132,16 +132,21 @@ def test_a_new_test_overwrites_old_detail_files(tmp_path):
 
 
 def test_parity_picture_has_a_panel_for_each_label(tmp_path):
-    picture = ParityPicture(max_points=10)
+    picture = ParityPicture(tmp_path / "pictures" / "parity.png", max_points=10)
     picture.add(*compared(5))
-    picture.save(tmp_path / "pictures" / "parity.png")
-    only_force = ParityPicture()
+    picture.save()
+    only_force = ParityPicture(tmp_path / "force.png")
     only_force.add(*compared(5, labels=("force",)))
-    only_force.save(tmp_path / "force.png")
+    only_force.save()
     from matplotlib.image import imread
 
     wide, narrow = imread(tmp_path / "pictures" / "parity.png"), imread(tmp_path / "force.png")
     assert wide.shape[1] == 3 * narrow.shape[1]
     assert wide.std() > 0.01
+
+
+def test_a_picture_that_cannot_be_drawn(tmp_path):
     with pytest.raises(PictureError, match="none of the systems has a label"):
-        ParityPicture().save(tmp_path / "nothing.png")
+        ParityPicture(tmp_path / "nothing.png").save()
+    with pytest.raises(PictureError, match=r"no picture can be written to .*parity\.doc; use one of .*\.png"):
+        ParityPicture(tmp_path / "parity.doc")
