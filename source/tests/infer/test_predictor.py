@@ -168,3 +168,10 @@ def test_out_of_memory_halves_the_batch(model, frames, monkeypatch):
 def test_the_model_is_built_alike_from_its_section(model_section, frames):
     one, other = (Predictor(build_model(model_section), device="cpu") for _ in range(2))
     assert_same(one.predict(*frames), other.predict(*frames), tolerance=0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpu_gives_the_same(model_section, frames):
+    expected = Predictor(build_model(model_section), device="cpu").predict(*frames)
+    assert_same(Predictor(build_model(model_section), device="cuda").predict(*frames), expected, tolerance=1e-10)
