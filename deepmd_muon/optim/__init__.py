@@ -5,35 +5,65 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig
-    from deepmd_muon.optim.errors import InvalidGradientError, RoutingMismatchError
+    from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig, MuonConfig
+    from deepmd_muon.optim.errors import (
+        CaptureError,
+        ForeignStateError,
+        InvalidGradientError,
+        InvalidParameterError,
+        InvalidSettingError,
+        InvalidShapeError,
+        NonFiniteGradientError,
+        RoutingMismatchError,
+    )
+    from deepmd_muon.optim.foreign import name_deepmd_kit_state
     from deepmd_muon.optim.hybrid_muon import HybridMuon
-    from deepmd_muon.optim.polar import orthogonalize
+    from deepmd_muon.optim.polar import SCHEDULES, Schedule, orthogonalize
     from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules
 
 _HOMES = {
     "AdamConfig": "config",
     "AdamWConfig": "config",
+    "CaptureError": "errors",
+    "ForeignStateError": "errors",
     "HybridMuon": "hybrid_muon",
     "HybridMuonConfig": "config",
     "InvalidGradientError": "errors",
+    "InvalidParameterError": "errors",
+    "InvalidSettingError": "errors",
+    "InvalidShapeError": "errors",
+    "MuonConfig": "config",
+    "NonFiniteGradientError": "errors",
     "RouteEntry": "routing",
     "RouteTable": "routing",
     "RoutingMismatchError": "errors",
     "RoutingRules": "routing",
+    "SCHEDULES": "polar",
+    "Schedule": "polar",
+    "name_deepmd_kit_state": "foreign",
     "orthogonalize": "polar",
 }
 
 __all__ = [
+    "SCHEDULES",
     "AdamConfig",
     "AdamWConfig",
+    "CaptureError",
+    "ForeignStateError",
     "HybridMuon",
     "HybridMuonConfig",
     "InvalidGradientError",
+    "InvalidParameterError",
+    "InvalidSettingError",
+    "InvalidShapeError",
+    "MuonConfig",
+    "NonFiniteGradientError",
     "RouteEntry",
     "RouteTable",
     "RoutingMismatchError",
     "RoutingRules",
+    "Schedule",
+    "name_deepmd_kit_state",
     "orthogonalize",
 ]
 

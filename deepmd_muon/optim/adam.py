@@ -6,16 +6,15 @@ The rule is that of D. P. Kingma and J. Ba (arXiv:1412.6980), with the decay of 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
-EPSILON = 1e-20
+from deepmd_muon.optim.gradients import StepControl, ready_gradients
 
-_FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
+EPSILON = 1e-20
 
 
 def moment_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -25,7 +24,6 @@ def moment_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def adam_(
     params: Sequence[Tensor],
-    grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
@@ -33,15 +31,17 @@ def adam_(
     lr: float | Tensor,
     betas: tuple[float, float],
     weight_decay: float,
+    control: StepControl,
+    maximize: bool = False,
 ) -> None:
     """Take one Adam step in place; with `weight_decay` > 0 the decoupled one of AdamW.
 
     Parameters
     ----------
-    params, grads
-        Real tensors of equal shapes, any floating dtype; 16-bit parameters are updated in float32 and rounded once.
+    params
+        Real tensors of one device and dtype, with gradients; 16-bit ones are updated in float32 and rounded once.
     exp_avgs, exp_avg_sqs
-        First and second moments, in `moment_dtype` of the parameter.
+        First and second moments, in `moment_dtype` of the parameters.
     steps
         float32 scalars, the number of steps taken; advanced by one.
     lr
@@ -50,29 +50,30 @@ def adam_(
         Decays of the moments.
     weight_decay
         λ in p ← p (1 − lr λ).
+    control
+        Whether the step is left out, and the gradients' scale; on the parameters' device.
+    maximize
+        Climb instead of descend.
     """
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for i, p in enumerate(params):
-        kinds[p.device, p.dtype].append(i)
-    for (device, dtype), members in kinds.items():
-        wide = moment_dtype(dtype)
-        targets = [params[i] if dtype == wide else params[i].to(wide) for i in members]
-        torch_adam(
-            targets,
-            [grads[i].to(wide) for i in members],
-            [exp_avgs[i] for i in members],
-            [exp_avg_sqs[i] for i in members],
-            [],
-            [steps[i] for i in members],
-            fused=device.type in _FUSED_DEVICES,
-            amsgrad=False,
-            beta1=betas[0],
-            beta2=betas[1],
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=EPSILON,
-            maximize=False,
-            decoupled_weight_decay=True,
-        )
-        if dtype != wide:
-            torch._foreach_copy_([params[i] for i in members], targets)
+    wide = moment_dtype(params[0].dtype)
+    targets = [p.to(wide) for p in params]  # the parameters themselves unless they are 16 bits wide
+    torch_adam(
+        targets,
+        ready_gradients(params, wide, control.scale, maximize=maximize),
+        list(exp_avgs),
+        list(exp_avg_sqs),
+        [],
+        list(steps),
+        fused=True,
+        found_inf=control.skip,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=EPSILON,
+        maximize=False,
+        decoupled_weight_decay=True,
+    )
+    if wide != params[0].dtype:
+        torch._foreach_copy_(list(params), targets)

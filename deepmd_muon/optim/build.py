@@ -1,32 +1,65 @@
-"""From settings to optimizer: what each configuration's `build` method does."""
+"""From settings to optimizer: what each configuration's `build` method does, and the one place that reports it."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig
+from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig, MuonConfig
 from deepmd_muon.optim.hybrid_muon import HybridMuon
+
+log = logging.getLogger(__name__)
 
 
 def build_hybrid_muon(config: HybridMuonConfig, model: nn.Module, lr: float | Tensor) -> HybridMuon:
     """Make a HybridMuon for every named parameter of `model`, the frozen ones included."""
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     betas = (settings.pop("adam_beta1"), settings.pop("adam_beta2"))
-    return HybridMuon(model.named_parameters(), lr, adam_betas=betas, **settings)
+    optimizer = HybridMuon(model.named_parameters(), lr, adam_betas=betas, **settings)
+    _report(optimizer, model)
+    return optimizer
+
+
+def build_muon(config: MuonConfig, model: nn.Module, lr: float | Tensor) -> HybridMuon:
+    """Make a plain Muon, AdamW for the rest, for every named parameter of `model`."""
+    optimizer = HybridMuon(
+        model.named_parameters(),
+        lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        adam_betas=config.adam_betas,
+        lr_adjust_coeff=config.rms_coefficient,
+        muon_mode=config.muon_mode,
+        magma_muon=False,
+        nesterov=config.nesterov,
+        scaling=config.scaling,
+        layout=config.layout,
+        adam_lr_ratio=None if config.adam_lr is None else config.adam_lr / float(lr),
+        schedule=config.schedule,
+        precision=config.precision,
+        adamw_patterns=config.adamw_patterns,
+    )
+    _report(optimizer, model)
+    return optimizer
 
 
 def build_adam(config: AdamConfig, model: nn.Module, lr: float | Tensor) -> torch.optim.Adam:
     """Make torch's fused Adam for the trainable named parameters of `model`."""
-    return torch.optim.Adam(_trainable(model), lr=lr, **_adam_settings(config))
+    optimizer = torch.optim.Adam(_trainable(model), lr=lr, **_adam_settings(config))
+    _report(optimizer, model)
+    return optimizer
 
 
 def build_adamw(config: AdamWConfig, model: nn.Module, lr: float | Tensor) -> torch.optim.AdamW:
     """Make torch's fused AdamW for the trainable named parameters of `model`."""
-    return torch.optim.AdamW(_trainable(model), lr=lr, **_adam_settings(config))
+    optimizer = torch.optim.AdamW(_trainable(model), lr=lr, **_adam_settings(config))
+    _report(optimizer, model)
+    return optimizer
 
 
 def _adam_settings(config: AdamConfig | AdamWConfig) -> dict[str, Any]:
@@ -39,3 +72,18 @@ def _adam_settings(config: AdamConfig | AdamWConfig) -> dict[str, Any]:
 
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Log parameters and weights per route, and the names that are not trained."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, HybridMuon):
+        log.info("%s routing: %s", kind, optimizer.routing.summary())
+        log.debug("routes of all parameters:\n%s", optimizer.routing)
+    else:
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        weights = sum(math.prod(p.shape) for p in trained)
+        log.info("%s: %d parameters (%d weights)", kind, len(trained), weights)
+    untrained = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if untrained:
+        log.info("not trainable: %s", ", ".join(untrained))

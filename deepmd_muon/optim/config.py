@@ -6,6 +6,7 @@ This module does not import torch, so that the input checker can read it; the `b
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import TYPE_CHECKING, Literal
 
 from deepmd_muon.optim.setting import check_settings, setting
@@ -15,13 +16,20 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 MuonMode = Literal["2d", "flat", "slice"]
-Scaling = Literal["match_rms", "rectangular"]
+Scaling = Literal["none", "match_rms", "rectangular", "spectral"]
+Layout = Literal["as_stored", "in_out", "out_in"]
 Precision = Literal["auto", "float16", "bfloat16", "float32", "float64"]
-RouteChange = Literal["error"]
+RouteChange = Literal["error", "migrate", "reset"]
+NonFinite = Literal["ignore", "skip", "error"]
+Steps = tuple[tuple[float, float, float], ...]
 
 MUON_MODES: tuple[MuonMode, ...] = ("2d", "flat", "slice")
+SCALINGS: tuple[Scaling, ...] = ("none", "match_rms", "rectangular", "spectral")
 PRECISIONS: tuple[Precision, ...] = ("auto", "float16", "bfloat16", "float32", "float64")
-SCHEDULES = ("8+2", "keller-jordan", "polar-express")
+SCHEDULES = ("8+2", "keller-jordan", "polar-express", "muon-fsdp2")
+
+# "*.in_proj.matrix: columns 64+64+32" or "*.qkv.weight: rows 3".
+SPLIT_FORM = r"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>\d+(\+\d+)*)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +88,19 @@ class HybridMuonConfig:
     nesterov: bool = setting(True, doc="Orthogonalize β m + (1 − β) g instead of m.")
     scaling: Scaling | None = setting(
         None,
-        choices=("match_rms", "rectangular"),
+        choices=SCALINGS,
         doc=(
-            "Scale of the Muon update: 'match_rms' is lr_adjust_coeff·sqrt(max(rows, columns)), 'rectangular' is "
-            "sqrt(max(1, rows/columns)). null follows the sign of lr_adjust."
+            "Scale of the Muon update: 'none' is 1, 'match_rms' is lr_adjust_coeff·sqrt(max(rows, columns)), "
+            "'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with out and in by `layout`. null "
+            "follows the sign of lr_adjust."
+        ),
+    )
+    layout: Layout = setting(
+        "as_stored",
+        choices=("as_stored", "in_out", "out_in"),
+        doc=(
+            "Which dimension of a matrix is its output, for 'rectangular' and 'spectral' scaling: 'in_out' for "
+            "DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as output, whatever they mean."
         ),
     )
     adam_lr_ratio: float | None = setting(
@@ -94,8 +111,14 @@ class HybridMuonConfig:
             "1 at or below 0, else 1/lr_adjust."
         ),
     )
-    schedule: str = setting(
-        "8+2", choices=SCHEDULES, doc="Coefficients of the Newton–Schulz iteration (see doc/optimizer.md)."
+    schedule: str | Steps = setting(
+        "8+2",
+        pattern="|".join(map(re.escape, SCHEDULES)),
+        forms="one of " + ", ".join(map(repr, SCHEDULES)) + " or a list of triples",
+        doc=(
+            "Coefficients of the Newton–Schulz iteration (see doc/optimizer.md): a name, or one triple [a, b, c] per "
+            "step σ ← a σ + b σ³ + c σ⁵."
+        ),
     )
     precision: Precision = setting(
         "auto",
@@ -119,20 +142,90 @@ class HybridMuonConfig:
     adamw_patterns: tuple[str, ...] = setting(
         (), doc="Parameters whose full name matches one of these shell patterns take the AdamW route."
     )
+    expert_patterns: tuple[str, ...] = setting(
+        (),
+        doc=(
+            "Parameters of three or more dimensions whose full name matches one of these shell patterns hold one "
+            "expert per index of their first dimension; muon_mode applies to each expert."
+        ),
+    )
+    splits: tuple[str, ...] = setting(
+        (),
+        pattern=SPLIT_FORM,
+        forms="of the form 'PATTERN: rows 3' or 'PATTERN: columns 64+64+32'",
+        doc=(
+            "Fused weights, one entry each: a shell pattern on full names, then 'rows' or 'columns' of the matrix as "
+            "stored, then a number of equal parts or the sizes of the parts. Every part is orthogonalized by itself. "
+            "Example: '*.in_proj.matrix: columns 3'."
+        ),
+    )
     on_route_change: RouteChange = setting(
         "error",
-        choices=("error",),
-        doc="What a reload does when a parameter's route or view differs from the checkpoint's.",
+        choices=("error", "migrate", "reset"),
+        doc=(
+            "What a reload does when a parameter's route or view differs from the checkpoint's: 'error' refuses it, "
+            "'migrate' carries over what means the same, 'reset' starts those parameters afresh."
+        ),
+    )
+    on_nonfinite: NonFinite = setting(
+        "ignore",
+        choices=("ignore", "skip", "error"),
+        doc=(
+            "What a step does when a gradient holds NaN or infinity: 'ignore' spoils that parameter alone, 'skip' "
+            "leaves all parameters and state as they are, 'error' stops the run (and waits for the device each step)."
+        ),
+    )
+    deepmd_kit_arithmetic: bool = setting(
+        False,
+        doc=(
+            "Orthogonalize as deepmd-kit 3.2.0 does, to compare with it: iterates stored in 16 bits, five "
+            "Polar-Express steps for rectangular matrices when enable_gram is true. Noisier; `schedule` and "
+            "`precision` have no effect then."
+        ),
     )
 
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def build(self, model: nn.Module, lr: float | Tensor) -> Optimizer:
+    def build(self, model: nn.Module, lr: float | Tensor = 5e-4) -> Optimizer:
         """Make this optimizer for the named parameters of `model`, with learning rate `lr`."""
         from deepmd_muon.optim.build import build_hybrid_muon
 
         return build_hybrid_muon(self, model, lr)
+
+
+@dataclasses.dataclass(frozen=True)
+class MuonConfig:
+    """Settings of a plain Muon with AdamW for the rest, in the field's words; it is built as a `HybridMuon`.
+
+    The defaults are those of the literature: Keller Jordan's five steps, no damping, two-dimensional weights only,
+    embeddings and heads left to the patterns of the user.
+    """
+
+    lr: float = setting(0.02, minimum=0.0, doc="Learning rate of the Muon route, when `build` is not given one.")
+    momentum: float = setting(0.95, minimum=0.0, below=1.0, doc="Decay β of the momentum m ← β m + (1 − β) g.")
+    nesterov: bool = setting(True, doc="Orthogonalize β m + (1 − β) g instead of m.")
+    weight_decay: float = setting(0.1, minimum=0.0, doc="Decoupled weight decay of the Muon and AdamW routes.")
+    scaling: Scaling = setting("rectangular", choices=SCALINGS, doc="Scale of the update; see `HybridMuonConfig`.")
+    rms_coefficient: float = setting(0.2, above=0.0, doc="Coefficient of the 'match_rms' scaling.")
+    layout: Layout = setting("out_in", choices=("as_stored", "in_out", "out_in"), doc="See `HybridMuonConfig`.")
+    schedule: str | Steps = setting("keller-jordan", pattern="|".join(map(re.escape, SCHEDULES)), doc="Coefficients.")
+    precision: Precision = setting("auto", choices=PRECISIONS, doc="See `HybridMuonConfig`.")
+    muon_mode: MuonMode = setting("2d", choices=MUON_MODES, doc="See `HybridMuonConfig`.")
+    adam_lr: float | None = setting(None, above=0.0, doc="Learning rate of the AdamW route; None takes `lr`.")
+    adam_betas: tuple[float, float] = setting((0.9, 0.95), minimum=0.0, below=1.0, doc="Decays of Adam's moments.")
+    adamw_patterns: tuple[str, ...] = setting(
+        ("*embed*", "*lm_head*"), doc="Parameters that take AdamW though they are matrices, as shell patterns."
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    def build(self, model: nn.Module, lr: float | Tensor | None = None) -> Optimizer:
+        """Make this optimizer for the named parameters of `model`, with learning rate `lr` or the one set here."""
+        from deepmd_muon.optim.build import build_muon
+
+        return build_muon(self, model, self.lr if lr is None else lr)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +239,7 @@ class AdamConfig:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def build(self, model: nn.Module, lr: float | Tensor) -> Optimizer:
+    def build(self, model: nn.Module, lr: float | Tensor = 1e-3) -> Optimizer:
         """Make this optimizer for the named parameters of `model`, with learning rate `lr`."""
         from deepmd_muon.optim.build import build_adam
 
@@ -165,7 +258,7 @@ class AdamWConfig:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def build(self, model: nn.Module, lr: float | Tensor) -> Optimizer:
+    def build(self, model: nn.Module, lr: float | Tensor = 1e-3) -> Optimizer:
         """Make this optimizer for the named parameters of `model`, with learning rate `lr`."""
         from deepmd_muon.optim.build import build_adamw
 

@@ -5,8 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+class InvalidSettingError(ValueError):
+    """A setting is out of its range or not among its choices."""
+
+
+class InvalidParameterError(ValueError):
+    """A parameter cannot be optimized: complex, given twice, or two parameters of one name."""
+
+
+class InvalidShapeError(ValueError):
+    """A tensor has no matrices to orthogonalize, or cannot be split as it should be."""
+
+
 class InvalidGradientError(RuntimeError):
-    """A gradient cannot be used: sparse, complex, or of another shape than its parameter."""
+    """A gradient cannot be used: it is sparse."""
+
+
+class NonFiniteGradientError(InvalidGradientError):
+    """A gradient holds NaN or infinity and the setting `on_nonfinite` is 'error'.
+
+    Attributes
+    ----------
+    names
+        The parameters whose gradients do.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        listed = ", ".join(repr(name) for name in self.names[:10]) + (", …" if len(self.names) > 10 else "")
+        super().__init__(
+            f"{len(self.names)} gradient{'s' if len(self.names) != 1 else ''} with NaN or infinity: {listed}; nothing "
+            "was changed. on_nonfinite='skip' leaves such steps out."
+        )
+
+
+class CaptureError(RuntimeError):
+    """A step cannot be captured in a CUDA graph as things are."""
 
 
 class RoutingMismatchError(ValueError):

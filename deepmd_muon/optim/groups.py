@@ -3,45 +3,86 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import math
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.views import MatrixView
+from deepmd_muon.optim.config import HybridMuonConfig, Steps
+from deepmd_muon.optim.errors import InvalidParameterError
+from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
+from deepmd_muon.optim.routing import canonical_name, unnamed
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 _PLAIN_SETTINGS = (
     *("momentum", "weight_decay", "lr_adjust", "lr_adjust_coeff", "muon_mode", "enable_gram", "flash_muon"),
-    *("magma_muon", "nesterov", "scaling", "adam_lr_ratio", "schedule", "precision", "min_matrix_dim"),
-    "on_route_change",
+    *("magma_muon", "nesterov", "scaling", "layout", "adam_lr_ratio", "precision", "min_matrix_dim"),
+    "deepmd_kit_arithmetic",
 )
+_LISTS = ("adam_patterns", "adamw_patterns", "expert_patterns", "splits")
 
 
 def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[Any]:
-    """Turn plain parameters and their names, given apart, into the (name, parameter) pairs torch knows."""
+    """Turn plain parameters and their names, given apart, into the (name, parameter) pairs torch knows.
+
+    A warning names the trainable parameters that `named_parameters` lists and `params` leaves out.
+    """
     given: list[Any] = list(params)
     if named_parameters is None:
         return given
     names = {p: name for name, p in named_parameters}
+    used: set[Tensor] = set()
 
     def pair(p: Any) -> Any:
         if not isinstance(p, Tensor):
-            return p  # already a pair
+            used.add(p[1])  # already a pair
+            return p
         if p not in names:
-            raise ValueError(f"named_parameters has no name for a parameter of shape {tuple(p.shape)}")
+            raise InvalidParameterError(f"named_parameters has no name for a parameter of shape {tuple(p.shape)}")
+        used.add(p)
         return names[p], p
 
-    return [
+    named = [
         {**item, "params": [pair(p) for p in _as_list(item["params"])]} if isinstance(item, dict) else pair(item)
         for item in given
     ]
+    omitted = [name for p, name in names.items() if p not in used and p.requires_grad]
+    if omitted:
+        warnings.warn(f"not optimized, though named_parameters lists them: {', '.join(omitted)}", stacklevel=3)
+    return named
 
 
 def _as_list(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
+
+
+def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse, by name, parameters of the last group that are complex or given twice, and names that are.
+
+    Raises
+    ------
+    InvalidParameterError
+        Naming the first such parameter.
+    """
+    seen: dict[Tensor, str] = {}
+    taken: set[str] = set()
+    for number, group in enumerate(groups):
+        names = group.get("param_names") or [unnamed(number, i) for i in range(len(group["params"]))]
+        for given, p in zip(names, group["params"], strict=True):
+            name = canonical_name(given)
+            if p.is_complex():
+                raise InvalidParameterError(f"HybridMuon needs real parameters; {name!r} is {p.dtype}")
+            if p in seen:
+                raise InvalidParameterError(
+                    f"{name!r} and {seen[p]!r} are the same parameter; give it once (model.named_parameters() does)"
+                )
+            if name in taken:
+                raise InvalidParameterError(f"two parameters are called {name!r}; names must tell them apart")
+            seen[p] = name
+            taken.add(name)
 
 
 @functools.lru_cache(maxsize=256)
@@ -55,18 +96,27 @@ def group_settings(group: dict[str, Any]) -> HybridMuonConfig:
     return _settings(
         adam_beta1=beta1,
         adam_beta2=beta2,
-        adam_patterns=tuple(group["adam_patterns"]),
-        adamw_patterns=tuple(group["adamw_patterns"]),
+        schedule=frozen_schedule(group["schedule"]),
+        **{key: tuple(group[key]) for key in _LISTS},
         **{key: group[key] for key in _PLAIN_SETTINGS},
     )
 
 
-def update_scale(view: MatrixView, settings: HybridMuonConfig) -> float:
-    """Return the factor of lr · O for matrices of this view."""
+def frozen_schedule(schedule: AnySchedule) -> str | Steps:
+    """Return a schedule as settings hold it: a name, or a tuple of triples."""
+    return schedule if isinstance(schedule, str) else coefficients_of(schedule)
+
+
+def update_scale(shape: tuple[int, int], settings: HybridMuonConfig) -> float:
+    """Return the factor of lr · O for a matrix of (rows, columns)."""
+    rows, columns = shape
     scaling = settings.scaling or ("match_rms" if settings.lr_adjust <= 0 else "rectangular")
+    if scaling == "none":
+        return 1.0
     if scaling == "match_rms":
-        return float(settings.lr_adjust_coeff * max(view.rows, view.columns) ** 0.5)
-    return float(max(1.0, view.rows / view.columns) ** 0.5)
+        return settings.lr_adjust_coeff * math.sqrt(max(rows, columns))
+    out_over_in = columns / rows if settings.layout == "in_out" else rows / columns
+    return math.sqrt(max(1.0, out_over_in) if scaling == "rectangular" else out_over_in)
 
 
 def adam_lr_ratio(settings: HybridMuonConfig) -> float:

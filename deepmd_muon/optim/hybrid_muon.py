@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepmd_muon.optim import magma
-from deepmd_muon.optim.adam import adam_, moment_dtype
-from deepmd_muon.optim.config import HybridMuonConfig, MuonMode, Precision, RouteChange, Scaling
-from deepmd_muon.optim.errors import InvalidGradientError
-from deepmd_muon.optim.groups import Params, adam_lr_ratio, group_settings, update_scale, with_names
-from deepmd_muon.optim.polar import orthogonalize_matrices
+from deepmd_muon.optim.adam import adam_
+from deepmd_muon.optim.capture import refuse_capture
+from deepmd_muon.optim.config import HybridMuonConfig, Layout, MuonMode, NonFinite, Precision, RouteChange, Scaling
+from deepmd_muon.optim.errors import InvalidGradientError, InvalidSettingError, NonFiniteGradientError
+from deepmd_muon.optim.gradients import StepControl, nonfinite, waves
+from deepmd_muon.optim.groups import (
+    Params,
+    adam_lr_ratio,
+    check_parameters,
+    frozen_schedule,
+    group_settings,
+    with_names,
+)
+from deepmd_muon.optim.muon import muon_
+from deepmd_muon.optim.polar.schedules import AnySchedule
 from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules, choose_route, unnamed
-from deepmd_muon.optim.state import load_checked_state
-from deepmd_muon.optim.views import MatrixView
+from deepmd_muon.optim.state import load_checked_state, state_of
 
 
 class HybridMuon(Optimizer):
@@ -32,9 +40,8 @@ class HybridMuon(Optimizer):
         O = polar factor of u                     (schedule, precision)
         p ← p (1 − lr λ) − lr · scale · damping · O
 
-    `scale` is ``lr_adjust_coeff · sqrt(max(rows, columns))`` for scaling 'match_rms' and
-    ``sqrt(max(1, rows/columns))`` for 'rectangular'; `damping` is Magma's factor per matrix, or 1. The Adam routes
-    step with ``lr · adam_lr_ratio``.
+    `scale` is chosen by the setting `scaling`, e.g. ``lr_adjust_coeff · sqrt(max(rows, columns))`` for 'match_rms';
+    `damping` is Magma's factor per matrix, or 1. The Adam routes step with ``lr · adam_lr_ratio``.
 
     Parameters
     ----------
@@ -46,14 +53,26 @@ class HybridMuon(Optimizer):
     momentum, weight_decay, adam_betas, lr_adjust, lr_adjust_coeff, muon_mode, enable_gram, flash_muon, magma_muon
         DeePMD's settings; see `HybridMuonConfig`, whose defaults they share.
     named_parameters
-        Names for parameters that are given without, as (name, parameter) pairs.
-    nesterov, scaling, adam_lr_ratio, schedule, precision, min_matrix_dim, adam_patterns, adamw_patterns
+        Names for parameters that are given without, as (name, parameter) pairs; a trainable one that is listed here
+        and missing from `params` is reported.
+    nesterov, scaling, layout, adam_lr_ratio, schedule, precision, min_matrix_dim, deepmd_kit_arithmetic
         See `HybridMuonConfig`.
-    on_route_change
-        What `load_state_dict` does when a route or view differs; see `HybridMuonConfig`.
+    adam_patterns, adamw_patterns, expert_patterns, splits
+        Rules on names; see `HybridMuonConfig`.
+    on_route_change, on_nonfinite
+        What `load_state_dict` does when a route or view differs, and `step` when a gradient is not finite; see
+        `load_state_dict` and `HybridMuonConfig`. They hold for all groups.
+    maximize
+        Climb instead of descend.
+    foreach
+        False takes one parameter at a time, which is slow and needs least memory.
+    capturable
+        Keep the learning rate on the parameters' device, so that a step captured in a CUDA graph follows it.
+    differentiable
+        Must be False.
     workspace
-        Bound on the matrix elements that are orthogonalized at a time; a step needs about ten times as many bytes
-        beside the state. A single larger parameter is still taken whole.
+        Bound on the parameter elements that are worked on at a time; a step needs about ten times as many bytes
+        beside the state on the Muon route. A single larger parameter is still taken whole.
 
     Attributes
     ----------
@@ -62,8 +81,9 @@ class HybridMuon(Optimizer):
 
     Raises
     ------
-    ValueError
-        When a setting is out of its range, or a parameter is given twice or is complex.
+    InvalidSettingError, InvalidParameterError, InvalidShapeError
+        Each a ValueError: a setting out of its range; a parameter that is complex or given twice; a split that does
+        not fit its parameter.
 
     Notes
     -----
@@ -75,6 +95,9 @@ class HybridMuon(Optimizer):
     K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; J. Liu et al., "Muon is
     scalable for LLM training", arXiv:2502.16982 (matching the update's RMS).
     """
+
+    # torch.amp.GradScaler then leaves unscaling and skipping to `step`, through two attributes.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -93,17 +116,34 @@ class HybridMuon(Optimizer):
         *,
         nesterov: bool = True,
         scaling: Scaling | None = None,
+        layout: Layout = "as_stored",
         adam_lr_ratio: float | None = None,
-        schedule: str = "8+2",
+        schedule: AnySchedule = "8+2",
         precision: Precision = "auto",
         min_matrix_dim: int = 1,
         adam_patterns: Sequence[str] = (),
         adamw_patterns: Sequence[str] = (),
+        expert_patterns: Sequence[str] = (),
+        splits: Sequence[str] = (),
         on_route_change: RouteChange = "error",
+        on_nonfinite: NonFinite = "ignore",
+        deepmd_kit_arithmetic: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
         workspace: int = 64 * 2**20,
     ) -> None:
+        if differentiable:
+            raise InvalidSettingError("HybridMuon is not differentiable; use torch.func with an optimizer of its own")
         if not isinstance(lr, Tensor) and lr < 0:
-            raise ValueError(f"lr must be >= 0; found {lr}")
+            raise InvalidSettingError(f"lr must be >= 0; found {lr}")
+        HybridMuonConfig(on_route_change=on_route_change, on_nonfinite=on_nonfinite)
+        self.on_route_change: RouteChange = on_route_change
+        self.on_nonfinite: NonFinite = on_nonfinite
+        self.workspace = workspace
+        self.routing = RouteTable(())
+        named_schedule = frozen_schedule(schedule)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -117,16 +157,20 @@ class HybridMuon(Optimizer):
             "magma_muon": magma_muon,
             "nesterov": nesterov,
             "scaling": scaling,
+            "layout": layout,
             "adam_lr_ratio": adam_lr_ratio,
-            "schedule": schedule,
+            "schedule": named_schedule if isinstance(named_schedule, str) else [list(step) for step in named_schedule],
             "precision": precision,
             "min_matrix_dim": min_matrix_dim,
             "adam_patterns": list(adam_patterns),
             "adamw_patterns": list(adamw_patterns),
-            "on_route_change": on_route_change,
+            "expert_patterns": list(expert_patterns),
+            "splits": list(splits),
+            "deepmd_kit_arithmetic": deepmd_kit_arithmetic,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
         }
-        self.workspace = workspace
-        self.routing = RouteTable(())
         super().__init__(with_names(params, named_parameters), defaults)
         self._route_parameters()
         if not all("param_names" in group for group in self.param_groups):
@@ -138,14 +182,21 @@ class HybridMuon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings; a setting left out takes the constructor's value."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for p in group["params"]:
-            if p.is_complex():
-                raise ValueError(f"HybridMuon needs real parameters; found {p.dtype} of shape {tuple(p.shape)}")
-        group_settings(group)  # every setting in its range, or an error that names it
-        if self.routing:
-            self._route_parameters()
+        with warnings.catch_warnings():
+            # torch only warns of duplicates; they are refused by name below.
+            warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate")
+            super().add_param_group(param_group)
+        try:
+            check_parameters(self.param_groups)
+            group = self.param_groups[-1]
+            group_settings(group)  # every setting in its range, or an error that names it
+            if group["capturable"] and not isinstance(group["lr"], Tensor) and group["params"]:
+                group["lr"] = torch.tensor(group["lr"], dtype=torch.float64, device=group["params"][0].device)
+            if self.routing:
+                self._route_parameters()
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def _route_parameters(self) -> None:
         """Compute the routing anew from names, shapes and settings, and store its manifest in the groups."""
@@ -157,7 +208,7 @@ class HybridMuon(Optimizer):
             chosen = []
             for i, p in enumerate(group["params"]):
                 entry = choose_route(names[i] if names else None, tuple(p.shape), rules, trainable=p.requires_grad)
-                chosen.append(entry if names else _renamed(entry, unnamed(number, i)))
+                chosen.append(entry if names else dataclasses.replace(entry, name=unnamed(number, i)))
             self._entries[number] = chosen
             group.update(RouteTable(chosen).manifest())
             entries += chosen
@@ -185,6 +236,10 @@ class HybridMuon(Optimizer):
         ------
         InvalidGradientError
             When a gradient is sparse; nothing has been changed then.
+        NonFiniteGradientError
+            When a gradient holds NaN or infinity and `on_nonfinite` is 'error'; nothing has been changed then.
+        CaptureError
+            When a CUDA graph is being captured that could not be replayed rightly.
         """
         loss = None
         if closure is not None:
@@ -193,168 +248,111 @@ class HybridMuon(Optimizer):
         if self._requires_grad() != self._trainable:
             self._route_parameters()
         work = [self._collect(number) for number in range(len(self.param_groups))]
-        for group, by_route in zip(self.param_groups, work, strict=True):
-            settings = group_settings(group)
-            for wave in _waves(by_route["muon"], self.workspace):
-                self._muon(wave, group["lr"], settings)
-            self._adam(by_route["adam"], group["lr"], settings, weight_decay=0.0)
-            self._adam(by_route["adamw"], group["lr"], settings, weight_decay=settings.weight_decay)
+        refuse_capture(self, [p for members in work for p, _ in members])
+        control = self._control([member for members in work for member in members])
+        for group, members in zip(self.param_groups, work, strict=True):
+            for route in ("muon", "adam", "adamw"):
+                taken = [(p, entry) for p, entry in members if entry.route == route]
+                for wave in waves(taken, self.workspace if group["foreach"] is not False else 0):
+                    self._step_wave(wave, group, control.on(wave[0][0].device))
         return loss
 
-    def _collect(self, number: int) -> dict[str, list[tuple[Tensor, RouteEntry]]]:
-        """Sort one group's parameters that have a usable gradient by route."""
-        by_route: dict[str, list[tuple[Tensor, RouteEntry]]] = {"muon": [], "adam": [], "adamw": []}
+    def _collect(self, number: int) -> list[tuple[Tensor, RouteEntry]]:
+        """Return one group's parameters that have a usable gradient."""
+        members = []
         for p, entry in zip(self.param_groups[number]["params"], self._entries[number], strict=True):
-            if p.grad is None or p.numel() == 0:
+            if p.grad is None or entry.route == "frozen":
                 continue
-            if p.grad.is_sparse:
+            if p.grad.layout != torch.strided:
                 raise InvalidGradientError(
                     f"the gradient of {entry.name!r} is sparse; HybridMuon needs dense gradients "
                     "(for an embedding set sparse=False)"
                 )
-            by_route[entry.route].append((p, entry))
-        return by_route
+            members.append((p, entry))
+        return members
 
-    def _muon(self, wave: Sequence[tuple[Tensor, MatrixView]], lr: float | Tensor, settings: HybridMuonConfig) -> None:
-        """Momentum, orthogonalization and update of some Muon parameters of one group."""
-        for members in _by_device(wave).values():
-            params = [p for p, _ in members]
-            views = [view for _, view in members]
-            grads = [p.grad for p in params if p.grad is not None]
-            buffers = [self._muon_state(p, view) for p, view in members]
-            torch._foreach_lerp_(buffers, grads, 1.0 - settings.momentum)
-            directions = torch._foreach_lerp(grads, buffers, settings.momentum) if settings.nesterov else buffers
-            factors = self._damping(members, buffers, grads) if settings.magma_muon else None
-            updates = orthogonalize_matrices(
-                [u.reshape(view.shape) for u, view in zip(directions, views, strict=True)],
-                settings.schedule,
-                settings.precision,
-                gram=settings.enable_gram,
-            )
-            torch._foreach_mul_(updates, [update_scale(view, settings) for view in views])
-            if factors is not None:
-                updates = list(torch._foreach_mul(updates, [f.view(-1, 1, 1) for f in factors]))
-            _apply(params, updates, lr, settings.weight_decay)
+    def _control(self, members: Sequence[tuple[Tensor, RouteEntry]]) -> StepControl:
+        """Decide, on the device, whether this step is left out."""
+        # torch.amp.GradScaler sets these two for the time of the call.
+        scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if self.on_nonfinite != "ignore" and members:
+            bad = nonfinite([p.grad for p, _ in members if p.grad is not None])
+            if self.on_nonfinite == "error" and skip is None and bad.any():
+                raise NonFiniteGradientError([entry.name for (_, entry), b in zip(members, bad, strict=True) if b])
+            skip = bad.any().float() if skip is None else torch.maximum(skip.to(bad.device), bad.any().float())
+        return StepControl(skip, scale)
 
-    def _muon_state(self, p: Tensor, view: MatrixView) -> Tensor:
-        """Return a parameter's momentum buffer, made on first use."""
-        state = self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        buffer = state["momentum_buffer"]
-        assert isinstance(buffer, Tensor)
-        return buffer
-
-    def _damping(
-        self, members: Sequence[tuple[Tensor, MatrixView]], buffers: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Advance Magma's scores and return the damping factors, (batch,) per parameter."""
-        scores, cosines = [], []
-        for (p, view), m, g in zip(members, buffers, grads, strict=True):
-            state = self.state[p]
-            if "magma_score" not in state:
-                state["magma_score"] = torch.full(
-                    (view.batch,), magma.SCORE_START, dtype=torch.float32, device=p.device
-                )
-            scores.append(state["magma_score"])
-            cosines.append(magma.alignment(m.reshape(view.batch, -1), g.reshape(view.batch, -1)))
-        return magma.update_scores(scores, cosines)
-
-    def _adam(
-        self,
-        members: Sequence[tuple[Tensor, RouteEntry]],
-        lr: float | Tensor,
-        settings: HybridMuonConfig,
-        weight_decay: float,
+    def _step_wave(
+        self, wave: Sequence[tuple[Tensor, RouteEntry]], group: dict[str, Any], control: StepControl
     ) -> None:
-        """Take the Adam or AdamW step of some parameters of one group."""
-        for p, _ in members:
-            state = self.state[p]
-            if "exp_avg" not in state:
-                dtype = moment_dtype(p.dtype)
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-                state["exp_avg"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-        if members:
-            params = [p for p, _ in members]
+        """Step some parameters of one group, route, device and dtype."""
+        settings = group_settings(group)
+        params = [p for p, _ in wave]
+        route = wave[0][1].route
+        states = [state_of(self, p, entry, damped=settings.magma_muon) for p, entry in wave]
+        if route == "muon":
+            muon_(
+                params,
+                [state["momentum_buffer"] for state in states],
+                [state["magma_score"] for state in states] if settings.magma_muon else [],
+                [entry.view for _, entry in wave if entry.view is not None],
+                lr=group["lr"],
+                settings=settings,
+                control=control,
+                maximize=group["maximize"],
+            )
+        else:
             adam_(
                 params,
-                [p.grad for p in params if p.grad is not None],
-                *([self.state[p][key] for p in params] for key in ("exp_avg", "exp_avg_sq", "step")),
-                lr=lr * adam_lr_ratio(settings),
+                *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
+                lr=group["lr"] * adam_lr_ratio(settings),
                 betas=(settings.adam_beta1, settings.adam_beta2),
-                weight_decay=weight_decay,
+                weight_decay=settings.weight_decay if route == "adamw" else 0.0,
+                control=control,
+                maximize=group["maximize"],
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore state by parameter name, after checking that every route and view is the present one.
 
-        Tensors keep their own dtype. The running learning rate is restored; every other setting stays as it is now,
-        and a difference from the saved one is logged.
+        Tensors keep their values bitwise. The running learning rate is restored; every other setting stays as it is
+        now, and a difference from the saved one is logged. `initial_lr`, which schedulers start from, is the
+        learning rate this optimizer was made with, never the saved one.
+
+        Where a parameter's route, view or shape is no longer the saved one, or it is on one side only,
+        `on_route_change` decides: 'error' raises; 'reset' starts that parameter afresh; 'migrate' carries over
+
+        - Muon to Muon with another view: the momentum exactly; each new block's Magma score is the mean of the
+          scores its elements had;
+        - Adam to AdamW and back: both moments and the step count, exactly;
+        - Muon to Adam: the momentum, an average of gradients in both, as if it were the one gradient seen so far
+          (the second moment cannot be known and restarts from its square);
+        - Adam to Muon: the bias-corrected first moment becomes the momentum; Magma scores restart;
+        - nothing where the shape changed or the parameter was or is frozen.
+
+        One warning per parameter says what happened. States of deepmd-kit's HybridMuon load too; where such a
+        route differs because its version routed otherwise, it is migrated under every policy.
 
         Parameters
         ----------
         state_dict
-            What `state_dict` returned, in this or another process.
+            What `state_dict` returned, in this or another process; or a state dict of deepmd-kit's HybridMuon, see
+            `deepmd_muon.optim.name_deepmd_kit_state` for one whose parameters are not in the present order.
 
         Raises
         ------
         RoutingMismatchError
-            When parameters, routes or views differ; nothing has been changed then.
+            When parameters, routes or views differ and may not; nothing has been changed then.
         ForeignStateError
-            When the state comes from another optimizer or carries no routing.
+            When the state comes from another optimizer or carries no routing; nothing has been changed then.
         """
         load_checked_state(self, state_dict)
         self._route_parameters()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "workspace": self.workspace}
+        own = ("workspace", "on_route_change", "on_nonfinite")
+        return {**super().__getstate__(), **{key: getattr(self, key) for key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._route_parameters()
-
-
-def _renamed(entry: RouteEntry, name: str) -> RouteEntry:
-    return RouteEntry(name, entry.shape, entry.view, entry.route, entry.reason)
-
-
-def _waves(members: Sequence[tuple[Tensor, RouteEntry]], workspace: int) -> Iterator[list[tuple[Tensor, MatrixView]]]:
-    """Cut the Muon parameters into runs of at most `workspace` elements."""
-    wave: list[tuple[Tensor, MatrixView]] = []
-    size = 0
-    for p, entry in members:
-        if wave and size + p.numel() > workspace:
-            yield wave
-            wave, size = [], 0
-        assert entry.view is not None
-        wave.append((p, entry.view))
-        size += p.numel()
-    if wave:
-        yield wave
-
-
-def _by_device(
-    members: Sequence[tuple[Tensor, MatrixView]],
-) -> dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, MatrixView]]]:
-    """Sort parameters by device and dtype, which multi-tensor operations need to be equal."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, MatrixView]]] = defaultdict(list)
-    for p, view in members:
-        kinds[p.device, p.dtype].append((p, view))
-    return kinds
-
-
-def _apply(params: Sequence[Tensor], updates: Sequence[Tensor], lr: float | Tensor, weight_decay: float) -> None:
-    """Do p ← p (1 − lr λ) − lr · update in place; 16-bit parameters are computed in float32 and rounded once."""
-    wide = moment_dtype(params[0].dtype)
-    targets = [p.to(wide) for p in params]  # the parameters themselves unless they are 16 bits wide
-    if weight_decay:
-        torch._foreach_mul_(targets, 1.0 - lr * weight_decay)
-    steps = [u.to(wide).reshape(p.shape) for u, p in zip(updates, params, strict=True)]
-    if isinstance(lr, Tensor):
-        torch._foreach_mul_(steps, lr)
-        torch._foreach_sub_(targets, steps)
-    else:
-        torch._foreach_add_(targets, steps, alpha=-lr)
-    if wide != params[0].dtype:
-        torch._foreach_copy_(list(params), targets)

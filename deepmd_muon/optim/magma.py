@@ -27,6 +27,11 @@ _LOWEST = 1.0 / (1.0 + math.exp(1.0 / TEMPERATURE))
 _HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / TEMPERATURE))
 
 
+def initial_scores(blocks: int, device: torch.device) -> Tensor:
+    """Return the scores of a parameter that has not been stepped: float32 (blocks,)."""
+    return torch.full((blocks,), SCORE_START, dtype=torch.float32, device=device)
+
+
 def alignment(momentum: Tensor, gradient: Tensor) -> Tensor:
     """Return cos(m, g) per block in float32.
 
@@ -46,7 +51,7 @@ def alignment(momentum: Tensor, gradient: Tensor) -> Tensor:
     return torch.where(norms > 0, dot / norms, 0.0).clamp(-1.0, 1.0).float()
 
 
-def update_scores(scores: Sequence[Tensor], cosines: Sequence[Tensor]) -> list[Tensor]:
+def update_scores(scores: Sequence[Tensor], cosines: Sequence[Tensor], skip: Tensor | None = None) -> list[Tensor]:
     """Advance the scores in place and return each block's damping factor.
 
     Parameters
@@ -55,16 +60,20 @@ def update_scores(scores: Sequence[Tensor], cosines: Sequence[Tensor]) -> list[T
         float32 tensors (blocks,), the state; changed in place.
     cosines
         Alignments of the same shapes.
+    skip
+        Device predicate; where it is positive the scores stay.
 
     Returns
     -------
     list of Tensor
         Factors in [0.1, 1], shapes as the scores.
     """
-    raw = torch._foreach_div(list(cosines), TEMPERATURE)
+    raw = list(torch._foreach_div(list(cosines), TEMPERATURE))
     torch._foreach_sigmoid_(raw)
     torch._foreach_sub_(raw, _LOWEST)
     torch._foreach_div_(raw, _HIGHEST - _LOWEST)
+    if skip is not None:
+        raw = [torch.where(skip > 0, score, new) for score, new in zip(scores, raw, strict=True)]
     torch._foreach_lerp_(list(scores), raw, 1.0 - SCORE_DECAY)
     factors = torch._foreach_mul(list(scores), 1.0 - MIN_SCALE)
     torch._foreach_add_(factors, MIN_SCALE)

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 
 from deepmd_muon.optim.config import HybridMuonConfig, MuonMode
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.views import MatrixView, effective_shape, matrix_view
+from deepmd_muon.optim.views import MatrixView, Split, effective_shape, matrix_view
 
 Route = Literal["muon", "adam", "adamw", "frozen"]
 ROUTES: tuple[Route, ...] = ("muon", "adam", "adamw", "frozen")
@@ -36,12 +36,18 @@ class RoutingRules:
         Matrices whose smaller dimension is below this take the Adam route.
     adam_patterns, adamw_patterns
         Shell patterns on full names, tried before every other rule.
+    expert_patterns
+        Shell patterns on full names of parameters whose first dimension counts experts.
+    splits
+        Fused weights and how they are cut, in the form of `deepmd_muon.optim.views.Split`.
     """
 
     muon_mode: MuonMode = "slice"
     min_matrix_dim: int = 1
     adam_patterns: tuple[str, ...] = ()
     adamw_patterns: tuple[str, ...] = ()
+    expert_patterns: tuple[str, ...] = ()
+    splits: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, settings: HybridMuonConfig) -> RoutingRules:
@@ -199,40 +205,48 @@ def choose_route(
     """
     known = canonical_name(name) if name else ""
     route, view, reason = _decide(known, shape, rules)
+    if math.prod(shape) == 0:
+        route, view, reason = "frozen", None, "has no elements"
     if not trainable:
         route, view, reason = "frozen", None, "requires_grad is False"
     return RouteEntry(known, shape, view, route, reason)
 
 
+def _matching(name: str, patterns: Sequence[str]) -> str | None:
+    """Return the first shell pattern that a name matches; without a name none does."""
+    return next((pattern for pattern in patterns if name and fnmatchcase(name, pattern)), None)
+
+
 def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> tuple[Route, MatrixView | None, str]:
     """Apply the rules in DeePMD's order; the user's own patterns come first."""
     leaf = leaf_name(name)
-    for pattern in rules.adam_patterns:
-        if name and fnmatchcase(name, pattern):
-            return "adam", None, f"matches adam_patterns {pattern!r}"
-    for pattern in rules.adamw_patterns:
-        if name and fnmatchcase(name, pattern):
-            return "adamw", None, f"matches adamw_patterns {pattern!r}"
+    if pattern := _matching(name, rules.adam_patterns):
+        return "adam", None, f"matches adam_patterns {pattern!r}"
+    if pattern := _matching(name, rules.adamw_patterns):
+        return "adamw", None, f"matches adamw_patterns {pattern!r}"
     if leaf == "b" or "bias" in leaf:
         return "adam", None, f"leaf {leaf!r} is a bias"
     if leaf.startswith("adam_"):
         return "adam", None, f"leaf {leaf!r} asks for Adam"
     if leaf.startswith("adamw_"):
         return "adamw", None, f"leaf {leaf!r} asks for AdamW"
-    effective = effective_shape(shape)
-    if len(effective) < 2:
-        return "adam", None, f"effective rank {len(effective)}"
-    view = matrix_view(shape, rules.muon_mode)
+    expert = _matching(name, rules.expert_patterns) if len(shape) > 2 else None
+    each = shape[1:] if expert else shape
+    rank = len(effective_shape(each))
+    whose = " of each expert" if expert else ""
+    if rank < 2:
+        return "adam", None, f"effective rank {rank}{whose}"
+    view = matrix_view(each, rules.muon_mode)
     if view is None:
-        return (
-            "adamw",
-            None,
-            f"effective rank {len(effective)} has no matrix view in mode {rules.muon_mode!r}",
-        )
+        return "adamw", None, f"effective rank {rank}{whose} has no matrix view in mode {rules.muon_mode!r}"
+    if expert:
+        view = dataclasses.replace(view, batch=shape[0] * view.batch)
+    reason = f"{f'experts {expert!r}, each a ' if expert else ''}matrix in mode {rules.muon_mode!r}"
+    for split in map(Split.parse, rules.splits):
+        if _matching(name, [split.pattern]):
+            view = split.apply(view, name)
+            reason += f", split {split.pattern!r}"
+            break
     if view.min_dim < rules.min_matrix_dim:
-        return (
-            "adam",
-            None,
-            f"smaller dimension {view.min_dim} is below min_matrix_dim {rules.min_matrix_dim}",
-        )
-    return "muon", view, f"matrix in mode {rules.muon_mode!r}"
+        return "adam", None, f"smaller dimension {view.min_dim} is below min_matrix_dim {rules.min_matrix_dim}"
+    return "muon", view, reason

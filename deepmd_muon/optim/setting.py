@@ -6,6 +6,8 @@ import dataclasses
 import re
 from typing import Any
 
+from deepmd_muon.optim.errors import InvalidSettingError
+
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
@@ -100,7 +102,7 @@ def setting_of(field: dataclasses.Field[Any]) -> Setting:
 
 
 def check_settings(settings: Any) -> None:
-    """Raise ValueError naming every field of a settings dataclass that breaks its own rules."""
+    """Raise `InvalidSettingError` naming every field of a settings dataclass that breaks its own rules."""
     problems = []
     for field in dataclasses.fields(settings):
         if "setting" in field.metadata:
@@ -108,4 +110,4 @@ def check_settings(settings: Any) -> None:
             if problem:
                 problems.append(f"{field.name}: {problem}")
     if problems:
-        raise ValueError(f"{type(settings).__name__}: " + "; ".join(problems))
+        raise InvalidSettingError(f"{type(settings).__name__}: " + "; ".join(problems))

@@ -1,4 +1,4 @@
-"""Reading a state dict back: parameters are matched by name, and every route and view is checked first."""
+"""A parameter's state: how it begins, and how it comes back from a state dict by name, every route and view checked."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from deepmd_muon.optim import magma
+from deepmd_muon.optim.adam import moment_dtype
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
-from deepmd_muon.optim.routing import RouteEntry, RouteTable
+from deepmd_muon.optim.foreign import is_deepmd_kit, read_deepmd_kit
+from deepmd_muon.optim.migrate import Saved, migrate
+from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules, canonical_name
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon
@@ -30,8 +35,26 @@ _KEYS_OF_ROUTE = {
 
 _ADVICE = (
     "Restore the settings the state was saved with (muon_mode, min_matrix_dim, patterns, parameter names and shapes), "
-    "or start from the weights alone with a fresh optimizer state (dp train --init-model)."
+    "set on_route_change to 'migrate' or 'reset', or start from the weights alone with a fresh optimizer state "
+    "(dp train --init-model)."
 )
+
+
+def state_of(optimizer: HybridMuon, p: Tensor, entry: RouteEntry, *, damped: bool) -> dict[str, Tensor]:
+    """Return a parameter's state, made on first use."""
+    state: dict[str, Tensor] = optimizer.state[p]
+    if entry.route == "muon":
+        assert entry.view is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        if damped and "magma_score" not in state:
+            state["magma_score"] = magma.initial_scores(entry.view.blocks, p.device)
+    elif "exp_avg" not in state:
+        dtype = moment_dtype(p.dtype)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        state["exp_avg"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+    return state
 
 
 def load_checked_state(optimizer: HybridMuon, state_dict: Mapping[str, Any]) -> None:
@@ -41,93 +64,104 @@ def load_checked_state(optimizer: HybridMuon, state_dict: Mapping[str, Any]) -> 
         changed = hook(optimizer, state_dict)
         state_dict = dict(changed) if changed is not None else state_dict
 
-    groups = state_dict["param_groups"]
-    _refuse_foreign(groups, state_dict["state"])
-    saved = RouteTable.from_manifest(groups)
-    saved_ids = [index for group in groups for index in group["params"]]
-    if len(saved_ids) != len(saved):
-        raise ForeignStateError(
-            f"the state dict lists {len(saved_ids)} parameters but routes {len(saved)} of them: it is damaged"
-        )
-    order = match_entries(saved, optimizer.routing)
-    state: dict[Tensor, dict[str, Any]] = {}
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    damaged = []
-    for p, entry, position in zip(params, optimizer.routing, order, strict=True):
-        values = state_dict["state"].get(saved_ids[position])
-        if values:
-            damaged += _damage(entry, values)
-            state[p] = {
-                key: value.detach().to(p.device, copy=True) if isinstance(value, Tensor) else value
-                for key, value in values.items()
-            }
+    saved = _read(optimizer, state_dict)
+    differences = _differences(saved, optimizer.routing)
+    damaged = [problem for old in saved.values() for problem in _damage(old.entry, old.values)]
     if damaged:
         raise RoutingMismatchError(damaged, "The file is damaged or was changed by hand: use another checkpoint.")
+    unexplained = [line for name, line in differences.items() if name not in saved or not saved[name].explained]
+    if unexplained and optimizer.on_route_change == "error":
+        raise RoutingMismatchError(unexplained, _ADVICE)
 
-    _restore_learning_rates(optimizer, groups)
+    state: dict[Tensor, dict[str, Any]] = {}
+    for p, entry, group in _parameters(optimizer):
+        old = saved.get(entry.name)
+        if entry.name not in differences:
+            values = old.values if old else {}
+        elif old is None or (optimizer.on_route_change == "reset" and not old.explained):
+            values = {}
+            log.warning("%s; it starts afresh", differences[entry.name])
+        else:
+            values, happened = migrate(old, entry, group["adam_betas"])
+            log.warning("%s; %s", differences[entry.name], happened)
+        if values:
+            state[p] = {key: _placed(key, value, p) for key, value in values.items()}
+    for name in differences.keys() - {entry.name for entry in optimizer.routing}:
+        log.warning("%s; its state is dropped", differences[name])
+
+    _restore_learning_rates(optimizer, state_dict["param_groups"])
     optimizer.state.clear()
     optimizer.state.update(state)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
 
-def match_entries(saved: RouteTable, present: RouteTable) -> list[int]:
-    """Return, for each present parameter, its position among the saved ones.
+def _parameters(optimizer: HybridMuon) -> list[tuple[Tensor, RouteEntry, dict[str, Any]]]:
+    """Return every parameter with its routing entry and its group."""
+    grouped = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    return [(p, entry, group) for (p, group), entry in zip(grouped, optimizer.routing, strict=True)]
 
-    Parameters
-    ----------
-    saved, present
-        Routing of the state dict and of the optimizer. Names decide; a parameter without a name stands for its
-        place in its group.
 
-    Raises
-    ------
-    RoutingMismatchError
-        Naming each parameter that is missing on either side, or whose shape, route or view differs.
-    """
-    positions = {entry.name: i for i, entry in enumerate(saved)}
-    differences = []
+def _read(optimizer: HybridMuon, state_dict: Mapping[str, Any]) -> dict[str, Saved]:
+    """Return what a state dict holds, by parameter name."""
+    groups, state = state_dict["param_groups"], state_dict["state"]
+    if all("routes" in group for group in groups):
+        return _read_own(groups, state)
+    if is_deepmd_kit(groups):
+        rules = [RoutingRules(group["muon_mode"], group["min_matrix_dim"]) for _, _, group in _parameters(optimizer)]
+        return read_deepmd_kit(groups, state, optimizer.routing, rules)
+    raise ForeignStateError(
+        f"the optimizer state carries no routing manifest; it looks like that of {_kind(state)}. "
+        "Start from the weights alone with a fresh optimizer state (dp train --init-model)."
+    )
+
+
+def _read_own(groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> dict[str, Saved]:
+    """Read a state dict with a manifest; its parameters are numbers, or names where torch.distributed made it."""
+    table = RouteTable.from_manifest(groups)
+    keys = [key for group in groups for key in group["params"]]
+    by_name = {canonical_name(key): key for key in keys if isinstance(key, str)}
+    if not {entry.name for entry in table} <= by_name.keys():
+        if len(keys) != len(table):
+            raise ForeignStateError(
+                f"the state dict lists {len(keys)} parameters but routes {len(table)} of them: it is damaged"
+            )
+        by_name = {entry.name: key for entry, key in zip(table, keys, strict=True)}
+    return {entry.name: Saved(entry, dict(state.get(by_name[entry.name], {}))) for entry in table}
+
+
+def _kind(state: Mapping[Any, Mapping[str, Any]]) -> str:
+    """Say what a state dict without a routing manifest looks like."""
+    keys = {key for values in state.values() for key in values}
+    if "exp_avg" in keys:
+        return "Adam or AdamW"
+    if "momentum_buffer" in keys:
+        return "SGD with momentum or a plain Muon"
+    return "another optimizer"
+
+
+def _differences(saved: Mapping[str, Saved], present: RouteTable) -> dict[str, str]:
+    """Return one line for each parameter that is on one side only or whose shape, route or view differs."""
+    differences = {}
     for entry in present:
-        if entry.name not in positions:
-            differences.append(f"{entry.name}: not in the saved state; present: {_describe(entry)}")
+        if entry.name not in saved:
+            differences[entry.name] = f"{entry.name}: not in the saved state; present: {_describe(entry)}"
             continue
-        old = saved[positions[entry.name]]
+        old = saved[entry.name].entry
         if (old.shape, old.view, old.route) != (entry.shape, entry.view, entry.route):
-            differences.append(f"{entry.name}: saved: {_describe(old)}; present: {_describe(entry)}")
+            differences[entry.name] = f"{entry.name}: saved: {_describe(old)}; present: {_describe(entry)}"
     names = {entry.name for entry in present}
-    differences += [
-        f"{old.name}: saved: {_describe(old)}; not among the present parameters"
-        for old in saved
-        if old.name not in names
-    ]
-    if differences:
-        raise RoutingMismatchError(differences, _ADVICE)
-    return [positions[entry.name] for entry in present]
+    for name in saved:
+        if name not in names:
+            old = saved[name].entry
+            differences[name] = f"{name}: saved: {_describe(old)}; not among the present parameters"
+    return differences
 
 
 def _describe(entry: RouteEntry) -> str:
     shape = "x".join(map(str, entry.shape)) or "scalar"
     view = f" as {entry.view}" if entry.view else ""
     return f"route {entry.route}{view}, shape {shape}"
-
-
-def _refuse_foreign(groups: list[dict[str, Any]], state: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Say what a state dict without a routing manifest looks like."""
-    if all("routes" in group for group in groups):
-        return
-    keys = {key for values in state.values() for key in values}
-    if "momentum_buffer" in keys and "exp_avg" in keys:
-        kind = "HybridMuon of deepmd-kit, which records no routing"
-    elif "exp_avg" in keys:
-        kind = "Adam or AdamW"
-    elif "momentum_buffer" in keys:
-        kind = "SGD with momentum or a plain Muon"
-    else:
-        kind = "another optimizer"
-    raise ForeignStateError(
-        f"the optimizer state carries no routing manifest; it looks like that of {kind}. "
-        "Start from the weights alone with a fresh optimizer state (dp train --init-model)."
-    )
 
 
 def _damage(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
@@ -141,12 +175,21 @@ def _damage(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
         for key in _LIKE_PARAMETER
         if key in values and tuple(values[key].shape) != entry.shape
     ]
-    blocks = entry.view.batch if entry.view else 0
+    blocks = entry.view.blocks if entry.view else 0
     if "magma_score" in values and tuple(values["magma_score"].shape) != (blocks,):
         problems.append(
             f"{entry.name}: magma_score has shape {tuple(values['magma_score'].shape)}, the view has {blocks} matrices"
         )
     return problems
+
+
+def _placed(key: str, value: Tensor, p: Tensor) -> Tensor:
+    """Copy a state tensor to its parameter's device, in the dtype this state has for such a parameter."""
+    if key in ("step", "magma_score"):
+        dtype = torch.float32
+    else:
+        dtype = p.dtype if key == "momentum_buffer" else moment_dtype(p.dtype)
+    return value.detach().to(p.device, dtype, copy=True)
 
 
 def _restore_learning_rates(optimizer: HybridMuon, groups: list[dict[str, Any]]) -> None:
@@ -159,7 +202,13 @@ def _restore_learning_rates(optimizer: HybridMuon, groups: list[dict[str, Any]])
         )
         return
     for number, (present, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        present["lr"] = saved["lr"]
+        if "initial_lr" in saved:
+            # A scheduler made after the load starts from the present setting, never from the saved one.
+            present.setdefault("initial_lr", float(present["lr"]))
+        if isinstance(present["lr"], Tensor):
+            present["lr"].fill_(saved["lr"])
+        else:
+            present["lr"] = float(saved["lr"])
         for key in sorted(set(present) & set(saved) - _NOT_SETTINGS):
             if _plain(present[key]) != _plain(saved[key]):
                 log.info("param_groups[%d] %s: now %r, saved %r", number, key, present[key], saved[key])

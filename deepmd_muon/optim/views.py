@@ -1,24 +1,44 @@
-"""A parameter seen as matrices: which elements form a row, a column and a batch."""
+"""A parameter seen as matrices: which elements form a row, a column, a block and a batch."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
+from typing import Literal, cast
 
-from deepmd_muon.optim.config import MuonMode
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.config import SPLIT_FORM, MuonMode
+from deepmd_muon.optim.errors import InvalidShapeError
+
+Axis = Literal["rows", "columns"]
+
+_VIEW_FORM = re.compile(r"(\d+)x(\d+)x(\d+)(?: (rows|columns) (\d+(?:\+\d+)*))?")
 
 
 @dataclasses.dataclass(frozen=True)
 class MatrixView:
-    """A tensor read as `batch` matrices of shape (rows, columns), in storage order.
+    """A tensor read as `batch` matrices of shape (rows, columns), in storage order, each cut into blocks or not.
 
-    Its text form is ``batch x rows x columns``, e.g. ``1x240x1600``; it is what state dicts store.
+    Its text form is ``batch x rows x columns``, e.g. ``1x240x1600``, and for fused weights ``1x64x160 columns
+    64+64+32``; it is what state dicts store.
+
+    Attributes
+    ----------
+    batch, rows, columns
+        Number and shape of the matrices.
+    axis, sizes
+        For a fused weight, the direction in which each matrix is cut and the sizes of its blocks.
     """
 
     batch: int
     rows: int
     columns: int
+    axis: Axis | None = None
+    sizes: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -26,12 +46,47 @@ class MatrixView:
         return self.batch, self.rows, self.columns
 
     @property
+    def blocks(self) -> int:
+        """How many matrices are orthogonalized, each with a Magma score of its own; one matrix's blocks adjoin."""
+        return self.batch * max(1, len(self.sizes))
+
+    @property
+    def block_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of each block of one matrix."""
+        if self.axis == "rows":
+            return tuple((size, self.columns) for size in self.sizes)
+        if self.axis == "columns":
+            return tuple((self.rows, size) for size in self.sizes)
+        return ((self.rows, self.columns),)
+
+    @property
     def min_dim(self) -> int:
-        """The smaller of rows and columns."""
-        return min(self.rows, self.columns)
+        """The smallest dimension of any block."""
+        return min(map(min, self.block_shapes))
+
+    def cut(self, x: Tensor) -> list[Tensor]:
+        """Return the blocks of a tensor of the parameter's shape, each (batch, rows, columns)."""
+        x = x.reshape(self.shape)
+        return list(x.split(self.sizes, dim=self._dim)) if self.axis else [x]
+
+    def join(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Undo `cut`, up to the parameter's shape: return (batch, rows, columns)."""
+        return torch.cat(list(blocks), dim=self._dim) if self.axis else blocks[0]
+
+    def block_numbers(self) -> Tensor:
+        """Return for each element, in storage order, the number of its block: int64 (batch·rows·columns,)."""
+        parts = max(1, len(self.sizes))
+        first = torch.arange(self.batch).view(-1, 1, 1) * parts
+        numbers = [(first + i).expand(self.batch, *shape) for i, shape in enumerate(self.block_shapes)]
+        return self.join(numbers).reshape(-1)
+
+    @property
+    def _dim(self) -> int:
+        return 1 if self.axis == "rows" else 2
 
     def __str__(self) -> str:
-        return f"{self.batch}x{self.rows}x{self.columns}"
+        text = f"{self.batch}x{self.rows}x{self.columns}"
+        return f"{text} {self.axis} {'+'.join(map(str, self.sizes))}" if self.axis else text
 
     @classmethod
     def parse(cls, text: str) -> MatrixView | None:
@@ -44,10 +99,47 @@ class MatrixView:
         """
         if not text:
             return None
-        if not re.fullmatch(r"\d+x\d+x\d+", text):
+        found = _VIEW_FORM.fullmatch(text)
+        if not found:
             raise ValueError(f"a matrix view looks like '1x240x1600'; found {text!r}")
-        batch, rows, columns = map(int, text.split("x"))
-        return cls(batch, rows, columns)
+        batch, rows, columns = (int(number) for number in found.groups()[:3])
+        sizes = tuple(map(int, found[5].split("+"))) if found[4] else ()
+        return cls(batch, rows, columns, cast("Axis | None", found[4]), sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How fused weights are cut: `count` equal parts, or parts of the given sizes."""
+
+    pattern: str
+    axis: Axis
+    sizes: tuple[int, ...]
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Split:
+        """Read the form of the setting `splits`, e.g. ``*.qkv.weight: rows 3`` or ``*.mlp: columns 64+32``."""
+        found = re.fullmatch(SPLIT_FORM, text)
+        if not found:
+            raise InvalidShapeError(f"a split looks like 'PATTERN: rows 3' or 'PATTERN: columns 64+32'; found {text!r}")
+        numbers = tuple(map(int, found["sizes"].split("+")))
+        count = numbers[0] if len(numbers) == 1 else len(numbers)
+        return cls(found["pattern"], cast("Axis", found["axis"]), numbers if len(numbers) > 1 else (), count)
+
+    def apply(self, view: MatrixView, name: str) -> MatrixView:
+        """Return the view cut into blocks.
+
+        Raises
+        ------
+        InvalidShapeError
+            When the sizes do not add up to the dimension, or equal parts do not divide it.
+        """
+        length = view.rows if self.axis == "rows" else view.columns
+        sizes = self.sizes or (length // max(1, self.count),) * self.count
+        if sum(sizes) != length or min(sizes, default=0) < 1:
+            wanted = "+".join(map(str, self.sizes)) if self.sizes else f"{self.count} equal parts"
+            raise InvalidShapeError(f"{name}: {length} {self.axis} of view {view} cannot be split into {wanted}")
+        return dataclasses.replace(view, axis=self.axis, sizes=sizes)
 
 
 def effective_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import Precision
-from deepmd_muon.optim.polar.schedules import SCHEDULES, Coefficients, Schedule
+from deepmd_muon.optim.errors import InvalidShapeError
+from deepmd_muon.optim.polar.schedules import AnySchedule, Coefficients, coefficients_of
 
 # Rounding errors of R = X Xᵀ in directions where X is zero grow by a² a step and are harmless below about 1e-2.
 # This much growth is allowed before R is computed anew from X (for fp32: 1e-7 · √m · 2e4 is about 1e-2).
@@ -33,7 +34,7 @@ class _Lot(NamedTuple):
 
 
 def orthogonalize(
-    x: Tensor, schedule: str | Schedule = "8+2", precision: Precision = "auto", *, gram: bool = True
+    x: Tensor, schedule: AnySchedule = "8+2", precision: Precision = "auto", *, gram: bool = True
 ) -> Tensor:
     """Return the polar factor U Vᵀ of each matrix, as exactly as the schedule reaches it.
 
@@ -43,7 +44,7 @@ def orthogonalize(
         Real floating-point tensor (..., m, n). It is not changed. Zero matrices give zeros, a matrix with a NaN
         or an infinity gives NaNs and leaves the others alone; the scale of a matrix does not matter.
     schedule
-        A name in `SCHEDULES`, or a `Schedule`.
+        A name in `SCHEDULES`, a `Schedule`, or one (a, b, c) per step.
     precision
         Operands of the matrix products: 'auto' is float16 on a GPU and float32 elsewhere; the iterate is float32,
         or float64 for 'float64'.
@@ -57,27 +58,28 @@ def orthogonalize(
 
     Raises
     ------
-    ValueError
-        When `x` has fewer than two dimensions, is not real floating point, or the schedule is unknown.
+    InvalidShapeError
+        When `x` has fewer than two dimensions or is not real floating point; a ValueError.
+    InvalidSettingError
+        When the schedule is unknown; a ValueError.
 
     References
     ----------
     N. J. Higham, "Functions of Matrices", chapter 8; K. Jordan et al., "Muon", 2024.
     """
     if x.ndim < 2 or not x.is_floating_point():
-        raise ValueError(
+        raise InvalidShapeError(
             f"orthogonalize needs real matrices of shape (..., m, n); found shape {tuple(x.shape)} and {x.dtype}"
         )
-    if isinstance(schedule, str) and schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {schedule!r}; known are {', '.join(SCHEDULES)}")
+    coefficients = coefficients_of(schedule)
     if x.numel() == 0:
         return x.clone()
-    (result,) = orthogonalize_matrices([x.reshape(-1, *x.shape[-2:])], schedule, precision, gram=gram)
+    (result,) = orthogonalize_matrices([x.reshape(-1, *x.shape[-2:])], coefficients, precision, gram=gram)
     return result.reshape(x.shape).to(x.dtype)
 
 
 def orthogonalize_matrices(
-    matrices: Sequence[Tensor], schedule: str | Schedule, precision: Precision = "auto", *, gram: bool = True
+    matrices: Sequence[Tensor], schedule: AnySchedule, precision: Precision = "auto", *, gram: bool = True
 ) -> list[Tensor]:
     """Orthogonalize several batches of matrices of different shapes together.
 
@@ -95,7 +97,7 @@ def orthogonalize_matrices(
     """
     if not matrices:
         return []
-    coefficients = (SCHEDULES[schedule] if isinstance(schedule, str) else schedule).coefficients
+    coefficients = coefficients_of(schedule)
     operand = _operand_dtype(precision, matrices[0].device)
     master = torch.float64 if operand == torch.float64 else torch.float32
     results: list[Tensor | None] = [None] * len(matrices)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+
+from deepmd_muon.optim.errors import InvalidSettingError
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
@@ -16,7 +19,7 @@ _POLISH = (2.0, -1.5, 0.5)
 
 # Minimax composition for σ in [1e-3, 1]: N. Amsel, D. Persson, C. Musco, R. Gower, "The Polar Express: optimal
 # matrix sign methods and their application to the Muon algorithm", arXiv:2505.16932. The last one is Newton–Schulz.
-_POLAR_EXPRESS: Coefficients = (
+POLAR_EXPRESS_LIMIT: Coefficients = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
@@ -27,16 +30,25 @@ _POLAR_EXPRESS: Coefficients = (
     (1.875, -1.25, 0.375),
 )
 
+# Coefficients optimised step by step for five steps by J. You (2025); sharded Muons for FSDP2 and dion use them.
+_MUON_FSDP2: Coefficients = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
 # The minimax polynomials map the top of their interval onto its mirror image; a singular value that rounding lifts
 # above 1 would diverge, so every step but the last is slowed down (ibid., section 4.4, where 1.01 is used; with
 # half-precision operands 1.02 is the least that stays stable).
 _SAFETY = 1.02
 
 
-def _slow_down(coefficients: Coefficients, factor: float) -> Coefficients:
-    """Replace f(σ) by f(σ/factor) in every step but the last."""
-    slowed = tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in coefficients[:-1])
-    return (*slowed, coefficients[-1])
+def slow_down(coefficients: Coefficients, factor: float, *, spare_last: bool) -> Coefficients:
+    """Replace f(σ) by f(σ/factor) in every step, the last one spared or not."""
+    slowed = tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in coefficients)
+    return (*slowed[:-1], coefficients[-1]) if spare_last else slowed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +90,34 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule("keller-jordan", (_JORDAN,) * 5, (0.68, 1.21), 2e-3, "K. Jordan et al., 2024"),
         Schedule(
             "polar-express",
-            _slow_down(_POLAR_EXPRESS, _SAFETY),
+            slow_down(POLAR_EXPRESS_LIMIT, _SAFETY, spare_last=True),
             (0.999, 1.001),
             1e-3,
             "N. Amsel et al., 2025",
         ),
+        Schedule("muon-fsdp2", _MUON_FSDP2, (0.97, 1.15), 3e-3, "J. You, 2025"),
     )
 }
+
+
+AnySchedule = str | Schedule | Sequence[Sequence[float]]
+
+
+def coefficients_of(schedule: AnySchedule) -> Coefficients:
+    """Return the (a, b, c) of each step of a named schedule, a `Schedule` or a sequence of triples.
+
+    Raises
+    ------
+    InvalidSettingError
+        When the name is unknown, or the sequence is not one of triples of finite numbers.
+    """
+    if isinstance(schedule, Schedule):
+        return schedule.coefficients
+    if isinstance(schedule, str):
+        if schedule not in SCHEDULES:
+            raise InvalidSettingError(f"unknown schedule {schedule!r}; known are {', '.join(SCHEDULES)}")
+        return SCHEDULES[schedule].coefficients
+    steps = tuple(tuple(step) for step in schedule)
+    if not steps or not all(len(step) == 3 and all(map(math.isfinite, step)) for step in steps):
+        raise InvalidSettingError(f"a schedule is one triple (a, b, c) of finite numbers per step; found {schedule!r}")
+    return tuple((float(a), float(b), float(c)) for a, b, c in steps)

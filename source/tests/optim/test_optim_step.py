@@ -202,7 +202,7 @@ def test_sparse_gradients_are_refused_before_anything_changes():
 
 
 def test_complex_parameters_are_refused():
-    with pytest.raises(ValueError, match=r"real parameters; found torch\.complex64"):
+    with pytest.raises(ValueError, match=r"real parameters; 'w' is torch\.complex64"):
         HybridMuon([("w", nn.Parameter(torch.zeros(3, 3, dtype=torch.complex64)))])
 
 

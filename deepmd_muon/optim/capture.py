@@ -1,0 +1,46 @@
+"""What must hold before a step is captured in a CUDA graph, whose replays repeat exactly the recorded launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.errors import CaptureError
+
+if TYPE_CHECKING:
+    from deepmd_muon.optim.hybrid_muon import HybridMuon
+
+
+def refuse_capture(optimizer: HybridMuon, params: Sequence[Tensor]) -> None:
+    """Raise when a capture is under way that could not be replayed rightly.
+
+    Parameters
+    ----------
+    optimizer
+        The optimizer whose step is called.
+    params
+        The parameters that have a gradient now.
+
+    Raises
+    ------
+    CaptureError
+        When a group is not capturable, state would be made inside the graph (each replay would make it anew), a
+        trainable parameter has no gradient, or `on_nonfinite` needs the host.
+    """
+    if not params or not params[0].is_cuda or not torch.cuda.is_current_stream_capturing():
+        return
+    if not all(group["capturable"] and isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+        raise CaptureError("a captured step would keep today's learning rate; make HybridMuon with capturable=True")
+    if optimizer.on_nonfinite == "error":
+        raise CaptureError("on_nonfinite='error' waits for the device, which a graph cannot; use 'skip'")
+    fresh = sum(p not in optimizer.state for p in params)
+    if fresh:
+        raise CaptureError(f"{fresh} parameters have no state yet; take one step before the capture")
+    missing = len(optimizer.state) - len(params)
+    if missing > 0:
+        raise CaptureError(
+            f"{missing} parameters that were stepped before have no gradient now; replays would leave them out"
+        )

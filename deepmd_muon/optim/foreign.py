@@ -1,0 +1,172 @@
+"""Optimizer states of deepmd-kit's HybridMuon, from its first version to 3.2.0: they hold no names and no routes.
+
+The route follows from a state's keys (``momentum_buffer``: Muon; ``exp_avg``: Adam or AdamW), the view from the
+settings in its group. The first version knew no `muon_mode`: it routed by the raw number of dimensions and by no
+name, and saw a tensor as (first dimension, all others).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.errors import ForeignStateError
+from deepmd_muon.optim.migrate import Saved
+from deepmd_muon.optim.routing import Route, RouteEntry, RouteTable, RoutingRules, canonical_name, choose_route
+from deepmd_muon.optim.views import MatrixView, matrix_view
+
+# Below this, the power of a decay no longer tells the number of steps; 1 minus it is 1 in float64 long before.
+_LEAST_POWER = 1e-300
+
+
+def is_deepmd_kit(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether parameter groups are those of deepmd-kit's HybridMuon."""
+    return all({"adam_betas", "lr_adjust", "lr_adjust_coeff"} <= group.keys() for group in groups)
+
+
+def name_deepmd_kit_state(
+    state_dict: Mapping[str, Any], names: Iterable[str], step: int | None = None
+) -> dict[str, Any]:
+    """Attach names to the positional state dict of deepmd-kit's HybridMuon, so that it loads by name.
+
+    Needed when its parameters are not exactly the present ones in their order.
+
+    Parameters
+    ----------
+    state_dict
+        The key ``optimizer`` of a deepmd-kit checkpoint.
+    names
+        Name of every parameter it was made for, in its order; wrapper prefixes do not matter.
+    step
+        Steps taken (``train_infos`` of the checkpoint), for the bias correction where the state no longer tells it.
+
+    Returns
+    -------
+    dict
+        For `HybridMuon.load_state_dict`. The tensors are shared with `state_dict`.
+
+    Raises
+    ------
+    ForeignStateError
+        When the number of names is not that of the parameters.
+    """
+    given = iter(names := list(names))
+    count = sum(len(group["params"]) for group in state_dict["param_groups"])
+    if count != len(names):
+        raise ForeignStateError(f"the state dict lists {count} parameters; found {len(names)} names")
+    groups = [{**group, "param_names": [next(given) for _ in group["params"]]} for group in state_dict["param_groups"]]
+    state = {key: {**values, "steps_taken": step} for key, values in state_dict["state"].items()}
+    return {"state": state if step is not None else dict(state_dict["state"]), "param_groups": groups}
+
+
+def read_deepmd_kit(
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Any, Mapping[str, Any]],
+    present: RouteTable,
+    rules: Sequence[RoutingRules],
+) -> dict[str, Saved]:
+    """Read a state dict of deepmd-kit's HybridMuon.
+
+    Parameters
+    ----------
+    groups, state
+        ``param_groups`` and ``state`` of the state dict; parameters are numbers, in the present order unless
+        ``param_names`` tell otherwise, or names.
+    present, rules
+        The present routing, and for each of its parameters the rules without the user's own patterns.
+
+    Returns
+    -------
+    dict
+        By name; state keys are ours.
+
+    Raises
+    ------
+    ForeignStateError
+        When parameters can be matched neither by name nor by position.
+    """
+    names = _names(groups, present)
+    known = {entry.name: (entry, rule) for entry, rule in zip(present, rules, strict=True)}
+    found: dict[str, Saved] = {}
+    for group in groups:
+        for key in group["params"]:
+            name = names[key]
+            values = state.get(key, {})
+            if name in known and not values:  # never stepped, so nothing tells its route
+                found[name] = Saved(known[name][0], {})
+            elif values:
+                found[name] = _saved(name, values, group, *known.get(name, (None, None)))
+    return found
+
+
+def _names(groups: Sequence[Mapping[str, Any]], present: RouteTable) -> dict[Any, str]:
+    """Return the name of each key of the state dict."""
+    keys = [key for group in groups for key in group["params"]]
+    if all("param_names" in group for group in groups):
+        return {
+            key: canonical_name(name) for g in groups for key, name in zip(g["params"], g["param_names"], strict=True)
+        }
+    if all(isinstance(key, str) for key in keys):
+        return {key: canonical_name(key) for key in keys}
+    if len(keys) != len(present):
+        raise ForeignStateError(
+            f"the optimizer state of deepmd-kit lists {len(keys)} parameters without names, there are {len(present)} "
+            "here; attach names with deepmd_muon.optim.name_deepmd_kit_state"
+        )
+    return {key: entry.name for key, entry in zip(keys, present, strict=True)}
+
+
+def _saved(
+    name: str,
+    values: Mapping[str, Any],
+    group: Mapping[str, Any],
+    present: RouteEntry | None,
+    rules: RoutingRules | None,
+) -> Saved:
+    """Infer one parameter's route and view, translate its state, and say whether its version explains a difference."""
+    mode = group.get("muon_mode")
+    kept: dict[str, Tensor] = {}
+    if "momentum_buffer" in values:
+        shape = tuple(values["momentum_buffer"].shape)
+        view = matrix_view(shape, mode) if mode else None
+        view = view or MatrixView(1, shape[0], math.prod(shape[1:]))
+        kept["momentum_buffer"] = values["momentum_buffer"]
+        if "magma_score" in values and values["magma_score"].numel() == view.blocks:
+            kept["magma_score"] = values["magma_score"]
+        entry = RouteEntry(name, shape, view, "muon", "inferred")
+    else:
+        shape = tuple(values["exp_avg"].shape)
+        # Adam and AdamW have the same state; the present route tells which it was.
+        route: Route = "adamw" if present is not None and present.route == "adamw" else "adam"
+        kept = {"exp_avg": values["exp_avg"], "exp_avg_sq": values["exp_avg_sq"], "step": _steps(values, group)}
+        entry = RouteEntry(name, shape, None, route, "inferred")
+    explained = present is not None and rules is not None and _explained(entry, present, group, rules)
+    return Saved(entry, kept, explained)
+
+
+def _explained(saved: RouteEntry, present: RouteEntry, group: Mapping[str, Any], rules: RoutingRules) -> bool:
+    """Whether older rules chose the saved route, and today's rules alone choose the present one."""
+    if saved.shape != present.shape or choose_route(present.name, present.shape, rules).placement != present.placement:
+        return False
+    mode = group.get("muon_mode")
+    if mode is not None:  # a version between, which saw shapes as today but no names
+        same_mode = mode == rules.muon_mode
+        return same_mode and choose_route(None, saved.shape, RoutingRules(mode)).placement == saved.placement
+    dims = len(saved.shape)
+    matrix = dims == 2 and min(saved.shape) >= rules.min_matrix_dim
+    folded = dims > 2 and not group.get("muon_2d_only", True)
+    return (saved.route == "muon") == (matrix or folded)
+
+
+def _steps(values: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
+    """Return the number of steps that the powers of the decays stand for."""
+    powers = (values.get("beta2_pow", 0.0), values.get("beta1_pow", 0.0))
+    for power, beta in zip(powers, reversed(group["adam_betas"]), strict=True):
+        if _LEAST_POWER < float(power) <= 1.0 and 0.0 < beta < 1.0:
+            return torch.tensor(float(round(math.log(power) / math.log(beta))))
+    over = math.ceil(math.log(_LEAST_POWER) / math.log(max(*group["adam_betas"], 0.5)))
+    return torch.tensor(float(values.get("steps_taken") or over))

@@ -1,0 +1,84 @@
+"""What happens to gradients before any route sees them: unscaled, turned for `maximize`, checked for NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepControl:
+    """What holds for all parameters of one step.
+
+    Attributes
+    ----------
+    skip
+        Device predicate, float32 scalar: 1 leaves every parameter and all state as they are. None when no step is
+        ever left out. Nothing waits for its value.
+    scale
+        What a gradient scaler multiplied the loss by, or None.
+    """
+
+    skip: Tensor | None = None
+    scale: Tensor | None = None
+
+    def on(self, device: torch.device) -> StepControl:
+        """Return the same on another device."""
+        moved = [None if x is None else x.to(device, non_blocking=True) for x in (self.skip, self.scale)]
+        return StepControl(*moved)
+
+
+def ready_gradients(
+    params: Sequence[Tensor], dtype: torch.dtype, scale: Tensor | None, *, maximize: bool
+) -> list[Tensor]:
+    """Return the gradients in `dtype`, unscaled, and with the sign of a minimisation; none is changed."""
+    grads = [p.grad.to(dtype) for p in params if p.grad is not None]
+    if scale is not None:
+        # The scale is a power of two in practice; its reciprocal in float64 loses nothing.
+        grads = list(torch._foreach_mul(grads, scale.double().reciprocal().to(dtype)))
+    return list(torch._foreach_neg(grads)) if maximize else grads
+
+
+def nonfinite(grads: Sequence[Tensor]) -> Tensor:
+    """Return bool (n,), on the first gradient's device: which gradients hold NaN or infinity."""
+    largest = [norm.float() for kind in by_kind(grads) for norm in torch._foreach_norm(kind, float("inf"))]
+    order = [i for kind in index_by_kind(grads) for i in kind]
+    flags = torch.stack([x.to(grads[0].device, non_blocking=True) for x in largest]).isfinite().logical_not()
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return flags[back] if back != list(range(len(back))) else flags
+
+
+def index_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Group positions by device and dtype, which multi-tensor operations need to be equal."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for i, x in enumerate(tensors):
+        kinds[x.device, x.dtype].append(i)
+    return list(kinds.values())
+
+
+def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by device and dtype."""
+    return [[tensors[i] for i in members] for members in index_by_kind(tensors)]
+
+
+def waves(members: Sequence[tuple[Tensor, T]], workspace: int) -> Iterator[list[tuple[Tensor, T]]]:
+    """Cut parameters into runs of one device and dtype with at most `workspace` elements; a larger one goes alone."""
+    for kind in index_by_kind([p for p, _ in members]):
+        wave: list[tuple[Tensor, T]] = []
+        size = 0
+        for i in kind:
+            p, value = members[i]
+            if wave and size + p.numel() > workspace:
+                yield wave
+                wave, size = [], 0
+            wave.append((p, value))
+            size += p.numel()
+        if wave:
+            yield wave

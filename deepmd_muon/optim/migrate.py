@@ -1,0 +1,84 @@
+"""Carrying a parameter's state over to another route or view, as far as it means the same there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.routing import RouteEntry
+from deepmd_muon.optim.views import MatrixView
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """One parameter of a state dict.
+
+    Attributes
+    ----------
+    entry
+        Its name, shape, view and route there.
+    values
+        Its state.
+    explained
+        Whether a difference from the present route comes from the version that saved it, not from a setting.
+    """
+
+    entry: RouteEntry
+    values: Mapping[str, Tensor]
+    explained: bool = False
+
+
+def migrate(saved: Saved, present: RouteEntry, betas: tuple[float, float]) -> tuple[dict[str, Tensor], str]:
+    """Return the state that carries over, and in words what happened.
+
+    Parameters
+    ----------
+    saved
+        The parameter in the state dict.
+    present
+        The same parameter now; shape, view or route differs.
+    betas
+        Decays of Adam's moments now.
+    """
+    old = saved.entry
+    values: dict[str, Any] = dict(saved.values)
+    if old.shape != present.shape:
+        return {}, "its shape changed, so it starts afresh"
+    if present.route == "frozen":
+        return {}, "it is frozen now, its state is dropped"
+    if not values:
+        return {}, "it had no state and starts afresh"
+    if old.route == "muon" and present.route == "muon":
+        return _other_view(values, old.view, present.view)
+    if old.route == "muon":
+        m = values["momentum_buffer"]
+        wide = torch.promote_types(m.dtype, torch.float32)
+        m = m.to(wide)
+        state = {"step": torch.ones(()), "exp_avg": (1 - betas[0]) * m, "exp_avg_sq": (1 - betas[1]) * m.square()}
+        return state, "its momentum carries over as the one gradient Adam has seen; the second moment restarts"
+    if present.route == "muon":
+        seen = 1.0 - betas[0] ** float(values["step"])
+        momentum = values["exp_avg"] / seen if seen > 0 else values["exp_avg"]
+        return {"momentum_buffer": momentum}, (
+            "its bias-corrected first moment becomes the momentum; the second moment is dropped, Magma scores restart"
+        )
+    return values, "both moments and the step count carry over"
+
+
+def _other_view(
+    values: dict[str, Tensor], old: MatrixView | None, new: MatrixView | None
+) -> tuple[dict[str, Tensor], str]:
+    """Keep the momentum, and give each new block the mean of the scores that its elements had."""
+    assert old is not None
+    assert new is not None
+    if "magma_score" in values:
+        score = values["magma_score"]
+        of_element = score.double().cpu()[old.block_numbers()]
+        total = torch.zeros(new.blocks, dtype=torch.float64).index_add_(0, new.block_numbers(), of_element)
+        count = torch.bincount(new.block_numbers(), minlength=new.blocks)
+        values["magma_score"] = (total / count).to(score)
+    return values, "its momentum carries over; each new block has the mean of its elements' Magma scores"

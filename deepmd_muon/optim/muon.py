@@ -1,0 +1,119 @@
+"""The Muon route on lists of tensors: momentum, orthogonalization, scale, damping, update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim import magma
+from deepmd_muon.optim.adam import moment_dtype
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.gradients import StepControl, ready_gradients
+from deepmd_muon.optim.groups import update_scale
+from deepmd_muon.optim.polar import orthogonalize_matrices
+from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
+from deepmd_muon.optim.views import MatrixView
+
+
+def muon_(
+    params: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    scores: Sequence[Tensor],
+    views: Sequence[MatrixView],
+    *,
+    lr: float | Tensor,
+    settings: HybridMuonConfig,
+    control: StepControl,
+    maximize: bool = False,
+) -> None:
+    """Take one Muon step in place.
+
+    Parameters
+    ----------
+    params
+        Real tensors of one device and dtype, with gradients; 16-bit ones are updated in float32 and rounded once.
+    buffers
+        Momenta, of the parameters' shapes and dtype.
+    scores
+        Magma scores, float32 (blocks,) each; empty when damping is off.
+    views
+        How each parameter is seen as matrices.
+    lr
+        Learning rate; a tensor is read on its device.
+    settings
+        Of the parameters' group.
+    control
+        Whether the step is left out, and the gradients' scale; on the parameters' device.
+    maximize
+        Climb instead of descend.
+    """
+    wide = moment_dtype(params[0].dtype)
+    momenta = [m.to(wide) for m in buffers]  # the buffers themselves unless they are 16 bits wide
+    grads = ready_gradients(params, wide, control.scale, maximize=maximize)
+    if control.skip is not None:
+        # A step that is left out sees the momentum as its gradient and a learning rate of zero: nothing moves.
+        leave = control.skip > 0
+        grads = [torch.where(leave, m, g) for m, g in zip(momenta, grads, strict=True)]
+        lr = torch.where(leave, 0.0, lr)
+    torch._foreach_lerp_(momenta, grads, 1.0 - settings.momentum)
+    directions = torch._foreach_lerp(grads, momenta, settings.momentum) if settings.nesterov else momenta
+    if wide != buffers[0].dtype:
+        torch._foreach_copy_(list(buffers), momenta)
+    factors = _damping(scores, views, momenta, grads, control.skip) if scores else None
+    updates = _updates(directions, views, factors, settings)
+    _apply(params, updates, lr, settings.weight_decay)
+
+
+def _damping(
+    scores: Sequence[Tensor],
+    views: Sequence[MatrixView],
+    momenta: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    skip: Tensor | None,
+) -> list[Tensor]:
+    """Advance Magma's scores and return the damping factors, (batch, parts) per parameter."""
+    cosines = []
+    for view, m, g in zip(views, momenta, grads, strict=True):
+        parts = [magma.alignment(a.flatten(1), b.flatten(1)) for a, b in zip(view.cut(m), view.cut(g), strict=True)]
+        cosines.append(torch.stack(parts, dim=1).reshape(-1))
+    factors = magma.update_scores(scores, cosines, skip)
+    return [factor.view(view.batch, -1) for factor, view in zip(factors, views, strict=True)]
+
+
+def _updates(
+    directions: Sequence[Tensor],
+    views: Sequence[MatrixView],
+    factors: Sequence[Tensor] | None,
+    settings: HybridMuonConfig,
+) -> list[Tensor]:
+    """Orthogonalize all blocks of all parameters together; return scaled, damped updates (batch, rows, columns)."""
+    blocks = [view.cut(u) for u, view in zip(directions, views, strict=True)]
+    flat = [block for cut in blocks for block in cut]
+    if settings.deepmd_kit_arithmetic:
+        polar = orthogonalize_as_deepmd_kit(flat, gram=settings.enable_gram)
+    else:
+        polar = orthogonalize_matrices(flat, settings.schedule, settings.precision, gram=settings.enable_gram)
+    scales = [update_scale(shape, settings) for view in views for shape in view.block_shapes]
+    torch._foreach_mul_(polar, scales)
+    if factors is not None:
+        columns = [column.view(-1, 1, 1) for factor in factors for column in factor.unbind(1)]
+        polar = list(torch._foreach_mul(polar, columns))
+    remaining = iter(polar)
+    return [view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)]
+
+
+def _apply(params: Sequence[Tensor], updates: Sequence[Tensor], lr: float | Tensor, weight_decay: float) -> None:
+    """Do p ← p (1 − lr λ) − lr · update in place."""
+    wide = moment_dtype(params[0].dtype)
+    targets = [p.to(wide) for p in params]  # the parameters themselves unless they are 16 bits wide
+    if weight_decay:
+        torch._foreach_mul_(targets, 1.0 - lr * weight_decay)
+    steps = [u.to(wide).reshape(p.shape) for u, p in zip(updates, params, strict=True)]
+    if isinstance(lr, Tensor):
+        torch._foreach_sub_(targets, torch._foreach_mul(steps, lr))
+    else:
+        torch._foreach_add_(targets, steps, alpha=-lr)
+    if wide != params[0].dtype:
+        torch._foreach_copy_(list(params), targets)
