@@ -116,16 +116,18 @@ def _backward_layer(
     f: Activation,
     trace: _LayerTrace,
     gradient: _LayerGradient,
-) -> torch.Tensor:
-    """Add this layer's gradient and return the cotangent of its stacked input; `cotangent` is overwritten."""
+    *,
+    first: bool,
+) -> torch.Tensor | None:
+    """Add this layer's gradient and return the cotangent of its stacked input (None for the first layer's: data).
+
+    `cotangent` is overwritten.
+    """
     parts, rows, n_out = cotangent.shape
     n_in = layer.matrix.shape[0]
-    if copies == 2:
-        below = torch.add(cotangent[..., :n_in], cotangent[..., n_in:])
-    elif copies == 1:
-        below = cotangent.clone()
-    else:
-        below = cotangent.new_zeros(parts, rows, n_in)
+    skipped = None
+    if not first and copies:
+        skipped = torch.add(cotangent[..., :n_in], cotangent[..., n_in:]) if copies == 2 else cotangent.clone()
     if layer.idt is not None and gradient.idt is not None:
         gradient.idt += (f.value_of(trace.keep) * cotangent[0]).sum(0)
         if trace.tangent is not None:
@@ -135,9 +137,12 @@ def _backward_layer(
     gradient.bias += cotangent[0].sum(0)
     flat = cotangent.view(parts * rows, n_out)
     gradient.matrix.addmm_(trace.stack.view(parts * rows, n_in).t(), flat)
-    if n_in > 1:  # nothing asks for the cotangent of s
-        below.view(parts * rows, n_in).addmm_(flat, layer.matrix.t())
-    return below
+    if first:
+        return None
+    if skipped is None:
+        return torch.mm(flat, layer.matrix.t()).view(parts, rows, n_in)
+    skipped.view(parts * rows, n_in).addmm_(flat, layer.matrix.t())
+    return skipped
 
 
 def _blocks(rows: torch.Tensor) -> list[slice]:
@@ -195,10 +200,11 @@ class Gather(torch.autograd.Function):
                 torch.bmm(through_s[here], tape.adjoint[here], out=stack[1])
             elif tape.tangent:
                 stack[1].zero_()
-            stack = stack.view(stack.shape[0], -1, stack.shape[-1])
-            chain = zip(layers, tape.copies, block.layers, gradients, strict=True)
-            for layer, copies, trace, gradient in reversed(list(chain)):
-                stack = _backward_layer(stack, layer, copies, tape.activation, trace, gradient)
+            below: torch.Tensor | None = stack.view(stack.shape[0], -1, stack.shape[-1])
+            for index in reversed(range(len(layers))):
+                assert below is not None
+                args = layers[index], tape.copies[index], tape.activation, block.layers[index], gradients[index]
+                below = _backward_layer(below, *args, first=index == 0)
         return (None, None, None, *(part for g in gradients for part in (g.matrix, g.bias, g.idt)))
 
 

@@ -1,0 +1,107 @@
+"""Batches for the model tests: fixtures, and a neighbour search by brute force that owes nothing to the package."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deepmd_muon.model import Structures
+
+HERE = Path(__file__).parent
+
+
+def read_fixture(path: Path = HERE / "deepmd_kit.pt.gz") -> dict:
+    return torch.load(io.BytesIO(gzip.decompress(path.read_bytes())), weights_only=True)
+
+
+def neighbors_of_frame(coord, box, atype, rcut, sel):
+    """Per atom and type: the (index, translation) of neighbours, nearest first.
+
+    As deepmd-kit does, the nearest sum(sel) of all types are taken first, then the nearest sel of each type.
+    """
+    reach = 0
+    if box is not None:
+        heights = 1.0 / np.linalg.norm(np.linalg.inv(box), axis=0)
+        reach = int(np.ceil(rcut / heights.min())) + 1
+    shifts = np.array(list(np.ndindex(*[2 * reach + 1] * 3))) - reach
+    vectors = shifts @ box if box is not None else np.zeros((1, 3))
+    out = []
+    for i in range(len(coord)):
+        images = coord[None] + vectors[:, None] - coord[i]
+        distance = np.linalg.norm(images, axis=-1)
+        distance[(shifts == 0).all(1), i] = np.inf
+        s, j = np.nonzero(distance < rcut)
+        nearest = np.argsort(distance[s, j], kind="stable")[: sum(sel)]
+        by_type = [[] for _ in sel]
+        for k in nearest:
+            found = by_type[atype[j[k]]]
+            if len(found) < sel[atype[j[k]]]:
+                found.append((j[k], shifts[s[k]]))
+        out.append(by_type)
+    return out
+
+
+def make_batch(coord, atype, box, rcut, sel, *, widths=None, device="cpu") -> Structures:
+    """Batch of frames; columns as wide as the fullest atom needs, or `widths`."""
+    coord, atype = np.asarray(coord), np.asarray(atype)
+    box = None if box is None else np.asarray(box)
+    frames = [
+        neighbors_of_frame(coord[f][atype[f] >= 0], None if box is None else box[f], atype[f][atype[f] >= 0], rcut, sel)
+        for f in range(len(coord))
+    ]
+    if widths is None:
+        widths = tuple(max(len(atom[t]) for frame in frames for atom in frame) for t in range(len(sel)))
+    starts = np.concatenate([[0], np.cumsum(widths)])
+    neighbor = np.full((*atype.shape, starts[-1]), -1, dtype=np.int32)
+    shift = np.zeros((*neighbor.shape, 3), dtype=np.int16)
+    for f, frame in enumerate(frames):
+        real = np.flatnonzero(atype[f] >= 0)
+        for i, atom in zip(real, frame, strict=True):
+            for t, found in enumerate(atom):
+                for column, (j, s) in enumerate(found, start=starts[t]):
+                    neighbor[f, i, column] = real[j]
+                    shift[f, i, column] = s
+    return Structures.from_numpy(
+        coord, atype, box, neighbor, None if box is None else shift, widths, len(sel), device=device
+    )
+
+
+def section(**changes) -> dict:
+    """Return a small normalised model section; `descriptor` and `fitting_net` take further settings."""
+    descriptor = {
+        "type": "se_e2_a",
+        "sel": [40, 30],
+        "rcut": 4.0,
+        "rcut_smth": 1.0,
+        "neuron": [4, 8, 16],
+        "axis_neuron": 4,
+        "resnet_dt": False,
+        "type_one_side": True,
+        "exclude_types": [],
+        "precision": "default",
+        "activation_function": "tanh",
+        "set_davg_zero": False,
+        "env_protection": 0.0,
+        "trainable": True,
+        "seed": 3,
+        **changes.get("descriptor", {}),
+    }
+    fitting = {
+        "type": "ener",
+        "neuron": [12, 12],
+        "resnet_dt": True,
+        "precision": "default",
+        "activation_function": "tanh",
+        "atom_ener": [],
+        "seed": 4,
+        "rcond": None,
+        "numb_fparam": 0,
+        "numb_aparam": 0,
+        "trainable": True,
+        **changes.get("fitting_net", {}),
+    }
+    return {"type_map": ["O", "H"], "descriptor": descriptor, "fitting_net": fitting}

@@ -1,0 +1,295 @@
+"""Building models: names, seeds, registries, trainability, statistics, errors, checkpoints of other kinds."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from model_batches import make_batch, read_fixture, section
+
+from deepmd_muon.model import (
+    CheckpointError,
+    Described,
+    ModelError,
+    Structures,
+    build_model,
+    environment_statistics,
+    register_descriptor,
+    register_fitting,
+)
+from deepmd_muon.model.deepmd_kit import from_deepmd_kit, to_deepmd_kit
+from deepmd_muon.model.networks import Layer, Network, Stream
+
+STRUCTURES = read_fixture()["structures"]
+
+
+def batch(kind="orthorhombic", sel=(40, 30), **more):
+    data = STRUCTURES[kind]
+    return make_batch(data["coord"], data["atype"], data["box"], 4.0, sel, **more)
+
+
+def test_parameter_names_and_order():
+    model = build_model(section(descriptor={"neuron": [4, 8], "resnet_dt": True}, fitting_net={"neuron": [6, 6]}))
+    sea, fitting = (
+        "atomic_model.descriptor.sea.filter_layers.networks",
+        "atomic_model.fitting_net.filter_layers.networks",
+    )
+    wanted = []
+    for i in range(2):
+        wanted += [f"{sea}.{i}.layers.{part}" for part in ("0.matrix", "0.bias", "1.matrix", "1.bias", "1.idt")]
+    for i in range(2):
+        parts = ("0.matrix", "0.bias", "1.matrix", "1.bias", "1.idt", "2.matrix", "2.bias")
+        wanted += [f"{fitting}.{i}.layers.{part}" for part in parts]
+    assert [name for name, _ in model.named_parameters()] == wanted
+    assert {name for name, _ in model.named_buffers()} == {
+        "atomic_model.out_bias",
+        "atomic_model.out_std",
+        "atomic_model.descriptor.sea.mean",
+        "atomic_model.descriptor.sea.stddev",
+        "atomic_model.fitting_net.bias_atom_e",
+    }
+    assert (model.type_map, model.rcut, model.sel, model.by_type, model.ntypes) == (("O", "H"), 4.0, (40, 30), True, 2)
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_seeds_make_weights_and_leave_the_global_stream_alone():
+    before = torch.random.get_rng_state()
+    first, second = build_model(section()), build_model(section())
+    assert torch.equal(weights(first), weights(second))
+    other = build_model(section(descriptor={"seed": 99}))
+    assert not torch.equal(weights(first), weights(other))
+    fitting = [name for name, _ in first.named_parameters() if "fitting" in name]
+    assert all(torch.equal(first.get_parameter(n), other.get_parameter(n)) for n in fitting)
+    free = section(descriptor={"seed": None}, fitting_net={"seed": None})
+    assert torch.equal(weights(build_model(free, seed=5)), weights(build_model(free, seed=5)))
+    assert not torch.equal(weights(build_model(free)), weights(build_model(free)))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_no_two_layers_start_alike():
+    model = build_model(
+        section(descriptor={"neuron": [8, 8, 8], "type_one_side": False}, fitting_net={"neuron": [8, 8]})
+    )
+    squares = [p.flatten() for p in model.parameters() if p.shape == (8, 8)]
+    assert len(squares) == 4 * 2 + 2
+    assert len({tuple(p.tolist()) for p in squares}) == len(squares)
+
+
+def test_starting_distribution():
+    layer = Layer(200, 300, timestep=True, dtype=torch.float64, stream=Stream(1))
+    assert layer.matrix.std().item() == pytest.approx(1 / math.sqrt(500), rel=0.02)
+    assert layer.matrix.mean().item() == pytest.approx(0, abs=1e-3)
+    assert layer.bias.std().item() == pytest.approx(1.0, rel=0.15)
+    assert layer.idt.mean().item() == pytest.approx(0.1, abs=3e-4)
+    assert layer.idt.std().item() == pytest.approx(1e-3, rel=0.15)
+    single = Layer(200, 300, timestep=True, dtype=torch.float32, stream=Stream(1))
+    assert torch.equal(single.matrix, layer.matrix.float())
+
+
+def test_residuals_follow_the_widths():
+    network = Network((1, 2, 2, 4, 5), None, timestep=True, dtype=torch.float64, stream=Stream(0))
+    assert network.copies == (2, 1, 2, 0)
+    assert [layer.idt is not None for layer in network.layers] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(("part", "prefix"), [("descriptor", "descriptor"), ("fitting_net", "fitting_net")])
+def test_trainable_false_stops_gradients_of_that_part(part, prefix):
+    model = build_model(section(**{part: {"trainable": False}}))
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (f"atomic_model.{prefix}." not in name)
+    model(batch())["force"].square().sum().backward()
+    for parameter in model.parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad
+    assert all(p.requires_grad for p in build_model(section(fitting_net={"trainable": [True] * 3})).parameters())
+    fixed = build_model(section(fitting_net={"trainable": [True, False, True]})).atomic_model.fitting_net
+    assert not any(p.requires_grad for p in fixed.parameters())
+
+
+def test_no_grad_keeps_nothing():
+    model = build_model(section())
+    with torch.no_grad():
+        out = model(batch())
+    assert not any(value.requires_grad for value in out.values())
+    assert set(out) == {"energy", "atom_energy", "force", "virial"}
+    assert set(model(batch(), virial=False)) == {"energy", "atom_energy", "force"}
+
+
+def test_every_parameter_gets_a_gradient_even_of_an_absent_type():
+    for one_side in (True, False):
+        model = build_model(section(descriptor={"type_one_side": one_side}))
+        only_oxygen = make_batch(
+            np.random.default_rng(0).random((1, 4, 3)) * 3, np.zeros((1, 4), int), None, 4.0, (40, 30)
+        )
+        out = model(only_oxygen)
+        (out["energy"].sum() + out["force"].square().sum()).backward()
+        hydrogen = [p for n, p in model.named_parameters() if "fitting_net.filter_layers.networks.1." in n]
+        assert all(p.grad is not None for p in model.parameters())
+        assert all((p.grad == 0).all() for p in hydrogen)
+
+
+def test_precision_of_parameters_and_outputs():
+    model = build_model(section(descriptor={"precision": "float32"}, fitting_net={"precision": "float64"}))
+    dtypes = {n.split(".")[1]: p.dtype for n, p in model.named_parameters()}
+    assert dtypes == {"descriptor": torch.float32, "fitting_net": torch.float64}
+    out = model(batch())
+    assert {value.dtype for value in out.values()} == {torch.float64}
+    out["force"].square().sum().backward()
+    double = build_model(section())
+    for wanted, given in zip(double.parameters(), model.parameters(), strict=True):
+        wanted.data.copy_(given)
+    torch.testing.assert_close(double(batch())["force"], out["force"], rtol=0, atol=1e-5)
+
+
+def test_statistics_of_a_type_without_atoms():
+    model = build_model(section())
+    mean, stddev = environment_statistics(
+        model, [make_batch(np.random.default_rng(0).random((1, 4, 3)) * 3, np.zeros((1, 4), int), None, 4.0, (40, 30))]
+    )
+    assert mean[1].tolist() == [0, 0, 0, 0]
+    assert stddev[1].tolist() == [0.1] * 4
+    assert stddev[0].min() >= 0.01
+    _, wide = environment_statistics(model, [batch()], protection=10.0)
+    assert (wide == 10.0).all()
+
+
+def test_structures_sort_atoms_by_type_and_count_them():
+    atype = np.array([[1, -1, 0], [0, 1, 1]])
+    neighbor = np.array([[[2, 1], [-1, -1], [0, -1]], [[1, -1], [0, 2], [1, -1]]])
+    made = Structures.from_numpy(np.zeros((2, 3, 3)), atype, None, neighbor, None, (1, 1), 3)
+    assert made.order.tolist() == [2, 3, 0, 4, 5]
+    assert made.type_counts == (2, 3, 0)
+    assert made.sorted_frame.tolist() == [0, 1, 0, 1, 1]
+    assert made.neighbor.tolist() == [[0, -1], [4, -1], [2, 1], [3, 5], [4, -1]]
+    assert (made.nframes, made.natoms) == (2, 3)
+    assert made.to("cpu").sections == (1, 1)
+
+
+def test_impossible_batches_are_refused():
+    zeros = np.zeros((1, 2, 3))
+    with pytest.raises(ModelError, match="atom type 2 found"):
+        Structures.from_numpy(zeros, np.array([[0, 2]]), None, -np.ones((1, 2, 1)), None, (1, 0), 2)
+    with pytest.raises(ModelError, match="do not add up to 1"):
+        Structures.from_numpy(zeros, np.array([[0, 1]]), None, -np.ones((1, 2, 1)), None, (1, 1), 2)
+    with pytest.raises(ModelError, match="cell translations"):
+        Structures.from_numpy(zeros, np.array([[0, 1]]), np.eye(3)[None], -np.ones((1, 2, 1)), None, (1, 0), 2)
+    model = build_model(section(descriptor={"sel": [2, 2]}))
+    with pytest.raises(ModelError, match="more than sel 2"):
+        model(batch())
+    one = Structures.from_numpy(zeros, np.array([[0, 1]]), None, -np.ones((1, 2, 1)), None, (1,), 2)
+    with pytest.raises(ModelError, match="2 neighbour sections, found 1"):
+        model(one)
+    three = Structures.from_numpy(zeros, np.array([[0, 1]]), None, -np.ones((1, 2, 2)), None, (1, 1), 3)
+    with pytest.raises(ModelError, match="2 types, the batch 3"):
+        model(three)
+    with pytest.raises(ModelError, match="2 values, found 3"):
+        model.set_energy_bias([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"descriptor": {"type": "unheard"}}, "known are .*se_e2_a"),
+        ({"fitting_net": {"type": "dipole"}}, "known are ener"),
+        ({"descriptor": {"sel": "auto"}}, "neighbour statistics"),
+        ({"descriptor": {"sel": [10]}}, "one number for each type"),
+        ({"descriptor": {"rcut_smth": 4.0}}, "rcut_smth must be below"),
+        ({"descriptor": {"axis_neuron": 17}}, "axis_neuron 17"),
+        ({"descriptor": {"precision": "bfloat16"}}, "precision 'bfloat16'"),
+        ({"descriptor": {"activation_function": "tanh:2"}}, "activation_function 'tanh:2'"),
+        ({"fitting_net": {"numb_fparam": 2}}, "numb_fparam must be 0, found 2"),
+        ({"fitting_net": {"atom_ener": [1.0]}}, "per type: 2, found 1"),
+    ],
+)
+def test_impossible_sections_are_refused(changes, words):
+    with pytest.raises(ModelError, match=words):
+        build_model(section(**changes))
+
+
+@register_descriptor("mean_distance")
+class MeanDistance(torch.nn.Module):
+    """A third party's descriptor: one trainable power of the distances, derivatives left to autograd."""
+
+    by_type = False
+
+    def __init__(self, section, type_map, seed=None):
+        super().__init__()
+        self.rcut, self.sel, self.dim_out = section["rcut"], (20,), 1
+        self.power = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, structures, edges, *, force=True):
+        with torch.enable_grad():
+            edges = edges.detach().requires_grad_()
+            r = torch.where(structures.neighbor >= 0, edges.norm(dim=-1), self.rcut)
+            described = ((self.rcut - r) ** self.power).sum(1, keepdim=True)
+
+        def pullback(adjoint):
+            return torch.autograd.grad(described, edges, adjoint, create_graph=True)[0]
+
+        return Described(described, pullback)
+
+
+def test_a_third_party_descriptor_runs_and_trains():
+    made = build_model({**section(), "descriptor": {"type": "mean_distance", "rcut": 2.5}})
+    assert not made.by_type
+    coord = np.array([[[0.0, 0, 0], [1.1, 0, 0], [0, 1.3, 0.2]]])
+    neighbor = np.array([[[1, 2], [0, 2], [0, 1]]])
+
+    def energy(shift):
+        moved = coord.copy()
+        moved[0, 1, 1] += shift
+        return made(Structures.from_numpy(moved, np.array([[0, 1, 1]]), None, neighbor, None, (2,), 2))
+
+    out = energy(0.0)
+    slope = (energy(1e-5)["energy"] - energy(-1e-5)["energy"]).item() / 2e-5
+    assert out["force"][0, 1, 1].item() == pytest.approx(-slope, abs=1e-8)
+    out["force"].square().sum().backward()
+    assert made.atomic_model.descriptor.power.grad.abs() > 0
+    with pytest.raises(CheckpointError, match="MeanDistance"):
+        to_deepmd_kit(made, {}, {})
+
+
+def test_a_taken_name_is_refused():
+    with pytest.raises(ModelError, match="'se_e2_a' is taken by SeE2A"):
+        register_descriptor("se_e2_a")(MeanDistance)
+    with pytest.raises(ModelError, match="'ener' is taken"):
+        register_fitting("ener")(MeanDistance)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda p: p.update(model_dict={"a": {}, "b": {}}), r"several branches \(a, b\)"),
+        (lambda p: p["descriptor"].update(type="dpa3"), "descriptor's type is 'dpa3'"),
+        (lambda p: p["fitting_net"].update(type="dipole"), "fitting net's type is 'dipole'"),
+        (lambda p: p["fitting_net"].update(numb_aparam=2), "numb_aparam is 2"),
+        (lambda p: p.update(spin={"use_spin": [True]}), "spin is"),
+        (lambda p: p.update(pair_exclude_types=[[0, 1]]), "pair_exclude_types is"),
+        (lambda p: p.update(bridging_method="zbl"), "bridging_method is 'zbl'"),
+        (lambda p: p.update(type="linear_ener"), "'linear_ener', not 'standard'"),
+    ],
+)
+def test_models_of_another_kind_are_named(edit, words):
+    state = copy.deepcopy(read_fixture()["cases"]["one_side"]["state"])
+    edit(state["_extra_state"]["model_params"])
+    with pytest.raises(CheckpointError, match=words):
+        from_deepmd_kit(state)
+
+
+def test_odd_tensors_of_a_checkpoint_are_named():
+    state = read_fixture()["cases"]["one_side"]["state"]
+    mean = "model.Default.atomic_model.descriptor.sea.mean"
+    uneven = state[mean].clone()
+    uneven[0, 3, 0] += 1e-9
+    for change, words in (
+        ({mean: uneven}, "mean differs between"),
+        ({"model.Default.atomic_model.descriptor.sea.compress_data.0": torch.ones(2)}, "compressed"),
+        ({"model.Branch.atomic_model.out_bias": torch.ones(2)}, "must begin with"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            from_deepmd_kit({**state, **change})
+    with pytest.raises(CheckpointError, match="no '_extra_state'"):
+        from_deepmd_kit({})
