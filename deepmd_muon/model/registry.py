@@ -93,7 +93,7 @@ def _find(table: dict[str, type], what: str, section: Mapping[str, Any], default
     return table[name]
 
 
-def descriptor_class(section: Mapping[str, Any]) -> type:
+def descriptor_class(section: Mapping[str, Any]) -> type[Any]:
     """Return the class that builds this descriptor section.
 
     Raises

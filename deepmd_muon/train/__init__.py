@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from deepmd_muon.train.errors import CheckpointError, NonFiniteError, TrainingError
-from deepmd_muon.train.run import run
+
+if TYPE_CHECKING:
+    from deepmd_muon.train.start import run
 
 __all__ = ["CheckpointError", "NonFiniteError", "TrainingError", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    # Commands that only print need a part of this room, and must not wait for torch.
+    if name == "run":
+        from deepmd_muon.train.start import run
+
+        return run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

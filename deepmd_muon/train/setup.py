@@ -25,6 +25,7 @@ from deepmd_muon.data import (
     open_systems,
 )
 from deepmd_muon.model import EnergyModel, Structures
+from deepmd_muon.model.registry import descriptor_class
 from deepmd_muon.model.statistics import environment_statistics
 from deepmd_muon.train.errors import TrainingError
 
@@ -75,7 +76,9 @@ def open_training_systems(settings: ModelSettings, training: TrainingSettings) -
     return train, valid
 
 
-def resolve_sel(given: Input, systems: list[System], *, count: bool) -> tuple[Input, NeighborStatistics | None]:
+def resolve_sel(
+    given: Input, systems: list[System], *, count: bool
+) -> tuple[Input, NeighborStatistics | None, NeighborCache]:
     """Replace ``sel: "auto"`` by numbers and warn when given numbers are too small.
 
     Parameters
@@ -90,7 +93,8 @@ def resolve_sel(given: Input, systems: list[System], *, count: bool) -> tuple[In
     Returns
     -------
     tuple
-        The input with numbers in `sel`, and the neighbour statistics (None when not counted).
+        The input with numbers in `sel`, the neighbour statistics (None when not counted), and the cache of neighbour
+        lists, filled on the way where `sel` was known.
 
     Raises
     ------
@@ -98,24 +102,21 @@ def resolve_sel(given: Input, systems: list[System], *, count: bool) -> tuple[In
         When `sel` is "auto" and counting is switched off.
     """
     descriptor = given.settings.model.descriptor
-    if not count:
-        if isinstance(descriptor.sel, str):
-            raise TrainingError('model/descriptor/sel is "auto", which needs the neighbour statistics: give numbers')
-        return given, None
-    found = neighbor_statistics(systems, descriptor.rcut)
-    log.info(
-        "neighbours within %g Å: at most %s per type; shortest distance %.3f Å",
-        descriptor.rcut,
-        list(found.max_neighbors),
-        found.min_distance,
-    )
+    ntypes = len(given.settings.model.type_map)
+    by_type = descriptor_class(given.normalized["model"]["descriptor"]).by_type
     if isinstance(descriptor.sel, str):
+        if not count:
+            raise TrainingError('model/descriptor/sel is "auto", which needs the neighbour statistics: give numbers')
+        found = _count_neighbors(systems, descriptor.rcut, None)
+        # The factor, truncation and rounding of deepmd-kit.
         factor = float(descriptor.sel.partition(":")[2] or 1.1)
         sel = [max(4, (int(n * factor) + 3) // 4 * 4) for n in found.max_neighbors]
-        model = {**given.normalized["model"], "descriptor": {**given.normalized["model"]["descriptor"], "sel": sel}}
-        resolved = normalize({**given.normalized, "model": model})
         log.info('sel "%s" becomes %s', descriptor.sel, sel)
-        return dataclasses.replace(resolved, notices=given.notices), found
+        return with_sel(given, sel), found, NeighborCache(descriptor.rcut, tuple(sel), by_type, CACHE_BYTES, ntypes)
+    cache = NeighborCache(descriptor.rcut, descriptor.sel, by_type, CACHE_BYTES, ntypes)
+    if not count:
+        return given, None, cache
+    found = _count_neighbors(systems, descriptor.rcut, cache)
     short = [
         f"{name}: {most} > {limit}"
         for name, most, limit in zip(given.settings.model.type_map, found.max_neighbors, descriptor.sel, strict=True)
@@ -123,12 +124,28 @@ def resolve_sel(given: Input, systems: list[System], *, count: bool) -> tuple[In
     ]
     if short:
         log.warning("sel is smaller than the most neighbours found (%s): the farthest are left out", "; ".join(short))
-    return given, found
+    return given, found, cache
 
 
-def make_loaders(model: EnergyModel, train: list[System], valid: list[System], training: TrainingSettings) -> Data:
-    """Make the loaders of training and validation batches."""
-    cache = NeighborCache(model.rcut, model.sel, model.by_type, CACHE_BYTES, model.ntypes)
+def _count_neighbors(systems: list[System], rcut: float, cache: NeighborCache | None) -> NeighborStatistics:
+    found = neighbor_statistics(systems, rcut, cache)
+    log.info(
+        "neighbours within %g Å: at most %s per type; shortest distance %.3f Å",
+        rcut,
+        list(found.max_neighbors),
+        found.min_distance,
+    )
+    return found
+
+
+def with_sel(given: Input, sel: list[int]) -> Input:
+    """Return the input with these numbers in `sel`."""
+    model = {**given.normalized["model"], "descriptor": {**given.normalized["model"]["descriptor"], "sel": sel}}
+    return dataclasses.replace(normalize({**given.normalized, "model": model}), notices=given.notices)
+
+
+def make_loaders(train: list[System], valid: list[System], training: TrainingSettings, cache: NeighborCache) -> Data:
+    """Make the loaders of training and validation batches on one cache of neighbour lists."""
 
     def loader(systems: list[System], section: TrainingDataSettings, seed: int | None) -> DataLoader:
         return DataLoader(

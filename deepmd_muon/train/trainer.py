@@ -138,14 +138,13 @@ class Trainer:
         return to_device(self.data.training.next(), self.model.ntypes, self._device)
 
     def _validate(self, lr_fraction: float) -> dict[str, float] | None:
-        """Return the metrics on the next validation batches, with averaged weights where an average is kept."""
+        """Return the metrics of the present weights on the next validation batches."""
         section = self.given.settings.training.validation_data
         loader = self.data.validation
         if section is None or loader is None:
             return None
         batches = (to_device(loader.next(), self.model.ntypes, self._device) for _ in range(section.numb_btch))
-        with self.ema.swapped() if self.ema else contextlib.nullcontext():
-            return _numbers(validate(self.model, self.loss, batches, lr_fraction))
+        return _numbers(validate(self.model, self.loss, batches, lr_fraction))
 
     def save(self) -> Path:
         """Write a checkpoint of the present step."""

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.argcheck import Input, dump, load, normalize
+from deepmd_muon.argcheck import dump, load, normalize
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, from_deepmd_kit
 from deepmd_muon.train import checkpoint
 from deepmd_muon.train.errors import CheckpointError
 from deepmd_muon.train.report import set_up_logging
-from deepmd_muon.train.setup import make_loaders, open_training_systems, resolve_sel, set_model_statistics
+from deepmd_muon.train.setup import make_loaders, open_training_systems, resolve_sel, set_model_statistics, with_sel
 from deepmd_muon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -108,8 +108,8 @@ def run(
         log.warning("%s", notice)
     train, valid = open_training_systems(given.settings.model, given.settings.training)
     if source and isinstance(given.settings.model.descriptor.sel, str):
-        given = _with_sel(given, list(source.model_section["descriptor"]["sel"]))
-    given, statistics = resolve_sel(given, train, count=not skip_neighbor_stat)
+        given = with_sel(given, list(source.model_section["descriptor"]["sel"]))
+    given, statistics, cache = resolve_sel(given, train, count=not skip_neighbor_stat)
     dump(given.normalized, output)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -120,7 +120,7 @@ def run(
         sum(p.numel() for p in model.parameters()),
         device,
     )
-    data = make_loaders(model, train, valid, given.settings.training)
+    data = make_loaders(train, valid, given.settings.training, cache)
     if source is None or force_load:
         set_model_statistics(model, data, given.normalized["model"], given.settings.training)
     if source is not None:
@@ -130,12 +130,6 @@ def run(
     if restart and source:
         trainer.restart(source.content, source.path)
     return trainer.run()
-
-
-def _with_sel(given: Input, sel: list[int]) -> Input:
-    """Put the checkpoint's `sel` in the place of "auto", so that a restart has the model it began with."""
-    model = {**given.normalized["model"], "descriptor": {**given.normalized["model"]["descriptor"], "sel": sel}}
-    return dataclasses.replace(normalize({**given.normalized, "model": model}), notices=given.notices)
 
 
 def load_weights(model: EnergyModel, source: Source, *, force: bool) -> None:

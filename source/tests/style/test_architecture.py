@@ -1,0 +1,94 @@
+"""The rooms of the package and the arrows between them, read from the import statements."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[3] / "deepmd_muon"
+ROOMS = ("argcheck", "cli", "data", "infer", "loss", "model", "optim", "train")
+# Which rooms a room may import from, beside itself.
+ARROWS = {
+    "argcheck": {"optim"},
+    "cli": {"argcheck", "data", "infer", "model", "optim", "train"},
+    "data": set(),
+    "infer": {"data", "model"},
+    "loss": set(),
+    "model": set(),
+    "optim": set(),
+    "train": {"argcheck", "data", "loss", "model", "optim"},
+}
+# Of optim, the input check may read only what does not import torch.
+TORCH_FREE = {"deepmd_muon.optim.config", "deepmd_muon.optim.setting"}
+THIRD_PARTY = {
+    "argcheck": {"dargs", "yaml"},
+    "data": {"numpy", "h5py", "vesin"},
+    "loss": {"torch"},
+    "model": {"torch", "numpy"},
+    "optim": {"torch", "triton"},
+}
+STANDARD = set(sys.stdlib_module_names) | {"deepmd_muon"}
+
+
+def imports(path):
+    """Yield (module, line) of every import of a file."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively"
+            yield node.module, node.lineno
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_arrows_run_one_way(room):
+    for path in (PACKAGE / room).rglob("*.py"):
+        for module, line in imports(path):
+            parts = module.split(".")
+            where = f"{path.relative_to(PACKAGE.parent)}:{line} imports {module}"
+            if parts[0] == "deepmd_muon" and len(parts) > 1 and parts[1] in ROOMS and parts[1] != room:
+                assert parts[1] in ARROWS[room], where
+                if room == "argcheck":
+                    assert module in TORCH_FREE, where
+            if parts[0] not in STANDARD and room in THIRD_PARTY:
+                assert parts[0] in THIRD_PARTY[room], where
+
+
+def test_every_room_is_known():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("__")}
+    assert folders == set(ROOMS)
+
+
+@pytest.mark.parametrize(
+    ("statement", "unwanted"),
+    [
+        ("import deepmd_muon", ("torch", "triton", "numpy")),
+        ("import deepmd_muon.argcheck", ("torch", "triton")),
+        ("import deepmd_muon.data", ("torch", "triton")),
+        ("import deepmd_muon.cli.main", ("torch", "triton", "h5py", "matplotlib")),
+        ("from deepmd_muon.optim import HybridMuon", ("triton", "dargs", "h5py", "vesin")),
+    ],
+)
+def test_imports_load_no_more_than_they_must(statement, unwanted):
+    code = f"import sys\n{statement}\nprint([name for name in {unwanted!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_the_package_changes_no_global_setting_of_torch():
+    code = """
+import torch
+def settings():
+    return (torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision(),
+            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark, torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(), torch.get_rng_state().sum().item())
+before = settings()
+import deepmd_muon.train.trainer, deepmd_muon.infer.predictor, deepmd_muon.optim.hybrid_muon, deepmd_muon.cli.main
+assert settings() == before, (before, settings())
+assert not torch.cuda.is_initialized()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

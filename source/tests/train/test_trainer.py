@@ -1,0 +1,291 @@
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deepmd_muon.infer import Predictor
+from deepmd_muon.optim import RouteTable
+from deepmd_muon.train import CheckpointError, NonFiniteError, TrainingError
+
+
+def tensors(content):
+    """Every tensor of a checkpoint by its path."""
+    found = {}
+
+    def walk(node, path):
+        if isinstance(node, torch.Tensor):
+            found[path] = node
+        elif isinstance(node, dict):
+            for key, value in node.items():
+                walk(value, f"{path}/{key}")
+        elif isinstance(node, (list, tuple)):
+            for i, value in enumerate(node):
+                walk(value, f"{path}/{i}")
+
+    walk(content, "")
+    return found
+
+
+def assert_same(first, second):
+    a, b = tensors(first), tensors(second)
+    assert a.keys() == b.keys()
+    for path, value in a.items():
+        assert value.dtype == b[path].dtype, path
+        assert torch.equal(value, b[path]), path
+
+
+@pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam", "AdamW"])
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+def test_restart_is_bitwise(small_input, train, load, optimizer, precision):
+    changes = {
+        "optimizer": {"type": optimizer, "weight_decay": 0.01},
+        "training": {"enable_ema": True, "ema_decay": 0.9, "gradient_max_norm": 5.0},
+    }
+    content = small_input(**changes)
+    content["model"]["descriptor"]["precision"] = content["model"]["fitting_net"]["precision"] = precision
+    assert train(content) == 0
+    whole, curve = load("model.ckpt-10.pt"), Path("lcurve.out").read_text()
+    train({**content, "training": {**content["training"], "save_ckpt": "again"}}, restart="model.ckpt-5.pt")
+    parted = load("again-10.pt")
+    for key in ("model", "optimizer", "ema"):
+        assert_same(whole[key], parted[key])
+    assert whole["deepmd_muon"]["training_data"] == parted["deepmd_muon"]["training_data"]
+    assert Path("lcurve.out").read_text() == curve
+
+
+def test_restart_after_interruption_equals_a_run_in_one_go(small_input, train, load):
+    content = small_input()
+    train(content)
+    whole = load()
+    half = small_input(training={"numb_steps": 5, "save_ckpt": "half"})
+    # The schedule depends on the length of the run; the first half is cut out of the whole by a signal instead.
+    half["training"]["numb_steps"] = 10
+    half["training"]["save_freq"] = 100
+    from deepmd_muon.train.step import TrainingStep
+
+    class Interrupting(TrainingStep):
+        def __call__(self, batch, lr, lr_fraction):
+            found = super().__call__(batch, lr, lr_fraction)
+            Interrupting.calls += 1
+            if Interrupting.calls == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return found
+
+    Interrupting.calls = 0
+    import deepmd_muon.train.trainer as trainer
+
+    original, trainer.TrainingStep = trainer.TrainingStep, Interrupting
+    try:
+        assert train(half) == 128 + signal.SIGTERM
+    finally:
+        trainer.TrainingStep = original
+    assert load("half.pt")["deepmd_muon"]["step"] == 4
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert train(half, restart="half-4.pt") == 0
+    assert_same(whole["model"], load("half-10.pt")["model"])
+    assert_same(whole["optimizer"], load("half-10.pt")["optimizer"])
+
+
+def test_checkpoint_has_the_keys_and_names_of_deepmd_kit(small_input, train, load):
+    train(small_input())
+    content = load()
+    state = content["model"]
+    assert state["_extra_state"]["train_infos"] == {"lr": pytest.approx(1e-4), "step": 9}
+    assert state["_extra_state"]["model_params"]["descriptor"]["sel"] == json.loads(Path("out.json").read_text())[
+        "model"
+    ]["descriptor"]["sel"]
+    for name in (
+        "min_nbor_dist",
+        "atomic_model.out_bias",
+        "atomic_model.descriptor.sea.filter_layers.networks.0.layers.1.matrix",
+        "atomic_model.descriptor.sea.filter_layers._networks.0.layers.1.matrix",
+        "atomic_model.fitting_net.filter_layers.networks.0.layers.2.bias",
+    ):
+        assert f"model.Default.{name}" in state
+    assert Path("model.ckpt.pt").resolve().name == "model.ckpt-10.pt"
+    assert Path("checkpoint").read_text() == "model.ckpt-10.pt\n"
+    routes = RouteTable.from_manifest(content["optimizer"]["param_groups"])
+    assert {entry.name: entry.route for entry in routes}[
+        "atomic_model.descriptor.sea.filter_layers.networks.0.layers.1.matrix"
+    ] == "muon"
+
+
+def test_training_lowers_the_error(small_input, train, load):
+    content = small_input(
+        optimizer={"lr_adjust_coeff": 2.0},
+        learning_rate={"start_lr": 3e-3},
+        training={"numb_steps": 150, "disp_freq": 50, "save_freq": 150},
+    )
+    assert train(content) == 0
+    rows = np.loadtxt("lcurve.out", comments="#")
+    force_of_training = rows[:, 6]
+    assert force_of_training[-1] < 0.5 * force_of_training[0]
+
+
+def test_changed_routes_stop_the_restart_and_are_all_named(small_input, train):
+    train(small_input())
+    changed = small_input(optimizer={"min_matrix_dim": 7})
+    with pytest.raises(CheckpointError) as caught:
+        train(changed, restart="model.ckpt.pt")
+    message = str(caught.value)
+    # In (4, 8) and (6, 6) the smaller dimension is below 7; (24, 6) too: every Muon matrix is affected.
+    for name in (
+        "descriptor.sea.filter_layers.networks.0.layers.1.matrix",
+        "fitting_net.filter_layers.networks.0.layers.0.matrix",
+        "fitting_net.filter_layers.networks.0.layers.1.matrix",
+    ):
+        assert name in message
+    assert "saved: route muon as 1x4x8" in message
+    assert "present: route adam" in message
+    assert not Path("model.ckpt-11.pt").exists()
+
+
+def test_a_checkpoint_of_another_optimizer_is_recognised(small_input, train):
+    train(small_input(optimizer={"type": "Adam"}))
+    with pytest.raises(CheckpointError, match="looks like that of Adam or AdamW"):
+        train(small_input(), restart="model.ckpt.pt")
+    train(small_input(training={"save_ckpt": "muon"}))
+    with pytest.raises(CheckpointError, match="HybridMuon's, the input asks for Adam"):
+        train(small_input(optimizer={"type": "Adam"}), restart="muon.pt")
+
+
+def test_init_model_takes_weights_and_starts_at_zero(small_input, train, load):
+    train(small_input())
+    before = load()
+    content = small_input(training={"numb_steps": 0, "save_ckpt": "second"})
+    assert train(content, init_model="model.ckpt.pt") == 0
+    after = load("second-0.pt")
+    assert after["deepmd_muon"]["step"] == 0
+    a, b = tensors(before["model"]), tensors(after["model"])
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert after["optimizer"]["state"] == {}
+
+
+def test_init_model_of_another_shape_lists_every_tensor(small_input, train, load):
+    train(small_input())
+    wider = small_input(training={"numb_steps": 0, "save_ckpt": "wide"})
+    wider["model"] = {**wider["model"], "fitting_net": {"neuron": [6, 7], "seed": 2}}
+    with pytest.raises(CheckpointError) as caught:
+        train(wider, init_model="model.ckpt.pt")
+    assert "layers.1.matrix: shape (6, 6) in the checkpoint, (6, 7) here" in str(caught.value)
+    assert "layers.2.matrix: shape (6, 1) in the checkpoint, (7, 1) here" in str(caught.value)
+    assert train(wider, init_model="model.ckpt.pt", force_load=True) == 0
+    name = "model.Default.atomic_model.fitting_net.filter_layers.networks.0.layers.0.matrix"
+    assert torch.equal(load()["model"][name], load("wide.pt")["model"][name])
+    assert train(wider, init_model="model.ckpt.pt", use_pretrain_script=True) == 0
+    assert load("wide.pt")["model"]["_extra_state"]["model_params"]["fitting_net"]["neuron"] == [6, 6]
+
+
+def test_only_own_checkpoints_are_deleted(small_input, train, load):
+    Path("model.ckpt-7000.pt").write_text("somebody else's")
+    content = small_input(training={"save_freq": 2, "max_ckpt_keep": 2})
+    train(content)
+    assert sorted(p.name for p in Path().glob("model.ckpt-*.pt")) == [
+        "model.ckpt-10.pt",
+        "model.ckpt-7000.pt",
+        "model.ckpt-8.pt",
+    ]
+    longer = small_input(training={"save_freq": 2, "max_ckpt_keep": 2, "numb_steps": 12})
+    longer["learning_rate"] = content["learning_rate"]
+    train(longer, restart="model.ckpt-10.pt")
+    assert sorted(p.name for p in Path().glob("model.ckpt-*.pt")) == [
+        "model.ckpt-10.pt",
+        "model.ckpt-12.pt",
+        "model.ckpt-7000.pt",
+    ]
+
+
+def test_a_non_finite_gradient_stops_before_the_update(small_input, train, load, monkeypatch):
+    from deepmd_muon.data import DataLoader
+
+    content = small_input()
+    original, calls = DataLoader.next, []
+
+    def poisoned(self):
+        batch = original(self)
+        calls.append(batch)
+        if len(calls) > 7 and self.batch_sizes and batch.frames.energy is not None:
+            batch.frames.energy[:] = np.nan
+        return batch
+
+    monkeypatch.setattr(DataLoader, "next", poisoned)
+    content["training"].pop("validation_data")
+    with pytest.raises(NonFiniteError, match=r"before update 8: .*the last good checkpoint is model\.ckpt-5\.pt"):
+        train(content)
+    assert sorted(p.name for p in Path().glob("model.ckpt-*.pt")) == ["model.ckpt-5.pt"]
+
+
+def test_statistics_come_from_the_stat_file(small_input, train, load, caplog):
+    content = small_input(training={"stat_file": "stat.hdf5", "numb_steps": 1})
+    train(content)
+    first = load()
+    with caplog.at_level(logging.INFO, "deepmd_muon"):
+        from deepmd_muon.train import run
+
+        run("input.json", log_level="INFO")
+    assert "statistics come from stat.hdf5" in caplog.text
+    assert_same(first["model"], load()["model"])
+
+
+def test_sel_auto_is_a_number_in_the_output_and_cannot_be_skipped(small_input, train):
+    with pytest.raises(TrainingError, match="neighbour statistics"):
+        train(small_input(), skip_neighbor_stat=True)
+    train(small_input(training={"numb_steps": 1}))
+    sel = json.loads(Path("out.json").read_text())["model"]["descriptor"]["sel"]
+    assert len(sel) == 1
+    assert sel[0] % 4 == 0
+    once = Path("out.json").read_text()
+    from deepmd_muon.train import run
+
+    run("out.json", output="out2.json", log_level="WARNING")
+    assert Path("out2.json").read_text() == once
+
+
+def test_the_checkpoint_predicts_what_the_model_learned(small_input, train):
+    train(small_input())
+    found = Predictor("model.ckpt.pt").predict(
+        np.array([[0.0, 0, 0], [2.5, 0, 0], [0, 2.5, 0]]), None, np.zeros(3, dtype=int)
+    )
+    assert np.isfinite(found.energy).all()
+    np.testing.assert_allclose(found.force.sum(axis=1), 0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"not a checkpoint", "cannot be read as a checkpoint"), (None, "there is no checkpoint")],
+)
+def test_a_file_that_is_no_checkpoint_is_named(small_input, train, content, message):
+    if content is not None:
+        Path("wrong.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        train(small_input(), restart="wrong.pt")
+
+
+def test_a_save_leaves_no_half_written_file(small_input, train, load, monkeypatch):
+    train(small_input(training={"numb_steps": 5}))
+    good = load()
+
+    def failing(content, file):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", failing)
+        with pytest.raises(OSError, match="disk full"):
+            train(small_input(training={"numb_steps": 5}))
+    assert_same(good["model"], load()["model"])
+    assert [p.name for p in Path().glob(".model*")] == []
+
+
+def test_numb_epoch_and_averaged_display(small_input, train):
+    content = small_input(training={"disp_avg": True, "disp_freq": 3})
+    content["training"]["numb_epoch"] = 0.2
+    del content["training"]["numb_steps"]
+    assert train(content) == 0
+    # 3 systems of 40 frames in batches of 2 are 60 batches; a fifth of them is 12 steps.
+    assert Path("checkpoint").read_text() == "model.ckpt-12.pt\n"
