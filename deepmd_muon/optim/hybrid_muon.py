@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from deepmd_muon.optim.adam import adam_
@@ -218,6 +219,9 @@ class HybridMuon(Optimizer):
     def _requires_grad(self) -> list[bool]:
         return [p.requires_grad for group in self.param_groups for p in group["params"]]
 
+    # A compiled training step breaks here and runs this eagerly: tracing Newton-Schulz for every shape takes seconds
+    # per parameter. (torch.compiler.disable would import the compiler now; this, torch.optim's own, does not.)
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimization step.

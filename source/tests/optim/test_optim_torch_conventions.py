@@ -1,0 +1,408 @@
+"""What torch's users expect of an optimizer: closures, groups, hooks, schedulers, scalers, compilation, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import lr_scheduler
+
+from deepmd_muon.optim import (
+    HybridMuon,
+    InvalidParameterError,
+    InvalidSettingError,
+    NonFiniteGradientError,
+)
+
+SETTINGS = {"lr": 0.02, "weight_decay": 0.01}
+
+
+def make_model(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+
+
+def loss_of(model, step=0):
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(16, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
+    return (model(x) - x[:, :2]).square().mean()
+
+
+def train(model, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_equal(first, second):
+    for p, q in zip(first, second, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_closure_is_evaluated_with_gradients_and_returned():
+    model, twin = make_model(), make_model()
+    optimizer, other = (HybridMuon(m.named_parameters(), **SETTINGS) for m in (model, twin))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    expected = loss_of(model).item()
+    assert optimizer.step(closure).item() == expected
+    train(twin, other, 1)
+    assert_equal(weights(model), weights(twin))
+
+
+def test_it_trains():
+    model = make_model()
+    before = loss_of(model).item()
+    train(model, HybridMuon(model.named_parameters(), **SETTINGS), 60)
+    assert loss_of(model).item() < 0.5 * before
+
+
+def test_groups_have_their_own_settings():
+    model = make_model()
+    named = list(model.named_parameters())
+    optimizer = HybridMuon(
+        [{"params": named[:2], "lr": 0.0}, {"params": named[2:4], "adam_patterns": ["*"]}], 0.02, weight_decay=0.0
+    )
+    optimizer.add_param_group({"params": named[4:], "muon_mode": "flat"})
+    assert [e.route for e in optimizer.routing] == ["muon", "adam", "adam", "adam", "muon", "adam"]
+    assert [e.name for e in optimizer.routing] == [name for name, _ in named]
+    before = weights(model)
+    train(model, optimizer, 2)
+    changed = [not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True)]
+    assert changed == [False, False, True, True, True, True]
+
+
+def test_a_bad_group_leaves_the_optimizer_as_it_was():
+    model = make_model()
+    named = list(model.named_parameters())
+    optimizer = HybridMuon(named[:4])
+    with pytest.raises(ValueError, match="muon_mode: must be one of"):
+        optimizer.add_param_group({"params": named[4:], "muon_mode": "3d"})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer, 1)
+
+
+def test_duplicates_are_refused_by_name():
+    p, q = nn.Parameter(torch.zeros(3, 3)), nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(InvalidParameterError, match="'tied' and 'w' are the same parameter"):
+        HybridMuon([("w", p), ("tied", p)])
+    with pytest.raises(InvalidParameterError, match="two parameters are called 'w'"):
+        HybridMuon([("w", p), ("module.w", q)])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        HybridMuon([{"params": [("w", p)]}, {"params": [("v", p)]}])
+
+
+def test_parameters_without_names_are_warned_about():
+    model = make_model()
+    with pytest.warns(UserWarning, match="without names, so its rules on names"):
+        optimizer = HybridMuon(model.parameters(), **SETTINGS)
+    assert [e.name for e in optimizer.routing][:2] == ["group 0 parameter 0", "group 0 parameter 1"]
+    assert [e.route for e in optimizer.routing] == ["muon", "adam"] * 3
+    train(model, optimizer, 1)
+
+
+def test_names_given_apart_and_what_they_leave_out():
+    model = make_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apart = HybridMuon(model.parameters(), named_parameters=model.named_parameters())
+    assert apart.routing == HybridMuon(model.named_parameters()).routing
+    with pytest.warns(UserWarning, match=r"not optimized, though named_parameters lists them: 4\.weight, 4\.bias"):
+        HybridMuon(list(model.parameters())[:4], named_parameters=model.named_parameters())
+    with pytest.raises(InvalidParameterError, match=r"no name for a parameter of shape \(7,\)"):
+        HybridMuon([nn.Parameter(torch.zeros(7))], named_parameters=model.named_parameters())
+
+
+def test_frozen_and_empty_parameters_are_named_and_left_alone():
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    empty = nn.Parameter(torch.zeros(0, 4))
+    optimizer = HybridMuon([*model.named_parameters(), ("compress_info", empty)], **SETTINGS)
+    assert [(e.route, e.reason) for e in (optimizer.routing[0], optimizer.routing[6])] == [
+        ("frozen", "requires_grad is False"),
+        ("frozen", "has no elements"),
+    ]
+    before = weights(model)
+    empty.grad = torch.zeros(0, 4)
+    train(model, optimizer, 1)
+    assert torch.equal(before[0], model[0].weight)
+    model[0].weight.requires_grad_(True)
+    train(model, optimizer, 1)
+    assert optimizer.routing[0].route == "muon"
+    assert not torch.equal(before[0], model[0].weight)
+
+
+@pytest.mark.parametrize("settings", [{"foreach": False}, {"workspace": 1}])
+def test_one_parameter_at_a_time_gives_the_same(settings):
+    model, twin = make_model(), make_model()
+    train(model, HybridMuon(model.named_parameters(), **SETTINGS), 3)
+    train(twin, HybridMuon(twin.named_parameters(), **SETTINGS, **settings), 3)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+
+
+def test_maximize_climbs():
+    model, twin = make_model(), make_model()
+    optimizer = HybridMuon(model.named_parameters(), 0.02, maximize=True)
+    other = HybridMuon(twin.named_parameters(), 0.02)
+    for step in range(3):
+        optimizer.zero_grad()
+        other.zero_grad()
+        loss_of(model, step).backward()
+        (-loss_of(twin, step)).backward()
+        optimizer.step()
+        other.step()
+    assert_equal(weights(model), weights(twin))
+
+
+def test_differentiable_is_refused():
+    with pytest.raises(InvalidSettingError, match="not differentiable"):
+        HybridMuon(make_model().named_parameters(), differentiable=True)
+
+
+def test_hooks_run():
+    model = make_model()
+    optimizer = HybridMuon(model.named_parameters())
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before step"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after step"))
+    optimizer.register_state_dict_post_hook(lambda _, state: calls.append("saved"))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append("before load"))
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
+    train(model, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["before step", "after step", "saved", "before load", "loaded"]
+
+
+def schedulers(optimizer):
+    return {
+        "lambda": lambda: lr_scheduler.LambdaLR(optimizer, lambda t: 0.5**t),
+        "multiplicative": lambda: lr_scheduler.MultiplicativeLR(optimizer, lambda t: 0.9),
+        "step": lambda: lr_scheduler.StepLR(optimizer, 2),
+        "multistep": lambda: lr_scheduler.MultiStepLR(optimizer, [1, 3]),
+        "constant": lambda: lr_scheduler.ConstantLR(optimizer),
+        "linear": lambda: lr_scheduler.LinearLR(optimizer),
+        "exponential": lambda: lr_scheduler.ExponentialLR(optimizer, 0.9),
+        "polynomial": lambda: lr_scheduler.PolynomialLR(optimizer),
+        "cosine": lambda: lr_scheduler.CosineAnnealingLR(optimizer, 4),
+        "restarts": lambda: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2),
+        "one cycle": lambda: lr_scheduler.OneCycleLR(optimizer, 0.1, 6, cycle_momentum=False),
+        "cyclic": lambda: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, cycle_momentum=True),
+        "sequential": lambda: lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [2]
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", list(schedulers(None)))
+@pytest.mark.parametrize("tensor", [False, True])
+def test_every_scheduler_drives_it(kind, tensor):
+    model, twin = make_model(), make_model()
+    lr = torch.tensor(0.02) if tensor else 0.02
+    optimizer = HybridMuon(model.named_parameters(), lr)
+    scheduler = schedulers(optimizer)[kind]()
+    other = HybridMuon(twin.named_parameters(), 0.02)
+    for step in range(5):
+        (group,), (mirror,) = optimizer.param_groups, other.param_groups
+        mirror["lr"], mirror["momentum"] = float(group["lr"]), group["momentum"]
+        train(model, optimizer, 1, start=step)
+        train(twin, other, 1, start=step)
+        scheduler.step()
+    assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) == tensor
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+
+
+def test_reduce_on_plateau_drives_it():
+    optimizer = HybridMuon(make_model().named_parameters(), 0.02)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for loss in (1.0, 1.0, 1.0):
+        scheduler.step(loss)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-4)
+
+
+def test_initial_lr_cannot_go_stale():
+    model = make_model()
+    first = HybridMuon(model.named_parameters(), 0.1)
+    schedule = lr_scheduler.ExponentialLR(first, 0.5)
+    for _ in range(3):
+        train(model, first, 1)
+        schedule.step()
+    saved = first.state_dict()
+    assert saved["param_groups"][0]["initial_lr"] == 0.1
+
+    second = HybridMuon(model.named_parameters(), 0.4)
+    second.load_state_dict(saved)
+    (group,) = second.param_groups
+    assert group["lr"] == pytest.approx(0.0125)
+    assert group["initial_lr"] == 0.4
+    lr_scheduler.LambdaLR(second, lambda t: 1.0)
+    assert group["lr"] == 0.4
+
+    third = HybridMuon(model.named_parameters(), torch.tensor(0.4))
+    kept = third.param_groups[0]["lr"]
+    third.load_state_dict(saved)
+    assert third.param_groups[0]["lr"] is kept
+    assert kept.item() == pytest.approx(0.0125)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_gradient_scaler_changes_nothing(dtype):
+    model, twin = make_model(dtype=dtype), make_model(dtype=dtype)
+    optimizer = HybridMuon(model.named_parameters(), **SETTINGS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    train(twin, HybridMuon(twin.named_parameters(), **SETTINGS), 3)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-6 if dtype != torch.bfloat16 else 0.02)
+
+
+def overflow(model, value):
+    loss_of(model).backward()
+    model[2].weight.grad[0, 0] = value
+
+
+def states(optimizer):
+    return {key: {k: v.clone() for k, v in values.items()} for key, values in optimizer.state_dict()["state"].items()}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("how", ["scaler", "skip"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_skipped_step_changes_no_bit(value, how, dtype):
+    model = make_model(dtype=dtype)
+    optimizer = HybridMuon(model.named_parameters(), **SETTINGS, on_nonfinite="skip" if how == "skip" else "ignore")
+    train(model, optimizer, 2)
+    before, state = weights(model), states(optimizer)
+    optimizer.zero_grad()
+    overflow(model, value)
+    if how == "skip":
+        optimizer.step()
+    else:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+    assert_equal(before, weights(model))
+    after = states(optimizer)
+    for key, values in state.items():
+        for k, v in values.items():
+            assert torch.equal(v, after[key][k]), k
+    train(model, optimizer, 1, start=5)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not torch.equal(before[0], model[0].weight)
+
+
+def test_skip_watches_but_does_not_disturb_good_steps():
+    model, twin = make_model(), make_model()
+    train(model, HybridMuon(model.named_parameters(), **SETTINGS, on_nonfinite="skip"), 3)
+    train(twin, HybridMuon(twin.named_parameters(), **SETTINGS), 3)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+
+
+def test_an_error_names_the_parameters_and_changes_nothing():
+    model = make_model()
+    optimizer = HybridMuon(model.named_parameters(), **SETTINGS, on_nonfinite="error")
+    before = weights(model)
+    overflow(model, float("nan"))
+    model[4].bias.grad[0] = float("inf")
+    with pytest.raises(NonFiniteGradientError, match=r"2 gradients with NaN or infinity: '2\.weight', '4\.bias'") as e:
+        optimizer.step()
+    assert e.value.names == ("2.weight", "4.bias")
+    assert_equal(before, weights(model))
+    assert not optimizer.state
+
+
+def test_ignored_nan_spoils_its_own_parameter_only():
+    model, twin = make_model(), make_model()
+    optimizer, other = (HybridMuon(m.named_parameters(), **SETTINGS) for m in (model, twin))
+    overflow(model, float("nan"))
+    loss_of(twin).backward()
+    optimizer.step()
+    other.step()
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if name == "2.weight":
+            assert p.isnan().any()
+        else:
+            assert torch.equal(p, q), name
+
+
+def test_a_compiled_training_step_equals_the_plain_one():
+    model, twin = make_model(), make_model()
+    optimizer, other = (HybridMuon(m.named_parameters(), **SETTINGS) for m in (model, twin))
+
+    @torch.compile(backend="eager")
+    def step(i):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        optimizer.step()
+
+    for i in range(3):
+        step(i)
+    train(twin, other, 3)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def process_group(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_distributed_checkpoints_go_on_bitwise(process_group, tmp_path):
+    model = make_model()
+    optimizer = HybridMuon(model.named_parameters(), **SETTINGS)
+    train(model, optimizer, 3)
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path
+    )
+    expected = copy.deepcopy((model, optimizer))
+    train(*expected, 2, start=3)
+
+    other = make_model(seed=3)
+    fresh = HybridMuon(other.named_parameters(), **SETTINGS)
+    loaded = {"model": other.state_dict(), "optimizer": get_optimizer_state_dict(other, fresh)}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    other.load_state_dict(loaded["model"])
+    set_optimizer_state_dict(other, fresh, loaded["optimizer"])
+    assert fresh.routing == optimizer.routing
+    train(other, fresh, 2, start=3)
+    assert_equal(weights(expected[0]), weights(other))
+
+
+def test_name_keyed_states_load_into_a_reordered_optimizer():
+    model = make_model()
+    optimizer = HybridMuon(model.named_parameters(), **SETTINGS)
+    train(model, optimizer, 2)
+    saved = get_optimizer_state_dict(model, optimizer)
+    assert set(saved["state"]) == {name for name, _ in model.named_parameters()}
+    reordered = HybridMuon(list(model.named_parameters())[::-1], **SETTINGS)
+    set_optimizer_state_dict(model, reordered, copy.deepcopy(saved))
+    for p in model.parameters():
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value, reordered.state[p][key])
