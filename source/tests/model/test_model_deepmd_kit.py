@@ -1,0 +1,120 @@
+"""deepmd-kit reads our checkpoints: run with `DEEPMD_KIT_DP=/path/to/dp pytest -m deepmd_kit`."""
+
+import json
+import os
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from model_batches import make_batch, read_fixture, section
+
+from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.model import build_model
+from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+
+DP = os.environ.get("DEEPMD_KIT_DP")
+pytestmark = [
+    pytest.mark.deepmd_kit,
+    pytest.mark.skipif(DP is None, reason="DEEPMD_KIT_DP does not name deepmd-kit's dp"),
+]
+
+SETTINGS = {
+    "one_side": {},
+    "pair_nets": {
+        "descriptor": {"type_one_side": False, "resnet_dt": True, "exclude_types": [[0, 0]], "neuron": [4, 8, 8, 16]},
+        "fitting_net": {"atom_ener": [-3.0, None]},
+    },
+    "float32": {"descriptor": {"precision": "float32"}, "fitting_net": {"precision": "float32"}},
+}
+
+
+def dp(folder, *words):
+    done = subprocess.run([DP, "--pt", *words], cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(params=SETTINGS, scope="module")
+def case(request, tmp_path_factory):
+    """A folder with a system of random labels and our checkpoint, and our own prediction."""
+    folder = tmp_path_factory.mktemp(request.param)
+    data = read_fixture()["structures"]["orthorhombic"]
+    random = np.random.default_rng(6)
+    nframes, natoms = data["atype"].shape
+    labels = {
+        "energy": random.normal(size=nframes),
+        "force": random.normal(size=(nframes, natoms * 3)),
+        "virial": random.normal(size=(nframes, 9)),
+    }
+    (folder / "system" / "set.000").mkdir(parents=True)
+    np.savetxt(folder / "system" / "type.raw", data["atype"][0].numpy(), fmt="%d")
+    (folder / "system" / "type_map.raw").write_text("O\nH\n")
+    arrays = {"coord": data["coord"].reshape(nframes, -1), "box": data["box"].reshape(nframes, 9), **labels}
+    for name, values in arrays.items():
+        np.save(folder / "system" / "set.000" / f"{name}.npy", np.asarray(values))
+    built = section(**SETTINGS[request.param])
+    model = build_model(built)
+    angular = [0.12] * 3
+    model.set_statistics(
+        torch.tensor([[0.11, 0, 0, 0], [0.09, 0, 0, 0]]).double(),
+        torch.tensor([[0.2, *angular], [0.17, *angular]]).double(),
+    )
+    model.set_energy_bias([-3.0, 1.0])
+    # --init-model asks for the key "optimizer", not for what it holds
+    content = {"model": to_deepmd_kit(model, built, {"lr": 1e-3, "step": 0}), "optimizer": {}}
+    torch.save(content, folder / "model.ckpt.pt")
+    with torch.no_grad():
+        prediction = model(make_batch(data["coord"], data["atype"], data["box"], model.rcut, model.sel))
+    tolerance = 2e-4 if request.param == "float32" else 1e-8
+    return folder, built, labels, prediction, tolerance
+
+
+def compare(folder, model_file, prediction, tolerance):
+    dp(folder, "test", "-m", model_file, "-s", "system", "-d", "detail")
+    energy, force, virial = (np.loadtxt(folder / f"detail.{kind}.out") for kind in ("e", "f", "v"))
+    np.testing.assert_allclose(energy[:, 1], prediction["energy"], rtol=2e-6 if tolerance > 1e-6 else 1e-10)
+    np.testing.assert_allclose(force[:, 3:], prediction["force"].reshape(-1, 3), atol=tolerance)
+    np.testing.assert_allclose(virial[:, 9:], prediction["virial"], atol=tolerance)
+
+
+def test_dp_test_reads_our_checkpoint(case):
+    folder, _, _, prediction, tolerance = case
+    compare(folder, "model.ckpt.pt", prediction, tolerance)
+
+
+def test_dp_freeze_takes_our_checkpoint(case):
+    folder, _, _, prediction, tolerance = case
+    dp(folder, "freeze", "-c", "model.ckpt.pt", "-o", "frozen.pth")
+    compare(folder, "frozen.pth", prediction, tolerance)
+
+
+def test_dp_train_goes_on_from_our_checkpoint(case):
+    """Its first step reports the errors that our model has before any update."""
+    folder, built, labels, prediction, _ = case
+    prefactors = {
+        "start_pref_e": 0.02,
+        "limit_pref_e": 1,
+        "start_pref_f": 1000,
+        "limit_pref_f": 1,
+        "start_pref_v": 0.1,
+        "limit_pref_v": 1,
+    }
+    training = {
+        "training_data": {"systems": ["system"], "batch_size": 2},
+        "numb_steps": 2,
+        "seed": 1,
+        "disp_freq": 1,
+        "save_freq": 2,
+    }
+    rate = {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-4, "decay_steps": 10}
+    given = {"model": built, "learning_rate": rate, "loss": prefactors, "training": training}
+    (folder / "input.json").write_text(json.dumps(given))
+    dp(folder, "train", "input.json", "--init-model", "model.ckpt.pt", "--skip-neighbor-stat")
+    columns = (folder / "lcurve.out").read_text().splitlines()[0].split()[1:]
+    first = dict(zip(columns, np.atleast_2d(np.loadtxt(folder / "lcurve.out"))[0], strict=True))
+    label = {key: torch.from_numpy(np.asarray(value)) for key, value in labels.items()}
+    _, metrics = EnergyLoss(**prefactors)(prediction, label, 1.0, prediction["force"].shape[1])
+    for name in ("rmse_e", "rmse_f", "rmse_v"):
+        key = next(column for column in (f"{name}_trn", name) if column in first)
+        assert first[key] == pytest.approx(metrics[name].item(), rel=6e-3), name
