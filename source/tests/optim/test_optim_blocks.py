@@ -1,0 +1,186 @@
+"""Experts and fused weights: views cut into blocks, each orthogonalized, scaled and damped by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from polar_oracle import oracle
+from torch import nn
+
+from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidShapeError, RoutingRules
+from deepmd_muon.optim.groups import update_scale
+from deepmd_muon.optim.routing import choose_route
+from deepmd_muon.optim.views import MatrixView, Split
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def view_of(name, shape, **rules):
+    entry = choose_route(name, shape, RoutingRules(**rules))
+    return entry.route, str(entry.view or "")
+
+
+@pytest.mark.parametrize(
+    ("shape", "mode", "expected"),
+    [
+        ((6, 4, 5), "slice", ("muon", "6x4x5")),
+        ((6, 4, 5), "2d", ("muon", "6x4x5")),
+        ((6, 4, 5), "flat", ("muon", "6x4x5")),
+        ((6, 3, 4, 5), "flat", ("muon", "6x12x5")),
+        ((6, 3, 4, 5), "slice", ("muon", "18x4x5")),
+        ((6, 3, 4, 5), "2d", ("adamw", "")),
+        ((1, 4, 5), "2d", ("muon", "1x4x5")),
+        ((6, 1, 5), "slice", ("adam", "")),
+        ((6, 5), "slice", ("muon", "1x6x5")),
+    ],
+)
+def test_the_first_dimension_of_an_expert_weight_counts_experts(shape, mode, expected):
+    assert view_of("moe.experts.w", shape, muon_mode=mode, expert_patterns=("*.experts.*",)) == expected
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("*.qkv: columns 3", "1x64x96 columns 32+32+32"),
+        ("*.qkv: columns 64+16+16", "1x64x96 columns 64+16+16"),
+        ("*.qkv: rows 2", "1x64x96 rows 32+32"),
+        ("other: rows 2", "1x64x96"),
+    ],
+)
+def test_fused_weights_are_cut(split, expected):
+    assert view_of("layer.qkv", (64, 96), splits=(split,)) == ("muon", expected)
+    assert str(MatrixView.parse(expected)) == expected
+
+
+def test_the_smallest_block_decides_about_min_matrix_dim():
+    assert view_of("qkv", (64, 96), splits=("qkv: columns 93+3",), min_matrix_dim=4) == ("adam", "")
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("w: columns 5", r"w: 96 columns of view 1x64x96 cannot be split into 5 equal parts"),
+        ("w: rows 60+5", r"w: 64 rows of view 1x64x96 cannot be split into 60\+5"),
+        ("w: rows 0", "cannot be split into 0 equal parts"),
+    ],
+)
+def test_splits_that_do_not_fit_are_refused_by_name(split, message):
+    with pytest.raises(InvalidShapeError, match=message):
+        HybridMuon([("w", nn.Parameter(random(64, 96)))], splits=[split])
+
+
+def test_splits_of_another_form_are_refused():
+    with pytest.raises(ValueError, match="splits: must be of the form 'PATTERN: rows 3'"):
+        HybridMuonConfig(splits=("w = 3",))
+
+
+views = st.builds(
+    lambda batch, sizes, other, axis: MatrixView(
+        batch, *((sum(sizes), other) if axis == "rows" else (other, sum(sizes))), axis, tuple(sizes)
+    ),
+    st.integers(1, 3),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.integers(1, 5),
+    st.sampled_from(["rows", "columns"]),
+)
+
+
+@given(views)
+def test_cutting_and_joining_are_inverse(view):
+    x = random(*view.shape)
+    blocks = view.cut(x)
+    assert [tuple(block.shape) for block in blocks] == [(view.batch, *shape) for shape in view.block_shapes]
+    assert torch.equal(view.join(blocks), x)
+    assert MatrixView.parse(str(view)) == view
+    numbers = view.block_numbers().reshape(view.shape)
+    assert numbers.max() == view.blocks - 1
+    for i, block in enumerate(view.cut(numbers)):
+        for b in range(view.batch):
+            assert (block[b] == b * len(view.sizes) + i).all()
+
+
+@given(st.integers(1, 4), st.integers(1, 6))
+def test_equal_parts_are_sizes(count, size):
+    view = Split.parse(f"*: rows {count}").apply(MatrixView(1, count * size, 7), "w")
+    assert view.sizes == (size,) * count
+
+
+@pytest.mark.parametrize(
+    ("split", "dim", "sizes"),
+    [("w: columns 20+8+4", 1, [20, 8, 4]), ("w: rows 3", 0, [8, 8, 8]), ("w: columns 32", 1, [1] * 32)],
+)
+def test_blocks_are_weights_of_their_own(split, dim, sizes):
+    fused = nn.Parameter(random(24, 32))
+    parts = [nn.Parameter(part.detach().clone()) for part in fused.split(sizes, dim=dim)]
+    together = HybridMuon([("w", fused)], 0.1, splits=[split])
+    apart = HybridMuon([(f"part{i}", part) for i, part in enumerate(parts)], 0.1)
+    if sizes[0] == 1:  # alone, a column is a vector and takes Adam; the split was asked for
+        assert together.routing[0].view.blocks == 32
+        return
+    for step in range(3):
+        fused.grad = random(24, 32, seed=step + 1)
+        for part, own in zip(parts, fused.grad.split(sizes, dim=dim), strict=True):
+            part.grad = own.contiguous().clone()
+        together.step()
+        apart.step()
+    assert torch.allclose(fused, torch.cat(list(parts), dim=dim), atol=1e-6)
+    scores = torch.cat([apart.state[part]["magma_score"] for part in parts])
+    assert torch.allclose(together.state[fused]["magma_score"], scores, atol=1e-7)
+
+
+def test_experts_with_fused_weights():
+    p = nn.Parameter(random(2, 6, 10))
+    before = p.detach().double()
+    optimizer = HybridMuon([("moe.w", p)], 0.1, 0.0, 0.0, expert_patterns=["moe.*"], splits=["moe.w: columns 6+4"])
+    p.grad = random(2, 6, 10, seed=1)
+    optimizer.step()
+    g = p.grad.double()
+    o = torch.cat([oracle(part) * 0.18 * max(part.shape[1:]) ** 0.5 for part in g.split([6, 4], dim=2)], dim=2)
+    assert torch.allclose(p.double(), before - 0.1 * (0.1 + 0.9 * 0.55) * o, atol=1e-5)
+    assert optimizer.state[p]["magma_score"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "layout", "shape", "expected"),
+    [
+        ("none", "as_stored", (8, 50), 1.0),
+        ("match_rms", "as_stored", (8, 50), 0.18 * 50**0.5),
+        ("match_rms", "in_out", (50, 8), 0.18 * 50**0.5),
+        ("rectangular", "as_stored", (50, 8), 6.25**0.5),
+        ("rectangular", "as_stored", (8, 50), 1.0),
+        ("rectangular", "out_in", (50, 8), 6.25**0.5),
+        ("rectangular", "in_out", (50, 8), 1.0),
+        ("rectangular", "in_out", (8, 50), 6.25**0.5),
+        ("spectral", "as_stored", (8, 50), 0.16**0.5),
+        ("spectral", "in_out", (8, 50), 6.25**0.5),
+    ],
+)
+def test_scales(scaling, layout, shape, expected):
+    settings = HybridMuonConfig(scaling=scaling, layout=layout)
+    assert update_scale(shape, settings) == pytest.approx(expected)
+
+
+def test_scaling_none_moves_by_the_polar_factor_itself():
+    p = nn.Parameter(random(6, 9))
+    before = p.detach().double()
+    optimizer = HybridMuon([("w", p)], 0.1, weight_decay=0.0, magma_muon=False, scaling="none")
+    p.grad = random(6, 9, seed=1)
+    optimizer.step()
+    assert torch.allclose(p.double(), before - 0.1 * oracle(p.grad[None])[0], atol=1e-5)
+
+
+def test_custom_schedules():
+    p, q = nn.Parameter(random(6, 9)), nn.Parameter(random(6, 9))
+    steps = [(3.4445, -4.7750, 2.0315)] * 5
+    for which, schedule in ((p, "keller-jordan"), (q, steps)):
+        optimizer = HybridMuon([("w", which)], 0.1, schedule=schedule)
+        which.grad = random(6, 9, seed=1)
+        optimizer.step()
+    assert torch.equal(p, q)
+    for bad in ([], [(1.0, 2.0)], [(1.0, 2.0, float("nan"))]):
+        with pytest.raises(ValueError, match="one triple"):
+            HybridMuon([("w", p)], schedule=bad)

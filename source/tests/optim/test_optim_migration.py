@@ -1,0 +1,329 @@
+"""Changed routes and views: what carries over, what restarts, and that nothing happens unsaid."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from deepmd_muon.optim import HybridMuon, RoutingMismatchError, name_deepmd_kit_state
+from deepmd_muon.optim.errors import ForeignStateError
+
+BETAS = (0.9, 0.95)
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stepped(params, steps=3, **settings):
+    optimizer = HybridMuon(params, 0.02, **settings)
+    for step in range(steps):
+        for i, (_, p) in enumerate(params):
+            p.grad = random(*p.shape, seed=10 * step + i + 1)
+        optimizer.step()
+    return optimizer
+
+
+def reloaded(params, saved, policy="migrate", **settings):
+    optimizer = HybridMuon(params, 0.02, on_route_change=policy, **settings)
+    optimizer.load_state_dict(saved.state_dict())
+    return optimizer
+
+
+def test_momentum_becomes_the_one_gradient_adam_has_seen(caplog):
+    w = nn.Parameter(random(4, 6))
+    saved = stepped([("w", w)])
+    m = saved.state[w]["momentum_buffer"]
+    loaded = reloaded([("w", w)], saved, adam_patterns=["w"])
+    state = loaded.state[w]
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+    assert state["step"].item() == 1
+    assert torch.allclose(state["exp_avg"] / (1 - BETAS[0]), m, rtol=1e-6)
+    assert torch.allclose((state["exp_avg_sq"] / (1 - BETAS[1])).sqrt(), m.abs(), rtol=1e-5)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "w: saved: route muon as 1x4x6, shape 4x6; present: route adam, shape 4x6; its momentum carries over as the "
+        "one gradient Adam has seen; the second moment restarts"
+    ]
+    before = w.detach().clone()
+    w.grad = torch.zeros(4, 6)
+    loaded.step()
+    moved = (w - before).abs().max().item()
+    assert moved <= 0.02 * 1.0
+
+
+def test_first_moment_becomes_momentum_and_back():
+    w = nn.Parameter(random(4, 6))
+    saved = stepped([("w", w)], adam_patterns=["w"])
+    first = saved.state[w]["exp_avg"] / (1 - BETAS[0] ** 3)
+    loaded = reloaded([("w", w)], saved)
+    assert set(loaded.state[w]) == {"momentum_buffer"}
+    assert torch.allclose(loaded.state[w]["momentum_buffer"], first, rtol=1e-5)
+    again = reloaded([("w", w)], loaded, adam_patterns=["w"])
+    assert torch.allclose(again.state[w]["exp_avg"] / (1 - BETAS[0]), first, rtol=1e-5)
+    w.grad = random(4, 6, seed=77)
+    loaded.step()
+    assert loaded.state[w]["magma_score"].shape == (1,)
+
+
+def test_adam_and_adamw_share_their_state():
+    w = nn.Parameter(random(4, 6))
+    saved = stepped([("w", w)], adam_patterns=["w"])
+    loaded = reloaded([("w", w)], saved, adamw_patterns=["w"])
+    for key, value in saved.state[w].items():
+        assert torch.equal(value, loaded.state[w][key])
+
+
+def test_scores_follow_their_blocks_when_views_change():
+    w = nn.Parameter(random(3, 4, 5))
+    saved = stepped([("w", w)])
+    scores = saved.state[w]["magma_score"]
+    assert len(set(scores.tolist())) == 3
+    merged = reloaded([("w", w)], saved, muon_mode="flat")
+    assert torch.equal(merged.state[w]["momentum_buffer"], saved.state[w]["momentum_buffer"])
+    assert torch.allclose(merged.state[w]["magma_score"], scores.mean().reshape(1))
+    cut = reloaded([("w", w)], saved, splits=["w: rows 2"])
+    assert torch.allclose(cut.state[w]["magma_score"], scores.repeat_interleave(2))
+    regrouped = reloaded([("w", w)], cut, splits=["w: columns 2+3"])
+    assert torch.allclose(regrouped.state[w]["magma_score"], scores.repeat_interleave(2), atol=1e-7)
+    back = reloaded([("w", w)], cut)
+    assert torch.allclose(back.state[w]["magma_score"], scores, atol=1e-7)
+
+
+def test_uneven_blocks_are_weighed_by_their_elements():
+    w = nn.Parameter(random(6, 5))
+    saved = stepped([("w", w)], splits=["w: rows 4+2"])
+    first, second = saved.state[w]["magma_score"].tolist()
+    whole = reloaded([("w", w)], saved)
+    assert whole.state[w]["magma_score"].item() == pytest.approx((4 * first + 2 * second) / 6)
+
+
+def test_what_is_gone_new_frozen_or_of_another_shape_is_said(caplog):
+    params = {name: nn.Parameter(random(4, 6)) for name in ("kept", "gone", "frozen", "grown")}
+    saved = stepped(list(params.items()))
+    params["frozen"].requires_grad_(False)
+    present = {
+        "kept": params["kept"],
+        "new": nn.Parameter(random(3, 3)),
+        "frozen": params["frozen"],
+        "grown": nn.Parameter(random(5, 6)),
+    }
+    loaded = reloaded(list(present.items()), saved)
+    assert set(loaded.state) == {present["kept"]}
+    assert torch.equal(loaded.state[present["kept"]]["momentum_buffer"], saved.state[params["kept"]]["momentum_buffer"])
+    lines = sorted(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert [line.rpartition("; ")[2] for line in lines] == [
+        "it is frozen now, its state is dropped",  # frozen
+        "its state is dropped",  # gone
+        "its shape changed, so it starts afresh",  # grown
+        "it starts afresh",  # new
+    ]
+
+
+def test_reset_starts_changed_parameters_afresh_and_keeps_the_rest(caplog):
+    w, v = nn.Parameter(random(3, 4, 5)), nn.Parameter(random(4, 5))
+    saved = stepped([("w", w), ("v", v)])
+    loaded = reloaded([("w", w), ("v", v)], saved, "reset", muon_mode="flat")
+    assert w not in loaded.state
+    assert torch.equal(loaded.state[v]["momentum_buffer"], saved.state[v]["momentum_buffer"])
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith("w: saved: route muon as 3x4x5")
+    assert line.endswith("it starts afresh")
+
+
+def test_error_is_the_default():
+    w = nn.Parameter(random(3, 4, 5))
+    saved = stepped([("w", w)])
+    with pytest.raises(RoutingMismatchError, match="set on_route_change to 'migrate' or 'reset'"):
+        HybridMuon([("w", w)], muon_mode="flat").load_state_dict(saved.state_dict())
+
+
+def test_unfreezing_without_saved_state_needs_a_policy_too():
+    w = nn.Parameter(random(4, 5), requires_grad=False)
+    saved = HybridMuon([("w", w)])
+    w.requires_grad_(True)
+    with pytest.raises(RoutingMismatchError, match="saved: route frozen"):
+        HybridMuon([("w", w)]).load_state_dict(saved.state_dict())
+    assert not reloaded([("w", w)], saved).state
+
+
+# deepmd-kit's states, in the form its versions write.
+
+SHAPES = {
+    "descriptor.layers.0.matrix": (1, 25),
+    "descriptor.layers.1.matrix": (25, 50),
+    "descriptor.layers.1.bias": (1, 50),
+    "fitting.layers.0.matrix": (240, 1),
+    "fitting.layers.0.idt": (240,),
+}
+
+
+def deepmd_kit_group(count, **settings):
+    return {
+        "params": list(range(count)),
+        "lr": 1e-4,
+        "momentum": 0.95,
+        "weight_decay": 0.001,
+        "adam_betas": BETAS,
+        "lr_adjust": 10.0,
+        "lr_adjust_coeff": 0.2,
+        "initial_lr": 1e-3,
+        **settings,
+    }
+
+
+def adam_values(shape, steps, seed):
+    return {
+        "exp_avg": random(*shape, seed=seed),
+        "exp_avg_sq": random(*shape, seed=seed).square(),
+        "beta1_pow": BETAS[0] ** steps,
+        "beta2_pow": BETAS[1] ** steps,
+    }
+
+
+def first_version_state(steps=100):
+    state = {}
+    for i, shape in enumerate(SHAPES.values()):
+        state[i] = {"momentum_buffer": random(*shape, seed=i)} if len(shape) == 2 else adam_values(shape, steps, i)
+    return {"state": state, "param_groups": [deepmd_kit_group(len(SHAPES), muon_2d_only=True, min_2d_dim=1)]}
+
+
+def latest_state(steps=100):
+    state = {}
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        if name == "descriptor.layers.1.matrix":
+            state[i] = {"momentum_buffer": random(*shape, seed=i), "magma_score": torch.tensor([0.7])}
+        else:
+            state[i] = adam_values(shape, steps, i)
+    settings = {"muon_mode": "slice", "enable_gram": True, "magma_muon": True}
+    return {"state": state, "param_groups": [deepmd_kit_group(len(SHAPES), **settings)]}
+
+
+def present_parameters():
+    return [(name, nn.Parameter(torch.zeros(shape))) for name, shape in SHAPES.items()]
+
+
+def test_the_latest_version_loads_exactly():
+    params = present_parameters()
+    optimizer = HybridMuon(params, 0.5)
+    saved = latest_state()
+    optimizer.load_state_dict(saved)
+    matrix = optimizer.state[params[1][1]]
+    assert torch.equal(matrix["momentum_buffer"], saved["state"][1]["momentum_buffer"])
+    assert matrix["magma_score"].tolist() == pytest.approx([0.7])
+    for i in (0, 2, 3, 4):
+        state = optimizer.state[params[i][1]]
+        assert torch.equal(state["exp_avg"], saved["state"][i]["exp_avg"])
+        assert torch.equal(state["exp_avg_sq"], saved["state"][i]["exp_avg_sq"])
+        assert state["step"].item() == 100
+    assert optimizer.param_groups[0]["lr"] == 1e-4
+    assert optimizer.param_groups[0]["initial_lr"] == 0.5
+    for _, p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def test_the_first_version_loads_under_the_default_policy(caplog):
+    params = present_parameters()
+    optimizer = HybridMuon(params)
+    saved = first_version_state()
+    optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[params[1][1]]["momentum_buffer"], saved["state"][1]["momentum_buffer"])
+    for i in (0, 2, 3):
+        state = optimizer.state[params[i][1]]
+        assert torch.allclose(state["exp_avg"] / (1 - BETAS[0]), saved["state"][i]["momentum_buffer"], rtol=1e-5)
+    assert optimizer.state[params[4][1]]["step"].item() == 100
+    warned = [record.getMessage().split(":")[0] for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == [list(SHAPES)[i] for i in (0, 2, 3)]
+
+
+def test_the_first_version_folded_trailing_dimensions_or_took_adam():
+    w = nn.Parameter(torch.zeros(3, 4, 5))
+    momentum = {"state": {0: {"momentum_buffer": random(3, 4, 5)}}}
+    momentum["param_groups"] = [deepmd_kit_group(1, muon_2d_only=False, min_2d_dim=1)]
+    optimizer = HybridMuon([("w", w)])
+    optimizer.load_state_dict(momentum)
+    assert torch.equal(optimizer.state[w]["momentum_buffer"], momentum["state"][0]["momentum_buffer"])
+
+    moments = {"state": {0: adam_values((3, 4, 5), 7, 0)}}
+    moments["param_groups"] = [deepmd_kit_group(1, muon_2d_only=True, min_2d_dim=1)]
+    plain = HybridMuon([("w", w)], muon_mode="2d")
+    plain.load_state_dict(moments)
+    assert plain.routing[0].route == "adamw"
+    assert plain.state[w]["step"].item() == 7
+
+
+def test_small_matrices_of_the_first_version_keep_their_route():
+    w = nn.Parameter(torch.zeros(4, 50))
+    saved = {"state": {0: adam_values((4, 50), 9, 0)}}
+    saved["param_groups"] = [deepmd_kit_group(1, muon_2d_only=True, min_2d_dim=5)]
+    optimizer = HybridMuon([("w", w)], min_matrix_dim=5)
+    optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[w]["exp_avg"], saved["state"][0]["exp_avg"])
+    with pytest.raises(RoutingMismatchError, match="saved: route adam"):
+        HybridMuon([("w", w)]).load_state_dict(saved)
+
+
+def test_a_difference_that_a_setting_made_is_not_the_versions():
+    params = present_parameters()
+    for saved in (first_version_state(), latest_state()):
+        with pytest.raises(RoutingMismatchError) as caught:
+            HybridMuon(params, adam_patterns=["descriptor.layers.1.matrix"]).load_state_dict(saved)
+        assert [line.split(":")[0] for line in caught.value.differences] == ["descriptor.layers.1.matrix"]
+
+
+@pytest.mark.parametrize("keyed", ["names", "attached"])
+def test_states_with_names_load_in_any_order(keyed):
+    params = present_parameters()
+    saved = latest_state()
+    names = [f"model.Default.{name}" for name in SHAPES]
+    if keyed == "names":
+        state = {names[i]: values for i, values in saved["state"].items()}
+        saved = {"state": state, "param_groups": [{**saved["param_groups"][0], "params": names}]}
+    else:
+        saved = name_deepmd_kit_state(saved, names)
+    optimizer = HybridMuon(params[::-1])
+    optimizer.load_state_dict(saved)
+    expected = HybridMuon(params)
+    expected.load_state_dict(latest_state())
+    for _, p in params:
+        for key, value in expected.state[p].items():
+            assert torch.equal(value, optimizer.state[p][key])
+
+
+def test_more_parameters_than_here_need_names():
+    saved = latest_state()
+    saved["param_groups"][0]["params"].append(5)
+    params = present_parameters()
+    with pytest.raises(ForeignStateError, match=r"lists 6 parameters without names, there are 5 here; attach names"):
+        HybridMuon(params).load_state_dict(saved)
+    with pytest.raises(ForeignStateError, match="lists 6 parameters; found 5 names"):
+        name_deepmd_kit_state(saved, SHAPES)
+    named = name_deepmd_kit_state(saved, [*SHAPES, "descriptor.compress_info.0"])
+    optimizer = HybridMuon(params)
+    optimizer.load_state_dict(named)
+    assert len(optimizer.state) == 5
+
+
+@pytest.mark.parametrize("taken", [None, 30000])
+def test_step_counts_beyond_what_powers_tell(taken):
+    params = present_parameters()
+    saved = name_deepmd_kit_state(latest_state(steps=20000), SHAPES, taken)
+    assert saved["state"][4]["beta2_pow"] == 0.0
+    optimizer = HybridMuon(params)
+    optimizer.load_state_dict(saved)
+    step = optimizer.state[params[4][1]]["step"].item()
+    assert step == taken if taken else 1.0 - BETAS[1] ** step == 1.0
+    assert math.isfinite(step)
+
+
+def test_moments_widen_for_float64_models():
+    params = [(name, nn.Parameter(torch.zeros(shape, dtype=torch.float64))) for name, shape in SHAPES.items()]
+    optimizer = HybridMuon(params)
+    saved = latest_state()
+    optimizer.load_state_dict(saved)
+    state = optimizer.state[params[0][1]]
+    assert state["exp_avg"].dtype == torch.float64
+    assert torch.equal(state["exp_avg"], saved["state"][0]["exp_avg"].double())
