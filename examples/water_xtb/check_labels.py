@@ -14,8 +14,8 @@ from ase import Atoms
 from ase.stress import voigt_6_to_full_3x3_stress
 from make_data import HERE, LABEL_ACCURACY, TYPE_MAP, XTB_ACCURACY, xtb
 
-DISPLACEMENT = 2e-3  # Å
-STRAIN = 2e-4
+DISPLACEMENT = 1e-3  # Å
+STRAIN = 1e-3
 
 
 def calculate(atoms: Atoms, accuracy: float) -> tuple[float, np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ import pytest
 from deepmd_muon.data import open_systems
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-WATER = ("300K", "400K")
+WATER = ("300K", "350K", "420K")
 COPPER = {"fcc32": 32, "triclinic8": 8, "cluster13": 13}
 SYSTEMS = [
     *(("water_xtb", f"{part}/{name}") for part in ("train", "valid") for name in WATER),
