@@ -1,0 +1,115 @@
+"""Configurations: settings that check themselves, one way to build, one report."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from deepmd_muon.optim import AdamConfig, AdamWConfig, HybridMuon, HybridMuonConfig, InvalidSettingError, MuonConfig
+from deepmd_muon.optim.setting import setting_of
+
+
+def make_model():
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(7, 4), "body": nn.Linear(4, 6), "lm_head": nn.Linear(6, 7, bias=False)}
+    )
+    model["body"].bias.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig, AdamConfig, AdamWConfig])
+def test_every_configuration_builds_from_a_model_alone(config, caplog):
+    model = make_model()
+    with caplog.at_level(logging.INFO):
+        optimizer = config().build(model)
+    given = config().build(model, lr=0.125)
+    assert given.param_groups[0]["lr"] == 0.125
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    trained = ["embed.weight", "body.weight", "lm_head.weight"]
+    assert [name for name in names if name != "body.bias"] == trained
+    report = caplog.text
+    assert "not trainable: body.bias" in report
+    assert ("HybridMuon routing: " if isinstance(optimizer, HybridMuon) else "3 parameters (94 weights)") in report
+
+
+def test_the_constructor_and_the_configuration_share_defaults():
+    config = dataclasses.asdict(HybridMuonConfig())
+    config["adam_betas"] = (config.pop("adam_beta1"), config.pop("adam_beta2"))
+    for name, parameter in inspect.signature(HybridMuon).parameters.items():
+        if name in config:
+            assert parameter.default == config.pop(name), name
+    assert not config
+
+
+def test_a_plain_muon_is_what_the_literature_means():
+    optimizer = MuonConfig(adam_lr=3e-4, lr=0.03).build(make_model())
+    assert [(e.name, e.route) for e in optimizer.routing] == [
+        ("embed.weight", "adamw"),
+        ("body.weight", "muon"),
+        ("body.bias", "frozen"),
+        ("lm_head.weight", "adamw"),
+    ]
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["schedule"], group["magma_muon"]) == (0.03, "keller-jordan", False)
+    assert group["lr"] * group["adam_lr_ratio"] == pytest.approx(3e-4)
+    everything = MuonConfig(adamw_patterns=()).build(make_model())
+    assert [e.route for e in everything.routing] == ["muon", "muon", "frozen", "muon"]
+
+
+def test_every_setting_reaches_the_optimizer():
+    config = HybridMuonConfig(
+        momentum=0.8,
+        adam_beta1=0.7,
+        splits=("body.weight: rows 2",),
+        expert_patterns=("x.*",),
+        schedule=((2.0, -1.5, 0.5),),
+        on_route_change="migrate",
+        on_nonfinite="skip",
+        layout="in_out",
+    )
+    optimizer = config.build(make_model())
+    (group,) = optimizer.param_groups
+    assert group["momentum"] == 0.8
+    assert group["adam_betas"] == (0.7, 0.95)
+    assert group["schedule"] == [[2.0, -1.5, 0.5]]
+    assert (optimizer.on_route_change, optimizer.on_nonfinite, group["layout"]) == ("migrate", "skip", "in_out")
+    assert str(optimizer.routing[1].view) == "1x6x4 rows 3+3"
+
+
+def test_all_bad_settings_are_named_together():
+    with pytest.raises(InvalidSettingError, match=r"momentum: .*; muon_mode: .*; on_nonfinite: must be one of"):
+        HybridMuonConfig(momentum=-3, muon_mode="3d", on_nonfinite="perhaps")
+
+
+@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig, AdamConfig, AdamWConfig])
+def test_every_setting_is_explained(config):
+    for field in dataclasses.fields(config):
+        assert len(setting_of(field).doc) > 5, field.name
+
+
+def test_reading_settings_does_not_import_torch():
+    program = "import sys; import deepmd_muon.optim.config, deepmd_muon.optim; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_importing_the_optimizer_changes_no_global_setting():
+    program = (
+        "import torch; before = (torch.get_num_threads(), torch.get_float32_matmul_precision(), "
+        "torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()); "
+        "import sys; loaded = set(sys.modules); import deepmd_muon.optim.hybrid_muon; "
+        "after = (torch.get_num_threads(), torch.get_float32_matmul_precision(), "
+        "torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()); "
+        "assert before == after; assert not torch.cuda.is_initialized(); "
+        "new = {name for name in set(sys.modules) - loaded if name.startswith('deepmd_muon')}; "
+        "assert all(name.startswith('deepmd_muon.optim') or name == 'deepmd_muon' for name in new), new; "
+        "assert 'torch._dynamo' not in set(sys.modules) - loaded; assert 'triton' not in set(sys.modules) - loaded"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,131 @@
+"""On a CUDA device: quality with half-precision operands, captured steps, skipped steps, equality with the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from polar_oracle import error_inside, matrices, noise_fraction
+from torch import nn
+
+from deepmd_muon.optim import CaptureError, HybridMuon, orthogonalize
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+SHAPES = {"a.matrix": (25, 50), "b.matrix": (240, 240), "c.matrix": (3, 20, 64), "a.bias": (50,), "adamw_g": (50,)}
+
+
+def make(device, **settings):
+    params = {
+        name: nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(device))
+        for i, (name, shape) in enumerate(SHAPES.items())
+    }
+    return params, HybridMuon(params.items(), **{"lr": 0.02, **settings})
+
+
+def give_gradients(params, step):
+    for i, (name, p) in enumerate(params.items()):
+        g = torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(100 * step + i)).to(p.device)
+        p.grad = g if p.grad is None else p.grad.copy_(g)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (5, 7), (64, 64), (127, 129), (240, 240), (128, 384), (241, 1607)])
+def test_default_path_keeps_its_promise(shape):
+    for kind in ("gaussian", "rank1", "rank-deficient", "log3", "log6", "constant", "one-hot"):
+        for scale in (1e-30, 1.0, 1e30):
+            x = matrices(kind, 2, *shape)
+            o = orthogonalize((x * scale).cuda()).cpu()
+            assert error_inside(x, o, "8+2", threshold=1e-3).max() <= 3e-3, (kind, scale)
+            assert noise_fraction(x, o).max() <= 1e-3, (kind, scale)
+
+
+def test_steps_equal_those_of_the_cpu():
+    cpu, on_cpu = make("cpu")
+    gpu, on_gpu = make("cuda")
+    for step in range(3):
+        for params, optimizer in ((cpu, on_cpu), (gpu, on_gpu)):
+            give_gradients(params, step)
+            optimizer.step()
+    for name, p in cpu.items():
+        assert (p - gpu[name].cpu()).norm() <= 2e-3 * (p - make("cpu")[0][name]).norm(), name
+
+
+@pytest.mark.parametrize("settings", [{}, {"on_nonfinite": "skip"}, {"workspace": 1000}])
+def test_a_captured_step_equals_the_eager_one_bitwise_and_follows_the_learning_rate(settings):
+    eager, plain = make("cuda", capturable=True, **settings)
+    captured, graphed = make("cuda", capturable=True, **settings)
+    for params, optimizer in ((eager, plain), (captured, graphed)):
+        give_gradients(params, 0)
+        optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    kept = {name: p.detach().clone() for name, p in captured.items()}
+    with torch.cuda.graph(graph):
+        graphed.step()
+    assert all(torch.equal(kept[name], p) for name, p in captured.items())
+    for step in range(1, 4):
+        for params, optimizer in ((eager, plain), (captured, graphed)):
+            give_gradients(params, step)
+            optimizer.param_groups[0]["lr"].fill_(0.02 / step)
+        plain.step()
+        graph.replay()
+    for name, p in eager.items():
+        assert torch.equal(p, captured[name]), name
+
+
+def test_captures_that_would_go_wrong_are_refused():
+    params, optimizer = make("cuda")
+    give_gradients(params, 0)
+    optimizer.step()
+    torch.cuda.synchronize()
+    for broken, message in (
+        (lambda: optimizer, "capturable=True"),
+        (lambda: make_fresh(), "take one step before the capture"),
+    ):
+        candidate = broken()
+        with pytest.raises(CaptureError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            candidate.step()
+        torch.cuda.synchronize()
+
+
+def make_fresh():
+    params, optimizer = make("cuda", capturable=True)
+    give_gradients(params, 0)
+    torch.cuda.synchronize()
+    return optimizer
+
+
+def test_no_step_waits_for_the_device():
+    params, optimizer = make("cuda", on_nonfinite="skip")
+    give_gradients(params, 0)
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_skipped_step_changes_no_bit():
+    params, optimizer = make("cuda", on_nonfinite="skip")
+    give_gradients(params, 0)
+    optimizer.step()
+    before = {name: p.detach().clone() for name, p in params.items()}
+    give_gradients(params, 1)
+    params["b.matrix"].grad[3, 4] = float("nan")
+    optimizer.step()
+    assert all(torch.equal(before[name], p) for name, p in params.items())
+
+
+def test_restarts_are_bitwise_on_the_device():
+    params, optimizer = make("cuda")
+    for step in range(2):
+        give_gradients(params, step)
+        optimizer.step()
+    other, fresh = make("cuda")
+    for name, p in other.items():
+        p.data.copy_(params[name])
+    fresh.load_state_dict(optimizer.state_dict())
+    for which, mover in ((params, optimizer), (other, fresh)):
+        give_gradients(which, 2)
+        mover.step()
+    assert all(torch.equal(p, other[name]) for name, p in params.items())

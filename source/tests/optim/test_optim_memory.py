@@ -1,0 +1,76 @@
+"""What a step allocates: state per parameter, and a workspace that does not grow with the model."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from deepmd_muon.optim import HybridMuon
+
+
+class Allocations(TorchDispatchMode):
+    """Follow the bytes of every storage made inside, and their peak."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.now = self.peak = 0
+        self.living = {x.untyped_storage()._cdata: None for x in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.follow(x.untyped_storage())
+        return result
+
+    def follow(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.living:
+            self.living[key] = weakref.ref(storage, lambda _: self.freed(key, size))
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+    def freed(self, key, size):
+        self.living.pop(key, None)
+        self.now -= size
+
+
+def peak_bytes(shapes, **settings):
+    params = [(f"w{i}", nn.Parameter(torch.randn(shape))) for i, shape in enumerate(shapes)]
+    optimizer = HybridMuon(params, **settings)
+    for _, p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    with Allocations([p for _, p in params] + [p.grad for _, p in params] + state) as allocations:
+        optimizer.step()
+    assert allocations.now == 0
+    return allocations.peak
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 128), (128, 32), (4, 32, 32)])
+@pytest.mark.parametrize("settings", [{}, {"on_nonfinite": "skip"}])
+def test_the_workspace_bounds_a_step(shape, settings):
+    workspace = 4 * 64 * 64
+    peaks = [peak_bytes([shape] * count, workspace=workspace, **settings) for count in (8, 32)]
+    assert max(peaks) <= 34 * workspace
+    assert peaks[1] <= 1.05 * peaks[0]
+    assert peak_bytes([shape] * 32) > 2 * peaks[1]
+
+
+def test_state_is_one_buffer_per_matrix_and_two_per_vector():
+    matrix, vector = nn.Parameter(torch.randn(30, 40)), nn.Parameter(torch.randn(50))
+    optimizer = HybridMuon([("w", matrix), ("bias", vector)])
+    matrix.grad, vector.grad = torch.randn_like(matrix), torch.randn_like(vector)
+    optimizer.step()
+
+    def size(p):
+        return sum(value.nbytes for value in optimizer.state[p].values())
+
+    assert size(matrix) == matrix.nbytes + 4
+    assert size(vector) == 2 * vector.nbytes + 4
