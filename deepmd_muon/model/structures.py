@@ -39,6 +39,8 @@ class Structures:
         Widths of the column groups of `neighbor`, one per neighbour type (a single one when types are mixed).
     type_counts
         How many sorted atoms each type has, on the host.
+    neighbor_counts
+        How many neighbours of each section every sorted atom has `(len(sections), nreal)`, on the host.
     """
 
     coord: torch.Tensor
@@ -51,6 +53,7 @@ class Structures:
     shift: torch.Tensor | None
     sections: tuple[int, ...]
     type_counts: tuple[int, ...]
+    neighbor_counts: np.ndarray
 
     @property
     def nframes(self) -> int:
@@ -94,7 +97,8 @@ class Structures:
         box
             `(nframes, 3, 3)` [Å], or None.
         neighbor
-            Index of each neighbour within its frame `(nframes, natoms, nnei)`, −1 for an empty slot.
+            Index of each neighbour within its frame `(nframes, natoms, nnei)`, −1 for an empty slot; in each
+            section the empty slots come last.
         shift
             Cell translations `(nframes, natoms, nnei, 3)`, integers; ignored without `box`.
         sections
@@ -137,5 +141,9 @@ class Structures:
             name: None if value is None else torch.from_numpy(np.ascontiguousarray(value)).to(device)
             for name, value in host.items()
         }
-        counts = np.bincount(sorted_type, minlength=ntypes)
-        return cls(**tensors, sections=tuple(sections), type_counts=tuple(counts.tolist()))
+        sections = tuple(sections)
+        starts = np.cumsum((0, *sections[:-1]))
+        real = flat_neighbor >= 0
+        counts = [np.count_nonzero(real[:, a : a + width], axis=1) for a, width in zip(starts, sections, strict=True)]
+        type_counts = np.bincount(sorted_type, minlength=ntypes).tolist()
+        return cls(**tensors, sections=sections, type_counts=tuple(type_counts), neighbor_counts=np.array(counts))

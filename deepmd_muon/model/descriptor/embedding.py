@@ -19,21 +19,56 @@ which are low-rank: with Ṙ the cotangent of dE/dR that arrives at `Spread`, an
 
 Forming them twice and adding would move two (edges, M) arrays through memory; so `Spread` hands only Ṙ back,
 through a stand-in output of `Gather` (`link`), and `Gather` forms both in one product per atom. Work proceeds in
-blocks of atoms small enough for a CPU's cache (one block on a GPU).
+blocks of atoms small enough for a CPU's cache, each as wide as its fullest atom needs (one block on a GPU).
+
+All slots of `sel` count. An empty one has the same row and s for every atom of a type, so those beyond a
+block's width enter as one edge whose row is multiplied with their number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from deepmd_muon.model.activation import Activation
 from deepmd_muon.model.networks import Copies, LayerTensors, unflatten
 
 CPU_BLOCK_ROWS = 1024  # edges in a block: values and derivatives of 1024 × 100 float64 features fill 1.6 MB
+
+
+class BlockPlan(NamedTuple):
+    """Some atoms, and how many of their neighbour slots are looked at; the slots beyond are empty."""
+
+    atoms: torch.Tensor | slice
+    width: int
+
+
+def plan_blocks(counts: np.ndarray, width: int, device: torch.device) -> list[BlockPlan]:
+    """Split atoms into blocks: on a CPU by falling number of neighbours and as large as a cache, elsewhere one.
+
+    Parameters
+    ----------
+    counts
+        Neighbours of every atom `(atoms,)`.
+    width
+        Neighbour slots that the batch has.
+    device
+        Where the work is done.
+    """
+    if device.type != "cpu":
+        return [BlockPlan(slice(None), width)]
+    order = np.argsort(-counts, kind="stable")
+    plans, first = [], 0
+    while first < len(order):
+        fullest = int(counts[order[first]])
+        last = first + max(1, CPU_BLOCK_ROWS // (fullest + 1))
+        plans.append(BlockPlan(torch.from_numpy(order[first:last]), fullest))
+        first = last
+    return plans
 
 
 @dataclass
@@ -47,19 +82,37 @@ class _LayerTrace:
 
 @dataclass
 class _Block:
-    """A range of atoms, G (and G′) of its edges `(1 or 2, atoms, edges, M)`, and what every layer left behind."""
+    """R `(atoms, edges, 4)` of a block, its G (and G′) `(1 or 2, atoms, edges, M)`, and each layer's trace.
 
-    here: slice
+    When slots are missing, edge 0 stands for all of them, its row multiplied with their number.
+    """
+
+    plan: BlockPlan
+    missing: bool
+    rows: torch.Tensor
     features: torch.Tensor
     layers: list[_LayerTrace]
+
+    @property
+    def real(self) -> torch.Tensor:
+        """R without the stand-in."""
+        return self.rows[:, 1:] if self.missing else self.rows
+
+    def real_features(self, part: int) -> torch.Tensor:
+        """G (part 0) or G′ (part 1) without the stand-in."""
+        return self.features[part, :, 1:] if self.missing else self.features[part]
 
 
 @dataclass
 class Tape:
-    """Shared by one `Gather` and its `Spread`: the blocks, and Ā once it is known.
+    """Shared by one `Gather` and its `Spread`: what to do, the blocks, and Ā once it is known.
 
     Attributes
     ----------
+    plans
+        The blocks.
+    sel
+        Slots that count, of which the batch may have fewer.
     activation, copies
         Of the network.
     tangent
@@ -68,6 +121,8 @@ class Tape:
         Whether a backward pass may follow.
     """
 
+    plans: list[BlockPlan]
+    sel: int
     activation: Activation
     copies: tuple[Copies, ...]
     tangent: bool
@@ -145,38 +200,42 @@ def _backward_layer(
     return skipped
 
 
-def _blocks(rows: torch.Tensor) -> list[slice]:
-    """Split the atoms of `rows` `(atoms, edges, 4)` into ranges that fit a cache."""
-    atoms, edges, _ = rows.shape
-    step = max(1, CPU_BLOCK_ROWS // max(1, edges)) if rows.device.type == "cpu" else max(1, atoms)
-    return [slice(first, min(first + step, atoms)) for first in range(0, atoms, step)]
+def _inputs(tape: Tape, plan: BlockPlan, rows: torch.Tensor, empty: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return s `(atoms, edges)` and R `(atoms, edges, 4)` of a block, the stand-in for missing slots first."""
+    r = rows[plan.atoms, : plan.width]
+    missing = tape.sel - plan.width
+    if not missing:
+        return r[..., 0], r
+    stand_in = empty[plan.atoms].unsqueeze(1)
+    s = torch.cat([stand_in[..., 0], r[..., 0]], dim=1)
+    return s, torch.cat([stand_in * missing, r], dim=1)
 
 
 class Gather(torch.autograd.Function):
-    """A = Σ R ⊗ G(s) over the edges of each atom, and the `link` through which `Spread` reaches back.
+    """A = Σ R ⊗ G(s) over all slots of each atom, and the `link` through which `Spread` reaches back.
 
-    Arguments: tape, s `(atoms, edges)`, R `(atoms, edges, 4)`, then matrix, bias, idt of every layer.
-    Only the layers have a gradient: s and R are data.
+    Arguments: tape, R `(atoms, edges, 4)`, R of an empty slot `(atoms, 4)`, then matrix, bias, idt of every
+    layer. Only the layers have a gradient: R is data, and s its first component.
     """
 
     @staticmethod
-    def forward(ctx: Any, tape: Tape, s: torch.Tensor, rows: torch.Tensor, *flat: torch.Tensor | None) -> Any:
+    def forward(ctx: Any, tape: Tape, rows: torch.Tensor, empty: torch.Tensor, *flat: torch.Tensor | None) -> Any:
         """Return A `(atoms, 4, M)` and `link` (zeros like R, without memory)."""
         layers = unflatten(flat)
         out = rows.new_empty((rows.shape[0], 4, layers[-1].matrix.shape[1]))
-        for here in _blocks(rows):
-            values = s[here].reshape(1, -1, 1)
+        for plan in tape.plans:
+            s, r = _inputs(tape, plan, rows, empty)
+            values = s.reshape(1, -1, 1)
             stack = torch.cat([values, torch.ones_like(values)]) if tape.tangent else values
             trace: list[_LayerTrace] = []
             for layer, copies in zip(layers, tape.copies, strict=True):
                 stack = _forward_layer(stack, layer, copies, tape.activation, trace if tape.trace else None)
-            r = rows[here]
-            features = stack.view(stack.shape[0], *r.shape[:2], -1)
-            torch.bmm(r.transpose(1, 2), features[0], out=out[here])
+            features = stack.view(stack.shape[0], *s.shape, -1)
+            out[plan.atoms] = torch.bmm(r.transpose(1, 2), features[0])
             if tape.trace or tape.tangent:
-                tape.blocks.append(_Block(here, features, trace))
+                tape.blocks.append(_Block(plan, tape.sel > plan.width, r, features, trace))
         ctx.tape = tape
-        ctx.save_for_backward(rows, *flat)
+        ctx.save_for_backward(*flat)
         return out, rows.new_zeros(()).expand(rows.shape)
 
     @staticmethod
@@ -184,23 +243,10 @@ class Gather(torch.autograd.Function):
     def backward(ctx: Any, cotangent: torch.Tensor, edge_cotangent: torch.Tensor) -> Any:
         """Return the gradient of every layer's tensors."""
         tape: Tape = ctx.tape
-        rows, *flat = ctx.saved_tensors
-        layers = unflatten(flat)
+        layers = unflatten(ctx.saved_tensors)
         gradients = [_LayerGradient(layer) for layer in layers]
-        left, right, through_s = rows, cotangent, None
-        if tape.adjoint is not None:
-            left = torch.cat([rows, edge_cotangent], 2)
-            right = torch.cat([cotangent, tape.adjoint], 1)
-            through_s = rows * edge_cotangent[..., :1]
         for block in tape.blocks:
-            here = block.here
-            stack = torch.empty_like(block.features)
-            torch.bmm(left[here], right[here], out=stack[0])
-            if through_s is not None and tape.adjoint is not None:
-                torch.bmm(through_s[here], tape.adjoint[here], out=stack[1])
-            elif tape.tangent:
-                stack[1].zero_()
-            below: torch.Tensor | None = stack.view(stack.shape[0], -1, stack.shape[-1])
+            below: torch.Tensor | None = _feature_cotangent(tape, block, cotangent, edge_cotangent)
             for index in reversed(range(len(layers))):
                 assert below is not None
                 args = layers[index], tape.copies[index], tape.activation, block.layers[index], gradients[index]
@@ -208,25 +254,43 @@ class Gather(torch.autograd.Function):
         return (None, None, None, *(part for g in gradients for part in (g.matrix, g.bias, g.idt)))
 
 
+def _feature_cotangent(
+    tape: Tape, block: _Block, cotangent: torch.Tensor, edge_cotangent: torch.Tensor
+) -> torch.Tensor:
+    """Cotangents of G and G′ of a block, stacked `(1 or 2, rows, M)`."""
+    atoms, width = block.plan
+    out = torch.empty_like(block.features)
+    if tape.adjoint is None:
+        torch.bmm(block.rows, cotangent[atoms], out=out[0])
+        out[1:].zero_()
+    else:
+        moved = edge_cotangent[atoms, :width]
+        if block.missing:
+            moved = torch.nn.functional.pad(moved, (0, 0, 1, 0))
+        adjoint = tape.adjoint[atoms]
+        torch.bmm(torch.cat([block.rows, moved], 2), torch.cat([cotangent[atoms], adjoint], 1), out=out[0])
+        torch.bmm(block.rows * moved[..., :1], adjoint, out=out[1])
+    return out.view(out.shape[0], -1, out.shape[-1])
+
+
 class Spread(torch.autograd.Function):
     """dE/drow of every edge from Ā = dE/dA: Ā·G, plus R·Ā·G′ on the first component, through which s enters.
 
-    Arguments: tape, Ā `(atoms, 4, M)`, `link` of the matching `Gather`, R `(atoms, edges, 4)`.
+    Arguments: tape, Ā `(atoms, 4, M)`, `link` of the matching `Gather`.
     """
 
     @staticmethod
-    def forward(ctx: Any, tape: Tape, adjoint: torch.Tensor, link: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tape: Tape, adjoint: torch.Tensor, link: torch.Tensor) -> torch.Tensor:
         """Return dE/drow `(atoms, edges, 4)`."""
         tape.adjoint = adjoint = adjoint.detach()  # with its graph it would keep itself alive
-        out = torch.empty_like(rows)
-        by_s = torch.empty_like(rows)
+        out = link.new_zeros(link.shape)
         for block in tape.blocks:
-            here = block.here
-            torch.bmm(block.features[0], adjoint[here].transpose(1, 2), out=out[here])
-            torch.bmm(block.features[1], adjoint[here].transpose(1, 2), out=by_s[here])
-        out[..., 0] += by_s.mul_(rows).sum(-1)
+            atoms, width = block.plan
+            a = adjoint[atoms].transpose(1, 2)
+            slope = torch.bmm(block.real_features(0), a)
+            slope[..., 0] += torch.bmm(block.real_features(1), a).mul_(block.real).sum(-1)
+            out[atoms, :width] = slope
         ctx.tape = tape
-        ctx.save_for_backward(rows)
         return out
 
     @staticmethod
@@ -235,14 +299,13 @@ class Spread(torch.autograd.Function):
         """Return the cotangent of Ā, and Ṙ for `Gather`."""
         tape: Tape = ctx.tape
         assert tape.adjoint is not None
-        (rows,) = ctx.saved_tensors
-        through_s = rows * cotangent[..., :1]
         out = torch.empty_like(tape.adjoint)
         for block in tape.blocks:
-            here = block.here
-            torch.bmm(cotangent[here].transpose(1, 2), block.features[0], out=out[here])
-            out[here].baddbmm_(through_s[here].transpose(1, 2), block.features[1])
-        return None, out, cotangent, None
+            atoms, width = block.plan
+            moved = cotangent[atoms, :width]
+            sums = torch.bmm(moved.transpose(1, 2), block.real_features(0))
+            out[atoms] = sums.baddbmm_((block.real * moved[..., :1]).transpose(1, 2), block.real_features(1))
+        return None, out, cotangent
 
 
 # torch leaves `Function.apply` untyped.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepmd_muon.model.activation import activation
-from deepmd_muon.model.descriptor.embedding import Tape, gather, spread
+from deepmd_muon.model.descriptor.embedding import Tape, gather, plan_blocks, spread
 from deepmd_muon.model.descriptor.environment import Environment, edge_derivative, environment
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.networks import Network, NetworkCollection, Stream, dtype_of
@@ -48,8 +48,7 @@ class EmbeddingBlock(torch.nn.Module):
 class SeE2A(torch.nn.Module):
     """D_i = (RᵀG/N)ᵀ(RᵀG_axis/N) with G = embedding(s), R the standardised environment rows, N = sum(sel).
 
-    Every slot of `sel` counts, an empty one with the standardised zero row. Only the columns that a batch
-    really has are computed; all columns beyond them are equal and enter as one column with a weight.
+    Every slot of `sel` counts, an empty one with the standardised zero row.
 
     Parameters
     ----------
@@ -73,6 +72,7 @@ class SeE2A(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.sel = _sel(section["sel"], type_map)
+        self.type_map = tuple(type_map)
         self.rcut = float(section["rcut"])
         self.rcut_smth = float(section["rcut_smth"])
         if not self.rcut_smth < self.rcut:
@@ -115,6 +115,7 @@ class SeE2A(torch.nn.Module):
         force
             Whether the pullback is wanted.
         """
+        self._check(structures)
         env = self.environment(structures, edges)
         dtype = self.sea.mean.dtype
         inverse = 1.0 / self.sea.stddev[:, 0]
@@ -130,6 +131,11 @@ class SeE2A(torch.nn.Module):
         if not force:
             return Described(d.flatten(1), None)
         return Described(d.flatten(1), self._pullback(env, a, parts, scale, used))
+
+    def _check(self, structures: Structures) -> None:
+        for width, sel, name in zip(structures.sections, self.sel, self.type_map, strict=True):
+            if width > sel:
+                raise ModelError(f"the batch has {width} columns for neighbours of type {name}, more than sel {sel}")
 
     def _pullback(
         self, env: Environment, a: torch.Tensor, parts: _Contractions, scale: torch.Tensor, used: torch.Tensor | None
@@ -165,55 +171,34 @@ class _Contractions:
     def __init__(
         self, model: SeE2A, structures: Structures, rows: torch.Tensor, empty_row: torch.Tensor, *, force: bool
     ) -> None:
-        self.sections = structures.sections
-        self.parts: list[tuple[slice, int, Tape, torch.Tensor, torch.Tensor]] = []
+        self.parts: list[list[tuple[slice, Tape, torch.Tensor]]] = []
         atoms = [slice(None)] if model.one_side else _ranges(structures.type_counts)
         ntypes = len(model.sel)
         sums: list[torch.Tensor] = []
         for centre, here in enumerate(atoms):
-            total: torch.Tensor | None = None
+            gathered, parts = [], []
             for other, columns in enumerate(_ranges(structures.sections)):
                 network = model.sea.filter_layers[other if model.one_side else other * ntypes + centre]
-                s, r = _with_missing_columns(rows[here, columns], empty_row[here], model.sel[other])
-                trace = torch.is_grad_enabled() and any(p.requires_grad for p in network.parameters())
-                tape = Tape(model.activation, network.copies, tangent=force, trace=trace)
+                tape = Tape(
+                    plan_blocks(structures.neighbor_counts[other, here], structures.sections[other], rows.device),
+                    model.sel[other],
+                    model.activation,
+                    network.copies,
+                    tangent=force,
+                    trace=torch.is_grad_enabled() and any(p.requires_grad for p in network.parameters()),
+                )
                 flat = [part for layer in network.tensors for part in layer]
-                out, link = gather(tape, s, r, *flat)
-                total = out if total is None else total + out
-                self.parts.append((here, other, tape, link, r))
-            assert total is not None
-            sums.append(total)
+                out, link = gather(tape, rows[here, columns], empty_row[here], *flat)
+                gathered.append(out)
+                parts.append((here, tape, link))
+            sums.append(sum(gathered[1:], start=gathered[0]))
+            self.parts.append(parts)
         self.gathered = sums[0] if len(sums) == 1 else torch.cat(sums)
-        self.one_side = model.one_side
 
     def spread(self, adjoint: torch.Tensor) -> torch.Tensor:
         """Return dE/drow `(nreal, nnei, 4)` from dE/dA `(nreal, 4, M)`."""
-        by_centre: list[list[torch.Tensor]] = []
-        for here, other, tape, link, r in self.parts:
-            if other == 0:
-                by_centre.append([])
-            out = spread(tape, adjoint[here], link, r)
-            by_centre[-1].append(out[:, : self.sections[other]])
-        joined = [torch.cat(columns, dim=1) for columns in by_centre]
+        joined = [torch.cat([spread(tape, adjoint[here], link) for here, tape, link in row], 1) for row in self.parts]
         return joined[0] if len(joined) == 1 else torch.cat(joined)
-
-
-def _with_missing_columns(rows: torch.Tensor, empty_row: torch.Tensor, sel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append one column that stands for all empty slots beyond the batch's width.
-
-    Returns
-    -------
-    tuple
-        Embedding input s `(atoms, columns)` and rows `(atoms, columns, 4)`; the appended row carries the
-        number of missing columns as its weight.
-    """
-    missing = sel - rows.shape[1]
-    if missing < 0:
-        raise ModelError(f"a batch has {rows.shape[1]} neighbour columns of one type, more than sel {sel}")
-    if missing == 0:
-        return rows[..., 0], rows
-    s = torch.cat([rows[..., 0], empty_row[:, :1]], dim=1)
-    return s, torch.cat([rows, (missing * empty_row).unsqueeze(1)], dim=1)
 
 
 def _ranges(widths: Sequence[int]) -> list[slice]:

@@ -165,6 +165,7 @@ def test_structures_sort_atoms_by_type_and_count_them():
     assert made.sorted_frame.tolist() == [0, 1, 0, 1, 1]
     assert made.neighbor.tolist() == [[0, -1], [4, -1], [2, 1], [3, 5], [4, -1]]
     assert (made.nframes, made.natoms) == (2, 3)
+    assert made.neighbor_counts.tolist() == [[1, 1, 1, 1, 1], [0, 0, 1, 1, 0]]
     assert made.to("cpu").sections == (1, 1)
 
 

@@ -1,5 +1,6 @@
 """The handwritten derivatives against autograd, which defines them."""
 
+import numpy as np
 import pytest
 import torch
 from model_batches import make_batch, read_fixture, section
@@ -7,7 +8,7 @@ from model_batches import make_batch, read_fixture, section
 from deepmd_muon.model import build_model
 from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor import embedding
-from deepmd_muon.model.descriptor.embedding import Tape, gather, spread
+from deepmd_muon.model.descriptor.embedding import Tape, gather, plan_blocks, spread
 from deepmd_muon.model.descriptor.environment import edge_derivative, environment
 from deepmd_muon.model.energy_model import edge_vectors
 from deepmd_muon.model.fitting import energy_and_slope
@@ -85,13 +86,18 @@ def test_gather_and_spread(name, widths, timestep, monkeypatch):
     def random(*shape):
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
-    atoms, edges, width = 5, 4, widths[-1]
-    rows, mix, weight = random(atoms, edges, 4), random(atoms, 4, width), random(atoms, edges, 4)
+    atoms, edges, sel, width = 5, 4, 7, widths[-1]
+    counts = np.array([2, 4, 0, 3, 4])
+    real = torch.arange(edges) < torch.from_numpy(counts)[:, None]
+    empty = random(atoms, 4)
+    rows = torch.where(real[..., None], random(atoms, edges, 4), empty[:, None])
+    mix, weight = random(atoms, 4, width), random(atoms, edges, 4) * real[..., None]
 
     def plain():
+        every = torch.cat([rows, empty[:, None].expand(atoms, sel - edges, 4)], 1)
+        a = torch.einsum("nec,nem->ncm", every, plain_network(every[..., :1], network.tensors, network.copies, f))
         s = rows[..., 0].clone().requires_grad_()
         g = plain_network(s.unsqueeze(-1), network.tensors, network.copies, f)
-        a = torch.einsum("nec,nem->ncm", rows, g)
         a_bar = mix * a.square()  # any function of A that depends on it again
         by_s = torch.autograd.grad(
             (rows * torch.einsum("nem,ncm->nec", g, a_bar.detach())).sum(), s, create_graph=True
@@ -104,12 +110,14 @@ def test_gather_and_spread(name, widths, timestep, monkeypatch):
         torch.testing.assert_close(by_s_attached, by_s)
         spread_rows = torch.einsum("nem,ncm->nec", g, a_bar)
         spread_rows = torch.cat([spread_rows[..., :1] + by_s_attached.unsqueeze(-1), spread_rows[..., 1:]], dim=-1)
-        return a, spread_rows
+        return a, spread_rows * real[..., None]
 
     def ours():
-        tape = Tape(f, network.copies, tangent=True, trace=True)
-        a, link = gather(tape, rows[..., 0], rows, *[t for layer in network.tensors for t in layer])
-        return a, spread(tape, mix * a.square(), link, rows)
+        plans = plan_blocks(counts, edges, rows.device)
+        assert len(plans) > 1
+        tape = Tape(plans, sel, f, network.copies, tangent=True, trace=True)
+        a, link = gather(tape, rows, empty, *[t for layer in network.tensors for t in layer])
+        return a, spread(tape, mix * a.square(), link) * real[..., None]
 
     results = [plain(), ours()]
     for value, wanted in zip(results[1], results[0], strict=True):
