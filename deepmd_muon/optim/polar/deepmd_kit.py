@@ -15,7 +15,7 @@ from deepmd_muon.optim.polar.schedules import POLAR_EXPRESS_LIMIT, SCHEDULES, sl
 
 _EPSILON = 1e-7
 _RESTART = 2
-_GRAM_STEPS = slow_down(POLAR_EXPRESS_LIMIT[:5], 1.05, spare_last=False)
+GRAM_STEPS = slow_down(POLAR_EXPRESS_LIMIT[:5], 1.05, spare_last=False)
 
 
 def orthogonalize_as_deepmd_kit(matrices: Sequence[Tensor], *, gram: bool) -> list[Tensor]:
@@ -40,7 +40,7 @@ def _standard(x: Tensor) -> Tensor:
 
 def _gram(x: Tensor) -> Tensor:
     x = (x / (torch.linalg.matrix_norm(x, keepdim=True) + _EPSILON)).half()
-    for steps in (_GRAM_STEPS[:_RESTART], _GRAM_STEPS[_RESTART:]):
+    for steps in (GRAM_STEPS[:_RESTART], GRAM_STEPS[_RESTART:]):
         r = torch.bmm(x, x.mT)
         q = torch.eye(r.shape[1], dtype=r.dtype, device=r.device).expand_as(r)
         for a, b, c in steps:
