@@ -100,20 +100,48 @@ def test_water_is_liquid_water(system):
     assert np.abs(virial).max() < 40.0
 
 
-@pytest.mark.parametrize("name", WATER)
-def test_validation_frames_are_no_copies_of_training_frames(name):
+def water_blocks(name):
+    """Training and validation positions ``(nframes, molecules, 3, 3)`` and the box length."""
     train, valid = load("water_xtb", f"train/{name}"), load("water_xtb", f"valid/{name}")
-    length = train["box"][0, 0]
-    atoms = train["coord"].shape[1] // 3
-    a = valid["coord"].astype(float).reshape(-1, 1, atoms, 3)
-    b = train["coord"].astype(float).reshape(1, -1, atoms, 3)
-    shift = a - b
-    shift -= shift.mean(axis=2, keepdims=True)
-    shift -= length * np.round(shift / length)
-    distance = np.sqrt((shift**2).sum(axis=3).mean(axis=2))
-    # consecutive frames, 20 fs apart, differ by about a tenth of this
-    assert distance.min() > 0.5
-    assert np.intersect1d(train["energy"], valid["energy"]).size == 0
+    molecules = train["coord"].shape[1] // 9
+    shape = (-1, molecules, 3, 3)
+    return train["coord"].astype(float).reshape(shape), valid["coord"].astype(float).reshape(shape), train["box"][0, 0]
+
+
+def nearest_image(vector, length):
+    return vector - length * np.round(vector / length)
+
+
+@pytest.mark.parametrize("name", WATER)
+def test_blocks_stand_further_apart_than_consecutive_frames(name):
+    train, valid, length = water_blocks(name)
+
+    def distance(a, b):
+        shift = (a - b).reshape(len(b), -1, 3)
+        shift = nearest_image(shift - shift.mean(axis=1, keepdims=True), length)
+        return np.sqrt((shift**2).sum(axis=2).mean(axis=1))
+
+    consecutive = distance(train[1:], train[:-1])
+    nearest = [distance(frame, train).min() for frame in valid]
+    assert np.mean(consecutive) < 1.5
+    assert min(nearest) > 2.5
+
+
+@pytest.mark.parametrize("name", WATER)
+def test_validation_frames_are_no_copies_with_molecules_renamed(name):
+    """Match the molecules of two frames by their oxygen atoms first, and hydrogen atoms in the better order."""
+    assign = pytest.importorskip("scipy.optimize").linear_sum_assignment
+    train, valid, length = water_blocks(name)
+    nearest = np.inf
+    for frame in valid[::4]:
+        for other in train:
+            apart = nearest_image(frame[:, None, 0] - other[None, :, 0], length)
+            rows, columns = assign((apart**2).sum(axis=-1))
+            same = nearest_image(frame[rows] - other[columns], length)
+            swapped = nearest_image(frame[rows] - other[columns][:, [0, 2, 1]], length)
+            squares = np.minimum((same**2).sum(axis=(1, 2)), (swapped**2).sum(axis=(1, 2)))
+            nearest = min(nearest, np.sqrt(squares.mean() / 3))
+    assert nearest > 1.5
 
 
 @pytest.mark.parametrize("system", [name for example, name in SYSTEMS if example == "cu_emt"])
