@@ -38,9 +38,7 @@ def contestants(race: str) -> list[dict[str, Any]]:
         key, _, listed = term.partition("=")
         keys.append(key)
         values.append([json.loads(value) if value[0] in "-0123456789tfn[" else value for value in listed.split(",")])
-    return [
-        {**BASES[base], **dict(zip(keys, combination, strict=True))} for combination in itertools.product(*values)
-    ]
+    return [{**BASES[base], **dict(zip(keys, combination, strict=True))} for combination in itertools.product(*values)]
 
 
 def input_of(base: dict[str, Any], optimizer: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -83,7 +81,12 @@ def run(content: dict[str, Any], valid: list[str], threads: int) -> dict[str, An
             "print(json.dumps({k:v.rmse for k,v in total.items()}))"
         )
         found = subprocess.run(
-            [sys.executable, "-c", code, *valid], cwd=folder, env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code, *valid],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return {"rmse": json.loads(found.stdout.splitlines()[-1]), "seconds": seconds}
 
@@ -128,7 +131,9 @@ def main() -> None:
         rmse = entry.get("rmse", {})
         force, energy = rmse.get("force", float("nan")), rmse.get("energy_per_atom", float("nan"))
         note = f" ({entry['failed']})" if "failed" in entry else ""
-        print(f"| {entry['optimizer']['type']} | {settings} | {force:.4f}{note} | {energy:.5f} | {entry['seconds']:.0f} |")
+        print(
+            f"| {entry['optimizer']['type']} | {settings} | {force:.4f}{note} | {energy:.5f} | {entry['seconds']:.0f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,65 @@
+"""README and pages are true: code runs, links lead somewhere, commands are the ones CI runs."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).parents[3]
+PAGES = [TOP / "README.md", *sorted((TOP / "doc").rglob("*.md")), *sorted((TOP / "examples").rglob("*.md"))]
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_readme_has_the_two_commands():
+    commands = blocks(TOP / "README.md", "sh")
+    assert len(commands) == 2
+    assert all(command.count("\n") == 1 for command in commands), "each is one line: .ci/run runs them as they stand"
+    assert "dp --pt train input.json" in commands[0]
+    assert "pytest" in commands[1]
+
+
+@pytest.mark.parametrize("code", blocks(TOP / "README.md", "python"))
+def test_readme_code_runs(code):
+    exec(compile(code, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(TOP)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
+        if not re.match(r"[a-z]+:", target):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_published_scripts_exist():
+    for page in PAGES:
+        for script in re.findall(r"source/benchmarks/[\w/]+\.py", page.read_text()):
+            assert (TOP / script).exists(), f"{page.name} names {script}"
+
+
+def test_json_blocks_are_accepted_optimizer_settings():
+    import json
+
+    from deepmd_muon.argcheck import normalize
+
+    base = {
+        "model": {
+            "type_map": ["O", "H"],
+            "descriptor": {"type": "se_e2_a", "sel": [4, 8], "rcut": 5.0},
+            "fitting_net": {},
+        },
+        "learning_rate": {"type": "exp", "start_lr": 1e-3},
+        "loss": {"type": "ener"},
+        "training": {"training_data": {"systems": ["water"]}, "numb_steps": 10},
+    }
+    found = [*blocks(TOP / "README.md", "json"), *blocks(TOP / "doc" / "learning-rate.md", "json")]
+    assert len(found) == 3
+    for text in found:
+        normalize({**base, **json.loads(text if text.lstrip().startswith("{") else "{" + text + "}")})
+
+
+def test_ci_script_is_sound_shell():
+    subprocess.run(["bash", "-n", str(TOP / ".ci" / "run")], check=True)
