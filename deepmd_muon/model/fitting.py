@@ -38,73 +38,55 @@ class EnergyAndSlope(torch.autograd.Function):
         ctx: Any, f: Activation, copies: tuple[Copies, ...], x: torch.Tensor, *flat: torch.Tensor | None
     ) -> Any:
         """Return E `(n, 1)` and dE/dx `(n, dim)`."""
-        layers = unflatten(flat)
-        inputs, keeps, adjoints = [x], [], []
-        for layer, kind in zip(layers[:-1], copies, strict=True):
+        *hidden, last = unflatten(flat)
+        inputs, keeps = [x], []
+        for layer, kind in zip(hidden, copies, strict=True):
             value, keep = f(torch.addmm(layer.bias, inputs[-1], layer.matrix))
             out = value if layer.idt is None else value * layer.idt
-            if kind:
-                out = out + _skip(inputs[-1], kind)
-            inputs.append(out)
+            inputs.append(out + _skip(inputs[-1], kind) if kind else out)
             keeps.append(keep)
-        last = layers[-1]
-        energy = torch.addmm(last.bias, inputs[-1], last.matrix)
-        down = last.matrix.t().expand(x.shape[0], -1)
-        for layer, kind, keep in zip(reversed(layers[:-1]), reversed(copies), reversed(keeps), strict=True):
-            slope = f.slope(keep)
-            h_bar = slope.mul_(down) if layer.idt is None else slope.mul_(layer.idt).mul_(down)
-            adjoints += [h_bar, down]
+        adjoints = [last.matrix.t().expand(x.shape[0], -1)]
+        for layer, kind, keep in zip(reversed(hidden), reversed(copies), reversed(keeps), strict=True):
+            above = adjoints[-1]
+            h_bar = f.times_slope(keep, above if layer.idt is None else above * layer.idt)
             below = torch.mm(h_bar, layer.matrix.t())
-            down = below.add_(_unskip(down, kind)) if kind else below
+            adjoints.append(below.add_(_unskip(above, kind)) if kind else below)
         ctx.activation, ctx.copies = f, copies
-        ctx.counts = len(inputs), len(keeps)
-        ctx.save_for_backward(*inputs, *keeps, *adjoints, *flat)
-        return energy, down if adjoints else down.clone()
+        ctx.save_for_backward(*inputs, *keeps, *adjoints[:-1], *flat)
+        slope = adjoints[-1] if hidden else adjoints[-1].clone()
+        return torch.addmm(last.bias, inputs[-1], last.matrix), slope
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, energy_cotangent: torch.Tensor, slope_cotangent: torch.Tensor) -> Any:
         """Return the cotangents of x and of every layer's tensors."""
-        saved = ctx.saved_tensors
-        n_inputs, n_keeps = ctx.counts
-        inputs, keeps = saved[:n_inputs], saved[n_inputs : n_inputs + n_keeps]
-        adjoints = saved[n_inputs + n_keeps : n_inputs + 3 * n_keeps]
-        layers = unflatten(saved[n_inputs + 3 * n_keeps :])
         f: Activation = ctx.activation
-        tangents, pre_tangents = [slope_cotangent], []
-        for layer, kind, keep in zip(layers[:-1], ctx.copies, keeps, strict=True):
-            pre = torch.mm(tangents[-1], layer.matrix)
-            out = f.slope(keep).mul_(pre)
-            if layer.idt is not None:
-                out.mul_(layer.idt)
-            tangents.append(out.add_(_skip(tangents[-1], kind)) if kind else out)
-            pre_tangents.append(pre)
-        last = layers[-1]
-        grads: list[torch.Tensor | None] = [
-            None,
-            energy_cotangent.sum(0),
-            torch.addmm(tangents[-1].sum(0).unsqueeze(1), inputs[-1].t(), energy_cotangent),
-        ]
+        depth = len(ctx.copies)
+        inputs, rest = ctx.saved_tensors[: depth + 1], ctx.saved_tensors[depth + 1 :]
+        keeps, adjoints, flat = rest[:depth], rest[depth : 2 * depth], rest[2 * depth :]
+        *hidden, last = unflatten(flat)
+        tangents, before, moved = [slope_cotangent], [], []
+        for layer, kind, keep in zip(hidden, ctx.copies, keeps, strict=True):
+            before.append(torch.mm(tangents[-1], layer.matrix))
+            moved.append(f.times_slope(keep, before[-1]))
+            out = moved[-1] if layer.idt is None else moved[-1] * layer.idt
+            tangents.append(out + _skip(tangents[-1], kind) if kind else out)
+        last_matrix = torch.addmm(tangents[-1].sum(0).unsqueeze(1), inputs[-1].t(), energy_cotangent)
+        gradients = [None, energy_cotangent.sum(0), last_matrix]
         down = torch.mm(energy_cotangent, last.matrix.t())
-        for index in reversed(range(n_keeps)):
-            layer, keep, pre = layers[index], keeps[index], pre_tangents[index]
-            h_bar, y_bar = adjoints[2 * (n_keeps - 1 - index) : 2 * (n_keeps - index)]
-            slope = f.slope(keep)
-            bend = f.curvature(keep, slope).mul_(pre).mul_(y_bar)
+        for index in reversed(range(depth)):
+            layer, keep, kind = hidden[index], keeps[index], ctx.copies[index]
+            cotangent = torch.stack([down, adjoints[depth - 1 - index]])
             idt_gradient = None
             if layer.idt is not None:
-                value = f.value(keep) if f.keeps_input else keep
-                idt_gradient = torch.addcmul(value * down, slope * pre, y_bar).sum(0)
-                bend.mul_(layer.idt)
-                slope = slope * layer.idt
-            h_cotangent = torch.addcmul(bend, slope, down)
-            both_in = torch.cat([inputs[index], tangents[index]])
-            matrix_gradient = torch.mm(both_in.t(), torch.cat([h_cotangent, h_bar]))
-            grads += [idt_gradient, h_cotangent.sum(0), matrix_gradient]
-            kind = ctx.copies[index]
-            below = torch.mm(h_cotangent, layer.matrix.t())
+                idt_gradient = torch.addcmul(f.value_of(keep) * down, moved[index], cotangent[1]).sum(0)
+                cotangent *= layer.idt
+            f.pull_back_(keep, before[index], cotangent)
+            both = torch.cat([inputs[index], tangents[index]])
+            gradients += [idt_gradient, cotangent[0].sum(0), torch.mm(both.t(), cotangent.flatten(0, 1))]
+            below = torch.mm(cotangent[0], layer.matrix.t())
             down = below.add_(_unskip(down, kind)) if kind else below
-        return (None, None, down, *reversed(grads))
+        return (None, None, down, *reversed(gradients))
 
 
 energy_and_slope: Callable[..., tuple[torch.Tensor, torch.Tensor]] = EnergyAndSlope.apply  # torch leaves it untyped
