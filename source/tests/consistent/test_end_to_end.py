@@ -1,0 +1,121 @@
+"""The main job through the command line: train, test, show, restart, and a trajectory with the trained potential."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "water_xtb"
+
+
+def dp(folder, *words, status=0):
+    """Run our command line in a folder and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "deepmd_muon", *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The example's input with a smaller network and fewer steps, trained."""
+    folder = tmp_path_factory.mktemp("water")
+    content = json.loads((EXAMPLE / "input.json").read_text())
+    content["model"]["descriptor"].update(neuron=[8, 16, 32], axis_neuron=4, rcut=4.0, precision="float64")
+    content["model"]["fitting_net"].update(neuron=[48, 48], precision="float64")
+    for part, kind in (("training_data", "train"), ("validation_data", "valid")):
+        content["training"][part]["systems"] = [f"{EXAMPLE / 'water_xtb.hdf5'}#/{kind}/{t}K" for t in (300, 350)]
+    content["training"].update(numb_steps=300, disp_freq=50, save_freq=100)
+    content["training"]["validation_data"]["numb_btch"] = 2
+    content["learning_rate"]["stop_lr"] = 1e-4
+    (folder / "input.json").write_text(json.dumps(content))
+    log = dp(folder, "--pt", "train", "input.json")
+    return folder, content, log
+
+
+def test_log_tells_routes_and_errors(trained):
+    _, _, log = trained
+    routes = re.search(r"HybridMuon routing: muon (\d+) parameters .* adam (\d+) parameters", log)
+    # Per type: embedding matrices (8, 16) and (16, 32); fitting (128, 48) and (48, 48).
+    assert routes
+    assert int(routes[1]) == 8
+    assert re.search(r"Batch +300: val: rmse = .*rmse_f = ", log)
+
+
+def test_the_error_falls_and_dp_test_finds_it(trained):
+    folder, _, _ = trained
+    rows = np.loadtxt(folder / "lcurve.out", comments="#")
+    columns = (folder / "lcurve.out").read_text().split("\n", 1)[0].split()[1:]
+    force = rows[:, columns.index("rmse_f_val")]
+    assert force[-1] < 0.4 * force[0]
+    npy = dp(folder, "--pt", "test", "-m", "model.ckpt", "-s", str(EXAMPLE / "data" / "valid" / "300K"), "-d", "detail")
+    hdf5 = dp(folder, "--pt", "test", "-m", "model.ckpt.pt", "-s", f"{EXAMPLE / 'water_xtb.hdf5'}#/valid/300K")
+    found = [float(re.search(r"Force  RMSE +: (\S+) eV/Å", text)[1]) for text in (npy, hdf5)]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert found[0] == pytest.approx(force[-1], rel=0.3)
+    details = np.loadtxt(folder / "detail.f.out")
+    assert details.shape == (24 * 96, 6)
+    assert np.sqrt(np.mean((details[:, 3:] - details[:, :3]) ** 2)) == pytest.approx(found[0], rel=1e-4)
+
+
+def test_routing_is_shown_from_input_and_checkpoint(trained):
+    folder, _, _ = trained
+    from_input = dp(folder, "show", "routing", "input.json")
+    from_checkpoint = dp(folder, "show", "routing", "model.ckpt.pt")
+    name = "atomic_model.fitting_net.filter_layers.networks.1.layers.0.matrix"
+    for text in (from_input, from_checkpoint):
+        assert re.search(rf"^{re.escape(name)} +128x48 +1x128x48 +muon", text, re.MULTILINE)
+
+
+def test_restart_with_another_mode_stops_with_every_difference(trained):
+    folder, content, _ = trained
+    changed = {**content, "optimizer": {**content["optimizer"], "min_matrix_dim": 10}}
+    (folder / "changed.json").write_text(json.dumps(changed))
+    text = dp(folder, "--pt", "train", "changed.json", "-o", "c.json", "--restart", "model.ckpt-200.pt", status=2)
+    assert "Traceback" not in text
+    assert text.count("saved: route muon") == 2  # the two embedding matrices of 8x16
+
+
+def test_a_wrong_input_names_every_problem(trained):
+    folder, content, _ = trained
+    wrong = {**content, "optimizer": {"type": "HybridMuon", "muon_mode": "3d", "momentum": -3, "momentun": 1}}
+    (folder / "wrong.json").write_text(json.dumps(wrong))
+    text = dp(folder, "--pt", "train", "wrong.json", status=2)
+    assert "Traceback" not in text
+    for words in ("optimizer/muon_mode", "'3d'", "optimizer/momentum", "-3", "momentun"):
+        assert words in text
+
+
+def test_the_trained_potential_conserves_energy(trained):
+    ase = pytest.importorskip("ase", reason="install the test extra for the trajectory")
+    from ase import units
+    from ase.md.verlet import VelocityVerlet
+
+    from deepmd_muon.infer import DeepPotCalculator
+
+    folder, _, _ = trained
+    valid = EXAMPLE / "data" / "valid" / "300K"
+    coord = np.load(valid / "set.000" / "coord.npy")[0].reshape(-1, 3)
+    box = np.load(valid / "set.000" / "box.npy")[0].reshape(3, 3)
+    atoms = ase.Atoms("OHH" * 32, positions=coord, cell=box, pbc=True)
+    atoms.calc = DeepPotCalculator(str(folder / "model.ckpt.pt"))
+    thermal = np.sqrt(300 * units.kB * atoms.get_masses())[:, None]
+    atoms.set_momenta(thermal * np.random.default_rng(5).normal(size=(96, 3)))
+    totals, kinetic = [], []
+    for _ in VelocityVerlet(atoms, 0.25 * units.fs).irun(80):
+        totals.append(atoms.get_total_energy())
+        kinetic.append(atoms.get_kinetic_energy())
+    assert np.ptp(kinetic) > 0.1  # eV: energy went to and fro
+    assert np.ptp(totals) < 0.02 * np.ptp(kinetic)
+    assert abs(totals[-1] - totals[0]) / len(atoms) < 5e-5  # eV per atom in 20 fs
