@@ -69,7 +69,7 @@ def adam_(
         amsgrad=False,
         beta1=betas[0],
         beta2=betas[1],
-        lr=lr,
+        lr=lr.float() if isinstance(lr, Tensor) else lr,  # the fused kernel takes no other dtype
         weight_decay=weight_decay,
         eps=EPSILON,
         maximize=False,

@@ -192,7 +192,7 @@ class HybridMuon(Optimizer):
             group = self.param_groups[-1]
             group_settings(group)  # every setting in its range, or an error that names it
             if group["capturable"] and not isinstance(group["lr"], Tensor) and group["params"]:
-                group["lr"] = torch.tensor(group["lr"], dtype=torch.float64, device=group["params"][0].device)
+                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
             if self.routing:
                 self._route_parameters()
         except ValueError:

@@ -56,7 +56,7 @@ def muon_(
         # A step that is left out sees the momentum as its gradient and a learning rate of zero: nothing moves.
         leave = control.skip > 0
         grads = [torch.where(leave, m, g) for m, g in zip(momenta, grads, strict=True)]
-        lr = torch.where(leave, 0.0, lr)
+        lr = leave.logical_not().double() * lr
     torch._foreach_lerp_(momenta, grads, 1.0 - settings.momentum)
     directions = torch._foreach_lerp(grads, momenta, settings.momentum) if settings.nesterov else momenta
     if wide != buffers[0].dtype:
