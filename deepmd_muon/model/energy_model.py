@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deepmd_muon.model.errors import ModelError
-from deepmd_muon.model.registry import Described, descriptor_class, fitting_class
+from deepmd_muon.model.registry import Described, Standardised, descriptor_class, fitting_class
 from deepmd_muon.model.structures import Structures
 
 
@@ -94,8 +94,12 @@ class EnergyModel(torch.nn.Module):
         return out
 
     def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
-        """Set the descriptor's standardisation, values `(ntypes, 4)` from `environment_statistics`."""
-        self.atomic_model.descriptor.set_statistics(mean, stddev)
+        """Set the descriptor's standardisation, values `(ntypes, 4)` from `environment_statistics`.
+
+        A descriptor that standardises nothing is left as it is.
+        """
+        if isinstance(self.atomic_model.descriptor, Standardised):
+            self.atomic_model.descriptor.set_statistics(mean, stddev)
 
     def set_energy_bias(self, bias: torch.Tensor | Sequence[float]) -> None:
         """Set the energy per atom of each type `(ntypes,)` [eV] that is added to the fitting net's output."""

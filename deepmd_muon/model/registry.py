@@ -13,10 +13,11 @@ A third party adds its own kind without touching this package::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from deepmd_muon.model.descriptor.environment import Environment
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.structures import Structures
 
@@ -49,6 +50,20 @@ class Descriptor(Protocol):
 
     def __call__(self, structures: Structures, edges: torch.Tensor, *, force: bool) -> Described:
         """Describe every atom from its edge vectors `(nreal, nnei, 3)` [Å], float64."""
+
+
+@runtime_checkable
+class Standardised(Protocol):
+    """What a descriptor offers besides when its environment rows are standardised with figures of the data."""
+
+    def environment(self, structures: Structures, edges: torch.Tensor) -> Environment:
+        """Return the rows of every edge before standardisation."""
+
+    def used_slots(self, structures: Structures) -> torch.Tensor | None:
+        """Tell which slots count as they are `(nreal, nnei)`, the others as zero; None when all do."""
+
+    def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
+        """Take mean and deviation of the rows per centre type `(ntypes, 4)`."""
 
 
 class Fitting(Protocol):

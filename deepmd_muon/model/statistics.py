@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from deepmd_muon.model.energy_model import EnergyModel, edge_vectors
+from deepmd_muon.model.registry import Standardised
 from deepmd_muon.model.structures import Structures
 
 ABSENT_DEVIATION = 0.1  # deepmd-kit's deviation of a type that the data do not contain
@@ -16,7 +17,7 @@ ABSENT_DEVIATION = 0.1  # deepmd-kit's deviation of a type that the data do not 
 def environment_statistics(
     model: EnergyModel, batches: Iterable[Structures], protection: float = 0.01
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the standardisation of a `se_e2_a` descriptor per centre type, as deepmd-kit does.
+    """Compute the standardisation of a descriptor's environment per centre type, as deepmd-kit does.
 
     Every slot of `sel` counts, empty ones and excluded pairs as zero. The radial component has its own mean and
     deviation; the three angular ones have mean zero and one deviation in common.
@@ -33,10 +34,13 @@ def environment_statistics(
     Returns
     -------
     tuple
-        mean `(ntypes, 4)` and stddev `(ntypes, 4)`, float64, for `EnergyModel.set_statistics`.
+        mean `(ntypes, 4)` and stddev `(ntypes, 4)`, float64, for `EnergyModel.set_statistics`; 0 and 1 for a
+        descriptor that standardises nothing.
     """
     descriptor = model.atomic_model.descriptor
-    slots = sum(descriptor.sel)
+    if not isinstance(descriptor, Standardised):
+        return torch.zeros(model.ntypes, 4, dtype=torch.float64), torch.ones(model.ntypes, 4, dtype=torch.float64)
+    slots = sum(model.sel)
     device = model.atomic_model.out_bias.device
     count = torch.zeros(model.ntypes, dtype=torch.float64, device=device)
     sums = torch.zeros(model.ntypes, 4, dtype=torch.float64, device=device)

@@ -39,8 +39,9 @@ class Structures:
         Widths of the column groups of `neighbor`, one per neighbour type (a single one when types are mixed).
     type_counts
         How many sorted atoms each type has, on the host.
-    neighbor_counts
-        How many neighbours of each section every sorted atom has `(len(sections), nreal)`, on the host.
+    filled
+        How many leading columns of each section hold all neighbours of a sorted atom `(len(sections), nreal)`,
+        on the host.
     """
 
     coord: torch.Tensor
@@ -53,7 +54,7 @@ class Structures:
     shift: torch.Tensor | None
     sections: tuple[int, ...]
     type_counts: tuple[int, ...]
-    neighbor_counts: np.ndarray
+    filled: np.ndarray
 
     @property
     def nframes(self) -> int:
@@ -97,8 +98,8 @@ class Structures:
         box
             `(nframes, 3, 3)` [Å], or None.
         neighbor
-            Index of each neighbour within its frame `(nframes, natoms, nnei)`, −1 for an empty slot; in each
-            section the empty slots come last.
+            Index of each neighbour within its frame `(nframes, natoms, nnei)`, −1 for an empty slot; a step is
+            fastest when the empty slots of a section come last.
         shift
             Cell translations `(nframes, natoms, nnei, 3)`, integers; ignored without `box`.
         sections
@@ -141,9 +142,18 @@ class Structures:
             name: None if value is None else torch.from_numpy(np.ascontiguousarray(value)).to(device)
             for name, value in host.items()
         }
-        sections = tuple(sections)
-        starts = np.cumsum((0, *sections[:-1]))
-        real = flat_neighbor >= 0
-        counts = [np.count_nonzero(real[:, a : a + width], axis=1) for a, width in zip(starts, sections, strict=True)]
+        real = np.split(flat_neighbor >= 0, np.cumsum(sections)[:-1], axis=1)
         type_counts = np.bincount(sorted_type, minlength=ntypes).tolist()
-        return cls(**tensors, sections=sections, type_counts=tuple(type_counts), neighbor_counts=np.array(counts))
+        return cls(
+            **tensors,
+            sections=tuple(sections),
+            type_counts=tuple(type_counts),
+            filled=np.array([_last_true(section) for section in real]),
+        )
+
+
+def _last_true(flags: np.ndarray) -> np.ndarray:
+    """Return, for every row, one more than the index of the last True, or 0."""
+    width = flags.shape[1]
+    last: np.ndarray = np.max(flags * np.arange(1, width + 1), axis=1, initial=0)
+    return last

@@ -49,13 +49,13 @@ class BlockPlan(NamedTuple):
     width: int
 
 
-def plan_blocks(counts: np.ndarray, width: int, device: torch.device) -> list[BlockPlan]:
+def plan_blocks(filled: np.ndarray, width: int, device: torch.device) -> list[BlockPlan]:
     """Split atoms into blocks: on a CPU by falling number of neighbours and as large as a cache, elsewhere one.
 
     Parameters
     ----------
-    counts
-        Neighbours of every atom `(atoms,)`.
+    filled
+        How many leading slots hold all neighbours of an atom `(atoms,)`.
     width
         Neighbour slots that the batch has.
     device
@@ -63,10 +63,10 @@ def plan_blocks(counts: np.ndarray, width: int, device: torch.device) -> list[Bl
     """
     if device.type != "cpu":
         return [BlockPlan(slice(None), width)]
-    order = np.argsort(-counts, kind="stable")
+    order = np.argsort(-filled, kind="stable")
     plans, first = [], 0
     while first < len(order):
-        fullest = int(counts[order[first]])
+        fullest = int(filled[order[first]])
         last = first + max(1, CPU_BLOCK_ROWS // (fullest + 1))
         plans.append(BlockPlan(torch.from_numpy(order[first:last]), fullest))
         first = last

@@ -180,7 +180,7 @@ class _Contractions:
             for other, columns in enumerate(_ranges(structures.sections)):
                 network = model.sea.filter_layers[other if model.one_side else other * ntypes + centre]
                 tape = Tape(
-                    plan_blocks(structures.neighbor_counts[other, here], structures.sections[other], rows.device),
+                    plan_blocks(structures.filled[other, here], structures.sections[other], rows.device),
                     model.sel[other],
                     model.activation,
                     network.copies,

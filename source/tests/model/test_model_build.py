@@ -1,6 +1,7 @@
 """Building models: names, seeds, registries, trainability, statistics, errors, checkpoints of other kinds."""
 
 import copy
+import dataclasses
 import math
 
 import numpy as np
@@ -165,8 +166,26 @@ def test_structures_sort_atoms_by_type_and_count_them():
     assert made.sorted_frame.tolist() == [0, 1, 0, 1, 1]
     assert made.neighbor.tolist() == [[0, -1], [4, -1], [2, 1], [3, 5], [4, -1]]
     assert (made.nframes, made.natoms) == (2, 3)
-    assert made.neighbor_counts.tolist() == [[1, 1, 1, 1, 1], [0, 0, 1, 1, 0]]
+    assert made.filled.tolist() == [[1, 1, 1, 1, 1], [0, 0, 1, 1, 0]]
     assert made.to("cpu").sections == (1, 1)
+
+
+def test_empty_slots_may_come_anywhere():
+    full = batch(widths=(40, 30))
+    model = build_model(section())
+    shuffled = np.random.default_rng(1).permuted(np.tile(np.arange(40), (len(full.neighbor), 1)), axis=1)
+    columns = torch.cat([torch.from_numpy(shuffled), torch.arange(40, 70).expand(len(shuffled), -1)], 1)
+    neighbor = full.neighbor.gather(1, columns)
+    filled = full.filled.copy()
+    filled[0] = [1 + max(np.flatnonzero(row[:40] >= 0), default=-1) for row in neighbor.numpy()]
+    shift = full.shift.gather(1, columns[..., None].expand(-1, -1, 3))
+    moved = dataclasses.replace(full, neighbor=neighbor, shift=shift, filled=filled)
+    for key, value in model(full).items():
+        torch.testing.assert_close(model(moved)[key], value, rtol=1e-12, atol=1e-12)
+    holes = Structures.from_numpy(
+        np.zeros((1, 2, 3)), np.array([[0, 1]]), None, np.array([[[-1, 1, -1, -1], [-1, -1, 0, 0]]]), None, (2, 2), 2
+    )
+    assert holes.filled.tolist() == [[2, 0], [0, 2]]
 
 
 def test_impossible_batches_are_refused():
@@ -245,6 +264,8 @@ def test_a_third_party_descriptor_runs_and_trains():
         return made(Structures.from_numpy(moved, np.array([[0, 1, 1]]), None, neighbor, None, (2,), 2))
 
     out = energy(0.0)
+    mean, stddev = environment_statistics(made, [])
+    made.set_statistics(mean, stddev)  # it standardises nothing
     slope = (energy(1e-5)["energy"] - energy(-1e-5)["energy"]).item() / 2e-5
     assert out["force"][0, 1, 1].item() == pytest.approx(-slope, abs=1e-8)
     out["force"].square().sum().backward()
