@@ -1,0 +1,32 @@
+"""The page in doc/ says what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from deepmd_muon.optim.polar import SCHEDULES
+
+PAGE = Path(__file__).parents[3] / "doc" / "optimizer.md"
+
+
+def test_the_first_snippet_runs_and_prints_what_the_page_shows(capsys):
+    text = PAGE.read_text(encoding="utf-8")
+    program, printed = re.search(r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", text, re.DOTALL).groups()
+    exec(compile(program, "doc/optimizer.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
+def test_the_table_of_schedules_is_right():
+    text = PAGE.read_text(encoding="utf-8")
+    for name, schedule in SCHEDULES.items():
+        row = re.search(rf"\| `{re.escape(name)}`[^|]*\| (\d+) \| (\S+) \| (\S+) – (\S+) \|", text)
+        steps, cutoff, low, high = row.groups()
+        assert int(steps) == len(schedule.coefficients)
+        assert float(cutoff) == schedule.cutoff
+        assert (float(low), float(high)) == schedule.band
+
+
+def test_links_and_pictures_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)", PAGE.read_text(encoding="utf-8")):
+        assert (PAGE.parent / target).exists(), target
