@@ -1,59 +1,69 @@
-"""The run's optimizer: what it tells at the start, and how its state comes back from a checkpoint."""
+"""The run's optimizer: how it is made, and how its state comes back from a checkpoint."""
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from deepmd_muon.optim import HybridMuon
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
+from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
+from deepmd_muon.optim.config import HybridMuonConfig, OptimizerConfig
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
+from deepmd_muon.optim.foreign import is_deepmd_kit
 from deepmd_muon.train.errors import CheckpointError
 
-log = logging.getLogger(__name__)
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Make the run's optimizer.
+
+    DeePMD's weights are stored (in, out); HybridMuon is told so unless the input says otherwise or asks for
+    deepmd-kit's own arithmetic, which takes them as stored.
+    """
+    if isinstance(config, HybridMuonConfig) and config.layout == "as_stored" and not config.deepmd_kit_arithmetic:
+        config = dataclasses.replace(config, layout="in_out")
+    return config.build(model, lr)
 
 
-def describe_routing(optimizer: torch.optim.Optimizer) -> None:
-    """Log how many parameters and weights each route has; the whole table at level DEBUG."""
-    if isinstance(optimizer, HybridMuon):
-        log.info("HybridMuon routing: %s", optimizer.routing.summary())
-        log.debug("routes of all parameters:\n%s", optimizer.routing)
-    else:
-        count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        log.info("%s on %d weights", type(optimizer).__name__, count)
-
-
-def load_optimizer_state(optimizer: torch.optim.Optimizer, content: Mapping[str, Any], source: Path) -> None:
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, model: EnergyModel, content: Mapping[str, Any], source: Path
+) -> None:
     """Load the optimizer state of a checkpoint after checking that it belongs to this optimizer.
 
     Parameters
     ----------
     optimizer
         The run's optimizer.
+    model
+        The model it moves.
     content
-        The checkpoint.
+        The checkpoint, ours or deepmd-kit's.
     source
         Its file, for messages.
 
     Raises
     ------
     CheckpointError
-        When there is no optimizer state, or it is of another kind.
-    RoutingMismatchError
-        When it is HybridMuon's, but routes or matrix views differ.
+        When there is no optimizer state, it is of another kind, or routes or matrix views differ.
     """
     state = content.get("optimizer")
     advice = f"to start from its weights with a fresh optimizer, use --init-model {source}"
     if not state:
         raise CheckpointError(f"{source} holds no optimizer state, so training cannot continue from it; {advice}")
     try:
-        if isinstance(optimizer, HybridMuon):
-            optimizer.load_state_dict(state)
-        else:
+        if not isinstance(optimizer, HybridMuon):
             _load_adam_state(optimizer, state)
+        elif is_deepmd_kit(state["param_groups"]) and "routes" not in state["param_groups"][0]:
+            step = int(content["model"]["_extra_state"]["train_infos"]["step"]) + 1
+            names = deepmd_kit_parameter_names(model)
+            optimizer.load_state_dict(name_deepmd_kit_state(state, names, step))
+        else:
+            optimizer.load_state_dict(state)
     except ForeignStateError as error:
         raise CheckpointError(f"{source}: {error}; {advice}") from error
     except RoutingMismatchError as error:

@@ -24,7 +24,7 @@ from deepmd_muon.train.checkpoint import FORMAT_VERSION, OWN_KEY, CheckpointSeri
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import NonFiniteError
 from deepmd_muon.train.learning_rate import learning_rate
-from deepmd_muon.train.optimizers import describe_routing, load_optimizer_state
+from deepmd_muon.train.optimizers import build_optimizer, load_optimizer_state
 from deepmd_muon.train.report import Reports, open_reports
 from deepmd_muon.train.setup import Data, number_of_steps
 from deepmd_muon.train.step import TrainingStep
@@ -62,8 +62,7 @@ class Trainer:
         self.num_steps = number_of_steps(training, data.training)
         self.rate = learning_rate(settings.learning_rate, self.num_steps)
         self.loss = EnergyLoss(**dataclasses.asdict(settings.loss))
-        self.optimizer = settings.optimizer.build(model, self.rate(0))
-        describe_routing(self.optimizer)
+        self.optimizer = build_optimizer(settings.optimizer, model, self.rate(0))
         self.ema = Ema(model, training.ema_decay) if training.enable_ema else None
         self.series = CheckpointSeries(Path(training.save_ckpt), training.max_ckpt_keep)
         self.step = 0
@@ -190,7 +189,7 @@ class Trainer:
             When a parameter's route or matrix view has changed.
         """
         own = content.get(OWN_KEY)
-        load_optimizer_state(self.optimizer, content, source)
+        load_optimizer_state(self.optimizer, self.model, content, source)
         if own is None:
             infos = content["model"]["_extra_state"]["train_infos"]
             self.step = int(infos["step"]) + 1

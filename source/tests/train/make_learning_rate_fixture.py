@@ -43,9 +43,7 @@ CASES = [
 def steps_of(num_steps: int) -> list[int]:
     """Return early, middle, last and later steps of a run."""
     fractions = (0.02, 0.0601, 0.2, 0.5, 0.7, 0.81, 0.95, 0.999)
-    return sorted(
-        {0, 1, 99, 100, *(int(f * num_steps) for f in fractions), num_steps - 1, num_steps, num_steps + 10}
-    )
+    return sorted({0, 1, 99, 100, *(int(f * num_steps) for f in fractions), num_steps - 1, num_steps, num_steps + 10})
 
 
 def main() -> None:

@@ -96,9 +96,10 @@ def test_checkpoint_has_the_keys_and_names_of_deepmd_kit(small_input, train, loa
     content = load()
     state = content["model"]
     assert state["_extra_state"]["train_infos"] == {"lr": pytest.approx(1e-4), "step": 9}
-    assert state["_extra_state"]["model_params"]["descriptor"]["sel"] == json.loads(Path("out.json").read_text())[
-        "model"
-    ]["descriptor"]["sel"]
+    assert (
+        state["_extra_state"]["model_params"]["descriptor"]["sel"]
+        == json.loads(Path("out.json").read_text())["model"]["descriptor"]["sel"]
+    )
     for name in (
         "min_nbor_dist",
         "atomic_model.out_bias",
@@ -152,6 +153,13 @@ def test_a_checkpoint_of_another_optimizer_is_recognised(small_input, train):
     train(small_input(training={"save_ckpt": "muon"}))
     with pytest.raises(CheckpointError, match="HybridMuon's, the input asks for Adam"):
         train(small_input(optimizer={"type": "Adam"}), restart="muon.pt")
+
+
+def test_the_optimizer_knows_how_deepmds_weights_are_stored(small_input, train, load):
+    train(small_input(training={"numb_steps": 1}))
+    assert load()["optimizer"]["param_groups"][0]["layout"] == "in_out"
+    train(small_input(training={"numb_steps": 1}, optimizer={"deepmd_kit_arithmetic": True}))
+    assert load()["optimizer"]["param_groups"][0]["layout"] == "as_stored"
 
 
 def test_init_model_takes_weights_and_starts_at_zero(small_input, train, load):
