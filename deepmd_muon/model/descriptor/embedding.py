@@ -166,7 +166,7 @@ def _forward_layer(
 ) -> torch.Tensor:
     """Map stacked (values, derivatives) `(1 or 2, rows, n_in)` to `(1 or 2, rows, n_out)`."""
     parts, rows, n_in = stack.shape
-    z = torch.mm(stack.view(parts * rows, n_in), layer.matrix).view(parts, rows, -1)
+    z = torch.mm(stack.view(parts * rows, n_in), layer.matrix).view(parts, rows, layer.matrix.shape[1])
     value, keep = f(z[0].add_(layer.bias))
     tangent = z[1] if parts == 2 else None
     if trace is not None:
@@ -251,7 +251,7 @@ class Gather(torch.autograd.Function):
             trace: list[_LayerTrace] = []
             for layer, copies in zip(layers, tape.copies, strict=True):
                 stack = _forward_layer(stack, layer, copies, tape.activation, trace if tape.trace else None)
-            features = stack.view(stack.shape[0], *s.shape, -1)
+            features = stack.unflatten(1, s.shape)
             out[plan.atoms] = torch.bmm(r.transpose(1, 2), features[0])
             if tape.trace or tape.tangent:
                 tape.blocks.append(_Block(plan, tape.sel > plan.width, r, features, trace))
@@ -291,7 +291,7 @@ def _feature_cotangent(
         adjoint = tape.adjoint[atoms]
         torch.bmm(torch.cat([block.rows, moved], 2), torch.cat([cotangent[atoms], adjoint], 1), out=out[0])
         torch.bmm(block.rows * moved[..., :1], adjoint, out=out[1])
-    return out.view(out.shape[0], -1, out.shape[-1])
+    return out.flatten(1, 2)
 
 
 class Spread(torch.autograd.Function):

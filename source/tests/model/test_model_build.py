@@ -132,6 +132,54 @@ def test_every_parameter_gets_a_gradient_even_of_an_absent_type():
         assert all((p.grad == 0).all() for p in hydrogen)
 
 
+@pytest.mark.parametrize("one_side", [True, False])
+def test_a_type_may_have_no_slots(one_side):
+    model = build_model(section(descriptor={"sel": [40, 0], "type_one_side": one_side}))
+    out = model(batch(sel=(40, 0)))
+    (out["energy"].sum() + out["force"].square().sum()).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert out["force"].abs().max() > 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("one_side", [True, False])
+def test_a_gpu_gives_the_same(one_side):
+    """Also with an absent type, without a synchronisation, and from a captured graph."""
+    model = build_model(section(descriptor={"type_one_side": one_side, "resnet_dt": True}))
+    on_gpu = copy.deepcopy(model).cuda()
+    lone = make_batch(np.random.default_rng(0).random((1, 4, 3)) * 3, np.zeros((1, 4), int), None, 4.0, (40, 30))
+
+    def run(which, given):
+        which.zero_grad(set_to_none=True)
+        out = which(given)
+        (out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()).backward()
+        return {key: value.detach() for key, value in out.items()}
+
+    for given in (batch(), lone):
+        there = given.to("cuda")
+        run(on_gpu, there)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            ours = run(on_gpu, there)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for key, value in run(model, given).items():
+            torch.testing.assert_close(ours[key].cpu(), value, rtol=1e-11, atol=1e-11)
+        for ours_p, p in zip(on_gpu.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours_p.grad.cpu(), p.grad, rtol=1e-10, atol=1e-10)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    there = batch().to("cuda")
+    with torch.cuda.stream(stream):
+        run(on_gpu, there)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = run(on_gpu, there)
+    there.coord.add_(0.25)  # a captured step follows its inputs; moving all atoms changes nothing
+    graph.replay()
+    for key, value in run(model, batch()).items():
+        torch.testing.assert_close(captured[key].cpu(), value, rtol=1e-10, atol=1e-10)
+
+
 def test_precision_of_parameters_and_outputs():
     model = build_model(section(descriptor={"precision": "float32"}, fitting_net={"precision": "float64"}))
     dtypes = {n.split(".")[1]: p.dtype for n, p in model.named_parameters()}
