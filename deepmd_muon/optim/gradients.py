@@ -48,11 +48,12 @@ def ready_gradients(
 
 def nonfinite(grads: Sequence[Tensor]) -> Tensor:
     """Return bool (n,), on the first gradient's device: which gradients hold NaN or infinity."""
-    largest = [norm.float() for kind in by_kind(grads) for norm in torch._foreach_norm(kind, float("inf"))]
-    order = [i for kind in index_by_kind(grads) for i in kind]
-    flags = torch.stack([x.to(grads[0].device, non_blocking=True) for x in largest]).isfinite().logical_not()
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return flags[back] if back != list(range(len(back))) else flags
+    flags: dict[int, Tensor] = {}
+    for members in index_by_kind(grads):
+        norms = torch.stack(torch._foreach_norm([grads[i] for i in members], float("inf")))
+        bad = norms.isfinite().logical_not().to(grads[0].device, non_blocking=True)
+        flags.update(zip(members, bad.unbind(), strict=True))
+    return torch.stack([flags[i] for i in range(len(grads))])
 
 
 def index_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -61,11 +62,6 @@ def index_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     for i, x in enumerate(tensors):
         kinds[x.device, x.dtype].append(i)
     return list(kinds.values())
-
-
-def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by device and dtype."""
-    return [[tensors[i] for i in members] for members in index_by_kind(tensors)]
 
 
 def waves(members: Sequence[tuple[Tensor, T]], workspace: int) -> Iterator[list[tuple[Tensor, T]]]:

@@ -38,17 +38,26 @@ def alignment(momentum: Tensor, gradient: Tensor) -> Tensor:
     Parameters
     ----------
     momentum, gradient
-        (blocks, elements). Sums run in float64, so that neither size nor scale of a block matters.
+        (blocks, elements). Sums run in float64 and float64 blocks are scaled first, so that neither size nor scale
+        of a block matters.
 
     Returns
     -------
     Tensor
         (blocks,); 0 where either vector is zero.
     """
-    m, g = momentum.double(), gradient.double()
+    m, g = _in_range(momentum), _in_range(gradient)
     norms = torch.linalg.vector_norm(m, dim=1) * torch.linalg.vector_norm(g, dim=1)
     dot = torch.linalg.vecdot(m, g, dim=1)
     return torch.where(norms > 0, dot / norms, 0.0).clamp(-1.0, 1.0).float()
+
+
+def _in_range(x: Tensor) -> Tensor:
+    """Return (blocks, elements) in float64 at a scale whose squares stay in range; float32's always do."""
+    if x.dtype != torch.float64:
+        return x.double()
+    largest = x.abs().amax(dim=1, keepdim=True)
+    return x / torch.where(largest == 0, 1.0, largest)
 
 
 def update_scores(scores: Sequence[Tensor], cosines: Sequence[Tensor], skip: Tensor | None = None) -> list[Tensor]:

@@ -57,13 +57,13 @@ class RoutingRules:
 
 @dataclasses.dataclass(frozen=True)
 class RouteEntry:
-    """The route of one parameter, and why it was chosen."""
+    """The route of one parameter, and why it was chosen; the reason does not count in comparisons."""
 
     name: str
     shape: tuple[int, ...]
     view: MatrixView | None
     route: Route
-    reason: str
+    reason: str = dataclasses.field(compare=False)
 
     @property
     def placement(self) -> str:

@@ -322,6 +322,18 @@ def test_skip_watches_but_does_not_disturb_good_steps():
         assert torch.allclose(p, q, atol=1e-6)
 
 
+def test_a_large_float64_gradient_is_finite_and_dtypes_may_mix():
+    w, v = nn.Parameter(torch.zeros(3, 4, dtype=torch.float64)), nn.Parameter(torch.zeros(3, 4))
+    optimizer = HybridMuon([("w", w), ("v", v)], 0.1, on_nonfinite="error")
+    w.grad, v.grad = torch.full_like(w, 1e300), torch.ones_like(v)
+    optimizer.step()
+    assert torch.allclose(w.float(), v)
+    v.grad[0, 0] = float("inf")
+    with pytest.raises(NonFiniteGradientError) as caught:
+        optimizer.step()
+    assert caught.value.names == ("v",)
+
+
 def test_an_error_names_the_parameters_and_changes_nothing():
     model = make_model()
     optimizer = HybridMuon(model.named_parameters(), **SETTINGS, on_nonfinite="error")
