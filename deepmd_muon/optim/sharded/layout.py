@@ -1,0 +1,225 @@
+"""Which elements of a parameter each rank holds: from global shape, mesh and placements, without communication.
+
+Everything here is plain Python. Along one dimension a rank holds *runs*, half-open intervals of global indices in
+increasing order: one for plain shards, several for strided shards (FSDP over tensor parallelism on one dimension)
+and for dimensions that a matrix view folds together. A rank's local tensor is the product of its runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from deepmd_muon.optim.views import MatrixView
+
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A placement: one mesh axis cuts tensor dimension `dim`, each of `stride` equal pieces of it in turn."""
+
+    dim: int
+    stride: int = 1
+
+    def __str__(self) -> str:
+        return f"Shard({self.dim})" if self.stride == 1 else f"StridedShard({self.dim}, {self.stride})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A device mesh and what each of its axes does to a parameter.
+
+    Attributes
+    ----------
+    mesh
+        The mesh's shape.
+    ranks
+        Global ranks in row-major order of the mesh.
+    placements
+        One per mesh axis: a `Split`, or None where the parameter is replicated.
+    """
+
+    mesh: tuple[int, ...]
+    ranks: tuple[int, ...]
+    placements: tuple[Split | None, ...]
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.mesh))
+        return f"mesh {size}: {', '.join(str(p or 'Replicate') for p in self.placements)}"
+
+    def coordinates(self) -> Iterator[tuple[int, ...]]:
+        """Yield the mesh coordinates of every rank, in the order of `ranks`."""
+        return itertools.product(*map(range, self.mesh))
+
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each complete copy of the parameter, shards in the same order in every copy."""
+        copies: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in zip(self.ranks, self.coordinates(), strict=True):
+            key = tuple(i for i, placement in zip(place, self.placements, strict=True) if placement is None)
+            copies.setdefault(key, []).append(rank)
+        return tuple(tuple(copy) for copy in copies.values())
+
+
+def replicated(ranks: Sequence[int]) -> Layout:
+    """Return the layout of a parameter that each of these ranks holds in full."""
+    return Layout((len(ranks),), tuple(ranks), (None,))
+
+
+class Region(NamedTuple):
+    """What one rank holds of a parameter seen as (batch, rows, columns)."""
+
+    batch: Runs
+    rows: Runs
+    columns: Runs
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the local tensor in this view."""
+        return total(self.batch), total(self.rows), total(self.columns)
+
+
+class Cut(NamedTuple):
+    """One rank's part of one block along rows or columns.
+
+    Attributes
+    ----------
+    start, stop
+        Where it lies in the local tensor.
+    runs
+        Which rows or columns of the block these are.
+    """
+
+    start: int
+    stop: int
+    runs: Runs
+
+    @property
+    def size(self) -> int:
+        """Number of rows or columns."""
+        return self.stop - self.start
+
+
+def total(runs: Runs) -> int:
+    """Return the number of indices in runs."""
+    return sum(stop - start for start, stop in runs)
+
+
+def chunk(runs: Runs, index: int, count: int) -> Runs:
+    """Return part `index` of `count` as torch.chunk cuts: equal sizes rounded up, the last ones short or empty."""
+    size = -(-total(runs) // count)
+    return _slice(runs, index * size, (index + 1) * size)
+
+
+def _slice(runs: Runs, start: int, stop: int) -> Runs:
+    """Return positions start … stop of the concatenated runs."""
+    found = []
+    position = 0
+    for first, last in runs:
+        low, high = max(start, position), min(stop, position + last - first)
+        if low < high:
+            found.append((first + low - position, first + high - position))
+        position += last - first
+    return tuple(found)
+
+
+def _joined(runs: Sequence[tuple[int, int]]) -> Runs:
+    """Merge neighbouring runs that adjoin."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def held(size: int, dim: int, layout: Layout, place: Sequence[int]) -> Runs:
+    """Return which indices of a dimension the rank at mesh coordinates `place` holds.
+
+    Placements apply from the first mesh axis to the last, each to what the ones before have left, as in DTensor.
+    """
+    runs: Runs = ((0, size),) if size else ()
+    for index, count, placement in zip(place, layout.mesh, layout.placements, strict=True):
+        if placement is None or placement.dim != dim:
+            continue
+        pieces = [chunk(runs, i, placement.stride) for i in range(placement.stride)]
+        runs = _joined([run for piece in pieces for run in chunk(piece, index, count)])
+    return runs
+
+
+def _folded(parts: Sequence[tuple[Runs, int]]) -> Runs:
+    """Return the runs of several dimensions (runs, size) folded into one, the last running fastest."""
+    runs: Runs = ((0, 1),)
+    for inner, size in parts:
+        if inner == ((0, size),):
+            runs = tuple((start * size, stop * size) for start, stop in runs)
+        else:
+            outer = (i for start, stop in runs for i in range(start, stop))
+            runs = _joined([(i * size + start, i * size + stop) for i in outer for start, stop in inner])
+    return runs
+
+
+def view_axes(shape: tuple[int, ...], view: MatrixView) -> tuple[int, int]:
+    """Return (i, j): dimensions before i are the view's batch, i … j its rows, from j on its columns."""
+    for i in range(len(shape) + 1):
+        for j in range(i, len(shape) + 1):
+            if (math.prod(shape[:i]), math.prod(shape[i:j]), math.prod(shape[j:])) == view.shape:
+                return i, j
+    raise ValueError(f"view {view} does not fold whole dimensions of shape {shape}")
+
+
+@functools.lru_cache(maxsize=1024)
+def regions(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> tuple[Region, ...]:
+    """Return what each rank of the layout holds of the view, in the order of `layout.ranks`."""
+    i, j = view_axes(shape, view)
+    found = []
+    for place in layout.coordinates():
+        parts = [(held(size, dim, layout, place), size) for dim, size in enumerate(shape)]
+        found.append(Region(_folded(parts[:i]), _folded(parts[i:j]), _folded(parts[j:])))
+    return tuple(found)
+
+
+def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> Layout:
+    """Return where the scores, one per block, live: with their blocks where whole blocks are spread, else everywhere.
+
+    Mesh axes that cut the leading batch dimension cut the scores likewise, provided that the cuts fall on the same
+    blocks for every rank (uneven cuts of several blocks per index do not); otherwise all ranks keep all scores.
+    """
+    i, _ = view_axes(shape, view)
+    axes = tuple(p if p is not None and p.dim == 0 and i > 0 else None for p in layout.placements)
+    candidate = Layout(layout.mesh, layout.ranks, axes)
+    parts = max(1, len(view.sizes))
+    for place, region in zip(layout.coordinates(), regions(shape, view, layout), strict=True):
+        wanted = tuple((start * parts, stop * parts) for start, stop in region.batch)
+        if held(view.blocks, 0, candidate, place) != wanted:
+            return Layout(layout.mesh, layout.ranks, (None,) * len(layout.mesh))
+    return candidate
+
+
+def cut(runs: Runs, start: int, stop: int) -> Cut:
+    """Return where the block that spans start … stop lies in runs."""
+    position, first, found = 0, None, []
+    end = 0
+    for low, high in runs:
+        a, b = max(low, start), min(high, stop)
+        if a < b:
+            first = position + a - low if first is None else first
+            end = position + b - low
+            found.append((a - start, b - start))
+        position += high - low
+    return Cut(first or 0, end, tuple(found))
+
+
+def spans(view: MatrixView) -> tuple[tuple[int, int, int, int], ...]:
+    """Return first row, last row, first column, last column (exclusive ends) of the blocks of one matrix."""
+    if view.axis is None:
+        return ((0, view.rows, 0, view.columns),)
+    ends = list(itertools.accumulate(view.sizes, initial=0))
+    if view.axis == "rows":
+        return tuple((a, b, 0, view.columns) for a, b in itertools.pairwise(ends))
+    return tuple((0, view.rows, a, b) for a, b in itertools.pairwise(ends))

@@ -1,0 +1,161 @@
+"""Who holds a block, who may own it, and who does."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+from collections.abc import Iterator, Mapping
+
+from deepmd_muon.optim.sharded.layout import Layout, cut, held, regions, score_layout, spans
+from deepmd_muon.optim.views import MatrixView
+
+# Ranks that would do the same work, one in each replica; one rank alone where replicas share the work.
+Slot = tuple[int, ...]
+Way = tuple[int, Mapping[int, int], Mapping[int, int]]
+
+
+class Balance:
+    """Work and bytes given to each rank so far."""
+
+    def __init__(self, loads: Mapping[int, int]) -> None:
+        self.loads = dict(loads)
+        self.bytes = dict.fromkeys(loads, 0)
+        self._heaps: dict[tuple[Slot, ...], list[tuple[tuple[int, int], Slot]]] = {}
+
+    def weight(self, slot: Slot) -> tuple[int, int]:
+        """Return the work and bytes of a slot's busiest rank."""
+        return max((self.loads[rank], self.bytes[rank]) for rank in slot)
+
+    def lightest(self, slots: tuple[Slot, ...]) -> Slot:
+        """Return the slot with least work; ties go to fewer bytes, then to lower ranks."""
+        heap = self._heaps.get(slots)
+        if heap is None:
+            heap = self._heaps[slots] = [(self.weight(slot), slot) for slot in slots]
+            heapq.heapify(heap)
+        while True:
+            known, slot = heap[0]
+            now = self.weight(slot)
+            if now == known:
+                return slot
+            heapq.heapreplace(heap, (now, slot))  # weights only grow, so an old one is a lower bound
+
+    def give(self, slot: Slot, work: int, size: int) -> None:
+        """Add one block to each rank of a slot."""
+        for rank in slot:
+            self.loads[rank] += work
+            self.bytes[rank] += size
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Holders:
+    """Who holds the elements and the scores of blocks of one kind.
+
+    Attributes
+    ----------
+    replicas
+        The ranks of each complete copy of the parameter.
+    copies
+        For each replica, the ranks that hold elements and how many.
+    destinations
+        For each replica, the ranks that need the update or the score, and how many elements they hold.
+    """
+
+    replicas: tuple[tuple[int, ...], ...]
+    copies: tuple[Mapping[int, int], ...]
+    destinations: tuple[Mapping[int, int], ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether one rank holds all of it, in every replica."""
+        return all(len(copy) == 1 for copy in self.copies)
+
+    @functools.cached_property
+    def _spread(self) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+        holding = tuple((rank,) for copy in self.copies for rank in copy)
+        return (holding, ()) if self.whole else (tuple((r,) for copy in self.replicas for r in copy), holding)
+
+    @functools.cached_property
+    def _repeat(self) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+        if self.whole:
+            return (tuple(next(iter(copy)) for copy in self.copies),), ()
+        slots = tuple(zip(*self.replicas, strict=True))
+        return slots, tuple(s for s in slots if all(r in copy for r, copy in zip(s, self.copies, strict=True)))
+
+    @functools.cached_property
+    def _everyone(self) -> Mapping[int, int]:
+        return {rank: size for copy in self.destinations for rank, size in copy.items()}
+
+    @functools.cached_property
+    def _replica_of(self) -> Mapping[int, int]:
+        return {rank: i for i, copy in enumerate(self.replicas) for rank in copy}
+
+    def ways(self, balance: Balance, work: int, size: int, *, spread: bool) -> Iterator[Way]:
+        """Choose the owner, or one per replica, and yield each with its sources and destinations.
+
+        A block that is whole on one rank stays there. Any rank may own another one; of equally busy ranks one that
+        holds a part is preferred.
+        """
+        slots, preferred = self._spread if spread else self._repeat
+        slot = balance.lightest(slots)
+        if preferred:
+            near = balance.lightest(preferred)
+            slot = near if balance.weight(near)[0] <= balance.weight(slot)[0] else slot
+        balance.give(slot, work, size)
+        if spread:
+            yield slot[0], self.copies[self._replica_of[slot[0]]], self._everyone
+        else:
+            yield from zip(slot, self.copies, self.destinations, strict=True)
+
+
+@functools.lru_cache(maxsize=256)
+def holders_of_blocks(shape: tuple[int, ...], view: MatrixView, layout: Layout, *, damped: bool) -> tuple[Holders, ...]:
+    """Return the holders of every block, in the order of block numbers; blocks held alike share one object.
+
+    Parameters
+    ----------
+    shape, view, layout
+        Of the parameter.
+    damped
+        Whether ranks that keep a block's score need its result even without holding elements of it.
+    """
+    replicas = layout.replicas()
+    regions_of = dict(zip(layout.ranks, regions(shape, view, layout), strict=True))
+    sizes = []  # for each part of a matrix: elements of one such block that each rank holds if it has the matrix
+    for r0, r1, c0, c1 in spans(view):
+        sizes.append({rank: cut(x.rows, r0, r1).size * cut(x.columns, c0, c1).size for rank, x in regions_of.items()})
+    having: list[list[int]] = [[] for _ in range(view.batch)]
+    for rank, region in regions_of.items():
+        for start, stop in region.batch:
+            for b in range(start, stop):
+                having[b].append(rank)
+    scored = _ranks_with_scores(shape, view, layout) if damped else None
+    known: dict[tuple[tuple[int, ...], tuple[int, ...], int], Holders] = {}
+    found = []
+    for b, ranks in enumerate(having):
+        for part, size in enumerate(sizes):
+            keeping = scored[b * len(sizes) + part] if scored else ()
+            key = tuple(ranks), keeping, part
+            if key not in known:
+                holding = {rank: size[rank] for rank in ranks if size[rank]}
+                needing = {**dict.fromkeys(keeping, 0), **holding}
+                known[key] = Holders(
+                    replicas,
+                    tuple({r: holding[r] for r in copy if r in holding} for copy in replicas),
+                    tuple({r: needing[r] for r in copy if r in needing} for copy in replicas),
+                )
+            found.append(known[key])
+    return tuple(found)
+
+
+def _ranks_with_scores(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> list[tuple[int, ...]]:
+    """Return for every block the ranks that keep its score."""
+    scores = score_layout(shape, view, layout)
+    if all(placement is None for placement in scores.placements):
+        return [layout.ranks] * view.blocks
+    keeping: list[list[int]] = [[] for _ in range(view.blocks)]
+    for rank, place in zip(layout.ranks, layout.coordinates(), strict=True):
+        for start, stop in held(view.blocks, 0, scores, place):
+            for block in range(start, stop):
+                keeping[block].append(rank)
+    return [tuple(ranks) for ranks in keeping]

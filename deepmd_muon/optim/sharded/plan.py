@@ -1,0 +1,300 @@
+"""Who orthogonalizes which matrix, and what travels to get it there and back: plain values, the same on every rank.
+
+A *block* is one matrix of a parameter (one expert, one part of a fused weight). Its *job* has an owner, *sources*
+that hold its momentum, and *destinations* that apply its update. Jobs that stay on one rank travel nowhere; the
+others are cut into buckets, each exchanged by one all-to-all to the owners and one back. Owners are chosen longest
+processing time first (R. L. Graham, SIAM J. Appl. Math. 17, 416, 1969): blocks of all shapes in falling order of
+work, each to the rank with least work so far, ties by bytes and then rank.
+
+Parameters whose meshes consist of the same ranks share a *domain*, with exchanges of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from deepmd_muon.optim.sharded.layout import Layout
+from deepmd_muon.optim.sharded.owners import Balance, Holders, holders_of_blocks
+from deepmd_muon.optim.sharded.settings import ShardedSettings
+from deepmd_muon.optim.views import MatrixView
+
+Leg = Literal["gather", "return"]
+LEGS: tuple[Leg, Leg] = ("gather", "return")
+
+VERSION = 1
+WORD = 8  # bytes of a header entry (float64); messages are padded to whole words
+NARROW = 2  # bytes of an element in a 16-bit type
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedParameter:
+    """What the plan knows of a parameter of the Muon route.
+
+    Attributes
+    ----------
+    name, shape, view
+        As in its `RouteEntry`.
+    layout
+        Where its elements live.
+    itemsize
+        Bytes of one element of its update: 4, or 8 for float64.
+    damped
+        Whether Magma's statistics travel with its blocks.
+    steps, gram
+        Iterations of the orthogonalization, and whether the Gram form may be used; they decide the work.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    view: MatrixView
+    layout: Layout
+    itemsize: int = 4
+    damped: bool = True
+    steps: int = 10
+    gram: bool = True
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.shape))
+        extras = f"{self.itemsize} bytes, {'damped' if self.damped else 'undamped'}, {self.steps} steps"
+        return f"{self.name}: {size} as {self.view} on {self.layout}, {extras}, gram {self.gram}"
+
+
+class Job(NamedTuple):
+    """One block's way: `sources` and `destinations` map ranks to the number of its elements there (0: score only)."""
+
+    parameter: int
+    block: int
+    owner: int
+    sources: Mapping[int, int]
+    destinations: Mapping[int, int]
+    bucket: int | None
+
+    def ends(self, leg: Leg) -> Iterator[tuple[int, int, int]]:
+        """Yield sender, receiver and number of elements of every piece of one leg."""
+        if leg == "gather":
+            for rank, elements in self.sources.items():
+                yield rank, self.owner, elements
+        else:
+            for rank, elements in self.destinations.items():
+                yield self.owner, rank, elements
+
+
+def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> int:
+    """Return the floating-point operations of one orthogonalization, in the form that is taken for this shape."""
+    m, n = min(rows, columns), max(rows, columns)
+    if m == 1:
+        return 4 * n
+    if gram and n >= 2 * m:
+        return steps * 8 * m**3 + 12 * m * m * n  # products of R, and R = X Xᵀ and X ← Q X three times each
+    return steps * (4 * m * m * n + 2 * m**3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Domain:
+    """Parameters that live on the same ranks with elements of the same size, and their jobs.
+
+    Attributes
+    ----------
+    ranks
+        Global ranks, ascending.
+    parameters
+        Positions in the plan's parameters.
+    itemsize
+        Bytes of an element in full precision.
+    damped
+        Whether message headers carry Magma's statistics.
+    spread
+        Whether replicas share the work; see `ShardedSettings.replication`.
+    jobs
+        In the one global order: falling work, then name, then block.
+    buckets
+        Number of exchanges.
+    work
+        Floating-point operations of each rank in this domain.
+    """
+
+    ranks: tuple[int, ...]
+    parameters: tuple[int, ...]
+    itemsize: int
+    damped: bool
+    spread: bool
+    jobs: tuple[Job, ...]
+    buckets: int
+    work: Mapping[int, int]
+
+    def header(self, leg: Leg) -> int:
+        """Return the header's words per piece: presence, and with Magma three sums there or the cosine back."""
+        return {"gather": 4, "return": 2}[leg] if self.damped else 1
+
+    def element(self, leg: Leg, settings: ShardedSettings) -> int:
+        """Return the bytes of an element on the wire."""
+        dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
+        return self.itemsize if dtype == "full" else NARROW
+
+    def message_bytes(self, leg: Leg, pieces: int, elements: int, settings: ShardedSettings) -> int:
+        """Return the length of one message: headers of all pieces, then all elements, padded to whole words."""
+        payload = elements * self.element(leg, settings)
+        return WORD * (pieces * self.header(leg) + -(-payload // WORD))
+
+    def messages(self, leg: Leg, settings: ShardedSettings) -> dict[tuple[int, int, int], int]:
+        """Return the bytes of every message of one leg, by bucket, sender and receiver; none to oneself."""
+        pieces: Counter[tuple[int, int, int]] = Counter()
+        elements: Counter[tuple[int, int, int]] = Counter()
+        for job in self.jobs:
+            if job.bucket is not None:
+                for sender, receiver, size in job.ends(leg):
+                    if sender != receiver:
+                        pieces[job.bucket, sender, receiver] += 1
+                        elements[job.bucket, sender, receiver] += size
+        return {key: self.message_bytes(leg, n, elements[key], settings) for key, n in pieces.items()}
+
+    def sent(self, settings: ShardedSettings) -> dict[int, int]:
+        """Return the bytes that leave each rank in one step."""
+        total = dict.fromkeys(self.ranks, 0)
+        for leg in LEGS:
+            for (_, sender, _), size in self.messages(leg, settings).items():
+                total[sender] += size
+        return total
+
+    def exchanges(self) -> dict[Leg, tuple[int, ...]]:
+        """Return the buckets whose gather, and whose return, has something to carry between ranks."""
+        found: dict[Leg, set[int]] = {"gather": set(), "return": set()}
+        for job in self.jobs:
+            if job.bucket is not None:
+                for leg in LEGS:
+                    if job.bucket not in found[leg] and any(a != b for a, b, _ in job.ends(leg)):
+                        found[leg].add(job.bucket)
+        return {leg: tuple(sorted(buckets)) for leg, buckets in found.items()}
+
+    def seconds(self, settings: ShardedSettings) -> float:
+        """Predict the time of one step from the rates in the settings, nothing overlapping."""
+        collectives = sum(map(len, self.exchanges().values()))
+        sent = max(self.sent(settings).values())
+        work = max(self.work.values())
+        return work / settings.flops_per_second + sent / settings.bytes_per_second + collectives * settings.latency
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The step of all parameters of the Muon route.
+
+    Attributes
+    ----------
+    parameters
+        In the optimizer's order.
+    settings
+        Of the sharded step.
+    domains
+        The largest first.
+    """
+
+    parameters: tuple[PlannedParameter, ...]
+    settings: ShardedSettings
+    domains: tuple[Domain, ...]
+
+    def lines(self, domain: Domain) -> list[str]:
+        """Return what must be equal on all ranks of a domain, one statement a line."""
+        found = [f"plan version {VERSION}", str(self.settings), f"ranks {domain.ranks}, spread {domain.spread}"]
+        found += [str(self.parameters[i]) for i in domain.parameters]
+        found += [
+            f"{self.parameters[job.parameter].name} block {job.block}: owner {job.owner}, bucket {job.bucket}"
+            for job in domain.jobs
+        ]
+        return found
+
+    def digest(self, domain: Domain) -> bytes:
+        """Return the SHA-256 of `lines`."""
+        return hashlib.sha256("\n".join(self.lines(domain)).encode()).digest()
+
+    def describe(self, *, owners: bool = False) -> str:
+        """Return the plan as text: balance, bytes and collectives of every domain; with `owners` every block."""
+        from deepmd_muon.optim.sharded.describe import describe
+
+        return describe(self, owners=owners)
+
+
+def make_plan(parameters: Sequence[PlannedParameter], settings: ShardedSettings | None = None) -> Plan:
+    """Plan the step of these parameters.
+
+    Parameters
+    ----------
+    parameters
+        In an order that is the same on all ranks; names are unique.
+    settings
+        Of the sharded step.
+
+    Returns
+    -------
+    Plan
+        The same value on every rank that gives the same arguments.
+    """
+    settings = settings or ShardedSettings()
+    members: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
+    for i, parameter in enumerate(parameters):
+        members[tuple(sorted(parameter.layout.ranks)), parameter.itemsize].append(i)
+    # Larger domains first: every rank of a smaller one inside knows the loads that the larger one has brought.
+    order = sorted(members.items(), key=lambda item: (-len(item[0][0]), item[1][0]))
+    domains: list[Domain] = []
+    for (ranks, itemsize), positions in order:
+        before = [domain.work for domain in domains if set(ranks) <= set(domain.ranks)]
+        loads = {rank: sum(work[rank] for work in before) for rank in ranks}
+        repeats = {"spread": (True,), "repeat": (False,), "auto": (True, False)}[settings.replication]
+        if settings.replication == "auto" and all(len(parameters[i].layout.replicas()) == 1 for i in positions):
+            repeats = (True,)
+        choices = [_domain(parameters, positions, ranks, itemsize, loads, settings, spread=way) for way in repeats]
+        domains.append(min(choices, key=lambda domain: domain.seconds(settings)) if len(choices) > 1 else choices[0])
+    return Plan(tuple(parameters), settings, tuple(domains))
+
+
+class _Block(NamedTuple):
+    work: int
+    name: str
+    number: int
+    parameter: int
+    size: int
+    holders: Holders
+
+
+def _domain(
+    parameters: Sequence[PlannedParameter],
+    positions: Sequence[int],
+    ranks: tuple[int, ...],
+    itemsize: int,
+    loads: Mapping[int, int],
+    settings: ShardedSettings,
+    *,
+    spread: bool,
+) -> Domain:
+    """Choose owners and cut buckets for one domain."""
+    blocks: list[_Block] = []
+    for i in positions:
+        p = parameters[i]
+        shapes = p.view.block_shapes
+        work = [newton_schulz_flops(*shape, p.steps, gram=p.gram) for shape in shapes]
+        size = [rows * columns for rows, columns in shapes]
+        for number, holders in enumerate(holders_of_blocks(p.shape, p.view, p.layout, damped=p.damped)):
+            part = number % len(shapes)
+            blocks.append(_Block(work[part], p.name, number, i, size[part] * itemsize, holders))
+    blocks.sort(key=lambda block: (-block.work, block.name, block.number))
+    balance = Balance(loads)
+    jobs: list[Job] = []
+    filled: dict[int, tuple[int, int]] = {}  # owner -> its bucket being filled, bytes in it
+    for work_of_block, _, number, i, bytes_of_block, holders in blocks:
+        for owner, sources, destinations in holders.ways(balance, work_of_block, bytes_of_block, spread=spread):
+            bucket = None
+            if any(rank != owner for rank in (*sources, *destinations)):
+                outgoing = sum(destinations.values()) * itemsize
+                bucket, used = filled.get(owner, (0, 0))
+                load = max(bytes_of_block, outgoing)
+                if used and used + load > settings.bucket_bytes:
+                    bucket, used = bucket + 1, 0
+                filled[owner] = bucket, used + load
+            jobs.append(Job(i, number, owner, sources, destinations, bucket))
+    count = 1 + max((bucket for bucket, _ in filled.values()), default=-1)
+    damped = any(parameters[i].damped for i in positions)
+    work_here = {rank: balance.loads[rank] - loads[rank] for rank in ranks}
+    return Domain(ranks, tuple(positions), itemsize, damped, spread, tuple(jobs), count, work_here)

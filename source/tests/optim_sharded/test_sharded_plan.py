@@ -1,0 +1,299 @@
+"""The plan as a value: regions against slicing, every element routed once, balance, bytes, one digest."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepmd_muon.optim.errors import InvalidSettingError
+from deepmd_muon.optim.sharded import Layout, PlannedParameter, ShardedSettings, Split, make_plan
+from deepmd_muon.optim.sharded.layout import cut, held, regions, replicated, score_layout, spans
+from deepmd_muon.optim.sharded.plan import LEGS, newton_schulz_flops
+from deepmd_muon.optim.views import MatrixView, matrix_view
+
+
+def fsdp(ranks, dim=0):
+    return Layout((ranks,), tuple(range(ranks)), (Split(dim),))
+
+
+def parameter(name, shape, layout, **options):
+    return PlannedParameter(name, shape, matrix_view(shape, "slice"), layout, **options)
+
+
+@st.composite
+def layouts(draw, dims, most=64):
+    """Draw any layout of a parameter with `dims` dimensions on up to `most` ranks."""
+    mesh = draw(st.lists(st.integers(1, 8), min_size=1, max_size=3))
+    while torch.tensor(mesh).prod() > most:
+        mesh[mesh.index(max(mesh))] //= 2
+    placements = [
+        draw(st.none() | st.builds(Split, st.integers(0, dims - 1), st.sampled_from([1, 1, 2, 3]))) for _ in mesh
+    ]
+    size = int(torch.tensor(mesh).prod())
+    return Layout(tuple(mesh), tuple(range(size)), tuple(placements))
+
+
+@st.composite
+def parameters(draw):
+    """Draw several parameters on one mesh's ranks: vectors' matrices, stacks, splits, thin and small ones."""
+    found = []
+    for i in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(1, 7), min_size=2, max_size=4)))
+        view = matrix_view(shape, draw(st.sampled_from(["slice", "flat"])))
+        if view is None:
+            continue
+        if view.rows > 1 and draw(st.booleans()):
+            k = draw(st.integers(1, view.rows - 1))
+            view = dataclasses.replace(view, axis="rows", sizes=(k, view.rows - k))
+        elif view.columns > 1 and draw(st.booleans()):
+            view = dataclasses.replace(view, axis="columns", sizes=(1, view.columns - 1))
+        layout = draw(layouts(len(shape)))
+        damped = draw(st.booleans())
+        found.append(PlannedParameter(f"p{i}", shape, view, layout, draw(st.sampled_from([4, 8])), damped))
+    return found
+
+
+def local_of(full, layout, rank):
+    """Cut a full tensor as a rank holds it, placement by placement with torch.chunk."""
+    place = list(layout.coordinates())[layout.ranks.index(rank)]
+    for index, count, placement in zip(place, layout.mesh, layout.placements, strict=True):
+        if placement is None:
+            continue
+        pieces = [full.narrow(placement.dim, 0, 0)] * 0
+        for piece in chunks(full, placement.stride, placement.dim):
+            pieces.append(chunks(piece, count, placement.dim)[index])
+        full = torch.cat(pieces, dim=placement.dim)
+    return full
+
+
+def chunks(x, count, dim):
+    """torch.chunk with empty pieces up to `count`."""
+    found = list(x.chunk(count, dim)) if x.shape[dim] else []
+    return found + [x.narrow(dim, 0, 0)] * (count - len(found))
+
+
+@given(parameters())
+@settings(max_examples=150, deadline=None)
+def test_regions_are_what_chunking_gives(drawn):
+    for p in drawn:
+        full = torch.arange(torch.Size(p.shape).numel()).view(p.shape)
+        for rank, region in zip(p.layout.ranks, regions(p.shape, p.view, p.layout), strict=True):
+            local = local_of(full, p.layout, rank)
+            b, r, c = (torch.tensor([i for a, z in runs for i in range(a, z)], dtype=torch.long) for runs in region)
+            expected = full.reshape(p.view.shape)[b][:, r][:, :, c]
+            assert torch.equal(local.reshape(region.shape), expected)
+
+
+@given(parameters(), st.sampled_from(["spread", "repeat"]), st.sampled_from([1, 64, 2**26]))
+@settings(max_examples=150, deadline=None)
+def test_every_element_is_gathered_once_and_returned_to_every_holder(drawn, replication, bucket_bytes):
+    plan = make_plan(drawn, ShardedSettings(replication=replication, bucket_bytes=bucket_bytes))
+    planned = [i for domain in plan.domains for i in domain.parameters]
+    assert sorted(planned) == list(range(len(drawn)))
+    for domain in plan.domains:
+        served = {i: {rank: torch.zeros(drawn[i].shape) for rank in domain.ranks} for i in domain.parameters}
+        for job in domain.jobs:
+            p = drawn[job.parameter]
+            parts = spans(p.view)
+            batch, part = divmod(job.block, len(parts))
+            r0, r1, c0, c1 = parts[part]
+            gathered = torch.zeros(p.view.shape)
+            of = dict(zip(p.layout.ranks, regions(p.shape, p.view, p.layout), strict=True))
+            for leg, ends in (("gather", job.sources), ("return", job.destinations)):
+                for rank, elements in ends.items():
+                    rows, columns = cut(of[rank].rows, r0, r1), cut(of[rank].columns, c0, c1)
+                    present = any(a <= batch < z for a, z in of[rank].batch)
+                    assert elements == present * rows.size * columns.size
+                    target = gathered if leg == "gather" else served[job.parameter][rank].view(p.view.shape)
+                    if elements:
+                        for (a, z), (y, x) in itertools.product(rows.runs, columns.runs):
+                            target[batch, r0 + a : r0 + z, c0 + y : c0 + x] += 1
+            expected = torch.zeros(p.view.shape)
+            expected[batch, r0:r1, c0:c1] = 1
+            assert torch.equal(gathered, expected)
+        for i, per_rank in served.items():
+            p = drawn[i]
+            for rank, region in zip(p.layout.ranks, regions(p.shape, p.view, p.layout), strict=True):
+                expected = torch.zeros(p.view.shape)
+                b, r, c = (torch.tensor([i for a, z in runs for i in range(a, z)], dtype=torch.long) for runs in region)
+                if len(b) and len(r) and len(c):
+                    expected[torch.meshgrid(b, r, c, indexing="ij")] = 1
+                assert torch.equal(per_rank[rank].view(p.view.shape), expected)
+
+
+@given(parameters(), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_work_bytes_and_digest_agree_with_the_jobs(drawn, shuffle):
+    plan = make_plan(drawn)
+    again = make_plan([dataclasses.replace(p) for p in drawn])
+    for domain, twin in zip(plan.domains, again.domains, strict=True):
+        assert plan.digest(domain) == again.digest(twin)
+        work = dict.fromkeys(domain.ranks, 0)
+        for job in domain.jobs:
+            p = drawn[job.parameter]
+            shape = p.view.block_shapes[job.block % len(p.view.block_shapes)]
+            work[job.owner] += newton_schulz_flops(*shape, p.steps, gram=p.gram)
+            stays = {*job.sources, *job.destinations} == {job.owner}
+            assert (job.bucket is None) == stays
+        assert work == domain.work
+        sent = dict.fromkeys(domain.ranks, 0)
+        for leg in LEGS:
+            for (bucket, sender, receiver), size in domain.messages(leg, plan.settings).items():
+                ends = [e for job in domain.jobs if job.bucket == bucket for e in job.ends(leg)]
+                mine = [n for a, b, n in ends if (a, b) == (sender, receiver)]
+                words = len(mine) * domain.header(leg) + -(-sum(mine) * domain.itemsize // 8)
+                assert size == 8 * words
+                sent[sender] += size
+        assert sent == domain.sent(plan.settings)
+        assert all(0 <= job.bucket < domain.buckets for job in domain.jobs if job.bucket is not None)
+        # Jobs come in one global order whatever the order in which parameters were given.
+        mixed = list(drawn)
+        shuffle.shuffle(mixed)
+        if len(plan.domains) == 1:
+            other = make_plan(mixed).domains[0]
+            named = [(drawn[j.parameter].name, j.block, j.owner, j.bucket) for j in domain.jobs]
+            assert named == [(mixed[j.parameter].name, j.block, j.owner, j.bucket) for j in other.jobs]
+
+
+@given(st.integers(2, 64), st.lists(st.tuples(st.integers(2, 300), st.integers(2, 300)), min_size=1, max_size=80))
+@settings(max_examples=80, deadline=None)
+def test_balance_keeps_the_bound_of_list_scheduling(ranks, shapes):
+    """No rank has more than the mean plus (1 − 1/W) of the largest block that travels."""
+    drawn = [parameter(f"p{i:02}", shape, fsdp(ranks)) for i, shape in enumerate(shapes)]
+    (domain,) = make_plan(drawn).domains
+    work = [newton_schulz_flops(*shape, 10, gram=True) for shape in shapes]
+    assert max(domain.work.values()) <= sum(work) / ranks + (1 - 1 / ranks) * max(work) + 1e-6
+
+
+@given(st.integers(2, 3), st.lists(st.integers(4, 40), min_size=1, max_size=7))
+@settings(max_examples=60, deadline=None)
+def test_balance_is_within_four_thirds_of_the_best(ranks, sizes):
+    drawn = [parameter(f"p{i}", (size, size), fsdp(ranks)) for i, size in enumerate(sizes)]
+    (domain,) = make_plan(drawn).domains
+    work = [newton_schulz_flops(size, size, 10, gram=True) for size in sizes]
+    best = min(
+        max(sum(w for w, o in zip(work, owners, strict=True) if o == rank) for rank in range(ranks))
+        for owners in itertools.product(range(ranks), repeat=len(work))
+    )
+    assert max(domain.work.values()) <= (4 / 3 - 1 / (3 * ranks)) * best
+
+
+def test_whole_matrices_stay_where_they_are():
+    mesh = Layout((4,), (0, 1, 2, 3), (Split(0),))
+    plan = make_plan([PlannedParameter("experts", (8, 5, 7), MatrixView(8, 5, 7), mesh)])
+    (domain,) = plan.domains
+    assert domain.buckets == 0
+    assert [job.owner for job in domain.jobs] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert domain.sent(plan.settings) == dict.fromkeys(range(4), 0)
+
+
+def test_experts_split_inside_their_group_are_owned_there():
+    """Expert parallelism over 4, each expert's rows over 2 ranks more: owners hold a part of what they own."""
+    mesh = Layout((2, 4), tuple(range(8)), (Split(1), Split(0)))
+    (domain,) = make_plan([PlannedParameter("experts", (8, 6, 6), MatrixView(8, 6, 6), mesh)]).domains
+    assert all(job.owner in job.sources for job in domain.jobs)
+    assert len(set(domain.work.values())) == 1
+
+
+@pytest.mark.parametrize(
+    ("replication", "largest", "sent"),
+    [
+        # N = 4 matrices of 64 elements on 2 replicas × 2 shards: (N/W)(S−1)/S gathered, N/S (R−1)/R and the same again
+        ("spread", 1, 4 * (64 // 2 + 64 // 2 + 64)),
+        ("repeat", 2, 4 * (2 * 64 // 2 + 2 * 64 // 2)),
+    ],
+)
+def test_hsdp_shares_or_repeats(replication, largest, sent):
+    mesh = Layout((2, 2), (0, 1, 2, 3), (None, Split(0)))
+    drawn = [parameter(f"p{i}", (8, 8), mesh, damped=False) for i in range(4)]
+    (domain,) = make_plan(drawn, ShardedSettings(replication=replication)).domains
+    one = newton_schulz_flops(8, 8, 10, gram=True)
+    assert set(domain.work.values()) == {largest * one}
+    # Each of two pieces gathered or returned carries a header of one word.
+    headers = {"spread": 8 * (1 + 3), "repeat": 8 * (2 + 2)}[replication]
+    assert set(domain.sent(ShardedSettings()).values()) == {sent + headers}
+
+
+def test_replicas_repeat_small_work_and_share_large_work():
+    small = [parameter(f"p{i}", (64, 64), replicated(range(8))) for i in range(16)]
+    large = [parameter(f"p{i}", (4096, 4096), replicated(range(8))) for i in range(16)]
+    (repeated,), (shared,) = make_plan(small).domains, make_plan(large).domains
+    assert (repeated.spread, repeated.buckets) == (False, 0)
+    assert shared.spread
+    assert shared.exchanges() == {"gather": (), "return": (0, 1)}
+
+
+def test_domains_are_apart_and_know_the_load_before():
+    world, pair = fsdp(4), Layout((2,), (0, 1), (Split(0),))
+    drawn = [parameter("a", (8, 8), pair), parameter("b", (64, 64), world), parameter("c", (8, 8), world, itemsize=8)]
+    plan = make_plan(drawn)
+    assert [(d.ranks, d.parameters) for d in plan.domains] == [
+        ((0, 1, 2, 3), (1,)),
+        ((0, 1, 2, 3), (2,)),
+        ((0, 1), (0,)),
+    ]
+    # b goes to rank 0; c and a, each in exchanges of its own, to the next rank that has had less.
+    assert [job.owner for domain in plan.domains for job in domain.jobs] == [0, 1, 1]
+
+
+def test_buckets_bound_what_one_rank_receives():
+    drawn = [parameter(f"p{i:02}", (16, 16), fsdp(2), damped=False) for i in range(12)]
+    (domain,) = make_plan(drawn, ShardedSettings(bucket_bytes=2 * 16 * 16 * 4)).domains
+    assert domain.buckets == 3
+    assert [sum(job.bucket == k for job in domain.jobs) for k in range(3)] == [4, 4, 4]
+
+
+@given(parameters())
+@settings(max_examples=60, deadline=None)
+def test_scores_live_with_their_blocks(drawn):
+    for p in drawn:
+        scores = score_layout(p.shape, p.view, p.layout)
+        everywhere = all(x is None for x in scores.placements)
+        places = zip(p.layout.coordinates(), regions(p.shape, p.view, p.layout), strict=True)
+        for place, region in places:
+            kept = {i for a, z in held(p.view.blocks, 0, scores, place) for i in range(a, z)}
+            parts = max(1, len(p.view.sizes))
+            own = {i for a, z in region.batch for i in range(a * parts, z * parts)}
+            assert kept == (set(range(p.view.blocks)) if everywhere else own)
+
+
+def test_a_large_plan_takes_seconds():
+    """70 layers of 7 matrices on 1024 ranks, and a mixture of 58 × 3 × 64 experts on the same."""
+    random.seed(0)
+    shapes = [(8192, 8192), (1024, 8192), (28672, 8192)]
+    dense = [parameter(f"dense{i:03}", random.choice(shapes), fsdp(1024)) for i in range(70)]
+    mesh = Layout((16, 64), tuple(range(1024)), (Split(1), Split(0)))
+    experts = [
+        PlannedParameter(f"experts{i:03}", (64, 2048, 7168), MatrixView(64, 2048, 7168), mesh) for i in range(20)
+    ]
+    (domain,) = make_plan(dense + experts).domains
+    assert len(domain.jobs) == 70 + 64 * 20
+    assert max(domain.work.values()) < 1.1 * sum(domain.work.values()) / 1024 + max(
+        newton_schulz_flops(*s, 10, gram=True) for s in shapes
+    )
+
+
+def test_describe_says_who_and_how_much():
+    mesh = Layout((2, 2), (0, 1, 2, 3), (None, Split(0)))
+    plan = make_plan(
+        [parameter("w", (8, 6), mesh), parameter("v", (4, 4), mesh)], ShardedSettings(replication="spread")
+    )
+    text = plan.describe(owners=True)
+    assert "4 ranks; 2 parameters, 2 matrices on mesh 2x2: Replicate, Shard(0), replicas share the work" in text
+    assert "collectives a step: 1 to the owners, 1 back" in text
+    assert "rank 0: w block 0 (8x6), bucket 0" in text
+    assert "rank 1: v block 0 (4x4), bucket 0" in text
+    assert make_plan([]).describe() == "no parameter of the Muon route is sharded or replicated"
+
+
+def test_settings_are_checked():
+    with pytest.raises(InvalidSettingError, match="bucket_bytes: must be >= 1; found 0"):
+        ShardedSettings(bucket_bytes=0)
+    with pytest.raises(InvalidSettingError, match="replication"):
+        ShardedSettings(replication="some")
