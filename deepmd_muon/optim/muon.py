@@ -94,7 +94,9 @@ def _updates(
     if settings.deepmd_kit_arithmetic:
         polar = orthogonalize_as_deepmd_kit(flat, gram=settings.enable_gram)
     else:
-        polar = orthogonalize_matrices(flat, settings.schedule, settings.precision, gram=settings.enable_gram)
+        polar = orthogonalize_matrices(
+            flat, settings.schedule, settings.precision, gram=settings.enable_gram, flash=settings.flash_muon
+        )
     scales = [update_scale(shape, settings) for view in views for shape in view.block_shapes]
     torch._foreach_mul_(polar, scales)
     if factors is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import Precision
 from deepmd_muon.optim.errors import InvalidShapeError
+from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, orthogonalize_with_kernels
 from deepmd_muon.optim.polar.schedules import AnySchedule, Coefficients, coefficients_of
 
 # Rounding errors of R = X Xᵀ in directions where X is zero grow by a² a step and are harmless below about 1e-2.
@@ -79,7 +80,12 @@ def orthogonalize(
 
 
 def orthogonalize_matrices(
-    matrices: Sequence[Tensor], schedule: AnySchedule, precision: Precision = "auto", *, gram: bool = True
+    matrices: Sequence[Tensor],
+    schedule: AnySchedule,
+    precision: Precision = "auto",
+    *,
+    gram: bool = True,
+    flash: bool | Collection[str] = True,
 ) -> list[Tensor]:
     """Orthogonalize several batches of matrices of different shapes together.
 
@@ -89,6 +95,8 @@ def orthogonalize_matrices(
         Tensors (b, m, n) on one device; they are not changed.
     schedule, precision, gram
         As in `orthogonalize`.
+    flash
+        Use kernels where the table of `polar.dispatch` has one; or which of its implementations may be used.
 
     Returns
     -------
@@ -100,10 +108,13 @@ def orthogonalize_matrices(
     coefficients = coefficients_of(schedule)
     operand = _operand_dtype(precision, matrices[0].device)
     master = torch.float64 if operand == torch.float64 else torch.float32
-    results: list[Tensor | None] = [None] * len(matrices)
-    shapes = tuple((x.shape[0], x.shape[1], x.shape[2]) for x in matrices)
+    implementations = (IMPLEMENTATIONS if flash else ()) if isinstance(flash, bool) else flash
+    results = orthogonalize_with_kernels(matrices, coefficients, operand, implementations)
+    left = [i for i, done in enumerate(results) if done is None]
+    shapes = tuple((matrices[i].shape[0], matrices[i].shape[1], matrices[i].shape[2]) for i in left)
     for lot in arrange(shapes, gram and operand == master, matrices[0].is_cuda):
-        wide = [_wide(matrices[i]) for i in lot.members]
+        members = [left[i] for i in lot.members]
+        wide = [_wide(matrices[i]) for i in members]
         normalized = [_normalize(x, master) for x in wide]
         if lot.rows == 1:
             done = normalized  # the polar factor of a vector is its direction
@@ -113,7 +124,7 @@ def orthogonalize_matrices(
             stacked = _standard(_stack(normalized, lot), coefficients, operand)
             pieces = stacked.split([x.shape[0] for x in wide])
             done = [piece[:, :, : x.shape[2]] for piece, x in zip(pieces, wide, strict=True)]
-        for i, x in zip(lot.members, done, strict=True):
+        for i, x in zip(members, done, strict=True):
             results[i] = x if x.shape == matrices[i].shape else x.mT
     return [x for x in results if x is not None]
 

@@ -1,0 +1,220 @@
+"""One launch for matrices that are too large for one multiprocessor: several programs share a matrix.
+
+They meet at barriers in global memory, so all programs of a launch must run at the same time: launches are cooperative
+and never larger than the device holds at once. Iterates travel between programs in fp16; the master X is fp32.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+# ruff: noqa: ANN001, ANN201
+# Reason for both: Triton compiles these functions; their arguments are of its own language, not of Python's.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from deepmd_muon.optim.polar.kernels import COLUMNS, HALF, ROW, ROWS, SINGLE, load_matrix, store_result
+
+# Programs of one matrix at most; a power of two.
+MOST = tl.constexpr(128)
+
+
+@triton.jit
+def meet(counter, target):
+    """Wait until `target` arrivals were counted: what the others stored before theirs can then be read."""
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
+    while arrived < target:
+        arrived = tl.atomic_add(counter, 0, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+
+
+@triton.jit
+def merge(largest, squares, other_largest, other_squares):
+    """Merge two (largest magnitude, sum of squares relative to it)."""
+    joint = tl.maximum(largest, other_largest)
+    safe = tl.where(joint == 0.0, 1.0, joint)
+    mine = largest / safe
+    theirs = other_largest / safe
+    return joint, squares * mine * mine + other_squares * theirs * theirs
+
+
+@triton.jit
+def norm_of_all(sums, first, count):
+    """Return the largest magnitude of a whole matrix and its norm relative to that, from each program's share."""
+    i = tl.arange(0, MOST)
+    inside = i < count
+    largest = tl.load(sums + 2 * (first + i), mask=inside, other=0.0)
+    squares = tl.load(sums + 2 * (first + i) + 1, mask=inside, other=0.0)
+    joint = tl.max(largest)
+    safe = tl.where(joint == 0.0, 1.0, joint)
+    share = largest / safe
+    norm = tl.sqrt(tl.sum(squares * share * share))
+    return safe, tl.where(norm == 0.0, 1.0, norm)
+
+
+@triton.jit
+def strips(
+    programs,
+    table,
+    addresses,
+    coefficients,
+    out,
+    half,
+    sums,
+    counters,
+    MP: tl.constexpr,
+    NS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Orthogonalize wide matrices of at most MP rows: each program owns NS columns, in registers.
+
+    After each step programs exchange their columns in fp16 and each forms X Xᵀ anew from all of them: twice the
+    operations for a tenth of the barriers, and the same sums in the same order on every run.
+    """
+    mine = programs + 3 * tl.program_id(0)
+    matrix = tl.load(mine).to(tl.int64)
+    rank = tl.load(mine + 1)
+    count = tl.load(mine + 2)
+    row = table + matrix * ROW
+    counter = counters + matrix
+    first = tl.program_id(0) - rank
+    r = tl.arange(0, MP)
+    s = tl.arange(0, NS)
+    c = rank * NS + s
+    width = tl.multiple_of(count * NS, NS)
+    size = tl.multiple_of(MP * width, 64)
+    buffer = half + tl.multiple_of(tl.load(row + HALF), 64)
+    own = r[:, None] * width + c[None, :]
+    x, largest = load_matrix(row, addresses, r, c)
+    tl.store(sums + 2 * (first + rank), largest)
+    tl.store(sums + 2 * (first + rank) + 1, tl.sum(x * x).to(tl.float64))
+    meet(counter, count)
+    joint, norm = norm_of_all(sums, first, count)
+    x = x * (largest / joint / norm).to(tl.float32)
+    arrivals = count
+    for k in range(STEPS):
+        a = tl.load(coefficients + 3 * k)
+        b = tl.load(coefficients + 3 * k + 1)
+        d = tl.load(coefficients + 3 * k + 2)
+        narrow = x.to(tl.float16)
+        current = buffer + (k % 2) * size
+        tl.store(current + own, narrow)
+        arrivals += count
+        meet(counter, arrivals)
+        gram = tl.zeros((MP, MP), tl.float32)
+        for q in range(0, width, NS):
+            columns = tl.load(current + r[:, None] * width + (q + s)[None, :])
+            gram = tl.dot(columns, tl.trans(columns), gram)
+        narrow_gram = gram.to(tl.float16)
+        polynomial = (b * gram + d * tl.dot(narrow_gram, narrow_gram)).to(tl.float16)
+        x = tl.dot(polynomial, narrow, a * x)
+    store_result(row, out, x, r, c)
+
+
+@triton.jit
+def symmetric_tiles(
+    target, source, depth, tiles, rank, count, b, d, ADD: tl.constexpr, T: tl.constexpr, K: tl.constexpr
+):
+    """Compute this program's tiles of S Sᵀ, or of b S + d S Sᵀ for a symmetric S, and of their mirror images."""
+    order = tiles * T
+    t = tl.arange(0, T)
+    q = tl.arange(0, K)
+    for number in range(rank, tiles * (tiles + 1) // 2, count):
+        i = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
+        j = number - i * (i + 1) // 2
+        left = source + (i * T + t)[:, None] * depth + q[None, :]
+        right = source + (j * T + t)[:, None] * depth + q[None, :]
+        product = tl.zeros((T, T), tl.float32)
+        for k in range(0, depth, K):
+            product = tl.dot(tl.load(left + k), tl.trans(tl.load(right + k)), product)
+        where = (i * T + t)[:, None] * order + (j * T + t)[None, :]
+        if ADD:
+            product = b * tl.load(source + where).to(tl.float32) + d * product
+        narrow = product.to(tl.float16)
+        tl.store(target + where, narrow)
+        if i != j:
+            tl.store(target + (j * T + t)[:, None] * order + (i * T + t)[None, :], tl.trans(narrow))
+
+
+@triton.jit
+def tiles(
+    programs,
+    table,
+    addresses,
+    coefficients,
+    out,
+    single,
+    half,
+    sums,
+    counters,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Orthogonalize matrices of any size: programs share the T × T tiles of X, X Xᵀ and its polynomial."""
+    mine = programs + 3 * tl.program_id(0)
+    matrix = tl.load(mine).to(tl.int64)
+    rank = tl.load(mine + 1)
+    count = tl.load(mine + 2)
+    row = table + matrix * ROW
+    counter = counters + matrix
+    first = tl.program_id(0) - rank
+    t = tl.arange(0, T)
+    q = tl.arange(0, K)
+    down = tl.cdiv(tl.load(row + ROWS), T).to(tl.int32)
+    along = tl.cdiv(tl.load(row + COLUMNS), T).to(tl.int32)
+    order = tl.multiple_of(down * T, T)
+    width = tl.multiple_of(along * T, T)
+    size = tl.multiple_of(order * width, T)
+    master = single + tl.multiple_of(tl.load(row + SINGLE), 64)
+    iterate = half + tl.multiple_of(tl.load(row + HALF), 64)
+    gram = iterate + 2 * size
+    polynomial = gram + tl.multiple_of(order * order, T)
+
+    largest = tl.zeros((), tl.float64)
+    squares = tl.zeros((), tl.float64)
+    for number in range(rank, down * along, count):
+        x, peak = load_matrix(row, addresses, number % down * T + t, number // down * T + t)
+        largest, squares = merge(largest, squares, peak, tl.sum(x * x).to(tl.float64))
+    tl.store(sums + 2 * (first + rank), largest)
+    tl.store(sums + 2 * (first + rank) + 1, squares)
+    meet(counter, count)
+    joint, norm = norm_of_all(sums, first, count)
+    for number in range(rank, down * along, count):
+        r = number % down * T + t
+        c = number // down * T + t
+        x, peak = load_matrix(row, addresses, r, c)
+        x = x * (peak / joint / norm).to(tl.float32)
+        where = r[:, None] * width + c[None, :]
+        tl.store(master + where, x)
+        tl.store(iterate + where, x.to(tl.float16))
+    meet(counter, 2 * count)
+    arrivals = 2 * count
+    for k in range(STEPS):
+        a = tl.load(coefficients + 3 * k)
+        b = tl.load(coefficients + 3 * k + 1)
+        d = tl.load(coefficients + 3 * k + 2)
+        current = iterate + tl.multiple_of((k % 2) * size, T)
+        following = iterate + tl.multiple_of(((k + 1) % 2) * size, T)
+        symmetric_tiles(gram, current, width, down, rank, count, b, d, False, T, K)
+        meet(counter, arrivals + count)
+        symmetric_tiles(polynomial, gram, order, down, rank, count, b, d, True, T, K)
+        meet(counter, arrivals + 2 * count)
+        for number in range(rank, down * along, count):
+            r = number % down * T + t
+            c = number // down * T + t
+            where = r[:, None] * width + c[None, :]
+            x = a * tl.load(master + where)
+            left = polynomial + r[:, None] * order + q[None, :]
+            right = current + q[:, None] * width + c[None, :]
+            for p in range(0, order, K):
+                x = tl.dot(tl.load(left + p), tl.load(right + p * width), x)
+            if k + 1 < STEPS:
+                tl.store(master + where, x)
+                tl.store(following + where, x.to(tl.float16))
+            else:
+                store_result(row, out, x, r, c)
+        arrivals += 3 * count
+        if k + 1 < STEPS:
+            meet(counter, arrivals)

@@ -1,0 +1,282 @@
+"""Tables and launches of the kernels that take whole iterations: made once per set of shapes, then only launched."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.polar.cooperative import MOST, strips, tiles
+from deepmd_muon.optim.polar.dispatch import Geometry
+from deepmd_muon.optim.polar.kernels import TILES, small_matrices, write_addresses
+from deepmd_muon.optim.polar.schedules import Coefficients
+
+_KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+_ADDRESSES = 16  # arguments of `write_addresses`
+_STRIP = 64
+_TILE, _DEPTH = 64, 64  # tiles of X, and columns taken at a time in a product
+# Programs that one multiprocessor holds at once, by registers: 256 threads of 255, and 128 threads of 255.
+_STRIPS_AT_ONCE, _TILES_AT_ONCE = 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """One matrix: which tensor, where in it, its shape and strides with the smaller dimension as rows."""
+
+    tensor: int
+    kind: int
+    offset: int
+    rows: int
+    columns: int
+    row_stride: int
+    column_stride: int
+    out: int
+    out_row: int
+    out_column: int
+
+    def row(self, tile: int = 0, single: int = 0, half: int = 0) -> list[int]:
+        """Return the table row that the kernels read."""
+        turned = int(self.row_stride < self.column_stride)
+        place = [self.tensor, self.kind, self.offset, self.rows, self.columns, self.row_stride, self.column_stride]
+        return [tile, *place, self.out, self.out_row, self.out_column, turned, single, half]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Tables on the device and the sizes of one launch."""
+
+    grid: int
+    matrices: int
+    table: Tensor
+    programs: Tensor | None
+    constants: dict[str, Any]
+    single: int = 0
+    half: int = 0
+
+
+@dataclasses.dataclass
+class Plan:
+    """All launches for one set of shapes, and the addresses that were last written for it."""
+
+    launches: list[Launch]
+    out_size: int
+    out_places: list[int]
+    addresses: Tensor
+    written: tuple[int, ...] = ()
+
+    def results(self, out: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Cut what the launches wrote into the results, shapes as given."""
+        places = zip(self.out_places, matrices, strict=True)
+        return [out[place : place + x.numel()].view(x.shape) for place, x in places]
+
+
+def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
+    """Orthogonalize batches of matrices in as few launches as fit the device.
+
+    Parameters
+    ----------
+    name
+        'whole', 'strips' or 'tiles'; see the table of `dispatch`.
+    matrices
+        Non-empty batches (b, m, n) of any strides on one device.
+    coefficients
+        One (a, b, c) a step.
+
+    Returns
+    -------
+    list of Tensor
+        float32 results (b, m, n), parts of one new tensor.
+    """
+    device = matrices[0].device
+    plan = plan_for(name, tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
+    addresses = current_addresses(plan, matrices)
+    steps = on_device(coefficients, device)
+    out = torch.empty(plan.out_size, dtype=torch.float32, device=device)
+    for launch in plan.launches:
+        _start(name, launch, addresses, steps, out)
+    return plan.results(out, matrices)
+
+
+def _start(name: str, launch: Launch, addresses: Tensor, steps: Tensor, out: Tensor) -> None:
+    constants = {**launch.constants, "STEPS": steps.shape[0]}
+    if name == "whole":
+        small_matrices[(launch.grid,)](launch.table, addresses, steps, out, **constants)
+        return
+    device = out.device
+    half = torch.empty(launch.half, dtype=torch.float16, device=device)
+    sums = torch.empty(2 * launch.grid, dtype=torch.float64, device=device)
+    counters = torch.zeros(launch.matrices, dtype=torch.int32, device=device)
+    if name == "strips":
+        workspace: tuple[Tensor, ...] = (half, sums, counters)
+        kernel = strips
+    else:
+        workspace = (torch.empty(launch.single, dtype=torch.float32, device=device), half, sums, counters)
+        kernel = tiles
+    kernel[(launch.grid,)](
+        launch.programs, launch.table, addresses, steps, out, *workspace, **constants, launch_cooperative_grid=True
+    )
+
+
+def current_addresses(plan: Plan, matrices: Sequence[Tensor]) -> Tensor:
+    """Return the device's copy of the tensors' addresses, written anew only when they changed.
+
+    In a capture they are always written, to memory of the graph: each replay then uses those it was captured with.
+    """
+    now = tuple(x.data_ptr() for x in matrices)
+    capturing = matrices[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    if not capturing and plan.written == now:
+        return plan.addresses
+    addresses = torch.empty_like(plan.addresses) if capturing else plan.addresses
+    for first in range(0, len(now), _ADDRESSES):
+        some = now[first : first + _ADDRESSES]
+        write_addresses[(1,)](addresses, first, *some, *(some[-1:] * (_ADDRESSES - len(some))))
+    if not capturing:
+        plan.written = now
+    return addresses
+
+
+@functools.lru_cache(maxsize=64)
+def on_device(coefficients: Coefficients, device: torch.device) -> Tensor:
+    """Return coefficients as a float32 tensor (steps, 3); copied once."""
+    return torch.tensor(coefficients, dtype=torch.float32, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def plan_for(name: str, geometry: Geometry, device: torch.device) -> Plan:
+    """Lay out results and tables for one set of shapes."""
+    pieces: list[_Piece] = []
+    places = []
+    out = 0
+    for tensor, (shape, strides, dtype) in enumerate(geometry):
+        places.append(out)
+        batch, rows, columns = shape
+        order = (1, 0) if rows > columns else (0, 1)
+        m, n = (shape[1 + i] for i in order)
+        down, across = (strides[1 + i] for i in order)
+        out_row, out_column = ((columns, 1)[i] for i in order)
+        pieces += [
+            _Piece(tensor, _KINDS[dtype], i * strides[0], m, n, down, across, out + i * m * n, out_row, out_column)
+            for i in range(batch)
+        ]
+        out += -(-batch * m * n // 4) * 4  # each tensor's results start at 16 bytes
+    make = {"whole": _whole, "strips": _strips, "tiles": _tiles, "symmetric": _one_shape}[name]
+    count = -(-len(geometry) // _ADDRESSES) * _ADDRESSES
+    addresses = torch.zeros(count, dtype=torch.int64, device=device)
+    return Plan(make(pieces, device), out, places, addresses)
+
+
+def _one_shape(pieces: Sequence[_Piece], device: torch.device) -> list[Launch]:
+    """Make one batch of each shape."""
+    shapes = dict.fromkeys((p.rows, p.columns) for p in pieces)
+    groups = [[p for p in pieces if (p.rows, p.columns) == shape] for shape in shapes]
+    return [
+        Launch(
+            0,
+            len(group),
+            torch.tensor([p.row() for p in group], dtype=torch.int64, device=device),
+            None,
+            {"rows": group[0].rows, "columns": group[0].columns},
+        )
+        for group in groups
+    ]
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many programs of the largest kind a device runs at once; one where an interpreter runs them."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def tile_of(rows: int, columns: int) -> int:
+    """Return the number of the smallest tile of `TILES` that holds a matrix."""
+    fitting = [i for i, (mp, np) in enumerate(TILES) if rows <= mp and columns <= np]
+    return min(fitting, key=lambda i: TILES[i][0] * TILES[i][1])
+
+
+def _whole(pieces: Sequence[_Piece], device: torch.device) -> list[Launch]:
+    """Few matrices share one launch, which then lasts as long as the slowest; of many, each tile gets its own."""
+    numbered = sorted(((tile_of(p.rows, p.columns), p) for p in pieces), key=lambda pair: -pair[0])
+    several = len(pieces) > 2 * multiprocessors(device)
+    groups = [[pair for pair in numbered if pair[0] == t] for t in range(len(TILES))] if several else [numbered]
+    launches = []
+    for group in groups:
+        if not group:
+            continue
+        used = {tile for tile, _ in group}
+        table = torch.tensor([piece.row(tile) for tile, piece in group], dtype=torch.int64, device=device)
+        constants = {"MASK": sum(1 << tile for tile in used), "num_warps": 8 if max(used) > 2 else 4}
+        launches.append(Launch(len(group), len(group), table, None, constants))
+    return launches
+
+
+def _strips(pieces: Sequence[_Piece], device: torch.device) -> list[Launch]:
+    """Each matrix gets one program per strip; the heights of a launch are those of its tallest."""
+    # An interpreter runs programs one after the other, so that they cannot meet: one strip takes everything there.
+    strip = _STRIP if device.type == "cuda" else 1 << max(max(p.columns for p in pieces) - 1, 15).bit_length()
+    programs = [-(-p.columns // strip) for p in pieces]
+    launches = []
+    for group in _packed(programs, _STRIPS_AT_ONCE * multiprocessors(device)):
+        height = max(pieces[i].rows for i in group)
+        mp = next(size for size in (32, 64, 128) if size >= height)
+        sizes = [2 * mp * programs[i] * strip for i in group]
+        constants = {"MP": mp, "NS": strip, "num_warps": 8 if mp == 128 else 4}
+        launches.append(
+            _cooperative([pieces[i] for i in group], [programs[i] for i in group], [], sizes, constants, device)
+        )
+    return launches
+
+
+def _tiles(pieces: Sequence[_Piece], device: torch.device) -> list[Launch]:
+    """Programs take equally many tiles of X each, as few as let all matrices run at once."""
+    shapes = [(-(-p.rows // _TILE), -(-p.columns // _TILE)) for p in pieces]
+    room = _TILES_AT_ONCE * multiprocessors(device)
+    total = sum(down * along for down, along in shapes)
+    each = max(-(-total // room), *(-(-down * along // int(MOST.value)) for down, along in shapes))
+    while sum(-(-down * along // each) for down, along in shapes) > max(room, len(shapes)):
+        each += 1
+    programs = [-(-down * along // each) for down, along in shapes]
+    launches = []
+    for group in _packed(programs, room):
+        singles = [shapes[i][0] * shapes[i][1] * _TILE**2 for i in group]
+        halves = [2 * (shapes[i][0] * shapes[i][1] + shapes[i][0] ** 2) * _TILE**2 for i in group]
+        constants = {"T": _TILE, "K": _DEPTH, "num_warps": 4, "num_stages": 4}
+        launches.append(
+            _cooperative([pieces[i] for i in group], [programs[i] for i in group], singles, halves, constants, device)
+        )
+    return launches
+
+
+def _packed(programs: Sequence[int], room: int) -> list[list[int]]:
+    """Distribute matrices over launches so that each launch's programs fit at once."""
+    groups: list[tuple[int, list[int]]] = []
+    for i, count in enumerate(programs):
+        if not groups or groups[-1][0] + count > room:
+            groups.append((0, []))
+        total, members = groups[-1]
+        groups[-1] = (total + count, [*members, i])
+    return [members for _, members in groups]
+
+
+def _cooperative(
+    pieces: Sequence[_Piece],
+    programs: Sequence[int],
+    singles: Sequence[int],
+    halves: Sequence[int],
+    constants: dict[str, Any],
+    device: torch.device,
+) -> Launch:
+    """Make the tables of a launch whose programs share matrices: (matrix, rank, count) for each program."""
+    rows = [piece.row(0, sum(singles[:i]), sum(halves[:i])) for i, piece in enumerate(pieces)]
+    shared = [(i, rank, count) for i, count in enumerate(programs) for rank in range(count)]
+    return Launch(
+        len(shared),
+        len(pieces),
+        torch.tensor(rows, dtype=torch.int64, device=device),
+        torch.tensor(shared, dtype=torch.int32, device=device),
+        constants,
+        max(sum(singles), 1),
+        sum(halves),
+    )
