@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -85,6 +85,22 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
             taken.add(name)
 
 
+def group_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a group takes from the constructor's arguments, as the plain values that a state dict may hold."""
+    schedule = frozen_schedule(given["schedule"])
+    return {
+        **{key: given[key] for key in ("lr", "maximize", "foreach", "capturable", *_PLAIN_SETTINGS)},
+        **{key: list(_several(given[key])) for key in _LISTS},
+        "adam_betas": tuple(given["adam_betas"]),
+        "schedule": schedule if isinstance(schedule, str) else [list(step) for step in schedule],
+    }
+
+
+def _several(patterns: str | Sequence[str]) -> tuple[str, ...]:
+    """Take a single pattern for a list of one."""
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
 @functools.lru_cache(maxsize=256)
 def _settings(**values: Any) -> HybridMuonConfig:
     return HybridMuonConfig(**values)
@@ -97,7 +113,7 @@ def group_settings(group: dict[str, Any]) -> HybridMuonConfig:
         adam_beta1=beta1,
         adam_beta2=beta2,
         schedule=frozen_schedule(group["schedule"]),
-        **{key: tuple(group[key]) for key in _LISTS},
+        **{key: _several(group[key]) for key in _LISTS},
         **{key: group[key] for key in _PLAIN_SETTINGS},
     )
 

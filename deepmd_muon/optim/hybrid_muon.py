@@ -21,7 +21,7 @@ from deepmd_muon.optim.groups import (
     Params,
     adam_lr_ratio,
     check_parameters,
-    frozen_schedule,
+    group_defaults,
     group_settings,
     with_names,
 )
@@ -135,43 +135,16 @@ class HybridMuon(Optimizer):
         differentiable: bool = False,
         workspace: int = 64 * 2**20,
     ) -> None:
+        defaults = group_defaults(locals())
         if differentiable:
             raise InvalidSettingError("HybridMuon is not differentiable; use torch.func with an optimizer of its own")
         if not isinstance(lr, Tensor) and lr < 0:
             raise InvalidSettingError(f"lr must be >= 0; found {lr}")
-        HybridMuonConfig(on_route_change=on_route_change, on_nonfinite=on_nonfinite)
+        HybridMuonConfig(on_route_change=on_route_change, on_nonfinite=on_nonfinite)  # checks these two
         self.on_route_change: RouteChange = on_route_change
         self.on_nonfinite: NonFinite = on_nonfinite
         self.workspace = workspace
         self.routing = RouteTable(())
-        named_schedule = frozen_schedule(schedule)
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "adam_betas": tuple(adam_betas),
-            "lr_adjust": lr_adjust,
-            "lr_adjust_coeff": lr_adjust_coeff,
-            "muon_mode": muon_mode,
-            "enable_gram": enable_gram,
-            "flash_muon": flash_muon,
-            "magma_muon": magma_muon,
-            "nesterov": nesterov,
-            "scaling": scaling,
-            "layout": layout,
-            "adam_lr_ratio": adam_lr_ratio,
-            "schedule": named_schedule if isinstance(named_schedule, str) else [list(step) for step in named_schedule],
-            "precision": precision,
-            "min_matrix_dim": min_matrix_dim,
-            "adam_patterns": list(adam_patterns),
-            "adamw_patterns": list(adamw_patterns),
-            "expert_patterns": list(expert_patterns),
-            "splits": list(splits),
-            "deepmd_kit_arithmetic": deepmd_kit_arithmetic,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-        }
         super().__init__(with_names(params, named_parameters), defaults)
         self._route_parameters()
         if not all("param_names" in group for group in self.param_groups):

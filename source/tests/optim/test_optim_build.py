@@ -84,6 +84,12 @@ def test_every_setting_reaches_the_optimizer():
     assert str(optimizer.routing[1].view) == "1x6x4 rows 3+3"
 
 
+def test_a_single_pattern_stands_for_a_list_of_one():
+    optimizer = HybridMuon(make_model().named_parameters(), adam_patterns="body.*", splits="embed.weight: columns 2")
+    assert [e.route for e in optimizer.routing] == ["muon", "adam", "frozen", "muon"]
+    assert str(optimizer.routing[0].view) == "1x7x4 columns 2+2"
+
+
 def test_all_bad_settings_are_named_together():
     with pytest.raises(InvalidSettingError, match=r"momentum: .*; muon_mode: .*; on_nonfinite: must be one of"):
         HybridMuonConfig(momentum=-3, muon_mode="3d", on_nonfinite="perhaps")
