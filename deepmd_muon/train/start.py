@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def run(
     given, statistics, cache = resolve_sel(given, train, count=not skip_neighbor_stat)
     dump(given.normalized, output)
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = training_device()
     model = build_model(given.normalized["model"])
     log.info(
         "model: %d trainable weights of %d on %s",
@@ -130,6 +131,12 @@ def run(
     if restart and source:
         trainer.restart(source.content, source.path)
     return trainer.run()
+
+
+def training_device() -> torch.device:
+    """Return the GPU when there is one and the environment variable DEVICE, deepmd-kit's own, does not say cpu."""
+    wants_cpu = os.environ.get("DEVICE", "").lower() == "cpu"
+    return torch.device("cpu" if wants_cpu or not torch.cuda.is_available() else "cuda")
 
 
 def load_weights(model: EnergyModel, source: Source, *, force: bool) -> None:

@@ -9,9 +9,10 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path, monkeypatch):
-    """Run in an empty folder, with one thread: sums then have one order, and equality can be exact."""
+    """Run in an empty folder, on the CPU with one thread: sums then have one order, and equality can be exact."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    monkeypatch.setenv("DEVICE", "cpu")
     monkeypatch.chdir(tmp_path)
     yield
     torch.set_num_threads(threads)
