@@ -74,6 +74,7 @@ def load_checked_state(optimizer: HybridMuon, state_dict: Mapping[str, Any]) -> 
         raise RoutingMismatchError(unexplained, _ADVICE)
 
     state: dict[Tensor, dict[str, Any]] = {}
+    converted: set[tuple[str, torch.dtype, torch.dtype]] = set()
     for p, entry, group in _parameters(optimizer):
         old = saved.get(entry.name)
         if entry.name not in differences:
@@ -86,8 +87,12 @@ def load_checked_state(optimizer: HybridMuon, state_dict: Mapping[str, Any]) -> 
             log.warning("%s; %s", differences[entry.name], happened)
         if values:
             state[p] = {key: _placed(key, value, p) for key, value in values.items()}
+            converted |= {(k, v.dtype, state[p][k].dtype) for k, v in values.items() if v.dtype != state[p][k].dtype}
     for name in differences.keys() - {entry.name for entry in optimizer.routing}:
         log.warning("%s; its state is dropped", differences[name])
+
+    for key, old_dtype, new_dtype in sorted(converted, key=str):
+        log.info("%s: saved as %s, kept as %s from now on", key, old_dtype, new_dtype)
 
     _restore_learning_rates(optimizer, state_dict["param_groups"])
     optimizer.state.clear()

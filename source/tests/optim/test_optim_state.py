@@ -179,6 +179,25 @@ def test_damaged_states_are_refused():
             optimizer.load_state_dict(saved)
 
 
+def test_a_model_of_another_dtype_takes_the_state_and_says_so(caplog):
+    model = Net(torch.bfloat16)
+    optimizer = HybridMuon(model.named_parameters())
+    train(model, optimizer, 2)
+    wide = Net(torch.float64)
+    other = HybridMuon(wide.named_parameters())
+    with caplog.at_level("INFO"):
+        other.load_state_dict(optimizer.state_dict())
+    for p, q in zip(model.parameters(), wide.parameters(), strict=True):
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value.double(), other.state[q][key].double()), key
+    assert [record.getMessage() for record in caplog.records] == [
+        "exp_avg: saved as torch.float32, kept as torch.float64 from now on",
+        "exp_avg_sq: saved as torch.float32, kept as torch.float64 from now on",
+        "momentum_buffer: saved as torch.bfloat16, kept as torch.float64 from now on",
+    ]
+    train(wide, other, 1)
+
+
 def test_present_settings_win_and_differences_are_logged(caplog):
     model = Net()
     saved = HybridMuon(model.named_parameters(), 0.1, weight_decay=0.3, momentum=0.8).state_dict()

@@ -277,6 +277,25 @@ def test_a_gradient_scaler_changes_nothing(dtype):
         assert torch.allclose(p, q, rtol=0, atol=1e-6 if dtype != torch.bfloat16 else 0.02)
 
 
+def test_a_gradient_scaler_with_clipping_in_between():
+    model, twin = make_model(), make_model()
+    optimizer, other = (HybridMuon(m.named_parameters(), **SETTINGS) for m in (model, twin))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        optimizer.zero_grad()
+        other.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        loss_of(twin, step).backward()
+        scaler.unscale_(optimizer)
+        for m in (model, twin):
+            nn.utils.clip_grad_norm_(m.parameters(), 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+        other.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+
+
 def overflow(model, value):
     loss_of(model).backward()
     model[2].weight.grad[0, 0] = value
