@@ -49,6 +49,24 @@ def muon_(
     maximize
         Climb instead of descend.
     """
+    momenta, grads, directions = advance_momenta(params, buffers, settings, control, maximize=maximize)
+    factors = _damping(scores, views, momenta, grads, control.skip) if scores else None
+    updates = _updates(directions, views, factors, settings)
+    apply_updates(params, updates, running_lr(lr, control), settings.weight_decay)
+
+
+def advance_momenta(
+    params: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    settings: HybridMuonConfig,
+    control: StepControl,
+    *,
+    maximize: bool = False,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Do m ← β m + (1 − β) g in place; return the momenta, the gradients and what is to be orthogonalized.
+
+    Parameters are as in `muon_`; the results are in the wider of float32 and the parameters' dtype.
+    """
     wide = moment_dtype(params[0].dtype)
     momenta = [m.to(wide) for m in buffers]  # the buffers themselves unless they are 16 bits wide
     grads = ready_gradients(params, wide, control.scale, maximize=maximize)
@@ -56,14 +74,16 @@ def muon_(
         # A step that is left out sees the momentum as its gradient and a learning rate of zero: nothing moves.
         leave = control.skip > 0
         grads = [torch.where(leave, m, g) for m, g in zip(momenta, grads, strict=True)]
-        lr = leave.logical_not().double() * lr
     torch._foreach_lerp_(momenta, grads, 1.0 - settings.momentum)
-    directions = torch._foreach_lerp(grads, momenta, settings.momentum) if settings.nesterov else momenta
+    directions = list(torch._foreach_lerp(grads, momenta, settings.momentum)) if settings.nesterov else momenta
     if wide != buffers[0].dtype:
         torch._foreach_copy_(list(buffers), momenta)
-    factors = _damping(scores, views, momenta, grads, control.skip) if scores else None
-    updates = _updates(directions, views, factors, settings)
-    _apply(params, updates, lr, settings.weight_decay)
+    return momenta, grads, directions
+
+
+def running_lr(lr: float | Tensor, control: StepControl) -> float | Tensor:
+    """Return the learning rate, or zero, on the device, for a step that is left out."""
+    return lr if control.skip is None else (control.skip > 0).logical_not().double() * lr
 
 
 def _damping(
@@ -106,7 +126,7 @@ def _updates(
     return [view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)]
 
 
-def _apply(params: Sequence[Tensor], updates: Sequence[Tensor], lr: float | Tensor, weight_decay: float) -> None:
+def apply_updates(params: Sequence[Tensor], updates: Sequence[Tensor], lr: float | Tensor, weight_decay: float) -> None:
     """Do p ← p (1 − lr λ) − lr · update in place."""
     wide = moment_dtype(params[0].dtype)
     targets = [p.to(wide) for p in params]  # the parameters themselves unless they are 16 bits wide
