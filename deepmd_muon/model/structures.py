@@ -115,13 +115,8 @@ class Structures:
             When a type lies outside the model's, or `sections` do not fit `neighbor`.
         """
         nframes, natoms = atype.shape
-        if sum(sections) != neighbor.shape[2]:
-            raise ModelError(f"sections {tuple(sections)} do not add up to {neighbor.shape[2]} columns")
         flat_type = np.asarray(atype, dtype=np.int64).reshape(-1)
-        if flat_type.size and flat_type.max() >= ntypes:
-            raise ModelError(f"atom type {flat_type.max()} found, but the model has {ntypes} types (0 … {ntypes - 1})")
-        if box is not None and shift is None:
-            raise ModelError("a periodic batch needs the cell translations `shift` of its neighbours")
+        _check_batch(flat_type, box, neighbor, shift, sections, ntypes)
         order = np.argsort(flat_type, kind="stable")
         order = order[np.count_nonzero(flat_type < 0) :]
         frame = order // natoms
@@ -150,6 +145,22 @@ class Structures:
             type_counts=tuple(type_counts),
             filled=np.array([_last_true(section) for section in real]),
         )
+
+
+def _check_batch(
+    flat_type: np.ndarray,
+    box: np.ndarray | None,
+    neighbor: np.ndarray,
+    shift: np.ndarray | None,
+    sections: Sequence[int],
+    ntypes: int,
+) -> None:
+    if sum(sections) != neighbor.shape[2]:
+        raise ModelError(f"sections {tuple(sections)} do not add up to {neighbor.shape[2]} columns")
+    if flat_type.size and flat_type.max() >= ntypes:
+        raise ModelError(f"atom type {flat_type.max()} found, but the model has {ntypes} types (0 … {ntypes - 1})")
+    if box is not None and shift is None:
+        raise ModelError("a periodic batch needs the cell translations `shift` of its neighbours")
 
 
 def _last_true(flags: np.ndarray) -> np.ndarray:
