@@ -111,19 +111,24 @@ def _updates(
     """Orthogonalize all blocks of all parameters together; return scaled, damped updates (batch, rows, columns)."""
     blocks = [view.cut(u) for u, view in zip(directions, views, strict=True)]
     flat = [block for cut in blocks for block in cut]
-    if settings.deepmd_kit_arithmetic:
-        polar = orthogonalize_as_deepmd_kit(flat, gram=settings.enable_gram)
-    else:
-        polar = orthogonalize_matrices(
-            flat, settings.schedule, settings.precision, gram=settings.enable_gram, flash=settings.flash_muon
-        )
-    scales = [update_scale(shape, settings) for view in views for shape in view.block_shapes]
-    torch._foreach_mul_(polar, scales)
+    polar = scaled_polar_factors(flat, settings)
     if factors is not None:
         columns = [column.view(-1, 1, 1) for factor in factors for column in factor.unbind(1)]
         polar = list(torch._foreach_mul(polar, columns))
     remaining = iter(polar)
     return [view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)]
+
+
+def scaled_polar_factors(matrices: Sequence[Tensor], settings: HybridMuonConfig) -> list[Tensor]:
+    """Orthogonalize batches (b, rows, columns) as the settings say, each scaled for its shape."""
+    if settings.deepmd_kit_arithmetic:
+        polar = orthogonalize_as_deepmd_kit(matrices, gram=settings.enable_gram)
+    else:
+        polar = orthogonalize_matrices(
+            matrices, settings.schedule, settings.precision, gram=settings.enable_gram, flash=settings.flash_muon
+        )
+    torch._foreach_mul_(polar, [update_scale((x.shape[1], x.shape[2]), settings) for x in matrices])
+    return polar
 
 
 def apply_updates(params: Sequence[Tensor], updates: Sequence[Tensor], lr: float | Tensor, weight_decay: float) -> None:
