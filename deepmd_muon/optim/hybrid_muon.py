@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,13 @@ from deepmd_muon.optim.groups import (
 from deepmd_muon.optim.muon import muon_
 from deepmd_muon.optim.polar.schedules import AnySchedule
 from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules, choose_route, unnamed
+from deepmd_muon.optim.sharded.plan import Plan
+from deepmd_muon.optim.sharded.settings import ShardedSettings
 from deepmd_muon.optim.state import load_checked_state, state_of
+
+if TYPE_CHECKING:
+    from deepmd_muon.optim.sharded.members import Replicas
+    from deepmd_muon.optim.sharded.step import ShardedStep
 
 
 class HybridMuon(Optimizer):
@@ -74,6 +80,13 @@ class HybridMuon(Optimizer):
     workspace
         Bound on the parameter elements that are worked on at a time; beside the state, a step needs up to 34 bytes
         for each (measured: 19 to 28). A single larger parameter is still taken whole.
+
+    replicas
+        The ranks, as a device mesh or process group, on which parameters that are no DTensors are copies of each
+        other with equal gradients (DDP), so that these ranks share the work. Without it such parameters are this
+        process's own. DTensors say themselves where they live.
+    sharded
+        How DTensors and replicated parameters are stepped; see `deepmd_muon.optim.sharded.ShardedSettings`.
 
     Attributes
     ----------
@@ -134,6 +147,8 @@ class HybridMuon(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         workspace: int = 64 * 2**20,
+        replicas: Replicas | None = None,
+        sharded: ShardedSettings | None = None,
     ) -> None:
         defaults = group_defaults(locals())
         if differentiable:
@@ -144,6 +159,8 @@ class HybridMuon(Optimizer):
         self.on_route_change: RouteChange = on_route_change
         self.on_nonfinite: NonFinite = on_nonfinite
         self.workspace = workspace
+        self.replicas = replicas
+        self.sharded = sharded or ShardedSettings()
         self.routing = RouteTable(())
         super().__init__(with_names(params, named_parameters), defaults)
         self._route_parameters()
@@ -188,6 +205,16 @@ class HybridMuon(Optimizer):
             entries += chosen
         self.routing = RouteTable(entries)
         self._trainable = self._requires_grad()
+        self._shared: ShardedStep | None = None
+        if self.replicas is not None or any(hasattr(p, "device_mesh") for g in self.param_groups for p in g["params"]):
+            from deepmd_muon.optim.sharded.step import sharded_step
+
+            self._shared = sharded_step(self, self.replicas, self.sharded)
+
+    @property
+    def plan(self) -> Plan:
+        """Who orthogonalizes what where parameters live on several ranks; `plan.describe()` says it in words."""
+        return self._shared.plan if self._shared else Plan((), self.sharded, ())
 
     def _requires_grad(self) -> list[bool]:
         return [p.requires_grad for group in self.param_groups for p in group["params"]]
@@ -226,12 +253,16 @@ class HybridMuon(Optimizer):
             self._route_parameters()
         work = [self._collect(number) for number in range(len(self.param_groups))]
         refuse_capture(self, [p for members in work for p, _ in members])
-        control = self._control([member for members in work for member in members])
+        if self._shared is None:
+            control = self._control([member for members in work for member in members])
+        else:
+            work, control = self._shared.step(work)
         for group, members in zip(self.param_groups, work, strict=True):
             for route in ("muon", "adam", "adamw"):
                 taken = [(p, entry) for p, entry in members if entry.route == route]
                 for wave in waves(taken, self.workspace if group["foreach"] is not False else 0):
-                    self._step_wave(wave, group, control.on(wave[0][0].device))
+                    states = [state_of(self, p, entry, damped=group["magma_muon"]) for p, entry in wave]
+                    self._step_wave(wave, states, group, control.on(wave[0][0].device))
         return loss
 
     def _collect(self, number: int) -> list[tuple[Tensor, RouteEntry]]:
@@ -260,13 +291,16 @@ class HybridMuon(Optimizer):
         return StepControl(skip, scale)
 
     def _step_wave(
-        self, wave: Sequence[tuple[Tensor, RouteEntry]], group: dict[str, Any], control: StepControl
+        self,
+        wave: Sequence[tuple[Tensor, RouteEntry]],
+        states: Sequence[dict[str, Tensor]],
+        group: dict[str, Any],
+        control: StepControl,
     ) -> None:
         """Step some parameters of one group, route, device and dtype."""
         settings = group_settings(group)
         params = [p for p, _ in wave]
         route = wave[0][1].route
-        states = [state_of(self, p, entry, damped=settings.magma_muon) for p, entry in wave]
         if route == "muon":
             muon_(
                 params,
@@ -327,7 +361,7 @@ class HybridMuon(Optimizer):
         self._route_parameters()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("workspace", "on_route_change", "on_nonfinite")
+        own = ("workspace", "on_route_change", "on_nonfinite", "replicas", "sharded")
         return {**super().__getstate__(), **{key: getattr(self, key) for key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -184,6 +184,21 @@ def regions(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> tuple[R
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=1024)
+def region_of_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Region]:
+    """Return what `regions` does, by rank."""
+    return dict(zip(layout.ranks, regions(shape, view, layout), strict=True))
+
+
+@functools.lru_cache(maxsize=1024)
+def scores_of_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Runs]:
+    """Return the numbers of the blocks whose scores each rank keeps."""
+    scores = score_layout(shape, view, layout)
+    places = zip(scores.ranks, scores.coordinates(), strict=True)
+    return {rank: held(view.blocks, 0, scores, place) for rank, place in places}
+
+
+@functools.lru_cache(maxsize=1024)
 def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> Layout:
     """Return where the scores, one per block, live: with their blocks where whole blocks are spread, else everywhere.
 

@@ -7,7 +7,7 @@ import functools
 import heapq
 from collections.abc import Iterator, Mapping
 
-from deepmd_muon.optim.sharded.layout import Layout, cut, held, regions, score_layout, spans
+from deepmd_muon.optim.sharded.layout import Layout, cut, region_of_rank, score_layout, scores_of_rank, spans
 from deepmd_muon.optim.views import MatrixView
 
 # Ranks that would do the same work, one in each replica; one rank alone where replicas share the work.
@@ -120,7 +120,7 @@ def holders_of_blocks(shape: tuple[int, ...], view: MatrixView, layout: Layout, 
         Whether ranks that keep a block's score need its result even without holding elements of it.
     """
     replicas = layout.replicas()
-    regions_of = dict(zip(layout.ranks, regions(shape, view, layout), strict=True))
+    regions_of = region_of_rank(shape, view, layout)
     sizes = []  # for each part of a matrix: elements of one such block that each rank holds if it has the matrix
     for r0, r1, c0, c1 in spans(view):
         sizes.append({rank: cut(x.rows, r0, r1).size * cut(x.columns, c0, c1).size for rank, x in regions_of.items()})
@@ -150,12 +150,11 @@ def holders_of_blocks(shape: tuple[int, ...], view: MatrixView, layout: Layout, 
 
 def _ranks_with_scores(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> list[tuple[int, ...]]:
     """Return for every block the ranks that keep its score."""
-    scores = score_layout(shape, view, layout)
-    if all(placement is None for placement in scores.placements):
+    if all(placement is None for placement in score_layout(shape, view, layout).placements):
         return [layout.ranks] * view.blocks
     keeping: list[list[int]] = [[] for _ in range(view.blocks)]
-    for rank, place in zip(layout.ranks, layout.coordinates(), strict=True):
-        for start, stop in held(view.blocks, 0, scores, place):
+    for rank, runs in scores_of_rank(shape, view, layout).items():
+        for start, stop in runs:
             for block in range(start, stop):
                 keeping[block].append(rank)
     return [tuple(ranks) for ranks in keeping]

@@ -127,8 +127,8 @@ class Domain:
     work: Mapping[int, int]
 
     def header(self, leg: Leg) -> int:
-        """Return the header's words per piece: presence, and with Magma three sums there or the cosine back."""
-        return {"gather": 4, "return": 2}[leg] if self.damped else 1
+        """Return the header's words per piece: presence, and with Magma five numbers there or the cosine back."""
+        return {"gather": 6, "return": 2}[leg] if self.damped else 1
 
     def element(self, leg: Leg, settings: ShardedSettings) -> int:
         """Return the bytes of an element on the wire."""

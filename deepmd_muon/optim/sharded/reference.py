@@ -1,0 +1,67 @@
+"""The slow step that defines the fast one: every rank gathers every parameter and takes the whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from deepmd_muon.optim.gradients import StepControl, waves
+from deepmd_muon.optim.groups import group_settings
+from deepmd_muon.optim.muon import muon_
+from deepmd_muon.optim.sharded.members import Member, muon_state
+
+if TYPE_CHECKING:
+    from deepmd_muon.optim.hybrid_muon import HybridMuon
+
+
+def step_everywhere(optimizer: HybridMuon, members: Sequence[Member], control: StepControl) -> None:
+    """Take the Muon step of these parameters on full tensors, and keep of the results what this rank holds.
+
+    Gradients must be there on all ranks or on none.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        settings = group_settings(group)
+        mine = [member for member in members if member.group == number and member.p.grad is not None]
+        for wave in waves([(member.p, member) for member in mine], optimizer.workspace):
+            chosen = [member for _, member in wave]
+            states = [muon_state(optimizer, member, damped=settings.magma_muon) for member in chosen]
+            params = [_full(member.p.detach()) for member in chosen]
+            for p, member in zip(params, chosen, strict=True):
+                assert member.p.grad is not None
+                p.grad = _full(member.p.grad)
+            momenta = [_full(state["momentum_buffer"]) for state in states]
+            scores = [_full(state["magma_score"]) for state in states] if settings.magma_muon else []
+            muon_(
+                params,
+                momenta,
+                scores,
+                [member.entry.view for member in chosen if member.entry.view is not None],
+                lr=group["lr"],
+                settings=settings,
+                control=control.on(params[0].device),
+                maximize=group["maximize"],
+            )
+            for member, state, p, m in zip(chosen, states, params, momenta, strict=True):
+                _keep(member.p.detach(), p)
+                _keep(state["momentum_buffer"], m)
+            for state, score in zip(states, scores, strict=False):
+                _keep(state["magma_score"], score)
+
+
+def _full(x: Tensor) -> Tensor:
+    """Gather a tensor, as a copy."""
+    return x.full_tensor().clone() if isinstance(x, DTensor) else x.clone()
+
+
+def _keep(mine: Tensor, full: Tensor) -> None:
+    """Write this rank's share of a full tensor."""
+    if isinstance(mine, DTensor):
+        everywhere = DTensor.from_local(full, mine.device_mesh, [Replicate()] * mine.device_mesh.ndim, run_check=False)
+        full = everywhere.redistribute(placements=mine.placements).to_local()
+        mine = mine.to_local()
+    with torch.no_grad():
+        mine.copy_(full)

@@ -1,0 +1,207 @@
+"""One rank's part of a plan: which pieces it packs into which message, and where arriving ones go. No communication."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from deepmd_muon.optim.sharded.layout import Cut, cut, region_of_rank, scores_of_rank, spans
+from deepmd_muon.optim.sharded.plan import WORD, Domain, Job, Leg, Plan
+
+
+class Piece(NamedTuple):
+    """What one rank holds of one block.
+
+    Attributes
+    ----------
+    parameter, block
+        Position in the plan and number of the block.
+    batch
+        Index of the matrix in the rank's local view; -1 where the rank has none of it.
+    rows, columns
+        Where the piece lies in the local view, and which rows and columns of the block it is.
+    """
+
+    parameter: int
+    block: int
+    batch: int
+    rows: Cut
+    columns: Cut
+
+    @property
+    def elements(self) -> int:
+        """How many the rank holds."""
+        return self.rows.size * self.columns.size if self.batch >= 0 else 0
+
+
+class Target(NamedTuple):
+    """A rectangle of a piece and where it lies in its block: half-open intervals."""
+
+    in_piece: tuple[slice, slice]
+    in_block: tuple[slice, slice]
+
+
+class Message(NamedTuple):
+    """One rank's pieces in one message.
+
+    Attributes
+    ----------
+    jobs
+        Positions in the route's jobs, one per piece.
+    elements
+        Of each piece.
+    start, words
+        Where the message lies in the buffer of words, and its length.
+    """
+
+    jobs: tuple[int, ...]
+    elements: tuple[int, ...]
+    start: int
+    words: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """One rank's part in one exchange of one domain.
+
+    Attributes
+    ----------
+    jobs
+        Those in which the rank has a part.
+    owned
+        Positions in `jobs` of those that it owns.
+    gather_out, gather_in, return_out, return_in
+        Messages to and from every rank of the domain, in its order.
+    """
+
+    jobs: tuple[Job, ...]
+    owned: tuple[int, ...]
+    gather_out: tuple[Message, ...]
+    gather_in: tuple[Message, ...]
+    return_out: tuple[Message, ...]
+    return_in: tuple[Message, ...]
+
+
+def piece_of(plan: Plan, job: Job, rank: int) -> Piece:
+    """Return what a rank holds of a job's block."""
+    p = plan.parameters[job.parameter]
+    parts = spans(p.view)
+    batch, part = divmod(job.block, len(parts))
+    r0, r1, c0, c1 = parts[part]
+    region = region_of_rank(p.shape, p.view, p.layout)[rank]
+    where = cut(region.batch, batch, batch + 1)
+    rows, columns = cut(region.rows, r0, r1), cut(region.columns, c0, c1)
+    return Piece(job.parameter, job.block, where.start if where.size else -1, rows, columns)
+
+
+def score_index(plan: Plan, job: Job, rank: int) -> int:
+    """Return where a rank keeps a block's score in its local scores."""
+    p = plan.parameters[job.parameter]
+    return cut(scores_of_rank(p.shape, p.view, p.layout)[rank], job.block, job.block + 1).start
+
+
+def local_shape(plan: Plan, parameter: int, rank: int) -> tuple[int, int, int]:
+    """Return the shape of a rank's local tensor, seen as (batch, rows, columns)."""
+    p = plan.parameters[parameter]
+    return region_of_rank(p.shape, p.view, p.layout)[rank].shape
+
+
+def targets(piece: Piece) -> list[Target]:
+    """Return the rectangles of a piece; more than one where strided shards or folded dimensions interrupt it."""
+    found = []
+    row = 0
+    for r0, r1 in piece.rows.runs:
+        column = 0
+        for c0, c1 in piece.columns.runs:
+            inside = slice(row, row + r1 - r0), slice(column, column + c1 - c0)
+            found.append(Target(inside, (slice(r0, r1), slice(c0, c1))))
+            column += c1 - c0
+        row += r1 - r0
+    return found
+
+
+def travelling_route(plan: Plan, domain: Domain, bucket: int, rank: int) -> Route:
+    """Return a rank's part in one bucket."""
+    jobs = [job for job in domain.jobs if job.bucket == bucket]
+    mine = [job for job in jobs if rank == job.owner or rank in job.sources or rank in job.destinations]
+    return _route(plan, domain, mine, domain.ranks, rank)
+
+
+def staying_routes(plan: Plan, domain: Domain, rank: int) -> list[Route]:
+    """Return the jobs that stay on a rank, in portions of at most the size of a bucket; messages go to itself."""
+    portions: list[list[Job]] = []
+    room = 0
+    for job in domain.jobs:
+        if job.bucket is None and job.owner == rank:
+            size = sum(job.sources.values()) * domain.itemsize
+            if size > room or not portions:
+                portions.append([])
+                room = plan.settings.bucket_bytes
+            portions[-1].append(job)
+            room -= size
+    return [_route(plan, domain, portion, (rank,), rank) for portion in portions]
+
+
+def _route(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: Sequence[int], rank: int) -> Route:
+    """Sort the pieces of these jobs into messages, both sides in the order of jobs."""
+    pieces: dict[tuple[str, bool, int], list[tuple[int, int]]] = defaultdict(list)
+    for i, job in enumerate(jobs):
+        for leg, ends in (("gather", job.sources), ("return", job.destinations)):
+            from_holder = leg == "gather"
+            if rank in ends:
+                pieces[leg, from_holder, job.owner].append((i, ends[rank]))
+            if rank == job.owner:
+                for other, elements in ends.items():
+                    pieces[leg, not from_holder, other].append((i, elements))
+
+    def side(leg: Leg, *, sending: bool) -> tuple[Message, ...]:
+        start, found = 0, []
+        for peer in peers:
+            held_here = pieces.get((leg, sending, peer), [])
+            elements = tuple(n for _, n in held_here)
+            words = domain.message_bytes(leg, len(held_here), sum(elements), plan.settings) // WORD
+            found.append(Message(tuple(i for i, _ in held_here), elements, start, words))
+            start += words
+        return tuple(found)
+
+    return Route(
+        tuple(jobs),
+        tuple(i for i, job in enumerate(jobs) if job.owner == rank),
+        side("gather", sending=True),
+        side("gather", sending=False),
+        side("return", sending=True),
+        side("return", sending=False),
+    )
+
+
+def header_words(messages: Sequence[Message], header: int) -> list[list[int]]:
+    """Return the positions of every piece's header in the buffer of words, message by message."""
+    return [
+        [message.start + i * header + k for k in range(header)]
+        for message in messages
+        for i in range(len(message.jobs))
+    ]
+
+
+def payload_starts(messages: Sequence[Message], header: int, itemsize: int) -> list[tuple[int, int, int]]:
+    """Return job, first element in the buffer and number of elements of every piece, message by message."""
+    found = []
+    for message in messages:
+        first = (message.start + len(message.jobs) * header) * WORD // itemsize
+        starts = itertools.accumulate(message.elements, initial=first)
+        found += list(zip(message.jobs, starts, message.elements, strict=False))
+    return found
+
+
+def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
+    """Return which local rows and columns of each matrix belong to each of its parts."""
+    p = plan.parameters[parameter]
+    region = region_of_rank(p.shape, p.view, p.layout)[rank]
+    found = []
+    for r0, r1, c0, c1 in spans(p.view):
+        rows, columns = cut(region.rows, r0, r1), cut(region.columns, c0, c1)
+        found.append((slice(rows.start, rows.stop), slice(columns.start, columns.stop)))
+    return found

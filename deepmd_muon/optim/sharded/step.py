@@ -1,0 +1,167 @@
+"""The optimizer's step where parameters live on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepmd_muon.optim.adam import moment_dtype
+from deepmd_muon.optim.errors import CaptureError, NonFiniteGradientError
+from deepmd_muon.optim.gradients import StepControl, nonfinite, waves
+from deepmd_muon.optim.groups import group_settings
+from deepmd_muon.optim.polar.schedules import coefficients_of
+from deepmd_muon.optim.routing import RouteEntry
+from deepmd_muon.optim.sharded.groups import group_of
+from deepmd_muon.optim.sharded.members import Member, Replicas, check_members, layout_of, local_part, local_twin
+from deepmd_muon.optim.sharded.pipeline import Pipeline
+from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
+from deepmd_muon.optim.sharded.reference import step_everywhere
+from deepmd_muon.optim.sharded.settings import ShardedSettings
+from deepmd_muon.optim.state import state_of
+
+if TYPE_CHECKING:
+    from deepmd_muon.optim.hybrid_muon import HybridMuon
+
+Work = list[list[tuple[Tensor, RouteEntry]]]
+
+
+def sharded_step(optimizer: HybridMuon, replicas: Replicas | None, settings: ShardedSettings) -> ShardedStep | None:
+    """Return the step of those of an optimizer's parameters that live on several ranks; None when none does."""
+    members = []
+    for number, group in enumerate(optimizer.param_groups):
+        for p, entry in zip(group["params"], optimizer._entries[number], strict=True):
+            layout = layout_of(p, replicas)
+            if layout is not None and entry.route != "frozen":
+                members.append(Member(p, entry, number, layout))
+    return ShardedStep(optimizer, members, settings) if members else None
+
+
+class ShardedStep:
+    """Steps the parameters that live on several ranks.
+
+    Parameters
+    ----------
+    optimizer
+        Whose groups and state are used.
+    members
+        Those parameters, in the optimizer's order.
+    settings
+        Of the exchange.
+
+    Attributes
+    ----------
+    plan
+        Of the Muon route; plain values, made without communication.
+    """
+
+    def __init__(self, optimizer: HybridMuon, members: Sequence[Member], settings: ShardedSettings) -> None:
+        self._optimizer = optimizer
+        self._settings = settings
+        self._members = list(members)
+        self._here = {member.p for member in members}
+        self._muon = [member for member in members if member.entry.route == "muon"]
+        self.plan = make_plan([self._planned(member) for member in self._muon], settings)
+        self._pipeline: Pipeline | None = None
+        self._agreement: list[dist.ProcessGroup] | None = None
+
+    def _planned(self, member: Member) -> PlannedParameter:
+        settings = group_settings(self._optimizer.param_groups[member.group])
+        entry = member.entry
+        assert entry.view is not None
+        return PlannedParameter(
+            entry.name,
+            entry.shape,
+            entry.view,
+            member.layout,
+            itemsize=moment_dtype(member.p.dtype).itemsize,
+            damped=settings.magma_muon,
+            steps=len(coefficients_of(settings.schedule)),
+            gram=settings.enable_gram,
+        )
+
+    def step(self, work: Work) -> tuple[Work, StepControl]:
+        """Step them; return the work that is left, on parameters of this rank alone, and what holds for it.
+
+        Raises
+        ------
+        ShardingError
+            When something cannot be exchanged; on all ranks alike, and nothing has been changed.
+        NonFiniteGradientError
+            On all ranks when a gradient of any is not finite and `on_nonfinite` is 'error'.
+        CaptureError
+            While a CUDA graph is being captured.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise CaptureError("a step on several ranks cannot be captured in a CUDA graph")
+        check_members(self._optimizer, self._members)
+        control = self._control()
+        if self._settings.exchange == "reference":
+            step_everywhere(self._optimizer, self._muon, control)
+            self._step_elements(work, control)
+        elif self._muon:
+            if self._pipeline is None:
+                self._pipeline = Pipeline(self._optimizer, self.plan, self._muon)
+            run = self._pipeline.begin(control)
+            self._step_elements(work, control)  # while the first pieces travel
+            run.finish()
+        else:
+            self._step_elements(work, control)
+        return [[(p, entry) for p, entry in members if p not in self._here] for members in work], control
+
+    def _step_elements(self, work: Work, control: StepControl) -> None:
+        """Take the element-wise routes on the elements of this rank."""
+        for group, members in zip(self._optimizer.param_groups, work, strict=True):
+            for route in ("adam", "adamw"):
+                mine = [(p, e) for p, e in members if e.route == route and p in self._here]
+                twins = [(local_twin(p), (p, entry)) for p, entry in mine]
+                for wave in waves(twins, self._optimizer.workspace):
+                    states = [state_of(self._optimizer, p, entry, damped=False) for _, (p, entry) in wave]
+                    local = [{key: local_part(value) for key, value in state.items()} for state in states]
+                    local_wave = [(twin, entry) for twin, (_, entry) in wave]
+                    self._optimizer._step_wave(local_wave, local, group, control.on(wave[0][0].device))
+
+    def _control(self) -> StepControl:
+        """Decide on all ranks alike, on the device, whether this step is left out."""
+        optimizer = self._optimizer
+        scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if optimizer.on_nonfinite == "ignore" and skip is None:
+            return StepControl(None, scale)
+        parameters = [
+            (p, e)
+            for number, group in enumerate(optimizer.param_groups)
+            for p, e in zip(group["params"], optimizer._entries[number], strict=True)
+        ]
+        device = local_part(self._members[0].p).device
+        flags = torch.zeros(len(parameters) + 1, device=device)
+        if skip is not None:
+            flags[-1] = skip.to(device)
+        if optimizer.on_nonfinite != "ignore":
+            found = [
+                (i, local_part(p.grad))
+                for i, (p, e) in enumerate(parameters)
+                if p.grad is not None and e.route != "frozen"
+            ]
+            if found:
+                flags[[i for i, _ in found]] = nonfinite([g for _, g in found]).to(device, torch.float32)
+        for group in self._agreeing(device):
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        if optimizer.on_nonfinite == "error" and skip is None and flags.any():
+            names = [e.name for (_, e), bad in zip(parameters, flags.tolist(), strict=False) if bad]
+            raise NonFiniteGradientError(names)
+        return StepControl(flags.amax(), scale)
+
+    def _agreeing(self, device: torch.device) -> list[dist.ProcessGroup]:
+        """Return the process groups, the largest first, over which ranks agree whether to step."""
+        if self._agreement is None:
+            known = dict.fromkeys(tuple(sorted(member.layout.ranks)) for member in self._members)
+            largest: list[tuple[int, ...]] = []
+            for ranks in sorted(known, key=len, reverse=True):
+                if not any(set(ranks) <= set(other) for other in largest):
+                    largest.append(ranks)
+            groups = [group_of(ranks, device) for ranks in largest]
+            self._agreement = [group for group in groups if group is not None]
+        return self._agreement
