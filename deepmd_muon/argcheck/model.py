@@ -28,8 +28,8 @@ _PRECISION: dict[str, Any] = {
 
 
 def _smoothing_inside(rcut_smth: float, rcut: float) -> str | None:
-    if rcut_smth > rcut:
-        return f"must not exceed rcut; found {rcut_smth:g} with rcut {rcut:g}"
+    if rcut_smth >= rcut:
+        return f"must be below rcut; found {rcut_smth:g} with rcut {rcut:g}"
     return None
 
 

@@ -22,7 +22,7 @@ def test_all_problems_at_once(water, problems):
         "model/descriptor/rcut_smoth": "is not a known key; did you mean 'rcut_smth'?",
         "model/descriptor/neuron/1": "must be a whole number; found the string 'x'",
         "model/descriptor/trainable": "must be true or false; found 1",
-        "model/descriptor/rcut_smth": "must not exceed rcut; found 7 with rcut 6",
+        "model/descriptor/rcut_smth": "must be below rcut; found 7 with rcut 6",
         "model/fitting_net/numb_fparam": "must be 0; found 2 (frame and atomic parameters are not available)",
         "learning_rate/type": "must be one of 'exp', 'cosine', 'wsd'; found the string 'exq'; did you mean 'exp'?",
         "optimizer/muon_mode": "must be one of '2d', 'flat', 'slice'; found '3d'",

@@ -188,7 +188,7 @@ def test_settings_are_frozen_and_hold_to_their_rules(water):
     settings = normalize(water).settings
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.training.seed = 1
-    with pytest.raises(ValueError, match="rcut_smth: must not exceed rcut"):
+    with pytest.raises(ValueError, match="rcut_smth: must be below rcut"):
         SeE2ASettings(rcut=3.0, rcut_smth=4.0)
     with pytest.raises(ValueError, match="loss_func: must be one of 'mse', 'mae'; found 'rmse'"):
         EnerLossSettings(loss_func="rmse")
