@@ -149,10 +149,11 @@ def tiles(
     sums,
     counters,
     T: tl.constexpr,
+    G: tl.constexpr,
     K: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Orthogonalize matrices of any size: programs share the T × T tiles of X, X Xᵀ and its polynomial."""
+    """Orthogonalize matrices of any size: programs share the tiles of X (T × T), of X Xᵀ and its polynomial (G × G)."""
     mine = programs + 3 * tl.program_id(0)
     matrix = tl.load(mine).to(tl.int64)
     rank = tl.load(mine + 1)
@@ -197,19 +198,21 @@ def tiles(
         d = tl.load(coefficients + 3 * k + 2)
         current = iterate + tl.multiple_of((k % 2) * size, T)
         following = iterate + tl.multiple_of(((k + 1) % 2) * size, T)
-        symmetric_tiles(gram, current, width, down, rank, count, b, d, False, T, K)
+        symmetric_tiles(gram, current, width, order // G, rank, count, b, d, False, G, K)
         meet(counter, arrivals + count)
-        symmetric_tiles(polynomial, gram, order, down, rank, count, b, d, True, T, K)
+        symmetric_tiles(polynomial, gram, order, order // G, rank, count, b, d, True, G, K)
         meet(counter, arrivals + 2 * count)
         for number in range(rank, down * along, count):
             r = number % down * T + t
             c = number // down * T + t
             where = r[:, None] * width + c[None, :]
-            x = a * tl.load(master + where)
+            product = tl.zeros((T, T), tl.float32)
             left = polynomial + r[:, None] * order + q[None, :]
             right = current + q[:, None] * width + c[None, :]
             for p in range(0, order, K):
-                x = tl.dot(tl.load(left + p), tl.load(right + p * width), x)
+                product = tl.dot(tl.load(left + p), tl.load(right + p * width), product)
+            # Added at the end: tensor cores truncate their sums, and a X would lose a bit in each of them.
+            x = a * tl.load(master + where) + product
             if k + 1 < STEPS:
                 tl.store(master + where, x)
                 tl.store(following + where, x.to(tl.float16))

@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 
 # Columns of a table row, int64: where a matrix lies and how it is read with its smaller dimension as rows.
-ROW = tl.constexpr(14)
-TILE, TENSOR, KIND, OFFSET, ROWS, COLUMNS, ROW_STRIDE, COLUMN_STRIDE, OUT, OUT_ROW, OUT_COLUMN, TURNED = (
-    tl.constexpr(i) for i in range(12)
+ROW = tl.constexpr(13)
+TILE, TENSOR, KIND, OFFSET, ROWS, COLUMNS, STRIDE, TURNED, OUT, OUT_ROW, OUT_COLUMN = (
+    tl.constexpr(i) for i in range(11)
 )
 # Where a matrix that several programs share has its workspace, in elements of each precision.
-SINGLE, HALF = tl.constexpr(12), tl.constexpr(13)
+SINGLE, HALF = tl.constexpr(11), tl.constexpr(12)
 
 # Tiles (rows, columns) that hold a matrix, by their number in the table; the mask of a launch names those it needs.
 TILES = ((32, 64), (32, 256), (64, 64), (64, 128), (64, 256), (128, 128))
@@ -28,11 +28,14 @@ TILES = ((32, 64), (32, 256), (64, 64), (64, 128), (64, 256), (128, 128))
 
 @triton.jit
 def load_scaled(address, kind, offset, inside):
-    """Load a tile of any floating-point kind; return it in fp32, divided by its largest magnitude, and that."""
+    """Load a tile of any floating-point kind; return it in fp32, divided by its largest magnitude, and that.
+
+    What is smaller than the smallest normal number counts as that: the tile is then merely smaller than one.
+    """
     if kind == 1:
         wide = tl.load(address.to(tl.pointer_type(tl.float64)) + offset, mask=inside, other=0.0)
-        largest = tl.max(tl.abs(wide))
-        tile = (wide / tl.where(largest == 0.0, 1.0, largest)).to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(wide)), 2.2250738585072014e-308)
+        tile = (wide * (1.0 / largest)).to(tl.float32)
     else:
         if kind == 0:
             single = tl.load(address.to(tl.pointer_type(tl.float32)) + offset, mask=inside, other=0.0)
@@ -40,8 +43,9 @@ def load_scaled(address, kind, offset, inside):
             single = tl.load(address.to(tl.pointer_type(tl.float16)) + offset, mask=inside, other=0.0).to(tl.float32)
         else:
             single = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + offset, mask=inside, other=0.0).to(tl.float32)
-        greatest = tl.max(tl.abs(single))
-        tile = single / tl.where(greatest == 0.0, 1.0, greatest)
+        greatest = tl.maximum(tl.max(tl.abs(single)), 1.1754943508222875e-38)
+        # A product, not a quotient an element: straight code runs as fast as it is fetched.
+        tile = single * (1.0 / greatest)
         largest = greatest.to(tl.float64)
     return tile, largest
 
@@ -50,39 +54,38 @@ def load_scaled(address, kind, offset, inside):
 def load_matrix(row, addresses, r, c):
     """Load the entries (r, c) of a table row's matrix as `load_scaled` does, zeros outside of it.
 
-    Neighbouring lanes read neighbouring addresses whichever way the matrix lies in memory.
+    It is contiguous along its rows, or along its columns when turned, and neighbouring lanes read along that.
     """
     m = tl.load(row + ROWS)
     n = tl.load(row + COLUMNS)
-    down = tl.load(row + ROW_STRIDE)
-    across = tl.load(row + COLUMN_STRIDE)
     address = tl.load(addresses + tl.load(row + TENSOR))
     kind = tl.load(row + KIND)
     offset = tl.load(row + OFFSET)
+    stride = tl.load(row + STRIDE)
     if tl.load(row + TURNED) != 0:
         upright, largest = load_scaled(
-            address, kind, offset + c[:, None] * across + r[None, :] * down, (c[:, None] < n) & (r[None, :] < m)
+            address, kind, offset + (c * stride)[:, None] + r[None, :], (c[:, None] < n) & (r[None, :] < m)
         )
         tile = tl.trans(upright)
     else:
         tile, largest = load_scaled(
-            address, kind, offset + r[:, None] * down + c[None, :] * across, (r[:, None] < m) & (c[None, :] < n)
+            address, kind, offset + (r * stride)[:, None] + c[None, :], (r[:, None] < m) & (c[None, :] < n)
         )
     return tile, largest
 
 
 @triton.jit
 def store_result(row, out, x, r, c):
-    """Store entries (r, c) of a table row's result."""
+    """Store entries (r, c) of a table row's result, which is contiguous along one of its axes."""
     m = tl.load(row + ROWS)
     n = tl.load(row + COLUMNS)
     down = tl.load(row + OUT_ROW)
     across = tl.load(row + OUT_COLUMN)
     out += tl.load(row + OUT)
     if down == 1:
-        tl.store(out + c[:, None] * across + r[None, :], tl.trans(x), mask=(c[:, None] < n) & (r[None, :] < m))
+        tl.store(out + (c * across)[:, None] + r[None, :], tl.trans(x), mask=(c[:, None] < n) & (r[None, :] < m))
     else:
-        tl.store(out + r[:, None] * down + c[None, :] * across, x, mask=(r[:, None] < m) & (c[None, :] < n))
+        tl.store(out + (r * down)[:, None] + c[None, :], x, mask=(r[:, None] < m) & (c[None, :] < n))
 
 
 @triton.jit
@@ -92,17 +95,19 @@ def whole_matrix(row, addresses, coefficients, out, MP: tl.constexpr, NP: tl.con
     c = tl.arange(0, NP)
     x, _ = load_matrix(row, addresses, r, c)
     norm = tl.sqrt(tl.sum(x * x))
-    x = x / tl.where(norm == 0.0, 1.0, norm)
-    if tl.load(row + ROWS) > 1:  # the polar factor of a vector is its direction
-        for k in range(STEPS):
-            a = tl.load(coefficients + 3 * k)
-            b = tl.load(coefficients + 3 * k + 1)
-            d = tl.load(coefficients + 3 * k + 2)
-            narrow = x.to(tl.float16)
-            gram = tl.dot(narrow, tl.trans(narrow))
-            narrow_gram = gram.to(tl.float16)
-            polynomial = (b * gram + d * tl.dot(narrow_gram, narrow_gram)).to(tl.float16)
-            x = tl.dot(polynomial, narrow, a * x)
+    x = x * (1.0 / tl.where(norm == 0.0, 1.0, norm))
+    # The polar factor of a vector is its direction: a, b, c = 1, 0, 0. (A branch around the loop would cost a change of
+    # layout in each step.)
+    vector = tl.load(row + ROWS) == 1
+    for k in range(STEPS):
+        a = tl.where(vector, 1.0, tl.load(coefficients + 3 * k))
+        b = tl.where(vector, 0.0, tl.load(coefficients + 3 * k + 1))
+        d = tl.where(vector, 0.0, tl.load(coefficients + 3 * k + 2))
+        narrow = x.to(tl.float16)
+        gram = tl.dot(narrow, tl.trans(narrow))
+        narrow_gram = gram.to(tl.float16)
+        polynomial = (b * gram + d * tl.dot(narrow_gram, narrow_gram)).to(tl.float16)
+        x = tl.dot(polynomial, narrow, a * x)
     store_result(row, out, x, r, c)
 
 

@@ -18,31 +18,34 @@ from deepmd_muon.optim.polar.schedules import Coefficients
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _ADDRESSES = 16  # arguments of `write_addresses`
 _STRIP = 64
-_TILE, _DEPTH = 64, 64  # tiles of X, and columns taken at a time in a product
+# Tiles of X, of symmetric products, and columns taken at a time; widths are padded to both.
+_TILE, _SYMMETRIC_TILE, _DEPTH = 64, 32, 64
 # Programs that one multiprocessor holds at once, by registers: 256 threads of 255, and 128 threads of 255.
 _STRIPS_AT_ONCE, _TILES_AT_ONCE = 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
-    """One matrix: which tensor, where in it, its shape and strides with the smaller dimension as rows."""
+class Piece:
+    """One matrix: which tensor, where in it, its shape with the smaller dimension as rows.
+
+    `stride` is that of the rows, or of the columns when the matrix is turned, that is contiguous along them.
+    """
 
     tensor: int
     kind: int
     offset: int
     rows: int
     columns: int
-    row_stride: int
-    column_stride: int
+    stride: int
+    turned: bool
     out: int
     out_row: int
     out_column: int
 
     def row(self, tile: int = 0, single: int = 0, half: int = 0) -> list[int]:
         """Return the table row that the kernels read."""
-        turned = int(self.row_stride < self.column_stride)
-        place = [self.tensor, self.kind, self.offset, self.rows, self.columns, self.row_stride, self.column_stride]
-        return [tile, *place, self.out, self.out_row, self.out_column, turned, single, half]
+        place = [self.tensor, self.kind, self.offset, self.rows, self.columns, self.stride, int(self.turned)]
+        return [tile, *place, self.out, self.out_row, self.out_column, single, half]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,7 @@ def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficie
         float32 results (b, m, n), parts of one new tensor.
     """
     device = matrices[0].device
+    matrices = [readable(x) for x in matrices]
     plan = plan_for(name, tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
     addresses = current_addresses(plan, matrices)
     steps = on_device(coefficients, device)
@@ -99,6 +103,11 @@ def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficie
     for launch in plan.launches:
         _start(name, launch, addresses, steps, out)
     return plan.results(out, matrices)
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return a batch of matrices that is contiguous along rows or columns, as the kernels read it."""
+    return x if x.stride(2) == 1 or x.stride(1) == 1 or min(x.shape[1:]) == 1 else x.contiguous()
 
 
 def _start(name: str, launch: Launch, addresses: Tensor, steps: Tensor, out: Tensor) -> None:
@@ -148,7 +157,7 @@ def on_device(coefficients: Coefficients, device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def plan_for(name: str, geometry: Geometry, device: torch.device) -> Plan:
     """Lay out results and tables for one set of shapes."""
-    pieces: list[_Piece] = []
+    pieces: list[Piece] = []
     places = []
     out = 0
     for tensor, (shape, strides, dtype) in enumerate(geometry):
@@ -157,9 +166,11 @@ def plan_for(name: str, geometry: Geometry, device: torch.device) -> Plan:
         order = (1, 0) if rows > columns else (0, 1)
         m, n = (shape[1 + i] for i in order)
         down, across = (strides[1 + i] for i in order)
+        turned = across != 1 and n > 1
+        stride = across if turned else down
         out_row, out_column = ((columns, 1)[i] for i in order)
         pieces += [
-            _Piece(tensor, _KINDS[dtype], i * strides[0], m, n, down, across, out + i * m * n, out_row, out_column)
+            Piece(tensor, _KINDS[dtype], i * strides[0], m, n, stride, turned, out + i * m * n, out_row, out_column)
             for i in range(batch)
         ]
         out += -(-batch * m * n // 4) * 4  # each tensor's results start at 16 bytes
@@ -169,7 +180,7 @@ def plan_for(name: str, geometry: Geometry, device: torch.device) -> Plan:
     return Plan(make(pieces, device), out, places, addresses)
 
 
-def _one_shape(pieces: Sequence[_Piece], device: torch.device) -> list[Launch]:
+def _one_shape(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
     """Make one batch of each shape."""
     shapes = dict.fromkeys((p.rows, p.columns) for p in pieces)
     groups = [[p for p in pieces if (p.rows, p.columns) == shape] for shape in shapes]
@@ -196,7 +207,7 @@ def tile_of(rows: int, columns: int) -> int:
     return min(fitting, key=lambda i: TILES[i][0] * TILES[i][1])
 
 
-def _whole(pieces: Sequence[_Piece], device: torch.device) -> list[Launch]:
+def _whole(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
     """Few matrices share one launch, which then lasts as long as the slowest; of many, each tile gets its own."""
     numbered = sorted(((tile_of(p.rows, p.columns), p) for p in pieces), key=lambda pair: -pair[0])
     several = len(pieces) > 2 * multiprocessors(device)
@@ -212,7 +223,7 @@ def _whole(pieces: Sequence[_Piece], device: torch.device) -> list[Launch]:
     return launches
 
 
-def _strips(pieces: Sequence[_Piece], device: torch.device) -> list[Launch]:
+def _strips(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
     """Each matrix gets one program per strip; the heights of a launch are those of its tallest."""
     # An interpreter runs programs one after the other, so that they cannot meet: one strip takes everything there.
     strip = _STRIP if device.type == "cuda" else 1 << max(max(p.columns for p in pieces) - 1, 15).bit_length()
@@ -229,22 +240,25 @@ def _strips(pieces: Sequence[_Piece], device: torch.device) -> list[Launch]:
     return launches
 
 
-def _tiles(pieces: Sequence[_Piece], device: torch.device) -> list[Launch]:
+def _tiles(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
     """Programs take equally many tiles of X each, as few as let all matrices run at once."""
     shapes = [(-(-p.rows // _TILE), -(-p.columns // _TILE)) for p in pieces]
+    halves = [down * _TILE // _SYMMETRIC_TILE for down, _ in shapes]
+    most = [max(down * along, h * (h + 1) // 2) for (down, along), h in zip(shapes, halves, strict=True)]
     room = _TILES_AT_ONCE * multiprocessors(device)
-    total = sum(down * along for down, along in shapes)
-    each = max(-(-total // room), *(-(-down * along // int(MOST.value)) for down, along in shapes))
-    while sum(-(-down * along // each) for down, along in shapes) > max(room, len(shapes)):
+    each = max(-(-sum(most) // room), *(-(-tiles // int(MOST.value)) for tiles in most))
+    while sum(-(-tiles // each) for tiles in most) > max(room, len(most)):
         each += 1
-    programs = [-(-down * along // each) for down, along in shapes]
+    programs = [-(-tiles // each) for tiles in most]
     launches = []
     for group in _packed(programs, room):
         singles = [shapes[i][0] * shapes[i][1] * _TILE**2 for i in group]
-        halves = [2 * (shapes[i][0] * shapes[i][1] + shapes[i][0] ** 2) * _TILE**2 for i in group]
-        constants = {"T": _TILE, "K": _DEPTH, "num_warps": 4, "num_stages": 4}
+        workspace = [2 * (shapes[i][0] * shapes[i][1] + shapes[i][0] ** 2) * _TILE**2 for i in group]
+        constants = {"T": _TILE, "G": _SYMMETRIC_TILE, "K": _DEPTH, "num_warps": 4, "num_stages": 4}
         launches.append(
-            _cooperative([pieces[i] for i in group], [programs[i] for i in group], singles, halves, constants, device)
+            _cooperative(
+                [pieces[i] for i in group], [programs[i] for i in group], singles, workspace, constants, device
+            )
         )
     return launches
 
@@ -261,7 +275,7 @@ def _packed(programs: Sequence[int], room: int) -> list[list[int]]:
 
 
 def _cooperative(
-    pieces: Sequence[_Piece],
+    pieces: Sequence[Piece],
     programs: Sequence[int],
     singles: Sequence[int],
     halves: Sequence[int],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deepmd_muon.optim.polar.launches import Launch, current_addresses, on_device, plan_for
+from deepmd_muon.optim.polar.launches import Launch, current_addresses, on_device, plan_for, readable
 from deepmd_muon.optim.polar.schedules import Coefficients
 from deepmd_muon.optim.polar.symmetric import SHARES, measure, normalize, symmetric_product, update
 
@@ -47,7 +48,10 @@ LARGE = Blocking(128, 2, 128, 256, 64, 8, 3)
 def blocking(rows: int, columns: int, count: int) -> Blocking:
     """Return the tiles for `count` matrices rows × columns, rows ≤ columns."""
     if count * rows * rows >= 2048 * 2048:
-        return LARGE
+        # Half as many tiles of twice the size, unless they leave the last round of 132 multiprocessors emptier.
+        halves = -(-rows // 256)
+        rounds = count * halves * (halves + 1) / 132
+        return LARGE if rounds > 4 or rounds / math.ceil(rounds) > 0.8 else LARGE._replace(ratio=1)
     if count * rows * columns >= 1024 * 1024:
         return MEDIUM
     return SMALL
@@ -70,6 +74,7 @@ def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coeffici
         X Xᵀ, is freed on return.
     """
     device = matrices[0].device
+    matrices = [readable(x) for x in matrices]
     plan = plan_for("symmetric", tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
     addresses = current_addresses(plan, matrices)
     steps = on_device(coefficients, device)
@@ -88,31 +93,35 @@ def _iterate(launch: Launch, addresses: Tensor, steps: Tensor, out: Tensor) -> N
     sums = torch.empty(count, int(SHARES.value), 2, dtype=torch.float64, device=device)
     master = torch.empty(count * order, width, dtype=torch.float32, device=device)
     iterates = torch.empty(2, count * order, width, dtype=torch.float16, device=device)
-    # The polynomial first, then X Xᵀ, as `symmetric_product` expects them.
-    grams = torch.empty(2, count * order, order, dtype=torch.float16, device=device)
-    polynomial, gram = grams.unbind()
+    gram, polynomial = torch.empty(2, count * order, order, dtype=torch.float16, device=device).unbind()
     share = (int(SHARES.value), count)
     measure[share](launch.table, addresses, sums, T=64)
     normalize[share](launch.table, addresses, sums, master, iterates[0], order, width, T=64)
-    options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    halves = order // (tiles.tile * tiles.ratio)
+    options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages, "K": tiles.depth}
+    high, t = tiles.tile * tiles.ratio, tiles.tile
+    halves = order // high
     symmetric = (tiles.ratio * halves * (halves + 1) // 2, count)
     full = (order // tiles.update_rows * (width // tiles.update_columns), count)
-    tall, flat = (tiles.tile * tiles.ratio, tiles.depth), (tiles.tile, tiles.depth)
+    sources = [(_tiled(x, high, tiles.depth), _tiled(x, t, tiles.depth)) for x in (*iterates, gram)]
+    results = [(_tiled(x, high, t), _tiled(x, t, high)) for x in (gram, polynomial)]
+    left = _tiled(polynomial, tiles.update_rows, tiles.depth)
+    rights = [_tiled(x, tiles.depth, tiles.update_columns) for x in iterates]
+    kept, *copies = (_tiled(x, tiles.update_rows, tiles.update_columns // 2) for x in (master, *iterates))
     for k in range(steps.shape[0]):
-        x, following = iterates[k % 2], iterates[(k + 1) % 2]
-        for source, target, depth in ((x, gram, width), (gram, polynomial, order)):
+        now, next_one = k % 2, (k + 1) % 2
+        for source, result, depth, add in (
+            (sources[now], results[0], width, False),
+            (sources[2], results[1], order, True),
+        ):
             symmetric_product[symmetric](
-                _tiled(source, tall), _tiled(source, flat), target, steps, k, order, depth, ADD=target is polynomial,
-                T=tiles.tile, R=tiles.ratio, K=tiles.depth, **options,
-            )  # fmt: skip
+                *source, results[0][0], *result, steps, k, order, depth, ADD=add, T=t, R=tiles.ratio, **options
+            )
         update[full](
-            _tiled(polynomial, (tiles.update_rows, tiles.depth)), _tiled(x, (tiles.depth, tiles.update_columns)),
-            launch.table, steps, master, following, out, k, order, width, LAST=k + 1 == steps.shape[0],
-            T=tiles.update_rows, N=tiles.update_columns, K=tiles.depth, **options,
+            left, rights[now], kept, copies[next_one], launch.table, steps, out, k, order, width,
+            LAST=k + 1 == steps.shape[0], T=tiles.update_rows, N=tiles.update_columns, **options,
         )  # fmt: skip
 
 
-def _tiled(x: Tensor, block: tuple[int, int]) -> Any:
+def _tiled(x: Tensor, *block: int) -> Any:
     """Describe a matrix to the copy engine, which then fetches whole tiles."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))

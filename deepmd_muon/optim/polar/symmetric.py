@@ -59,43 +59,44 @@ def normalize(table, addresses, sums, master, iterate, order, width, T: tl.const
 
 @triton.jit
 def symmetric_product(
-    source, addend, target, coefficients, step, order, depth, ADD: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
-    K: tl.constexpr,
+    tall, flat, addend, target, mirror, coefficients, step, order, depth, ADD: tl.constexpr, T: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Write S Sᵀ, or b S + c S Sᵀ for a symmetric S, (matrices, order, order): RT × T tiles and their mirror images."""
+    """Write S Sᵀ, or b S + c S Sᵀ for a symmetric S, (matrices, order, order): RT × T tiles and their mirror images.
+
+    `tall` and `flat` describe S in RT × K and T × K tiles, `addend` S and `target` the result in RT × T tiles, `mirror`
+    the result in T × RT tiles.
+    """
     number = tl.program_id(0)
-    matrix = tl.program_id(1)
+    top = tl.program_id(1) * order
     half = number // R
     i = ((tl.sqrt(8.0 * half + 1.0) - 1.0) * 0.5).to(tl.int32)
     block = half - i * (i + 1) // 2
-    j = R * block + number % R
-    top = matrix * order
+    r = i * R * T
+    c = (R * block + number % R) * T
     product = tl.zeros((R * T, T), tl.float32)
     for k in range(0, depth, K):
-        left = source.load([top + i * R * T, k])
-        right = addend.load([top + j * T, k])
-        product = tl.dot(left, right.T, product)
-    r = (i * R * T + tl.arange(0, R * T)).to(tl.int64)
-    c = (j * T + tl.arange(0, T)).to(tl.int64)
-    base = target + top.to(tl.int64) * order
+        product = tl.dot(tall.load([top + r, k]), flat.load([top + c, k]).T, product)
     if ADD:
         b = tl.load(coefficients + 3 * step + 1)
         d = tl.load(coefficients + 3 * step + 2)
-        # A second half of the target's buffer holds S itself: it is read where the tile is written.
-        same = tl.load(base + tl.num_programs(1).to(tl.int64) * order * order + r[:, None] * order + c[None, :])
-        product = b * same.to(tl.float32) + d * product
+        product = b * addend.load([top + r, c]).to(tl.float32) + d * product
     narrow = product.to(tl.float16)
-    tl.store(base + r[:, None] * order + c[None, :], narrow)
+    target.store([top + r, c], narrow)
     if i != block:
-        tl.store(base + c[:, None] * order + r[None, :], tl.trans(narrow))
+        mirror.store([top + c, r], narrow.T)
 
 
 @triton.jit
 def update(
-    polynomial, current, table, coefficients, master, following, out, step, order, width, LAST: tl.constexpr,
+    polynomial, current, master, following, table, coefficients, out, step, order, width, LAST: tl.constexpr,
     T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Do X ← a X + P X in fp32 and write its fp16 copy; the last step writes the result instead."""
+    """Do X ← a X + P X in fp32 and write its fp16 copy; the last step writes the result instead.
+
+    `polynomial` describes P in T × K tiles, `current` the fp16 X in K × N tiles; `master`, X in fp32, and `following`,
+    its next fp16 copy, are described in T × N/2 tiles.
+    """
     number = tl.program_id(0)
     matrix = tl.program_id(1)
     down = order // T
@@ -106,14 +107,24 @@ def update(
     i = group * 8 + number % (8 * along) % rows
     j = number % (8 * along) // rows
     top = matrix * order
-    r = i * T + tl.arange(0, T)
-    c = j * N + tl.arange(0, N)
-    where = (top + r)[:, None].to(tl.int64) * width + c[None, :]
-    x = tl.load(coefficients + 3 * step) * tl.load(master + where)
+    product = tl.zeros((T, N), tl.float32)
     for k in range(0, order, K):
-        x = tl.dot(polynomial.load([top + i * T, k]), current.load([top + k, j * N]), x)
+        product = tl.dot(polynomial.load([top + i * T, k]), current.load([top + k, j * N]), product)
+    # a X is added at the end: tensor cores truncate their sums, and it would lose a bit in each of them.
+    a = tl.load(coefficients + 3 * step)
+    left, right = product.reshape(T, 2, N // 2).permute(0, 2, 1).split()
+    finish(left, a, master, following, table, matrix, out, top, i * T, j * N, LAST)
+    finish(right, a, master, following, table, matrix, out, top, i * T, j * N + N // 2, LAST)
+
+
+@triton.jit
+def finish(product, a, master, following, table, matrix, out, top, r, c, LAST: tl.constexpr):
+    """Add a X to half a tile of the product and write it."""
+    x = a * master.load([top + r, c]) + product
     if LAST:
-        store_result(table + matrix.to(tl.int64) * ROW, out, x, r, c)
+        down = r + tl.arange(0, product.shape[0])
+        across = c + tl.arange(0, product.shape[1])
+        store_result(table + matrix.to(tl.int64) * ROW, out, x, down, across)
     else:
-        tl.store(master + where, x)
-        tl.store(following + where, x.to(tl.float16))
+        master.store([top + r, c], x)
+        following.store([top + r, c], x.to(tl.float16))
