@@ -7,7 +7,8 @@ from deepmd_muon.argcheck.errors import InputError, Problem
 from deepmd_muon.argcheck.learning_rate import CosineSettings, ExpSettings, LearningRateSettings, WSDSettings
 from deepmd_muon.argcheck.load import Input, dump, load, normalize
 from deepmd_muon.argcheck.loss import EnerLossSettings
-from deepmd_muon.argcheck.model import EnerSettings, ModelSettings, SeE2ASettings
+from deepmd_muon.argcheck.model import EnerSettings, ModelSettings, SeE2ASettings, register_model_settings
+from deepmd_muon.argcheck.schema import Section
 from deepmd_muon.argcheck.settings import Settings
 from deepmd_muon.argcheck.training import TrainingDataSettings, TrainingSettings, ValidationDataSettings
 from deepmd_muon.argcheck.validating import ValidatingSettings
@@ -23,6 +24,7 @@ __all__ = [
     "ModelSettings",
     "Problem",
     "SeE2ASettings",
+    "Section",
     "Settings",
     "TrainingDataSettings",
     "TrainingSettings",
@@ -32,4 +34,5 @@ __all__ = [
     "dump",
     "load",
     "normalize",
+    "register_model_settings",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-from deepmd_muon.argcheck.schema import Foreign, Rule, Section, Variants, section
+from deepmd_muon.argcheck.schema import Foreign, Rule, Section, Variants, keys_of, section
 from deepmd_muon.optim.setting import setting
 
 Precision = Literal["default", "float64", "float32", "double", "single"]
@@ -162,8 +162,8 @@ def _a_sel_for_each_type(sel: str | tuple[int, ...], type_map: tuple[str, ...]) 
     return None
 
 
-def _known_types(exclude_types: tuple[tuple[int, int], ...], type_map: tuple[str, ...]) -> str | None:
-    unknown = sorted({index for pair in exclude_types for index in pair if index >= len(type_map)})
+def _known_types(exclude_types: tuple[tuple[int, int], ...] | None, type_map: tuple[str, ...]) -> str | None:
+    unknown = sorted({index for pair in exclude_types or () for index in pair if index >= len(type_map)})
     if unknown:
         return f"names type {unknown[0]}, but type_map has types 0 to {len(type_map) - 1}"
     return None
@@ -182,6 +182,34 @@ def _distinct_names(type_map: tuple[str, ...]) -> str | None:
     return f"names {double[0]!r} twice" if double else None
 
 
+DESCRIPTORS: dict[str, type[Section]] = {"se_e2_a": SeE2ASettings}
+FITTING_NETS: dict[str, type[Section]] = {"ener": EnerSettings}
+
+
+def register_model_settings(part: Literal["descriptor", "fitting_net"], name: str, settings: type[Section]) -> None:
+    """Accept a third party's kind of descriptor or fitting net in input files.
+
+    Parameters
+    ----------
+    part
+        Which sub-section of `model` it is for.
+    name
+        The value of its key `type`, under which the model registry knows it, too.
+    settings
+        Frozen dataclass derived from `Section`, its fields declared with `setting`, and `type` a ClassVar of this name.
+
+    Raises
+    ------
+    ValueError
+        When the name is taken.
+    """
+    table = DESCRIPTORS if part == "descriptor" else FITTING_NETS
+    if table.get(name, settings) is not settings:
+        raise ValueError(f"model/{part} of type {name!r} is taken by {table[name].__qualname__}; choose another name")
+    table[name] = settings
+    keys_of.cache_clear()
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelSettings(Section):
     """What maps positions to energy: a descriptor of each atom's neighbourhood and a fitting net."""
@@ -189,12 +217,12 @@ class ModelSettings(Section):
     type_map: tuple[str, ...] = setting(doc="Names of the types of atoms, such as ['O', 'H'].")
     descriptor: SeE2ASettings = section(
         doc="Descriptor of the neighbourhood of an atom.",
-        variants=Variants({"se_e2_a": SeE2ASettings}, alias={"se_a": "se_e2_a"}),
+        variants=Variants(DESCRIPTORS, alias={"se_a": "se_e2_a"}),
     )
     fitting_net: EnerSettings = section(
         EnerSettings(),
         doc="Net that maps a descriptor to the energy of an atom.",
-        variants=Variants({"ener": EnerSettings}, default="ener"),
+        variants=Variants(FITTING_NETS, default="ener"),
     )
     type: Literal["standard"] = setting("standard", doc="Kind of model: one descriptor and one fitting net.")
     data_stat_nbatch: int = setting(

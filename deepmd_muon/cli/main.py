@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from deepmd_muon import __version__
 from deepmd_muon.cli import doc_train_input, neighbor_stat, show, test, train
 from deepmd_muon.cli.handover import HandOver, hand_over
+from deepmd_muon.plugins import load_plugins
 
 COMMANDS = {
     "train": train,
@@ -86,6 +87,7 @@ def _guarded(options: argparse.Namespace) -> int:
     """Run a command; a mistake of its user ends in a message, a mistake of ours in a traceback."""
     options.log_level = _LOG_LEVELS[options.log_level]
     try:
+        load_plugins()
         return int(COMMANDS[options.command].run(options))
     except (HandOver, BrokenPipeError):
         raise

@@ -14,10 +14,12 @@ import torch
 from deepmd_muon.model.descriptor.se_e2_a import SeE2A
 from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import CheckpointError
+from deepmd_muon.model.registry import known_descriptors
 
 PREFIX = "model.Default."
 UNKNOWN_DISTANCE = -1.0  # deepmd-kit's min_nbor_dist of a model that never saw its data's
 _SEA = "atomic_model.descriptor.sea."
+_SE_E2_A = ("se_e2_a", "se_a")
 
 _DESCRIPTOR_DEFAULTS: dict[str, Any] = {
     "sel": None,
@@ -112,6 +114,8 @@ def to_deepmd_kit(
 ) -> dict[str, Any]:
     """Return the `"model"` entry of a checkpoint that deepmd-kit 3.2 tests, freezes and trains on.
 
+    A third party's descriptor, which deepmd-kit does not have, is stored in the same form under its own names.
+
     Parameters
     ----------
     model
@@ -122,21 +126,17 @@ def to_deepmd_kit(
         `lr` and 0-based `step`.
     min_nbor_dist
         Smallest distance in the training data [Å]; model compression wants it.
-
-    Raises
-    ------
-    CheckpointError
-        When deepmd-kit has no such model.
     """
-    descriptor = _descriptor(model)
+    descriptor = model.atomic_model.descriptor
     own = {name: value.detach() for name, value in model.state_dict().items()}
     state: dict[str, Any] = {f"{PREFIX}min_nbor_dist": torch.tensor(min_nbor_dist, dtype=torch.float64)}
     for name, value in own.items():
         state[PREFIX + name] = value
         if ".filter_layers.networks." in name:
             state[PREFIX + name.replace(".networks.", "._networks.")] = value
-    for name in _compress_names(model):
-        state[PREFIX + name] = torch.zeros(0, dtype=descriptor.sea.mean.dtype)
+    if isinstance(descriptor, SeE2A):
+        for name in _compress_names(model):
+            state[PREFIX + name] = torch.zeros(0, dtype=descriptor.sea.mean.dtype)
     params = _plain(model_section)
     params = {**_ONLY_THEIRS, **_STATISTICS_DEFAULTS, **params}
     params["fitting_net"] = {**_ONLY_THEIR_FITTING, **params["fitting_net"]}
@@ -165,7 +165,8 @@ def from_deepmd_kit(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict
     problems = list(_foreign(params))
     if problems:
         raise CheckpointError("the checkpoint's model cannot be built here: " + "; ".join(problems))
-    section = _own_section(params)
+    plain_se_e2_a = params["descriptor"]["type"] in _SE_E2_A
+    section = _own_section(params) if plain_se_e2_a else _third_party_section(params)
     own: dict[str, torch.Tensor] = {}
     for name, value in state_dict.items():
         if name == "_extra_state" or "._networks." in name or name == f"{PREFIX}min_nbor_dist":
@@ -178,7 +179,7 @@ def from_deepmd_kit(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict
                 raise CheckpointError("the checkpoint holds a compressed model; give the one it was compressed from")
             continue
         own[short] = value
-    for what in ("mean", "stddev"):
+    for what in ("mean", "stddev") if plain_se_e2_a else ():
         values = own[f"{_SEA}{what}"]
         if not torch.equal(values, values[:, :1].expand_as(values)):
             raise CheckpointError(f"the descriptor's {what} differs between neighbour slots of one centre type")
@@ -200,8 +201,8 @@ def _foreign(params: Mapping[str, Any]) -> list[str]:
     if params.get("type", "standard") != "standard":
         problems.append(f"the model's type is {params['type']!r}, not 'standard'")
     descriptor = params.get("descriptor", {}).get("type")
-    if descriptor not in ("se_e2_a", "se_a"):
-        problems.append(f"the descriptor's type is {descriptor!r}, not 'se_e2_a'")
+    if descriptor not in known_descriptors():
+        problems.append(f"the descriptor's type is {descriptor!r}; known are {', '.join(known_descriptors())}")
     fitting = params.get("fitting_net", {})
     if fitting.get("type", "ener") != "ener":
         problems.append(f"the fitting net's type is {fitting['type']!r}, not 'ener'")
@@ -211,6 +212,13 @@ def _foreign(params: Mapping[str, Any]) -> list[str]:
         if fitting.get(key)
     ]
     return problems
+
+
+def _third_party_section(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section of a model whose descriptor only we know: what `to_deepmd_kit` was given."""
+    section = {key: _plain(value) for key, value in params.items() if key not in _ONLY_THEIRS}
+    fitting = {key: value for key, value in section["fitting_net"].items() if key not in _ONLY_THEIR_FITTING}
+    return {"type": "standard", **section, "fitting_net": fitting}
 
 
 def _own_section(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,6 +119,11 @@ def descriptor_class(section: Mapping[str, Any]) -> type[Any]:
     return _find(_DESCRIPTORS, "a descriptor", section, None)
 
 
+def known_descriptors() -> tuple[str, ...]:
+    """Return the registered names of descriptors."""
+    return tuple(sorted(_DESCRIPTORS))
+
+
 def fitting_class(section: Mapping[str, Any]) -> type:
     """Return the class that builds this fitting section (`ener` when it names no type).
 

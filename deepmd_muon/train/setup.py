@@ -25,7 +25,6 @@ from deepmd_muon.data import (
     open_systems,
 )
 from deepmd_muon.model import EnergyModel, Structures
-from deepmd_muon.model.registry import descriptor_class
 from deepmd_muon.model.statistics import environment_statistics
 from deepmd_muon.train.errors import TrainingError
 
@@ -76,10 +75,8 @@ def open_training_systems(settings: ModelSettings, training: TrainingSettings) -
     return train, valid
 
 
-def resolve_sel(
-    given: Input, systems: list[System], *, count: bool
-) -> tuple[Input, NeighborStatistics | None, NeighborCache]:
-    """Replace ``sel: "auto"`` by numbers and warn when given numbers are too small.
+def resolve_sel(given: Input, systems: list[System], *, count: bool) -> tuple[Input, NeighborStatistics | None]:
+    """Replace ``sel: "auto"`` by numbers.
 
     Parameters
     ----------
@@ -88,43 +85,40 @@ def resolve_sel(
     systems
         Training data, every frame of which is looked at.
     count
-        False to believe `sel` as it stands (--skip-neighbor-stat).
+        False when neighbours are not to be counted (--skip-neighbor-stat).
 
     Returns
     -------
     tuple
-        The input with numbers in `sel`, the neighbour statistics (None when not counted), and the cache of neighbour
-        lists, filled on the way where `sel` was known.
+        The input with numbers in `sel`, and the neighbour statistics where they were needed.
 
     Raises
     ------
     TrainingError
         When `sel` is "auto" and counting is switched off.
     """
-    descriptor = given.settings.model.descriptor
-    ntypes = len(given.settings.model.type_map)
-    by_type = descriptor_class(given.normalized["model"]["descriptor"]).by_type
-    if isinstance(descriptor.sel, str):
-        if not count:
-            raise TrainingError('model/descriptor/sel is "auto", which needs the neighbour statistics: give numbers')
-        found = _count_neighbors(systems, descriptor.rcut, None)
-        # The factor, truncation and rounding of deepmd-kit.
-        factor = float(descriptor.sel.partition(":")[2] or 1.1)
-        sel = [max(4, (int(n * factor) + 3) // 4 * 4) for n in found.max_neighbors]
-        log.info('sel "%s" becomes %s', descriptor.sel, sel)
-        return with_sel(given, sel), found, NeighborCache(descriptor.rcut, tuple(sel), by_type, CACHE_BYTES, ntypes)
-    cache = NeighborCache(descriptor.rcut, descriptor.sel, by_type, CACHE_BYTES, ntypes)
+    sel = getattr(given.settings.model.descriptor, "sel", None)
+    if not isinstance(sel, str):
+        return given, None
     if not count:
-        return given, None, cache
-    found = _count_neighbors(systems, descriptor.rcut, cache)
-    short = [
-        f"{name}: {most} > {limit}"
-        for name, most, limit in zip(given.settings.model.type_map, found.max_neighbors, descriptor.sel, strict=True)
-        if most > limit
-    ]
+        raise TrainingError('model/descriptor/sel is "auto", which needs the neighbour statistics: give numbers')
+    found = _count_neighbors(systems, given.settings.model.descriptor.rcut, None)
+    # The factor, truncation and rounding of deepmd-kit.
+    factor = float(sel.partition(":")[2] or 1.1)
+    numbers = [max(4, (int(n * factor) + 3) // 4 * 4) for n in found.max_neighbors]
+    log.info('sel "%s" becomes %s', sel, numbers)
+    return with_sel(given, numbers), found
+
+
+def check_sel(model: EnergyModel, systems: list[System], cache: NeighborCache) -> NeighborStatistics:
+    """Count neighbours in every training frame, filling the cache, and warn when the model's `sel` is too small."""
+    found = _count_neighbors(systems, model.rcut, cache)
+    most = found.max_neighbors if model.by_type else (found.max_total,)
+    names = model.type_map if model.by_type else ("all types",)
+    short = [f"{name}: {n} > {limit}" for name, n, limit in zip(names, most, model.sel, strict=True) if n > limit]
     if short:
         log.warning("sel is smaller than the most neighbours found (%s): the farthest are left out", "; ".join(short))
-    return given, found, cache
+    return found
 
 
 def _count_neighbors(systems: list[System], rcut: float, cache: NeighborCache | None) -> NeighborStatistics:

@@ -12,12 +12,21 @@ from typing import Any
 import torch
 
 from deepmd_muon.argcheck import dump, load, normalize
+from deepmd_muon.data import NeighborCache
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, from_deepmd_kit
 from deepmd_muon.train import checkpoint
 from deepmd_muon.train.errors import CheckpointError
 from deepmd_muon.train.report import set_up_logging
-from deepmd_muon.train.setup import make_loaders, open_training_systems, resolve_sel, set_model_statistics, with_sel
+from deepmd_muon.train.setup import (
+    CACHE_BYTES,
+    check_sel,
+    make_loaders,
+    open_training_systems,
+    resolve_sel,
+    set_model_statistics,
+    with_sel,
+)
 from deepmd_muon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -108,13 +117,16 @@ def run(
     for notice in given.notices:
         log.warning("%s", notice)
     train, valid = open_training_systems(given.settings.model, given.settings.training)
-    if source and isinstance(given.settings.model.descriptor.sel, str):
+    if source and isinstance(getattr(given.settings.model.descriptor, "sel", None), str):
         given = with_sel(given, list(source.model_section["descriptor"]["sel"]))
-    given, statistics, cache = resolve_sel(given, train, count=not skip_neighbor_stat)
+    given, statistics = resolve_sel(given, train, count=not skip_neighbor_stat)
     dump(given.normalized, output)
 
-    device = training_device()
     model = build_model(given.normalized["model"])
+    cache = NeighborCache(model.rcut, model.sel, model.by_type, CACHE_BYTES, model.ntypes)
+    if statistics is None and not skip_neighbor_stat:
+        statistics = check_sel(model, train, cache)
+    device = training_device()
     log.info(
         "model: %d trainable weights of %d on %s",
         sum(p.numel() for p in model.parameters() if p.requires_grad),

@@ -19,7 +19,7 @@ from deepmd_muon.model import (
     register_descriptor,
     register_fitting,
 )
-from deepmd_muon.model.deepmd_kit import from_deepmd_kit, to_deepmd_kit
+from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.model.networks import Layer, Network, Stream
 
 STRUCTURES = read_fixture()["structures"]
@@ -319,7 +319,11 @@ def test_a_third_party_descriptor_runs_and_trains():
     out["force"].square().sum().backward()
     assert made.atomic_model.descriptor.power.grad.abs() > 0
     with pytest.raises(CheckpointError, match="MeanDistance"):
-        to_deepmd_kit(made, {}, {})
+        deepmd_kit_parameter_names(made)
+    stored = to_deepmd_kit(made, {**section(), "descriptor": {"type": "mean_distance", "rcut": 2.5}}, {"step": 1})
+    again, weights = from_deepmd_kit(stored)
+    assert again["descriptor"] == {"type": "mean_distance", "rcut": 2.5}
+    build_model(again).load_state_dict(weights)
 
 
 def test_a_taken_name_is_refused():

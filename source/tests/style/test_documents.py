@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,12 @@ def test_readme_has_the_two_commands():
 @pytest.mark.parametrize("code", blocks(TOP / "README.md", "python"))
 def test_readme_code_runs(code):
     exec(compile(code, "README.md", "exec"), {})
+
+
+def test_code_of_the_extension_page_runs():
+    (code,) = blocks(TOP / "doc" / "extending.md", "python")
+    # In a process of its own: what it registers would stay.
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(TOP)))
