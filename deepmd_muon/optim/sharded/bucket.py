@@ -61,7 +61,8 @@ class Bucket:
     Attributes
     ----------
     parameters
-        Positions in the plan of the parameters of which this rank packs a piece.
+        Positions in the plan of the parameters of which this rank packs or updates a piece. Their momenta advance on
+        every replica, also where another one's is sent.
     applying
         The pieces whose updates arrive here, in the order of the messages.
     scores
@@ -81,8 +82,8 @@ class Bucket:
             return [piece_of(plan, jobs[j], rank) for j, _, _ in payloads]
 
         self._packing = mine(exchange.outward["gather"].payloads)
-        self.parameters = tuple(dict.fromkeys(piece.parameter for piece in self._packing))
         self.applying = mine(exchange.inward["return"].payloads)
+        self.parameters = tuple(dict.fromkeys(piece.parameter for piece in (*self._packing, *self.applying)))
         self.scores = [
             score_index(plan, jobs[j], rank) if plan.parameters[jobs[j].parameter].damped else 0
             for j, _, _ in exchange.inward["return"].payloads

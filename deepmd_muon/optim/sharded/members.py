@@ -44,12 +44,15 @@ class Member:
         Number of its parameter group.
     layout
         Where its elements live.
+    device
+        Where this rank's are.
     """
 
     p: Tensor
     entry: RouteEntry
     group: int
     layout: Layout
+    device: torch.device
 
     def __str__(self) -> str:
         return f"{self.entry.name!r} of shape {tuple(self.p.shape)} on {self.layout}"
@@ -139,6 +142,8 @@ def _problem(optimizer: HybridMuon, member: Member) -> tuple[type[ShardingError]
     p, grad = member.p, member.p.grad
     if not p.is_floating_point():
         return UnsupportedTransportError, f"{member}: {p.dtype} cannot be orthogonalized; freeze it"
+    if p.device != member.device:
+        return ReshardedParameterError, f"{member}: moved from {member.device} to {p.device}; make the optimizer anew"
     if not isinstance(p, DTensor):
         if isinstance(grad, DTensor):
             return GradientPlacementError, f"{member}: its gradient is a DTensor and the parameter is not"
@@ -157,6 +162,11 @@ def _problem(optimizer: HybridMuon, member: Member) -> tuple[type[ShardingError]
             return GradientPlacementError, (
                 f"{member}: its gradient is {grad.placements} on {grad.device_mesh}; redistribute it to {p.placements}"
             )
+    if member.layout.placements != tuple(_split(placement, p.ndim) for placement in p.placements):
+        return (
+            ReshardedParameterError,
+            f"{member}: it is {p.placements} now; make the optimizer anew and load its state",
+        )
     for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
         value = optimizer.state.get(p, {}).get(key)
         if value is None:

@@ -90,6 +90,9 @@ class Run:
         self._tentative: dict[int, Tensor] = {}
         self._waiting = deque(pipeline.travelling)
         self._gathering: deque[tuple[Bucket, Flight]] = deque()
+        for member in pipeline.members:  # every rank has all state, also where it holds no element
+            settings = group_settings(self._optimizer.param_groups[member.group])
+            muon_state(self._optimizer, member, damped=settings.magma_muon)
         self._launch(max(1, pipeline.plan.settings.ahead))
 
     def finish(self) -> None:

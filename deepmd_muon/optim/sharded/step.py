@@ -36,7 +36,7 @@ def sharded_step(optimizer: HybridMuon, replicas: Replicas | None, settings: Sha
         for p, entry in zip(group["params"], optimizer._entries[number], strict=True):
             layout = layout_of(p, replicas)
             if layout is not None and entry.route != "frozen":
-                members.append(Member(p, entry, number, layout))
+                members.append(Member(p, entry, number, layout, p.device))
     return ShardedStep(optimizer, members, settings) if members else None
 
 

@@ -1,0 +1,474 @@
+"""Cases that run on several ranks: each is a function of a folder, the same on every rank, and asserts on each."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from deepmd_muon.optim import HybridMuon, NonFiniteGradientError
+from deepmd_muon.optim.sharded import ShardedSettings
+from deepmd_muon.optim.sharded.errors import (
+    GradientPlacementError,
+    PartialPlacementError,
+    PlanMismatchError,
+    ReshardedParameterError,
+)
+from deepmd_muon.optim.sharded.layout import held, total
+from deepmd_muon.optim.sharded.members import layout_of
+
+SHAPES = {
+    "even": [(16, 16)] * 3 + [(16, 48), (48, 16)],
+    "uneven": [(5, 7), (7, 5), (18, 4), (1, 9), (2, 3), (9, 1, 2)],
+    "experts": [(6, 8, 16), (5, 4, 12), (1, 3, 3)],
+    "mixed": [(7,), (3, 4), (), (5, 2, 3)],
+}
+SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
+
+
+@functools.cache
+def mesh_of(shape):
+    return init_device_mesh("cpu", shape)
+
+
+def layouts():
+    """Yield name, mesh shape and placements of every layout for this number of ranks."""
+    world = dist.get_world_size()
+    yield "Shard(0)", (world,), [Shard(0)]
+    yield "Shard(1)", (world,), [Shard(1)]
+    yield "Replicate", (world,), [Replicate()]
+    if world % 2 == 0 and world > 2:
+        half = world // 2
+        yield "HSDP", (2, half), [Replicate(), Shard(0)]
+        yield "HSDP, replicas inside", (half, 2), [Shard(0), Replicate()]
+        yield "FSDP × TP", (half, 2), [Shard(0), Shard(1)]
+        yield "two axes on one dim", (half, 2), [Shard(0), Shard(0)]
+        yield "strided", (half, 2), [_StridedShard(0, split_factor=2), Shard(0)]
+
+
+def place(x, mesh, placements):
+    """Cut a full tensor as the plan says that this rank holds it, which is compared with DTensor's own cut below."""
+    shape, stride = x.shape, x.contiguous().stride()
+    empty = DTensor.from_local(torch.empty(0), mesh, placements, run_check=False, shape=shape, stride=stride)
+    layout, here = layout_of(empty, None), mesh.get_coordinate()
+    local = x
+    for dim, size in enumerate(shape):
+        index = [i for start, stop in held(size, dim, layout, here) for i in range(start, stop)]
+        local = local.index_select(dim, torch.tensor(index, dtype=torch.long))
+    return DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def fits(shape, placements):
+    return all(isinstance(p, Replicate) or p.dim < len(shape) for p in placements)
+
+
+class Twins:
+    """The same parameters in one process and on all ranks, stepped with the same gradients."""
+
+    def __init__(self, shapes, mesh, placements, dtype=torch.float32, sharded=None, **settings):
+        self.random = torch.Generator().manual_seed(5)
+        settings = {**SETTINGS, **settings}
+        self.one = [nn.Parameter(torch.randn(s, generator=self.random).to(dtype)) for s in shapes]
+        self.places = [(mesh, placements) for _ in shapes]
+        self.many = [nn.Parameter(place(p.detach(), mesh, placements)) for p in self.one]
+        self.optimizers = [
+            HybridMuon([(f"w{i}", p) for i, p in enumerate(ps)], **settings, **extra)
+            for ps, extra in ((self.one, {}), (self.many, {"sharded": sharded}))
+        ]
+
+    def step(self, *, without=(), nowhere=()):
+        """Step both; parameters in `without` have no gradient on rank 0, zeros in one process there."""
+        for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
+            grad = torch.randn(p.shape, generator=self.random).to(p.dtype)
+            mine = place(grad, *self.places[i])
+            if i in nowhere:
+                p.grad = q.grad = None
+                continue
+            if i in without:
+                held_by_0 = place(torch.ones_like(grad), *self.places[i]).to_local() * (dist.get_rank() == 0)
+                mask = DTensor.from_local(held_by_0, *self.places[i], run_check=False, shape=p.shape, stride=p.stride())
+                grad = grad * (1 - mask.full_tensor())
+            p.grad = grad
+            q.grad = None if i in without and dist.get_rank() == 0 else mine
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    @property
+    def exact(self):
+        """Whether the last bit must agree: torch's vector loops round otherwise in a remainder of fewer than 8."""
+        layouts = [(q.shape, layout_of(q, None)) for q in self.many]
+        sizes = [
+            math.prod(total(held(size, dim, layout, place)) for dim, size in enumerate(shape))
+            for shape, layout in layouts
+            for place in layout.coordinates()
+        ]
+        return all(size % 8 == 0 for size in sizes)
+
+    def assert_equal(self, tolerance=None):
+        tolerance = (0.0 if self.exact else 1e-6) if tolerance is None else tolerance
+        one, many = self.optimizers
+        scores = [
+            (one.state[p]["magma_score"], many.state[q]["magma_score"].full_tensor())
+            for p, q in zip(self.one, self.many, strict=True)
+            if "magma_score" in many.state[q]
+        ]
+        for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
+            pairs = [(p, q)]
+            pairs += [
+                (one.state[p][key], many.state[q][key])
+                for key in ("momentum_buffer", "exp_avg", "exp_avg_sq")
+                if key in one.state[p]
+            ]
+            for x, y in pairs:
+                expected = place(x.detach(), *self.places[i]).to_local()
+                assert y.shape == x.shape
+                assert y.placements == q.placements
+                torch.testing.assert_close(y.to_local(), expected, rtol=tolerance, atol=tolerance)
+        for score, gathered in scores:
+            torch.testing.assert_close(gathered, score, rtol=0, atol=tolerance)
+
+
+MAGMA_ON_AND_OFF = ({"magma_muon": True}, {"magma_muon": False})
+
+
+def every_layout(_, *, names=None, kinds=tuple(SHAPES), options=MAGMA_ON_AND_OFF, sharded=None):
+    """Three steps on every layout and set of shapes equal one process, bitwise where rounding is the same."""
+    for (name, mesh, placements), kind in itertools.product(layouts(), kinds):
+        if names and name not in names:
+            continue
+        shapes = [shape for shape in SHAPES[kind] if fits(shape, placements)]
+        for settings in options if kind == "even" else options[:1]:
+            twins = Twins(shapes, mesh_of(mesh), placements, sharded=sharded, **settings)
+            for _ in range(3):
+                twins.step()
+            assert twins.exact or kind != "even" or dist.get_world_size() == 3
+            try:
+                twins.assert_equal()
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {kind}, {settings}: {error}") from error
+
+
+def small_buckets(folder):
+    """One block a bucket, serially, one and three ahead."""
+    for ahead in (0, 1, 3):
+        sharded = ShardedSettings(bucket_bytes=1, ahead=ahead, replication="spread")
+        every_layout(folder, kinds=("uneven",), options=({},), sharded=sharded)
+
+
+def repeated_work(folder):
+    names = ("Replicate", "HSDP", "HSDP, replicas inside")
+    for replication in ("spread", "repeat"):
+        every_layout(folder, names=names, options=({},), sharded=ShardedSettings(replication=replication))
+
+
+def reference(folder):
+    every_layout(folder, kinds=("even", "experts"), options=({},), sharded=ShardedSettings(exchange="reference"))
+
+
+def views_and_settings(folder):
+    """Folded dimensions, fused weights, experts by pattern, plain momentum, deepmd-kit's arithmetic, maximize."""
+    options = (
+        {"muon_mode": "flat"},
+        {"muon_mode": "2d", "expert_patterns": ["w0", "w1"]},
+        {"splits": ["w0: rows 2", "w1: columns 1+3+8", "w2: columns 3"], "magma_muon": False},
+        {"splits": ["w0: columns 2"]},
+        {"nesterov": False, "maximize": True, "schedule": "keller-jordan"},
+        {"deepmd_kit_arithmetic": True},
+        {"lr": torch.tensor(0.02)},
+        {"foreach": False},
+    )
+    for settings in options:
+        every_layout(folder, kinds=("experts",), options=(settings,))
+
+
+def groups_dtypes_and_meshes(_):
+    """Groups with their own settings, float64 beside float32, a second mesh over some of the ranks, frozen ones."""
+    world = dist.get_world_size()
+    mesh = mesh_of((world,))
+    random = torch.Generator().manual_seed(1)
+    one, many, places = [], [], []
+    for shape, dtype, placements in (
+        ((9, 4), torch.float32, [Shard(0)]),
+        ((6, 6), torch.float64, [Shard(1)]),
+        ((5, 8), torch.float32, [Replicate()]),
+        ((4, 4), torch.float32, [Shard(0)]),
+        ((8, 6), torch.float32, None),
+    ):
+        x = torch.randn(shape, generator=random, dtype=dtype)
+        one.append(nn.Parameter(x.clone()))
+        many.append(nn.Parameter(place(x, mesh, placements) if placements else x.clone()))
+        places.append(placements)
+    optimizers = []
+    for params in (one, many):
+        named = [(f"w{i}", p) for i, p in enumerate(params)]
+        params[3].requires_grad_(False)
+        groups = [{"params": named[:2], "lr": 0.1, "magma_muon": False}, {"params": named[2:], "momentum": 0.5}]
+        optimizers.append(HybridMuon(groups, **SETTINGS))
+    assert sorted(p.name for p in optimizers[1].plan.parameters) == ["w0", "w1", "w2"]
+    for step in range(3):
+        if step == 2:
+            for params in (one, many):
+                params[3].requires_grad_(True)
+        for p, q, placements in zip(one, many, places, strict=True):
+            grad = torch.randn(p.shape, generator=random, dtype=p.dtype)
+            if p.requires_grad:
+                p.grad, q.grad = grad, place(grad, mesh, placements) if placements else grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert len(optimizers[1].plan.parameters) == 4
+    for p, q, placements in zip(one, many, places, strict=True):
+        expected = place(p.detach(), mesh, placements).to_local() if placements else p
+        tolerance = 1e-6 if p.dtype == torch.float32 else 1e-7
+        torch.testing.assert_close(q.to_local() if placements else q, expected, rtol=tolerance, atol=tolerance)
+
+
+def bfloat16(_):
+    """16-bit parameters: momenta are advanced, exchanged and applied in float32, and rounded once."""
+    twins = Twins(SHAPES["even"], mesh_of((dist.get_world_size(),)), [Shard(0)], dtype=torch.bfloat16)
+    for _ in range(3):
+        twins.step()
+    twins.assert_equal()
+    assert all(domain.itemsize == 4 for domain in twins.optimizers[1].plan.domains)
+
+
+def narrow_wires(_):
+    """16-bit legs differ by what they round: 2⁻⁹ of the update on the way back."""
+    mesh = mesh_of((dist.get_world_size(),))
+    for sharded, bound in (
+        (ShardedSettings(return_dtype="bfloat16"), 2**-8),
+        (ShardedSettings(return_dtype="float16"), 2**-11),
+        (ShardedSettings(gather_dtype="bfloat16"), 2**-4),
+    ):
+        twins = Twins(SHAPES["even"], mesh, [Shard(0)], sharded=sharded, weight_decay=0.0, magma_muon=False)
+        before = [p.detach().clone() for p in twins.one]
+        twins.step()
+        for p, q, start in zip(twins.one, twins.many, before, strict=True):
+            update = (p - start).norm()
+            error = (q.full_tensor() - p).norm()
+            assert 0 < error < bound * update
+
+
+def replicas(_):
+    """Plain parameters under DDP: shared or repeated work equals one process on every rank."""
+    world = dist.get_world_size()
+    for told, replication in itertools.product((mesh_of((world,)), dist.group.WORLD), ("spread", "repeat")):
+        random = torch.Generator().manual_seed(2)
+        shapes = SHAPES["uneven"] + SHAPES["mixed"]
+        pairs = []
+        for extra in ({}, {"replicas": told, "sharded": ShardedSettings(replication=replication)}):
+            random.manual_seed(2)
+            params = [nn.Parameter(torch.randn(s, generator=random)) for s in shapes]
+            optimizer = HybridMuon([(f"w{i}", p) for i, p in enumerate(params)], **SETTINGS, **extra)
+            for _ in range(3):
+                for p in params:
+                    p.grad = torch.randn(p.shape, generator=random)
+                optimizer.step()
+            pairs.append(params)
+        for p, q in zip(*pairs, strict=True):
+            assert torch.equal(p, q)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second, self.last = nn.Linear(6, 12), nn.Linear(12, 10), nn.Linear(10, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def train(model, optimizer, steps, start=0, accumulate=1):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        for part in range(accumulate):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + part))
+            (model(x) - x[:, :3]).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+
+def fsdp2_models(_):
+    """fully_shard (also per layer, HSDP, over TP) equals one process; every rank sees the same batch."""
+    world = dist.get_world_size()
+
+    def fsdp(model):
+        for layer in (model.first, model.second):
+            fully_shard(layer, mesh=mesh_of((world,)))
+        return fully_shard(model, mesh=mesh_of((world,)))
+
+    def dim1(model):
+        def dim(p):  # FSDP2 cuts other dimensions than the first only evenly
+            return Shard(1) if p.ndim == 2 and p.shape[1] % world == 0 else Shard(0)
+
+        return fully_shard(model, mesh=mesh_of((world,)), shard_placement_fn=dim)
+
+    def hsdp(model):
+        return fully_shard(model, mesh=mesh_of((2, world // 2)))
+
+    def over_tp(model):
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
+        plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        return fully_shard(parallelize_module(model, mesh["tensor"], plan), mesh=mesh["data"])
+
+    def ddp(model):
+        return nn.parallel.DistributedDataParallel(model)
+
+    ways = [fsdp, dim1, ddp] + ([hsdp, over_tp] if world % 2 == 0 and world > 2 else [])
+    for way, accumulate in itertools.product(ways, (1, 2)):
+        one, many = Net(), way(Net())
+        first = HybridMuon(one.named_parameters(), **SETTINGS)
+        second = HybridMuon(many.named_parameters(), **SETTINGS, replicas=dist.group.WORLD if way is ddp else None)
+        assert [e.name for e in second.routing] == [e.name for e in first.routing]
+        train(one, first, 3, accumulate=accumulate)
+        train(many, second, 3, accumulate=accumulate)
+        for p, q in zip(one.parameters(), many.parameters(), strict=True):
+            full = q.full_tensor() if isinstance(q, DTensor) else q
+            torch.testing.assert_close(full, p, rtol=1e-5, atol=1e-6)
+
+
+def missing_gradients(_):
+    """A gradient missing on one rank counts as zero; missing everywhere, the block is left alone."""
+    mesh = mesh_of((dist.get_world_size(),))
+    for magma in (True, False):
+        twins = Twins(SHAPES["even"], mesh, [Shard(0)], magma_muon=magma)
+        twins.step()
+        twins.step(without=(1, 3))
+        twins.step(nowhere=(0, 4))
+        twins.step(without=(1,), nowhere=(2,))
+        twins.assert_equal(1e-6)
+
+
+def counted_collectives(_):
+    """One all-to-all per leg and bucket that has something to carry, with exactly the plan's bytes; none else."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    calls = []
+    original = dist.all_to_all_single
+
+    def counting(output, source, output_splits, input_splits, group=None, async_op=False):
+        sent = sum(n for k, n in enumerate(input_splits) if k != rank)
+        calls.append(8 * sent)
+        assert source.dtype == output.dtype == torch.float64
+        return original(output, source, output_splits, input_splits, group=group, async_op=async_op)
+
+    others = ("all_gather", "all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter")
+    for (name, mesh, placements), magma in itertools.product(layouts(), (True, False)):
+        for replication in ("spread", "repeat"):
+            sharded = ShardedSettings(bucket_bytes=4000, replication=replication)
+            twins = Twins(SHAPES["even"], mesh_of(mesh), placements, sharded=sharded, magma_muon=magma)
+            twins.step()  # compares the plans
+            calls.clear()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist, "all_to_all_single", counting)
+                for other in others:
+                    patch.setattr(dist, other, lambda *_, other=other, **__: pytest.fail(f"{other} in a step"))
+                params, optimizer = twins.many, twins.optimizers[1]
+                for p in params:
+                    p.grad = p.detach().clone()
+                optimizer.step()
+            (domain,) = optimizer.plan.domains
+            exchanges = domain.exchanges()
+            assert len(calls) == len(exchanges["gather"]) + len(exchanges["return"]), name
+            assert sum(calls) == domain.sent(sharded)[rank], name
+            if placements == [Shard(0)]:
+                assert domain.buckets > 1
+                assert len(calls) == 2 * domain.buckets
+            if placements == [Replicate()]:
+                assert len(calls) == (domain.buckets if replication == "spread" else 0)
+    assert world > 1
+
+
+def nonfinite_gradients(_):
+    """One rank's NaN: all ranks skip, or all raise with the same name, and nothing has changed."""
+    mesh = mesh_of((dist.get_world_size(),))
+    for policy in ("skip", "error"):
+        twins = Twins(SHAPES["even"] + [(7,)], mesh, [Shard(0)], on_nonfinite=policy)
+        twins.step()
+        optimizer, before = twins.optimizers[1], [p.to_local().clone() for p in twins.many]
+        state = [x.to_local().clone() for p in twins.many for x in optimizer.state[p].values() if x.ndim]
+        for p in twins.many:
+            p.grad = p.detach().clone()
+        if dist.get_rank() == 0:
+            twins.many[2].grad.to_local()[0, 0] = torch.nan
+        raised = pytest.raises(NonFiniteGradientError, match="'w2'")
+        with contextlib.nullcontext() if policy == "skip" else raised:
+            optimizer.step()
+        after = [x.to_local() for p in twins.many for x in optimizer.state[p].values() if x.ndim]
+        for x, y in zip(before + state, [p.to_local() for p in twins.many] + after, strict=True):
+            assert torch.equal(x, y)
+        twins.step()
+        twins.assert_equal()
+
+
+def preflight(_):
+    """What cannot be exchanged is refused by name on all ranks, before any byte moves."""
+    world = dist.get_world_size()
+    mesh = mesh_of((world,))
+
+    def fresh(**settings):
+        return Twins([(8, 6), (6, 4)], mesh, [Shard(0)], **settings)
+
+    def refused(error, match, twins):
+        before = [p.to_local().clone() for p in twins.many]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_to_all_single", lambda *_, **__: pytest.fail("bytes moved"))
+            with pytest.raises(error, match=match):
+                twins.optimizers[1].step()
+        assert all(torch.equal(x, p.to_local()) for x, p in zip(before, twins.many, strict=True))
+
+    def gradients(twins):
+        for p in twins.many:
+            p.grad = p.detach().clone()
+        return twins.many[0], place(torch.ones(8, 6), mesh, [Shard(0)])
+
+    twins = fresh()
+    p, _ = gradients(twins)
+    p.grad = DTensor.from_local(torch.ones(8, 6), mesh, [Partial()], run_check=False)
+    refused(PartialPlacementError, r"'w0' of shape \(8, 6\) on mesh \d: Shard\(0\): its gradient is \(Partial", twins)
+    p.grad = place(torch.ones(8, 6), mesh, [Shard(1)])
+    refused(GradientPlacementError, r"'w0'.*its gradient is \(Shard\(dim=1\),\)", twins)
+    gradients(twins)
+    twins.optimizers[1].step()
+    p.grad = None
+    moved = nn.Parameter(place(torch.ones(8, 6), mesh, [Shard(1)]))
+    torch.utils.swap_tensors(p, moved)
+    p.grad = place(torch.ones(8, 6), mesh, [Shard(1)])
+    refused(ReshardedParameterError, r"'w0'.*Shard\(0\): it is \(Shard\(dim=1\),\) now", twins)
+    twins.optimizers[1].add_param_group({"params": [("v", nn.Parameter(torch.ones(2)))]})  # plans anew
+    refused(
+        ReshardedParameterError, r"'w0'.*Shard\(1\): its momentum_buffer is \(Shard\(dim=0\),\).*save and load", twins
+    )
+
+    different = fresh(momentum=0.9, schedule="8+2" if dist.get_rank() else "keller-jordan")
+    gradients(different)
+    expected = r"ranks 0 and 1 plan different steps; rank 0: w0: .*5 steps.*; rank 1: w0: .*10 steps"
+    refused(PlanMismatchError, expected, different)
+
+
+EQUALITY = [
+    ("every layout", every_layout),
+    ("small buckets", small_buckets),
+    ("repeated work", repeated_work),
+    ("reference", reference),
+    ("views and settings", views_and_settings),
+    ("groups, dtypes", groups_dtypes_and_meshes),
+    ("bfloat16", bfloat16),
+    ("narrow wires", narrow_wires),
+    ("replicas", replicas),
+    ("models", fsdp2_models),
+    ("missing gradients", missing_gradients),
+    ("counted collectives", counted_collectives),
+    ("non-finite gradients", nonfinite_gradients),
+    ("preflight", preflight),
+]

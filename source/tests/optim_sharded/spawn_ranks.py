@@ -1,0 +1,56 @@
+"""Run many cases in one set of processes: gloo on the CPU, one spawn per world size."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _run(rank, world, port, cases, folder, results):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20))
+    for name, case in cases:
+        start = time.perf_counter()
+        try:
+            case(folder)
+            outcome = None
+        except Exception:
+            outcome = traceback.format_exc()
+        results.put((rank, name, outcome, time.perf_counter() - start))
+        if outcome:  # the collectives of the others may be out of step: leaving ends them with an error
+            break
+    dist.destroy_process_group()
+
+
+def run_cases(world, cases, folder):
+    """Run (name, function) cases on `world` ranks; return the tracebacks by (name, rank) and the seconds by name.
+
+    A failing case ends the run, since its collectives may be out of step.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "deepmd_muon.optim.sharded.step"])
+    results = context.SimpleQueue()
+    mp.start_processes(
+        _run, (world, _free_port(), cases, folder, results), nprocs=world, join=True, start_method="forkserver"
+    )
+    failures, seconds = {}, {}
+    while not results.empty():
+        rank, name, outcome, took = results.get()
+        seconds[name] = max(seconds.get(name, 0.0), took)
+        if outcome:
+            failures.setdefault((name, rank), outcome)
+    return failures, seconds
