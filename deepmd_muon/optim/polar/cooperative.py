@@ -153,7 +153,10 @@ def tiles(
     K: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Orthogonalize matrices of any size: programs share the tiles of X (T × T), of X Xᵀ and its polynomial (G × G)."""
+    """Orthogonalize matrices of any size: programs share the tiles of X (T × T), of X Xᵀ and its polynomial (G × G).
+
+    Sizes are padded to multiples of K, the columns that a product takes at a time.
+    """
     mine = programs + 3 * tl.program_id(0)
     matrix = tl.load(mine).to(tl.int64)
     rank = tl.load(mine + 1)
@@ -163,10 +166,10 @@ def tiles(
     first = tl.program_id(0) - rank
     t = tl.arange(0, T)
     q = tl.arange(0, K)
-    down = tl.cdiv(tl.load(row + ROWS), T).to(tl.int32)
-    along = tl.cdiv(tl.load(row + COLUMNS), T).to(tl.int32)
-    order = tl.multiple_of(down * T, T)
-    width = tl.multiple_of(along * T, T)
+    order = tl.multiple_of(tl.cdiv(tl.load(row + ROWS), K).to(tl.int32) * K, K)
+    width = tl.multiple_of(tl.cdiv(tl.load(row + COLUMNS), K).to(tl.int32) * K, K)
+    down = order // T
+    along = width // T
     size = tl.multiple_of(order * width, T)
     master = single + tl.multiple_of(tl.load(row + SINGLE), 64)
     iterate = half + tl.multiple_of(tl.load(row + HALF), 64)

@@ -22,8 +22,8 @@ _LOG = logging.getLogger(__name__)
 _READABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _STRIP = 64  # columns of a strip; at most 128 strips share a matrix
 _TILE = 64
-# Above this many 64 × 64 tiles a launch of cooperating programs loses to launches of products.
-_MOST_TILES = 1600
+# With more 64 × 64 tiles, each program has several, and launches of larger products win.
+_MOST_TILES = 264
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,10 +18,10 @@ from deepmd_muon.optim.polar.schedules import Coefficients
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _ADDRESSES = 16  # arguments of `write_addresses`
 _STRIP = 64
-# Tiles of X, of symmetric products, and columns taken at a time; widths are padded to both.
-_TILE, _SYMMETRIC_TILE, _DEPTH = 64, 32, 64
+_TILE = 64  # sizes are padded to multiples of it
 # Programs that one multiprocessor holds at once, by registers: 256 threads of 255, and 128 threads of 255.
 _STRIPS_AT_ONCE, _TILES_AT_ONCE = 1, 2
+_result = torch.empty  # a test guards its borders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficie
     plan = plan_for(name, tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
     addresses = current_addresses(plan, matrices)
     steps = on_device(coefficients, device)
-    out = torch.empty(plan.out_size, dtype=torch.float32, device=device)
+    out = _result(plan.out_size, dtype=torch.float32, device=device)
     for launch in plan.launches:
         _start(name, launch, addresses, steps, out)
     return plan.results(out, matrices)
@@ -225,7 +225,7 @@ def _whole(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
 
 def _strips(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
     """Each matrix gets one program per strip; the heights of a launch are those of its tallest."""
-    # An interpreter runs programs one after the other, so that they cannot meet: one strip takes everything there.
+    # In an interpreter, where programs cannot meet, one strip takes everything.
     strip = _STRIP if device.type == "cuda" else 1 << max(max(p.columns for p in pieces) - 1, 15).bit_length()
     programs = [-(-p.columns // strip) for p in pieces]
     launches = []
@@ -241,25 +241,26 @@ def _strips(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
 
 
 def _tiles(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
-    """Programs take equally many tiles of X each, as few as let all matrices run at once."""
-    shapes = [(-(-p.rows // _TILE), -(-p.columns // _TILE)) for p in pieces]
-    halves = [down * _TILE // _SYMMETRIC_TILE for down, _ in shapes]
-    most = [max(down * along, h * (h + 1) // 2) for (down, along), h in zip(shapes, halves, strict=True)]
+    """Programs take equally many tiles, as few as let all matrices run at once; small tiles where those fit."""
+    padded = [(-(-p.rows // _TILE) * _TILE, -(-p.columns // _TILE) * _TILE) for p in pieces]
     room = _TILES_AT_ONCE * multiprocessors(device)
+    for tile, symmetric in ((32, 32), (64, 32), (64, 64)):
+        halves = [m // symmetric for m, _ in padded]
+        most = [max(m * n // tile**2, h * (h + 1) // 2) for (m, n), h in zip(padded, halves, strict=True)]
+        if sum(most) <= (room // 2 if tile == 32 else room):
+            break
     each = max(-(-sum(most) // room), *(-(-tiles // int(MOST.value)) for tiles in most))
     while sum(-(-tiles // each) for tiles in most) > max(room, len(most)):
         each += 1
-    programs = [-(-tiles // each) for tiles in most]
+    # An interpreter runs programs one after the other, so that they cannot meet.
+    programs = [-(-tiles // each) if device.type == "cuda" else 1 for tiles in most]
+    constants = {"T": tile, "G": symmetric, "K": _TILE, "num_warps": 4, "num_stages": 4}
     launches = []
     for group in _packed(programs, room):
-        singles = [shapes[i][0] * shapes[i][1] * _TILE**2 for i in group]
-        workspace = [2 * (shapes[i][0] * shapes[i][1] + shapes[i][0] ** 2) * _TILE**2 for i in group]
-        constants = {"T": _TILE, "G": _SYMMETRIC_TILE, "K": _DEPTH, "num_warps": 4, "num_stages": 4}
-        launches.append(
-            _cooperative(
-                [pieces[i] for i in group], [programs[i] for i in group], singles, workspace, constants, device
-            )
-        )
+        singles = [padded[i][0] * padded[i][1] for i in group]
+        workspace = [2 * (padded[i][0] * padded[i][1] + padded[i][0] ** 2) for i in group]
+        members, counts = [pieces[i] for i in group], [programs[i] for i in group]
+        launches.append(_cooperative(members, counts, singles, workspace, constants, device))
     return launches
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -38,23 +37,20 @@ class Blocking(NamedTuple):
         return max(self.update_columns, self.depth)
 
 
-# Found by source/benchmarks/orthogonalize.py on an H200: large tiles once they fill the device.
+# Found on an H200. Large tiles do less traffic, small ones fill the device.
 SMALL = Blocking(64, 1, 64, 128, 64, 4, 4)
-MEDIUM = Blocking(128, 1, 128, 128, 64, 8, 4)
-LARGE = Blocking(128, 2, 128, 256, 64, 8, 3)
+MEDIUM = Blocking(128, 1, 128, 128, 64, 8, 3)
+LARGE = Blocking(128, 2, 128, 256, 64, 8, 4)
+_MULTIPROCESSORS = 132
 
 
 @functools.lru_cache(maxsize=256)
-def blocking(rows: int, columns: int, count: int) -> Blocking:
-    """Return the tiles for `count` matrices rows × columns, rows ≤ columns."""
-    if count * rows * rows >= 2048 * 2048:
-        # Half as many tiles of twice the size, unless they leave the last round of 132 multiprocessors emptier.
-        halves = -(-rows // 256)
-        rounds = count * halves * (halves + 1) / 132
-        return LARGE if rounds > 4 or rounds / math.ceil(rounds) > 0.8 else LARGE._replace(ratio=1)
-    if count * rows * columns >= 1024 * 1024:
-        return MEDIUM
-    return SMALL
+def blocking(rows: int, count: int) -> Blocking:
+    """Return the tiles for `count` matrices of so many rows, no more than columns."""
+    halves = -(-rows // MEDIUM.tile)
+    if count * halves * (halves + 1) // 2 < _MULTIPROCESSORS:
+        return SMALL
+    return MEDIUM if count * rows * rows < 8192 * 8192 else LARGE
 
 
 def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
@@ -87,7 +83,7 @@ def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coeffici
 def _iterate(launch: Launch, addresses: Tensor, steps: Tensor, out: Tensor) -> None:
     """Take the matrices of one shape through all steps."""
     count, device = launch.matrices, out.device
-    tiles = blocking(launch.constants["rows"], launch.constants["columns"], count)
+    tiles = blocking(launch.constants["rows"], count)
     order = -(-launch.constants["rows"] // tiles.rows) * tiles.rows
     width = -(-launch.constants["columns"] // tiles.columns) * tiles.columns
     sums = torch.empty(count, int(SHARES.value), 2, dtype=torch.float64, device=device)

@@ -1,0 +1,99 @@
+"""The dispatch table: what goes where, and that nothing goes to a kernel where none can run."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from deepmd_muon.optim.polar import dispatch, orthogonalize_matrices
+from deepmd_muon.optim.polar.dispatch import TABLE, Problem, choose
+
+
+def problem(rows, columns, count=1, **other):
+    defaults = {"dtype": torch.float32, "device": "cuda", "capability": (9, 0), "operand": torch.float16}
+    return Problem(rows, columns, count, **{**defaults, **other})
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "count", "name"),
+    [
+        (1, 1, 1, "whole"),
+        (1, 256, 1, "whole"),
+        (1, 5000, 1, "torch"),
+        (25, 50, 4, "whole"),
+        (64, 256, 1, "whole"),
+        (128, 128, 46, "whole"),
+        (65, 129, 1, "strips"),
+        (128, 1208, 1, "strips"),
+        (32, 576, 9, "strips"),
+        (240, 240, 4, "tiles"),
+        (240, 1600, 2, "tiles"),
+        (1024, 1024, 1, "tiles"),
+        (1024, 4096, 1, "symmetric"),
+        (8192, 8192, 1, "symmetric"),
+        (768, 2048, 64, "symmetric"),
+        (100, 5000, 1, "tiles"),
+        (100, 500_000, 1, "torch"),
+    ],
+)
+def test_shapes_go_where_they_are_fastest(rows, columns, count, name):
+    assert choose(problem(rows, columns, count)) == name
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"device": "cpu"},
+        {"capability": (7, 5)},
+        {"operand": torch.float32},
+        {"operand": torch.float64, "dtype": torch.float64},
+        {"operand": torch.bfloat16},
+    ],
+)
+def test_what_kernels_cannot_do_is_left_to_torch(other):
+    for shape in ((25, 50), (128, 768), (240, 240), (4096, 4096)):
+        assert choose(problem(*shape, **other)) == "torch"
+
+
+def test_the_choice_can_be_restricted():
+    assert choose(problem(25, 50), ()) == "torch"
+    assert choose(problem(240, 240), ("symmetric",)) == "symmetric"
+    assert choose(problem(25, 50), ("whole", "tiles")) == "whole"
+
+
+def test_the_table_prints_and_ends_with_torch():
+    text = dispatch.describe()
+    for rule in TABLE:
+        assert rule.implementation in text
+        assert rule.means in text
+    assert TABLE[-1].implementation == "torch"
+
+
+def test_without_a_gpu_one_line_is_logged_and_torch_runs(monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "unavailable", lambda: "torch finds no GPU")
+    dispatch._kernels_available.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert not dispatch._kernels_available()
+        assert not dispatch._kernels_available()
+    assert [record.message for record in caplog.records] == ["matrices are orthogonalized by torch: torch finds no GPU"]
+    dispatch._kernels_available.cache_clear()
+    x = torch.eye(3).expand(2, 3, 3)
+    assert torch.allclose(orthogonalize_matrices([x], "8+2")[0], torch.eye(3).expand(2, 3, 3), atol=2e-3)
+
+
+def test_a_failing_kernel_is_switched_off_with_one_line(monkeypatch, caplog):
+    def broken(name, matrices, coefficients):
+        raise RuntimeError("no compiler\nand more")
+
+    monkeypatch.setattr(dispatch, "_check", lambda name, device: None)
+    monkeypatch.setattr(dispatch, "_run", broken)
+    monkeypatch.setattr(dispatch, "_FAILED", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with caplog.at_level(logging.WARNING):
+        assert dispatch._attempt("whole", [torch.zeros(1, 2, 2)], ((1.0, 0.0, 0.0),)) is None
+    assert [r.message for r in caplog.records] == [
+        "'whole' is switched off and torch takes over: RuntimeError: no compiler"
+    ]
+    assert "whole is off: RuntimeError: no compiler" in dispatch.describe()
