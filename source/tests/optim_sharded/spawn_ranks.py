@@ -1,4 +1,4 @@
-"""Run many cases in one set of processes: gloo on the CPU, one spawn per world size."""
+"""Run many cases in one set of processes: gloo on the CPU, one spawn per number of ranks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,36 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+TIMEOUT = datetime.timedelta(seconds=20)
 
-def _free_port():
+
+def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
-def _run(rank, world, port, cases, folder, results):
+def _begin(rank, world, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20))
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=TIMEOUT)
+
+
+def join(rank, world, port, function, queue):
+    """Run a function on one rank and report what it raises."""
+    _begin(rank, world, port)
+    try:
+        function()
+    except Exception as error:
+        queue.put(f"{type(error).__name__}: {error}")
+
+
+def _run(rank, world, port, cases, results):
+    _begin(rank, world, port)
     for name, case in cases:
         start = time.perf_counter()
         try:
-            case(folder)
+            case()
             outcome = None
         except Exception:
             outcome = traceback.format_exc()
@@ -36,7 +51,7 @@ def _run(rank, world, port, cases, folder, results):
     dist.destroy_process_group()
 
 
-def run_cases(world, cases, folder):
+def run_cases(world, cases):
     """Run (name, function) cases on `world` ranks; return the tracebacks by (name, rank) and the seconds by name.
 
     A failing case ends the run, since its collectives may be out of step.
@@ -44,9 +59,7 @@ def run_cases(world, cases, folder):
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "deepmd_muon.optim.sharded.step"])
     results = context.SimpleQueue()
-    mp.start_processes(
-        _run, (world, _free_port(), cases, folder, results), nprocs=world, join=True, start_method="forkserver"
-    )
+    mp.start_processes(_run, (world, free_port(), cases, results), nprocs=world, join=True, start_method="forkserver")
     failures, seconds = {}, {}
     while not results.empty():
         rank, name, outcome, took = results.get()

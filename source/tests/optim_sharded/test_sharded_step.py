@@ -2,14 +2,73 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import time
+
 import pytest
-from sharded_cases import EQUALITY
-from spawn_ranks import run_cases
+import sharded_cases
+from spawn_ranks import free_port, join, run_cases
+
+# Where a state is saved, and where it is restored.
+MOVES = [((2, "fsdp"), (3, "fsdp")), ((4, "hsdp"), (2, "ddp")), ((2, "ddp"), (4, "hsdp")), ((3, "fsdp"), (1, "alone"))]
+
+
+def cases_of(world, folder):
+    """All cases for this number of ranks; savings come first, and files of other numbers of ranks must be there."""
+    saving = [(a, b) for a, b in MOVES if a[0] == world]
+    loading = [(a, b) for a, b in MOVES if b[0] == world]
+    cases = []
+    for kind, moves in (("save", saving), ("load", loading)):
+        for a, b in moves:
+            path = folder / f"{a[1]}{a[0]}_{b[1]}{b[0]}"
+            path.mkdir(exist_ok=True)
+            way = a[1] if kind == "save" else b[1]
+            cases.append((f"{kind} {path.name}", functools.partial(getattr(sharded_cases, kind), path, way=way)))
+    return cases
+
+
+def run(world, cases):
+    failures, seconds = run_cases(world, cases)
+    print({name: round(took, 1) for name, took in seconds.items()})
+    assert not failures, "\n\n".join(f"{name}, rank {rank}: {text}" for (name, rank), text in failures.items())
+    assert list(seconds) == [name for name, _ in cases]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("states")
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_ranks_together_equal_one_process(world, tmp_path):
-    failures, seconds = run_cases(world, EQUALITY, tmp_path)
-    print({name: round(took, 1) for name, took in seconds.items()})
-    assert not failures, "\n\n".join(f"{name}, rank {rank}: {text}" for (name, rank), text in failures.items())
-    assert len(seconds) == len(EQUALITY)
+def test_ranks_together_equal_one_process(world, folder):
+    saves = [case for case in cases_of(world, folder) if case[0].startswith("save")]
+    run(world, sharded_cases.EQUALITY + saves)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_states_restart_on_other_ranks(world, folder):
+    """Saved on W ranks, every tensor comes back bitwise on W′ others, and the next step is one process's."""
+    loads = [case for case in cases_of(world, folder) if case[0].startswith("load")]
+    if not (folder / "fsdp3_alone1" / "full.pt").exists():
+        pytest.skip("needs the states that the test above saves")
+    assert loads
+    run(world, loads)
+
+
+def test_a_dead_rank_ends_the_others_with_an_error():
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    port = free_port()
+    ranks = [
+        context.Process(target=join, args=(rank, 2, port, sharded_cases.die_in_the_middle, queue)) for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    start = time.monotonic()
+    ranks[0].join(60)
+    assert not ranks[0].is_alive()
+    assert time.monotonic() - start < 60
+    ranks[1].join(10)
+    assert ranks[1].exitcode == 7
+    assert queue.get().startswith("RuntimeError")
