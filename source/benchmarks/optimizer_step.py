@@ -1,6 +1,5 @@
 """Time whole optimizer steps on a GPU, eager and captured, on the parameter sets in shapes/, with random gradients.
 
-
 python optimizer_step.py --out results.json [--deepmd-kit PATH/hybrid_muon.py] [--sets se_e2_a,dpa1] [--llm]
 """
 
@@ -95,7 +94,7 @@ def captured(step: Callable[[], Any]) -> Callable[[], None]:
 
 def launches(step: Callable[[], Any]) -> int:
     """Count the kernels of a step."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         step()
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())

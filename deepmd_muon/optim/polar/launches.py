@@ -218,7 +218,8 @@ def _whole(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
             continue
         used = {tile for tile, _ in group}
         table = torch.tensor([piece.row(tile) for tile, piece in group], dtype=torch.int64, device=device)
-        constants = {"MASK": sum(1 << tile for tile in used), "num_warps": 8 if max(used) > 2 else 4}
+        # The same warps for every tile, so that a matrix gets the same bits in any company.
+        constants = {"MASK": sum(1 << tile for tile in used), "num_warps": 8}
         launches.append(Launch(len(group), len(group), table, None, constants))
     return launches
 
