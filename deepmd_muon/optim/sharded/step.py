@@ -143,7 +143,7 @@ class ShardedStep:
             found = [
                 (i, local_part(p.grad))
                 for i, (p, e) in enumerate(parameters)
-                if p.grad is not None and e.route != "frozen"
+                if p.grad is not None and e.route != "frozen" and local_part(p.grad).numel()
             ]
             if found:
                 flags[[i for i, _ in found]] = nonfinite([g for _, g in found]).to(device, torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import socket
 import time
@@ -24,6 +25,7 @@ def free_port():
 def _begin(rank, world, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # about its own all-gathers
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=TIMEOUT)
 
 
