@@ -85,7 +85,7 @@ def local_part(x: Tensor) -> Tensor:
 
 def local_twin(p: Tensor, *, missing_as_zero: bool = False) -> Tensor:
     """Return this rank's elements of a parameter as a leaf that shares its memory and carries its gradient's."""
-    twin = local_part(p.detach())
+    twin = local_part(p).detach()
     if p.grad is not None:
         twin.grad = local_part(p.grad)
     elif missing_as_zero:

@@ -189,7 +189,7 @@ class Run:
         for (number, _), chosen in kinds.items():
             group = self._optimizer.param_groups[number]
             settings = group_settings(group)
-            targets = [self._piece(local_part(self._member(bucket, k).p.detach()), bucket.applying[k]) for k in chosen]
+            targets = [self._piece(local_part(self._member(bucket, k).p).detach(), bucket.applying[k]) for k in chosen]
             updates = [flats[k].view(x.shape) for k, x in zip(chosen, targets, strict=True)]
             if settings.magma_muon:
                 updates = list(torch._foreach_mul(updates, [factors[k].view(1, 1) for k in chosen]))
@@ -204,6 +204,7 @@ class Run:
         damped = [k for k in range(len(bucket.applying)) if self._group_settings(bucket, k).magma_muon]
         sure = [k for k in damped if not self._undecided(bucket, k)]
         factors: dict[int, Tensor] = {}
+        cosines = headers[:, -1].float()
         for lot in [sure] * bool(sure) + [[k] for k in damped if self._undecided(bucket, k)]:
             scores = []
             for k in lot:
@@ -213,8 +214,8 @@ class Run:
             if lot is not sure:
                 nobody = (headers[lot[0], 0] == 0).float()
                 skip = nobody if skip is None else torch.maximum(skip, nobody)
-            cosines = [headers[k : k + 1, 1].float() for k in lot]
-            factors.update(zip(lot, magma.update_scores(scores, cosines, skip), strict=True))
+            lot_cosines = [cosines[k : k + 1] for k in lot]
+            factors.update(zip(lot, magma.update_scores(scores, lot_cosines, skip), strict=True))
         return factors
 
     def _group_settings(self, bucket: Bucket, k: int) -> HybridMuonConfig:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from deepmd_muon.optim.adam import moment_dtype
 from deepmd_muon.optim.errors import CaptureError, NonFiniteGradientError
@@ -15,7 +16,7 @@ from deepmd_muon.optim.gradients import StepControl, nonfinite, waves
 from deepmd_muon.optim.groups import group_settings
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing import RouteEntry
-from deepmd_muon.optim.sharded.groups import group_of
+from deepmd_muon.optim.sharded.groups import check_agreement, group_of
 from deepmd_muon.optim.sharded.members import Member, Replicas, check_members, layout_of, local_part, local_twin
 from deepmd_muon.optim.sharded.pipeline import Pipeline
 from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
@@ -65,6 +66,10 @@ class ShardedStep:
         self._here = {member.p for member in members}
         self._muon = [member for member in members if member.entry.route == "muon"]
         self.plan = make_plan([self._planned(member) for member in self._muon], settings)
+        # Replicas that repeat the work take one process's own step, with all its fast paths, once their plans agree.
+        plain = not any(isinstance(member.p, DTensor) for member in members)
+        self._repeating = plain and not any(domain.buckets for domain in self.plan.domains)
+        self._agreed = False
         self._pipeline: Pipeline | None = None
         self._agreement: list[dist.ProcessGroup] | None = None
 
@@ -95,10 +100,13 @@ class ShardedStep:
         CaptureError
             While a CUDA graph is being captured.
         """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if not self._repeating and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise CaptureError("a step on several ranks cannot be captured in a CUDA graph")
         check_members(self._optimizer, self._members)
         control = self._control()
+        if self._repeating:
+            self._agree()
+            return work, control
         if self._settings.exchange == "reference":
             step_everywhere(self._optimizer, self._muon, control)
             self._step_elements(work, control)
@@ -111,6 +119,13 @@ class ShardedStep:
         else:
             self._step_elements(work, control)
         return [[(p, entry) for p, entry in members if p not in self._here] for members in work], control
+
+    def _agree(self) -> None:
+        """Compare the plans of all ranks, once."""
+        device = self._members[0].device
+        for domain in () if self._agreed else self.plan.domains:
+            check_agreement(self.plan, domain, group_of(domain.ranks, device), device)
+        self._agreed = True
 
     def _step_elements(self, work: Work, control: StepControl) -> None:
         """Take the element-wise routes on the elements of this rank."""
@@ -131,22 +146,23 @@ class ShardedStep:
         if optimizer.on_nonfinite == "ignore" and skip is None:
             return StepControl(None, scale)
         parameters = [
-            (p, e)
+            x
             for number, group in enumerate(optimizer.param_groups)
-            for p, e in zip(group["params"], optimizer._entries[number], strict=True)
+            for x in zip(group["params"], optimizer._entries[number], strict=True)
         ]
-        device = local_part(self._members[0].p).device
+        device = self._members[0].device
         flags = torch.zeros(len(parameters) + 1, device=device)
         if skip is not None:
             flags[-1] = skip.to(device)
         if optimizer.on_nonfinite != "ignore":
-            found = [
-                (i, local_part(p.grad))
+            grads = {
+                i: local_part(p.grad)
                 for i, (p, e) in enumerate(parameters)
-                if p.grad is not None and e.route != "frozen" and local_part(p.grad).numel()
-            ]
+                if p.grad is not None and e.route != "frozen"
+            }
+            found = {i: grad for i, grad in grads.items() if grad.numel()}
             if found:
-                flags[[i for i, _ in found]] = nonfinite([g for _, g in found]).to(device, torch.float32)
+                flags[list(found)] = nonfinite(list(found.values())).to(device, torch.float32)
         for group in self._agreeing(device):
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
         if optimizer.on_nonfinite == "error" and skip is None and flags.any():

@@ -433,6 +433,23 @@ def nonfinite_gradients():
         twins.assert_equal()
 
 
+def gradient_scaler():
+    """What torch.amp.GradScaler sets: gradients are unscaled, and one rank's overflow leaves the step out on all."""
+    mesh = mesh_of((dist.get_world_size(),))
+    twins = Twins([*SHAPES["even"], (7,)], mesh, [Shard(0)])
+    twins.step()
+    before = [p.to_local().clone() for p in twins.many]
+    for p in twins.many:
+        p.grad = p.detach().clone()
+    twins.optimizers[1].found_inf = torch.tensor(float(dist.get_rank() == 0))
+    twins.optimizers[1].step()
+    assert all(torch.equal(x, p.to_local()) for x, p in zip(before, twins.many, strict=True))
+    for optimizer in twins.optimizers:
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    twins.step()
+    twins.assert_equal(1e-6)
+
+
 def preflight():
     """What cannot be exchanged is refused by name on all ranks, before any byte moves."""
     world = dist.get_world_size()
@@ -566,5 +583,6 @@ EQUALITY = [
     ("missing gradients", missing_gradients),
     ("counted collectives", counted_collectives),
     ("non-finite gradients", nonfinite_gradients),
+    ("gradient scaler", gradient_scaler),
     ("preflight", preflight),
 ]

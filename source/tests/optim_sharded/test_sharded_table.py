@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,10 @@ def test_every_line_of_the_quick_table(table):
     lines = [line for case in table.cases(quick=True) if case.ranks < 64 for line in table.rows_of(case)]
     assert sum("**ours**" in line for line in lines) == 4
     assert all(line.count("|") == 11 for line in lines)
+
+
+def test_the_page_plans_a_cluster(capsys):
+    page = (SCRIPT.parents[2] / "doc" / "sharded.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    exec(compile(code, "sharded.md", "exec"), {})
+    assert "64 ranks; 1 parameters, 1 matrices on mesh 64: Shard(0)" in capsys.readouterr().out
