@@ -57,7 +57,7 @@ def load_optimizer_state(
         raise CheckpointError(f"{source} holds no optimizer state, so training cannot continue from it; {advice}")
     try:
         if not isinstance(optimizer, HybridMuon):
-            _load_adam_state(optimizer, state)
+            _load_adam_state(optimizer, state, model)
         elif is_deepmd_kit(state["param_groups"]) and "routes" not in state["param_groups"][0]:
             step = int(content["model"]["_extra_state"]["train_infos"]["step"]) + 1
             names = deepmd_kit_parameter_names(model)
@@ -70,18 +70,23 @@ def load_optimizer_state(
         raise CheckpointError(f"{source}: {error}") from error
 
 
-def _load_adam_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def _load_adam_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: EnergyModel) -> None:
     """Load torch's Adam state; its own loading is by position, so names are compared first."""
-    kind = type(optimizer).__name__
     groups = state["param_groups"]
-    if any("routes" in group for group in groups):
-        raise ForeignStateError(f"the optimizer state is HybridMuon's, the input asks for {kind}")
+    if any("routes" in group for group in groups) or is_deepmd_kit(groups):
+        raise ForeignStateError(f"the optimizer state is HybridMuon's, the input asks for {type(optimizer).__name__}")
+    keys = [key for group in groups for key in group["params"]]
     saved = [name for group in groups for name in group.get("param_names", [])]
+    if not saved and len(keys) == len(names := deepmd_kit_parameter_names(model)):
+        saved = names  # deepmd-kit's own state: by position, empty parameters included
     present = [name for group in optimizer.param_groups for name in group["param_names"]]
-    if saved != present:
-        only_saved, only_present = sorted(set(saved) - set(present)), sorted(set(present) - set(saved))
+    missing = sorted(set(present) - set(saved))
+    if missing or len(saved) != len(keys):
         raise ForeignStateError(
-            f"the optimizer state is not of these parameters: {len(saved)} were saved, {len(present)} are here; "
-            f"only saved: {only_saved[:5]}; only here: {only_present[:5]}"
+            f"the optimizer state is not of these parameters: {len(keys)} were saved, {len(saved)} of them with a "
+            f"name, {len(present)} are here; without state: {missing[:5]}"
         )
-    optimizer.load_state_dict(dict(state))
+    key_of = dict(zip(saved, keys, strict=True))
+    values = {i: state["state"][key_of[name]] for i, name in enumerate(present) if key_of[name] in state["state"]}
+    here = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": values, "param_groups": here})

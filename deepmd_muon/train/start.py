@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from deepmd_muon.argcheck import dump, load, normalize
-from deepmd_muon.data import NeighborCache
+from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, from_deepmd_kit
 from deepmd_muon.train import checkpoint
-from deepmd_muon.train.errors import CheckpointError
+from deepmd_muon.train.errors import CheckpointError, TrainingError
 from deepmd_muon.train.report import set_up_logging
 from deepmd_muon.train.setup import (
     CACHE_BYTES,
@@ -116,6 +116,8 @@ def run(
         )
     for notice in given.notices:
         log.warning("%s", notice)
+    if given.settings.training.stat_file:
+        StatFile(given.settings.training.stat_file)  # refuses a folder before the long work begins
     train, valid = open_training_systems(given.settings.model, given.settings.training)
     if source and isinstance(getattr(given.settings.model.descriptor, "sel", None), str):
         given = with_sel(given, list(source.model_section["descriptor"]["sel"]))
@@ -126,6 +128,8 @@ def run(
     cache = NeighborCache(model.rcut, model.sel, model.by_type, CACHE_BYTES, model.ntypes)
     if statistics is None and not skip_neighbor_stat:
         statistics = check_sel(model, train, cache)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise TrainingError("nothing is trainable: set trainable to true in model/descriptor or model/fitting_net")
     device = training_device()
     log.info(
         "model: %d trainable weights of %d on %s",

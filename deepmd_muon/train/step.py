@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from deepmd_muon.loss import EnergyLoss
     from deepmd_muon.model import EnergyModel
     from deepmd_muon.train.batch import TrainingBatch
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,26 +57,30 @@ class TrainingStep:
         Raises
         ------
         NonFiniteError
-            When loss or gradient is not finite; parameters and optimizer state are untouched then.
+            When loss or gradient is not finite, unless the optimizer's `on_nonfinite` is "skip"; parameters and
+            optimizer state are untouched either way.
         """
         self.optimizer.zero_grad(set_to_none=True)
         prediction = self.model(batch.structures, force=self.loss.needs_force, virial=self.loss.needs_virial)
         value, metrics = self.loss(prediction, batch.labels, lr_fraction, batch.structures.natoms, batch.mask)
         value.backward()
-        self._check_and_clip(value.detach(), batch.system)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        if self._finite_and_clipped(value.detach(), batch.system):
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
         return metrics
 
-    def _check_and_clip(self, loss: Tensor, system: str) -> None:
-        """Refuse a gradient that is not finite; shorten one that is too long."""
+    def _finite_and_clipped(self, loss: Tensor, system: str) -> bool:
+        """Shorten a gradient that is too long; refuse one that is not finite, or leave its step out if asked to."""
         grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         # One read of the device a step: the price of never writing a NaN into the weights.
         if not bool(torch.isfinite(norm + loss)):
-            raise NonFiniteError(
-                f"the loss is {float(loss):g} and the norm of its gradient {float(norm):g} on a batch of {system}"
-            )
+            problem = f"the loss is {float(loss):g} and the norm of its gradient {float(norm):g} on a batch of {system}"
+            if getattr(self.optimizer, "on_nonfinite", "error") != "skip":
+                raise NonFiniteError(problem)
+            log.warning("%s: the step is left out", problem)
+            return False
         if self.max_norm > 0:
             torch._foreach_mul_(grads, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return True

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.argcheck import Input
+from deepmd_muon.data import SamplerStateError
 from deepmd_muon.loss import EnergyLoss
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, to_deepmd_kit
 from deepmd_muon.train.batch import TrainingBatch, to_device
 from deepmd_muon.train.checkpoint import FORMAT_VERSION, OWN_KEY, CheckpointSeries
 from deepmd_muon.train.ema import Ema
-from deepmd_muon.train.errors import NonFiniteError
+from deepmd_muon.train.errors import CheckpointError, NonFiniteError
 from deepmd_muon.train.learning_rate import learning_rate
 from deepmd_muon.train.optimizers import build_optimizer, load_optimizer_state
 from deepmd_muon.train.report import Reports, open_reports
@@ -51,6 +52,8 @@ class Trainer:
     ----------
     step
         Updates done so far.
+    source
+        The checkpoint that the run continues; None in a fresh run.
     """
 
     def __init__(self, given: Input, model: EnergyModel, data: Data, min_nbor_dist: float = UNKNOWN_DISTANCE) -> None:
@@ -66,6 +69,7 @@ class Trainer:
         self.ema = Ema(model, training.ema_decay) if training.enable_ema else None
         self.series = CheckpointSeries(Path(training.save_ckpt), training.max_ckpt_keep)
         self.step = 0
+        self.source: Path | None = None
         self._update = TrainingStep(model, self.loss, self.optimizer, training.gradient_max_norm)
         self._device = next(model.parameters()).device
         self._interrupted: int | None = None
@@ -90,7 +94,7 @@ class Trainer:
             with self._signals(), _profiler(training.profiling, training.profiling_file):
                 self._steps(reports)
         except NonFiniteError as error:
-            good = self.series.newest
+            good = self.series.newest or self.source
             advice = f"the last good checkpoint is {good}" if good else "no checkpoint has been written yet"
             raise NonFiniteError(f"training stopped before update {self.step + 1}: {error}; {advice}") from error
         finally:
@@ -190,27 +194,43 @@ class Trainer:
         """
         own = content.get(OWN_KEY)
         load_optimizer_state(self.optimizer, self.model, content, source)
+        self.source = source
         if own is None:
             infos = content["model"]["_extra_state"]["train_infos"]
             self.step = int(infos["step"]) + 1
             log.warning(
-                "%s comes from deepmd-kit, which keeps neither data order nor random numbers: they start anew",
-                source,
+                "%s comes from deepmd-kit, which keeps neither data order nor random numbers: they start anew", source
             )
         else:
-            self.step = int(own["step"])
-            torch.set_rng_state(own["torch_rng"])
-            self.data.training.load_state_dict(own["training_data"])
-            if self.data.validation and own["validation_data"]:
-                self.data.validation.load_state_dict(own["validation_data"])
-            if source.resolve().parent == self.series.prefix.parent.resolve():
-                self.series.written = [name for name in own["series"] if (source.resolve().parent / name).exists()]
+            self._restore_own(own, source)
+        if self.step > self.num_steps:
+            raise CheckpointError(
+                f"{source} is at step {self.step}, beyond the last step {self.num_steps} of this input: "
+                "raise training/numb_steps, or start from its weights with --init-model"
+            )
         if self.ema:
             if "ema" in content:
                 self.ema.load_state_dict(content["ema"])
             else:
                 log.warning("%s has no averaged parameters: the average starts from its weights", source)
         log.info("restarting from %s at step %d", source, self.step)
+
+    def _restore_own(self, own: Mapping[str, Any], source: Path) -> None:
+        """Restore what only our checkpoints hold: step, random numbers, data order, the series of files."""
+        self.step = int(own["step"])
+        torch.set_rng_state(own["torch_rng"])
+        for change in changed_settings(json.loads(own["settings"]), self.given.normalized):
+            log.info("since %s was written: %s", source, change)
+        loaders = {"training_data": self.data.training, "validation_data": self.data.validation}
+        for name, loader in loaders.items():
+            if loader is None or not own[name]:
+                continue
+            try:
+                loader.load_state_dict(own[name])
+            except SamplerStateError:
+                log.warning("%s is not that of %s: its order starts anew from training/seed", name, source)
+        if source.resolve().parent == self.series.prefix.parent.resolve():
+            self.series.written = [name for name in own["series"] if (source.resolve().parent / name).exists()]
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -232,6 +252,21 @@ class Trainer:
         finally:
             for caught, handler in previous.items():
                 signal.signal(caught, handler)
+
+
+def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> list[str]:
+    """Say for every setting that differs what it was and what it is, by its path in the input."""
+    changes = []
+    for key in sorted({*saved, *present}):
+        where = f"{path}{key}"
+        old, new = saved.get(key), present.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changes += changed_settings(old, new, f"{where}/")
+        elif where == "training/seed" and old != new:
+            changes.append(f"{where} was {old}, is {new} (without effect while the saved order of the data continues)")
+        elif old != new:
+            changes.append(f"{where} was {old!r}, is {new!r}")
+    return changes
 
 
 def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:

@@ -297,3 +297,80 @@ def test_numb_epoch_and_averaged_display(small_input, train):
     assert train(content) == 0
     # 3 systems of 40 frames in batches of 2 are 60 batches; a fifth of them is 12 steps.
     assert Path("checkpoint").read_text() == "model.ckpt-12.pt\n"
+
+
+def test_skipping_a_non_finite_step_is_a_setting(small_input, train, load, monkeypatch, caplog):
+    from deepmd_muon.data import DataLoader
+
+    original, calls = DataLoader.next, []
+
+    def poisoned(self):
+        batch = original(self)
+        calls.append(batch)
+        if len(calls) == 4:
+            batch.frames.energy[:] = np.nan
+        return batch
+
+    monkeypatch.setattr(DataLoader, "next", poisoned)
+    content = small_input(optimizer={"on_nonfinite": "skip"}, training={"numb_steps": 6})
+    content["training"].pop("validation_data")
+    with caplog.at_level(logging.WARNING, "deepmd_muon"):
+        assert train(content) == 0
+    assert caplog.text.count("the step is left out") == 1
+    steps = [int(value["step"]) for value in load()["optimizer"]["state"].values() if "step" in value]
+    assert set(steps) == {5}
+
+
+def test_a_restart_with_other_data_keeps_all_but_the_order(small_input, train, load, caplog):
+    train(small_input())
+    before = load("model.ckpt-5.pt")["optimizer"]["state"]
+    content = small_input(training={"save_ckpt": "more", "seed": 77, "save_freq": 100})
+    content["training"]["training_data"] = {**content["training"]["training_data"], "batch_size": 3}
+    with caplog.at_level(logging.INFO, "deepmd_muon"):
+        from deepmd_muon.train import run
+
+        Path("input.json").write_text(json.dumps(content))
+        assert run("input.json", restart="model.ckpt-5.pt", log_level="INFO") == 0
+    assert "training_data is not that of model.ckpt-5.pt: its order starts anew" in caplog.text
+    assert "training/training_data/batch_size was 2, is 3" in caplog.text
+    assert "training/seed was 3, is 77 (without effect while the saved order" in caplog.text
+    after = load("more-10.pt")["optimizer"]["state"]
+    assert {int(v["step"]) for v in after.values() if "step" in v} == {10}
+    assert before.keys() == after.keys()
+
+
+def test_a_restart_beyond_the_end_is_an_error(small_input, train):
+    train(small_input())
+    with pytest.raises(CheckpointError, match="is at step 10, beyond the last step 7"):
+        train(small_input(training={"numb_steps": 7}), restart="model.ckpt-10.pt")
+
+
+def test_the_last_good_checkpoint_may_be_the_restarts_source(small_input, train, load, monkeypatch):
+    from deepmd_muon.data import DataLoader
+
+    train(small_input())
+    original = DataLoader.next
+
+    def poisoned(self):
+        batch = original(self)
+        batch.frames.energy[:] = np.nan
+        return batch
+
+    monkeypatch.setattr(DataLoader, "next", poisoned)
+    content = small_input(training={"save_ckpt": "other/m"})
+    with pytest.raises(NonFiniteError, match=r"the last good checkpoint is model\.ckpt-5\.pt"):
+        train(content, restart="model.ckpt-5.pt")
+
+
+def test_nothing_to_train_is_an_error(small_input, train):
+    content = small_input()
+    content["model"]["descriptor"]["trainable"] = content["model"]["fitting_net"]["trainable"] = False
+    with pytest.raises(TrainingError, match="nothing is trainable"):
+        train(content)
+
+
+def test_a_folder_as_stat_file_is_refused_at_once(small_input, train):
+    Path("stat").mkdir()
+    with pytest.raises(ValueError, match="stat is a folder"):
+        train(small_input(training={"stat_file": "stat"}))
+    assert not Path("out.json").exists()
