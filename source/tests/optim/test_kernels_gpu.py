@@ -73,7 +73,7 @@ def test_flash_off_is_torch_and_agrees():
     (plain,) = orthogonalize_matrices([x], "8+2", flash=False)
     assert counts() == before
     (fast,) = orthogonalize_matrices([x], "8+2")
-    assert (plain - fast).norm() / plain.norm() < 3e-3
+    assert (plain - fast).norm() / plain.norm() < 1e-2  # each has its own rounding of fp16 operands
 
 
 def test_large_low_rank_input_stays_clean():
