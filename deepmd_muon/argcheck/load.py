@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from deepmd_muon.argcheck.legacy import upgrade
 from deepmd_muon.argcheck.schema import thaw
 from deepmd_muon.argcheck.settings import Settings
 from deepmd_muon.argcheck.values import shown
+from deepmd_muon.whole_file import whole_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,19 +93,5 @@ def dump(normalized: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     path
         File to write, usually out.json.
     """
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(normalized, file, indent=4, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes a private file; this one is meant to be read like any other.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with whole_file(Path(path)) as file:
+        file.write((json.dumps(normalized, indent=4, ensure_ascii=False) + "\n").encode())

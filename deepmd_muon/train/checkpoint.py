@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import os
 import pickle
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from deepmd_muon.train.errors import CheckpointError
+from deepmd_muon.whole_file import whole_file
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,8 @@ class CheckpointSeries:
         path.parent.mkdir(parents=True, exist_ok=True)
         written = [name for name in self.written if name != path.name] + [path.name]
         own = {**content[OWN_KEY], "series": written}
-        _write_whole(path, {**content, OWN_KEY: own})
+        with whole_file(path) as file:
+            torch.save({**content, OWN_KEY: own}, file)
         self.written = written
         _replace_link(self.prefix.parent / f"{self.prefix.name}.pt", path.name)
         _replace_text(self.prefix.parent / "checkpoint", f"{path.name}\n")
@@ -98,23 +99,6 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{path} has format version {version}; this release reads up to {FORMAT_VERSION}: update deepmd_muon"
         )
     return content
-
-
-def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
-    """Write to a temporary file, sync it to the disk, rename: a reader finds the old file or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(dict(content), file)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _replace_link(link: Path, target: str) -> None:
