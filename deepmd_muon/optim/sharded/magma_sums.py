@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-WORDS = 5
+# Elements of a tensor below which launches cost more than the copies that joining it with others takes.
+_SMALL = 2**16
 
 
 def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
@@ -30,6 +34,34 @@ def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
         m, g = m / s, g / t
     sums = [torch.linalg.vecdot(a, b, dim=1).unsqueeze(1) for a, b in ((m, m), (m, g), (g, g))]
     return torch.cat([s, t, *sums], dim=1)
+
+
+def piece_sums_of_many(pairs: Sequence[tuple[Tensor, Tensor]], *, joined: bool | None = None) -> list[Tensor]:
+    """Return `piece_sums` of several pairs (momentum, gradient).
+
+    With `joined` small float32 ones are summed together, in a few launches; by default on a GPU, where launches cost
+    more than copies.
+    """
+    found: list[Tensor | None] = [None] * len(pairs)
+    joined = bool(pairs) and pairs[0][0].is_cuda if joined is None else joined
+    small = [i for i, (m, _) in enumerate(pairs) if m.numel() <= _SMALL and m.dtype != torch.float64]
+    if joined and len(small) > 1:
+        m, g = (torch.cat([pairs[i][k].reshape(-1) for i in small]).double() for k in (0, 1))
+        shapes = tuple((x.shape[0], x.shape[1]) for x in (pairs[i][0] for i in small))
+        lengths = _lengths(shapes, m.device)
+        # unsafe: the lengths are right by construction, and checking them would wait for the device.
+        sums = torch.segment_reduce(
+            torch.stack((m * m, m * g, g * g), dim=1), "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0
+        )
+        sums = torch.cat([torch.ones_like(sums[:, :2]), sums], dim=1)
+        for i, part in zip(small, sums.split([pieces for pieces, _ in shapes]), strict=True):
+            found[i] = part
+    return [piece_sums(*pair) if part is None else part for pair, part in zip(pairs, found, strict=True)]
+
+
+@functools.lru_cache(maxsize=256)
+def _lengths(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    return torch.tensor([n for pieces, n in shapes for _ in range(pieces)], dtype=torch.int64, device=device)
 
 
 def cosines(sums: Tensor) -> Tensor:

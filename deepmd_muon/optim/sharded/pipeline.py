@@ -146,22 +146,26 @@ class Run:
                     # Whether another rank has a gradient is known only at the end: the momentum waits until then.
                     buffers[k] = self._tentative[i] = buffers[k].clone()
             advanced = advance_momenta(twins, buffers, settings, self._control, maximize=group["maximize"])
-            for i, member, m, g, u in zip(chosen, members, *advanced, strict=True):
-                sums = self._sums(i, m, g) if settings.magma_muon else None
+            momenta, gradients, directions = advanced
+            sums: list[Tensor | None] = [None] * len(chosen)
+            if settings.magma_muon:
+                sums = [*self._sums(chosen, momenta, gradients)]
+            for i, member, u, x in zip(chosen, members, directions, sums, strict=True):
                 shape = local_shape(self._pipeline.plan, i, self._pipeline.rank)
-                self._moving[i] = Moving(u.reshape(shape), sums, member.p.grad is not None)
+                self._moving[i] = Moving(u.reshape(shape), x, member.p.grad is not None)
 
-    def _sums(self, parameter: int, momentum: Tensor, gradient: Tensor) -> Tensor:
-        """Return Magma's sums of this rank's piece of every block: float64 (blocks here, 5)."""
+    def _sums(self, parameters: Sequence[int], momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return Magma's sums of this rank's piece of every block of each parameter: float64 (blocks here, 5)."""
         plan, rank = self._pipeline.plan, self._pipeline.rank
-        shape = local_shape(plan, parameter, rank)
-        m, g = momentum.reshape(shape), gradient.reshape(shape)
-        parts = local_parts(plan, parameter, rank)
-        sums = [
-            magma_sums.piece_sums(m[:, rows, columns].flatten(1), g[:, rows, columns].flatten(1))
-            for rows, columns in parts
-        ]
-        return torch.stack(sums, dim=1).flatten(0, 1)
+        pairs, parts = [], []
+        for i, m, g in zip(parameters, momenta, gradients, strict=True):
+            shape = local_shape(plan, i, rank)
+            cuts = local_parts(plan, i, rank)
+            views = [x.reshape(shape) for x in (m, g)]
+            pairs += [(views[0][:, r, c].flatten(1), views[1][:, r, c].flatten(1)) for r, c in cuts]
+            parts.append(len(cuts))
+        sums = iter(magma_sums.piece_sums_of_many(pairs))
+        return [torch.stack([next(sums) for _ in range(n)], dim=1).flatten(0, 1) for n in parts]
 
     def _orthogonalize(self, bucket: Bucket, flight: Flight, meanwhile: int = 0) -> Flight:
         """Wait for a bucket's pieces, send the next buckets', orthogonalize, and send the updates back."""

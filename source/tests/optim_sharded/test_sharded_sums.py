@@ -1,0 +1,37 @@
+"""Magma's alignment from pieces equals the alignment of whole blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepmd_muon.optim.magma import alignment
+from deepmd_muon.optim.sharded.magma_sums import cosines, piece_sums, piece_sums_of_many
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_pieces_together_have_the_blocks_cosine(dtype, scale):
+    torch.manual_seed(0)
+    m, g = (torch.randn(4, 60, dtype=dtype) * scale for _ in range(2))
+    g[2], m[3] = 0, m[3] * 1e-4
+    g[:, :20] *= 1e-3
+    pieces = [(m[:, a:b], g[:, a:b]) for a, b in ((0, 20), (20, 21), (21, 21), (21, 60))]
+    sums = torch.stack([piece_sums(*piece) for piece in pieces], dim=1)
+    torch.testing.assert_close(cosines(sums), alignment(m, g), rtol=1e-6, atol=1e-7)
+    assert cosines(sums)[2] == 0
+
+
+def test_huge_float64_blocks_stay_in_range():
+    m, g = torch.full((1, 8), 1e200, dtype=torch.float64), torch.full((1, 8), -1e250, dtype=torch.float64)
+    sums = torch.stack([piece_sums(m[:, :3], g[:, :3]), piece_sums(m[:, 3:], g[:, 3:] / 1e100)], dim=1)
+    assert cosines(sums).item() == pytest.approx(-((3 / 8) ** 0.5))
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_many_are_summed_as_each(joined):
+    torch.manual_seed(1)
+    shapes = [(3, 40), (1, 7), (0, 5), (2, 0), (1, 70000), (5, 1)]
+    pairs = [(torch.randn(s), torch.randn(s)) for s in shapes]
+    for found, pair in zip(piece_sums_of_many(pairs, joined=joined), pairs, strict=True):
+        torch.testing.assert_close(found, piece_sums(*pair), rtol=1e-13, atol=1e-13)
