@@ -32,18 +32,35 @@ def _doubles(keys: list[Any]) -> tuple[str, ...]:
     return tuple(sorted({str(key) for key in keys if keys.count(key) > 1}))
 
 
+_TAG = "tag:yaml.org,2002:"
+
+
 class _YamlLoader(yaml.SafeLoader):
-    """YAML 1.2's numbers and truth values: 1e-3 is a number; yes, no, on and off are words."""
+    """YAML 1.2's core schema: 1e-3 is a number; yes, no, on, off, 12:30 and 2026-11-21 are words."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it so
-        first: [(tag, rule) for tag, rule in rules if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+        first: [(tag, rule) for tag, rule in rules if tag in (f"{_TAG}null", f"{_TAG}merge")]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+    yaml_constructors = {  # noqa: RUF012 - PyYAML declares it so
+        tag: made
+        for tag, made in yaml.SafeLoader.yaml_constructors.items()
+        # What JSON has, and None, which is PyYAML's answer to all other tags: an error.
+        if tag is None or tag.removeprefix(_TAG) in ("null", "bool", "int", "float", "str", "seq", "map")
+    }
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Make a value; what Python cannot make of it (`!!int many`) is an error with its place."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, IndexError) as error:
+            reason = f"{shown(node.value)} is no {node.tag.removeprefix(_TAG)}"
+            raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from error
 
     def object(self, node: yaml.MappingNode) -> Iterator[_Object]:
         """Make an object once its contents are complete, so that one that contains itself is refused."""
         # Keys that "<<" merges in may be given anew, so only the object's own are looked at.
-        own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        own = [key for key, _ in node.value if key.tag != f"{_TAG}merge"]
         doubled = _doubles([_hashable(self.construct_object(key, deep=True)) for key in own])
         self.flatten_mapping(node)
         made = _Object()
@@ -57,15 +74,24 @@ def _hashable(key: object) -> Hashable:
     return key if isinstance(key, Hashable) else str(key)
 
 
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF")
-)
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
-    list("-+.0123456789"),
-)
-_YamlLoader.add_constructor("tag:yaml.org,2002:map", _YamlLoader.object)
+def _integer(loader: _YamlLoader, node: yaml.ScalarNode) -> int:
+    text: str = node.value
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
+# PyYAML looks whether a rule matches the beginning of a word, so each ends in \Z.
+for _name, _rule, _first in (
+    ("bool", r"(true|True|TRUE|false|False|FALSE)\Z", "tTfF"),
+    ("int", r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z", "-+0123456789"),
+    (
+        "float",
+        r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z",
+        "-+.0123456789",
+    ),
+):
+    _YamlLoader.add_implicit_resolver(_TAG + _name, re.compile(_rule), list(_first))
+_YamlLoader.add_constructor(f"{_TAG}int", _integer)
+_YamlLoader.add_constructor(f"{_TAG}map", _YamlLoader.object)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -109,6 +135,8 @@ def _parse_yaml(text: str, source: str) -> Any:
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = getattr(error, "problem", None) or "it cannot be parsed"
         raise InputError([Problem("", f"is not YAML: {reason}{where}")], source) from error
+    except RecursionError as error:
+        raise InputError([Problem("", "is nested too deeply")], source) from error
 
 
 def _doubled(value: Any, path: tuple[str, ...]) -> Iterator[Problem]:

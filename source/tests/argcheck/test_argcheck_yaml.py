@@ -1,0 +1,71 @@
+"""Words of a YAML input mean what YAML 1.2's core schema says, and whole words decide."""
+
+import pytest
+
+from deepmd_muon.argcheck import InputError, load
+from deepmd_muon.argcheck.files import read
+
+
+def value(tmp_path, text):
+    path = tmp_path / "a.yaml"
+    path.write_text(f"key: {text}\n")
+    return read(path)["key"]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("2d", "3d", "300K", "12:30", "1:30:00", "2026-11-21", "2026-11-21T10:00:00Z", "1_000", "0b11", "1e5x", "="),
+        *("yes", "no", "Yes", "NO", "on", "off", "y", "n", "trueish", "falsehood", "true_", ".infinite", "nanny"),
+    ],
+)
+def test_words_stay_words(tmp_path, word):
+    assert value(tmp_path, word) == word
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *(("true", True), ("True", True), ("FALSE", False), ("null", None), ("~", None), ("", None)),
+        *(("12", 12), ("-3", -3), ("+7", 7), ("010", 10), ("0x1F", 31), ("0o17", 15)),
+        *(("1e-3", 1e-3), ("1.", 1.0), (".5", 0.5), ("-2.5E+3", -2500.0), ("-.inf", float("-inf"))),
+        ("'12'", "12"),
+    ],
+)
+def test_numbers_and_truth_values(tmp_path, text, expected):
+    found = value(tmp_path, text)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("!!int many", "the string 'many' is no int at line 1, column 6"),
+        ("!!bool maybe", "the string 'maybe' is no bool at line 1, column 6"),
+        ("[1, !!float x]", "the string 'x' is no float at line 1, column 10"),
+        ("!!timestamp 2026-11-21", "could not determine a constructor"),
+    ],
+)
+def test_values_that_cannot_be_made_are_problems_with_a_place(tmp_path, text, message):
+    with pytest.raises(InputError, match=r"1 problem in .*a\.yaml:\n  is not YAML: ") as error:
+        value(tmp_path, text)
+    assert message in str(error.value)
+
+
+def test_too_deep(tmp_path):
+    with pytest.raises(InputError, match="nested too deeply"):
+        value(tmp_path, "[" * 20000)
+
+
+def test_settings_of_a_file(tmp_path):
+    path = tmp_path / "input.yaml"
+    path.write_text(
+        "model: {type_map: [O, H], descriptor: {type: se_e2_a, sel: [46, 92]}}\n"
+        "learning_rate: {start_lr: 0.001}\n"
+        "optimizer: {type: HybridMuon, muon_mode: 2d}\n"
+        "training: {training_data: {systems: 300K}, numb_steps: 10}\n"
+    )
+    settings = load(path).settings
+    assert settings.optimizer.muon_mode == "2d"
+    assert settings.training.training_data.systems == ("300K",)
