@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.sharded.layout import Layout, Split
-    from deepmd_muon.optim.sharded.plan import Plan, PlannedParameter, make_plan
+    from deepmd_muon.optim.sharded.plan import Plan, PlannedParameter, make_plan, plan_from_routes
     from deepmd_muon.optim.sharded.settings import ShardedSettings
 
 _HOMES = {
@@ -16,9 +16,10 @@ _HOMES = {
     "ShardedSettings": "settings",
     "Split": "layout",
     "make_plan": "plan",
+    "plan_from_routes": "plan",
 }
 
-__all__ = ["Layout", "Plan", "PlannedParameter", "ShardedSettings", "Split", "make_plan"]
+__all__ = ["Layout", "Plan", "PlannedParameter", "ShardedSettings", "Split", "make_plan", "plan_from_routes"]
 
 
 def __getattr__(name: str) -> Any:

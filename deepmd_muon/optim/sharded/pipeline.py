@@ -152,7 +152,9 @@ class Run:
                 sums = [*self._sums(chosen, momenta, gradients)]
             for i, member, u, x in zip(chosen, members, directions, sums, strict=True):
                 shape = local_shape(self._pipeline.plan, i, self._pipeline.rank)
-                self._moving[i] = Moving(u.reshape(shape), x, member.p.grad is not None)
+                self._moving[i] = Moving(u.reshape(shape), x, i not in self._tentative)
+                if self._pipeline.plan.settings.free_gradients:
+                    member.p.grad = None
 
     def _sums(self, parameters: Sequence[int], momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return Magma's sums of this rank's piece of every block of each parameter: float64 (blocks here, 5)."""
@@ -230,7 +232,7 @@ class Run:
 
     def _undecided(self, bucket: Bucket, k: int) -> bool:
         """Whether this rank has no gradient for a piece, so that only its header says if the block moves."""
-        return self._member(bucket, k).p.grad is None
+        return bucket.applying[k].parameter in self._tentative
 
     def _piece(self, local: Tensor, piece: Piece) -> Tensor:
         """Return a view of a piece in a local tensor."""

@@ -14,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
+from deepmd_muon.optim.routing import RouteEntry
 from deepmd_muon.optim.sharded.layout import Layout
 from deepmd_muon.optim.sharded.owners import Balance, Holders, holders_of_blocks
 from deepmd_muon.optim.sharded.settings import ShardedSettings
@@ -248,6 +249,27 @@ def make_plan(parameters: Sequence[PlannedParameter], settings: ShardedSettings 
         choices = [_domain(parameters, positions, ranks, itemsize, loads, settings, spread=way) for way in repeats]
         domains.append(min(choices, key=lambda domain: domain.seconds(settings)) if len(choices) > 1 else choices[0])
     return Plan(tuple(parameters), settings, tuple(domains))
+
+
+def plan_from_routes(
+    routes: Iterable[RouteEntry], layout: Layout, settings: ShardedSettings | None = None, **options: Any
+) -> Plan:
+    """Plan a model that is laid out in one way, e.g. on a cluster that one does not have.
+
+    Parameters
+    ----------
+    routes
+        Of its parameters, e.g. ``optimizer.routing``; those of the Muon route are planned.
+    layout
+        Of every one of them.
+    settings
+        Of the sharded step.
+    **options
+        `itemsize`, `damped`, `steps` and `gram` of `PlannedParameter`.
+    """
+    chosen = [(entry, entry.view) for entry in routes if entry.view is not None and entry.route == "muon"]
+    planned = [PlannedParameter(entry.name, entry.shape, view, layout, **options) for entry, view in chosen]
+    return make_plan(planned, settings)
 
 
 class _Block(NamedTuple):

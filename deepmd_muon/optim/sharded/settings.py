@@ -56,6 +56,10 @@ class ShardedSettings:
     return_dtype: ReturnDtype = setting(
         "full", choices=("full", "bfloat16", "float16"), doc="Element type of the updates on the way back."
     )
+    free_gradients: bool = setting(
+        False,
+        doc="Set the gradient of a parameter that is exchanged to None as soon as its momentum has taken it up.",
+    )
     flops_per_second: float = setting(1e14, above=0.0, doc="Rate of one rank's orthogonalizations, for 'auto'.")
     bytes_per_second: float = setting(2e10, above=0.0, doc="Rate at which one rank sends, for 'auto'.")
     latency: float = setting(5e-5, minimum=0.0, doc="Time that one exchange takes whatever its size, for 'auto' [s].")

@@ -372,6 +372,17 @@ def missing_gradients():
         twins.assert_equal(1e-6)
 
 
+def freed_gradients():
+    """Gradients are dropped on the way, also where one was missing; the Adam routes keep theirs."""
+    for ahead in (0, 1):
+        sharded = ShardedSettings(free_gradients=True, bucket_bytes=1, ahead=ahead)
+        twins = Twins([*SHAPES["even"], (7,)], mesh_of((dist.get_world_size(),)), [Shard(0)], sharded=sharded)
+        twins.step()
+        twins.step(without=(1,))
+        assert [p.grad is None for p in twins.many] == [True] * 5 + [False]
+        twins.assert_equal(1e-6)
+
+
 def counted_collectives():
     """One all-to-all per leg and bucket that has something to carry, with exactly the plan's bytes; none else."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -581,6 +592,7 @@ EQUALITY = [
     ("replicas", replicas),
     ("models", fsdp2_models),
     ("missing gradients", missing_gradients),
+    ("freed gradients", freed_gradients),
     ("counted collectives", counted_collectives),
     ("non-finite gradients", nonfinite_gradients),
     ("gradient scaler", gradient_scaler),

@@ -52,4 +52,4 @@ def test_the_page_plans_a_cluster(capsys):
     page = (SCRIPT.parents[2] / "doc" / "sharded.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     exec(compile(code, "sharded.md", "exec"), {})
-    assert "64 ranks; 1 parameters, 1 matrices on mesh 64: Shard(0)" in capsys.readouterr().out
+    assert "64 ranks; 2 parameters, 2 matrices on mesh 64: Shard(0)" in capsys.readouterr().out
