@@ -22,13 +22,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Count, and log what deepmd-kit logs."""
-    from deepmd_muon.data import neighbor_statistics, open_systems
+    from deepmd_muon.data import check_type_maps, neighbor_statistics, open_systems
     from deepmd_muon.train.report import set_up_logging
 
     set_up_logging(options.log_level, options.log_path)
     systems = open_systems([options.system], options.type_map)
     if options.type_map is None:
-        log.info("type_map: %s", list(systems[0].type_map or ()))
+        log.info("type_map: %s", list(check_type_maps(systems) or ()))
     statistics = neighbor_statistics(systems, options.rcut)
     sizes = [statistics.max_total] if options.mixed_type else list(statistics.max_neighbors)
     log.info("min_nbor_dist: %f", statistics.min_distance)

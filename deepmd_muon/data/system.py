@@ -297,7 +297,8 @@ def check_type_maps(systems: Sequence[System]) -> tuple[str, ...] | None:
         shared = min(len(own), len(longest))
         if own[:shared] != longest[:shared]:
             raise TypeMapError(
-                f"system {system.name} has type map {list(own)}, others have {list(longest)}; set model.type_map"
+                f"system {system.name} has type map {list(own)}, others have {list(longest)}; "
+                "give the type map to use (model.type_map of an input, -t of neighbor-stat)"
             )
         longest = max(longest, own, key=len)
     return longest or None

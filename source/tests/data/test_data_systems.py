@@ -201,7 +201,7 @@ def test_type_maps_must_agree_when_the_model_gives_none(tmp_path):
         write_npy(tmp_path / name, [0] * 4, [make_arrays(2, 4)], type_map=names)
     paths = [f"{tmp_path}/{name}" for name in "abc"]
     assert check_type_maps(open_systems(paths[:2])) == ("O", "H")
-    with pytest.raises(TypeMapError, match=r"set model\.type_map"):
+    with pytest.raises(TypeMapError, match=r"give the type map .*model\.type_map"):
         check_type_maps(open_systems(paths))
 
 
