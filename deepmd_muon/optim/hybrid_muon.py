@@ -30,7 +30,7 @@ from deepmd_muon.optim.polar.schedules import AnySchedule
 from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules, choose_route, unnamed
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded.settings import ShardedSettings
-from deepmd_muon.optim.state import load_checked_state, state_of
+from deepmd_muon.optim.state import drop_unfit, load_checked_state, state_of
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.sharded.members import Replicas
@@ -204,7 +204,8 @@ class HybridMuon(Optimizer):
             group.update(RouteTable(chosen).manifest())
             entries += chosen
         self.routing = RouteTable(entries)
-        self._trainable = self._requires_grad()
+        self._routed_for = self._switches()
+        drop_unfit(self)
         self._shared: ShardedStep | None = None
         if self.replicas is not None or any(hasattr(p, "device_mesh") for g in self.param_groups for p in g["params"]):
             from deepmd_muon.optim.sharded.step import sharded_step
@@ -216,8 +217,18 @@ class HybridMuon(Optimizer):
         """Who orthogonalizes what where parameters live on several ranks; `plan.describe()` says it in words."""
         return self._shared.plan if self._shared else Plan((), self.sharded, ())
 
-    def _requires_grad(self) -> list[bool]:
-        return [p.requires_grad for group in self.param_groups for p in group["params"]]
+    def _switches(self) -> list[bool]:
+        """Return what a user may switch between steps that changes routes or the state they need."""
+        return [on for g in self.param_groups for on in (g["magma_muon"], *(p.requires_grad for p in g["params"]))]
+
+    def _keep_up(self) -> None:
+        if self._switches() != self._routed_for:
+            self._route_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state with its routing; a frozen parameter keeps the state it had before."""
+        self._keep_up()
+        return super().state_dict()
 
     # A compiled training step breaks here and runs this eagerly: tracing Newton-Schulz for every shape takes seconds
     # per parameter. (torch.compiler.disable would import the compiler now; this, torch.optim's own, does not.)
@@ -249,8 +260,7 @@ class HybridMuon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._requires_grad() != self._trainable:
-            self._route_parameters()
+        self._keep_up()
         work = [self._collect(number) for number in range(len(self.param_groups))]
         refuse_capture(self, [p for members in work for p, _ in members])
         if self._shared is None:
@@ -339,7 +349,11 @@ class HybridMuon(Optimizer):
         - Muon to Adam: the momentum, an average of gradients in both, as if it were the one gradient seen so far
           (the second moment cannot be known and restarts from its square);
         - Adam to Muon: the bias-corrected first moment becomes the momentum; Magma scores restart;
-        - nothing where the shape changed or the parameter was or is frozen.
+        - anything to frozen: all of it, kept until the parameter is trained again; and back, but for Magma scores
+          whose number has changed;
+        - nothing where the shape changed.
+
+        Magma scores are dropped where Magma is off.
 
         One warning per parameter says what happened. States of deepmd-kit's HybridMuon load too; where such a
         route differs because its version routed otherwise, it is migrated under every policy.
@@ -357,6 +371,7 @@ class HybridMuon(Optimizer):
         ForeignStateError
             When the state comes from another optimizer or carries no routing; nothing has been changed then.
         """
+        self._keep_up()
         load_checked_state(self, state_dict)
         self._route_parameters()
 

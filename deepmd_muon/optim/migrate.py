@@ -48,13 +48,14 @@ def migrate(saved: Saved, present: RouteEntry, betas: tuple[float, float]) -> tu
     values: dict[str, Any] = dict(saved.values)
     if old.shape != present.shape:
         return {}, "its shape changed, so it starts afresh"
-    if present.route == "frozen":
-        return {}, "it is frozen now, its state is dropped"
     if not values:
         return {}, "it had no state and starts afresh"
-    if old.route == "muon" and present.route == "muon":
+    if present.route == "frozen":
+        return values, "it is frozen now and keeps its state"
+    was_muon = "momentum_buffer" in values  # a frozen parameter's state alone tells the route it had
+    if was_muon and present.route == "muon":
         return _other_view(values, old.view, present.view)
-    if old.route == "muon":
+    if was_muon:
         m = values["momentum_buffer"]
         wide = torch.promote_types(m.dtype, torch.float32)
         m = m.to(wide)
@@ -73,10 +74,14 @@ def _other_view(
     values: dict[str, Tensor], old: MatrixView | None, new: MatrixView | None
 ) -> tuple[dict[str, Tensor], str]:
     """Keep the momentum, and give each new block the mean of the scores that its elements had."""
-    assert old is not None
     assert new is not None
-    if "magma_score" in values:
-        score = values["magma_score"]
+    score = values.get("magma_score")
+    if old is None:  # it was frozen; the view it had before is not recorded
+        if score is None or score.shape == (new.blocks,):
+            return values, "its state carries over"
+        del values["magma_score"]
+        return values, "its momentum carries over; Magma scores restart"
+    if score is not None:
         of_element = score.double().cpu()[old.block_numbers()]
         total = torch.zeros(new.blocks, dtype=torch.float64).index_add_(0, new.block_numbers(), of_element)
         count = torch.bincount(new.block_numbers(), minlength=new.blocks)

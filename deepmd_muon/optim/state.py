@@ -30,8 +30,8 @@ _KEYS_OF_ROUTE = {
     "muon": {"momentum_buffer", "magma_score"},
     "adam": {"step", "exp_avg", "exp_avg_sq"},
     "adamw": {"step", "exp_avg", "exp_avg_sq"},
-    "frozen": set[str](),
 }
+_STATE_KEYS = set[str]().union(*_KEYS_OF_ROUTE.values())
 
 _ADVICE = (
     "Restore the settings the state was saved with (muon_mode, min_matrix_dim, patterns, parameter names and shapes), "
@@ -57,6 +57,32 @@ def state_of(optimizer: HybridMuon, p: Tensor, entry: RouteEntry, *, damped: boo
     return state
 
 
+def drop_unfit(optimizer: HybridMuon) -> None:
+    """Drop, and say so, state that the present settings do not use.
+
+    Scores go where Magma is off, so that they cannot come back stale. Other state is unfit where settings changed
+    while a parameter was frozen; a frozen parameter itself keeps all state but the scores.
+    """
+    for p, entry, group in _parameters(optimizer):
+        state = optimizer.state.get(p, {})
+        unfit = [key for key in _STATE_KEYS & set(state) if not _fits(key, state[key], entry, group)]
+        for key in unfit:
+            del state[key]
+        if unfit:
+            why = "magma_muon is off" if unfit == ["magma_score"] and not group["magma_muon"] else _describe(entry)
+            log.warning("%s: its state %s is dropped: %s now", entry.name, ", ".join(sorted(unfit)), why)
+
+
+def _fits(key: str, value: Tensor, entry: RouteEntry, group: Mapping[str, Any]) -> bool:
+    """Whether a known state tensor belongs to a parameter of this route and these settings."""
+    if key == "magma_score" and not group["magma_muon"]:
+        return False
+    if entry.route == "frozen":
+        return True
+    blocks = entry.view.blocks if entry.view else 0
+    return key in _KEYS_OF_ROUTE[entry.route] and (key != "magma_score" or tuple(value.shape) == (blocks,))
+
+
 def load_checked_state(optimizer: HybridMuon, state_dict: Mapping[str, Any]) -> None:
     """Load `state_dict` into `optimizer`; see `HybridMuon.load_state_dict`."""
     state_dict = dict(state_dict)
@@ -75,6 +101,7 @@ def load_checked_state(optimizer: HybridMuon, state_dict: Mapping[str, Any]) -> 
 
     state: dict[Tensor, dict[str, Any]] = {}
     converted: set[tuple[str, torch.dtype, torch.dtype]] = set()
+    without_scores = 0
     for p, entry, group in _parameters(optimizer):
         old = saved.get(entry.name)
         if entry.name not in differences:
@@ -85,12 +112,16 @@ def load_checked_state(optimizer: HybridMuon, state_dict: Mapping[str, Any]) -> 
         else:
             values, happened = migrate(old, entry, group["adam_betas"])
             log.warning("%s; %s", differences[entry.name], happened)
+        if "magma_score" in values and not group["magma_muon"]:
+            values = {key: value for key, value in values.items() if key != "magma_score"}
+            without_scores += 1
         if values:
             state[p] = {key: _placed(key, value, p) for key, value in values.items()}
             converted |= {(k, v.dtype, state[p][k].dtype) for k, v in values.items() if v.dtype != state[p][k].dtype}
     for name in differences.keys() - {entry.name for entry in optimizer.routing}:
         log.warning("%s; its state is dropped", differences[name])
-
+    if without_scores:
+        log.warning("magma_muon is off: the saved Magma scores of %d parameters are dropped", without_scores)
     for key, old_dtype, new_dtype in sorted(converted, key=str):
         log.info("%s: saved as %s, kept as %s from now on", key, old_dtype, new_dtype)
 
@@ -171,19 +202,26 @@ def _describe(entry: RouteEntry) -> str:
 
 def _damage(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
     """List what does not fit between a parameter's saved state and its route."""
+    # A frozen parameter keeps the state of the route it had before.
+    before = "muon" if "momentum_buffer" in values else "adam"
+    expected = _KEYS_OF_ROUTE[before if entry.route == "frozen" else entry.route]
     problems = [
-        f"{entry.name}: unexpected state {key!r} on route {entry.route}"
-        for key in sorted(set(values) - _KEYS_OF_ROUTE[entry.route])
+        f"{entry.name}: unexpected state {key!r} on route {entry.route}" for key in sorted(set(values) - expected)
+    ]
+    problems += [
+        f"{entry.name}: state {key!r} is missing on route {entry.route}"
+        for key in sorted(expected - set(values) - {"magma_score"})
+        if values
     ]
     problems += [
         f"{entry.name}: {key} has shape {tuple(values[key].shape)}, the parameter {entry.shape}"
         for key in _LIKE_PARAMETER
         if key in values and tuple(values[key].shape) != entry.shape
     ]
-    blocks = entry.view.blocks if entry.view else 0
-    if "magma_score" in values and tuple(values["magma_score"].shape) != (blocks,):
+    score = values.get("magma_score")
+    if entry.view and score is not None and tuple(score.shape) != (entry.view.blocks,):
         problems.append(
-            f"{entry.name}: magma_score has shape {tuple(values['magma_score'].shape)}, the view has {blocks} matrices"
+            f"{entry.name}: magma_score has shape {tuple(score.shape)}, the view has {entry.view.blocks} matrices"
         )
     return problems
 

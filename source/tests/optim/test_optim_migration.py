@@ -103,23 +103,61 @@ def test_uneven_blocks_are_weighed_by_their_elements():
 def test_what_is_gone_new_frozen_or_of_another_shape_is_said(caplog):
     params = {name: nn.Parameter(random(4, 6)) for name in ("kept", "gone", "frozen", "grown")}
     saved = stepped(list(params.items()))
-    params["frozen"].requires_grad_(False)
     present = {
         "kept": params["kept"],
         "new": nn.Parameter(random(3, 3)),
-        "frozen": params["frozen"],
+        "frozen": nn.Parameter(random(4, 6), requires_grad=False),
         "grown": nn.Parameter(random(5, 6)),
     }
     loaded = reloaded(list(present.items()), saved)
-    assert set(loaded.state) == {present["kept"]}
-    assert torch.equal(loaded.state[present["kept"]]["momentum_buffer"], saved.state[params["kept"]]["momentum_buffer"])
+    assert set(loaded.state) == {present["kept"], present["frozen"]}
+    for name in ("kept", "frozen"):
+        for key, value in saved.state[params[name]].items():
+            assert torch.equal(loaded.state[present[name]][key], value), (name, key)
     lines = sorted(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert [line.rpartition("; ")[2] for line in lines] == [
-        "it is frozen now, its state is dropped",  # frozen
+        "it is frozen now and keeps its state",  # frozen
         "its state is dropped",  # gone
         "its shape changed, so it starts afresh",  # grown
         "it starts afresh",  # new
     ]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "kept", "said"),
+    [
+        ({}, {}, {"momentum_buffer", "magma_score"}, "its state carries over"),
+        (
+            {},
+            {"muon_mode": "flat"},
+            {"momentum_buffer"},
+            "its momentum carries over; Magma scores restart",
+        ),
+        (
+            {},
+            {"adam_patterns": ["w"]},
+            {"step", "exp_avg", "exp_avg_sq"},
+            "its momentum carries over as the one gradient Adam has seen; the second moment restarts",
+        ),
+        (
+            {"adam_patterns": ["w"]},
+            {},
+            {"momentum_buffer"},
+            "its bias-corrected first moment becomes the momentum; the second moment is dropped, Magma scores restart",
+        ),
+    ],
+)
+def test_what_a_frozen_parameter_kept_migrates_when_it_is_trained_again(before, now, kept, said, caplog):
+    w = nn.Parameter(random(3, 4, 5))
+    saved = stepped([("w", w)], **before)
+    w.requires_grad_(False)
+    state = saved.state_dict()
+    w.requires_grad_(True)
+    loaded = HybridMuon([("w", w)], 0.02, on_route_change="migrate", **now)
+    loaded.load_state_dict(state)
+    assert set(loaded.state[w]) == kept
+    assert caplog.messages[-1].partition("; present: ")[2].partition("; ")[2] == said
+    loaded.step()
 
 
 def test_reset_starts_changed_parameters_afresh_and_keeps_the_rest(caplog):
@@ -142,11 +180,13 @@ def test_error_is_the_default():
 
 def test_unfreezing_without_saved_state_needs_a_policy_too():
     w = nn.Parameter(random(4, 5), requires_grad=False)
-    saved = HybridMuon([("w", w)])
+    saved = HybridMuon([("w", w)]).state_dict()
     w.requires_grad_(True)
     with pytest.raises(RoutingMismatchError, match="saved: route frozen"):
-        HybridMuon([("w", w)]).load_state_dict(saved.state_dict())
-    assert not reloaded([("w", w)], saved).state
+        HybridMuon([("w", w)]).load_state_dict(saved)
+    loaded = HybridMuon([("w", w)], on_route_change="migrate")
+    loaded.load_state_dict(saved)
+    assert not loaded.state
 
 
 # deepmd-kit's states, in the form its versions write.

@@ -75,6 +75,98 @@ def test_training_goes_on_bitwise_as_if_never_stopped(dtype):
         equal_states(optimizer.state[p], second.state[q])
 
 
+@pytest.mark.parametrize("between", ["step", "save at once"])
+@pytest.mark.parametrize("name", ["first.weight", "first.bias"])
+def test_a_parameter_frozen_on_the_way_keeps_its_state_through_a_file(name, between):
+    def freeze(model, trainable):
+        model.get_parameter(name).requires_grad_(trainable)
+        model.get_parameter(name).grad = None
+
+    straight, stopped = Net(), Net()
+    optimizer, first = (HybridMuon(model.named_parameters(), 0.02) for model in (straight, stopped))
+    steps = 2 if between == "step" else 0
+    for model, each in ((straight, optimizer), (stopped, first)):
+        train(model, each, 3)
+        freeze(model, trainable=False)
+        train(model, each, steps, start=3)
+    saved = through_file({"model": stopped.state_dict(), "optimizer": first.state_dict()})
+    frozen = [entry.name for entry in RouteTable.from_manifest(saved["optimizer"]["param_groups"]) if not entry.view]
+    assert name in frozen
+
+    resumed = Net(seed=7)
+    freeze(resumed, trainable=False)
+    second = HybridMuon(resumed.named_parameters(), 0.02)
+    resumed.load_state_dict(saved["model"])
+    second.load_state_dict(saved["optimizer"])
+    for model, each in ((straight, optimizer), (resumed, second)):
+        train(model, each, 2, start=5)
+        freeze(model, trainable=True)
+        train(model, each, 3, start=7)
+    for (key, p), q in zip(straight.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q), key
+        equal_states(optimizer.state[p], second.state[q])
+
+
+def test_an_optimizer_made_before_the_freezing_loads_as_frozen():
+    models = [Net(), Net(seed=7)]
+    saved, loaded = (HybridMuon(model.named_parameters()) for model in models)
+    train(models[0], saved, 2)
+    for model in models:
+        model.experts.requires_grad_(False)
+    loaded.load_state_dict(saved.state_dict())
+    equal_states(saved.state[models[0].experts], loaded.state[models[1].experts])
+
+
+def test_state_that_no_longer_fits_goes_when_a_parameter_is_trained_again(caplog):
+    model = Net()
+    optimizer = HybridMuon(model.named_parameters(), 0.02)
+    train(model, optimizer, 2)
+    for p in (model.first.weight, model.experts):
+        p.requires_grad_(False)
+    train(model, optimizer, 1, start=2)
+    (group,) = optimizer.param_groups
+    group.update(muon_mode="flat", adam_patterns=["first.weight"])
+    for p in (model.first.weight, model.experts):
+        p.requires_grad_(True)
+    train(model, optimizer, 1, start=3)
+    assert set(optimizer.state[model.first.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert optimizer.state[model.experts]["magma_score"].shape == (1,)
+    assert sorted(caplog.messages) == [
+        "experts: its state magma_score is dropped: route muon as 1x27x5, shape 3x9x5 now",
+        "first.weight: its state magma_score, momentum_buffer is dropped: route adam, shape 9x6 now",
+    ]
+
+
+def test_magma_scores_do_not_outlive_the_setting(caplog):
+    model = Net()
+    damped = HybridMuon(model.named_parameters(), 0.02)
+    train(model, damped, 3)
+
+    plain = HybridMuon(model.named_parameters(), 0.02, magma_muon=False)
+    plain.load_state_dict(damped.state_dict())
+    assert "magma_muon is off: the saved Magma scores of 2 parameters are dropped" in caplog.messages
+    assert not any("magma_score" in values for values in plain.state_dict()["state"].values())
+    train(model, plain, 1, start=3)
+    again = HybridMuon(model.named_parameters(), 0.02)
+    again.load_state_dict(plain.state_dict())
+    train(model, again, 1, start=4)
+    for scores in (again.state[model.first.weight]["magma_score"], again.state[model.experts]["magma_score"]):
+        assert (scores >= 0.45).all()  # one step after the start at 0.5, which the decay 0.9 cannot leave further
+        assert (scores <= 0.55).all()
+
+
+def test_magma_switched_off_between_steps_drops_its_scores(caplog):
+    model = Net()
+    optimizer = HybridMuon(model.named_parameters(), 0.02)
+    train(model, optimizer, 2)
+    optimizer.param_groups[0]["magma_muon"] = False
+    train(model, optimizer, 1, start=2)
+    assert not any("magma_score" in values for values in optimizer.state_dict()["state"].values())
+    assert caplog.messages == [
+        f"{name}: its state magma_score is dropped: magma_muon is off now" for name in ("experts", "first.weight")
+    ]
+
+
 def test_loaded_state_is_a_copy():
     model = Net()
     optimizer = HybridMuon(model.named_parameters())
@@ -177,6 +269,10 @@ def test_damaged_states_are_refused():
         saved["state"][0][key] = value
         with pytest.raises(RoutingMismatchError, match=f"experts: {message}"):
             optimizer.load_state_dict(saved)
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]["momentum_buffer"]
+    with pytest.raises(RoutingMismatchError, match="experts: state 'momentum_buffer' is missing on route muon"):
+        optimizer.load_state_dict(saved)
 
 
 def test_a_model_of_another_dtype_takes_the_state_and_says_so(caplog):
