@@ -20,12 +20,13 @@ from deepmd_muon.optim.sharded.errors import (
     PartialPlacementError,
     ReshardedParameterError,
     ShardingError,
-    UnsupportedTransportError,
 )
 from deepmd_muon.optim.sharded.layout import Layout, Split, replicated, score_layout, scores_of_rank, total
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Replicas = DeviceMesh | dist.ProcessGroup
 
@@ -129,7 +130,7 @@ def check_members(optimizer: HybridMuon, members: Sequence[Member]) -> None:
 
     Raises
     ------
-    PartialPlacementError, GradientPlacementError, ReshardedParameterError, UnsupportedTransportError
+    PartialPlacementError, GradientPlacementError, ReshardedParameterError
         All are `ShardingError`; of several problems the first decides the class and all are listed.
     """
     problems = [found for member in members if (found := _problem(optimizer, member))]
@@ -140,8 +141,6 @@ def check_members(optimizer: HybridMuon, members: Sequence[Member]) -> None:
 
 def _problem(optimizer: HybridMuon, member: Member) -> tuple[type[ShardingError], str] | None:
     p, grad = member.p, member.p.grad
-    if not p.is_floating_point():
-        return UnsupportedTransportError, f"{member}: {p.dtype} cannot be orthogonalized; freeze it"
     if p.device != member.device:
         return ReshardedParameterError, f"{member}: moved from {member.device} to {p.device}; make the optimizer anew"
     if not isinstance(p, DTensor):

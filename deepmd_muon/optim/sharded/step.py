@@ -16,8 +16,9 @@ from deepmd_muon.optim.gradients import StepControl, nonfinite, waves
 from deepmd_muon.optim.groups import group_settings
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing import RouteEntry
+from deepmd_muon.optim.sharded.errors import UnsupportedTransportError
 from deepmd_muon.optim.sharded.groups import check_agreement, group_of
-from deepmd_muon.optim.sharded.members import Member, Replicas, check_members, layout_of, local_part, local_twin
+from deepmd_muon.optim.sharded.members import DTYPES, Member, Replicas, check_members, layout_of, local_part, local_twin
 from deepmd_muon.optim.sharded.pipeline import Pipeline
 from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
 from deepmd_muon.optim.sharded.reference import step_everywhere
@@ -31,13 +32,23 @@ Work = list[list[tuple[Tensor, RouteEntry]]]
 
 
 def sharded_step(optimizer: HybridMuon, replicas: Replicas | None, settings: ShardedSettings) -> ShardedStep | None:
-    """Return the step of those of an optimizer's parameters that live on several ranks; None when none does."""
+    """Return the step of those of an optimizer's parameters that live on several ranks; None when none does.
+
+    Raises
+    ------
+    UnsupportedTransportError
+        When one has elements of another type than float16, bfloat16, float32 or float64.
+    """
     members = []
     for number, group in enumerate(optimizer.param_groups):
         for p, entry in zip(group["params"], optimizer._entries[number], strict=True):
             layout = layout_of(p, replicas)
             if layout is not None and entry.route != "frozen":
                 members.append(Member(p, entry, number, layout, p.device))
+                if p.dtype not in DTYPES:
+                    raise UnsupportedTransportError(
+                        f"{members[-1]}: {p.dtype} cannot be stepped; freeze it, or keep it in bfloat16 or wider"
+                    )
     return ShardedStep(optimizer, members, settings) if members else None
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.sharded.plan import WORD, Domain, Leg, Plan
+from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan
 from deepmd_muon.optim.sharded.routes import Message, Route, header_words, payload_starts
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -122,11 +122,6 @@ class Exchange:
             "gather": side(route.gather_in, "gather"),
             "return": side(route.return_in, "return"),
         }
-
-    @property
-    def bytes(self) -> dict[Leg, int]:
-        """Bytes that this rank puts into each leg's collective, its own share included."""
-        return {leg: WORD * side.words for leg, side in self.outward.items()}
 
     def start(self, leg: Leg, headers: Tensor, pieces: Sequence[Tensor]) -> Flight:
         """Pack and send one leg.

@@ -1,0 +1,141 @@
+"""Gradients that are missing or not finite, steps that are refused, a rank that dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_cases import SHAPES, Twins, mesh_of, place
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from deepmd_muon.optim import HybridMuon, NonFiniteGradientError
+from deepmd_muon.optim.sharded.errors import (
+    GradientPlacementError,
+    PartialPlacementError,
+    PlanMismatchError,
+    ReshardedParameterError,
+    UnsupportedTransportError,
+)
+
+
+def missing_gradients():
+    """A gradient missing on one rank counts as zero; missing everywhere, the block is left alone."""
+    mesh = mesh_of((dist.get_world_size(),))
+    for magma in (True, False):
+        twins = Twins(SHAPES["even"], mesh, [Shard(0)], magma_muon=magma)
+        twins.step()
+        twins.step(without=(1, 3))
+        twins.step(nowhere=(0, 4))
+        twins.step(without=(1,), nowhere=(2,))
+        twins.assert_equal(1e-6)
+
+
+def nonfinite_gradients():
+    """One rank's NaN: all ranks skip, or all raise with the same name, and nothing has changed."""
+    mesh = mesh_of((dist.get_world_size(),))
+    for policy in ("skip", "error"):
+        twins = Twins(SHAPES["even"] + [(7,)], mesh, [Shard(0)], on_nonfinite=policy)
+        twins.step()
+        optimizer, before = twins.optimizers[1], [p.to_local().clone() for p in twins.many]
+        state = [x.to_local().clone() for p in twins.many for x in optimizer.state[p].values() if x.ndim]
+        for p in twins.many:
+            p.grad = p.detach().clone()
+        if dist.get_rank() == 0:
+            twins.many[2].grad.to_local()[0, 0] = torch.nan
+        raised = pytest.raises(NonFiniteGradientError, match="'w2'")
+        with contextlib.nullcontext() if policy == "skip" else raised:
+            optimizer.step()
+        after = [x.to_local() for p in twins.many for x in optimizer.state[p].values() if x.ndim]
+        for x, y in zip(before + state, [p.to_local() for p in twins.many] + after, strict=True):
+            assert torch.equal(x, y)
+        twins.step()
+        twins.assert_equal()
+
+
+def gradient_scaler():
+    """What torch.amp.GradScaler sets: gradients are unscaled, and one rank's overflow leaves the step out on all."""
+    mesh = mesh_of((dist.get_world_size(),))
+    twins = Twins([*SHAPES["even"], (7,)], mesh, [Shard(0)])
+    twins.step()
+    before = [p.to_local().clone() for p in twins.many]
+    for p in twins.many:
+        p.grad = p.detach().clone()
+    twins.optimizers[1].found_inf = torch.tensor(float(dist.get_rank() == 0))
+    twins.optimizers[1].step()
+    assert all(torch.equal(x, p.to_local()) for x, p in zip(before, twins.many, strict=True))
+    for optimizer in twins.optimizers:
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    twins.step()
+    twins.assert_equal(1e-6)
+
+
+def preflight():
+    """What cannot be exchanged is refused by name on all ranks, before any byte moves."""
+    world = dist.get_world_size()
+    mesh = mesh_of((world,))
+
+    def fresh(**settings):
+        return Twins([(8, 6), (6, 4)], mesh, [Shard(0)], **settings)
+
+    def refused(error, match, twins):
+        before = [p.to_local().clone() for p in twins.many]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_to_all_single", lambda *_, **__: pytest.fail("bytes moved"))
+            with pytest.raises(error, match=match):
+                twins.optimizers[1].step()
+        assert all(torch.equal(x, p.to_local()) for x, p in zip(before, twins.many, strict=True))
+
+    def gradients(twins):
+        for p in twins.many:
+            p.grad = p.detach().clone()
+        return twins.many[0], place(torch.ones(8, 6), mesh, [Shard(0)])
+
+    twins = fresh()
+    p, _ = gradients(twins)
+    p.grad = DTensor.from_local(torch.ones(8, 6), mesh, [Partial()], run_check=False)
+    refused(PartialPlacementError, r"'w0' of shape \(8, 6\) on mesh \d: Shard\(0\): its gradient is \(Partial", twins)
+    p.grad = place(torch.ones(8, 6), mesh, [Shard(1)])
+    refused(GradientPlacementError, r"'w0'.*its gradient is \(Shard\(dim=1\),\)", twins)
+    gradients(twins)
+    twins.optimizers[1].step()
+    p.grad = None
+    moved = nn.Parameter(place(torch.ones(8, 6), mesh, [Shard(1)]))
+    torch.utils.swap_tensors(p, moved)
+    p.grad = place(torch.ones(8, 6), mesh, [Shard(1)])
+    refused(ReshardedParameterError, r"'w0'.*Shard\(0\): it is \(Shard\(dim=1\),\) now", twins)
+    twins.optimizers[1].add_param_group({"params": [("v", nn.Parameter(torch.ones(2)))]})  # plans anew
+    refused(
+        ReshardedParameterError, r"'w0'.*Shard\(1\): its momentum_buffer is \(Shard\(dim=0\),\).*save and load", twins
+    )
+
+    small = nn.Parameter(DTensor.from_local(torch.zeros(4, 6).to(torch.float8_e4m3fn), mesh, [Shard(0)]))
+    with pytest.raises(UnsupportedTransportError, match=r"'w8'.*float8_e4m3fn cannot be stepped"):
+        HybridMuon([("w8", small)])
+
+    different = fresh(momentum=0.9, schedule="8+2" if dist.get_rank() else "keller-jordan")
+    gradients(different)
+    expected = r"ranks 0 and 1 plan different steps; rank 0: w0: .*5 steps.*; rank 1: w0: .*10 steps"
+    refused(PlanMismatchError, expected, different)
+
+
+def die_in_the_middle():
+    """Rank 1 dies between two steps."""
+    twins = Twins(SHAPES["even"], mesh_of((dist.get_world_size(),)), [Shard(0)])
+    twins.step()
+    if dist.get_rank() == 1:
+        os._exit(7)
+    for p in twins.many:
+        p.grad = p.detach().clone()
+    twins.optimizers[1].step()
+
+
+CASES = [
+    ("missing gradients", missing_gradients),
+    ("non-finite gradients", nonfinite_gradients),
+    ("gradient scaler", gradient_scaler),
+    ("preflight", preflight),
+]

@@ -1,0 +1,156 @@
+"""Whole models on several ranks, and their states: trained, saved, restored."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from sharded_cases import SETTINGS, mesh_of, named_mesh
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from deepmd_muon.optim import HybridMuon
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second, self.last = nn.Linear(6, 12), nn.Linear(12, 10), nn.Linear(10, 3)
+        self.experts = nn.Parameter(torch.randn(5, 6, 3) / 5)
+
+    def forward(self, x):
+        y = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return self.last(y) + torch.einsum("bi,eij->bj", x, self.experts)
+
+
+def train(model, optimizer, steps, start=0, accumulate=1, clip=0.5):
+    dtype = next(model.parameters()).dtype
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        for part in range(accumulate):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + part)).to(dtype)
+            (model(x) - x[:, :3]).square().mean().backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+
+def fsdp2_models():
+    """fully_shard (also per layer, HSDP, over TP) equals one process; every rank sees the same batch."""
+    world = dist.get_world_size()
+
+    def fsdp(model):
+        for layer in (model.first, model.second):
+            fully_shard(layer, mesh=mesh_of((world,)))
+        return fully_shard(model, mesh=mesh_of((world,)))
+
+    def dim1(model):
+        def dim(p):  # FSDP2 cuts other dimensions than the first only evenly
+            return Shard(1) if p.ndim == 2 and p.shape[1] % world == 0 else Shard(0)
+
+        return fully_shard(model, mesh=mesh_of((world,)), shard_placement_fn=dim)
+
+    def hsdp(model):
+        return fully_shard(model, mesh=named_mesh((2, world // 2), ("replica", "data")))
+
+    def over_tp(model):
+        mesh = named_mesh((world // 2, 2), ("data", "tensor"))
+        plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        return fully_shard(parallelize_module(model, mesh["tensor"], plan), mesh=mesh["data"])
+
+    def ddp(model):
+        return nn.parallel.DistributedDataParallel(model)
+
+    ways = [fsdp, dim1, ddp] + ([hsdp, over_tp] if world % 2 == 0 and world > 2 else [])
+    settings = {**SETTINGS, "precision": "float64"}
+    for way, accumulate in itertools.product(ways, (1, 2)):
+        one, many = Net().double(), way(Net().double())
+        first = HybridMuon(one.named_parameters(), **settings)
+        second = HybridMuon(many.named_parameters(), **settings, replicas=dist.group.WORLD if way is ddp else None)
+        assert [e.name for e in second.routing] == [e.name for e in first.routing]
+        clip = 0 if way is over_tp else 0.5  # torch clips parameters of one mesh only
+        train(one, first, 3, accumulate=accumulate, clip=clip)
+        train(many, second, 3, accumulate=accumulate, clip=clip)
+        assert len(second.plan.domains) == (2 if way is over_tp else 1)
+        for p, q in zip(one.parameters(), many.parameters(), strict=True):
+            full = q.full_tensor() if isinstance(q, DTensor) else q
+            torch.testing.assert_close(full, p, rtol=0, atol=1e-10)
+
+
+def full_state(model, optimizer):
+    """Gather weights and state: plain tensors by name and key."""
+    found = {}
+    for name, p in model.named_parameters():
+        values = {"weight": p.detach(), **optimizer.state[p]}
+        for key, x in values.items():
+            found[name.removeprefix("module."), key] = (x.full_tensor() if isinstance(x, DTensor) else x).clone()
+    return found
+
+
+def wrapped(way):
+    """Return a model, FSDP2 over all ranks, HSDP, under DDP or alone, and its optimizer."""
+    world, model = dist.get_world_size(), Net()
+    if way == "fsdp":
+        fully_shard(model, mesh=mesh_of((world,)))
+    elif way == "hsdp":
+        fully_shard(model, mesh=named_mesh((2, world // 2), ("replica", "data")))
+    elif way == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    return model, HybridMuon(model.named_parameters(), **SETTINGS, replicas=dist.group.WORLD if way == "ddp" else None)
+
+
+def save(folder, way):
+    """Train three steps; save through torch.distributed.checkpoint, as one full state dict, and what both hold."""
+    model, optimizer = wrapped(way)
+    train(model, optimizer, 3)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "sharded")
+    whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    held_by_all = full_state(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save({"held": held_by_all, "whole": whole}, folder / "full.pt")
+    dist.barrier()
+
+
+def load(folder, way):
+    """Restore both kinds of state on these ranks: all tensors bitwise, and the next step equals one process's."""
+    saved = torch.load(folder / "full.pt", weights_only=True)
+    one, first = wrapped("alone")
+    one.load_state_dict({name: x for (name, key), x in saved["held"].items() if key == "weight"})
+    set_optimizer_state_dict(one, first, saved["whole"])
+    for kind in ("sharded", "whole"):
+        model, optimizer = wrapped(way)
+        weights, state = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder / "sharded")
+        if kind == "sharded":
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        else:
+            set_model_state_dict(model, weights)
+            options = StateDictOptions(full_state_dict=True)
+            set_optimizer_state_dict(model, optimizer, saved["whole"], options=options)
+        now = full_state(model, optimizer)
+        assert now.keys() == saved["held"].keys()
+        for key, x in saved["held"].items():
+            assert torch.equal(now[key], x), (kind, key)
+        train(model, optimizer, 1, start=3)
+        if kind == "sharded":
+            train(one, first, 1, start=3)
+        after, expected = full_state(model, optimizer), full_state(one, first)
+        for key, x in expected.items():
+            torch.testing.assert_close(after[key], x, rtol=1e-5, atol=1e-6)
+
+
+CASES = [("models", fsdp2_models)]
