@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -10,10 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from deepmd_muon.optim.config import HybridMuonConfig, Steps
-from deepmd_muon.optim.errors import InvalidParameterError
+from deepmd_muon.optim.config import HybridMuonConfig, NonFinite, RouteChange, Steps
+from deepmd_muon.optim.errors import InvalidParameterError, InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
 from deepmd_muon.optim.routing import canonical_name, unnamed
+from deepmd_muon.optim.setting import check_settings, setting
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -85,8 +87,44 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
             taken.add(name)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    """What `HybridMuon` takes beside the fields of `HybridMuonConfig`; made to be checked."""
+
+    lr: float = setting(minimum=0.0, doc="Learning rate of the Muon route.")
+    adam_betas: tuple[float, float] = setting(doc="Decays of Adam's moments; their range is that of the configuration.")
+    maximize: bool = setting(doc="Climb.")
+    foreach: bool | None = setting(doc="Many parameters at a time.")
+    capturable: bool = setting(doc="Keep the learning rate on the device.")
+    workspace: int = setting(1, minimum=1, doc="Elements worked on at a time.")
+    on_route_change: RouteChange = setting("error", choices=("error", "migrate", "reset"), doc="At a load.")
+    on_nonfinite: NonFinite = setting("ignore", choices=("ignore", "skip", "error"), doc="At a step.")
+
+    def __post_init__(self) -> None:
+        check_settings(self, "HybridMuon")
+
+
+def check_group(given: Mapping[str, Any]) -> None:
+    """Check the constructor's arguments or a parameter group.
+
+    Raises
+    ------
+    InvalidSettingError
+        Naming every setting that is of a wrong type or out of its range.
+    """
+    values = {field.name: given[field.name] for field in dataclasses.fields(_Arguments) if field.name in given}
+    if isinstance(lr := given["lr"], Tensor):
+        if lr.numel() != 1 or not lr.is_floating_point():
+            raise InvalidSettingError(f"lr must hold one real number; found {lr.dtype} of shape {tuple(lr.shape)}")
+        # Reading a tensor on a GPU would wait for it.
+        values["lr"] = float(lr) if lr.device.type == "cpu" else 0.0
+    _Arguments(**values)
+    group_settings(given)
+
+
 def group_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a group takes from the constructor's arguments, as the plain values that a state dict may hold."""
+    check_group(given)
     schedule = frozen_schedule(given["schedule"])
     return {
         **{key: given[key] for key in ("lr", "maximize", "foreach", "capturable", *_PLAIN_SETTINGS)},
@@ -96,31 +134,40 @@ def group_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _several(patterns: str | Sequence[str]) -> tuple[str, ...]:
-    """Take a single pattern for a list of one."""
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+def _several(patterns: Any) -> Any:
+    """Take a single pattern for a list of one, and leave what is neither to the check of its type."""
+    if isinstance(patterns, str):
+        return (patterns,)
+    return tuple(patterns) if isinstance(patterns, Iterable) else patterns
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256, typed=True)
 def _settings(**values: Any) -> HybridMuonConfig:
     return HybridMuonConfig(**values)
 
 
-def group_settings(group: dict[str, Any]) -> HybridMuonConfig:
+def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
     """Return a parameter group's settings as the dataclass that checks them."""
     beta1, beta2 = group["adam_betas"]
-    return _settings(
-        adam_beta1=beta1,
-        adam_beta2=beta2,
-        schedule=frozen_schedule(group["schedule"]),
+    values = {
+        "adam_beta1": beta1,
+        "adam_beta2": beta2,
+        "schedule": frozen_schedule(group["schedule"]),
         **{key: _several(group[key]) for key in _LISTS},
         **{key: group[key] for key in _PLAIN_SETTINGS},
-    )
+    }
+    try:
+        return _settings(**values)
+    except TypeError:  # a value that cannot be hashed is of a wrong type; say of which
+        return HybridMuonConfig(**values)
 
 
 def frozen_schedule(schedule: AnySchedule) -> str | Steps:
     """Return a schedule as settings hold it: a name, or a tuple of triples."""
-    return schedule if isinstance(schedule, str) else coefficients_of(schedule)
+    try:
+        return schedule if isinstance(schedule, str) else coefficients_of(schedule)
+    except TypeError:
+        raise InvalidSettingError(f"schedule must be a name or a list of triples; found {schedule!r}") from None
 
 
 def update_scale(shape: tuple[int, int], settings: HybridMuonConfig) -> float:

@@ -20,6 +20,7 @@ from deepmd_muon.optim.gradients import StepControl, nonfinite, waves
 from deepmd_muon.optim.groups import (
     Params,
     adam_lr_ratio,
+    check_group,
     check_parameters,
     group_defaults,
     group_settings,
@@ -153,9 +154,6 @@ class HybridMuon(Optimizer):
         defaults = group_defaults(locals())
         if differentiable:
             raise InvalidSettingError("HybridMuon is not differentiable; use torch.func with an optimizer of its own")
-        if not isinstance(lr, Tensor) and lr < 0:
-            raise InvalidSettingError(f"lr must be >= 0; found {lr}")
-        HybridMuonConfig(on_route_change=on_route_change, on_nonfinite=on_nonfinite)  # checks these two
         self.on_route_change: RouteChange = on_route_change
         self.on_nonfinite: NonFinite = on_nonfinite
         self.workspace = workspace
@@ -180,7 +178,7 @@ class HybridMuon(Optimizer):
         try:
             check_parameters(self.param_groups)
             group = self.param_groups[-1]
-            group_settings(group)  # every setting in its range, or an error that names it
+            check_group(group)
             if group["capturable"] and not isinstance(group["lr"], Tensor) and group["params"]:
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
             if self.routing:

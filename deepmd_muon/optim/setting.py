@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import re
+import types
+import typing
+from numbers import Integral, Real
 from typing import Any
 
 from deepmd_muon.optim.errors import InvalidSettingError
@@ -101,13 +106,82 @@ def setting_of(field: dataclasses.Field[Any]) -> Setting:
     return found
 
 
-def check_settings(settings: Any) -> None:
-    """Raise `InvalidSettingError` naming every field of a settings dataclass that breaks its own rules."""
+def check_settings(settings: Any, of: str = "") -> None:
+    """Raise `InvalidSettingError` naming every field of a settings dataclass that breaks its type or its own rules.
+
+    The message starts with `of`, or the dataclass's name.
+    """
+    own: Any = type(settings)
+    annotations = _annotations(own)
     problems = []
     for field in dataclasses.fields(settings):
         if "setting" in field.metadata:
-            problem = setting_of(field).problem(getattr(settings, field.name))
+            value, kind = getattr(settings, field.name), annotations[field.name]
+            problem = setting_of(field).problem(value)
+            if not _fits(value, kind):
+                problem = f"must be {_words(kind)}; found {value!r}"
             if problem:
                 problems.append(f"{field.name}: {problem}")
     if problems:
-        raise InvalidSettingError(f"{type(settings).__name__}: " + "; ".join(problems))
+        raise InvalidSettingError(f"{of or type(settings).__name__}: " + "; ".join(problems))
+
+
+@functools.cache
+def _annotations(settings: type) -> dict[str, Any]:
+    return typing.get_type_hints(settings)
+
+
+_NAMES: dict[Any, tuple[str, str]] = {
+    bool: ("true or false", "truth values"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a finite number", "finite numbers"),
+    str: ("a string", "strings"),
+    type(None): ("None", "None"),
+}
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the annotation itself."""
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of an annotated type; lists stand for tuples, and whole numbers for floats.
+
+    Which member of a Literal it must be is said by the setting's choices; an annotation of another kind is not checked.
+    """
+    if len(members := _alternatives(kind)) > 1:
+        return any(_fits(value, member) for member in members)
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return any(type(value) is type(part) for part in parts)
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, (tuple, list)):
+            return False
+        kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+        return len(kinds) == len(value) and all(map(_fits, value, kinds))
+    if kind not in _NAMES:
+        return True
+    if kind in (int, float) and not isinstance(value, bool):
+        return isinstance(value, Integral) if kind is int else isinstance(value, Real) and _finite(value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
+
+
+def _words(kind: Any, *, plural: bool = False) -> str:
+    """Say which values an annotation allows."""
+    if len(members := _alternatives(kind)) > 1:
+        return " or ".join(_words(member, plural=plural) for member in members)
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return "one of " + ", ".join(map(_shown, parts))
+    if typing.get_origin(kind) is tuple:
+        many = "" if parts[-1] is Ellipsis else f"{len(parts)} "
+        return f"{'lists' if plural else 'a list'} of {many}{_words(parts[0], plural=True)}"
+    return _NAMES[kind][plural]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from polar_oracle import oracle
 from torch import nn
 
-from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.errors import InvalidGradientError
+from deepmd_muon.optim import AdamConfig, HybridMuon, HybridMuonConfig, MuonConfig
+from deepmd_muon.optim.errors import InvalidGradientError, InvalidSettingError
+from deepmd_muon.optim.sharded.settings import ShardedSettings
 
 
 def parameter(*shape, seed=0, dtype=torch.float32):
@@ -264,7 +266,34 @@ def test_the_workspace_does_not_change_results(workspace):
         ({"momentum": -3}, "momentum: must be >= 0.*found -3"),
         ({"momentum": 1.0}, "momentum: must be < 1"),
         ({"muon_mode": "3d"}, "muon_mode: must be one of '2d', 'flat', 'slice'; found '3d'"),
-        ({"lr": -1.0}, "lr must be >= 0; found -1.0"),
+        ({"lr": -1.0}, "lr: must be >= 0; found -1"),
+        ({"lr": float("nan")}, "lr: must be a finite number; found nan"),
+        ({"lr": float("inf")}, "lr: must be a finite number; found inf"),
+        ({"lr": "a"}, "lr: must be a finite number; found 'a'"),
+        ({"lr": torch.tensor(-0.5)}, "lr: must be >= 0; found -0.5"),
+        ({"lr": torch.tensor(float("nan"))}, "lr: must be a finite number; found nan"),
+        ({"lr": torch.ones(2)}, r"lr must hold one real number; found torch.float32 of shape \(2,\)"),
+        ({"lr_adjust": float("nan")}, "lr_adjust: must be a finite number; found nan"),
+        ({"momentum": "a"}, "momentum: must be a finite number; found 'a'"),
+        ({"momentum": [0.9]}, r"momentum: must be a finite number; found \[0.9\]"),
+        ({"momentum": False}, "momentum: must be a finite number; found False"),
+        ({"weight_decay": 10**400}, "weight_decay: must be a finite number; found 1000"),
+        ({"workspace": 0}, "workspace: must be >= 1; found 0"),
+        ({"workspace": -5}, "workspace: must be >= 1; found -5"),
+        ({"workspace": 1e6}, "workspace: must be a whole number; found 1000000.0"),
+        ({"adam_betas": (0.9,)}, r"adam_betas: must be a list of 2 finite numbers; found \(0.9,\)"),
+        ({"adam_betas": 0.9}, "adam_betas: must be a list of 2 finite numbers; found 0.9"),
+        ({"adam_betas": (0.9, None)}, r"adam_betas: must be a list of 2 finite numbers; found \(0.9, None\)"),
+        ({"adam_lr_ratio": "b"}, "adam_lr_ratio: must be a finite number or None; found 'b'"),
+        ({"scaling": 3}, "scaling: must be one of 'none', 'match_rms', 'rectangular', 'spectral' or None; found 3"),
+        ({"muon_mode": ["2d"]}, r"muon_mode: must be one of '2d', 'flat', 'slice'; found \['2d'\]"),
+        ({"enable_gram": 1}, "enable_gram: must be true or false; found 1"),
+        ({"foreach": "no"}, "foreach: must be true or false or None; found 'no'"),
+        ({"min_matrix_dim": 2.5}, "min_matrix_dim: must be a whole number; found 2.5"),
+        ({"adam_patterns": 3}, "adam_patterns: must be a list of strings; found 3"),
+        ({"splits": [("w", 3)]}, r"splits: must be a list of strings; found \(\('w', 3\),\)"),
+        ({"schedule": 5}, "schedule must be a name or a list of triples; found 5"),
+        ({"on_route_change": None}, "on_route_change: must be one of 'error', 'migrate', 'reset'; found None"),
         ({"adam_betas": (0.9, 1.5)}, "adam_beta2: must be"),
         ({"weight_decay": -0.1}, "weight_decay: must be >= 0"),
         ({"precision": "int8"}, "precision: must be one of"),
@@ -272,5 +301,31 @@ def test_the_workspace_does_not_change_results(workspace):
     ],
 )
 def test_settings_out_of_range_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InvalidSettingError, match=message):
         HybridMuon([("w", parameter(3, 3))], **settings)
+    if not settings.keys() & {"workspace", "on_route_change"}:  # all others may stand in a group
+        optimizer = HybridMuon([("w", parameter(3, 3))])
+        with pytest.raises(InvalidSettingError, match=message):
+            optimizer.add_param_group({"params": [("v", parameter(3, 3))], **settings})
+        assert len(optimizer.param_groups) == 1
+
+
+def test_numbers_of_other_kinds_are_numbers():
+    given = {"momentum": np.float64(0.9), "weight_decay": np.float32(0.5), "lr": 1, "min_matrix_dim": np.int64(2)}
+    optimizer = HybridMuon([("w", parameter(3, 3))], adam_betas=[0, 0.5], **given)
+    assert {key: optimizer.param_groups[0][key] for key in given} == given
+    assert optimizer.param_groups[0]["adam_betas"] == (0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (AdamConfig, {"weight_decay": float("inf")}, "AdamConfig: weight_decay: must be a finite number; found inf"),
+        (MuonConfig, {"schedule": [(1.0, 2.0)]}, "a string or a list of lists of 3 finite numbers; found"),
+        (HybridMuonConfig, {"nesterov": "yes", "momentum": None}, "momentum: must be .*; nesterov: must be true or"),
+        (ShardedSettings, {"ahead": 0.5}, "ShardedSettings: ahead: must be a whole number; found 0.5"),
+    ],
+)
+def test_configurations_check_types_too(config, settings, message):
+    with pytest.raises(InvalidSettingError, match=message):
+        config(**settings)
