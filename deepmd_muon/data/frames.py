@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +14,19 @@ ATOM_LABELS = {"force": 3, "atom_ener": 1, "atom_pref": 1, "atom_ener_coeff": 1}
 LABELS = {**FRAME_LABELS, **ATOM_LABELS}
 
 
+def label_shape(label: str, nframes: int, natoms: int) -> tuple[int, ...]:
+    """Shape of a label's array: a number of a frame or atom has no axis of its own."""
+    width = LABELS[label]
+    atoms = () if label in FRAME_LABELS else (natoms,)
+    return (nframes, *atoms, *((width,) if width > 1 else ()))
+
+
 @dataclass(frozen=True)
 class Frames:
-    """Positions and labels of some frames; a label that the data lack is None.
+    """Positions and labels of some frames.
+
+    A label that no frame has is None. Where only some frames have it, the others hold NaN: what sums over them
+    without asking `present` shows NaN instead of a wrong number.
 
     Attributes
     ----------
@@ -62,8 +73,32 @@ class Frames:
 
     @property
     def labels(self) -> frozenset[str]:
-        """Names of the labels that are there."""
+        """Names of the labels that at least one frame has."""
         return frozenset(name for name in LABELS if getattr(self, name) is not None)
+
+    def present(self, label: str) -> np.ndarray:
+        """Tell which frames have a label, bool (nframes,)."""
+        values: np.ndarray | None = getattr(self, label)
+        if values is None:
+            return np.zeros(self.nframes, dtype=bool)
+        present: np.ndarray = ~np.isnan(values).reshape(self.nframes, -1).any(axis=1)
+        return present
+
+    def rows(self, rows: slice) -> Frames:
+        """Return some consecutive frames; a label that none of them has becomes None."""
+        arrays: dict[str, np.ndarray] = {
+            field.name: values[rows] for field in fields(self) if (values := getattr(self, field.name)) is not None
+        }
+        chosen = Frames(**arrays)
+        absent: dict[str, Any] = {label: None for label in chosen.labels if not chosen.present(label).any()}
+        return replace(chosen, **absent)
+
+    def runs(self) -> Iterator[slice]:
+        """Longest stretches of frames that have the same labels, in order."""
+        present = np.stack([self.present(label) for label in LABELS], axis=1)
+        ends = [*(np.flatnonzero((present[1:] != present[:-1]).any(axis=1)) + 1).tolist(), self.nframes]
+        for first, end in zip([0, *ends[:-1]], ends, strict=True):
+            yield slice(first, end)
 
     def type_counts(self, ntypes: int) -> np.ndarray:
         """Count the atoms of every type, (nframes, ntypes); padding is not counted."""
@@ -75,7 +110,8 @@ class Frames:
     def concatenate(cls, parts: Sequence[Frames]) -> Frames:
         """Join frames of several systems, padding smaller ones with atoms of type −1.
 
-        Padding atoms sit at the origin and carry zeros. A label survives when every part has it.
+        Padding atoms sit at the origin and carry zeros. Frames whose part lacks a label that another part has hold
+        NaN there.
         """
         if len(parts) == 1:
             return parts[0]
@@ -85,10 +121,16 @@ class Frames:
             values = [getattr(part, field.name) for part in parts]
             if field.name == "box":
                 joined["box"] = _join_boxes(parts)
-            elif any(value is None for value in values):
+            elif all(value is None for value in values):
                 joined[field.name] = None
-            elif field.name in FRAME_LABELS:
-                joined[field.name] = np.concatenate(values)
+            elif field.name in LABELS:
+                rows = [
+                    np.full(label_shape(field.name, part.nframes, natoms), np.nan)
+                    if value is None
+                    else (value if field.name in FRAME_LABELS else _pad_atoms(value, natoms, 0))
+                    for part, value in zip(parts, values, strict=True)
+                ]
+                joined[field.name] = np.concatenate(rows)
             else:
                 fill = -1 if field.name == "atype" else 0
                 joined[field.name] = np.concatenate([_pad_atoms(value, natoms, fill) for value in values])

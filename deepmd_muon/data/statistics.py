@@ -26,7 +26,7 @@ def energy_bias(
     counts : ndarray, (nframes, ntypes)
         Atoms of each type.
     energies : ndarray, (nframes,)
-        Total energies [eV].
+        Total energies [eV]; frames with NaN, which have no energy, are left out.
     fixed : ndarray, (ntypes,), optional
         Energies that are given; NaN for types that are to be found.
     rcond : float, optional
@@ -41,6 +41,8 @@ def energy_bias(
     target = np.array(energies, dtype=np.float64).reshape(-1)
     if atoms.ndim != 2 or len(atoms) != len(target):
         raise DataError(f"counts of shape {atoms.shape} do not fit {len(target)} energies")
+    labelled = ~np.isnan(target)
+    atoms, target = atoms[labelled], target[labelled]
     given = np.zeros(atoms.shape[1], dtype=bool)
     if fixed is not None:
         fixed = np.asarray(fixed, dtype=np.float64)
@@ -49,7 +51,7 @@ def energy_bias(
         given = ~np.isnan(fixed)
         target = target - atoms[:, given] @ fixed[given]
         atoms[:, given] = 0.0
-    bias = np.linalg.lstsq(atoms, target, rcond=rcond)[0]
+    bias: np.ndarray = np.linalg.lstsq(atoms, target, rcond=rcond)[0]
     if fixed is not None:
         bias[given] = fixed[given]
     return bias

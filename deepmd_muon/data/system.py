@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError, TypeMapError
-from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, Frames
+from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, Frames, label_shape
 from deepmd_muon.data.storage import HandleCache, HDF5Store, NpyStore, Store
 
 
@@ -41,7 +41,7 @@ class System:
     mixed : bool
         True when each frame has its own types (``real_atom_types.npy``).
     labels : frozenset of str
-        Labels that every set has.
+        Labels that at least one set has; frames of the other sets hold NaN there.
 
     Raises
     ------
@@ -131,14 +131,14 @@ class System:
             )
         return types if self._translation is None else self._translation[types]
 
-    def _find_labels(self, contents: list[frozenset[str]]) -> dict[str, list[str]]:
-        """File of each label in each set; a label counts only when every set has it."""
-        found: dict[str, list[str]] = {}
+    def _find_labels(self, contents: list[frozenset[str]]) -> dict[str, list[str | None]]:
+        """File of each label in each set, None in sets that lack it; labels that no set has are left out."""
+        found: dict[str, list[str | None]] = {}
         for label in LABELS:
             spellings = [f"{label}.npy", f"{label.replace('atom_', 'atomic_', 1)}.npy"]
             files = [next((s for s in spellings if s in names), None) for names in contents]
-            if all(file is not None for file in files):
-                found[label] = [str(file) for file in files]
+            if any(files):
+                found[label] = files
         return found
 
     def _check_set(self, k: int, names: frozenset[str]) -> int:
@@ -156,7 +156,8 @@ class System:
         if self.mixed:
             widths["real_atom_types.npy"] = self.natoms
         for label, files in self._files.items():
-            widths[files[k]] = FRAME_LABELS.get(label) or ATOM_LABELS[label] * self.natoms
+            if (file := files[k]) is not None:
+                widths[file] = FRAME_LABELS.get(label) or ATOM_LABELS[label] * self.natoms
         for file, width in widths.items():
             shape = self._store.shape(f"{folder}/{file}")
             # A set of one frame may be written without the axis of frames.
@@ -191,16 +192,12 @@ class System:
             raise IndexError(f"system {self.name} has frames 0 to {self.nframes - 1}, asked for {wanted.tolist()}")
         n = len(wanted)
         atoms = self.natoms
-        labels: dict[str, np.ndarray] = {}
-        for label, files in self._files.items():
-            width = LABELS[label]
-            values = self._read(files, wanted)
-            if label == "energy":
-                labels[label] = values.reshape(n)
-            elif label in FRAME_LABELS:
-                labels[label] = values.reshape(n, width)
-            else:
-                labels[label] = values.reshape((n, atoms, 3) if width == 3 else (n, atoms))
+        of_sets = np.unique(self._set_of(wanted))
+        labels = {
+            label: self._read(files, wanted).reshape(label_shape(label, n, atoms))
+            for label, files in self._files.items()
+            if any(files[k] is not None for k in of_sets)
+        }
         every_set = len(self._sets)
         return Frames(
             atype=self.types(wanted),
@@ -217,12 +214,18 @@ class System:
         raw = self._read(files, indices).astype(np.int32).reshape(len(indices), self.natoms)
         return self._apply_translation(raw, "real_atom_types.npy")
 
-    def _read(self, files: Sequence[str], wanted: np.ndarray) -> np.ndarray:
-        """Rows of one quantity over all sets as float64, (nframes, width)."""
-        of_set = np.searchsorted(self._ends, wanted, side="right")
+    def _set_of(self, wanted: np.ndarray) -> np.ndarray:
+        """Set that each frame lies in."""
+        return np.searchsorted(self._ends, wanted, side="right")
+
+    def _read(self, files: Sequence[str | None], wanted: np.ndarray) -> np.ndarray:
+        """Rows of one quantity over all sets as float64, (nframes, width); NaN in sets without a file."""
+        of_set = self._set_of(wanted)
         local = wanted - (self._ends - self._counts)[of_set]
         result: np.ndarray | None = None
         for k in np.unique(of_set):
+            if files[k] is None:
+                continue
             path = f"{self._sets[k]}/{files[k]}"
             mine = of_set == k
             rows = self._store.rows(path, local[mine], single=bool(self._counts[k] == 1))
@@ -233,9 +236,9 @@ class System:
             if len(values) == len(wanted):
                 return values
             if result is None:
-                result = np.empty((len(wanted), values.shape[1]))
+                result = np.full((len(wanted), values.shape[1]), np.nan)
             result[mine] = values
-        assert result is not None  # frames() refuses an empty list of frames
+        assert result is not None  # asked for frames of which one set at least has the file
         return result
 
     def fingerprint(self) -> str:

@@ -43,7 +43,7 @@ def evaluate_system(
     atomic: bool = False,
     chunk_atoms: int = 1 << 18,
 ) -> Iterator[ComparedFrames]:
-    """Predict the frames of a system, in chunks that bound the memory.
+    """Predict the frames of a system, in chunks that bound the memory; the frames of a chunk have the same labels.
 
     Parameters
     ----------
@@ -67,4 +67,6 @@ def evaluate_system(
         reference = system.frames(order[start : start + count])
         if not atomic:
             reference = replace(reference, atom_ener=None)
-        yield ComparedFrames(system.name, reference, predictor.evaluate(reference))
+        for run in reference.runs():
+            part = reference.rows(run)
+            yield ComparedFrames(system.name, part, predictor.evaluate(part))

@@ -1,5 +1,6 @@
 """What a training step minimises."""
 
 from deepmd_muon.loss.ener import EnergyLoss, LossError
+from deepmd_muon.loss.labels import LabelCheck, check_labels
 
-__all__ = ["EnergyLoss", "LossError"]
+__all__ = ["EnergyLoss", "LabelCheck", "LossError", "check_labels"]

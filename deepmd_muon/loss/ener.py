@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -20,18 +21,37 @@ class LossError(ValueError):
     """The settings of a loss contradict each other, or a batch lacks what they need."""
 
 
-class _Atoms(NamedTuple):
-    """How many atoms divide what: 1/N per frame, the mask of real atoms and their number in the batch."""
+class _Counted(NamedTuple):
+    """What a term counts: 1/N of each frame, the real atoms, and the frames that have the label (None: all)."""
 
     per_atom: torch.Tensor | float
     mask: torch.Tensor | None
+    present: torch.Tensor | None
 
     def mean(self, error: torch.Tensor) -> torch.Tensor:
-        """Mean of `(nframes, natoms, components)` over the real atoms of the batch."""
-        if self.mask is None:
-            return error.mean()
-        mask = self.mask.to(error.dtype).unsqueeze(-1)
-        return (error * mask).sum() / (mask.sum() * error.shape[-1])
+        """Mean of `(nframes, natoms, components)` over the real atoms of the frames that count."""
+        if self.present is None:
+            return error.mean() if self.mask is None else _weighted_mean(error, self.mask)
+        frames = self.present.unsqueeze(1)
+        return _weighted_mean(error, frames.expand(error.shape[:2]) if self.mask is None else frames & self.mask)
+
+    def mean_of_frames(self, error: torch.Tensor) -> torch.Tensor:
+        """Mean of `(nframes, components)` over the frames that count."""
+        return error.mean() if self.present is None else _weighted_mean(error, self.present)
+
+
+def _weighted_mean(error: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Mean over the elements that count; `counts` lacks the last axis."""
+    weight = counts.to(error.dtype).unsqueeze(-1)
+    # Two labels that no frame has together count nothing: 0, not 0/0.
+    return (error * weight).sum() / (weight.sum() * error.shape[-1]).clamp(min=1.0)
+
+
+def _both(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Frames that count for both; None stands for all."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
 
 
 def _huber(error: torch.Tensor, delta: float) -> torch.Tensor:
@@ -93,6 +113,17 @@ class EnergyLoss:
         return bool(getattr(self, f"start_pref_{term}") and getattr(self, f"limit_pref_{term}"))
 
     @property
+    def terms(self) -> tuple[Term, ...]:
+        """The terms that count."""
+        return tuple(term for term in typing.get_args(Term) if self.has(term))
+
+    def needed_labels(self, term: Term) -> frozenset[str]:
+        """Labels without which a term compares nothing."""
+        if term == "pf":
+            return frozenset({"force"} if self.use_default_pf else {"force", "atom_pref"})
+        return frozenset({{"e": "energy", "f": "force", "v": "virial", "ae": "atom_ener"}[term]})
+
+    @property
     def needs_force(self) -> bool:
         """Whether the model has to predict forces."""
         return self.has("f") or self.has("pf")
@@ -125,7 +156,9 @@ class EnergyLoss:
             `virial (nframes, 9)` [eV]; only what the terms need.
         label
             The same quantities as `energy`, `force`, `virial`, `atom_ener`, further `atom_pref` and
-            `atom_ener_coeff (nframes, natoms)`. Missing or None contributes nothing.
+            `atom_ener_coeff (nframes, natoms)`. Missing or None contributes nothing. Where only some frames have a
+            label, `find_energy` etc., bool (nframes,), says which: the others have no weight in its term, whatever
+            finite numbers stand there.
         lr_fraction
             lr/start_lr.
         natoms
@@ -137,14 +170,16 @@ class EnergyLoss:
         -------
         tuple
             The loss, and detached errors to report: `rmse_e` and `rmse_v` per atom, `rmse_f`, `rmse_ae`, `rmse_pf`
-            (`mae_…` with `loss_func` "mae"), NaN where a label is missing, and `rmse`, the root of the loss.
+            (`mae_…` with `loss_func` "mae"), NaN where a label is missing, and `rmse`, the root of the loss. Without
+            any label the loss is 0 and so is its gradient.
         """
         real = None if mask is None else mask.sum(1).to(torch.float64)
-        atoms = _Atoms(1.0 / natoms if real is None else 1.0 / real, mask)
+        every = _Counted(1.0 / natoms if real is None else 1.0 / real, mask, None)
         energy = prediction["energy"]
         loss = energy.new_zeros(())
+        labelled = False
         metrics: dict[str, torch.Tensor] = {}
-        terms: dict[Term, Callable[[Mapping[str, torch.Tensor], Labels, _Atoms], _Found]] = {
+        terms: dict[Term, Callable[[Mapping[str, torch.Tensor], Labels, _Counted], _Found]] = {
             "e": self._energy,
             "f": self._force,
             "pf": self._prefactored,
@@ -154,14 +189,18 @@ class EnergyLoss:
         for term, compare in terms.items():
             if not self.has(term):
                 continue
-            found = compare(prediction, label, atoms)
+            found = compare(prediction, label, every)
             name = f"{'rmse' if self.loss_func == 'mse' else 'mae'}_{term}"
             if found is None:
                 metrics[name] = energy.new_full((), torch.nan)
                 continue
+            labelled = True
             value, shown = found
             loss = loss + self.prefactor(term, lr_fraction) * value
             metrics[name] = shown.detach()
+        if not labelled:
+            # Stay connected to the parameters, so that backward works on every rank.
+            loss = loss + 0.0 * energy.sum()
         metrics["rmse"] = loss.detach().sqrt()
         return loss, metrics
 
@@ -170,36 +209,41 @@ class EnergyLoss:
             return float(self.huber_delta)
         return float(self.huber_delta[index])
 
-    def _energy(self, prediction: Mapping[str, torch.Tensor], label: Labels, atoms: _Atoms) -> _Found:
+    def _energy(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
         wanted = label.get("energy")
         if wanted is None:
             return None
         energy = prediction["energy"]
         weights = label.get("atom_ener_coeff")
         if self.enable_atom_ener_coeff and weights is not None:
-            energy = (weights * prediction["atom_energy"]).sum(1)
-        return self._per_frame((energy - wanted.reshape(energy.shape)).unsqueeze(1), atoms, self._delta(0))
+            weighted = (weights * prediction["atom_energy"]).sum(1)
+            found = label.get("find_atom_ener_coeff")
+            energy = weighted if found is None else torch.where(found, weighted, energy)
+        error = (energy - wanted.reshape(energy.shape)).unsqueeze(1)
+        return self._per_frame(error, every._replace(present=label.get("find_energy")), self._delta(0))
 
-    def _virial(self, prediction: Mapping[str, torch.Tensor], label: Labels, atoms: _Atoms) -> _Found:
+    def _virial(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
         wanted = label.get("virial")
         if wanted is None:
             return None
         virial = prediction["virial"]
-        return self._per_frame(virial - wanted.reshape(virial.shape), atoms, self._delta(2))
+        error = virial - wanted.reshape(virial.shape)
+        return self._per_frame(error, every._replace(present=label.get("find_virial")), self._delta(2))
 
-    def _per_frame(self, error: torch.Tensor, atoms: _Atoms, delta: float) -> _Found:
+    def _per_frame(self, error: torch.Tensor, counted: _Counted, delta: float) -> _Found:
         """Error `(nframes, components)` of a quantity that grows with the number of atoms."""
-        per_atom = atoms.per_atom
+        per_atom = counted.per_atom
         if isinstance(per_atom, torch.Tensor):
             per_atom = per_atom.unsqueeze(1)
         scaled = error * per_atom
+        mean = counted.mean_of_frames
         if self.loss_func == "mae":
-            value = scaled.abs().mean()
+            value = mean(scaled.abs())
             return value, value
-        square = (scaled * scaled).mean()
+        square = mean(scaled * scaled)
         if self.use_huber:
-            return _huber(scaled, delta).mean(), square.sqrt()
-        return (square if self.intensive_ener_virial else (scaled * error).mean()), square.sqrt()
+            return mean(_huber(scaled, delta)), square.sqrt()
+        return (square if self.intensive_ener_virial else mean(scaled * error)), square.sqrt()
 
     def _force_error(self, prediction: Mapping[str, torch.Tensor], label: Labels) -> torch.Tensor | None:
         wanted = label.get("force")
@@ -211,34 +255,43 @@ class EnergyLoss:
             error = error / (torch.linalg.vector_norm(wanted, dim=-1, keepdim=True) + self.relative_f)
         return error
 
-    def _force(self, prediction: Mapping[str, torch.Tensor], label: Labels, atoms: _Atoms) -> _Found:
+    def _force(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
         error = self._force_error(prediction, label)
         if error is None:
             return None
+        mean = every._replace(present=label.get("find_force")).mean
         size = torch.linalg.vector_norm(error, dim=-1, keepdim=True) if self.f_use_norm else error
         if self.loss_func == "mae":
-            value = atoms.mean(size.abs())
+            value = mean(size.abs())
             return value, value
-        square = atoms.mean(error * error)
-        return (atoms.mean(_huber(size, self._delta(1))) if self.use_huber else square), square.sqrt()
+        square = mean(error * error)
+        return (mean(_huber(size, self._delta(1))) if self.use_huber else square), square.sqrt()
 
-    def _prefactored(self, prediction: Mapping[str, torch.Tensor], label: Labels, atoms: _Atoms) -> _Found:
+    def _prefactored(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
         error = self._force_error(prediction, label)
-        weights = label.get("atom_pref")
+        weights, found = label.get("atom_pref"), label.get("find_atom_pref")
         if error is None or (weights is None and not self.use_default_pf):
             return None
         power = error.abs() if self.loss_func == "mae" else error * error
-        value = atoms.mean(power if weights is None else power * weights.reshape(error.shape[:2]).unsqueeze(-1))
-        return value, value if self.loss_func == "mae" else value.sqrt()
+        if weights is not None:
+            weights = weights.reshape(error.shape[:2])
+            if found is not None and self.use_default_pf:
+                weights, found = torch.where(found.unsqueeze(1), weights, 1.0), None
+            power = power * weights.unsqueeze(-1)
+        present = _both(label.get("find_force"), found)
+        value = every._replace(present=present).mean(power)
+        shown = value if self.loss_func == "mae" else value.sqrt()
+        return value, shown if present is None else torch.where(present.any(), shown, torch.nan)
 
-    def _atomic(self, prediction: Mapping[str, torch.Tensor], label: Labels, atoms: _Atoms) -> _Found:
+    def _atomic(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
         wanted = label.get("atom_ener")
         if wanted is None:
             return None
         energy = prediction["atom_energy"]
         error = (wanted.reshape(energy.shape) - energy).unsqueeze(-1)
+        mean = every._replace(present=label.get("find_atom_ener")).mean
         if self.loss_func == "mae":
-            value = atoms.mean(error.abs())
+            value = mean(error.abs())
             return value, value
-        square = atoms.mean(error * error)
-        return (atoms.mean(_huber(error, self._delta(0))) if self.use_huber else square), square.sqrt()
+        square = mean(error * error)
+        return (mean(_huber(error, self._delta(0))) if self.use_huber else square), square.sqrt()

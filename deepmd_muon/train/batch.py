@@ -24,7 +24,8 @@ class TrainingBatch:
         What the model takes.
     labels
         `energy (nframes,)` [eV], `force (nframes, natoms, 3)` [eV/Å], `virial (nframes, 9)` [eV],
-        `atom_ener (nframes, natoms)` [eV], `atom_pref (nframes, natoms)`; None where a system has none.
+        `atom_ener (nframes, natoms)` [eV], `atom_pref (nframes, natoms)`; None where a system has none. Where only
+        some frames have a label, `find_energy` etc. (nframes,) tell which; the others hold 0.
     mask
         True for real atoms `(nframes, natoms)`; None when no frame carries padding.
     system
@@ -58,5 +59,10 @@ def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:
         return None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
     real = frames.atype >= 0
-    labels = {name: tensor(getattr(frames, name)) for name in _LABELS}
+    labels: dict[str, Tensor | None] = {}
+    for name in _LABELS:
+        values, present = getattr(frames, name), frames.present(name)
+        if values is not None and not present.all():
+            values, labels[f"find_{name}"] = np.nan_to_num(values), tensor(present)
+        labels[name] = tensor(values)
     return TrainingBatch(structures, labels, None if real.all() else tensor(real), batch.system)

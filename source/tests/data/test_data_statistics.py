@@ -104,3 +104,11 @@ def test_no_statistics_file(tmp_path):
     (tmp_path / "text").write_text("hello")
     with pytest.raises(DataError, match="no HDF5 file"):
         StatFile(tmp_path / "text").load(KEY)
+
+
+def test_frames_without_energy_are_left_out_of_the_bias():
+    counts = np.array([[1, 2], [2, 1], [5, 5], [3, 4]])
+    energies = counts @ np.array([-3.0, 1.5])
+    energies[2] = np.nan
+    np.testing.assert_allclose(energy_bias(counts, energies), [-3.0, 1.5], atol=1e-12)
+    np.testing.assert_allclose(energy_bias(counts, energies, np.array([-3.0, np.nan])), [-3.0, 1.5], atol=1e-12)

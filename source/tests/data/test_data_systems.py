@@ -81,12 +81,44 @@ def test_energies_as_column_and_columnwise_files(tmp_path):
     check_frames(system.frames([4, 1]), [arrays], [4, 1])
 
 
-def test_a_label_missing_in_one_set_is_missing(tmp_path):
+@pytest.mark.parametrize("kind", ["npy", "hdf5"])
+def test_a_label_of_some_sets_is_there_for_their_frames(tmp_path, kind):
     first = make_arrays(3, 4, labels=("energy", "force", "virial"))
-    second = make_arrays(3, 4, labels=("energy", "force"))
-    (system,) = open_systems(write_npy(tmp_path / "sys", TYPES, [first, second]))
-    assert system.labels == {"energy", "force"}
-    assert system.frames([0]).virial is None
+    second = make_arrays(2, 4, seed=1, labels=("energy", "atom_ener"))
+    if kind == "npy":
+        path = write_npy(tmp_path / "sys", TYPES, [first, second])
+    else:
+        path = write_hdf5(tmp_path / "d.hdf5", "s", TYPES, [first, second])
+    (system,) = open_systems(path)
+    assert system.labels == {"energy", "force", "virial", "atom_ener"}
+    both = system.frames([4, 1, 0])
+    for label, expected in {
+        "energy": [True, True, True],
+        "force": [False, True, True],
+        "virial": [False, True, True],
+        "atom_ener": [True, False, False],
+        "atom_pref": [False, False, False],
+    }.items():
+        np.testing.assert_array_equal(both.present(label), expected, err_msg=label)
+    np.testing.assert_array_equal(both.force[1:], first["force"][[1, 0]].reshape(2, 4, 3))
+    assert np.isnan(both.force[0]).all()
+    np.testing.assert_array_equal(both.atom_ener[0], second["atom_ener"][1])
+    # Frames of one set look as if there were no other.
+    assert system.frames([0, 2]).labels == {"energy", "force", "virial"}
+    assert system.frames([3, 4]).labels == {"energy", "atom_ener"}
+    assert system.fingerprint() == open_systems(path)[0].fingerprint()
+
+
+def test_runs_of_frames_with_the_same_labels(tmp_path):
+    sets = [make_arrays(3, 4), make_arrays(2, 4, labels=("energy",)), make_arrays(2, 4, labels=("energy",))]
+    (system,) = open_systems(write_npy(tmp_path / "sys", TYPES, sets))
+    frames = system.frames([0, 1, 3, 6, 2, 4])
+    runs = list(frames.runs())
+    assert runs == [slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 6)]
+    parts = [frames.rows(run) for run in runs]
+    assert [part.labels for part in parts] == [{"energy", "force"}, {"energy"}] * 2
+    np.testing.assert_array_equal(np.concatenate([part.energy for part in parts]), frames.energy)
+    assert list(parts[0].runs()) == [slice(0, 2)]
 
 
 def test_atomic_spelling_of_atom_labels(tmp_path):
@@ -397,7 +429,7 @@ def test_the_room_does_not_import_torch():
 # -- joining ---------------------------------------------------------------------------------------------------
 
 
-def test_concatenate_pads_atoms_and_keeps_common_labels(tmp_path):
+def test_concatenate_pads_atoms_and_keeps_all_labels(tmp_path):
     small = open_systems(write_npy(tmp_path / "s", [0, 1], [make_arrays(2, 2, labels=("energy", "virial"))]))[0]
     large = open_systems(write_npy(tmp_path / "l", TYPES, [make_arrays(3, 4, labels=("energy", "force"))], nopbc=True))[
         0
@@ -409,5 +441,12 @@ def test_concatenate_pads_atoms_and_keeps_common_labels(tmp_path):
     np.testing.assert_array_equal(both.coord[1:], second.coord)
     np.testing.assert_array_equal(both.energy, np.concatenate([first.energy, second.energy]))
     np.testing.assert_array_equal(both.box, np.concatenate([first.box, np.zeros((2, 3, 3))]))
-    assert both.labels == {"energy"}
+    assert both.labels == {"energy", "force", "virial"}
+    np.testing.assert_array_equal(both.present("force"), [False, True, True])
+    np.testing.assert_array_equal(both.force[1:], second.force)
+    np.testing.assert_array_equal(both.present("virial"), [True, False, False])
+    np.testing.assert_array_equal(both.virial[0], first.virial[0])
+    turned = Frames.concatenate([second, first])
+    np.testing.assert_array_equal(turned.present("force"), [True, True, False])
+    assert turned.force.shape == (3, 4, 3)
     assert Frames.concatenate([second]) is second

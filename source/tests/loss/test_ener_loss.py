@@ -2,12 +2,14 @@
 
 import gzip
 import io
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from deepmd_muon.loss import EnergyLoss, LossError
+from deepmd_muon.loss import EnergyLoss, LossError, check_labels
 
 FIXTURE = torch.load(
     io.BytesIO(gzip.decompress(Path(__file__).with_name("deepmd_kit_loss.pt.gz").read_bytes())), weights_only=True
@@ -61,6 +63,130 @@ def test_missing_labels_contribute_nothing(name):
     assert metrics[f"{kind}_f"].isnan()
     assert metrics[f"{kind}_v"].isnan()
     assert metrics[f"{kind}_e"].isfinite()
+
+
+def frames_of(values, chosen):
+    """Some frames of a dictionary of tensors."""
+    return {key: value[chosen] for key, value in values.items()}
+
+
+TERMS = {"e": ["energy"], "f": ["force"], "v": ["virial"], "ae": ["atom_ener"], "pf": ["force", "atom_pref"]}
+
+
+@pytest.mark.parametrize("kind", ["whole", "padded"])
+@pytest.mark.parametrize(
+    ("name", "term"),
+    [(name, t) for name in CASES for t in TERMS if FIXTURE["cases"][name]["settings"][f"start_pref_{t}"]],
+)
+def test_frames_without_a_label_have_no_weight(name, term, kind):
+    """A term is that of the frames that have its labels; what stands in the others does not matter."""
+    settings = FIXTURE["cases"][name]["settings"]
+    alone = EnergyLoss(**{k: 0.0 if "_pref_" in k and not k.endswith(f"_{term}") else v for k, v in settings.items()})
+    assert alone.terms == (term,)
+    prediction, label = given()
+    mask = FIXTURE["padded_atype"] >= 0 if kind == "padded" else None
+    found = torch.tensor([True, False, True])
+    partial = dict(label)
+    for quantity in TERMS[term]:
+        partial[quantity] = label[quantity].clone()
+        partial[quantity][1] = 1e6
+        partial[f"find_{quantity}"] = found
+    leaves = {key: value.clone().requires_grad_() for key, value in prediction.items()}
+    value, metrics = alone(leaves, partial, 0.3, 5, mask)
+    chosen = [0, 2]
+    inputs = frames_of(prediction, chosen), frames_of(label, chosen)
+    wanted, expected = alone(*inputs, 0.3, 5, None if mask is None else mask[chosen])
+    torch.testing.assert_close(value, wanted, rtol=1e-12, atol=0)
+    assert expected.keys() == metrics.keys()
+    for key, figure in expected.items():
+        torch.testing.assert_close(metrics[key], figure, rtol=1e-12, atol=0, msg=key)
+    gradients = [g for g in torch.autograd.grad(value, list(leaves.values()), allow_unused=True) if g is not None]
+    assert gradients
+    assert all((g[1] == 0).all() for g in gradients)
+
+
+def test_labels_of_different_frames_do_not_mix():
+    """Each term has its own frames: energies of the first two, forces of the last."""
+    prediction, label = given()
+    first, last = torch.tensor([True, True, False]), torch.tensor([False, False, True])
+    loss = EnergyLoss()
+    value, metrics = loss(prediction, {**label, "find_energy": first, "find_force": last}, 0.3, 5)
+    energy, force = prediction["energy"] - label["energy"], prediction["force"] - label["force"]
+    torch.testing.assert_close(metrics["rmse_e"], (energy[:2] / 5).square().mean().sqrt())
+    torch.testing.assert_close(metrics["rmse_f"], force[2].square().mean().sqrt())
+    torch.testing.assert_close(
+        value,
+        loss.prefactor("e", 0.3) * energy[:2].square().mean() / 5 + loss.prefactor("f", 0.3) * force[2].square().mean(),
+    )
+
+
+def test_weights_and_coefficients_of_some_frames():
+    prediction, label = given()
+    found = torch.tensor([True, False, True])
+    only_pf = {"start_pref_pf": 1.0, "limit_pref_pf": 1.0, "start_pref_e": 0.0, "start_pref_f": 0.0}
+    power = (prediction["force"] - label["force"]).square()
+    weighted = power * label["atom_pref"].unsqueeze(-1)
+    partial = {**label, "find_atom_pref": found}
+    value, _ = EnergyLoss(**only_pf)(prediction, partial, 1.0, 5)
+    torch.testing.assert_close(value, weighted[found].mean())
+    value, _ = EnergyLoss(**only_pf, use_default_pf=True)(prediction, partial, 1.0, 5)
+    torch.testing.assert_close(value, torch.stack([weighted[0], power[1], weighted[2]]).mean())
+    value, metrics = EnergyLoss(**only_pf)(prediction, {**partial, "find_force": ~found}, 1.0, 5)
+    assert value == 0
+    assert metrics["rmse_pf"].isnan()
+    loss = EnergyLoss(start_pref_e=1.0, start_pref_f=0.0, enable_atom_ener_coeff=True)
+    value, _ = loss(prediction, {**label, "find_atom_ener_coeff": found}, 1.0, 5)
+    energy = (prediction["atom_energy"] * label["atom_ener_coeff"]).sum(1)
+    energy[1] = prediction["energy"][1]
+    torch.testing.assert_close(value, (energy - label["energy"]).square().mean() / 5)
+
+
+def test_without_any_label_the_gradient_is_zero():
+    prediction, _ = given()
+    weight = torch.ones(3, requires_grad=True, dtype=torch.float64)
+    energy = prediction["energy"] * weight
+    value, metrics = EnergyLoss()({**prediction, "energy": energy}, {"virial": torch.zeros(3, 9)}, 0.3, 5)
+    value.backward()
+    assert value == 0
+    assert (weight.grad == 0).all()
+    assert metrics["rmse_e"].isnan()
+    assert metrics["rmse_f"].isnan()
+    assert metrics["rmse"] == 0
+
+
+class System(NamedTuple):
+    name: str
+    labels: frozenset
+
+
+@pytest.mark.parametrize(
+    ("settings", "labels", "warnings", "errors"),
+    [
+        ({}, [{"energy", "force"}], [], []),
+        ({}, [{"energy"}, {"force", "virial"}], [], []),
+        ({}, [{"energy"}], ["no system has force.npy: loss/start_pref_f and loss/limit_pref_f have no effect"], []),
+        (
+            {"start_pref_v": 1.0, "limit_pref_v": 1.0},
+            [{"energy", "force"}, {"atom_ener"}, set()],
+            ["no system has virial.npy: loss/start_pref_v"],
+            ["system s1 .* need energy or force or virial, it has atom_ener;", "system s2 .* it has none;"],
+        ),
+        (
+            {"start_pref_pf": 1.0, "limit_pref_pf": 1.0, "start_pref_f": 0.0},
+            [{"energy", "force"}],
+            [r"no system has atom_pref\.npy and force\.npy"],
+            [],
+        ),
+        ({"start_pref_pf": 1.0, "limit_pref_pf": 1.0, "use_default_pf": True}, [{"energy", "force"}], [], []),
+        ({"start_pref_e": 0.0, "start_pref_f": 0.0}, [{"energy"}], [], ["every term of the loss has a prefactor of 0"]),
+    ],
+)
+def test_labels_are_compared_with_the_terms(settings, labels, warnings, errors):
+    systems = [System(f"s{k}", frozenset(found)) for k, found in enumerate(labels)]
+    check = check_labels(EnergyLoss(**settings), systems)
+    for found, wanted in ((check.warnings, warnings), (check.errors, errors)):
+        assert len(found) == len(wanted), found
+        assert all(re.match(pattern, text) for pattern, text in zip(wanted, found, strict=True)), found
 
 
 def test_default_prefactors_of_atoms_are_one():
