@@ -53,6 +53,49 @@ def blocking(rows: int, count: int) -> Blocking:
     return MEDIUM if count * rows * rows < 8192 * 8192 else LARGE
 
 
+class Product(NamedTuple):
+    """One launch: target ← w₀ first + w₁ second + w₂ left rightᵀ; or, for target 'X', X ← w₀ X + left X."""
+
+    target: str
+    left: str
+    right: str
+    addends: tuple[str, ...]
+    weights: tuple[float, float, float]
+
+
+@functools.lru_cache(maxsize=64)
+def program(coefficients: Coefficients, wide: bool) -> tuple[Product, ...]:
+    """Return the launches of all steps.
+
+    A step alone takes R = X Xᵀ, its polynomial B = b R + c R² and X ← a X + B X. Where X is wide, products with it are
+    dear, and two steps of three share them: with p = a I + B, the next R is p R p (all of these commute), and
+    X ← p₁ p₀ X = a₀ a₁ X + (a₀ B₁ + a₁ B₀ + B₀ B₁) X. Then R comes anew from X, before 16-bit errors of R grow; with
+    all steps in pairs, values near the cut-off would be off by more than 3e-3.
+    """
+    launches: list[Product] = []
+    k = 0
+    while k < len(coefficients):
+        a0, b0, c0 = coefficients[k]
+        launches += [
+            Product("R", "X", "X", (), (0.0, 0.0, 1.0)),
+            Product("B", "R", "R", ("R",), (b0, 0.0, c0)),
+        ]
+        if wide and k % 3 == 0 and k + 1 < len(coefficients):
+            a1, b1, c1 = coefficients[k + 1]
+            launches += [
+                Product("W", "R", "B", ("R",), (a0, 0.0, 1.0)),  # R p
+                Product("R", "B", "W", ("W",), (a0, 0.0, 1.0)),  # p R p, the next R
+                Product("W", "R", "R", ("R",), (b1, 0.0, c1)),  # the next B
+                Product("R", "B", "W", ("W", "B"), (a0, a1, 1.0)),
+                Product("X", "R", "X", (), (a0 * a1, 0.0, 1.0)),
+            ]
+            k += 2
+        else:
+            launches.append(Product("X", "B", "X", (), (a0, 0.0, 1.0)))
+            k += 1
+    return tuple(launches)
+
+
 def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
     """Orthogonalize batches of large matrices, equal shapes together.
 
@@ -66,21 +109,22 @@ def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coeffici
     Returns
     -------
     list of Tensor
-        float32 results (b, m, n), parts of one new tensor. The workspace, 8 bytes an element of X and 4 a element of
+        float32 results (b, m, n), parts of one new tensor. The workspace, 8 bytes an element of X and 6 an element of
         X Xᵀ, is freed on return.
     """
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
     plan = plan_for("symmetric", tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
     addresses = current_addresses(plan, matrices)
-    steps = on_device(coefficients, device)
     out = torch.empty(plan.out_size, dtype=torch.float32, device=device)
     for launch in plan.launches:
-        _iterate(launch, addresses, steps, out)
+        wide = launch.constants["columns"] >= 2 * launch.constants["rows"]
+        wide = wide and blocking(launch.constants["rows"], launch.matrices).ratio == 1  # whose results are symmetric
+        _run(launch, addresses, program(coefficients, wide), wide, out)
     return plan.results(out, matrices)
 
 
-def _iterate(launch: Launch, addresses: Tensor, steps: Tensor, out: Tensor) -> None:
+def _run(launch: Launch, addresses: Tensor, products: tuple[Product, ...], wide: bool, out: Tensor) -> None:
     """Take the matrices of one shape through all steps."""
     count, device = launch.matrices, out.device
     tiles = blocking(launch.constants["rows"], count)
@@ -89,32 +133,39 @@ def _iterate(launch: Launch, addresses: Tensor, steps: Tensor, out: Tensor) -> N
     sums = torch.empty(count, int(SHARES.value), 2, dtype=torch.float64, device=device)
     master = torch.empty(count * order, width, dtype=torch.float32, device=device)
     iterates = torch.empty(2, count * order, width, dtype=torch.float16, device=device)
-    gram, polynomial = torch.empty(2, count * order, order, dtype=torch.float16, device=device).unbind()
+    squares = dict(zip("RBW", torch.empty(3, count * order, order, dtype=torch.float16, device=device), strict=True))
     share = (int(SHARES.value), count)
     measure[share](launch.table, addresses, sums, T=64)
     normalize[share](launch.table, addresses, sums, master, iterates[0], order, width, T=64)
+    weights = on_device(tuple(product.weights for product in products), device)
     options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages, "K": tiles.depth}
     high, t = tiles.tile * tiles.ratio, tiles.tile
     halves = order // high
     symmetric = (tiles.ratio * halves * (halves + 1) // 2, count)
     full = (order // tiles.update_rows * (width // tiles.update_columns), count)
-    sources = [(_tiled(x, high, tiles.depth), _tiled(x, t, tiles.depth)) for x in (*iterates, gram)]
-    results = [(_tiled(x, high, t), _tiled(x, t, high)) for x in (gram, polynomial)]
-    left = _tiled(polynomial, tiles.update_rows, tiles.depth)
+    talls, flats, results, mirrors = (
+        {name: _tiled(x, *block) for name, x in squares.items()}
+        for block in ((high, tiles.depth), (t, tiles.depth), (high, t), (t, high))
+    )
+    lefts = {name: _tiled(x, tiles.update_rows, tiles.depth) for name, x in squares.items()}
+    sources = [(_tiled(x, high, tiles.depth), _tiled(x, t, tiles.depth)) for x in iterates]
     rights = [_tiled(x, tiles.depth, tiles.update_columns) for x in iterates]
     kept, *copies = (_tiled(x, tiles.update_rows, tiles.update_columns // 2) for x in (master, *iterates))
-    for k in range(steps.shape[0]):
-        now, next_one = k % 2, (k + 1) % 2
-        for source, result, depth, add in (
-            (sources[now], results[0], width, False),
-            (sources[2], results[1], order, True),
-        ):
-            symmetric_product[symmetric](
-                *source, results[0][0], *result, steps, k, order, depth, ADD=add, T=t, R=tiles.ratio, **options
-            )
-        update[full](
-            left, rights[now], kept, copies[next_one], launch.table, steps, out, k, order, width,
-            LAST=k + 1 == steps.shape[0], T=tiles.update_rows, N=tiles.update_columns, **options,
+    now = 0
+    for k, product in enumerate(products):
+        if product.target == "X":
+            update[full](
+                lefts[product.left], rights[now], kept, copies[1 - now], launch.table, weights, out, k, order, width,
+                LAST=k + 1 == len(products), T=tiles.update_rows, N=tiles.update_columns, **options,
+            )  # fmt: skip
+            now = 1 - now
+            continue
+        from_x = product.left == "X"
+        left, right = sources[now] if from_x else (talls[product.left], flats[product.right])
+        addends = [results[name] for name in (*product.addends, "R", "R")][:2]  # unused ones stand for anything
+        symmetric_product[symmetric](
+            left, right, *addends, results[product.target], mirrors[product.target], weights, k, order,
+            width if from_x else order, ADDENDS=len(product.addends), EVEN=wide, T=t, R=tiles.ratio, **options,
         )  # fmt: skip
 
 

@@ -1,12 +1,13 @@
-"""Large matrices: three launches a step. X Xᵀ and the polynomial in it are symmetric, so half of each is computed.
+"""Large matrices: products of whole batches. X Xᵀ and all polynomials in it are symmetric: half of each is computed.
 
 X is the fp32 master, updated in the epilogue of the third product; operands are fp16 copies, padded with zeros to whole
 tiles, which changes nothing.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN201
-# Reason for both: Triton compiles these functions; their arguments are of its own language, not of Python's.
+# ruff: noqa: ANN001, ANN201, SIM102
+# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and an
+# `if` on a constant must stand alone to leave code out.
 
 from __future__ import annotations
 
@@ -59,13 +60,14 @@ def normalize(table, addresses, sums, master, iterate, order, width, T: tl.const
 
 @triton.jit
 def symmetric_product(
-    tall, flat, addend, target, mirror, coefficients, step, order, depth, ADD: tl.constexpr, T: tl.constexpr,
-    R: tl.constexpr, K: tl.constexpr,
+    tall, flat, first, second, target, mirror, weights, step, order, depth, ADDENDS: tl.constexpr,
+    EVEN: tl.constexpr, T: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Write S Sᵀ, or b S + c S Sᵀ for a symmetric S, (matrices, order, order): RT × T tiles and their mirror images.
+    """Write the symmetric w₀ F + w₁ G + w₂ L Sᵀ, (matrices, order, order): RT × T tiles and their mirror images.
 
-    `tall` and `flat` describe S in RT × K and T × K tiles, `addend` S and `target` the result in RT × T tiles, `mirror`
-    the result in T × RT tiles.
+    `tall` describes L in RT × K tiles, `flat` S in T × K tiles, `first` F and `second` G, of which the first ADDENDS
+    are used, and `target` the result in RT × T tiles, `mirror` the result in T × RT tiles.
+    EVEN makes the result exactly symmetric; R must be 1 then.
     """
     number = tl.program_id(0)
     top = tl.program_id(1) * order
@@ -77,10 +79,14 @@ def symmetric_product(
     product = tl.zeros((R * T, T), tl.float32)
     for k in range(0, depth, K):
         product = tl.dot(tall.load([top + r, k]), flat.load([top + c, k]).T, product)
-    if ADD:
-        b = tl.load(coefficients + 3 * step + 1)
-        d = tl.load(coefficients + 3 * step + 2)
-        product = b * addend.load([top + r, c]).to(tl.float32) + d * product
+    if ADDENDS > 0:
+        product = tl.load(weights + 3 * step + 2) * product
+        product += tl.load(weights + 3 * step) * first.load([top + r, c]).to(tl.float32)
+        if ADDENDS > 1:
+            product += tl.load(weights + 3 * step + 1) * second.load([top + r, c]).to(tl.float32)
+        if EVEN:  # where results are multiplied again, an antisymmetric rounding error would grow
+            if i == block:
+                product = 0.5 * (product + product.T)
     narrow = product.to(tl.float16)
     target.store([top + r, c], narrow)
     if i != block:
@@ -89,10 +95,10 @@ def symmetric_product(
 
 @triton.jit
 def update(
-    polynomial, current, master, following, table, coefficients, out, step, order, width, LAST: tl.constexpr,
+    polynomial, current, master, following, table, weights, out, step, order, width, LAST: tl.constexpr,
     T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Do X ← a X + P X in fp32 and write its fp16 copy; the last step writes the result instead.
+    """Do X ← w₀ X + P X in fp32 and write its fp16 copy; the last step writes the result instead.
 
     `polynomial` describes P in T × K tiles, `current` the fp16 X in K × N tiles; `master`, X in fp32, and `following`,
     its next fp16 copy, are described in T × N/2 tiles.
@@ -111,7 +117,7 @@ def update(
     for k in range(0, order, K):
         product = tl.dot(polynomial.load([top + i * T, k]), current.load([top + k, j * N]), product)
     # a X is added at the end: tensor cores truncate their sums, and it would lose a bit in each of them.
-    a = tl.load(coefficients + 3 * step)
+    a = tl.load(weights + 3 * step)
     left, right = product.reshape(T, 2, N // 2).permute(0, 2, 1).split()
     finish(left, a, master, following, table, matrix, out, top, i * T, j * N, LAST)
     finish(right, a, master, following, table, matrix, out, top, i * T, j * N + N // 2, LAST)

@@ -83,15 +83,16 @@ def test_products_use_the_matrix_units_without_spills(name, tmp_path):
     signature = {
         "tall": f"tensordesc<fp16[{high}, {k}]>",
         "flat": f"tensordesc<fp16[{t}, {k}]>",
-        "addend": f"tensordesc<fp16[{high}, {t}]>",
+        "first": f"tensordesc<fp16[{high}, {t}]>",
+        "second": f"tensordesc<fp16[{high}, {t}]>",
         "target": f"tensordesc<fp16[{high}, {t}]>",
         "mirror": f"tensordesc<fp16[{t}, {high}]>",
-        "coefficients": "*fp32",
+        "weights": "*fp32",
         "step": "i32",
         "order": "i32",
         "depth": "i32",
     }
-    constants = {"ADD": True, "T": t, "R": b.ratio, "K": k}
+    constants = {"ADDENDS": 2, "EVEN": b.ratio == 1, "T": t, "R": b.ratio, "K": k}
     fits(resources(symmetric.symmetric_product, signature, constants, b.warps, b.stages, tmp_path))
     rows, half = b.update_rows, b.update_columns // 2
     signature = {
@@ -100,7 +101,7 @@ def test_products_use_the_matrix_units_without_spills(name, tmp_path):
         "master": f"tensordesc<fp32[{rows}, {half}]>",
         "following": f"tensordesc<fp16[{rows}, {half}]>",
         "table": "*i64",
-        "coefficients": "*fp32",
+        "weights": "*fp32",
         "out": "*fp32",
         "step": "i32",
         "order": "i32",

@@ -51,7 +51,9 @@ def test_whole_matrices_keep_the_promise(shape):
 
 
 @interpreted
-@pytest.mark.parametrize(("name", "shape"), [("strips", (17, 70)), ("tiles", (65, 40)), ("symmetric", (33, 20))])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("strips", (17, 70)), ("tiles", (65, 40)), ("symmetric", (33, 20)), ("symmetric", (20, 50))]
+)
 def test_shared_matrices_keep_the_promise(name, shape):
     from kernel_cases import check_quality
 
