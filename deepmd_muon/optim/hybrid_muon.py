@@ -16,7 +16,7 @@ from deepmd_muon.optim.adam import adam_
 from deepmd_muon.optim.capture import refuse_capture
 from deepmd_muon.optim.config import HybridMuonConfig, Layout, MuonMode, NonFinite, Precision, RouteChange, Scaling
 from deepmd_muon.optim.errors import InvalidGradientError, InvalidSettingError, NonFiniteGradientError
-from deepmd_muon.optim.gradients import StepControl, nonfinite, waves
+from deepmd_muon.optim.gradients import StepControl, nonfinite
 from deepmd_muon.optim.groups import (
     Params,
     adam_lr_ratio,
@@ -24,16 +24,20 @@ from deepmd_muon.optim.groups import (
     check_parameters,
     group_defaults,
     group_settings,
+    warn_of_idle_rules,
     with_names,
 )
 from deepmd_muon.optim.muon import muon_
+from deepmd_muon.optim.polar.dispatch import unavailable
 from deepmd_muon.optim.polar.schedules import AnySchedule
 from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules, choose_route, unnamed
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded.settings import ShardedSettings
-from deepmd_muon.optim.state import drop_unfit, load_checked_state, state_of
+from deepmd_muon.optim.state import drop_unfit, load_checked_state
+from deepmd_muon.optim.work import GroupWork
 
 if TYPE_CHECKING:
+    from deepmd_muon.optim.fused import FusedSteps
     from deepmd_muon.optim.sharded.members import Replicas
     from deepmd_muon.optim.sharded.step import ShardedStep
 
@@ -79,9 +83,8 @@ class HybridMuon(Optimizer):
     differentiable
         Must be False.
     workspace
-        Bound on the parameter elements that are worked on at a time; beside the state, a step needs up to 34 bytes
-        for each (measured: 19 to 28). A single larger parameter is still taken whole.
-
+        Bound on the parameter elements that are worked on at a time; beside the state, a step takes 19 to 28 bytes
+        for each (measured with float32). A single larger parameter is still taken whole.
     replicas
         The ranks, as a device mesh or process group, on which parameters that are no DTensors are copies of each
         other with equal gradients (DDP), so that these ranks share the work. Without it such parameters are this
@@ -113,6 +116,7 @@ class HybridMuon(Optimizer):
 
     # torch.amp.GradScaler then leaves unscaling and skipping to `step`, through two attributes.
     _step_supports_amp_scaling = True
+    _fused: FusedSteps | None = None  # made by the first step that needs it
 
     def __init__(
         self,
@@ -162,12 +166,7 @@ class HybridMuon(Optimizer):
         self.routing = RouteTable(())
         super().__init__(with_names(params, named_parameters), defaults)
         self._route_parameters()
-        if not all("param_names" in group for group in self.param_groups):
-            warnings.warn(
-                "HybridMuon got parameters without names, so its rules on names (biases, adam_, adamw_, patterns) "
-                "are off; pass model.named_parameters()",
-                stacklevel=2,
-            )
+        warn_of_idle_rules(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings; a setting left out takes the constructor's value."""
@@ -183,6 +182,7 @@ class HybridMuon(Optimizer):
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
             if self.routing:
                 self._route_parameters()
+                warn_of_idle_rules(self.param_groups, new=len(self.param_groups) - 1)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -204,6 +204,7 @@ class HybridMuon(Optimizer):
         self.routing = RouteTable(entries)
         self._routed_for = self._switches()
         drop_unfit(self)
+        self._work: dict[int, GroupWork] = {}
         self._shared: ShardedStep | None = None
         if self.replicas is not None or any(hasattr(p, "device_mesh") for g in self.param_groups for p in g["params"]):
             from deepmd_muon.optim.sharded.step import sharded_step
@@ -265,12 +266,12 @@ class HybridMuon(Optimizer):
             control = self._control([member for members in work for member in members])
         else:
             work, control = self._shared.step(work)
-        for group, members in zip(self.param_groups, work, strict=True):
-            for route in ("muon", "adam", "adamw"):
-                taken = [(p, entry) for p, entry in members if entry.route == route]
-                for wave in waves(taken, self.workspace if group["foreach"] is not False else 0):
-                    states = [state_of(self, p, entry, damped=group["magma_muon"]) for p, entry in wave]
-                    self._step_wave(wave, states, group, control.on(wave[0][0].device))
+        for number, (group, members) in enumerate(zip(self.param_groups, work, strict=True)):
+            known = self._work.get(number)
+            if known is None or not known.holds(self, group, members):
+                known = self._work[number] = GroupWork(self, group, members)
+            for wave in known.waves:
+                self._step_wave(wave.members, wave.states, group, control.on(wave.members[0][0].device))
         return loss
 
     def _collect(self, number: int) -> list[tuple[Tensor, RouteEntry]]:
@@ -310,26 +311,37 @@ class HybridMuon(Optimizer):
         params = [p for p, _ in wave]
         route = wave[0][1].route
         if route == "muon":
-            muon_(
+            lists = (
                 params,
                 [state["momentum_buffer"] for state in states],
                 [state["magma_score"] for state in states] if settings.magma_muon else [],
                 [entry.view for _, entry in wave if entry.view is not None],
-                lr=group["lr"],
-                settings=settings,
-                control=control,
-                maximize=group["maximize"],
             )
+            fused = self._fused_steps(params[0], settings)
+            values: dict[str, Any] = {"lr": group["lr"], "settings": settings, "control": control}
+            if fused is None or not fused.step(*lists, **values, maximize=group["maximize"]):
+                muon_(*lists, **values, maximize=group["maximize"])
         else:
+            ratio = adam_lr_ratio(settings)
             adam_(
                 params,
                 *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
-                lr=group["lr"] * adam_lr_ratio(settings),
+                lr=group["lr"] if ratio == 1.0 else group["lr"] * ratio,
                 betas=(settings.adam_beta1, settings.adam_beta2),
                 weight_decay=settings.weight_decay if route == "adamw" else 0.0,
                 control=control,
                 maximize=group["maximize"],
             )
+
+    def _fused_steps(self, p: Tensor, settings: HybridMuonConfig) -> FusedSteps | None:
+        """Return what steps the Muon route in few launches; None where torch's operations do it."""
+        if not p.is_cuda or not settings.flash_muon or settings.deepmd_kit_arithmetic:
+            return None
+        if self._fused is None and not unavailable():
+            from deepmd_muon.optim.fused import FusedSteps
+
+            self._fused = FusedSteps()
+        return self._fused
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore state by parameter name, after checking that every route and view is the present one.

@@ -119,14 +119,18 @@ def _updates(
     return [view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)]
 
 
+def polar_factors(matrices: Sequence[Tensor], settings: HybridMuonConfig) -> list[Tensor]:
+    """Orthogonalize batches (b, rows, columns) as the settings say."""
+    if settings.deepmd_kit_arithmetic:
+        return orthogonalize_as_deepmd_kit(matrices, gram=settings.enable_gram)
+    return orthogonalize_matrices(
+        matrices, settings.schedule, settings.precision, gram=settings.enable_gram, flash=settings.flash_muon
+    )
+
+
 def scaled_polar_factors(matrices: Sequence[Tensor], settings: HybridMuonConfig) -> list[Tensor]:
     """Orthogonalize batches (b, rows, columns) as the settings say, each scaled for its shape."""
-    if settings.deepmd_kit_arithmetic:
-        polar = orthogonalize_as_deepmd_kit(matrices, gram=settings.enable_gram)
-    else:
-        polar = orthogonalize_matrices(
-            matrices, settings.schedule, settings.precision, gram=settings.enable_gram, flash=settings.flash_muon
-        )
+    polar = polar_factors(matrices, settings)
     torch._foreach_mul_(polar, [update_scale((x.shape[1], x.shape[2]), settings) for x in matrices])
     return polar
 

@@ -1,6 +1,13 @@
-"""Time whole optimizer steps on a GPU, eager and captured, on the parameter sets in shapes/, with random gradients.
+"""Time whole optimizer steps on a GPU beside their peers, eager and captured in a CUDA graph.
 
-python optimizer_step.py --out results.json [--deepmd-kit PATH/hybrid_muon.py] [--sets se_e2_a,dpa1] [--llm]
+    python source/benchmarks/optimizer_step.py --out results.json [--sets se_e2_a,llm] [--deepmd-kit hybrid_muon.py]
+
+The parameter sets are those of five DeePMD models (shapes/*.json) and of 24 transformer layers of width 2048, all in
+float32 unless --dtype says otherwise. `eager`: median of CUDA events around one step, gradients in place. `host`:
+median time in which the call returns. `renewed`: eager, where every step finds its gradients at other addresses, as
+after zero_grad(set_to_none=True). `captured`: median of graph replays. `launches`: kernels and copies of an eager
+step with gradients in place, by the profiler. `peak`: memory that a step allocates beside parameters, gradients and
+state, the buffers kept between steps included.
 """
 
 from __future__ import annotations
@@ -12,110 +19,178 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
 
 from deepmd_muon.optim import HybridMuon
+from deepmd_muon.optim.polar.dispatch import describe
 
-SHAPES = Path(__file__).parent / "shapes"
-SETS = ("se_e2_a", "dpa1", "dpa2", "dpa3", "dpa4_mini")
+SETS = ("se_e2_a", "dpa1", "dpa2", "dpa3", "dpa4_mini", "llm")
 Named = list[tuple[str, nn.Parameter]]
+Make = Callable[[Named, bool], list[Optimizer]]
 
 
-def parameters(name: str) -> Named:
-    """Return named parameters of one set in float32, with gradients."""
+def shapes_of(name: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Return names and shapes of a parameter set, what cannot be trained left out."""
     if name == "llm":
         layer = {"qkv": (6144, 2048), "out": (2048, 2048), "up": (8192, 2048), "down": (2048, 8192), "norm": (2048,)}
-        shapes: Iterable[tuple[str, Any]] = [(f"layers.{i}.{k}", s) for i in range(24) for k, s in layer.items()]
-    else:
-        shapes = [(k, s) for k, s, *_ in json.loads((SHAPES / f"{name}.json").read_text()) if 0 not in s]
-    named = [(k, nn.Parameter(torch.randn(s, device="cuda"))) for k, s in shapes]
-    for _, p in named:
+        return [(f"layers.{i}.{key}.weight", shape) for i in range(24) for key, shape in layer.items()]
+    entries = json.loads((Path(__file__).parent / "shapes" / f"{name}.json").read_text())
+    return [(key, tuple(shape)) for key, shape, _ in entries if 0 not in shape]
+
+
+def parameters(name: str, dtype: torch.dtype) -> Named:
+    """Make a parameter set with gradients."""
+    made = [(key, nn.Parameter(torch.randn(shape, device="cuda", dtype=dtype))) for key, shape in shapes_of(name)]
+    for _, p in made:
         p.grad = torch.randn_like(p)
-    return named
+    return made
 
 
-def torch_muon(named: Named) -> Callable[[], Any]:
-    """Step torch's Muon on what it takes, matrices, and fused AdamW on the rest."""
-    matrices = [p for _, p in named if p.ndim == 2 and min(p.shape) > 1]
-    rest = [p for _, p in named if not (p.ndim == 2 and min(p.shape) > 1)]
-    muon = torch.optim.Muon(matrices, lr=1e-3)
-    adam = torch.optim.AdamW(rest, lr=1e-3, fused=True)
-    return lambda: (muon.step(), adam.step())
+def hybrid(**settings: Any) -> Make:
+    """Return the maker of our optimizer with some settings."""
+    return lambda named, capturable: [HybridMuon(named, lr=1e-3, capturable=capturable, **settings)]
 
 
-def deepmd_kit(named: Named, path: Path) -> Callable[[], Any]:
-    """Step deepmd-kit's HybridMuon with its defaults."""
+def adamw(named: Named, capturable: bool) -> list[Optimizer]:
+    """Make torch's fused AdamW."""
+    return [torch.optim.AdamW([p for _, p in named], lr=1e-3, fused=True, capturable=capturable)]
+
+
+def torch_muon(named: Named, capturable: bool) -> list[Optimizer]:
+    """Make torch's Muon for the matrices and its AdamW for the rest; this Muon knows no capture."""
+    if capturable:
+        raise NotImplementedError("torch.optim.Muon takes its learning rate from the host")
+    matrices = [p for _, p in named if p.ndim == 2]
+    rest = [p for _, p in named if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3, fused=True)]
+
+
+def deepmd_kit(path: Path) -> Make:
+    """Return the maker of deepmd-kit's optimizer, loaded from its file alone."""
     spec = importlib.util.spec_from_file_location("deepmd_kit_hybrid_muon", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    step: Callable[[], Any] = module.HybridMuonOptimizer([p for _, p in named], lr=1e-3, named_parameters=named).step
-    return step
+
+    def make(named: Named, capturable: bool) -> list[Optimizer]:
+        if capturable:
+            raise NotImplementedError("it has no capturable learning rate")
+        return [module.HybridMuonOptimizer([p for _, p in named], lr=1e-3, named_parameters=named)]
+
+    return make
 
 
-def times(step: Callable[[], Any], budget: float = 0.5) -> tuple[float, float]:
-    """Return median device time and median host time of a step [ms]."""
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    device: list[float] = []
-    host: list[float] = []
-    while len(device) < 7 or (sum(device) < 1e3 * budget and len(device) < 100):
+def timed(
+    run: Callable[[], Any], between: Callable[[], Any] = lambda: None, budget: float = 0.4
+) -> tuple[float, float]:
+    """Return medians of a call's time on the device [ms] and on the host [µs]; `between` is not timed."""
+    device, host = [], []
+    until = time.perf_counter() + budget
+    while len(device) < 10 or (time.perf_counter() < until and len(device) < 200):
+        between()
+        torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        begun = time.perf_counter()
-        step()
-        host.append(1e3 * (time.perf_counter() - begun))
+        before = time.perf_counter()
+        run()
+        host.append(1e6 * (time.perf_counter() - before))
         end.record()
         end.synchronize()
         device.append(start.elapsed_time(end))
     return statistics.median(device), statistics.median(host)
 
 
-def captured(step: Callable[[], Any]) -> Callable[[], None]:
-    """Capture a step in a CUDA graph after some on a side stream, as torch asks for."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
+def launches(run: Callable[[], Any]) -> tuple[int, dict[str, float]]:
+    """Count what a step starts on the device, and sum its time there by name [µs]."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as record:
+        run()
+        torch.cuda.synchronize()
+    on_device = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events = [e for e in on_device if not e.name.startswith("Optimizer.step")]  # a range, no launch
+    times: dict[str, float] = {}
+    for event in events:
+        times[event.name[:60]] = times.get(event.name[:60], 0.0) + event.device_time
+    return len(events), dict(sorted(times.items(), key=lambda item: -item[1])[:12])
+
+
+def other_gradients(named: Named) -> Iterator[None]:
+    """Give the parameters one of two sets of gradients in turn."""
+    several = [[p.grad for _, p in named], [torch.randn_like(p) for _, p in named]]
+    while True:
+        for grads in several:
+            for (_, p), g in zip(named, grads, strict=True):
+                p.grad = g
+            yield
+
+
+def measure(make: Make, name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Return all figures of one optimizer on one parameter set."""
+    named = parameters(name, dtype)
+    optimizers = make(named, False)
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    result: dict[str, Any] = {"warm_up_s": time.perf_counter() - start}
+    state = [x for optimizer in optimizers for s in optimizer.state.values() for x in s.values()]
+    held = sum(x.numel() * x.element_size() for x in state if isinstance(x, torch.Tensor) and x.is_cuda)
+    held += sum(2 * p.numel() * p.element_size() for _, p in named)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    result["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
+    result["eager_ms"], result["host_us"] = timed(step)
+    result["launches"], result["device_us"] = launches(step)
+    if name != "llm":
+        turn = other_gradients(named)
+        for _ in range(4):
+            next(turn)
             step()
-    torch.cuda.current_stream().wait_stream(stream)
+        result["renewed_ms"], result["renewed_host_us"] = timed(step, lambda: next(turn))
+    try:
+        result["captured_ms"] = captured(make, named)
+    except NotImplementedError as error:
+        result["not_captured"] = str(error)
+    return result
+
+
+def captured(make: Make, named: Named) -> float:
+    """Return the time of a replay of a captured step [ms]."""
+    (optimizer,) = make(named, True)
+    for _ in range(2):
+        optimizer.step()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+        optimizer.step()
+    for _ in range(3):
+        graph.replay()
+    return timed(graph.replay)[0]
 
 
-def launches(step: Callable[[], Any]) -> int:
-    """Count the kernels of a step."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        step()
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
-
-
-def measure(name: str, make: Callable[[Named], Callable[[], Any]], named: Named, graph: bool) -> dict[str, Any]:
-    """Return times, kernels and workspace of one optimizer; a failure is a result, too."""
-    result: dict[str, Any] = {"name": name}
-    try:
-        step = make(named)
-        result["eager"], result["host"] = times(step)
-        result["kernels"] = launches(step)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        result["workspace_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        if graph:
-            result["graph"], _ = times(captured(step))
-    except Exception as error:
-        result["error"] = f"{type(error).__name__}: {error}"[:300]
-    return result
+def line(name: str, title: str, r: dict[str, Any]) -> str:
+    """Return one row of the table."""
+    if "error" in r:
+        return f"| {name} | {title} | failed: {r['error']} |"
+    numbers = [f"{r['eager_ms']:.3f}", f"{r['host_us']:.0f}"]
+    numbers += [f"{r['renewed_ms']:.3f}" if "renewed_ms" in r else "–"]
+    numbers += [f"{r['captured_ms']:.3f}" if "captured_ms" in r else "–", f"{r['launches']}", f"{r['peak_mib']:.1f}"]
+    return f"| {name} | {title} | {' | '.join(numbers)} |"
 
 
 def main() -> None:
@@ -123,32 +198,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sets", default=",".join(SETS))
+    parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
     parser.add_argument("--deepmd-kit", type=Path, help="its hybrid_muon.py, to measure it beside")
-    parser.add_argument("--llm", action="store_true", help="24 layers of width 2048, 1.21 G parameters")
+    parser.add_argument("--only", default="", help="measure only the optimizers whose title contains this")
     arguments = parser.parse_args()
-    print(f"{datetime.date.today()} {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print("| set | | eager ms | host ms | captured ms | kernels | workspace MiB |\n|---|---|---|---|---|---|---|")
+    makers: dict[str, Make] = {
+        "HybridMuon": hybrid(),
+        "HybridMuon, flash_muon false": hybrid(flash_muon=False),
+        "fused AdamW": adamw,
+        "torch Muon + AdamW": torch_muon,
+    }
+    if arguments.deepmd_kit:
+        makers["deepmd-kit HybridMuon"] = deepmd_kit(arguments.deepmd_kit)
+    device = torch.cuda.get_device_name()
+    print(f"{datetime.date.today()} {device}, torch {torch.__version__}, {arguments.dtype}")
+    print("| set | optimizer | eager ms | host µs | renewed ms | captured ms | launches | peak MiB |")
+    print("|---|---|---|---|---|---|---|---|")
     results = []
-    for name in [*filter(None, arguments.sets.split(",")), *(["llm"] if arguments.llm else [])]:
-        makers: dict[str, tuple[Callable[[Named], Callable[[], Any]], bool]] = {
-            "fused AdamW": (
-                lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3, fused=True, capturable=True).step,
-                True,
-            ),
-            "HybridMuon": (lambda named: HybridMuon(named, lr=1e-3, capturable=True).step, True),
-            "torch Muon + AdamW": (torch_muon, False),
-        }
-        if arguments.deepmd_kit:
-            makers["deepmd-kit"] = (lambda named: deepmd_kit(named, arguments.deepmd_kit), False)
-        for label, (make, graph) in makers.items():
-            result = {"set": name} | measure(label, make, parameters(name), graph)
-            results.append(result)
-            keys = ("eager", "host", "graph", "kernels", "workspace_mib")
-            cells = [f"{result[k]:.3f}" if k in result else "–" for k in keys]
-            print(f"| {name} | {label} | {' | '.join(cells)} | {result.get('error', '')}", flush=True)
+    for name in arguments.sets.split(","):
+        for title, make in makers.items():
+            if arguments.only not in title or (name == "llm" and "false" in title):
+                continue
+            try:
+                result = measure(make, name, getattr(torch, arguments.dtype))
+            except Exception as error:  # a peer that fails is a result, too
+                result = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+            print(line(name, title, result), flush=True)
+            results.append({"set": name, "optimizer": title} | result)
             torch.cuda.empty_cache()
-    heading = {"date": str(datetime.date.today()), "device": torch.cuda.get_device_name()}
-    arguments.out.write_text(json.dumps(heading | {"results": results}, indent=1))
+    heading = {"date": str(datetime.date.today()), "device": device, "torch": torch.__version__}
+    arguments.out.write_text(json.dumps(heading | {"dtype": arguments.dtype, "results": results}, indent=1))
+    print(describe())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,337 @@
+"""The Muon route in few launches: momentum, damping and update of all parameters of a wave by one kernel each.
+
+`deepmd_muon.optim.muon` is the definition; these launches equal it up to rounding. What depends only on the
+parameters (tables on the device, buffers, and for small models a recorded graph of all launches, orthogonalization
+included) is made once and kept while their addresses stay; a step then checks the addresses and starts one launch. New
+addresses of gradients, as after ``zero_grad(set_to_none=True)``, cost one small copy from pinned memory, and a new
+learning rate a launch; nobody waits for either.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from deepmd_muon.optim.adam import moment_dtype
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.fused_kernels import SUMS, advance, apply, damp
+from deepmd_muon.optim.fused_tables import Addresses, Block, Numbers, blocks_of, cut, halves
+from deepmd_muon.optim.gradients import StepControl
+from deepmd_muon.optim.groups import update_scale
+from deepmd_muon.optim.muon import muon_, polar_factors
+from deepmd_muon.optim.polar.dispatch import Problem, choose
+from deepmd_muon.optim.views import MatrixView
+
+_LOG = logging.getLogger(__name__)
+_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+# Elements of a chunk: short ones keep all multiprocessors busy on small models, long ones stream large ones.
+_SHORT, _LONG = 1024, 4096
+_SMALL = 4 * 2**20
+_MOST_RECORDINGS = 8
+_ALIGNED = 16  # elements, and bytes, that whole vectors start at
+
+
+class FusedError(RuntimeError):
+    """A fused launch's result differs from torch's."""
+
+
+class _Variant(NamedTuple):
+    """What the kernels of a step are compiled for, beside what never changes."""
+
+    gradient: tl.dtype
+    maximize: bool
+    skip: bool
+    scale: bool
+
+
+class FusedMuon:
+    """One Muon step of a fixed list of parameters, as `deepmd_muon.optim.muon.muon_` defines it.
+
+    Parameters
+    ----------
+    params, buffers, scores, views
+        As `muon_` takes them; parameters and buffers contiguous.
+    settings
+        Of the parameters' group.
+    record
+        Record the launches of a small model in a graph.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        scores: Sequence[Tensor],
+        views: Sequence[MatrixView],
+        settings: HybridMuonConfig,
+        *,
+        record: bool = True,
+    ) -> None:
+        self._fixed = _addresses(params, buffers, scores)
+        self._settings = settings
+        self._device = params[0].device
+        dtype, self._wide = params[0].dtype, moment_dtype(params[0].dtype)
+        self._dtype, self._wide_type = _TYPES[dtype], _TYPES[self._wide]
+        self._magma = bool(scores)
+        groups: dict[tuple[int, int], list[Block]] = defaultdict(list)
+        blocks = [block for i, view in enumerate(views) for block in blocks_of(i, view)]
+        for block in blocks:
+            groups[block.rows, block.columns].append(block)
+        small = sum(p.numel() for p in params) <= _SMALL
+        self._width = _SHORT if small else _LONG
+        self._warps = 4 if small else 8
+        table = self._lay_out(params, buffers, blocks, groups)
+        self._chunks, first, count = cut(table, self._width, self._device)
+        self._programs = self._chunks.shape[0]
+        self._keep = small
+        self._directions: list[Tensor] | None = None
+        scale = [update_scale((block.rows, block.columns), settings) for block in blocks]
+        self._scales = torch.tensor(scale, dtype=torch.float32).to(self._device)
+        self._gradients = Addresses(len(params), self._device)
+        self._results = Addresses(len(groups), self._device)
+        self._sums = self._scales  # stands in where nothing is summed
+        if self._magma:
+            at = [score.data_ptr() + 4 * i for score in scores for i in range(score.numel())]
+            self._blocks = torch.stack([first, count, torch.tensor(at)], dim=1).to(self._device)
+            # The two peaks are only written where squares could leave the range.
+            self._sums = torch.ones(self._programs, int(SUMS.value), dtype=torch.float64, device=self._device)
+            self._factors = torch.empty_like(self._scales)
+        self._peaks = self._wide == torch.float64
+        self._smallest = self._in_one_program()
+        several = self._device.type == "cuda" and 0 < len(self._smallest) < len(self._shapes)
+        self._beside = torch.cuda.Stream(self._device) if several else None
+        self._numbers = Numbers(self._device)
+        self._recorded: dict[_Variant, torch.cuda.CUDAGraph] = {}
+        self._record_launches = record and self._keep and self._device.type == "cuda"
+        self._weight = halves(1.0 - settings.momentum)
+        self._decay = halves(settings.weight_decay)
+
+    def _lay_out(
+        self,
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        blocks: Sequence[Block],
+        groups: dict[tuple[int, int], list[Block]],
+    ) -> Tensor:
+        """Return the blocks' rows of the table, and fix where equal shapes lie together in the directions."""
+        rows: dict[Block, list[int]] = {}
+        self._shapes: list[tuple[int, int, int, int]] = []
+        start = 0
+        numbers = {block: i for i, block in enumerate(blocks)}
+        for group, ((m, n), members) in enumerate(groups.items()):
+            size = m * n
+            for i, block in enumerate(members):
+                p, buffer = params[block.tensor], buffers[block.tensor]
+                in_a_row = block.stride == n
+                plain = in_a_row and not any(
+                    x % _ALIGNED for x in (size, block.offset, p.data_ptr(), buffer.data_ptr())
+                )
+                columns, stride = (size, size) if in_a_row else (n, block.stride)
+                rows[block] = [0, size, columns, stride, block.offset, p.data_ptr(), buffer.data_ptr(), block.tensor]
+                rows[block] += [start + i * size, group, i * size, numbers[block], int(plain)]
+            self._shapes.append((start, len(members), m, n))
+            start += -(-len(members) * size // _ALIGNED) * _ALIGNED
+        self._length = start
+        return torch.tensor([rows[block] for block in blocks], dtype=torch.int64)
+
+    def _in_one_program(self) -> list[int]:
+        """Return the groups of matrices that are orthogonalized by one program each."""
+        if self._device.type != "cuda" or self._settings.precision not in ("auto", "float16"):
+            return []
+        capability = torch.cuda.get_device_capability(self._device)
+        chosen = [
+            choose(Problem(min(m, n), max(m, n), b, self._wide, "cuda", capability, torch.float16))
+            for _, b, m, n in self._shapes
+        ]
+        return [i for i, name in enumerate(chosen) if name == "whole"]
+
+    def fits(
+        self, params: Sequence[Tensor], buffers: Sequence[Tensor], scores: Sequence[Tensor], settings: HybridMuonConfig
+    ) -> bool:
+        """Return whether these are still the tensors and settings that the tables were made for."""
+        return settings is self._settings and _addresses(params, buffers, scores) == self._fixed
+
+    def step(self, grads: Sequence[Tensor], lr: float | Tensor, control: StepControl, *, maximize: bool) -> None:
+        """Take one step with contiguous gradients of one dtype."""
+        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        table = self._gradients.of(grads, capturing)
+        variant = _Variant(_TYPES[grads[0].dtype], maximize, control.skip is not None, control.scale is not None)
+        self._numbers.take(lr, control)
+        if capturing:
+            self._launch(table, variant, True)
+        elif variant in self._recorded:
+            self._recorded[variant].replay()
+        else:
+            self._launch(table, variant, False)
+            if self._record_launches:
+                self._record(table, variant)
+
+    def _record(self, table: Tensor, variant: _Variant) -> None:
+        """Record the launches of a step, so that the next ones are a single launch for the host."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device meanwhile
+                try:
+                    self._launch(table, variant, True)
+                finally:
+                    graph.capture_end()
+            self._recorded[variant] = graph
+        except Exception as error:  # whatever a driver raises must not end a training run
+            self._record_launches = False
+            _LOG.warning("a step is launched kernel by kernel, because it could not be recorded: %s", error)
+
+    def _launch(self, table: Tensor, variant: _Variant, capturing: bool) -> None:
+        """Start all kernels of a step."""
+        skip = self._numbers.skip if variant.skip else None
+        scale = self._numbers.scale if variant.scale else None
+        directions, matrices = self._room()
+        advance[(self._programs,)](
+            self._chunks, table, directions, self._sums, *self._weight, skip, scale, DTYPE=self._dtype,
+            GRADIENT=variant.gradient, WIDE=self._wide_type, MAGMA=self._magma, NESTEROV=self._settings.nesterov,
+            MAXIMIZE=variant.maximize, PEAKS=self._peaks, WIDTH=self._width, num_warps=self._warps,
+        )  # fmt: skip
+        factors = self._scales
+        if self._magma:
+            factors = self._factors
+            damp[(factors.shape[0],)](
+                self._blocks, self._sums, self._scales, factors, skip, PEAKS=self._peaks, WIDTH=256
+            )
+        polar = self._orthogonalize(matrices, capturing)
+        apply[(self._programs,)](
+            self._chunks, self._results.of(polar, capturing), factors, self._numbers.rate, *self._decay, skip,
+            DTYPE=self._dtype, POLAR=_TYPES[polar[0].dtype], WIDE=self._wide_type, WIDTH=self._width,
+            num_warps=self._warps,
+        )  # fmt: skip
+
+    def _orthogonalize(self, matrices: list[Tensor], capturing: bool) -> list[Tensor]:
+        """Return contiguous polar factors; in a graph the smallest matrices run beside the others.
+
+        (They never wait for other programs, so they cannot stand in the way of those that do.)
+        """
+        if not capturing or self._beside is None:
+            polar = polar_factors(matrices, self._settings)
+        else:
+            found: dict[int, Tensor] = {}
+            stream, main = self._beside, torch.cuda.current_stream(self._device)
+            stream.wait_stream(main)
+            large = [i for i in range(len(matrices)) if i not in self._smallest]
+            found.update(zip(large, polar_factors([matrices[i] for i in large], self._settings), strict=True))
+            with torch.cuda.stream(stream):
+                results = polar_factors([matrices[i] for i in self._smallest], self._settings)
+                found.update(zip(self._smallest, results, strict=True))
+            main.wait_stream(stream)
+            polar = [found[i] for i in range(len(matrices))]
+        return [o if o.is_contiguous() else o.contiguous() for o in polar]
+
+    def _room(self) -> tuple[Tensor, list[Tensor]]:
+        """Return memory for what is orthogonalized, and it as batches of equal shapes; kept when it is small."""
+        if self._directions is not None:
+            return self._directions[0], self._directions[1:]
+        flat = torch.empty(self._length, dtype=self._wide, device=self._device)
+        matrices = [flat[start : start + b * m * n].view(b, m, n) for start, b, m, n in self._shapes]
+        if self._keep:
+            self._directions = [flat, *matrices]
+        return flat, matrices
+
+
+class FusedSteps:
+    """The fused steps of an optimizer, kept by the first parameter of each wave."""
+
+    def __init__(self) -> None:
+        self._known: dict[Tensor, FusedMuon] = {}
+        self._made: Counter[Tensor] = Counter()
+        self._captured: list[FusedMuon] = []  # a graph may replay them as long as the optimizer lives
+
+    def step(
+        self,
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        scores: Sequence[Tensor],
+        views: Sequence[MatrixView],
+        *,
+        lr: float | Tensor,
+        settings: HybridMuonConfig,
+        control: StepControl,
+        maximize: bool = False,
+    ) -> bool:
+        """Take one step as `muon_` does and return True; or return False, nothing changed, where that must do it."""
+        grads = [p.grad for p in params if p.grad is not None]
+        dtype = grads[0].dtype
+        if dtype not in _TYPES or any(g.dtype != dtype for g in grads):
+            return False
+        lr = float(lr) if isinstance(lr, Tensor) and not lr.is_cuda else lr  # waits for nothing
+        if not _works(params[0].device, params[0].dtype, dtype, bool(scores), settings.nesterov, maximize):
+            return False
+        known = self._known.get(params[0])
+        if known is None or not known.fits(params, buffers, scores, settings):
+            if not all(x.is_contiguous() and x.dtype == params[0].dtype for x in (*params, *buffers)):
+                return False
+            # Where tensors move again and again, recording would cost more than it saves.
+            self._made[params[0]] += 1
+            record = self._made[params[0]] <= _MOST_RECORDINGS
+            known = self._known[params[0]] = FusedMuon(params, buffers, scores, views, settings, record=record)
+        if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured.append(known)
+        known.step([g if g.is_contiguous() else g.contiguous() for g in grads], lr, control, maximize=maximize)
+        return True
+
+
+def _addresses(*several: Sequence[Tensor]) -> list[int]:
+    return [x.data_ptr() for tensors in several for x in tensors]
+
+
+@functools.lru_cache(maxsize=64)
+def _works(
+    device: torch.device, dtype: torch.dtype, gradient: torch.dtype, magma: bool, nesterov: bool, maximize: bool
+) -> bool:
+    """Compile the kernels and compare them with torch on two small matrices; say so where they cannot be used."""
+    try:
+        _check(device, dtype, gradient, magma, nesterov, maximize)
+    except Exception as error:  # whatever a compiler or driver raises must not end a training run
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        _LOG.warning("fused steps of %s parameters are switched off and torch takes over: %s", dtype, reason)
+        return False
+    return True
+
+
+def _check(
+    device: torch.device, dtype: torch.dtype, gradient: torch.dtype, magma: bool, nesterov: bool, maximize: bool
+) -> None:
+    settings = HybridMuonConfig(magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32")
+    # Wide random blocks are of full rank: where they are not, rounding decides the polar factor.
+    wave = torch.randn(2, 8, 36, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+    view = MatrixView(2, 8, 36, "columns", (20, 16))
+    found: list[list[Tensor]] = []
+    for fused in (False, True):
+        p, m = wave.to(dtype, copy=True).requires_grad_(), (0.5 - wave).to(dtype)
+        p.grad = wave.flip(1).to(p.dtype)
+        if gradient != dtype:
+            p.grad_dtype = None  # allows a gradient of another dtype
+        p.grad = wave.flip(1).to(gradient)
+        scores = [torch.full((4,), 0.5, device=device)] if magma else []
+        with torch.no_grad():
+            if fused:
+                step = FusedMuon([p], [m], scores, [view], settings)
+                for _ in range(2):  # the second may be a recorded one
+                    step.step([p.grad], 0.1, StepControl(), maximize=maximize)
+            else:
+                lists = ([p], [m], scores, [view])
+                for _ in range(2):
+                    muon_(*lists, lr=0.1, settings=settings, control=StepControl(), maximize=maximize)
+        found.append([p.detach(), m, *scores])
+    tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
+    for expected, got in zip(*found, strict=True):
+        error = float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
+        if not error <= tolerance:
+            raise FusedError(f"its result is {error:.1e} from torch's")

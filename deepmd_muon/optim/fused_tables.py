@@ -1,0 +1,106 @@
+"""What the fused kernels read: tables of where matrices lie, and the numbers that change from step to step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.fused_kernels import ROW
+from deepmd_muon.optim.gradients import StepControl
+from deepmd_muon.optim.polar.kernels import write_addresses
+from deepmd_muon.optim.views import MatrixView
+
+_AT_ONCE = 16  # addresses that `write_addresses` takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One matrix that is orthogonalized: where it lies in its parameter, and in its group of equal shapes."""
+
+    tensor: int
+    offset: int
+    stride: int
+    rows: int
+    columns: int
+
+
+class Addresses:
+    """Addresses of tensors that may move between steps, on the device."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._written: list[int] = []
+        self._table = torch.zeros(-(-count // _AT_ONCE) * _AT_ONCE, dtype=torch.int64, device=device)
+
+    def of(self, tensors: Sequence[Tensor], capturing: bool) -> Tensor:
+        """Return the table with the tensors' present addresses; a captured graph gets a table of its own."""
+        now = [x.data_ptr() for x in tensors]
+        if capturing:
+            table = torch.empty_like(self._table)
+            for first in range(0, len(now), _AT_ONCE):
+                some = now[first : first + _AT_ONCE]
+                write_addresses[(1,)](table, first, *some, *(some[-1:] * (_AT_ONCE - len(some))))
+            return table
+        if now != self._written:
+            # torch keeps pinned memory from being used again before the copy has read it.
+            host = torch.tensor(now, dtype=torch.int64, pin_memory=self._table.is_cuda)
+            self._table[: len(now)].copy_(host, non_blocking=True)
+            self._written = now
+        return self._table
+
+
+class Numbers:
+    """The learning rate, the skip predicate and the gradients' scale where recorded launches read them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rate = torch.zeros((), dtype=torch.float64, device=device)
+        self.skip, self.scale = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(2))
+        self._rate: float | None = None
+
+    def take(self, lr: float | Tensor, control: StepControl) -> None:
+        """Write the present ones, without waiting."""
+        if isinstance(lr, Tensor):
+            self.rate.copy_(lr)
+            self._rate = None
+        elif lr != self._rate:
+            self.rate.fill_(lr)
+            self._rate = lr
+        if control.skip is not None:
+            self.skip.copy_(control.skip)
+        if control.scale is not None:
+            self.scale.copy_(control.scale)
+
+
+def blocks_of(tensor: int, view: MatrixView) -> list[Block]:
+    """Return a parameter's blocks in the order of its Magma scores."""
+    blocks = []
+    for b in range(view.batch):
+        offset = b * view.rows * view.columns
+        for m, n in view.block_shapes:
+            blocks.append(Block(tensor, offset, view.columns, m, n))
+            offset += m * n if view.axis == "rows" else n
+    return blocks
+
+
+def cut(table: Tensor, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut blocks into chunks; return the chunks' table, and each block's first chunk and how many it has."""
+    count = (table[:, 1] + width - 1) // width
+    first = count.cumsum(0) - count
+    chunks = table.repeat_interleave(count, dim=0)
+    chunks[:, 0] = (torch.arange(len(chunks)) - first.repeat_interleave(count)) * width
+    assert chunks.shape[1] == int(ROW.value)
+    return chunks.to(device), first, count
+
+
+def halves(x: float) -> tuple[float, float]:
+    """Split a float64 number into two float32 ones, the kind that a kernel takes."""
+    high = _rounded(x)
+    return high, x - high
+
+
+@functools.lru_cache(maxsize=64)
+def _rounded(x: float) -> float:
+    return float(torch.tensor(x, dtype=torch.float32))

@@ -1,0 +1,235 @@
+"""The fused steps against `muon_`, which defines them: on a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.fused import FusedMuon, FusedSteps
+from deepmd_muon.optim.gradients import StepControl
+from deepmd_muon.optim.magma import initial_scores
+from deepmd_muon.optim.muon import muon_
+from deepmd_muon.optim.views import MatrixView
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.gpu if torch.cuda.is_available() else []
+# Shape and view: whole, tall, an even size, experts, blocks of columns (not contiguous) and of rows, a vector.
+CASES = [
+    ((7, 40), MatrixView(1, 7, 40)),
+    ((45, 30), MatrixView(1, 45, 30)),
+    ((16, 80), MatrixView(1, 16, 80)),
+    ((3, 8, 24), MatrixView(3, 8, 24)),
+    ((2, 6, 50), MatrixView(2, 6, 50, "columns", (32, 10, 8))),
+    ((30, 33), MatrixView(1, 30, 33, "rows", (9, 21))),
+    ((1, 90), MatrixView(1, 1, 90)),
+]
+VIEWS = [view for _, view in CASES]
+
+
+class Job:
+    """Parameters, momenta and scores that both implementations start from."""
+
+    def __init__(self, dtype=torch.float32, damped=True):
+        generator = torch.Generator().manual_seed(3)
+
+        def draw(shape):
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+        self.params = [draw(shape).requires_grad_() for shape, _ in CASES]
+        self.buffers = [draw(shape) for shape, _ in CASES]
+        self.scores = [initial_scores(view.blocks, DEVICE) for view in VIEWS] if damped else []
+        self.give(0)
+
+    def give(self, seed):
+        generator = torch.Generator().manual_seed(50 + seed)
+        for p in self.params:
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
+
+    @property
+    def lists(self):
+        return self.params, self.buffers, self.scores, VIEWS
+
+    @property
+    def tensors(self):
+        return [x.detach() for x in (*self.params, *self.buffers, *self.scores)]
+
+
+def run_both(prepare=lambda job: None, *, steps=2, dtype=torch.float32, lr=0.1, maximize=False, scale=None, **settings):
+    """Step both ways; return the tensors after it, defined and found."""
+    settings = HybridMuonConfig(flash_muon=False, precision="float32", weight_decay=0.01, **settings)
+    scale = None if scale is None else torch.tensor(scale, device=DEVICE)
+    results = []
+    for step in (muon_, FusedSteps().step):
+        job = Job(dtype, settings.magma_muon)
+        for k in range(steps):
+            job.give(k)
+            prepare(job)
+            with torch.no_grad():
+                done = step(*job.lists, lr=lr, settings=settings, control=StepControl(None, scale), maximize=maximize)
+            assert done is not False
+        results.append(job.tensors)
+    return results
+
+
+def differences(results):
+    """Return the largest difference of each tensor over its largest entry."""
+    return [
+        float((a.double() - b.double()).abs().max() / a.double().abs().max()) for a, b in zip(*results, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), (torch.float64, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)],
+)
+def test_equals_its_definition(dtype, tolerance):
+    assert max(differences(run_both(dtype=dtype))) <= tolerance
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"magma_muon": False},
+        {"nesterov": False},
+        {"maximize": True},
+        {"momentum": 0.2},
+        {"momentum": 0.0, "nesterov": False},
+        {"scaling": "rectangular"},
+        {"scale": 1024.0},
+    ],
+)
+def test_settings_mean_the_same(settings):
+    assert max(differences(run_both(**settings))) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_learning_rate_on_the_device_means_the_same(dtype):
+    assert max(differences(run_both(lr=torch.tensor(0.1, device=DEVICE, dtype=dtype)))) <= 1e-5
+
+
+def test_float64_momenta_keep_float64_precision():
+    defined, found = run_both(dtype=torch.float64)
+    n = len(CASES)
+    assert max(differences((defined[n : 2 * n], found[n : 2 * n]))) <= 1e-15
+
+
+def test_huge_float64_gradients_keep_their_scores():
+    def enlarge(job):
+        for p in job.params:
+            p.grad.mul_(1e200)
+
+    defined, found = run_both(enlarge, steps=1, dtype=torch.float64)
+    n = len(CASES)
+    assert max(differences((defined[2 * n :], found[2 * n :]))) <= 1e-6
+
+
+def test_zero_gradients_move_as_defined():
+    def clear(job):
+        for p, m in zip(job.params, job.buffers, strict=True):
+            p.grad.zero_()
+            m.zero_()
+
+    defined, found = run_both(clear)
+    n = len(CASES)
+    assert all(torch.equal(a, b) for a, b in zip(defined[n : 2 * n], found[n : 2 * n], strict=True))
+    assert max(differences((defined[:n], found[:n]))) <= 1e-6  # weight decay alone
+    assert max(differences((defined[2 * n :], found[2 * n :]))) <= 1e-6
+
+
+def test_a_nan_stays_in_its_block():
+    def spoil(job):
+        job.params[3].grad[1, 2, 3] = float("nan")
+
+    (clean, spoilt) = (run_both(steps=1)[1], run_both(spoil, steps=1)[1])
+    n = len(CASES)
+    for i, (a, b) in enumerate(zip(clean, spoilt, strict=True)):
+        if i % n != 3:
+            assert torch.equal(a, b), i
+    assert torch.equal(clean[3][0], spoilt[3][0])
+    assert torch.equal(clean[3][2], spoilt[3][2])
+    assert spoilt[3][1].isnan().all()
+    assert spoilt[n + 3].isnan().sum() == 1
+    defined = run_both(spoil, steps=1)[0]
+    torch.testing.assert_close(spoilt[2 * n + 3], defined[2 * n + 3], equal_nan=True)
+
+
+def test_a_skipped_step_changes_no_bit():
+    job = Job()
+    before = [x.clone() for x in job.tensors]
+    job.params[0].grad[0, 0] = float("inf")
+    settings = HybridMuonConfig(flash_muon=False, precision="float32")
+    with torch.no_grad():
+        assert FusedSteps().step(
+            *job.lists, lr=0.1, settings=settings, control=StepControl(torch.ones((), device=DEVICE))
+        )
+    assert all(torch.equal(a, b) for a, b in zip(before, job.tensors, strict=True))
+
+
+def test_gradients_may_lie_anywhere_and_move():
+    def move(job):
+        for i, p in enumerate(job.params):
+            if i % 2:
+                p.grad = p.grad.mT.contiguous().mT  # not contiguous
+            else:
+                p.grad = torch.cat([p.grad.new_zeros(1), p.grad.flatten()])[1:].view_as(p)  # not aligned
+
+    plain, moved = run_both(steps=3)[1], run_both(move, steps=3)[1]
+    assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+
+
+def test_tables_are_made_anew_when_state_moves():
+    settings = HybridMuonConfig(flash_muon=False, precision="float32")
+    (job, other), steps = (Job(), Job()), FusedSteps()
+    for k in range(2):
+        with torch.no_grad():
+            job.give(k)
+            other.give(k)
+            assert steps.step(*job.lists, lr=0.1, settings=settings, control=StepControl())
+            job.buffers = [m.clone() for m in job.buffers]
+            assert FusedSteps().step(*other.lists, lr=0.1, settings=settings, control=StepControl())
+    assert all(torch.equal(a, b) for a, b in zip(job.tensors, other.tensors, strict=True))
+
+
+def test_steps_repeat_bitwise():
+    first = run_both(steps=2)[1]
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(first, run_both(steps=2)[1], strict=True))
+
+
+def test_what_it_does_not_take_is_left_to_torch():
+    job = Job()
+    job.params[0] = job.params[0].detach().mT.contiguous().mT.requires_grad_()
+    job.params[0].grad = torch.ones_like(job.params[0])
+    before = [x.clone() for x in job.tensors]
+    with torch.no_grad():
+        done = FusedSteps().step(
+            *job.lists, lr=0.1, settings=HybridMuonConfig(flash_muon=False, precision="float32"), control=StepControl()
+        )
+    assert done is False
+    assert all(torch.equal(a, b) for a, b in zip(before, job.tensors, strict=True))
+
+
+def test_large_matrices_are_cut_into_chunks():
+    view = MatrixView(1, 64, 2500)
+    settings = HybridMuonConfig(flash_muon=False, precision="float32")
+    generator = torch.Generator().manual_seed(0)
+    p, m, g = (torch.randn(64, 2500, generator=generator).to(DEVICE) for _ in range(3))
+    results = []
+    for step in (muon_, None):
+        q, n, score = p.clone().requires_grad_(), m.clone(), initial_scores(1, DEVICE)
+        q.grad = g
+        with torch.no_grad():
+            if step is None:
+                fused = FusedMuon([q], [n], [score], [view], settings)
+                fused.step([g], 0.1, StepControl(), maximize=False)
+            else:
+                step([q], [n], [score], [view], lr=0.1, settings=settings, control=StepControl())
+        results.append([q.detach(), n, score])
+    assert max(differences(results)) <= 1e-5
