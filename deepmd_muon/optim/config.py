@@ -28,6 +28,9 @@ SCALINGS: tuple[Scaling, ...] = ("none", "match_rms", "rectangular", "spectral")
 PRECISIONS: tuple[Precision, ...] = ("auto", "float16", "bfloat16", "float32", "float64")
 SCHEDULES = ("8+2", "keller-jordan", "polar-express", "muon-fsdp2")
 
+# What `MuonConfig` leaves out of Muon by default; unlike a user's own patterns, they may well match nothing.
+USUAL_ADAMW_PATTERNS = ("*embed*", "*lm_head*")
+
 # "*.in_proj.matrix: columns 64+64+32" or "*.qkv.weight: rows 3".
 SPLIT_FORM = r"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>\d+(\+\d+)*)"
 
@@ -198,8 +201,8 @@ class HybridMuonConfig:
 class MuonConfig:
     """Settings of a plain Muon with AdamW for the rest, in the field's words; it is built as a `HybridMuon`.
 
-    The defaults are those of the literature: Keller Jordan's five steps, no damping, two-dimensional weights only,
-    embeddings and heads left to the patterns of the user.
+    The defaults are those of the literature: Keller Jordan's five steps, no damping, two-dimensional weights only, and
+    AdamW for parameters whose names contain ``embed`` or ``lm_head``; `adamw_patterns` replaces these two.
     """
 
     lr: float = setting(0.02, minimum=0.0, doc="Learning rate of the Muon route, when `build` is not given one.")
@@ -215,7 +218,7 @@ class MuonConfig:
     adam_lr: float | None = setting(None, above=0.0, doc="Learning rate of the AdamW route; None takes `lr`.")
     adam_betas: tuple[float, float] = setting((0.9, 0.95), minimum=0.0, below=1.0, doc="Decays of Adam's moments.")
     adamw_patterns: tuple[str, ...] = setting(
-        ("*embed*", "*lm_head*"), doc="Parameters that take AdamW though they are matrices, as shell patterns."
+        USUAL_ADAMW_PATTERNS, doc="Parameters that take AdamW though they are matrices, as shell patterns."
     )
 
     def __post_init__(self) -> None:

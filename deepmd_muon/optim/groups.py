@@ -7,15 +7,17 @@ import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
 
-from deepmd_muon.optim.config import HybridMuonConfig, NonFinite, RouteChange, Steps
+from deepmd_muon.optim.config import USUAL_ADAMW_PATTERNS, HybridMuonConfig, NonFinite, RouteChange, Steps
 from deepmd_muon.optim.errors import InvalidParameterError, InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
 from deepmd_muon.optim.routing import canonical_name, unnamed
 from deepmd_muon.optim.setting import check_settings, setting
+from deepmd_muon.optim.views import Split
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -85,6 +87,35 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
                 raise InvalidParameterError(f"two parameters are called {name!r}; names must tell them apart")
             seen[p] = name
             taken.add(name)
+
+
+def warn_of_idle_rules(groups: Sequence[Mapping[str, Any]], new: int = 0) -> None:
+    """Warn of parameters without names, and once for all patterns that match no name in any group that has them.
+
+    Groups before number `new`, and the patterns in them, were looked at before.
+    """
+    if not all("param_names" in group for group in groups[new:]):
+        warnings.warn(
+            "HybridMuon got parameters without names, so its rules on names (biases, adam_, adamw_, patterns) are off; "
+            "pass model.named_parameters()",
+            stacklevel=3,
+        )
+    used: dict[tuple[str, str], bool] = {}
+    for number, group in enumerate(groups):
+        names = [canonical_name(name) for name in group.get("param_names", ())]
+        deep = [name for name, p in zip(names, group["params"], strict=False) if p.ndim > 2]
+        for key in _LISTS:
+            for text in _several(group[key]) if names else ():
+                pattern = Split.parse(text).pattern if key == "splits" else text
+                hit = any(fnmatchcase(name, pattern) for name in (deep if key == "expert_patterns" else names))
+                used[key, text] = used.get((key, text), number < new) or hit
+    idle = [f"{key} {text!r}" for (key, text), hit in used.items() if not hit and text not in USUAL_ADAMW_PATTERNS]
+    if idle:
+        example = next(canonical_name(name) for group in groups for name in group.get("param_names", ()))
+        warnings.warn(
+            f"no parameter matches {', '.join(idle)}; patterns must match a whole name, such as {example!r}",
+            stacklevel=3,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

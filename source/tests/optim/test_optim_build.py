@@ -7,6 +7,7 @@ import inspect
 import logging
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -64,6 +65,7 @@ def test_a_plain_muon_is_what_the_literature_means():
     assert [e.route for e in everything.routing] == ["muon", "muon", "frozen", "muon"]
 
 
+@pytest.mark.filterwarnings("ignore:no parameter matches expert_patterns")
 def test_every_setting_reaches_the_optimizer():
     config = HybridMuonConfig(
         momentum=0.8,
@@ -88,6 +90,35 @@ def test_a_single_pattern_stands_for_a_list_of_one():
     optimizer = HybridMuon(make_model().named_parameters(), adam_patterns="body.*", splits="embed.weight: columns 2")
     assert [e.route for e in optimizer.routing] == ["muon", "adam", "frozen", "muon"]
     assert str(optimizer.routing[0].view) == "1x7x4 columns 2+2"
+
+
+def test_patterns_that_match_nothing_are_named_once():
+    params = [("embed.weight", nn.Parameter(torch.ones(4, 5))), ("body.weight", nn.Parameter(torch.ones(3, 3)))]
+    with pytest.warns(UserWarning, match="no parameter matches") as caught:
+        optimizer = HybridMuon(
+            [{"params": params[:1]}, {"params": params[1:], "adam_patterns": ["*.wieght"]}],
+            adamw_patterns=["body.*", "head.*"],
+            expert_patterns=["body.*"],
+            splits=["body.weight: rows 3", "qkv: rows 3"],
+        )
+    assert [str(warning.message) for warning in caught] == [
+        "no parameter matches adamw_patterns 'head.*', expert_patterns 'body.*', splits 'qkv: rows 3', adam_patterns "
+        "'*.wieght'; patterns must match a whole name, such as 'embed.weight'"
+    ]
+    assert caught[0].filename == __file__
+    late = {"params": [("late", nn.Parameter(torch.ones(3, 3)))], "adam_patterns": ["latest"]}
+    with pytest.warns(UserWarning, match="no parameter matches") as caught:
+        optimizer.add_param_group(late)
+    assert [str(warning.message)[:46] for warning in caught] == ["no parameter matches adam_patterns 'latest'; p"]
+
+
+def test_patterns_that_match_or_are_only_usual_say_nothing():
+    params = [("module.body.weight", nn.Parameter(torch.ones(3, 3))), ("w", nn.Parameter(torch.ones(2, 3, 3)))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MuonConfig().build(nn.Linear(3, 4))
+        HybridMuon(params, adam_patterns=["body.*"], expert_patterns=["w"], splits=["w: rows 3"])
+        HybridMuon([{"params": params[:1], "adam_patterns": ["w"]}, {"params": params[1:], "adam_patterns": ["w"]}])
 
 
 def test_all_bad_settings_are_named_together():
