@@ -98,7 +98,7 @@ TABLE: tuple[Rule, ...] = (
     Rule(
         "symmetric",
         "m ≥ 128",
-        "three launches a step: half of X Xᵀ, half of the polynomial, X fp32 master",
+        "three launches a step, half of each symmetric product; n ≥ 2 m shares products with X",
         _symmetric,
     ),
     Rule("torch", "everything else", "batched products of torch", lambda _: True),
