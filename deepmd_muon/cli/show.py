@@ -38,6 +38,9 @@ def run(options: argparse.Namespace) -> int:
         plot_learning_curve(path, options.output)
         print(f"{options.output}: drawn")
         return 0
+    from deepmd_muon.model.checkpoint_file import checkpoint_path
+
+    path = checkpoint_path(path)
     print(_checkpoint_routing(path) if path.suffix == ".pt" else _input_routing(path))
     return 0
 
@@ -63,10 +66,10 @@ def _input_routing(path: Path) -> str:
 
 def _checkpoint_routing(path: Path) -> str:
     """Return the routing that is recorded in a checkpoint."""
+    from deepmd_muon.model.checkpoint_file import read_checkpoint
     from deepmd_muon.optim.routing import RouteTable
-    from deepmd_muon.train.checkpoint import read
 
-    checkpoint = read(path)
+    checkpoint = read_checkpoint(path)
     if "optimizer" not in checkpoint:
         raise CommandError(f"{path} holds no optimizer state, so no routing is recorded in it")
     routing = RouteTable.from_manifest(checkpoint["optimizer"]["param_groups"])

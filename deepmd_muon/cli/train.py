@@ -46,21 +46,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train."""
+    from deepmd_muon.model.checkpoint_file import checkpoint_path
     from deepmd_muon.train import run as run_training
 
     return run_training(
         options.INPUT,
         output=options.output,
-        restart=with_suffix(options.restart),
-        init_model=with_suffix(options.init_model),
+        restart=options.restart and str(checkpoint_path(options.restart)),
+        init_model=options.init_model and str(checkpoint_path(options.init_model)),
         skip_neighbor_stat=options.skip_neighbor_stat,
         force_load=options.force_load,
         use_pretrain_script=options.use_pretrain_script,
         log_level=options.log_level,
         log_path=options.log_path,
     )
-
-
-def with_suffix(checkpoint: str | None) -> str | None:
-    """Append the ".pt" that deepmd-kit's users leave out."""
-    return checkpoint if checkpoint is None or checkpoint.endswith(".pt") else f"{checkpoint}.pt"

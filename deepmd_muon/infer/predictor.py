@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -12,7 +11,8 @@ import torch
 
 from deepmd_muon.data import Frames, build_neighbors, stack_neighbors
 from deepmd_muon.infer.errors import CheckpointError, PredictionInputError
-from deepmd_muon.model import EnergyModel, Structures, build_model
+from deepmd_muon.model import CheckpointFileError, EnergyModel, Structures, build_model
+from deepmd_muon.model.checkpoint_file import checkpoint_path, read_checkpoint
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit
 
 
@@ -53,19 +53,12 @@ def load_model(path: str | os.PathLike[str], *, ema: bool = False) -> EnergyMode
     CheckpointError
         When the file is no checkpoint, or has no averaged weights and `ema` asks for them.
     """
-    path = Path(path)
-    if not path.exists() and path.with_name(path.name + ".pt").exists():
-        path = path.with_name(path.name + ".pt")
-    if not path.exists():
-        raise CheckpointError(f"there is no checkpoint {path}")
+    path = checkpoint_path(path)
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
-    if not isinstance(checkpoint, dict):
-        raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not the dict of a checkpoint")
-    # A deepmd-kit file without optimizer may be the model's state dict itself.
-    section, state = from_deepmd_kit(checkpoint.get("model", checkpoint))
+        checkpoint = read_checkpoint(path)
+    except CheckpointFileError as error:
+        raise CheckpointError(str(error)) from error
+    section, state = from_deepmd_kit(checkpoint["model"])
     model = build_model(section)
     model.load_state_dict(state)
     if ema:

@@ -9,3 +9,7 @@ class ModelError(ValueError):
 
 class CheckpointError(ModelError):
     """A deepmd-kit state dict describes a model of a kind that this package does not have."""
+
+
+class CheckpointFileError(ModelError):
+    """A file that is no checkpoint, or one that this release cannot read."""

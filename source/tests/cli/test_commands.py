@@ -218,8 +218,12 @@ def test_routing_of_an_input_and_of_a_checkpoint(input_file, capsys):
     optimizer = normalize(input_file).settings.optimizer.build(model, lr=1e-3)
     state = to_deepmd_kit(model, section["model"], {"lr": 1e-3, "step": 0})
     torch.save({"model": state, "optimizer": optimizer.state_dict()}, "trained.pt")
+    assert main(["show", "routing", "trained"]) == 0  # as train and test take it
+    without_ending = capsys.readouterr().out
     assert main(["show", "routing", "trained.pt"]) == 0
-    recorded = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = capsys.readouterr().out
+    assert shown == without_ending
+    recorded = [line.split() for line in shown.splitlines()]
     assert {row[0]: (row[1], row[3]) for row in recorded[1:] if len(row) > 4} == routes
 
 

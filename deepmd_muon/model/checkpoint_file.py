@@ -1,0 +1,85 @@
+"""Reading a checkpoint file, ours or deepmd-kit's, without running anything that it holds."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepmd_muon.model.errors import CheckpointFileError
+
+FORMAT_VERSION = 1
+OWN_KEY = "deepmd_muon"
+
+
+def checkpoint_path(path: str | os.PathLike[str]) -> Path:
+    """Return the file that a user means who may have left out ".pt", as deepmd-kit's users do."""
+    path = Path(path)
+    longer = path.with_name(f"{path.name}.pt")
+    return longer if not path.is_file() and longer.is_file() else path
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU.
+
+    Parameters
+    ----------
+    path
+        The file; ".pt" may be left out.
+
+    Returns
+    -------
+    dict
+        "model" is deepmd-kit's state dict, also when the file is that state dict itself; "optimizer", "ema" and
+        `OWN_KEY` are there when the run wrote them.
+
+    Raises
+    ------
+    CheckpointFileError
+        When there is no such file, it is no checkpoint, or a later release wrote it.
+    """
+    path = checkpoint_path(path)
+    if not path.is_file():
+        raise CheckpointFileError(f"there is no checkpoint {path}" + (": it is a folder" if path.is_dir() else ""))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about files that are refused below, with a reason
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, OSError) as error:
+        raise CheckpointFileError(f"{path} cannot be read as a checkpoint: {_reason(path, error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointFileError(f"{path} is no checkpoint: it holds a {type(content).__name__}")
+    if "model" not in content and "_extra_state" in content:
+        content = {"model": content}  # a bare state dict, as deepmd-kit's older releases wrote
+    if not isinstance(content.get("model"), dict):
+        raise CheckpointFileError(
+            f"{path} is no checkpoint: it has no state dict under 'model', only {sorted(map(str, content))[:5]}"
+        )
+    version = content.get(OWN_KEY, {}).get("version", FORMAT_VERSION)
+    if version > FORMAT_VERSION:
+        raise CheckpointFileError(
+            f"{path} has format version {version}; this release reads up to {FORMAT_VERSION}: update deepmd_muon"
+        )
+    return content
+
+
+def _reason(path: Path, error: Exception) -> str:
+    """Say in our words why a file cannot be read; torch's advice would be to run the code in it."""
+    if isinstance(error, PermissionError):
+        return "permission denied"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, OSError):
+        return "it is damaged, or torch.save did not write it"
+    if any("/code/" in name for name in names):
+        return "it is a frozen model (TorchScript)"
+    if damaged is None and isinstance(error, pickle.UnpicklingError):
+        return "it holds Python objects besides tensors and plain values, and loading those could run any code"
+    return "it is damaged or incomplete"

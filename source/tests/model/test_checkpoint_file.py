@@ -1,0 +1,109 @@
+"""What is no checkpoint is refused with a reason in our words, never with advice to run its code."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from deepmd_muon.model.checkpoint_file import FORMAT_VERSION, OWN_KEY, checkpoint_path, read_checkpoint
+from deepmd_muon.model.errors import CheckpointFileError
+
+
+def refused(path):
+    with pytest.raises(CheckpointFileError) as error:
+        read_checkpoint(path)
+    message = str(error.value)
+    assert "weights_only" not in message
+    assert "torch.load" not in message
+    assert "\n" not in message
+    return message.replace(str(path), "FILE")
+
+
+def test_missing_files_and_folders(tmp_path):
+    assert refused(tmp_path / "none.pt") == "there is no checkpoint FILE"
+    assert refused(tmp_path) == "there is no checkpoint FILE: it is a folder"
+
+
+def write_text(path):
+    path.write_text("not a checkpoint")
+
+
+def write_pickle(path):
+    path.write_bytes(pickle.dumps({"model": {}}))
+
+
+def write_empty(path):
+    path.touch()
+
+
+def write_object(path):
+    torch.save({"model": {}, "spare": np.random.default_rng(0)}, path)
+
+
+def write_script(path):
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+
+
+def write_truncated(path):
+    torch.save({"model": {"weight": torch.zeros(1000)}}, path)
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (write_text, "it is damaged, or torch.save did not write it"),
+        (write_pickle, "it is damaged, or torch.save did not write it"),
+        (write_empty, "it is damaged, or torch.save did not write it"),
+        (write_truncated, "it is damaged, or torch.save did not write it"),
+        (
+            write_object,
+            "it holds Python objects besides tensors and plain values, and loading those could run any code",
+        ),
+        (write_script, "it is a frozen model (TorchScript)"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, write, reason):
+    write(tmp_path / "a.pt")
+    assert refused(tmp_path / "a.pt") == f"FILE cannot be read as a checkpoint: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ([1, 2], "it holds a list"),
+        ({"weights": 1}, "it has no state dict under 'model', only ['weights']"),
+        ({"model": 3}, "it has no state dict under 'model', only ['model']"),
+    ],
+)
+def test_other_files_of_torch(tmp_path, content, reason):
+    torch.save(content, tmp_path / "a.pt")
+    assert refused(tmp_path / "a.pt") == f"FILE is no checkpoint: {reason}"
+
+
+def test_a_later_format_is_refused(tmp_path):
+    torch.save({"model": {}, OWN_KEY: {"version": FORMAT_VERSION + 1}}, tmp_path / "a.pt")
+    assert "update deepmd_muon" in refused(tmp_path / "a.pt")
+
+
+def test_checkpoints_are_read_with_and_without_ending(tmp_path):
+    content = {"model": {"weight": torch.arange(3.0), "_extra_state": {"train_infos": {"step": 2}}}}
+    torch.save(content, tmp_path / "model.ckpt.pt")
+    torch.save(content["model"], tmp_path / "bare.pt")
+    for name in ("model.ckpt.pt", "model.ckpt", "bare"):
+        read = read_checkpoint(tmp_path / name)
+        assert read.keys() == {"model"}
+        assert torch.equal(read["model"]["weight"], torch.arange(3.0))
+        assert read["model"]["_extra_state"] == content["model"]["_extra_state"]
+
+
+def test_the_ending_is_added_only_where_that_helps(tmp_path):
+    (tmp_path / "a").touch()
+    (tmp_path / "a.pt").touch()
+    (tmp_path / "b.pt").touch()
+    (tmp_path / "b").mkdir()
+    assert checkpoint_path(tmp_path / "a") == tmp_path / "a"
+    assert checkpoint_path(tmp_path / "b") == tmp_path / "b.pt"
+    assert checkpoint_path(tmp_path / "c") == tmp_path / "c"
