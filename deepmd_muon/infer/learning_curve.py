@@ -13,6 +13,8 @@ from deepmd_muon.infer.picture import check_ending, write
 
 _UNITS = {"e": "eV/atom", "f": "eV/Å", "v": "eV/atom"}
 _TITLES = {"e": "Energy", "f": "Force", "v": "Virial"}
+# Columns without "_trn" or "_val"; a loss of absolute errors writes mae_ columns.
+_ERRORS = tuple(f"{kind}_{quantity}" for quantity in _TITLES for kind in ("rmse", "mae"))
 
 
 def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -63,15 +65,16 @@ def plot_learning_curve(path: str | os.PathLike[str], picture: str | os.PathLike
     picture = Path(picture)
     check_ending(picture)
     columns = read_learning_curve(path)
-    quantities = [q for q in _TITLES if np.isfinite(columns.get(f"rmse_{q}_trn", np.array([np.nan]))).any()]
-    figure = Figure(figsize=(4.2 * (len(quantities) + 1), 3.4), layout="constrained")
-    panels = figure.subplots(1, len(quantities) + 1, squeeze=False)[0]
-    for axes, quantity in zip(panels[:-1], quantities, strict=True):
-        for kind, label in (("trn", "training"), ("val", "validation")):
-            values = columns.get(f"rmse_{quantity}_{kind}")
+    drawn = [error for error in _ERRORS if np.isfinite(columns.get(f"{error}_trn", np.array([np.nan]))).any()]
+    figure = Figure(figsize=(4.2 * (len(drawn) + 1), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(drawn) + 1, squeeze=False)[0]
+    for axes, error in zip(panels[:-1], drawn, strict=True):
+        kind, _, quantity = error.partition("_")
+        for data, label in (("trn", "training"), ("val", "validation")):
+            values = columns.get(f"{error}_{data}")
             if values is not None:
                 axes.plot(columns["step"], values, label=label, linewidth=1.2)
-        axes.set_ylabel(f"RMSE [{_UNITS[quantity]}]")
+        axes.set_ylabel(f"{kind.upper()} [{_UNITS[quantity]}]")
         axes.set_title(_TITLES[quantity], fontsize="medium")
         axes.legend(frameon=False)
     panels[-1].plot(columns["step"], columns["lr"], color="0.3", linewidth=1.2)

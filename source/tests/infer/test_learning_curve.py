@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from deepmd_muon.infer import learning_curve
 from deepmd_muon.infer.errors import PictureError
 from deepmd_muon.infer.learning_curve import plot_learning_curve, read_learning_curve
 from deepmd_muon.train.report import LearningCurveFile
@@ -39,6 +40,20 @@ def test_picture_has_a_panel_a_quantity_and_one_for_the_rate(curve, tmp_path):
     image = imread(tmp_path / "pictures" / "lcurve.png")
     assert image.shape[1] == int(4.2 * 3 * 150)
     assert image.std() > 0.01
+
+
+def test_absolute_errors_are_drawn_as_such(tmp_path, monkeypatch):
+    file = LearningCurveFile(tmp_path / "lcurve.out", 100)
+    for step in (1, 2):
+        file.step(step, 1e-3, {"rmse": 2.0, "mae_e": 0.5, "mae_f": 0.25}, {"rmse": 3.0, "mae_e": 0.75, "mae_f": 0.5})
+    file.close()
+    drawn = []
+    monkeypatch.setattr(learning_curve, "write", lambda figure, picture: drawn.append(figure))
+    plot_learning_curve(tmp_path / "lcurve.out", tmp_path / "lcurve.png")
+    panels = drawn[0].axes
+    assert [axes.get_ylabel() for axes in panels[:-1]] == ["MAE [eV/atom]", "MAE [eV/Å]"]
+    lines = {line.get_label(): line.get_ydata().tolist() for line in panels[1].lines}
+    assert lines == {"training": [0.25, 0.25], "validation": [0.5, 0.5]}
 
 
 def test_what_is_no_learning_curve_is_refused(tmp_path):
