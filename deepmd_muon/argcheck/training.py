@@ -147,7 +147,7 @@ class TrainingSettings(Section):
     save_ckpt: str = setting("model.ckpt", doc="Prefix of the checkpoint files.")
     max_ckpt_keep: int = setting(5, minimum=1, doc="Number of checkpoints that are kept; older ones are deleted.")
     stat_file: str | None = setting(
-        None, doc="File or folder in which the statistics of the data are kept for the next run."
+        None, doc="HDF5 file in which the statistics of the data are kept for the next run. No folder."
     )
     gradient_max_norm: float = setting(
         0.0, minimum=0.0, doc="Largest norm of the gradient; a longer one is scaled down to it. 0 leaves it alone."
