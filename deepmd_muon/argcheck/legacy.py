@@ -23,8 +23,14 @@ _OPTIMIZER_KEYS = (
 )
 _TRANSLATED_KEYS = ("muon_2d_only", "min_2d_dim", "muon_min_2d_dim")
 
-# Defaults of the version that had `muon_2d_only` and `min_2d_dim`, where they differ from today's.
-_FIRST_DEFAULTS: dict[str, Any] = {"lr_adjust": 10.0, "lr_adjust_coeff": 0.2, "magma_muon": False}
+# Defaults of the version that had `muon_2d_only` and `min_2d_dim`, where they differ from today's. It knew no layout:
+# with lr_adjust above 0 its scale was sqrt(max(1, rows/columns)) of the weight as stored.
+_FIRST_DEFAULTS: dict[str, Any] = {
+    "lr_adjust": 10.0,
+    "lr_adjust_coeff": 0.2,
+    "magma_muon": False,
+    "layout": "as_stored",
+}
 
 OLDER_SPELLINGS: tuple[tuple[str, str, str], ...] = (
     (", ".join(_DATA_KEYS), "in training", "The same keys in training/training_data."),
@@ -41,7 +47,8 @@ OLDER_SPELLINGS: tuple[tuple[str, str, str], ...] = (
         "min_2d_dim, muon_min_2d_dim",
         "in training or in optimizer of type HybridMuon",
         "optimizer/min_matrix_dim. With one of these three keys the optimizer takes the defaults of their version "
-        'where it is silent: lr_adjust 10.0, lr_adjust_coeff 0.2, magma_muon false, muon_mode "2d".',
+        'where it is silent: lr_adjust 10.0, lr_adjust_coeff 0.2, magma_muon false, muon_mode "2d", layout '
+        '"as_stored".',
     ),
 )
 """What `upgrade` accepts, and what it becomes: for the reference."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MuonMode = Literal["2d", "flat", "slice"]
 Scaling = Literal["none", "match_rms", "rectangular", "spectral"]
-Layout = Literal["as_stored", "in_out", "out_in"]
+Layout = Literal["auto", "as_stored", "in_out", "out_in"]
 Precision = Literal["auto", "float16", "bfloat16", "float32", "float64"]
 RouteChange = Literal["error", "migrate", "reset"]
 NonFinite = Literal["ignore", "skip", "error"]
@@ -25,6 +25,7 @@ Steps = tuple[tuple[float, float, float], ...]
 
 MUON_MODES: tuple[MuonMode, ...] = ("2d", "flat", "slice")
 SCALINGS: tuple[Scaling, ...] = ("none", "match_rms", "rectangular", "spectral")
+LAYOUTS: tuple[Layout, ...] = ("auto", "as_stored", "in_out", "out_in")
 PRECISIONS: tuple[Precision, ...] = ("auto", "float16", "bfloat16", "float32", "float64")
 SCHEDULES = ("8+2", "keller-jordan", "polar-express", "muon-fsdp2")
 
@@ -62,8 +63,8 @@ class HybridMuonConfig:
         doc=(
             "DeePMD's combined switch. At or below 0 the Muon update is scaled by "
             "lr_adjust_coeff·sqrt(max(rows, columns)) and the Adam routes use the same learning rate. Above 0 it is "
-            "scaled by sqrt(max(1, rows/columns)) and the Adam routes use lr/lr_adjust. The explicit settings "
-            "`scaling` and `adam_lr_ratio` override either half."
+            "scaled by sqrt(max(1, out/in)), with out and in by `layout`, and the Adam routes use lr/lr_adjust. The "
+            "explicit settings `scaling` and `adam_lr_ratio` override either half."
         ),
     )
     lr_adjust_coeff: float = setting(0.18, above=0.0, doc="Coefficient of the 'match_rms' scaling of the Muon update.")
@@ -99,11 +100,12 @@ class HybridMuonConfig:
         ),
     )
     layout: Layout = setting(
-        "as_stored",
-        choices=("as_stored", "in_out", "out_in"),
+        "auto",
+        choices=LAYOUTS,
         doc=(
             "Which dimension of a matrix is its output, for 'rectangular' and 'spectral' scaling: 'in_out' for "
-            "DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as output, whatever they mean."
+            "DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as output, whatever they mean. 'auto' is "
+            "'in_out' under `dp train`, unless deepmd_kit_arithmetic is true, and 'as_stored' elsewhere."
         ),
     )
     adam_lr_ratio: float | None = setting(
@@ -211,7 +213,7 @@ class MuonConfig:
     weight_decay: float = setting(0.1, minimum=0.0, doc="Decoupled weight decay of the Muon and AdamW routes.")
     scaling: Scaling = setting("rectangular", choices=SCALINGS, doc="Scale of the update; see `HybridMuonConfig`.")
     rms_coefficient: float = setting(0.2, above=0.0, doc="Coefficient of the 'match_rms' scaling.")
-    layout: Layout = setting("out_in", choices=("as_stored", "in_out", "out_in"), doc="See `HybridMuonConfig`.")
+    layout: Layout = setting("out_in", choices=LAYOUTS, doc="See `HybridMuonConfig`.")
     schedule: str | Steps = setting("keller-jordan", pattern="|".join(map(re.escape, SCHEDULES)), doc="Coefficients.")
     precision: Precision = setting("auto", choices=PRECISIONS, doc="See `HybridMuonConfig`.")
     muon_mode: MuonMode = setting("2d", choices=MUON_MODES, doc="See `HybridMuonConfig`.")

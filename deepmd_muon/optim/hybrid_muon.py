@@ -135,7 +135,7 @@ class HybridMuon(Optimizer):
         *,
         nesterov: bool = True,
         scaling: Scaling | None = None,
-        layout: Layout = "as_stored",
+        layout: Layout = "auto",
         adam_lr_ratio: float | None = None,
         schedule: AnySchedule = "8+2",
         precision: Precision = "auto",

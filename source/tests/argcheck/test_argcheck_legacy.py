@@ -1,12 +1,14 @@
 """Older spellings: what they become, what is said about it, and where they contradict."""
 
+import json
+
 import pytest
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig
 
 # Defaults of the version that had `muon_2d_only`, where they differ from today's.
-FIRST = {"lr_adjust": 10.0, "lr_adjust_coeff": 0.2, "magma_muon": False}
+FIRST = {"lr_adjust": 10.0, "lr_adjust_coeff": 0.2, "magma_muon": False, "layout": "as_stored"}
 
 
 def with_optimizer(data, where, keys):
@@ -57,6 +59,7 @@ def with_optimizer(data, where, keys):
                 "lr_adjust": 0.0,
                 "lr_adjust_coeff": 0.3,
                 "magma_muon": True,
+                "layout": "as_stored",
                 "momentum": 0.9,
             },
             ["muon_2d_only: false is an older form", "min_2d_dim: 5 is an older form"],
@@ -81,7 +84,14 @@ def test_hybrid_muon(water, where, keys, expected, translations):
     filled = [notice for notice in checked.notices if "takes the defaults of their version" in notice]
     assert len(filled) == bool(silent)
     for key in silent:
-        assert f"{key}: {str(FIRST[key]).lower()}" in filled[0]
+        assert f"{key}: {json.dumps(FIRST[key])}" in filled[0]
+
+
+@pytest.mark.parametrize("layout", ["auto", "in_out"])
+def test_a_layout_that_is_given_stays(water, layout):
+    checked = normalize(with_optimizer(water, "optimizer", {"muon_2d_only": True, "layout": layout}))
+    assert checked.settings.optimizer.layout == layout
+    assert not any("layout" in notice for notice in checked.notices)
 
 
 def test_the_adam_of_small_matrices_is_said_to_differ(water):

@@ -156,12 +156,19 @@ def test_experts_with_fused_weights():
         ("rectangular", "in_out", (50, 8), 1.0),
         ("rectangular", "in_out", (8, 50), 6.25**0.5),
         ("spectral", "as_stored", (8, 50), 0.16**0.5),
+        ("spectral", "auto", (8, 50), 0.16**0.5),
+        ("rectangular", "auto", (50, 8), 6.25**0.5),
         ("spectral", "in_out", (8, 50), 6.25**0.5),
     ],
 )
 def test_scales(scaling, layout, shape, expected):
     settings = HybridMuonConfig(scaling=scaling, layout=layout)
     assert update_scale(shape, settings) == pytest.approx(expected)
+
+
+def test_the_layout_is_automatic_by_default():
+    (group,) = HybridMuon([("w", nn.Parameter(random(6, 9)))]).param_groups
+    assert group["layout"] == HybridMuonConfig().layout == "auto"
 
 
 def test_scaling_none_moves_by_the_polar_factor_itself():
