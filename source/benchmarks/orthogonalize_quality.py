@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.polar import SCHEDULES, Schedule, orthogonalize
+from deepmd_muon.optim.polar import SCHEDULES, Schedule, orthogonalize_matrices
 from deepmd_muon.optim.polar.deepmd_kit import GRAM_STEPS, orthogonalize_as_deepmd_kit
 
 RESOLUTION = 1e-7  # of a float32 input, as a share of its largest singular value
@@ -28,15 +28,18 @@ RESOLUTION = 1e-7  # of a float32 input, as a share of its largest singular valu
 Way = tuple[str, str, str, Schedule, Callable[[Tensor], Tensor]]
 
 
-def ways(*, square: bool, gram_pays: bool = False) -> Iterator[Way]:
+def ways(*, square: bool, gram_pays: bool = False, kernels: bool = False) -> Iterator[Way]:
     """Yield schedule, precision, form, the schedule itself and the function of every row."""
     for name, schedule in SCHEDULES.items():
         for precision in ("float32", "float16", "bfloat16"):
-            for gram in (False, True) if precision == "float32" and gram_pays else (False,):
-                form = "Gram" if gram else "standard"
+            forms = ["standard"]
+            forms += ["Gram"] * (precision == "float32" and gram_pays)
+            forms += ["kernels"] * (precision == "float16" and kernels)
+            for form in forms:
 
-                def run(x: Tensor, name: str = name, precision: str = precision, gram: bool = gram) -> Tensor:
-                    return orthogonalize(x, name, precision, gram=gram)
+                def run(x: Tensor, name: str = name, precision: str = precision, form: str = form) -> Tensor:
+                    gram, flash = form == "Gram", form == "kernels"
+                    return orthogonalize_matrices([x], name, precision, gram=gram, flash=flash)[0]
 
                 yield name, precision, form, schedule, run
     polar = Schedule("polar-express (5 steps)", GRAM_STEPS, (0.8, 1.2), 3e-3, "deepmd-kit 3.2.0")
@@ -123,7 +126,9 @@ def main() -> None:
     ]
     for kind, x in cases:
         for name, precision, form, schedule, run in ways(
-            square=x.shape[1] == x.shape[2], gram_pays=max(x.shape[1:]) >= 2 * min(x.shape[1:])
+            square=x.shape[1] == x.shape[2],
+            gram_pays=max(x.shape[1:]) >= 2 * min(x.shape[1:]),
+            kernels=args.device == "cuda",
         ):
             noise, low, high, error = measure(x, run(x.to(args.device)), schedule)
             cells = (kind, name, precision, form, f"{noise:.1e}", f"{low:.3f} … {high:.3f}", f"{error:.1e}")
