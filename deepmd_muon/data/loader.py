@@ -1,4 +1,4 @@
-"""Batches for training and for one pass over the data."""
+"""Batches for training, and samples for statistics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Batch:
 
 
 class DataLoader:
-    """Endless random batches whose position can be saved, and passes over every frame.
+    """Endless random batches whose position can be saved, and evenly spread samples.
 
     Single-threaded and deterministic. With `prefetch`, a background thread builds one batch ahead; the
     batches and `state_dict` are the same. Under data parallelism all ranks hold the same position: rank r of
@@ -163,19 +163,7 @@ class DataLoader:
         # 1e-9: probabilities in proportion to batches give the sum of batches up to rounding.
         return math.ceil(turns * (1 - 1e-9) / (frames_a_batch * self.world_size))
 
-    # -- deterministic passes --------------------------------------------------------------------------------
-
-    def epoch_batches(self) -> Iterator[Batch]:
-        """Go once over every frame, system by system in order; leaves the random order where it is.
-
-        With several ranks, rank r takes every N-th batch from number r on.
-        """
-        number = 0
-        for k, (system, size) in enumerate(zip(self.systems, self.batch_sizes, strict=True)):
-            for first in range(0, system.nframes, size):
-                if number % self.world_size == self.rank:
-                    yield self.build(Plan(((k, np.arange(first, min(first + size, system.nframes))),)))
-                number += 1
+    # -- samples for statistics ------------------------------------------------------------------------------
 
     def sample_batches(self, nbatches: int) -> Iterator[Batch]:
         """At most `nbatches` batches of every system, spread evenly over its frames, for statistics.

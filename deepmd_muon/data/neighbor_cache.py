@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 
@@ -20,7 +20,6 @@ from deepmd_muon.data.neighbors import (
     frame_statistics,
     group_limits,
     stack_neighbors,
-    widen,
 )
 from deepmd_muon.data.system import System
 
@@ -77,32 +76,12 @@ class NeighborCache:
         self.ntypes = ntypes
         self.nbytes = 0
         self.dropped = 0
-        self._limits = group_limits(sel, by_type, ntypes)
-        self._sections = (0,) * len(self._limits)
+        group_limits(sel, by_type, ntypes)  # refuses a sel that does not fit the types
         self._frames: dict[tuple[str, int], FrameNeighbors] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._frames)
-
-    @property
-    def sections(self) -> tuple[int, ...]:
-        """Widths that every batch has at least; zeros unless `fix_sections` was called."""
-        return self._sections
-
-    def fix_sections(self, statistics: NeighborStatistics) -> None:
-        """Give every batch the same widths from now on, as compiled and captured steps want them.
-
-        Parameters
-        ----------
-        statistics : NeighborStatistics
-            Of all frames to come; a frame that needs more is still served in full, with a wider batch.
-        """
-        most = statistics.max_neighbors if self.by_type else (statistics.max_total,)
-        with self._lock:
-            self._sections = tuple(int(min(pair)) for pair in zip(most, self._limits, strict=True))
-            self._frames = {key: widen(frame, self._sections) for key, frame in self._frames.items()}
-            self.nbytes = sum(frame.nbytes for frame in self._frames.values())
 
     def frame(self, system: System, number: int, frames: Frames, row: int) -> FrameNeighbors:
         """Return the neighbours of frame `number` of a system, which is row `row` of `frames`.
@@ -124,7 +103,6 @@ class NeighborCache:
         except (NeighborError, RuntimeError) as error:
             raise NeighborError(f"system {system.name}, frame {number}: {error}") from error
         with self._lock:
-            built = widen(built, self._sections)
             self.dropped += built.dropped
             if key not in self._frames and self.nbytes + built.nbytes <= self.max_bytes:
                 self._frames[key] = built
@@ -140,11 +118,7 @@ class NeighborCache:
 
 
 def neighbor_statistics(
-    systems: Sequence[System],
-    rcut: float,
-    cache: NeighborCache | None = None,
-    workers: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    systems: Sequence[System], rcut: float, cache: NeighborCache | None = None, workers: int | None = None
 ) -> NeighborStatistics:
     """Go through every frame for the numbers that ``sel`` is chosen from.
 
@@ -158,8 +132,6 @@ def neighbor_statistics(
         Take lists from it and leave new ones in it; must have the same cutoff.
     workers : int, optional
         Threads (the search itself runs outside of Python's lock); as many as the process may use, at most 8.
-    progress : callable, optional
-        Called with the number of frames of each chunk that is done.
 
     Raises
     ------
@@ -178,32 +150,30 @@ def neighbor_statistics(
             f"statistics are wanted for {rcut} Å and {ntypes} types"
         )
 
-    def one_frame(system: System, number: int, frames: Frames, row: int) -> NeighborStatistics:
-        if cache is not None:
-            return cache.frame(system, number, frames, row).statistics
-        box = frames.box[row] if frames.box is not None else None
-        try:
-            return frame_statistics(frames.coord[row], box, frames.atype[row], rcut, ntypes)
-        except (NeighborError, RuntimeError) as error:
-            raise NeighborError(f"system {system.name}, frame {number}: {error}") from error
-
-    def chunk(job: tuple[System, int]) -> tuple[int, NeighborStatistics]:
+    def chunk(job: tuple[System, int]) -> NeighborStatistics:
         system, first = job
         numbers = range(first, min(first + CHUNK, system.nframes))
         frames = system.frames(numbers)
-        found = [one_frame(system, number, frames, row) for row, number in enumerate(numbers)]
-        return len(found), reduce(NeighborStatistics.merge, found)
+        if cache is not None:
+            found = [cache.frame(system, number, frames, row).statistics for row, number in enumerate(numbers)]
+        else:
+            found = [_count(system, number, frames, row, rcut, ntypes) for row, number in enumerate(numbers)]
+        return reduce(NeighborStatistics.merge, found)
 
     if workers is None:
         workers = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    total = NeighborStatistics(np.inf, (0,) * ntypes, 0)
     jobs = [(system, first) for system in systems for first in range(0, system.nframes, CHUNK)]
     with ThreadPoolExecutor(workers, thread_name_prefix="deepmd_muon-neighbors") as pool:
-        for count, found in pool.map(chunk, jobs):
-            total = total.merge(found)
-            if progress is not None:
-                progress(count)
-    return total
+        return reduce(NeighborStatistics.merge, pool.map(chunk, jobs), NeighborStatistics(np.inf, (0,) * ntypes, 0))
+
+
+def _count(system: System, number: int, frames: Frames, row: int, rcut: float, ntypes: int) -> NeighborStatistics:
+    """Count the neighbours of frame `number` of a system, which is row `row` of `frames`."""
+    box = frames.box[row] if frames.box is not None else None
+    try:
+        return frame_statistics(frames.coord[row], box, frames.atype[row], rcut, ntypes)
+    except (NeighborError, RuntimeError) as error:
+        raise NeighborError(f"system {system.name}, frame {number}: {error}") from error
 
 
 def number_of_types(system: System) -> int:

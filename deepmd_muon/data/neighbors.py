@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -238,18 +238,6 @@ def group_limits(sel: Sequence[int] | None, by_type: bool, ntypes: int) -> np.nd
     if by_type and len(sel) != ntypes:
         raise NeighborError(f"sel {list(sel)} must have one entry for each of the {ntypes} types")
     return np.array(sel if by_type else [sum(sel)], dtype=np.int64)
-
-
-def widen(frame: FrameNeighbors, sections: Sequence[int]) -> FrameNeighbors:
-    """Give the sections of a frame at least these widths, with empty slots at their ends."""
-    wider = tuple(max(pair) for pair in zip(frame.sections, sections, strict=True))
-    if wider == frame.sections:
-        return frame
-    natoms = frame.index.shape[0]
-    index = np.full((natoms, sum(wider)), -1, dtype=np.int32)
-    shift = np.zeros((natoms, sum(wider), 3), dtype=frame.shift.dtype)
-    _copy_sections(frame, index, shift, wider)
-    return replace(frame, index=index, shift=shift, sections=wider)
 
 
 def stack_neighbors(parts: Sequence[FrameNeighbors]) -> NeighborList:

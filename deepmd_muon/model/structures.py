@@ -114,37 +114,43 @@ class Structures:
         ModelError
             When a type lies outside the model's, or `sections` do not fit `neighbor`.
         """
-        nframes, natoms = atype.shape
         flat_type = np.asarray(atype, dtype=np.int64).reshape(-1)
         _check_batch(flat_type, box, neighbor, shift, sections, ntypes)
-        order = np.argsort(flat_type, kind="stable")
-        order = order[np.count_nonzero(flat_type < 0) :]
-        frame = order // natoms
-        chosen = neighbor.reshape(nframes * natoms, -1)[order].astype(np.int64)
-        flat_neighbor = np.where(chosen >= 0, chosen + (frame * natoms)[:, None], -1)
-        sorted_type = flat_type[order]
-        host = {
-            "coord": np.asarray(coord, dtype=np.float64),
-            "atype": flat_type.reshape(nframes, natoms),
-            "box": None if box is None else np.asarray(box, dtype=np.float64),
-            "order": order,
-            "sorted_type": sorted_type,
-            "sorted_frame": frame,
-            "neighbor": flat_neighbor,
-            "shift": None if box is None or shift is None else shift.reshape(nframes * natoms, -1, 3)[order],
-        }
+        host = _sort_by_type(coord, flat_type.reshape(atype.shape), box, neighbor, shift)
         tensors: dict[str, Any] = {
             name: None if value is None else torch.from_numpy(np.ascontiguousarray(value)).to(device)
             for name, value in host.items()
         }
-        real = np.split(flat_neighbor >= 0, np.cumsum(sections)[:-1], axis=1)
-        type_counts = np.bincount(sorted_type, minlength=ntypes).tolist()
+        real = np.split(host["neighbor"] >= 0, np.cumsum(sections)[:-1], axis=1)
+        type_counts = np.bincount(host["sorted_type"], minlength=ntypes).tolist()
         return cls(
             **tensors,
             sections=tuple(sections),
             type_counts=tuple(type_counts),
             filled=np.array([_last_true(section) for section in real]),
         )
+
+
+def _sort_by_type(
+    coord: np.ndarray, atype: np.ndarray, box: np.ndarray | None, neighbor: np.ndarray, shift: np.ndarray | None
+) -> dict[str, Any]:
+    """Return the arrays behind the tensors of `Structures`: real atoms of all frames, sorted by type."""
+    nframes, natoms = atype.shape
+    flat_type = atype.reshape(-1)
+    order = np.argsort(flat_type, kind="stable")
+    order = order[np.count_nonzero(flat_type < 0) :]
+    frame = order // natoms
+    chosen = neighbor.reshape(nframes * natoms, -1)[order].astype(np.int64)
+    return {
+        "coord": np.asarray(coord, dtype=np.float64),
+        "atype": atype,
+        "box": None if box is None else np.asarray(box, dtype=np.float64),
+        "order": order,
+        "sorted_type": flat_type[order],
+        "sorted_frame": frame,
+        "neighbor": np.where(chosen >= 0, chosen + (frame * natoms)[:, None], -1),
+        "shift": None if box is None or shift is None else shift.reshape(nframes * natoms, -1, 3)[order],
+    }
 
 
 def _check_batch(

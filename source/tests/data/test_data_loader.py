@@ -100,7 +100,6 @@ def test_passes_leave_the_order_alone(systems):
     expected = [whole.next() for _ in range(6)]
     data = loader(systems, prefetch=True)
     first = [data.next() for _ in range(3)]
-    list(data.epoch_batches())
     list(data.sample_batches(1))
     assert all(same(a, b) for a, b in zip(first + [data.next() for _ in range(3)], expected, strict=True))
     data.close()
@@ -137,15 +136,6 @@ def test_other_data_refuse_the_position(systems):
         loader(systems[:2]).load_state_dict(state)
     with pytest.raises(SamplerStateError, match="other training data"):
         loader(systems, 3).load_state_dict(state)
-
-
-@pytest.mark.parametrize(("batch_size", "world_size"), [(3, 1), ("auto:16", 2), ("mixed:4", 1)])
-def test_one_pass_serves_every_frame_once(systems, batch_size, world_size):
-    ranks = [loader(systems, batch_size, rank=r, world_size=world_size) for r in range(world_size)]
-    energies = np.concatenate([b.frames.energy for data in ranks for b in data.epoch_batches()])
-    expected = np.concatenate([s.frames(range(s.nframes)).energy for s in systems])
-    np.testing.assert_array_equal(np.sort(energies), np.sort(expected))
-    assert all(b.system != "mixed" for b in ranks[0].epoch_batches())
 
 
 def test_samples_are_spread_over_all_systems(systems):
