@@ -177,8 +177,24 @@ class EnergyLoss:
         every = _Counted(1.0 / natoms if real is None else 1.0 / real, mask, None)
         energy = prediction["energy"]
         loss = energy.new_zeros(())
-        labelled = False
         metrics: dict[str, torch.Tensor] = {}
+        compared = self._compare(prediction, label, every)
+        for term, found in compared.items():
+            name = f"{'rmse' if self.loss_func == 'mse' else 'mae'}_{term}"
+            if found is None:
+                metrics[name] = energy.new_full((), torch.nan)
+                continue
+            value, shown = found
+            loss = loss + self.prefactor(term, lr_fraction) * value
+            metrics[name] = shown.detach()
+        if all(found is None for found in compared.values()):
+            # Stay connected to the parameters, so that backward works on every rank.
+            loss = loss + 0.0 * energy.sum()
+        metrics["rmse"] = loss.detach().sqrt()
+        return loss, metrics
+
+    def _compare(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> dict[Term, _Found]:
+        """Compare what each active term asks for."""
         terms: dict[Term, Callable[[Mapping[str, torch.Tensor], Labels, _Counted], _Found]] = {
             "e": self._energy,
             "f": self._force,
@@ -186,23 +202,7 @@ class EnergyLoss:
             "v": self._virial,
             "ae": self._atomic,
         }
-        for term, compare in terms.items():
-            if not self.has(term):
-                continue
-            found = compare(prediction, label, every)
-            name = f"{'rmse' if self.loss_func == 'mse' else 'mae'}_{term}"
-            if found is None:
-                metrics[name] = energy.new_full((), torch.nan)
-                continue
-            labelled = True
-            value, shown = found
-            loss = loss + self.prefactor(term, lr_fraction) * value
-            metrics[name] = shown.detach()
-        if not labelled:
-            # Stay connected to the parameters, so that backward works on every rank.
-            loss = loss + 0.0 * energy.sum()
-        metrics["rmse"] = loss.detach().sqrt()
-        return loss, metrics
+        return {term: compare(prediction, label, every) for term, compare in terms.items() if self.has(term)}
 
     def _delta(self, index: int) -> float:
         if isinstance(self.huber_delta, (int, float)):
