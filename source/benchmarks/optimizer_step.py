@@ -135,6 +135,7 @@ def other_gradients(named: Named) -> Iterator[None]:
 def measure(make: Make, name: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return all figures of one optimizer on one parameter set."""
     named = parameters(name, dtype)
+    before = torch.cuda.memory_allocated()
     optimizers = make(named, False)
 
     def step() -> None:
@@ -148,12 +149,11 @@ def measure(make: Make, name: str, dtype: torch.dtype) -> dict[str, Any]:
     torch.cuda.synchronize()
     result: dict[str, Any] = {"warm_up_s": time.perf_counter() - start}
     state = [x for optimizer in optimizers for s in optimizer.state.values() for x in s.values()]
-    held = sum(x.numel() * x.element_size() for x in state if isinstance(x, torch.Tensor) and x.is_cuda)
-    held += sum(2 * p.numel() * p.element_size() for _, p in named)
+    before += sum(x.numel() * x.element_size() for x in state if isinstance(x, torch.Tensor) and x.is_cuda)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     step()
-    result["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
+    result["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
     result["eager_ms"], result["host_us"] = timed(step)
     result["launches"], result["device_us"] = launches(step)
     if name != "llm":
@@ -200,10 +200,11 @@ def main() -> None:
     parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
     parser.add_argument("--deepmd-kit", type=Path, help="its hybrid_muon.py, to measure it beside")
-    parser.add_argument("--only", default="", help="measure only the optimizers whose title contains this")
+    parser.add_argument("--only", default="", help="measure only these optimizers, by title: A;B")
     arguments = parser.parse_args()
     makers: dict[str, Make] = {
         "HybridMuon": hybrid(),
+        "HybridMuon, 5 steps": hybrid(schedule="keller-jordan"),
         "HybridMuon, flash_muon false": hybrid(flash_muon=False),
         "fused AdamW": adamw,
         "torch Muon + AdamW": torch_muon,
@@ -217,7 +218,8 @@ def main() -> None:
     results = []
     for name in arguments.sets.split(","):
         for title, make in makers.items():
-            if arguments.only not in title or (name == "llm" and "false" in title):
+            wanted = not arguments.only or title in arguments.only.split(";")
+            if not wanted or (name == "llm" and "false" in title):
                 continue
             try:
                 result = measure(make, name, getattr(torch, arguments.dtype))
