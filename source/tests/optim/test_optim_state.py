@@ -281,7 +281,7 @@ def test_a_model_of_another_dtype_takes_the_state_and_says_so(caplog):
     train(model, optimizer, 2)
     wide = Net(torch.float64)
     other = HybridMuon(wide.named_parameters())
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="deepmd_muon"):
         other.load_state_dict(optimizer.state_dict())
     for p, q in zip(model.parameters(), wide.parameters(), strict=True):
         for key, value in optimizer.state[p].items():
@@ -298,7 +298,7 @@ def test_present_settings_win_and_differences_are_logged(caplog):
     model = Net()
     saved = HybridMuon(model.named_parameters(), 0.1, weight_decay=0.3, momentum=0.8).state_dict()
     optimizer = HybridMuon(model.named_parameters(), 0.5, weight_decay=0.2, momentum=0.8)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="deepmd_muon"):
         optimizer.load_state_dict(saved)
     (group,) = optimizer.param_groups
     assert group["weight_decay"] == 0.2
