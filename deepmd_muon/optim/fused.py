@@ -264,6 +264,11 @@ class FusedSteps:
         maximize: bool = False,
     ) -> bool:
         """Take one step as `muon_` does and return True; or return False, nothing changed, where that must do it."""
+        if params[0].is_cuda and params[0].get_device() != torch.cuda.current_device():
+            with torch.cuda.device(params[0].device):  # Triton launches on the current device
+                return self.step(
+                    params, buffers, scores, views, lr=lr, settings=settings, control=control, maximize=maximize
+                )
         grads = [p.grad for p in params if p.grad is not None]
         dtype = grads[0].dtype
         if dtype not in _TYPES or any(g.dtype != dtype for g in grads):
