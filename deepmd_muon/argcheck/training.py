@@ -109,9 +109,6 @@ def _one_length(numb_steps: int | None, numb_epoch: float | None) -> str | None:
     return None
 
 
-_NO_SHARDING = "training with sharded states, gradients or parameters is not available from an input file"
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainingSettings(Section):
     """Data, length and outputs of a run."""
@@ -161,7 +158,15 @@ class TrainingSettings(Section):
     tensorboard_freq: int = setting(1, minimum=1, doc="Steps between two TensorBoard events.")
     profiling: bool = setting(False, doc="Write a trace of the run for chrome://tracing.")
     profiling_file: str = setting("timeline.json", doc="File of the trace.")
-    zero_stage: int = setting(0, choices=(0,), note=_NO_SHARDING, doc="Stage of sharded training.")
+    zero_stage: int = setting(
+        0,
+        choices=(0, 1, 2, 3),
+        doc=(
+            "What the processes that torchrun starts hold in parts instead of whole: 0 nothing, 1 the optimizer's "
+            "state, 2 gradients and parameters between steps too, 3 also between forward and backward pass. A single "
+            "process holds everything whatever the stage."
+        ),
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (Rule(("numb_steps", "numb_epoch"), _one_length),)
     foreign: ClassVar[dict[str, Foreign]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,19 @@ from torch import Tensor, nn
 from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig, MuonConfig
 from deepmd_muon.optim.hybrid_muon import HybridMuon
 
+if TYPE_CHECKING:
+    from deepmd_muon.optim.sharded.members import Replicas
+
 log = logging.getLogger(__name__)
 
 
-def build_hybrid_muon(config: HybridMuonConfig, model: nn.Module, lr: float | Tensor) -> HybridMuon:
+def build_hybrid_muon(
+    config: HybridMuonConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
+) -> HybridMuon:
     """Make a HybridMuon for every named parameter of `model`, the frozen ones included."""
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     betas = (settings.pop("adam_beta1"), settings.pop("adam_beta2"))
-    optimizer = HybridMuon(model.named_parameters(), lr, adam_betas=betas, **settings)
+    optimizer = HybridMuon(model.named_parameters(), lr, adam_betas=betas, replicas=replicas, **settings)
     _report(optimizer, model)
     return optimizer
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from deepmd_muon.optim.sharded.members import Replicas
+
 MuonMode = Literal["2d", "flat", "slice"]
 Scaling = Literal["none", "match_rms", "rectangular", "spectral"]
 Layout = Literal["auto", "as_stored", "in_out", "out_in"]
@@ -192,11 +194,11 @@ class HybridMuonConfig:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def build(self, model: nn.Module, lr: float | Tensor = 5e-4) -> Optimizer:
-        """Make this optimizer for the named parameters of `model`, with learning rate `lr`."""
+    def build(self, model: nn.Module, lr: float | Tensor = 5e-4, replicas: Replicas | None = None) -> Optimizer:
+        """Make this optimizer for the named parameters of `model`, with learning rate `lr`; `replicas` as in it."""
         from deepmd_muon.optim.build import build_hybrid_muon
 
-        return build_hybrid_muon(self, model, lr)
+        return build_hybrid_muon(self, model, lr, replicas)
 
 
 @dataclasses.dataclass(frozen=True)

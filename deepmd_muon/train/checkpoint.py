@@ -49,7 +49,7 @@ class CheckpointSeries:
         """The last checkpoint of this run."""
         return self.prefix.parent / self.written[-1] if self.written else None
 
-    def save(self, step: int, content: Mapping[str, Any]) -> Path:
+    def save(self, step: int, content: Mapping[str, Any], *, write: bool = True) -> Path:
         """Write the checkpoint of `step` updates and bring link, text file and retention up to date.
 
         Parameters
@@ -58,10 +58,15 @@ class CheckpointSeries:
             Updates done; the N of the name.
         content
             The keys of the file; the series adds its own list of files under ``deepmd_muon``.
+        write
+            False where another process writes the files: only the list is kept.
         """
         path = self.prefix.parent / f"{self.prefix.name}-{step}.pt"
-        path.parent.mkdir(parents=True, exist_ok=True)
         written = [name for name in self.written if name != path.name] + [path.name]
+        if not write:
+            self.written = written[-self.keep :]
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
         own = {**content[OWN_KEY], "series": written}
         with whole_file(path) as file:
             torch.save({**content, OWN_KEY: own}, file)

@@ -11,6 +11,7 @@ import torch
 
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
+from deepmd_muon.train.parallel import cut_as, local_part, whole
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ class Ema:
     Parameters
     ----------
     model
-        The model whose parameters are followed; the average starts as a copy of them.
+        The model whose parameters are followed; the average starts as a copy of them, and is laid out as they are
+        where they live on several ranks.
     decay
         Weight of the old average in each update, in [0, 1).
     """
@@ -47,15 +49,16 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         """Take the parameters of this moment into the average."""
-        torch._foreach_lerp_(list(self._average.values()), list(self._parameters.values()), 1.0 - self.decay)
+        averages, parameters = self._local()
+        torch._foreach_lerp_(averages, parameters, 1.0 - self.decay)
 
     def averages(self) -> Mapping[str, torch.Tensor]:
         """Return the averaged parameters by name; they change with the next `update`."""
         return self._average
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average under deepmd-kit's keys, on the CPU, for a checkpoint's "ema"."""
-        average = {name: tensor.detach().cpu().clone() for name, tensor in self._average.items()}
+        """Return the average under deepmd-kit's keys, on the CPU, for a checkpoint's "ema"; all ranks must ask."""
+        average = {name: tensor.detach().cpu().clone() for name, tensor in whole(self._average).items()}
         return {
             "decay": self.decay,
             "model": {name: average.get(name, torch.zeros(0)) for name in self._stored_names},
@@ -82,7 +85,7 @@ class Ema:
             if stored[name].shape != average.shape:
                 found, expected = tuple(stored[name].shape), tuple(average.shape)
                 raise EmaError(f"stored average of {name} has shape {found}; the model's is {expected}")
-            average.copy_(stored[name])
+            local_part(average).copy_(local_part(cut_as(stored[name], average)))
         if state.get("decay", self.decay) != self.decay:
             log.warning("ema_decay is %g here and was %g before the restart", self.decay, state["decay"])
 
@@ -92,7 +95,7 @@ class Ema:
 
         Values are exchanged, not tensors, so that captured CUDA graphs and the optimizer keep theirs.
         """
-        parameters, averages = list(self._parameters.values()), list(self._average.values())
+        averages, parameters = self._local()
         kept = [p.detach().clone() for p in parameters]
         with torch.no_grad():
             torch._foreach_copy_(parameters, averages)
@@ -101,3 +104,7 @@ class Ema:
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(parameters, kept)
+
+    def _local(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return averages and parameters as far as this rank holds them."""
+        return [local_part(x) for x in self._average.values()], [local_part(p) for p in self._parameters.values()]

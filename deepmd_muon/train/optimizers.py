@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,15 +18,25 @@ from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
 from deepmd_muon.optim.foreign import is_deepmd_kit
 from deepmd_muon.train.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+
+def build_optimizer(
+    config: OptimizerConfig, model: nn.Module, lr: float, *, replicas: DeviceMesh | None = None
+) -> torch.optim.Optimizer:
     """Make the run's optimizer.
+
+    The ranks of `replicas` hold the same parameters and gradients: HybridMuon shares its work among them; the others
+    take the same step on each.
 
     DeePMD's weights are stored (in, out); HybridMuon is told so unless the input says otherwise or asks for
     deepmd-kit's own arithmetic, which takes them as stored.
     """
-    if isinstance(config, HybridMuonConfig) and config.layout == "as_stored" and not config.deepmd_kit_arithmetic:
+    if isinstance(config, HybridMuonConfig) and config.layout == "auto" and not config.deepmd_kit_arithmetic:
         config = dataclasses.replace(config, layout="in_out")
+    if replicas is not None and isinstance(config, HybridMuonConfig):
+        return config.build(model, lr, replicas)
     return config.build(model, lr)
 
 

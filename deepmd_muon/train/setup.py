@@ -27,6 +27,7 @@ from deepmd_muon.data import (
 from deepmd_muon.model import EnergyModel, Structures
 from deepmd_muon.model.statistics import environment_statistics
 from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.parallel import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -138,10 +139,22 @@ def with_sel(given: Input, sel: list[int]) -> Input:
     return dataclasses.replace(normalize({**given.normalized, "model": model}), notices=given.notices)
 
 
-def make_loaders(train: list[System], valid: list[System], training: TrainingSettings, cache: NeighborCache) -> Data:
-    """Make the loaders of training and validation batches on one cache of neighbour lists."""
+def new_seed() -> int:
+    """Draw a seed for the order of the data."""
+    return int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1)  # 63 bits: a plain integer everywhere
 
-    def loader(systems: list[System], section: TrainingDataSettings, seed: int | None) -> DataLoader:
+
+def make_loaders(
+    train: list[System],
+    valid: list[System],
+    training: TrainingSettings,
+    cache: NeighborCache,
+    seed: int,
+    ranks: Ranks,
+) -> Data:
+    """Make this rank's loaders of training and validation batches on one cache of neighbour lists."""
+
+    def loader(systems: list[System], section: TrainingDataSettings) -> DataLoader:
         return DataLoader(
             systems,
             section.batch_size,
@@ -150,12 +163,14 @@ def make_loaders(train: list[System], valid: list[System], training: TrainingSet
             seed=seed,
             cache=cache,
             prefetch=True,
+            rank=ranks.rank,
+            world_size=ranks.size,
         )
 
     validation = training.validation_data
     return Data(
-        loader(train, training.training_data, training.seed),
-        loader(valid, validation, training.seed) if validation else None,
+        loader(train, training.training_data),
+        loader(valid, validation) if validation else None,
         train,
     )
 

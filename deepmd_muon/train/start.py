@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from deepmd_muon.argcheck import dump, load, normalize
+from deepmd_muon.argcheck import Input, dump, load, normalize
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, from_deepmd_kit
 from deepmd_muon.train import checkpoint
 from deepmd_muon.train.errors import CheckpointError, TrainingError
+from deepmd_muon.train.parallel import Ranks, joined
 from deepmd_muon.train.report import set_up_logging
 from deepmd_muon.train.setup import (
     CACHE_BYTES,
     check_sel,
     make_loaders,
+    new_seed,
     open_training_systems,
     resolve_sel,
     set_model_statistics,
@@ -105,11 +106,25 @@ def run(
         When the input is wrong.
     TrainingError
         When the run cannot start or go on.
+
+    Notes
+    -----
+    Under torchrun all processes train one model together, as `training/zero_stage` says; rank 0 writes all files.
     """
-    set_up_logging(log_level, log_path)
-    given = load(input_path)
-    found = restart or init_model
-    source = Source.read(found) if found else None
+    with joined() as ranks:
+        set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
+        found = restart or init_model
+        source = Source.read(found) if found else None
+        given = _read_input(input_path, source, use_pretrain_script=use_pretrain_script)
+        trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
+        if restart and source:
+            trainer.restart(source.content, source.path)
+        return trainer.run()
+
+
+def _read_input(path: str, source: Source | None, *, use_pretrain_script: bool) -> Input:
+    """Read the input file, with the model section of a checkpoint if asked to."""
+    given = load(path)
     if source and use_pretrain_script:
         given = dataclasses.replace(
             normalize({**given.normalized, "model": dict(source.model_section)}), notices=given.notices
@@ -118,41 +133,44 @@ def run(
         log.warning("%s", notice)
     if given.settings.training.stat_file:
         StatFile(given.settings.training.stat_file)  # refuses a folder before the long work begins
+    return given
+
+
+def _prepare(
+    given: Input, source: Source | None, ranks: Ranks, output: str, *, count: bool, force_load: bool
+) -> Trainer:
+    """Open the data, build the model with its statistics or weights, and make the trainer."""
     train, valid = open_training_systems(given.settings.model, given.settings.training)
     if source and isinstance(getattr(given.settings.model.descriptor, "sel", None), str):
         given = with_sel(given, list(source.model_section["descriptor"]["sel"]))
-    given, statistics = resolve_sel(given, train, count=not skip_neighbor_stat)
-    dump(given.normalized, output)
+    given, statistics = ranks.from_first(lambda: resolve_sel(given, train, count=count))
+    if ranks.first:
+        dump(given.normalized, output)
 
     model = build_model(given.normalized["model"])
     cache = NeighborCache(model.rcut, model.sel, model.by_type, CACHE_BYTES, model.ntypes)
-    if statistics is None and not skip_neighbor_stat:
-        statistics = check_sel(model, train, cache)
+    if statistics is None and count:
+        statistics = ranks.from_first(lambda: check_sel(model, train, cache))
     if not any(p.requires_grad for p in model.parameters()):
         raise TrainingError("nothing is trainable: set trainable to true in model/descriptor or model/fitting_net")
-    device = training_device()
     log.info(
         "model: %d trainable weights of %d on %s",
         sum(p.numel() for p in model.parameters() if p.requires_grad),
         sum(p.numel() for p in model.parameters()),
-        device,
+        ranks.device if ranks.size == 1 else f"{ranks.size} × {ranks.device.type}",
     )
-    data = make_loaders(train, valid, given.settings.training, cache)
+    seed = given.settings.training.seed
+    seed = ranks.from_first(new_seed) if seed is None else seed
+    data = make_loaders(train, valid, given.settings.training, cache, seed, ranks)
     if source is None or force_load:
-        set_model_statistics(model, data, given.normalized["model"], given.settings.training)
+        section, training = given.normalized["model"], given.settings.training
+        ranks.from_first(lambda: set_model_statistics(model, data, section, training))
     if source is not None:
         load_weights(model, source, force=force_load)
     shortest = statistics.min_distance if statistics else UNKNOWN_DISTANCE
-    trainer = Trainer(given, model.to(device), data, shortest)
-    if restart and source:
-        trainer.restart(source.content, source.path)
-    return trainer.run()
-
-
-def training_device() -> torch.device:
-    """Return the GPU when there is one and the environment variable DEVICE, deepmd-kit's own, does not say cpu."""
-    wants_cpu = os.environ.get("DEVICE", "").lower() == "cpu"
-    return torch.device("cpu" if wants_cpu or not torch.cuda.is_available() else "cuda")
+    model = model.to(ranks.device)
+    ranks.copy_from_first(model)
+    return Trainer(given, model, data, shortest, ranks)
 
 
 def load_weights(model: EnergyModel, source: Source, *, force: bool) -> None:

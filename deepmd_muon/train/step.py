@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from deepmd_muon.loss import EnergyLoss
     from deepmd_muon.model import EnergyModel
     from deepmd_muon.train.batch import TrainingBatch
+    from deepmd_muon.train.stages import Replicated
 
 
 log = logging.getLogger(__name__)
@@ -30,12 +31,15 @@ class TrainingStep:
         The parts; the optimizer's groups share one learning rate.
     max_norm
         Largest norm of the gradient; 0 for no limit.
+    shared
+        What several ranks do together; None for a single process.
     """
 
     model: EnergyModel
     loss: EnergyLoss
     optimizer: torch.optim.Optimizer
     max_norm: float = 0.0
+    shared: Replicated | None = None
 
     def __call__(self, batch: TrainingBatch, lr: float, lr_fraction: float) -> dict[str, Tensor]:
         """Update the parameters once.
@@ -68,15 +72,21 @@ class TrainingStep:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+            if self.shared is not None:
+                self.shared.updated()
         return metrics
 
     def _finite_and_clipped(self, loss: Tensor, system: str) -> bool:
         """Shorten a gradient that is too long; refuse one that is not finite, or leave its step out if asked to."""
-        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        if self.shared is None:
+            grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads)
+        else:
+            grads, norm, loss = self.shared.average(loss)
         # One read of the device a step: the price of never writing a NaN into the weights.
         if not bool(torch.isfinite(norm + loss)):
-            problem = f"the loss is {float(loss):g} and the norm of its gradient {float(norm):g} on a batch of {system}"
+            where = system if self.shared is None else ", ".join(self.shared.ranks.gather_objects(system))
+            problem = f"the loss is {float(loss):g} and the norm of its gradient {float(norm):g} on a batch of {where}"
             if getattr(self.optimizer, "on_nonfinite", "error") != "skip":
                 raise NonFiniteError(problem)
             log.warning("%s: the step is left out", problem)

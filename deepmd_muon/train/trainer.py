@@ -8,9 +8,9 @@ import json
 import logging
 import signal
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from deepmd_muon.argcheck import Input
 from deepmd_muon.data import SamplerStateError
 from deepmd_muon.loss import EnergyLoss
-from deepmd_muon.model import EnergyModel
+from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, to_deepmd_kit
 from deepmd_muon.train.batch import TrainingBatch, to_device
 from deepmd_muon.train.checkpoint import FORMAT_VERSION, OWN_KEY, CheckpointSeries
@@ -26,10 +26,14 @@ from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import CheckpointError, NonFiniteError
 from deepmd_muon.train.learning_rate import learning_rate
 from deepmd_muon.train.optimizers import build_optimizer, load_optimizer_state
+from deepmd_muon.train.parallel import Ranks, whole
 from deepmd_muon.train.report import Reports, open_reports
 from deepmd_muon.train.setup import Data, number_of_steps
 from deepmd_muon.train.step import TrainingStep
 from deepmd_muon.train.validate import mean_metrics, validate
+
+if TYPE_CHECKING:
+    from deepmd_muon.train.stages import Replicated
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +51,8 @@ class Trainer:
         Training and validation batches.
     min_nbor_dist
         Shortest distance in the training data [Å], which deepmd-kit keeps in its checkpoints.
+    ranks
+        The processes that train together, each with its own `data`; this one alone when left out.
 
     Attributes
     ----------
@@ -56,7 +62,14 @@ class Trainer:
         The checkpoint that the run continues; None in a fresh run.
     """
 
-    def __init__(self, given: Input, model: EnergyModel, data: Data, min_nbor_dist: float = UNKNOWN_DISTANCE) -> None:
+    def __init__(
+        self,
+        given: Input,
+        model: EnergyModel,
+        data: Data,
+        min_nbor_dist: float = UNKNOWN_DISTANCE,
+        ranks: Ranks | None = None,
+    ) -> None:
         settings, training = given.settings, given.settings.training
         self.given = given
         self.model = model
@@ -65,13 +78,21 @@ class Trainer:
         self.num_steps = number_of_steps(training, data.training)
         self.rate = learning_rate(settings.learning_rate, self.num_steps)
         self.loss = EnergyLoss(**dataclasses.asdict(settings.loss))
-        self.optimizer = build_optimizer(settings.optimizer, model, self.rate(0))
+        self._device = next(model.parameters()).device
+        self.ranks = ranks or Ranks(self._device)
+        self._shared: Replicated | None = None
+        if self.ranks.size > 1:
+            from deepmd_muon.train.stages import distribute  # brings FSDP along, which one process does not need
+
+            self._shared = distribute(training.zero_stage, self.ranks, model)
+            self.optimizer = self._shared.optimizer(settings.optimizer, self.rate(0))
+        else:
+            self.optimizer = build_optimizer(settings.optimizer, model, self.rate(0))
         self.ema = Ema(model, training.ema_decay) if training.enable_ema else None
         self.series = CheckpointSeries(Path(training.save_ckpt), training.max_ckpt_keep)
         self.step = 0
         self.source: Path | None = None
-        self._update = TrainingStep(model, self.loss, self.optimizer, training.gradient_max_norm)
-        self._device = next(model.parameters()).device
+        self._update = TrainingStep(model, self.loss, self.optimizer, training.gradient_max_norm, self._shared)
         self._interrupted: int | None = None
 
     def run(self) -> int:
@@ -89,9 +110,9 @@ class Trainer:
         """
         training = self.given.settings.training
         log.info("training from step %d to step %d", self.step, self.num_steps)
-        reports = open_reports(training, num_steps=self.num_steps, start_step=self.step)
+        reports = open_reports(training, num_steps=self.num_steps, start_step=self.step, silent=not self.ranks.first)
         try:
-            with self._signals(), _profiler(training.profiling, training.profiling_file):
+            with self._signals(), _profiler(training.profiling and self.ranks.first, training.profiling_file):
                 self._steps(reports)
         except NonFiniteError as error:
             good = self.series.newest or self.source
@@ -122,11 +143,15 @@ class Trainer:
             metrics = self._update(self._next_batch(), lr, fraction)
             if self.ema:
                 self.ema.update()
+            if self._shared is not None:
+                self._interrupted = self._shared.agreed
             self.step += 1
             if training.disp_avg:
                 recent.append(metrics)
             if reports.due(self.step):
-                averaged = mean_metrics((each, 1.0) for each in recent) if recent else metrics
+                averaged = metrics
+                if recent or self._add_up:
+                    averaged = mean_metrics(((each, 1.0) for each in recent or [metrics]), self._add_up)
                 recent.clear()
                 shown = self._validate(fraction) if reports.due_validation(self.step) else None
                 reports.step(self.step, lr, _numbers(averaged), shown)
@@ -136,6 +161,10 @@ class Trainer:
                 log.warning("some atoms have more neighbours than sel allows: the farthest are left out")
             if self.step % training.save_freq == 0:
                 self.save()
+
+    @property
+    def _add_up(self) -> Callable[[Tensor], Tensor] | None:
+        return None if self._shared is None else self.ranks.sum
 
     def _next_batch(self) -> TrainingBatch:
         return to_device(self.data.training.next(), self.model.ntypes, self._device)
@@ -147,10 +176,13 @@ class Trainer:
         if section is None or loader is None:
             return None
         batches = (to_device(loader.next(), self.model.ntypes, self._device) for _ in range(section.numb_btch))
-        return _numbers(validate(self.model, self.loss, batches, lr_fraction))
+        found = _numbers(validate(self.model, self.loss, batches, lr_fraction, self._add_up))
+        if self._shared is not None:
+            self._shared.rest()
+        return found
 
     def save(self) -> Path:
-        """Write a checkpoint of the present step."""
+        """Write a checkpoint of the present step; all ranks must call it, and rank 0 writes."""
         lr = self.rate(max(0, self.step - 1))
         content: dict[str, Any] = {
             "model": to_deepmd_kit(
@@ -171,7 +203,9 @@ class Trainer:
         }
         if self.ema:
             content["ema"] = self.ema.state_dict()
-        path = self.series.save(self.step, content)
+        if self._shared is not None:
+            content = whole(content)
+        path = self.series.save(self.step, content, write=self.ranks.first)
         log.info("saved %s", path)
         return path
 
@@ -193,7 +227,7 @@ class Trainer:
             When a parameter's route or matrix view has changed.
         """
         own = content.get(OWN_KEY)
-        load_optimizer_state(self.optimizer, self.model, content, source)
+        self._load_optimizer(content, source)
         self.source = source
         if own is None:
             infos = content["model"]["_extra_state"]["train_infos"]
@@ -214,6 +248,17 @@ class Trainer:
             else:
                 log.warning("%s has no averaged parameters: the average starts from its weights", source)
         log.info("restarting from %s at step %d", source, self.step)
+
+    def _load_optimizer(self, content: Mapping[str, Any], source: Path) -> None:
+        """Load the optimizer's state, whole as it is in every checkpoint, into this rank's part."""
+        if self._shared is None:
+            load_optimizer_state(self.optimizer, self.model, content, source)
+            return
+        # An optimizer of one process reads it, with all checks and conversions; the ranks take their parts of that.
+        model = build_model(self.given.normalized["model"])
+        reader = build_optimizer(self.given.settings.optimizer, model, self.rate(0))
+        load_optimizer_state(reader, model, content, source)
+        self._shared.load_optimizer_state(self.optimizer, reader.state_dict())
 
     def _restore_own(self, own: Mapping[str, Any], source: Path) -> None:
         """Restore what only our checkpoints hold: step, random numbers, data order, the series of files."""
@@ -237,7 +282,10 @@ class Trainer:
         """Turn the first SIGINT or SIGTERM into the end of the loop; a second one ends the process as usual."""
 
         def stop(number: int, frame: types.FrameType | None) -> None:
-            self._interrupted = number
+            if self._shared is None:
+                self._interrupted = number
+            else:
+                self._shared.request = number
             signal.signal(number, previous[signal.Signals(number)])
             log.warning("%s: finishing the step and saving", signal.Signals(number).name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -95,7 +96,21 @@ class Reports:
             report.close()
 
 
-def open_reports(training: TrainingSettings, *, num_steps: int, start_step: int = 0) -> Reports:
+@dataclasses.dataclass(frozen=True)
+class _Silent:
+    """A report that another rank writes: it only knows when that one wants metrics."""
+
+    frequency: int
+    validates: bool
+
+    def step(self, step: int, lr: float, train: Metrics, valid: Metrics) -> None:
+        """Write nothing."""
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+def open_reports(training: TrainingSettings, *, num_steps: int, start_step: int = 0, silent: bool = False) -> Reports:
     """Open the reports that the input's `training` section asks for.
 
     Parameters
@@ -106,12 +121,17 @@ def open_reports(training: TrainingSettings, *, num_steps: int, start_step: int 
         Last 1-based step of the run.
     start_step
         Steps already done when the run is a restart, else 0; files are continued from there.
+    silent
+        Write nothing, on a rank whose metrics another one reports; `due` answers as there.
 
     Raises
     ------
     TensorBoardError
         When `tensorboard` is on and the package is not installed.
     """
+    if silent:
+        curve = [_Silent(training.disp_freq, validates=True)] * training.disp_training
+        return Reports([*curve, *[_Silent(training.tensorboard_freq, validates=False)] * training.tensorboard])
     reports: list[Report] = []
     if training.tensorboard:
         reports.append(

@@ -87,7 +87,7 @@ def test_the_json_schema_accepts_what_the_check_accepts(validator, water):
         ("learning_rate", "start_lr", None),
         ("training", "numb_steps", 1.5),
         ("training", "seed", True),
-        ("training", "zero_stage", 1),
+        ("training", "zero_stage", 4),
         ("training", "acc_freq", 2),
         ("training", "training_data", {"systems": []}),
         ("training", "training_data", {"systems": "a", "batch_size": "auto:x"}),

@@ -15,7 +15,7 @@ def test_all_problems_at_once(water, problems):
     water["model"]["fitting_net"]["numb_fparam"] = 2
     water["learning_rate"].update(type="exq")
     water["optimizer"] = {"type": "HybridMuon", "muon_mode": "3d", "momentum": -3}
-    water["training"].update(zero_stage=2, acc_freq=4, seed=True, num_steps=2)
+    water["training"].update(zero_stage=4, acc_freq=4, seed=True, num_steps=2)
     del water["training"]["training_data"]["systems"]
     assert problems(water) == {
         "modle": "is not a known key; did you mean 'model'?",
@@ -32,10 +32,7 @@ def test_all_problems_at_once(water, problems):
         ),
         "training/seed": "must be a whole number; found true",
         "training/num_steps": "means the same as 'numb_steps', which is given too; keep one of them",
-        "training/zero_stage": (
-            "must be 0; found 2 (training with sharded states, gradients or parameters is not available from an input "
-            "file)"
-        ),
+        "training/zero_stage": "must be one of 0, 1, 2, 3; found 4",
         "training/training_data/systems": "is missing; give a list of strings",
     }
 

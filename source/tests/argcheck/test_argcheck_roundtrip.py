@@ -114,7 +114,7 @@ trainings = merged(
         gradient_max_norm=st.integers(0, 5),
         numb_test=st.just(10),
         enable_ema=st.booleans(),
-        zero_stage=st.just(0),
+        zero_stage=st.integers(0, 3),
     ),
 )
 inputs = merged(

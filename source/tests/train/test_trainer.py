@@ -159,7 +159,9 @@ def test_the_optimizer_knows_how_deepmds_weights_are_stored(small_input, train, 
     train(small_input(training={"numb_steps": 1}))
     assert load()["optimizer"]["param_groups"][0]["layout"] == "in_out"
     train(small_input(training={"numb_steps": 1}, optimizer={"deepmd_kit_arithmetic": True}))
-    assert load()["optimizer"]["param_groups"][0]["layout"] == "as_stored"
+    assert load()["optimizer"]["param_groups"][0]["layout"] == "auto"
+    train(small_input(training={"numb_steps": 1}, optimizer={"layout": "as_stored"}))
+    assert load()["optimizer"]["param_groups"][0]["layout"] == "auto"
 
 
 def test_init_model_takes_weights_and_starts_at_zero(small_input, train, load):

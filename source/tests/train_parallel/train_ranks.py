@@ -1,0 +1,142 @@
+"""Run many trainings in one set of processes: each job is a folder, an input and what happens to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+
+@dataclass
+class Job:
+    """One training on all ranks; `accident` names a function of this module that prepares it on every rank."""
+
+    folder: Path
+    content: dict
+    options: dict = field(default_factory=dict)
+    accident: str | None = None
+    port: int = 0
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def run_jobs(world, jobs):
+    """Return for every job what each rank ended with: an exit status or an error, as text."""
+    for job, port in zip(jobs, free_ports(len(jobs)), strict=True):
+        job.folder.mkdir(parents=True, exist_ok=True)
+        (job.folder / "input.json").write_text(json.dumps(job.content))
+        job.port = port
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "deepmd_muon.train.start", "deepmd_muon.train.stages"])
+    ends = context.SimpleQueue()
+    processes = [context.Process(target=_work, args=(rank, world, jobs, ends)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    found = [{} for _ in jobs]
+    for process in processes:
+        process.join(240)
+        if process.is_alive():
+            process.kill()
+    while not ends.empty():
+        number, rank, end, took = ends.get()
+        found[number][rank] = end
+        print(f"{jobs[number].folder.name}, rank {rank}: {took:.1f} s")
+    return [[each.get(rank, "no answer") for rank in range(world)] for each in found]
+
+
+def _work(rank, world, jobs, ends):
+    from deepmd_muon.train import run
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        DEVICE="cpu", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1"
+    )
+    for number, job in enumerate(jobs):
+        os.chdir(job.folder)
+        os.environ["MASTER_PORT"] = str(job.port)
+        undo = globals()[job.accident](rank) if job.accident else None
+        start = time.perf_counter()
+        try:
+            end = str(run("input.json", log_level="WARNING", **job.options))
+        except Exception as error:
+            expected = type(error).__module__.startswith("deepmd_muon")
+            end = f"{type(error).__name__}: {error}" if expected or job.accident else traceback.format_exc()
+        if undo:
+            undo()
+        ends.put((number, rank, end, time.perf_counter() - start))
+
+
+def _in_step(happen):
+    """Call a function with the number of the step and its batch before every step."""
+    from deepmd_muon.train.step import TrainingStep
+
+    original, count = TrainingStep.__call__, 0
+
+    def call(self, batch, lr, lr_fraction):
+        nonlocal count
+        count += 1
+        happen(count, batch)
+        return original(self, batch, lr, lr_fraction)
+
+    TrainingStep.__call__ = call
+
+    def undo():
+        TrainingStep.__call__ = original
+
+    return undo
+
+
+def poison(rank):
+    """The third batch of rank 1 has a position that is no number."""
+
+    def happen(count, batch):
+        if rank == 1 and count == 3:
+            batch.structures.coord[0] = float("nan")
+
+    return _in_step(happen)
+
+
+def interrupt(rank):
+    """Rank 1 gets SIGTERM in its fourth step."""
+
+    def happen(count, batch):
+        if rank == 1 and count == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return _in_step(happen)
+
+
+def fail(rank):
+    """Rank 1 fails in its third step."""
+
+    def happen(count, batch):
+        if rank == 1 and count == 3:
+            raise MemoryError("rank 1 has had enough")
+
+    return _in_step(happen)
+
+
+def die(rank):
+    """Rank 1 vanishes in its third step."""
+
+    def happen(count, batch):
+        if rank == 1 and count == 3:
+            os._exit(7)
+
+    return _in_step(happen)
