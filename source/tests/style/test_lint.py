@@ -1,0 +1,39 @@
+"""The whole repository passes its linter, its formatter and its type checker."""
+
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).parents[3]
+
+
+def tool(name):
+    """Return the command of a tool of this environment; skip without it."""
+    beside = Path(sys.executable).with_name(name)
+    command = str(beside) if beside.exists() else shutil.which(name)
+    if command is None:
+        pytest.skip(f"{name} is not installed; pip install -c constraints.txt '.[test]' brings it")
+    return command
+
+
+def check(*command):
+    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ruff_finds_nothing():
+    check(tool("ruff"), "check", "--no-cache", ".")
+
+
+def test_every_file_is_formatted():
+    check(tool("ruff"), "format", "--no-cache", "--check", ".")
+
+
+def test_types_fit():
+    if find_spec("mypy") is None:
+        pytest.skip("mypy is not installed; pip install -c constraints.txt '.[test]' brings it")
+    check(sys.executable, "-m", "mypy")
