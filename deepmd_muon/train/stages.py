@@ -165,7 +165,7 @@ class ShardedOptimizer(Replicated):
         sent = mine.new_zeros(longest)
         sent[: mine.numel()] = mine
         found = mine.new_empty(size * longest)
-        dist.all_gather_into_tensor(found, sent)
+        dist.all_gather(list(found.chunk(size)), sent)
         pieces = [
             found[rank * longest :][: sum(each[rank] for each in counts)].split([each[rank] for each in counts])
             for rank in range(size)
@@ -194,6 +194,8 @@ class FullySharded(Replicated):
                 f"the parameters are {' and '.join(dtypes)}; zero_stage 2 and 3 need one precision for descriptor and "
                 "fitting net: set both alike, or use zero_stage 0 or 1"
             )
+        # FSDP2 hooks onto what the forward pass returns, which must not be views; this hook runs before its own.
+        model.register_forward_hook(_without_views)
         self._module: FSDPModule = fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
 
     def optimizer(self, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
@@ -215,6 +217,10 @@ class FullySharded(Replicated):
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, full: dict[str, Any]) -> None:
         """Take this rank's part of the state of an optimizer of the whole model."""
         _load_cut(self.model, optimizer, full)
+
+
+def _without_views(model: nn.Module, given: tuple[Any, ...], out: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() if value._is_view() else value for name, value in out.items()}
 
 
 def _cut_copy(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
