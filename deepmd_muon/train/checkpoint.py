@@ -9,20 +9,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepmd_muon.model import CheckpointFileError
+from deepmd_muon.model.checkpoint_file import OWN_KEY, read_checkpoint
 from deepmd_muon.train.errors import CheckpointError
 from deepmd_muon.whole_file import whole_file
 
 log = logging.getLogger(__name__)
-
-FORMAT_VERSION = 1
-OWN_KEY = "deepmd_muon"
 
 
 @dataclasses.dataclass
@@ -87,23 +85,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         When there is no such file, or it is no checkpoint.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no checkpoint {path}") from error
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is no checkpoint: it holds a {type(content).__name__}")
-    if "model" not in content and "_extra_state" in content:
-        content = {"model": content}  # a bare state dict, as deepmd-kit's older releases wrote
-    if "model" not in content:
-        raise CheckpointError(f"{path} is no checkpoint: it has no key 'model', only {sorted(map(str, content))[:5]}")
-    version = content.get(OWN_KEY, {}).get("version", FORMAT_VERSION)
-    if version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path} has format version {version}; this release reads up to {FORMAT_VERSION}: update deepmd_muon"
-        )
-    return content
+        return read_checkpoint(path)
+    except CheckpointFileError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _replace_link(link: Path, target: str) -> None:

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from deepmd_muon.argcheck import Input
 from deepmd_muon.data import SamplerStateError
-from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.loss import EnergyLoss, check_labels
 from deepmd_muon.model import EnergyModel, build_model
+from deepmd_muon.model.checkpoint_file import FORMAT_VERSION, OWN_KEY
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, to_deepmd_kit
 from deepmd_muon.train.batch import TrainingBatch, to_device
-from deepmd_muon.train.checkpoint import FORMAT_VERSION, OWN_KEY, CheckpointSeries
+from deepmd_muon.train.checkpoint import CheckpointSeries
 from deepmd_muon.train.ema import Ema
-from deepmd_muon.train.errors import CheckpointError, NonFiniteError
+from deepmd_muon.train.errors import CheckpointError, NonFiniteError, TrainingError
 from deepmd_muon.train.learning_rate import learning_rate
 from deepmd_muon.train.optimizers import build_optimizer, load_optimizer_state
 from deepmd_muon.train.parallel import Ranks, whole
@@ -78,6 +79,7 @@ class Trainer:
         self.num_steps = number_of_steps(training, data.training)
         self.rate = learning_rate(settings.learning_rate, self.num_steps)
         self.loss = EnergyLoss(**dataclasses.asdict(settings.loss))
+        self._check_labels()
         self._device = next(model.parameters()).device
         self.ranks = ranks or Ranks(self._device)
         self._shared: Replicated | None = None
@@ -94,6 +96,14 @@ class Trainer:
         self.source: Path | None = None
         self._update = TrainingStep(model, self.loss, self.optimizer, training.gradient_max_norm, self._shared)
         self._interrupted: int | None = None
+
+    def _check_labels(self) -> None:
+        """Warn of terms of the loss that no system has labels for; refuse systems that have none for any."""
+        found = check_labels(self.loss, self.data.training_systems)
+        for warning in found.warnings:
+            log.warning("%s", warning)
+        if found.errors:
+            raise TrainingError("; ".join(found.errors))
 
     def run(self) -> int:
         """Train until the last step.

@@ -376,3 +376,16 @@ def test_a_folder_as_stat_file_is_refused_at_once(small_input, train):
     with pytest.raises(ValueError, match="stat is a folder"):
         train(small_input(training={"stat_file": "stat"}))
     assert not Path("out.json").exists()
+
+
+def test_terms_without_labels_are_told_and_useless_systems_refused(small_input, train, caplog):
+    content = small_input(loss={"start_pref_ae": 1.0, "limit_pref_ae": 1.0}, training={"numb_steps": 1})
+    Path("input.json").write_text(json.dumps(content))
+    from deepmd_muon.train import run
+
+    with caplog.at_level(logging.WARNING, "deepmd_muon"):
+        assert run("input.json", log_level="WARNING") == 0
+    assert any("ae" in record.message for record in caplog.records)
+    only_virial = small_input(loss={"start_pref_e": 0.0, "limit_pref_e": 0.0, "start_pref_f": 0.0, "limit_pref_f": 0.0})
+    with pytest.raises(TrainingError, match="cluster13"):
+        train(only_virial)
