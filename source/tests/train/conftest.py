@@ -1,4 +1,5 @@
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,14 @@ def _own_folder(tmp_path, monkeypatch):
     """Run in an empty folder, on the CPU with one thread: sums then have one order, and equality can be exact."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    logger = logging.getLogger("deepmd_muon")  # a run sets its level and handlers
+    level, handlers = logger.level, list(logger.handlers)
     monkeypatch.setenv("DEVICE", "cpu")
     monkeypatch.chdir(tmp_path)
     yield
     torch.set_num_threads(threads)
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
 @pytest.fixture
