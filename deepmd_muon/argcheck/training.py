@@ -96,8 +96,16 @@ class TrainingDataSettings(Section):
 class ValidationDataSettings(TrainingDataSettings):
     """Systems that the errors shown during training are measured on."""
 
-    numb_btch: int = setting(
-        1, minimum=1, alias=("numb_batch",), doc="Batches that the shown validation errors are averaged over."
+    numb_btch: int | str = setting(
+        1,
+        minimum=1,
+        alias=("numb_batch",),
+        pattern="all",
+        forms='a whole number or "all"',
+        doc=(
+            "Batches that the shown validation errors are averaged over, those of all processes together; 'all' takes "
+            "every frame once."
+        ),
     )
 
 
@@ -128,8 +136,8 @@ class TrainingSettings(Section):
         above=0.0,
         alias=("num_epoch", "num_epochs", "numb_epochs"),
         doc=(
-            "Length of the run in passes over the data: each system is expected to be seen at least this many times "
-            "in full. Excludes numb_steps."
+            "Length of the run in passes over the data, by all processes together: each system is expected to be seen "
+            "at least this many times in full. Excludes numb_steps."
         ),
     )
     seed: int | None = setting(None, minimum=0, doc="Seed of the order of the data; left out, it is random.")

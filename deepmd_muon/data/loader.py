@@ -34,7 +34,7 @@ class DataLoader:
 
     Single-threaded and deterministic. With `prefetch`, a background thread builds one batch ahead; the
     batches and `state_dict` are the same. Under data parallelism all ranks hold the same position: rank r of
-    N takes batches r, r + N, r + 2N, … of one order.
+    N takes batches r, r + N, r + 2N, … of one order. A loader is read by `next` or by `deal`, not by both.
 
     Parameters
     ----------
@@ -152,16 +152,46 @@ class DataLoader:
         self._ahead = None
 
     @property
-    def steps_per_epoch(self) -> int:
+    def batches_per_epoch(self) -> int:
         """Batches until every system is expected to have been served once, ceil(max(batches / probability)).
 
-        Shared among the ranks; this is what ``numb_epoch`` multiplies, as in DeePMD.
+        Those of all ranks together; this is what ``numb_epoch`` multiplies, as in DeePMD.
         """
         drawn = self.probabilities > 0
         turns = float((np.array(self.nbatches)[drawn] / self.probabilities[drawn]).max())
         frames_a_batch = max(1, self._sampler.mixed)
         # 1e-9: probabilities in proportion to batches give the sum of batches up to rounding.
-        return math.ceil(turns * (1 - 1e-9) / (frames_a_batch * self.world_size))
+        return math.ceil(turns * (1 - 1e-9) / frames_a_batch)
+
+    # -- batches dealt out to the ranks ------------------------------------------------------------------------
+
+    def deal(self, count: int) -> Iterator[tuple[Batch, bool]]:
+        """Deal the next `count` random batches out to the ranks, so that together they see what one process would.
+
+        Yields
+        ------
+        tuple
+            A batch of this rank, and whether it counts. Every rank gets equally many; where `count` is no multiple
+            of the number of ranks, some get one that another rank has, which does not count.
+        """
+        plans = [self._sampler.next() for _ in range(count)]
+        self._step += count
+        yield from self._dealt(plans)
+
+    def deal_all(self) -> Iterator[tuple[Batch, bool]]:
+        """Deal every frame of every system out once, in order; otherwise as `deal`. The random order does not move."""
+        plans = [
+            Plan(((k, np.arange(first, min(first + size, system.nframes))),))
+            for k, (system, size) in enumerate(zip(self.systems, self.batch_sizes, strict=True))
+            for first in range(0, system.nframes, size)
+        ]
+        yield from self._dealt(plans)
+
+    def _dealt(self, plans: Sequence[Plan]) -> Iterator[tuple[Batch, bool]]:
+        for first in range(0, len(plans), self.world_size):
+            mine = first + self.rank
+            there = mine < len(plans)
+            yield self.build(plans[mine if there else first]), there
 
     # -- samples for statistics ------------------------------------------------------------------------------
 

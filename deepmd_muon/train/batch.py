@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -30,12 +31,22 @@ class TrainingBatch:
         True for real atoms `(nframes, natoms)`; None when no frame carries padding.
     system
         Where the frames come from.
+    atoms
+        Real atoms of each frame, on the host.
+    present
+        Which frames have each label, on the host.
     """
 
     structures: Structures
     labels: dict[str, Tensor | None]
     mask: Tensor | None
     system: str
+    atoms: np.ndarray
+    present: dict[str, np.ndarray]
+
+    def labelled_atoms(self, needed: Collection[str]) -> float:
+        """Return the number of atoms in frames that have all these labels."""
+        return float(self.atoms[np.logical_and.reduce([self.present[name] for name in needed])].sum())
 
 
 def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:
@@ -60,9 +71,11 @@ def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:
 
     real = frames.atype >= 0
     labels: dict[str, Tensor | None] = {}
-    for name in _LABELS:
-        values, present = getattr(frames, name), frames.present(name)
-        if values is not None and not present.all():
-            values, labels[f"find_{name}"] = np.nan_to_num(values), tensor(present)
+    present = {name: frames.present(name) for name in _LABELS}
+    for name, found in present.items():
+        values = getattr(frames, name)
+        if values is not None and not found.all():
+            values, labels[f"find_{name}"] = np.nan_to_num(values), tensor(found)
         labels[name] = tensor(values)
-    return TrainingBatch(structures, labels, None if real.all() else tensor(real), batch.system)
+    mask = None if real.all() else tensor(real)
+    return TrainingBatch(structures, labels, mask, batch.system, real.sum(1), present)

@@ -154,7 +154,7 @@ def make_loaders(
 ) -> Data:
     """Make this rank's loaders of training and validation batches on one cache of neighbour lists."""
 
-    def loader(systems: list[System], section: TrainingDataSettings) -> DataLoader:
+    def loader(systems: list[System], section: TrainingDataSettings, *, prefetch: bool) -> DataLoader:
         return DataLoader(
             systems,
             section.batch_size,
@@ -162,25 +162,25 @@ def make_loaders(
             sys_probs=section.sys_probs,
             seed=seed,
             cache=cache,
-            prefetch=True,
+            prefetch=prefetch,
             rank=ranks.rank,
             world_size=ranks.size,
         )
 
     validation = training.validation_data
     return Data(
-        loader(train, training.training_data),
-        loader(valid, validation) if validation else None,
+        loader(train, training.training_data, prefetch=True),
+        loader(valid, validation, prefetch=False) if validation else None,
         train,
     )
 
 
 def number_of_steps(training: TrainingSettings, loader: DataLoader) -> int:
-    """Return the length of the run in steps, from `numb_steps` or `numb_epoch`."""
+    """Return the length of the run in steps, from `numb_steps` or `numb_epoch`: a step takes one batch a rank."""
     if training.numb_steps is not None:
         return training.numb_steps
     assert training.numb_epoch is not None  # the input checker requires one of the two
-    return math.ceil(training.numb_epoch * loader.steps_per_epoch)
+    return math.ceil(math.ceil(training.numb_epoch * loader.batches_per_epoch) / loader.world_size)
 
 
 def set_model_statistics(

@@ -31,7 +31,7 @@ from deepmd_muon.train.parallel import Ranks, whole
 from deepmd_muon.train.report import Reports, open_reports
 from deepmd_muon.train.setup import Data, number_of_steps
 from deepmd_muon.train.step import TrainingStep
-from deepmd_muon.train.validate import mean_metrics, validate
+from deepmd_muon.train.validate import mean_metrics, metric_weights, validate
 
 if TYPE_CHECKING:
     from deepmd_muon.train.stages import Replicated
@@ -145,23 +145,23 @@ class Trainer:
     def _steps(self, reports: Reports) -> None:
         """Go through the steps, reporting and saving on the way."""
         training = self.given.settings.training
-        recent: list[Mapping[str, Tensor]] = []
+        recent: list[tuple[Mapping[str, Tensor], Mapping[str, float]]] = []
         dropped = False
         while self.step < self.num_steps and self._interrupted is None:
             lr = self.rate(self.step)
             fraction = lr / self.given.settings.learning_rate.start_lr
-            metrics = self._update(self._next_batch(), lr, fraction)
+            batch = self._next_batch()
+            metrics = self._update(batch, lr, fraction)
             if self.ema:
                 self.ema.update()
             if self._shared is not None:
                 self._interrupted = self._shared.agreed
             self.step += 1
-            if training.disp_avg:
-                recent.append(metrics)
-            if reports.due(self.step):
-                averaged = metrics
-                if recent or self._add_up:
-                    averaged = mean_metrics(((each, 1.0) for each in recent or [metrics]), self._add_up)
+            due = reports.due(self.step)
+            if training.disp_avg or due:
+                recent.append((metrics, metric_weights(self.loss, batch)))
+            if due:
+                averaged = mean_metrics(recent, self._add_up) if len(recent) > 1 or self._add_up else metrics
                 recent.clear()
                 shown = self._validate(fraction) if reports.due_validation(self.step) else None
                 reports.step(self.step, lr, _numbers(averaged), shown)
@@ -185,7 +185,8 @@ class Trainer:
         loader = self.data.validation
         if section is None or loader is None:
             return None
-        batches = (to_device(loader.next(), self.model.ntypes, self._device) for _ in range(section.numb_btch))
+        dealt = loader.deal_all() if section.numb_btch == "all" else loader.deal(int(section.numb_btch))
+        batches = ((to_device(batch, self.model.ntypes, self._device), counts) for batch, counts in dealt)
         found = _numbers(validate(self.model, self.loss, batches, lr_fraction, self._add_up))
         if self._shared is not None:
             self._shared.rest()

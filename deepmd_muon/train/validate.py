@@ -14,31 +14,46 @@ if TYPE_CHECKING:
     from deepmd_muon.train.batch import TrainingBatch
 
 
+def metric_weights(loss: EnergyLoss, batch: TrainingBatch) -> dict[str, float]:
+    """Return what each metric of a batch weighs in a mean over batches: the atoms of the frames that it compares."""
+    kind = "rmse" if loss.loss_func == "mse" else "mae"
+    weights = {f"{kind}_{term}": batch.labelled_atoms(loss.needed_labels(term)) for term in loss.terms}
+    return {**weights, "rmse": float(batch.atoms.sum())}
+
+
 def mean_metrics(
-    metrics: Iterable[tuple[Mapping[str, Tensor], float]], add_up: Callable[[Tensor], Tensor] | None = None
+    metrics: Iterable[tuple[Mapping[str, Tensor], Mapping[str, float]]],
+    add_up: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Average metrics of several batches: root mean squares are averaged as squares, the others as they are.
 
     Parameters
     ----------
     metrics
-        Metrics of a batch by name, and its weight (number of atoms). A metric that is NaN in some batch is averaged
-        over the others.
+        Metrics of a batch by name, and what each weighs (see `metric_weights`); those of weight 0 do not count.
     add_up
         Adds a tensor over all ranks, whose batches then count as well; every rank must have a batch.
+
+    Returns
+    -------
+    dict
+        NaN where no batch counts.
     """
     sums: dict[str, Tensor] = {}
-    weights: dict[str, Tensor] = {}
-    for values, weight in metrics:
+    totals: dict[str, float] = {}
+    for values, weights in metrics:
         for name, value in values.items():
-            there = (~value.isnan()).to(value.dtype) * weight  # a missing label shows as NaN
-            term = (value.square() if name.startswith("rmse") else value).nan_to_num() * there
+            weight = weights[name]
+            square = value.square() if name.startswith("rmse") else value
+            term = square * weight if weight else torch.zeros_like(value)  # a missing label shows as NaN
             sums[name] = sums[name] + term if name in sums else term
-            weights[name] = weights[name] + there if name in weights else there
+            totals[name] = totals.get(name, 0.0) + weight
+    summed = torch.stack([value.double() for value in sums.values()])
+    summed = torch.cat([summed, summed.new_tensor([totals[name] for name in sums])])
     if add_up is not None:
-        together = add_up(torch.stack([*sums.values(), *weights.values()]).double())
-        sums, weights = (dict(zip(sums, part, strict=True)) for part in together.view(2, -1))
-    means = {name: total / weights[name] for name, total in sums.items()}
+        summed = add_up(summed)
+    values, counts = summed.chunk(2)
+    means = dict(zip(sums, values / counts, strict=True))
     return {name: mean.sqrt() if name.startswith("rmse") else mean for name, mean in means.items()}
 
 
@@ -46,28 +61,29 @@ def mean_metrics(
 def validate(
     model: EnergyModel,
     loss: EnergyLoss,
-    batches: Iterable[TrainingBatch],
+    batches: Iterable[tuple[TrainingBatch, bool]],
     lr_fraction: float,
     add_up: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the metrics of `model` over some batches, weighted with their atoms.
+    """Return the metrics of `model` over some batches, each weighted with the atoms that it compares.
 
     Parameters
     ----------
     model, loss
         As in training.
     batches
-        Validation batches on the model's device.
+        Validation batches on the model's device, and whether each counts; one that does not is passed through the
+        model nevertheless, because the ranks of a sharded model must do so together.
     lr_fraction
         Learning rate divided by the first one, which the prefactors of the loss follow.
     add_up
         See `mean_metrics`.
     """
 
-    def measured() -> Iterable[tuple[Mapping[str, Tensor], float]]:
-        for batch in batches:
+    def measured() -> Iterable[tuple[Mapping[str, Tensor], Mapping[str, float]]]:
+        for batch, counts in batches:
             prediction = model(batch.structures, force=loss.needs_force, virial=loss.needs_virial)
             _, metrics = loss(prediction, batch.labels, lr_fraction, batch.structures.natoms, batch.mask)
-            yield metrics, float(sum(batch.structures.type_counts))
+            yield metrics, metric_weights(loss, batch) if counts else dict.fromkeys(metrics, 0.0)
 
     return mean_metrics(measured(), add_up)

@@ -130,6 +130,42 @@ def test_ranks_share_one_order(systems):
         loader(systems, rank=3, world_size=3)
 
 
+def served(dealt):
+    """Energies of the frames that count."""
+    return [batch.frames.energy.tolist() for batch, counts in dealt if counts]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_ranks_are_dealt_the_batches_of_one(systems, world):
+    single = loader(systems, 2)
+    expected = [single.next().frames.energy.tolist() for _ in range(7)]
+    ranks = [loader(systems, 2, rank=r, world_size=world) for r in range(world)]
+    for wanted in (expected[:5], expected[5:]):
+        dealt = [list(data.deal(len(wanted))) for data in ranks]
+        assert {len(each) for each in dealt} == {-(-len(wanted) // world)}
+        parts = [served(each) for each in dealt]
+        assert [parts[i % world][i // world] for i in range(len(wanted))] == wanted
+        assert sum(map(len, parts)) == len(wanted)
+    assert [data.state_dict() for data in ranks] == [single.state_dict()] * world
+
+
+@pytest.mark.parametrize("batch_size", [2, "mixed:4", "max:9"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_every_frame_is_dealt_once(systems, batch_size, world):
+    ranks = [loader(systems, batch_size, rank=r, world_size=world) for r in range(world)]
+    every = sorted(energy for s in systems for energy in s.frames(range(s.nframes)).energy)
+    for _ in range(2):
+        assert sorted(e for data in ranks for part in served(data.deal_all()) for e in part) == every
+    assert ranks[0].state_dict()["step"] == 0
+
+
+def test_an_epoch_of_all_ranks_serves_every_frame_once(systems):
+    ranks = [loader(systems[:1], 2, rank=r, world_size=5) for r in range(5)]
+    assert ranks[0].batches_per_epoch == 5
+    seen = [energy for data in ranks for energy in data.next().frames.energy]
+    assert sorted(seen) == sorted(systems[0].frames(range(10)).energy)
+
+
 def test_other_data_refuse_the_position(systems):
     state = loader(systems).state_dict()
     with pytest.raises(SamplerStateError, match="other training data"):
@@ -153,14 +189,14 @@ def test_samples_are_spread_over_all_systems(systems):
     assert sum(b.frames.nframes for b in loader(systems, 2).sample_batches(100)) == 22
 
 
-def test_steps_per_epoch(systems):
-    assert loader(systems, 1).steps_per_epoch == 22
-    assert loader(systems, 2).steps_per_epoch == 5 + 4 + 3
-    assert loader(systems, 2, world_size=4).steps_per_epoch == 3
+def test_batches_per_epoch(systems):
+    assert loader(systems, 1).batches_per_epoch == 22
+    assert loader(systems, 2).batches_per_epoch == 5 + 4 + 3
+    assert loader(systems, 2, world_size=4).batches_per_epoch == 12
     # Slowest is the first system: 5 batches, drawn in a third of the steps.
-    assert loader(systems, 2, auto_prob="prob_uniform").steps_per_epoch == 15
-    assert loader(systems, 2, sys_probs=[0.5, 0.5, 0.0]).steps_per_epoch == 10
-    assert loader(systems, "mixed:4").steps_per_epoch == 6
+    assert loader(systems, 2, auto_prob="prob_uniform").batches_per_epoch == 15
+    assert loader(systems, 2, sys_probs=[0.5, 0.5, 0.0]).batches_per_epoch == 10
+    assert loader(systems, "mixed:4").batches_per_epoch == 6
 
 
 def test_filter_leaves_systems_out(systems):
