@@ -51,21 +51,46 @@ def mapped(sigma: Tensor, schedule: Schedule) -> Tensor:
     return sigma
 
 
+class Oracle:
+    """Matrices X (batch, m, n), decomposed once, to judge results O by."""
+
+    def __init__(self, x: Tensor, schedule: str | Schedule = "8+2") -> None:
+        schedule = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
+        self.u, self.s, self.vh = decomposed(x)
+        self.values = torch.where(self.above(RESOLUTION), mapped(self.s, schedule), 0.0)
+
+    def above(self, threshold: float) -> Tensor:
+        """Say which singular values exceed that share of the largest."""
+        return self.s > threshold * self.s[..., :1]
+
+    @property
+    def result(self) -> Tensor:
+        """U f(Σ) Vᵀ in float64, singular values below the input's resolution left out."""
+        return (self.u * self.values[..., None, :]) @ self.vh
+
+    def error(self, o: Tensor, threshold: float) -> Tensor:
+        """Return, per matrix, the relative error along singular pairs above a share of the largest value."""
+        inside = self.above(threshold).double()
+        difference = self.u.mT @ o.double() @ self.vh.mT - torch.diag_embed(self.values)
+        difference = difference * inside[..., :, None] * inside[..., None, :]
+        return difference.square().sum(dim=(-2, -1)).sqrt() / (self.values * inside).square().sum(-1).sqrt()
+
+    def noise(self, o: Tensor) -> Tensor:
+        """Return, per matrix, the share of ‖O‖² that is not along the singular pairs of X."""
+        along = torch.einsum("bij,bik,bkj->bj", self.u, o.double(), self.vh.mT)
+        along = torch.where(self.above(RESOLUTION), along, 0.0)
+        total = o.double().square().sum(dim=(-2, -1))
+        return torch.where(total > 0, 1.0 - along.square().sum(-1) / total, 0.0)
+
+
 def oracle(x: Tensor, schedule: str | Schedule = "8+2") -> Tensor:
     """Return U f(Σ) Vᵀ in float64, singular values below the input's resolution left out."""
-    schedule = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
-    u, s, vh = decomposed(x)
-    values = torch.where(s > RESOLUTION * s[..., :1], mapped(s, schedule), 0.0)
-    return (u * values[..., None, :]) @ vh
+    return Oracle(x, schedule).result
 
 
 def noise_fraction(x: Tensor, o: Tensor) -> Tensor:
     """Return, per matrix, the share of ‖O‖² that is not along the singular pairs of X."""
-    u, s, vh = decomposed(x)
-    along = torch.einsum("bij,bik,bkj->bj", u, o.double(), vh.mT)
-    along = torch.where(s > RESOLUTION * s[..., :1], along, 0.0)
-    total = o.double().square().sum(dim=(-2, -1))
-    return torch.where(total > 0, 1.0 - along.square().sum(-1) / total, 0.0)
+    return Oracle(x).noise(o)
 
 
 def error_inside(x: Tensor, o: Tensor, schedule: str | Schedule, threshold: float) -> Tensor:
@@ -73,10 +98,4 @@ def error_inside(x: Tensor, o: Tensor, schedule: str | Schedule, threshold: floa
 
     `threshold` is a share of the largest singular value.
     """
-    u, s, vh = decomposed(x)
-    inside = (s > threshold * s[..., :1]).double()
-    difference = u.mT @ (o.double() - oracle(x, schedule)) @ vh.mT
-    difference = difference * inside[..., :, None] * inside[..., None, :]
-    schedule = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
-    norm = (mapped(s, schedule) * inside).square().sum(-1).sqrt()
-    return difference.square().sum(dim=(-2, -1)).sqrt() / norm
+    return Oracle(x, schedule).error(o, threshold)

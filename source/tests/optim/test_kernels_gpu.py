@@ -1,48 +1,110 @@
-"""The kernels on a GPU: the cases of `kernel_cases`, captures, and what the dispatch does by itself."""
+"""The kernels on a GPU: every gate of `kernel_cases`, each implementation forced and as the table chooses; captures."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from kernel_cases import (
+    SHAPES,
     SPECTRA,
+    Way,
+    check_batches,
     check_company,
-    check_dtypes_and_scales,
+    check_memory,
     check_quality,
+    check_repeats,
+    check_scales,
+    check_signs,
     check_special_values,
     check_views,
+    fits,
 )
 from polar_oracle import error_inside, matrices, noise_fraction
 
 from deepmd_muon.optim.polar import orthogonalize_matrices
-from deepmd_muon.optim.polar.dispatch import counts
+from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, counts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
 
-CASES = {
-    "whole": [(1, 1), (1, 8), (2, 1), (5, 7), (16, 16), (17, 33), (25, 50), (63, 65), (65, 64), (60, 250), (128, 128)],
-    "strips": [(17, 33), (65, 64), (127, 129), (128, 384), (768, 128), (320, 64)],
-    "tiles": [(65, 64), (127, 129), (240, 240), (241, 1607), (500, 700)],
-    "symmetric": [(240, 240), (241, 1607), (1030, 520), (2050, 1024)],
-}
+FORCED = tuple(name for name in IMPLEMENTATIONS if name != "torch")
+# Shapes at the borders of tiles and of the table's rules.
+BORDERS = ((1, 256), (60, 250), (128, 128), (320, 64), (768, 128), (500, 700))
+LARGE = ((1030, 520), (2050, 1024))
+EVERY = (*SHAPES, *BORDERS)
+CASES = [
+    *((name, shape) for name in FORCED for shape in EVERY if fits(name, shape)),
+    *(("default", shape) for shape in EVERY),
+]
+# A shape of every implementation's own for the gates that do not depend much on it.
+OWN = {"whole": (17, 33), "strips": (65, 300), "tiles": (200, 170), "symmetric": (200, 450), "default": (65, 64)}
 
 
-@pytest.mark.parametrize(("name", "shape"), [(name, shape) for name, shapes in CASES.items() for shape in shapes])
-def test_every_kernel_keeps_the_promise(name, shape):
-    check_quality(name, shape, SPECTRA if shape[1] < 1000 else ("gaussian", "rank8", "log5"), "cuda")
+def named(case):
+    return f"{case[0]}-{case[1][0]}x{case[1][1]}"
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [("whole", (6, 9)), ("strips", (40, 90)), ("tiles", (70, 90)), ("symmetric", (70, 90))]
-)
-def test_views_dtypes_scales_and_special_values(name, shape):
-    check_views(name, shape, "cuda")
-    check_special_values(name, shape, "cuda")
-    check_dtypes_and_scales(name, shape, "cuda")
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_quality(case):
+    name, shape = case
+    check_quality(Way(name, "cuda"), shape, SPECTRA if max(shape) < 1000 else ("gaussian", "rank8", "log5", "log8"))
+
+
+@pytest.mark.parametrize("case", [(name, s) for name in FORCED for s in LARGE if fits(name, s)], ids=named)
+def test_quality_of_large_matrices(case):
+    name, shape = case
+    check_quality(Way(name, "cuda"), shape, ("rank8", "log5"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_batches(case):
+    check_batches(Way(case[0], "cuda"), case[1], (1, 3, 133) if case[0] in FORCED else (0, 1, 3, 133))
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_views(case):
+    check_views(Way(case[0], "cuda"), case[1])
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_scales_and_dtypes(case):
+    check_scales(Way(case[0], "cuda"), case[1])
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_special_values(case):
+    check_special_values(Way(case[0], "cuda"), case[1])
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_signs(case):
+    check_signs(Way(case[0], "cuda"), case[1])
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_every_run_gives_the_same_bits(name):
+    check_repeats(Way(name, "cuda"), tuple((2, *s) for s in EVERY if name == "default" or fits(name, s)))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_memory(name):
+    m, n = OWN[name]
+    check_memory(Way(name, "cuda"), ((1, m, n), (3, n, m)))
+    check_memory(Way(name, "cuda"), tuple((2, *s) for s in EVERY if name == "default" or fits(name, s)))
 
 
 def test_whole_matrices_are_the_same_bits_in_any_company():
-    check_company("whole", ((133, 5, 7), (1, 30, 9), (3, 1, 8), (2, 100, 120), (1, 64, 250)), "cuda", repeats=10)
+    check_company(Way("whole", "cuda"), ((133, 5, 7), (1, 30, 9), (3, 1, 8), (2, 100, 120), (1, 64, 250)))
+
+
+def test_every_implementation_is_chosen_and_none_was_switched_off():
+    before = counts()
+    for name, shape in OWN.items():
+        x = matrices("gaussian", 2, *shape).cuda()
+        allowed = FORCED if name == "default" else (name,)
+        orthogonalize_matrices([x], "8+2", flash=allowed)
+        if name != "default":
+            key = (name, min(shape), max(shape))
+            assert counts()[key] == before.get(key, 0) + 2
 
 
 def test_dispatch_takes_a_whole_model_and_a_captured_call_equals_the_eager_one():
