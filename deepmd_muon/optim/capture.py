@@ -28,12 +28,14 @@ def refuse_capture(optimizer: HybridMuon, params: Sequence[Tensor]) -> None:
     ------
     CaptureError
         When a group is not capturable, state would be made inside the graph (each replay would make it anew), a
-        trainable parameter has no gradient, or `on_nonfinite` needs the host.
+        trainable parameter has no gradient, the state is offloaded, or `on_nonfinite` needs the host.
     """
     if not params or not params[0].is_cuda or not torch.cuda.is_current_stream_capturing():
         return
     if not all(group["capturable"] and isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
         raise CaptureError("a captured step would keep today's learning rate; make HybridMuon with capturable=True")
+    if optimizer._offload is not None:
+        raise CaptureError("moments in host memory travel on streams of their own; call optimizer.offload(False) first")
     if optimizer.on_nonfinite == "error":
         raise CaptureError("on_nonfinite='error' waits for the device, which a graph cannot; use 'skip'")
     fresh = sum(p not in optimizer.state for p in params)

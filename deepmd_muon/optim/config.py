@@ -182,6 +182,14 @@ class HybridMuonConfig:
             "leaves all parameters and state as they are, 'error' stops the run (and waits for the device each step)."
         ),
     )
+    offload: bool = setting(
+        False,
+        doc=(
+            "Keep the momenta and Adam's moments in pinned host memory between steps; around a step they travel to the "
+            "device and back in pieces, beside the computation. Results are the same: bitwise up to 16 M weights, "
+            "beyond that up to last bits, as matrices are orthogonalized in smaller batches."
+        ),
+    )
     deepmd_kit_arithmetic: bool = setting(
         False,
         doc=(

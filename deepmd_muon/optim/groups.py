@@ -128,6 +128,8 @@ class _Arguments:
     foreach: bool | None = setting(doc="Many parameters at a time.")
     capturable: bool = setting(doc="Keep the learning rate on the device.")
     workspace: int = setting(1, minimum=1, doc="Elements worked on at a time.")
+    offload: bool = setting(False, doc="Keep moments in host memory.")
+    offload_bytes: int = setting(1, minimum=1, doc="Bytes of moments that travel together.")
     on_route_change: RouteChange = setting("error", choices=("error", "migrate", "reset"), doc="At a load.")
     on_nonfinite: NonFinite = setting("ignore", choices=("ignore", "skip", "error"), doc="At a step.")
 

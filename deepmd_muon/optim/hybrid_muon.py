@@ -12,14 +12,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from deepmd_muon.optim.adam import adam_
 from deepmd_muon.optim.capture import refuse_capture
-from deepmd_muon.optim.config import HybridMuonConfig, Layout, MuonMode, NonFinite, Precision, RouteChange, Scaling
+from deepmd_muon.optim.config import Layout, MuonMode, NonFinite, Precision, RouteChange, Scaling
 from deepmd_muon.optim.errors import InvalidGradientError, InvalidSettingError, NonFiniteGradientError
 from deepmd_muon.optim.gradients import StepControl, nonfinite
 from deepmd_muon.optim.groups import (
     Params,
-    adam_lr_ratio,
     check_group,
     check_parameters,
     group_defaults,
@@ -27,14 +25,13 @@ from deepmd_muon.optim.groups import (
     warn_of_idle_rules,
     with_names,
 )
-from deepmd_muon.optim.muon import muon_
-from deepmd_muon.optim.polar.dispatch import unavailable
+from deepmd_muon.optim.offload import Offload
 from deepmd_muon.optim.polar.schedules import AnySchedule
 from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules, choose_route, unnamed
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded.settings import ShardedSettings
 from deepmd_muon.optim.state import drop_unfit, load_checked_state
-from deepmd_muon.optim.work import GroupWork
+from deepmd_muon.optim.work import GroupWork, step_waves
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.fused import FusedSteps
@@ -85,6 +82,11 @@ class HybridMuon(Optimizer):
     workspace
         Bound on the parameter elements that are worked on at a time; beside the state, a step takes 19 to 28 bytes
         for each (measured with float32). A single larger parameter is still taken whole.
+    offload
+        Keep momenta and Adam's moments in (pinned) host memory; see `HybridMuonConfig` and the method `offload`.
+    offload_bytes
+        Bound on the bytes of moments that travel together; twice as much is on the device. They are also what is
+        stepped together, as if `workspace` were this many bytes of momenta; a single larger moment travels whole.
     replicas
         The ranks, as a device mesh or process group, on which parameters that are no DTensors are copies of each
         other with equal gradients (DDP), so that these ranks share the work. Without it such parameters are this
@@ -117,6 +119,7 @@ class HybridMuon(Optimizer):
     # torch.amp.GradScaler then leaves unscaling and skipping to `step`, through two attributes.
     _step_supports_amp_scaling = True
     _fused: FusedSteps | None = None  # made by the first step that needs it
+    _offload: Offload | None = None
 
     def __init__(
         self,
@@ -152,6 +155,8 @@ class HybridMuon(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         workspace: int = 64 * 2**20,
+        offload: bool = False,
+        offload_bytes: int = 64 * 2**20,
         replicas: Replicas | None = None,
         sharded: ShardedSettings | None = None,
     ) -> None:
@@ -161,6 +166,9 @@ class HybridMuon(Optimizer):
         self.on_route_change: RouteChange = on_route_change
         self.on_nonfinite: NonFinite = on_nonfinite
         self.workspace = workspace
+        self.offload_bytes = offload_bytes
+        if offload:
+            self._offload = Offload(offload_bytes)
         self.replicas = replicas
         self.sharded = sharded or ShardedSettings()
         self.routing = RouteTable(())
@@ -225,9 +233,37 @@ class HybridMuon(Optimizer):
             self._route_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with its routing; a frozen parameter keeps the state it had before."""
+        """Return the state with its routing; a frozen parameter keeps the state it had before.
+
+        While the state is offloaded its tensors are in host memory, up to date when this returns.
+        """
         self._keep_up()
-        return super().state_dict()
+        found = super().state_dict()
+        if self._offload is not None:
+            self._offload.wait()
+            found["state"] = {key: self._offload.outside(values) for key, values in found["state"].items()}
+        return found
+
+    @torch.no_grad()
+    def offload(self, on: bool = True) -> None:
+        """Keep momenta and Adam's moments in host memory from now on, or on the parameters' devices.
+
+        Steps give the same results either way; see `HybridMuonConfig`. Read the state through `state_dict`, which
+        waits until host memory is up to date.
+        """
+        if on and self._offload is None:
+            self._offload = Offload(self.offload_bytes)
+            self._offload.house_all(self)
+        elif not on and self._offload is not None:
+            self._offload.release(self)
+            self._offload = None
+        self._forget_work()
+
+    def _forget_work(self) -> None:
+        """Let the next step look at parameters and state anew."""
+        self._work = {}
+        if self._shared is not None:
+            self._shared.forget()
 
     # A compiled training step breaks here and runs this eagerly: tracing Newton-Schulz for every shape takes seconds
     # per parameter. (torch.compiler.disable would import the compiler now; this, torch.optim's own, does not.)
@@ -266,12 +302,7 @@ class HybridMuon(Optimizer):
             control = self._control([member for members in work for member in members])
         else:
             work, control = self._shared.step(work)
-        for number, (group, members) in enumerate(zip(self.param_groups, work, strict=True)):
-            known = self._work.get(number)
-            if known is None or not known.holds(self, group, members):
-                known = self._work[number] = GroupWork(self, group, members)
-            for wave in known.waves:
-                self._step_wave(wave.members, wave.states, group, control.on(wave.members[0][0].device))
+        step_waves(self, work, control)
         return loss
 
     def _collect(self, number: int) -> list[tuple[Tensor, RouteEntry]]:
@@ -298,50 +329,6 @@ class HybridMuon(Optimizer):
                 raise NonFiniteGradientError([entry.name for (_, entry), b in zip(members, bad, strict=True) if b])
             skip = bad.any().float() if skip is None else torch.maximum(skip.to(bad.device), bad.any().float())
         return StepControl(skip, scale)
-
-    def _step_wave(
-        self,
-        wave: Sequence[tuple[Tensor, RouteEntry]],
-        states: Sequence[dict[str, Tensor]],
-        group: dict[str, Any],
-        control: StepControl,
-    ) -> None:
-        """Step some parameters of one group, route, device and dtype."""
-        settings = group_settings(group)
-        params = [p for p, _ in wave]
-        route = wave[0][1].route
-        if route == "muon":
-            lists = (
-                params,
-                [state["momentum_buffer"] for state in states],
-                [state["magma_score"] for state in states] if settings.magma_muon else [],
-                [entry.view for _, entry in wave if entry.view is not None],
-            )
-            fused = self._fused_steps(params[0], settings)
-            values: dict[str, Any] = {"lr": group["lr"], "settings": settings, "control": control}
-            if fused is None or not fused.step(*lists, **values, maximize=group["maximize"]):
-                muon_(*lists, **values, maximize=group["maximize"])
-        else:
-            ratio = adam_lr_ratio(settings)
-            adam_(
-                params,
-                *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
-                lr=group["lr"] if ratio == 1.0 else group["lr"] * ratio,
-                betas=(settings.adam_beta1, settings.adam_beta2),
-                weight_decay=settings.weight_decay if route == "adamw" else 0.0,
-                control=control,
-                maximize=group["maximize"],
-            )
-
-    def _fused_steps(self, p: Tensor, settings: HybridMuonConfig) -> FusedSteps | None:
-        """Return what steps the Muon route in few launches; None where torch's operations do it."""
-        if not p.is_cuda or not settings.flash_muon or settings.deepmd_kit_arithmetic:
-            return None
-        if self._fused is None and not unavailable():
-            from deepmd_muon.optim.fused import FusedSteps
-
-            self._fused = FusedSteps()
-        return self._fused
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore state by parameter name, after checking that every route and view is the present one.
@@ -383,10 +370,14 @@ class HybridMuon(Optimizer):
         """
         self._keep_up()
         load_checked_state(self, state_dict)
+        if self._offload is not None:
+            self._offload.house_all(self)
         self._route_parameters()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("workspace", "on_route_change", "on_nonfinite", "replicas", "sharded")
+        own = ("workspace", "offload_bytes", "_offload", "on_route_change", "on_nonfinite", "replicas", "sharded")
+        if self._offload is not None:
+            self._offload.wait()
         return {**super().__getstate__(), **{key: getattr(self, key) for key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

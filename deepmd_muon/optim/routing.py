@@ -17,7 +17,7 @@ from deepmd_muon.optim.views import MatrixView, Split, effective_shape, matrix_v
 Route = Literal["muon", "adam", "adamw", "frozen"]
 ROUTES: tuple[Route, ...] = ("muon", "adam", "adamw", "frozen")
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 
 # What torch.compile, DDP, FSDP1, activation checkpointing and DeePMD's model wrapper put into names.
 _WRAPPER_SEGMENTS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -150,7 +150,7 @@ class RouteTable(Sequence[RouteEntry]):
             names = group.get("param_names") or [unnamed(number, i) for i in range(len(group["routes"]))]
             for name, shape, view, chosen in zip(names, group["shapes"], group["views"], group["routes"], strict=True):
                 entries.append(
-                    RouteEntry(canonical_name(name), tuple(shape), MatrixView.parse(view), chosen, "recorded")
+                    RouteEntry(canonical_name(name), _read_shape(shape), MatrixView.parse(view), chosen, "recorded")
                 )
         return cls(entries)
 
@@ -160,8 +160,14 @@ class RouteTable(Sequence[RouteEntry]):
             "routing_version": MANIFEST_VERSION,
             "routes": [entry.route for entry in self],
             "views": [str(entry.view) if entry.view else "" for entry in self],
-            "shapes": [list(entry.shape) for entry in self],
+            # As text: torch's full state dicts lose empty lists, such as the shape of a scalar.
+            "shapes": ["x".join(map(str, entry.shape)) for entry in self],
         }
+
+
+def _read_shape(saved: str | Sequence[int]) -> tuple[int, ...]:
+    """Read a shape of a manifest; version 1 held lists."""
+    return tuple(map(int, filter(None, saved.split("x")) if isinstance(saved, str) else saved))
 
 
 def unnamed(group: int, index: int) -> str:

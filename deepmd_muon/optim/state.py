@@ -14,6 +14,7 @@ from deepmd_muon.optim.adam import moment_dtype
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
 from deepmd_muon.optim.foreign import is_deepmd_kit, read_deepmd_kit
 from deepmd_muon.optim.migrate import Saved, migrate
+from deepmd_muon.optim.offload import MOVED
 from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules, canonical_name
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ log = logging.getLogger(__name__)
 # Group keys that describe the parameters or the run rather than the user's settings.
 _NOT_SETTINGS = {"params", "param_names", "lr", "initial_lr", "routing_version", "routes", "views", "shapes"}
 
-# Shape of each state tensor: like the parameter, one per matrix, or a scalar.
-_LIKE_PARAMETER = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 _KEYS_OF_ROUTE = {
     "muon": {"momentum_buffer", "magma_score"},
     "adam": {"step", "exp_avg", "exp_avg_sq"},
@@ -116,7 +115,7 @@ def load_checked_state(optimizer: HybridMuon, state_dict: Mapping[str, Any]) -> 
             values = {key: value for key, value in values.items() if key != "magma_score"}
             without_scores += 1
         if values:
-            state[p] = {key: _placed(key, value, p) for key, value in values.items()}
+            state[p] = {key: _placed(optimizer, key, value, p) for key, value in values.items()}
             converted |= {(k, v.dtype, state[p][k].dtype) for k, v in values.items() if v.dtype != state[p][k].dtype}
     for name in differences.keys() - {entry.name for entry in optimizer.routing}:
         log.warning("%s; its state is dropped", differences[name])
@@ -215,7 +214,7 @@ def _damage(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
     ]
     problems += [
         f"{entry.name}: {key} has shape {tuple(values[key].shape)}, the parameter {entry.shape}"
-        for key in _LIKE_PARAMETER
+        for key in MOVED
         if key in values and tuple(values[key].shape) != entry.shape
     ]
     score = values.get("magma_score")
@@ -226,13 +225,14 @@ def _damage(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _placed(key: str, value: Tensor, p: Tensor) -> Tensor:
-    """Copy a state tensor to its parameter's device, in the dtype this state has for such a parameter."""
+def _placed(optimizer: HybridMuon, key: str, value: Tensor, p: Tensor) -> Tensor:
+    """Copy a state tensor to where it lives, in the dtype this state has for such a parameter."""
     if key in ("step", "magma_score"):
         dtype = torch.float32
     else:
         dtype = p.dtype if key == "momentum_buffer" else moment_dtype(p.dtype)
-    return value.detach().to(p.device, dtype, copy=True)
+    device = torch.device("cpu") if optimizer._offload is not None and key in MOVED else p.device
+    return value.detach().to(device, dtype, copy=True)
 
 
 def _restore_learning_rates(optimizer: HybridMuon, groups: list[dict[str, Any]]) -> None:

@@ -24,6 +24,7 @@ from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
 from deepmd_muon.optim.sharded.reference import step_everywhere
 from deepmd_muon.optim.sharded.settings import ShardedSettings
 from deepmd_muon.optim.state import state_of
+from deepmd_muon.optim.work import step_wave
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon
@@ -83,6 +84,10 @@ class ShardedStep:
         self._agreed = False
         self._pipeline: Pipeline | None = None
         self._agreement: list[dist.ProcessGroup] | None = None
+
+    def forget(self) -> None:
+        """Look at parameters and state anew in the next step."""
+        self._pipeline = None
 
     def _planned(self, member: Member) -> PlannedParameter:
         settings = group_settings(self._optimizer.param_groups[member.group])
@@ -148,7 +153,7 @@ class ShardedStep:
                     states = [state_of(self._optimizer, p, entry, damped=False) for _, (p, entry) in wave]
                     local = [{key: local_part(value) for key, value in state.items()} for state in states]
                     local_wave = [(twin, entry) for twin, (_, entry) in wave]
-                    self._optimizer._step_wave(local_wave, local, group, control.on(wave[0][0].device))
+                    step_wave(self._optimizer, local_wave, local, group, control.on(wave[0][0].device))
 
     def _control(self) -> StepControl:
         """Decide on all ranks alike, on the device, whether this step is left out."""

@@ -1,0 +1,268 @@
+"""Moments in host memory: the same steps, states and copies of the optimizer, and copies in the right order."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidSettingError
+from deepmd_muon.optim.offload import Lot, Offload, Ring
+
+SHAPES = {
+    "a.weight": (12, 20),
+    "b.weight": (12, 20),
+    "experts": (3, 8, 5),
+    "a.bias": (20,),
+    "adamw_scale": (7,),
+    "scalar": (),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        for name, shape in SHAPES.items():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(torch.randn(shape, dtype=dtype)))
+
+
+def train(model, optimizer, steps, start=0, without=()):
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(step)
+        for name, p in model.named_parameters():
+            grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            p.grad = None if name in without else grad
+        optimizer.step()
+
+
+def make(dtype=torch.float32, **settings):
+    model = Net(dtype)
+    return model, HybridMuon(model.named_parameters(), **{"lr": 0.02, "weight_decay": 0.1, **settings})
+
+
+def equal(first, second):
+    """Parameters, state tensors and their dtypes agree bitwise."""
+    (model, optimizer), (other, twin) = first, second
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        state, twins = optimizer.state[p], twin.state[q]
+        assert state.keys() == twins.keys()
+        for key, x in state.items():
+            assert (x.dtype, x.stride()) == (twins[key].dtype, twins[key].stride())
+            assert torch.equal(x, twins[key]), (name, key)
+
+
+@pytest.mark.parametrize("settings", [{}, {"foreach": False}, {"magma_muon": False, "on_nonfinite": "skip"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_steps_are_bitwise_the_same_on_and_off_at_any_time(dtype, settings):
+    plain, other = make(dtype, **settings), make(dtype, **settings)
+    train(*plain, 6)
+    train(*other, 1)
+    other[1].offload()
+    train(*other, 2, start=1)
+    other[1].offload(False)
+    train(*other, 1, start=3)
+    other[1].offload(True)
+    other[1].offload(True)
+    train(*other, 2, start=4)
+    equal(plain, other)
+
+
+@pytest.mark.parametrize("size", [1, 700, 1000, 2**20])
+def test_lots_of_any_size_give_what_a_workspace_of_that_size_gives(size):
+    """One parameter at a time, several, all; a parameter without a gradient now and then."""
+    plain, other = make(workspace=max(1, size // 4)), make(offload=True, offload_bytes=size)
+    for optimizer in (plain, other):
+        train(*optimizer, 2)
+        train(*optimizer, 2, start=2, without=("b_weight", "a_bias"))
+        train(*optimizer, 1, start=4)
+    equal(plain, other)
+    (ring,) = other[1]._offload._rings.values()
+    largest = max(x.numel() * 4 * (1 if x.ndim > 1 else 2) for x in other[0].parameters())
+    for room in ring._rooms:
+        assert room.numel() <= max(size + 10 * 256, 2 * -(-largest // 256) * 256)  # rooms start at multiples of 256
+
+
+def test_moments_are_in_few_slabs_side_by_side():
+    model, optimizer = make(offload=True)
+    train(model, optimizer, 1)
+    for number, keys in ((1, ("momentum_buffer",)), (2, ("exp_avg", "exp_avg_sq"))):
+        found = [s[key] for s in optimizer.state.values() for key in keys if key in s]
+        assert len(found) == 3 * number
+        # AdamW's parameter is stepped apart from Adam's.
+        assert len({x.untyped_storage().data_ptr() for x in found}) == number
+        assert all(x.data_ptr() % 64 == 0 for x in found)
+    lots = [wave.lot for work in optimizer._work.values() for wave in work.waves]
+    assert [len(lot.copies(torch.empty(lot.size, dtype=torch.uint8))) for lot in lots] == [1, 1, 1]
+
+
+class Watched(Ring):
+    """A ring that writes down what it copies, and rooms that a test can tell from host memory."""
+
+    def __init__(self, device, log):
+        super().__init__(device)
+        self.log = log
+
+    def _fetch(self, lot, k):
+        self.log.append(("fetch", lot, k))
+        super()._fetch(lot, k)
+
+    def _evict(self, lot, k):
+        self.log.append(("evict", lot, k))
+        super()._evict(lot, k)
+
+
+def test_the_next_lot_is_fetched_before_a_lot_is_stepped_and_rooms_take_turns():
+    cpu, log = torch.device("cpu"), []
+    offload = Offload(bucket_bytes=64)
+    params = [nn.Parameter(torch.full((4, 4), float(i))) for i in range(4)]
+    state = {p: {"momentum_buffer": p.detach().clone()} for p in params}
+    lots = [offload.lot(state, [(p, "momentum_buffer")]) for p in params]
+    ring = Watched(cpu, log)
+    for step in range(2):
+        for i, (lot, (moment,)) in enumerate(zip(lots, ring.carry(lots), strict=True)):
+            log.append(("step", lot, None))
+            assert torch.equal(moment, torch.full((4, 4), float(i + step)))
+            moment += 1
+            home = state[params[i]]["momentum_buffer"]
+            assert moment.data_ptr() != home.data_ptr()
+            assert torch.equal(home, moment - 1)  # until it goes home
+    a, b, c, d = lots
+    order = [("fetch", a, 0), ("fetch", b, 1), ("step", a, None), ("evict", a, 0), ("fetch", c, 0), ("step", b, None)]
+    order += [("evict", b, 1), ("fetch", d, 1), ("step", c, None), ("evict", c, 0), ("step", d, None), ("evict", d, 1)]
+    assert log == 2 * order
+    assert [state[p]["momentum_buffer"][0, 0].item() for p in params] == [2.0, 3.0, 4.0, 5.0]
+    assert [room.numel() for room in ring._rooms] == [256, 256]
+
+
+def test_a_lot_keeps_layouts_and_empty_tensors():
+    offload = Offload(bucket_bytes=2**20)
+    params = [torch.randn(3, 4, dtype=torch.float64).T, torch.randn(0, 5), torch.randn(5).bfloat16()]
+    state = {p: {"exp_avg": p.clone()} for p in params}
+    lot = offload.lot(state, [(p, "exp_avg") for p in params])
+    assert isinstance(lot, Lot)
+    (moments,) = Ring(torch.device("cpu")).carry([lot])
+    for p, x in zip(params, moments, strict=True):
+        assert (x.dtype, x.shape, x.stride()) == (p.dtype, p.shape, p.stride())
+        assert torch.equal(x, p)
+
+
+def test_states_copies_and_files():
+    plain, other = make(), make(offload=True, offload_bytes=700)
+    for optimizer in (plain, other):
+        train(*optimizer, 2)
+    buffer = io.BytesIO()
+    torch.save(other[1].state_dict(), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    for values, expected in zip(saved["state"].values(), plain[1].state_dict()["state"].values(), strict=True):
+        for key, x in expected.items():
+            assert torch.equal(values[key], x)
+    fresh = make(offload=True)
+    fresh[0].load_state_dict(plain[0].state_dict())
+    fresh[1].load_state_dict(saved)
+    equal(plain, fresh)
+    homes = {id(home.value) for homes in fresh[1]._offload._homes.values() for home in homes.values()}
+    moments = [x for s in fresh[1].state.values() for k, x in s.items() if k not in ("step", "magma_score")]
+    assert homes == {id(x) for x in moments}
+    copied = copy.deepcopy(other)
+    train(*plain, 2, start=2)
+    for optimizer in (other, copied, fresh):
+        train(*optimizer, 2, start=2)
+        equal(plain, optimizer)
+    assert copied[1]._offload is not other[1]._offload
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_distributed_checkpoint_functions(full):
+    """torch's own get and set, between optimizers with and without offload."""
+    options = StateDictOptions(full_state_dict=full)
+    plain, other = make(), make(offload=True)
+    train(*plain, 2)
+    state = get_optimizer_state_dict(*plain, options=options)
+    set_optimizer_state_dict(*other, state, options=options)
+    other[0].load_state_dict(plain[0].state_dict())
+    back = make()
+    set_optimizer_state_dict(*back, get_optimizer_state_dict(*other, options=options), options=options)
+    back[0].load_state_dict(plain[0].state_dict())
+    for optimizer in (plain, other, back):
+        train(*optimizer, 2, start=2)
+    equal(plain, other)
+    equal(plain, back)
+
+
+def test_routes_may_change_and_parameters_be_added():
+    plain, other = make(), make(offload=True)
+    for model, optimizer in (plain, other):
+        train(model, optimizer, 1)
+        model.a_weight.requires_grad_(False)
+        train(model, optimizer, 1, start=1)
+        model.a_weight.requires_grad_(True)
+        torch.manual_seed(1)
+        model.late = nn.Parameter(torch.randn(6, 4))
+        optimizer.add_param_group({"params": [("late", model.late)]})
+        train(model, optimizer, 2, start=2)
+    equal(plain, other)
+
+
+def test_as_a_setting_of_the_input():
+    model = Net()
+    assert HybridMuonConfig(offload=True).build(model)._offload is not None
+    assert HybridMuonConfig().build(model)._offload is None
+    with pytest.raises(InvalidSettingError, match="offload_bytes: must be >= 1; found 0"):
+        HybridMuon(model.named_parameters(), offload_bytes=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestOnAGPU:
+    def make(self, **settings):
+        torch.manual_seed(0)
+        model = nn.ParameterList(torch.randn(512, 512, device="cuda") for _ in range(12))
+        model.append(nn.Parameter(torch.randn(2**20, device="cuda")))
+        return model, HybridMuon(model.named_parameters(), lr=0.02, **settings)
+
+    def train(self, model, optimizer, steps, start=0):
+        for step in range(start, start + steps):
+            generator = torch.Generator("cuda").manual_seed(step)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator, device="cuda")
+            optimizer.step()
+
+    def test_steps_are_the_same_and_memory_is_pinned_and_bounded(self):
+        plain, other = self.make(workspace=3 * 2**18), self.make(offload=True, offload_bytes=3 * 2**20)
+        before = torch.cuda.memory_allocated()
+        self.train(*other, 5)
+        rooms = 2 * 8 * 2**20  # Adam's large parameter travels whole
+        grads = sum(p.numel() * 4 for p in other[0].parameters())
+        assert torch.cuda.memory_allocated() - before < rooms + grads + 2**22
+        self.train(*plain, 5)
+        state = other[1].state_dict()["state"]
+        for values, p, q in zip(state.values(), other[0].parameters(), plain[0].parameters(), strict=True):
+            assert torch.equal(p, q)
+            for key, x in values.items():
+                assert torch.equal(x.cpu(), plain[1].state[q][key].cpu())
+                assert key in ("step", "magma_score") or x.is_pinned()
+        other[1].offload(False)
+        self.train(*plain, 2, start=5)
+        self.train(*other, 2, start=5)
+        assert all(torch.equal(p, q) for p, q in zip(other[0].parameters(), plain[0].parameters(), strict=True))
+        assert all(x.is_cuda for values in other[1].state.values() for x in values.values())
+
+    def test_a_capture_is_refused(self):
+        from deepmd_muon.optim import CaptureError
+
+        model, optimizer = self.make(offload=True, capturable=True)
+        self.train(model, optimizer, 1)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(CaptureError, match="offload\\(False\\)"), torch.cuda.graph(graph):
+            optimizer.step()
