@@ -117,6 +117,12 @@ def _one_length(numb_steps: int | None, numb_epoch: float | None) -> str | None:
     return None
 
 
+def _only_sharded(data_parallel_replicate_degree: int, zero_stage: int) -> str | None:
+    if data_parallel_replicate_degree > 1 and zero_stage < 2:
+        return f"needs zero_stage 2 or 3; found {data_parallel_replicate_degree} with zero_stage {zero_stage}"
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainingSettings(Section):
     """Data, length and outputs of a run."""
@@ -150,6 +156,15 @@ class TrainingSettings(Section):
     )
     save_freq: int = setting(1000, minimum=1, doc="Steps between two checkpoints.")
     save_ckpt: str = setting("model.ckpt", doc="Prefix of the checkpoint files.")
+    checkpoint_format: str = setting(
+        "file",
+        choices=("file", "dcp", "both"),
+        doc=(
+            "Form of the checkpoints: 'file' is deepmd-kit's file save_ckpt-N.pt; 'dcp' a directory save_ckpt-N.dcp of "
+            "torch.distributed.checkpoint, written by all processes while training goes on, and a file only at the "
+            "end; 'both' writes both each time."
+        ),
+    )
     max_ckpt_keep: int = setting(5, minimum=1, doc="Number of checkpoints that are kept; older ones are deleted.")
     stat_file: str | None = setting(
         None, doc="HDF5 file in which the statistics of the data are kept for the next run. No folder."
@@ -175,8 +190,25 @@ class TrainingSettings(Section):
             "process holds everything whatever the stage."
         ),
     )
+    data_parallel_replicate_degree: int = setting(
+        1,
+        minimum=1,
+        doc=(
+            "Hybrid sharding (HSDP) with zero_stage 2 or 3: the processes form this many groups of equal size; each "
+            "group, of neighbouring processes, holds the whole model in parts. A single process ignores it."
+        ),
+    )
 
-    rules: ClassVar[tuple[Rule, ...]] = (Rule(("numb_steps", "numb_epoch"), _one_length),)
+    rank_timeout: float = setting(
+        60.0,
+        above=0.0,
+        doc="Time after which a process that the others wait for is given up, and the run ends with an error [s].",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("numb_steps", "numb_epoch"), _one_length),
+        Rule(("data_parallel_replicate_degree", "zero_stage"), _only_sharded),
+    )
     foreign: ClassVar[dict[str, Foreign]] = {
         "save_dir": Foreign("a folder of checkpoints apart from save_ckpt (write save_ckpt as folder/prefix)"),
         "ckpt_keep_ratio": Foreign("checkpoints kept in proportion to the run (see max_ckpt_keep)"),

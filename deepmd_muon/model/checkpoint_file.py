@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepmd_muon.model.checkpoint_directory import SUFFIX, is_directory, read_directory
 from deepmd_muon.model.errors import CheckpointFileError
 
 FORMAT_VERSION = 1
@@ -18,10 +19,12 @@ OWN_KEY = "deepmd_muon"
 
 
 def checkpoint_path(path: str | os.PathLike[str]) -> Path:
-    """Return the file that a user means who may have left out ".pt", as deepmd-kit's users do."""
+    """Return the file that a user means who may have left out ".pt", as deepmd-kit's users do, or ".dcp"."""
     path = Path(path)
-    longer = path.with_name(f"{path.name}.pt")
-    return longer if not path.is_file() and longer.is_file() else path
+    file, directory = (path.with_name(f"{path.name}{suffix}") for suffix in (".pt", SUFFIX))
+    if path.is_file() or is_directory(path):
+        return path
+    return file if file.is_file() else directory if is_directory(directory) else path
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -30,7 +33,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Parameters
     ----------
     path
-        The file; ".pt" may be left out.
+        The file, or a directory of torch.distributed.checkpoint that training wrote; ".pt" or ".dcp" may be left out.
 
     Returns
     -------
@@ -44,12 +47,14 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         When there is no such file, it is no checkpoint, or a later release wrote it.
     """
     path = checkpoint_path(path)
-    if not path.is_file():
-        raise CheckpointFileError(f"there is no checkpoint {path}" + (": it is a folder" if path.is_dir() else ""))
+    parted = is_directory(path)
+    if not path.is_file() and not parted:
+        folder = ": it is a folder" + (", and its checkpoint is incomplete" if path.suffix == SUFFIX else "")
+        raise CheckpointFileError(f"there is no checkpoint {path}" + (folder if path.is_dir() else ""))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about files that are refused below, with a reason
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = read_directory(path) if parted else torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, OSError) as error:
         raise CheckpointFileError(f"{path} cannot be read as a checkpoint: {_reason(path, error)}") from error
     if not isinstance(content, dict):
@@ -72,6 +77,8 @@ def _reason(path: Path, error: Exception) -> str:
     """Say in our words why a file cannot be read; torch's advice would be to run the code in it."""
     if isinstance(error, PermissionError):
         return "permission denied"
+    if path.is_dir():
+        return str(error).splitlines()[0]
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()

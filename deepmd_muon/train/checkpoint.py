@@ -69,8 +69,8 @@ class CheckpointSeries:
         with whole_file(path) as file:
             torch.save({**content, OWN_KEY: own}, file)
         self.written = written
-        _replace_link(self.prefix.parent / f"{self.prefix.name}.pt", path.name)
-        _replace_text(self.prefix.parent / "checkpoint", f"{path.name}\n")
+        replace_link(self.prefix.parent / f"{self.prefix.name}.pt", path.name)
+        replace_text(self.prefix.parent / "checkpoint", f"{path.name}\n")
         while len(self.written) > self.keep:
             (self.prefix.parent / self.written.pop(0)).unlink(missing_ok=True)
         return path
@@ -90,7 +90,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(str(error)) from error
 
 
-def _replace_link(link: Path, target: str) -> None:
+def replace_link(link: Path, target: str) -> None:
     """Point a symbolic link at a file in the same folder, without a moment in which there is none."""
     temporary = link.with_name(f".{link.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
@@ -98,7 +98,8 @@ def _replace_link(link: Path, target: str) -> None:
     os.replace(temporary, link)
 
 
-def _replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Write a small text file in one piece."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

@@ -11,7 +11,7 @@ import torch
 
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
-from deepmd_muon.train.parallel import cut_as, local_part, whole
+from deepmd_muon.train.parallel import cut_as, local_part
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class Ema:
         return self._average
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average under deepmd-kit's keys, on the CPU, for a checkpoint's "ema"; all ranks must ask."""
-        average = {name: tensor.detach().cpu().clone() for name, tensor in whole(self._average).items()}
+        """Return the average under deepmd-kit's keys for a checkpoint's "ema", laid out over the ranks as it is."""
+        average = {name: tensor.detach().clone() for name, tensor in self._average.items()}
         return {
             "decay": self.decay,
             "model": {name: average.get(name, torch.zeros(0)) for name in self._stored_names},

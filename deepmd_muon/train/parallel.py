@@ -36,12 +36,15 @@ class Ranks:
         Number of this process, and how many there are.
     waiting
         The group for what may take rank 0 long; None for a single process.
+    timeout
+        A rank that has not answered for this long is given up.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
     waiting: dist.ProcessGroup | None = None
+    timeout: datetime.timedelta = TIMEOUT
 
     @property
     def first(self) -> bool:

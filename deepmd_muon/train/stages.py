@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def distribute(stage: int, ranks: Ranks, model: EnergyModel) -> Replicated:
+def distribute(stage: int, ranks: Ranks, model: EnergyModel, replicate_degree: int = 1) -> Replicated:
     """Lay a model, equal on all ranks, out as a stage says.
 
     Parameters
@@ -43,12 +43,26 @@ def distribute(stage: int, ranks: Ranks, model: EnergyModel) -> Replicated:
         At least two processes.
     model
         On its device; stages 2 and 3 cut its parameters in place.
+    replicate_degree
+        At stages 2 and 3, the number of groups of ranks that each hold the whole model.
+
+    Raises
+    ------
+    TrainingError
+        When the ranks cannot form that many groups of equal size.
     """
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("replicas",))
-    if stage == 0:
-        return Replicated(ranks, model, mesh)
-    if stage == 1:
-        return ShardedOptimizer(ranks, model, mesh)
+    kind, size = ranks.device.type, ranks.size
+    if stage < 2:
+        mesh = init_device_mesh(kind, (size,), mesh_dim_names=("replicas",))
+        return (ShardedOptimizer if stage else Replicated)(ranks, model, mesh)
+    if size % replicate_degree:
+        raise TrainingError(
+            f"training/data_parallel_replicate_degree is {replicate_degree}, which does not divide {size} processes"
+        )
+    # Neighbouring ranks share a model: on most machines they sit in one node.
+    shape, names = (replicate_degree, size // replicate_degree), ("replicate", "shard")
+    hybrid = replicate_degree > 1
+    mesh = init_device_mesh(kind, shape if hybrid else (size,), mesh_dim_names=names if hybrid else names[1:])
     return FullySharded(ranks, model, mesh, reshard_after_forward=stage == 3)
 
 
@@ -182,6 +196,8 @@ class ShardedOptimizer(Replicated):
 class FullySharded(Replicated):
     """Stages 2 and 3: FSDP2 around the whole model, which keeps between steps only a part of it on each rank.
 
+    On a mesh of two dimensions (HSDP) the model is cut along the second and repeated along the first.
+
     The forward pass computes the forces with an explicit pass back through the networks, which needs all parameters
     at once; so the model is one unit. Stage 3 frees the gathered parameters between forward and backward pass.
     """
@@ -208,7 +224,9 @@ class FullySharded(Replicated):
         square = torch.nn.utils.get_total_norm(grads).double().square()
         summed = self.ranks.sum(torch.cat([self._tail(loss.double()), square.reshape(1)]))
         self._agree(summed.tolist())
-        return grads, summed[-1].sqrt(), summed[0] / self.ranks.size
+        # Under HSDP every element is held, and counted, once in each group.
+        replicas = self.mesh.size(0) if self.mesh.ndim > 1 else 1
+        return grads, (summed[-1] / replicas).sqrt(), summed[0] / self.ranks.size
 
     def rest(self) -> None:
         """Free the parameters that a forward pass without backward pass has left gathered."""

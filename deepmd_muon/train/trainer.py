@@ -22,13 +22,13 @@ from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.checkpoint_file import FORMAT_VERSION, OWN_KEY
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, to_deepmd_kit
 from deepmd_muon.train.batch import TrainingBatch, to_device
-from deepmd_muon.train.checkpoint import CheckpointSeries
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import CheckpointError, NonFiniteError, TrainingError
 from deepmd_muon.train.learning_rate import learning_rate
 from deepmd_muon.train.optimizers import build_optimizer, load_optimizer_state
-from deepmd_muon.train.parallel import Ranks, whole
+from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.train.report import Reports, open_reports
+from deepmd_muon.train.saving import Checkpoints
 from deepmd_muon.train.setup import Data, number_of_steps
 from deepmd_muon.train.step import TrainingStep
 from deepmd_muon.train.validate import mean_metrics, metric_weights, validate
@@ -86,12 +86,13 @@ class Trainer:
         if self.ranks.size > 1:
             from deepmd_muon.train.stages import distribute  # brings FSDP along, which one process does not need
 
-            self._shared = distribute(training.zero_stage, self.ranks, model)
+            degree = training.data_parallel_replicate_degree
+            self._shared = distribute(training.zero_stage, self.ranks, model, degree)
             self.optimizer = self._shared.optimizer(settings.optimizer, self.rate(0))
         else:
             self.optimizer = build_optimizer(settings.optimizer, model, self.rate(0))
         self.ema = Ema(model, training.ema_decay) if training.enable_ema else None
-        self.series = CheckpointSeries(Path(training.save_ckpt), training.max_ckpt_keep)
+        self.checkpoints = Checkpoints(training, self.ranks)
         self.step = 0
         self.source: Path | None = None
         self._update = TrainingStep(model, self.loss, self.optimizer, training.gradient_max_norm, self._shared)
@@ -125,7 +126,8 @@ class Trainer:
             with self._signals(), _profiler(training.profiling and self.ranks.first, training.profiling_file):
                 self._steps(reports)
         except NonFiniteError as error:
-            good = self.series.newest or self.source
+            self.checkpoints.finish()
+            good = self.checkpoints.newest or self.source
             advice = f"the last good checkpoint is {good}" if good else "no checkpoint has been written yet"
             raise NonFiniteError(f"training stopped before update {self.step + 1}: {error}; {advice}") from error
         finally:
@@ -133,13 +135,13 @@ class Trainer:
             self.data.training.close()
             if self.data.validation:
                 self.data.validation.close()
-        if self.series.newest is None or not self.series.newest.name.endswith(f"-{self.step}.pt"):
-            self.save()
+        self.checkpoints.complete(self.step, self._content)
+        newest = self.checkpoints.files.newest
         if self._interrupted is not None:
             name = signal.Signals(self._interrupted).name
-            log.warning("stopped by %s after step %d; continue with --restart %s", name, self.step, self.series.newest)
+            log.warning("stopped by %s after step %d; continue with --restart %s", name, self.step, newest)
             return 128 + self._interrupted
-        log.info("training done; the model is %s", self.series.newest)
+        log.info("training done; the model is %s", newest)
         return 0
 
     def _steps(self, reports: Reports) -> None:
@@ -166,6 +168,7 @@ class Trainer:
                 shown = self._validate(fraction) if reports.due_validation(self.step) else None
                 reports.step(self.step, lr, _numbers(averaged), shown)
             reports.advance(self.step)
+            self.checkpoints.poll()
             if not dropped and self.data.training.cache.dropped:
                 dropped = True
                 log.warning("some atoms have more neighbours than sel allows: the farthest are left out")
@@ -192,8 +195,12 @@ class Trainer:
             self._shared.rest()
         return found
 
-    def save(self) -> Path:
-        """Write a checkpoint of the present step; all ranks must call it, and rank 0 writes."""
+    def save(self) -> None:
+        """Write a checkpoint of the present step; all ranks must call it."""
+        self.checkpoints.save(self.step, self._content())
+
+    def _content(self) -> dict[str, Any]:
+        """Return what a checkpoint of the present step holds, laid out over the ranks as it is."""
         lr = self.rate(max(0, self.step - 1))
         content: dict[str, Any] = {
             "model": to_deepmd_kit(
@@ -214,11 +221,7 @@ class Trainer:
         }
         if self.ema:
             content["ema"] = self.ema.state_dict()
-        if self._shared is not None:
-            content = whole(content)
-        path = self.series.save(self.step, content, write=self.ranks.first)
-        log.info("saved %s", path)
-        return path
+        return content
 
     def restart(self, content: Mapping[str, Any], source: Path) -> None:
         """Continue from a checkpoint: optimizer, averages, data order and random numbers; the weights are loaded.
@@ -285,8 +288,7 @@ class Trainer:
                 loader.load_state_dict(own[name])
             except SamplerStateError:
                 log.warning("%s is not that of %s: its order starts anew from training/seed", name, source)
-        if source.resolve().parent == self.series.prefix.parent.resolve():
-            self.series.written = [name for name in own["series"] if (source.resolve().parent / name).exists()]
+        self.checkpoints.adopt(own, source.resolve().parent)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -52,8 +52,8 @@ def mean_metrics(
     summed = torch.cat([summed, summed.new_tensor([totals[name] for name in sums])])
     if add_up is not None:
         summed = add_up(summed)
-    values, counts = summed.chunk(2)
-    means = dict(zip(sums, values / counts, strict=True))
+    total, count = summed.chunk(2)
+    means = dict(zip(sums, total / count, strict=True))
     return {name: mean.sqrt() if name.startswith("rmse") else mean for name, mean in means.items()}
 
 

@@ -127,6 +127,9 @@ def change(data, path, value):
         ("training/numb_steps", -1, "must be >= 0; found -1"),
         ("training/numb_steps", 1.5, "must be a whole number; found 1.5"),
         ("training/save_freq", 0, "must be >= 1; found 0"),
+        ("training/data_parallel_replicate_degree", 2, "needs zero_stage 2 or 3; found 2 with zero_stage 0"),
+        ("training/checkpoint_format", "files", "must be one of 'file', 'dcp', 'both'; found 'files'"),
+        ("training/rank_timeout", 0, "must be > 0; found 0"),
         ("training/ema_decay", 1, "must be < 1; found 1"),
         (
             "training/training_data/batch_size",

@@ -1,0 +1,126 @@
+"""Checkpoints as directories of torch.distributed.checkpoint: the content of a file, its tensors in parts.
+
+`CONTENT` in the directory is the file's content without its large tensors, and says where they belong; the tensors lie
+in torch's own files, whole or cut over the ranks that wrote them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SUFFIX = ".dcp"
+CONTENT = "content.pt"
+_METADATA = ".metadata"
+_HARMLESS = {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
+
+_Keys = tuple[str | int, ...]
+"""From the top of the content down to a tensor."""
+
+
+def is_directory(path: Path) -> bool:
+    """Return whether a path is such a checkpoint, complete."""
+    return (path / CONTENT).is_file() and (path / _METADATA).is_file()
+
+
+def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Separate the tensors of a checkpoint from the rest.
+
+    Parameters
+    ----------
+    content
+        Nested dicts and lists with string and integer keys.
+
+    Returns
+    -------
+    tuple
+        What `CONTENT` holds, and the tensors by name. A tensor that appears several times has one name. Empty tensors
+        stay in the content.
+    """
+    names: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    places: list[tuple[str, _Keys]] = []
+
+    def walk(node: Any, path: _Keys) -> Any:
+        if isinstance(node, Tensor) and node.numel():
+            if id(node) not in names:
+                names[id(node)] = "/".join(map(str, path))
+                tensors[names[id(node)]] = node
+            places.append((names[id(node)], path))
+            return None
+        if isinstance(node, Mapping):
+            return {key: walk(value, (*path, key)) for key, value in node.items()}
+        return [walk(value, (*path, i)) for i, value in enumerate(node)] if isinstance(node, list) else node
+
+    return {"content": walk(content, ()), "tensors": places}, tensors
+
+
+def put_together(parts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the content that `take_apart` was given."""
+    content: dict[str, Any] = parts["content"]
+    for name, path in parts["tensors"]:
+        node: Any = content
+        for key in path[:-1]:
+            node = node[key]
+        node[path[-1]] = tensors[name]
+    return content
+
+
+def read_directory(path: Path) -> dict[str, Any]:
+    """Read a directory, whole, onto the CPU; nothing in it is executed, and no other process takes part.
+
+    Raises
+    ------
+    pickle.UnpicklingError
+        When a file holds other than tensors, plain values and torch's description of the parts.
+    OSError, RuntimeError, LookupError, ValueError
+        When a file is missing or damaged.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    class Reader(FileSystemReader):
+        """torch's reader, whose description of the parts is read without running anything."""
+
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            with (path / _METADATA).open("rb") as file:
+                metadata: Metadata = _Unpickler(file).load()
+            return metadata
+
+    parts = torch.load(path / CONTENT, map_location="cpu", weights_only=True)
+    reader = Reader(path)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # no other process: as intended
+        load(tensors, storage_reader=reader, no_dist=True)
+    return put_together(parts, tensors)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds plain values and the dataclasses and enumerations of torch.distributed.checkpoint, nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what may be built."""
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if (module, name) in _HARMLESS:
+            return super().find_class(module, name)
+        if module.startswith("torch.distributed.checkpoint."):
+            found = super().find_class(module, name)
+            if dataclasses.is_dataclass(found) or (isinstance(found, type) and issubclass(found, enum.Enum)):
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong into the description of a checkpoint")

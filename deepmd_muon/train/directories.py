@@ -1,0 +1,144 @@
+"""Checkpoints as directories of torch.distributed.checkpoint: every rank writes its part while training goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from deepmd_muon.model.checkpoint_directory import CONTENT, SUFFIX, take_apart
+from deepmd_muon.train.checkpoint import replace_link, replace_text
+from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.whole_file import whole_file
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Write:
+    """A checkpoint under way: what rank 0 will call it, where it grows, and when it is there."""
+
+    name: str
+    place: Path
+    done: Future[Any]
+
+
+class DirectorySeries:
+    """The directories of one run: ``prefix-N.dcp``, and the link ``prefix.dcp`` to the newest.
+
+    One is under way at a time. It grows under another name, and gets its own when all ranks have written and synced
+    their parts; so what bears the name is complete, whenever the run ends.
+
+    Parameters
+    ----------
+    prefix
+        Path of the directories without ``-N.dcp``.
+    keep
+        How many are kept; only those of this run are ever deleted, the oldest first.
+    ranks
+        The processes that write. All of them make a series, and call its methods, together.
+    pointer
+        Whether the text file ``checkpoint`` names the newest.
+
+    Attributes
+    ----------
+    written
+        Names of the directories of this run that still exist, oldest first.
+    """
+
+    def __init__(self, prefix: Path, keep: int, ranks: Ranks, *, pointer: bool) -> None:
+        self.prefix = prefix
+        self.keep = keep
+        self.written: list[str] = []
+        self._ranks = ranks
+        self._pointer = pointer
+        self._under_way: _Write | None = None
+        self._group: dist.ProcessGroup | None = None
+        if ranks.first:
+            for rest in prefix.parent.glob(f".{prefix.name}-*{SUFFIX}"):  # of a run that was killed
+                shutil.rmtree(rest)
+        if ranks.size > 1:
+            # Of their own: torch's thread must not mix its collectives with those of the steps.
+            self._group = dist.new_group(backend="gloo", timeout=ranks.timeout)
+            dist.barrier(self._group)
+        else:
+            warnings.filterwarnings("ignore", "torch.distributed is", UserWarning, "torch.distributed.checkpoint")
+
+    @property
+    def newest(self) -> Path | None:
+        """The last complete checkpoint of this run."""
+        return self.prefix.parent / self.written[-1] if self.written else None
+
+    def names_with(self, step: int) -> list[str]:
+        """Return the names that exist once the checkpoint of `step` is written."""
+        name = f"{self.prefix.name}-{step}{SUFFIX}"
+        return [*(other for other in self.written if other != name), name][-self.keep :]
+
+    def save(self, step: int, content: Mapping[str, Any]) -> None:
+        """Copy the checkpoint of `step` updates to the host and begin to write it.
+
+        Waits for the one before. `content` is the checkpoint file's, DTensors not put together.
+        """
+        self.finish()
+        parts, tensors = take_apart(content)
+        name = f"{self.prefix.name}-{step}{SUFFIX}"
+        place = self.prefix.parent / f".{name}"
+        if self._ranks.first:
+            place.mkdir(parents=True)
+            with whole_file(place / CONTENT) as file:
+                torch.save(parts, file)
+        writer = FileSystemWriter(place)
+        done = async_save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+        assert isinstance(done, Future)  # the writer copies at once, so there is no second answer
+        self._under_way = _Write(name, place, done)
+
+    def poll(self) -> None:
+        """Publish the checkpoint under way if it is there by now."""
+        if self._under_way is not None and self._under_way.done.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint under way, and publish it.
+
+        Raises
+        ------
+        TrainingError
+            When some rank could not write its part.
+        """
+        write, self._under_way = self._under_way, None
+        if write is None:
+            return
+        try:
+            write.done.result()
+        except (CheckpointException, Exception) as error:  # torch's is no Exception
+            failures = getattr(error, "failures", {self._ranks.rank: (error, None)})
+            found = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in failures.items())
+            raise TrainingError(f"the checkpoint {write.name} could not be written: {found}") from error
+        self.written = [*(name for name in self.written if name != write.name), write.name]
+        surplus, self.written = self.written[: -self.keep], self.written[-self.keep :]
+        if not self._ranks.first:
+            return
+        folder = self.prefix.parent
+        replaced = folder / f".{self.prefix.name}-replaced{SUFFIX}"
+        if (folder / write.name).exists():  # the same step of an earlier run
+            (folder / write.name).rename(replaced)
+        write.place.rename(folder / write.name)
+        shutil.rmtree(replaced, ignore_errors=True)
+        replace_link(folder / f"{self.prefix.name}{SUFFIX}", write.name)
+        if self._pointer:
+            replace_text(folder / "checkpoint", f"{write.name}\n")
+        for name in surplus:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        log.info("saved %s", folder / write.name)

@@ -1,0 +1,115 @@
+"""The checkpoints of a run in the forms that its input asks for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepmd_muon.model.checkpoint_file import OWN_KEY
+from deepmd_muon.train.checkpoint import CheckpointSeries
+from deepmd_muon.train.parallel import Ranks, whole
+
+if TYPE_CHECKING:
+    from deepmd_muon.argcheck import TrainingSettings
+    from deepmd_muon.train.directories import DirectorySeries
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """Files, directories or both; every rank has one and calls its methods with the others.
+
+    Parameters
+    ----------
+    training
+        The input's section: `save_ckpt`, `max_ckpt_keep` and `checkpoint_format` count.
+    ranks
+        The processes of the run; rank 0 writes files, all write directories.
+    """
+
+    def __init__(self, training: TrainingSettings, ranks: Ranks) -> None:
+        prefix, keep = Path(training.save_ckpt), training.max_ckpt_keep
+        self.files = CheckpointSeries(prefix, keep)
+        self.directories: DirectorySeries | None = None
+        self._ranks = ranks
+        self._always_files = training.checkpoint_format != "dcp"
+        if training.checkpoint_format != "file":
+            from deepmd_muon.train.directories import DirectorySeries  # brings torch.distributed.checkpoint along
+
+            self.directories = DirectorySeries(prefix, keep, ranks, pointer=not self._always_files)
+
+    @property
+    def newest(self) -> Path | None:
+        """The last complete checkpoint of this run."""
+        file, directory = self.files.newest, self.directories.newest if self.directories else None
+        found = [path for path in (directory, file) if path is not None]
+        return max(found, key=_step, default=None)  # of the same step, the directory
+
+    def save(self, step: int, content: Mapping[str, Any]) -> None:
+        """Write the checkpoint of `step` updates; a directory is only begun.
+
+        Parameters
+        ----------
+        step
+            Updates done.
+        content
+            The keys of the file, tensors laid out over the ranks as they are; the lists of files are added.
+        """
+        if self.directories:
+            self.directories.finish()
+        content = self._with_names(step, content)
+        if self.directories:
+            self.directories.save(step, content)
+        if self._always_files:
+            self._save_file(step, content)
+
+    def complete(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
+        """See to it that the last step of a run is saved, as a file too, and that nothing is under way."""
+        self.finish()
+        directory, file = self.directories.newest if self.directories else None, self.files.newest
+        if self.directories and (directory is None or _step(directory) != step):
+            self.directories.save(step, self._with_names(step, content()))
+        if file is None or _step(file) != step:
+            self._save_file(step, self._with_names(step, content()))
+        self.finish()
+
+    def poll(self) -> None:
+        """Publish a directory whose writing has ended meanwhile."""
+        if self.directories:
+            self.directories.poll()
+
+    def finish(self) -> None:
+        """Wait for the directory under way."""
+        if self.directories:
+            self.directories.finish()
+
+    def adopt(self, own: Mapping[str, Any], folder: Path) -> None:
+        """Count the checkpoints of the run that is continued as this run's own.
+
+        Parameters
+        ----------
+        own
+            What the checkpoint keeps under our key.
+        folder
+            Where it lies; nothing happens unless this run saves there too.
+        """
+        if folder.resolve() != self.files.prefix.parent.resolve():
+            return
+        self.files.written = [name for name in own["series"] if (folder / name).exists()]
+        if self.directories:
+            self.directories.written = [name for name in own.get("directories", []) if (folder / name).exists()]
+
+    def _with_names(self, step: int, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the names of the checkpoints that there will be."""
+        directories = self.directories.names_with(step) if self.directories else []
+        return {**content, OWN_KEY: {**content[OWN_KEY], "series": self.files.written, "directories": directories}}
+
+    def _save_file(self, step: int, content: Mapping[str, Any]) -> None:
+        log.info("saved %s", self.files.save(step, whole(content), write=self._ranks.first))
+
+
+def _step(path: Path) -> int:
+    """Return the N of prefix-N.pt."""
+    return int(path.stem.rpartition("-")[2])
