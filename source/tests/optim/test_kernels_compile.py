@@ -1,111 +1,84 @@
-"""The kernels compiled for sm_90 without a GPU: registers, spills and shared memory must fit."""
+"""Every kernel compiled for an H200 without a GPU: registers, spills and shared memory are listed and must fit."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import re
-import subprocess
-from pathlib import Path
 
 import pytest
+import torch
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
-]
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-SHARED_LIMIT = 227 * 1024
-TABLES = {"table": "*i64", "addresses": "*i64", "coefficients": "*fp32", "out": "*fp32"}
-SHARED = {"programs": "*i32", **TABLES}
-WORKSPACE = {"half": "*fp16", "sums": "*fp64", "counters": "*i32"}
+from kernel_cases import COEFFICIENTS, fits, forget_workspaces
+from offline import MULTIPROCESSORS, Recorded, recorded_launches, resources
 
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.fused import FusedMuon
+from deepmd_muon.optim.gradients import StepControl
+from deepmd_muon.optim.magma import initial_scores
+from deepmd_muon.optim.polar import dispatch, launches, products  # noqa: F401 (their kernels are recorded)
+from deepmd_muon.optim.views import MatrixView
 
-def resources(kernel, signature, constants, warps, stages, tmp_path):
-    """Compile and return registers, stack bytes (spills) and shared memory."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature = {**signature, **dict.fromkeys(constants, "constexpr")}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    binary = tmp_path / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", text).groups())
-    return registers, stack, compiled.metadata.shared
-
-
-def fits(found, spilled=0):
-    registers, stack, shared = found
-    print(f"{registers} registers, {stack} bytes spilled, {shared} bytes of shared memory")
-    assert registers <= 255
-    assert stack <= spilled
-    assert shared <= SHARED_LIMIT
+REGISTERS, SHARED = 65536, 228 * 1024  # of a multiprocessor; a program has 1 KiB of shared memory less
+# Spills that are known, all outside of the loops [bytes]: the two largest tiles of whole matrices (with 16 warps the
+# second spilled more), and the last step of the largest products, one launch of 30.
+SPILLED = {"small_matrices(MASK=16,": 64, "small_matrices(MASK=32,": 256, "update(LAST=True, T=128, N=256,": 384}
+# Shapes and batches that reach every tile of every implementation.
+CASES = {
+    "whole": [(1, 17, 33), (1, 30, 200), (1, 40, 60), (1, 60, 128), (1, 64, 250), (1, 127, 127)],
+    "strips": [(1, 20, 400), (1, 60, 400), (1, 128, 384), (9, 32, 576), (6, 128, 768), (2, 240, 240), (2, 240, 1600)],
+    "tiles": [(1, 240, 240), (1, 500, 700), (1, 1024, 1024)],
+    "symmetric": [(1, 500, 700), (1, 500, 2000), (40, 768, 768), (40, 768, 2048), (1, 8192, 8192)],
+}
 
 
-# The two largest tiles spill a little, outside of the loop; with 16 warps 128 × 128 spilled more.
-@pytest.mark.parametrize(("tile", "spilled"), [(0, 0), (2, 0), (3, 0), (4, 64), (5, 256)])
-def test_whole_matrices(tile, spilled, tmp_path):
-    from deepmd_muon.optim.polar.kernels import small_matrices
-
-    fits(resources(small_matrices, TABLES, {"MASK": 1 << tile, "STEPS": 10}, 8, 3, tmp_path), spilled)
-
-
-@pytest.mark.parametrize(("height", "warps"), [(32, 4), (64, 4), (128, 8)])
-def test_strips(height, warps, tmp_path):
-    from deepmd_muon.optim.polar.cooperative import strips
-
-    fits(resources(strips, SHARED | WORKSPACE, {"MP": height, "NS": 64, "STEPS": 10}, warps, 3, tmp_path))
+@pytest.fixture(scope="module")
+def listing(request):
+    """Print what was found, past pytest's capture."""
+    lines: list[str] = []
+    yield lines
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("\nkernels compiled for sm_90 (H200):", *lines, sep="\n  ")
 
 
-@pytest.mark.parametrize(("tile", "symmetric"), [(32, 32), (64, 32), (64, 64)])
-def test_tiles_fit_twice_on_a_multiprocessor(tile, symmetric, tmp_path):
-    from deepmd_muon.optim.polar.cooperative import tiles
+def check(found, folder, listing):
+    """Compile what was recorded, each kind once, and see that it fits, as often as programs must run at once."""
+    grids: dict[Recorded, int] = {}
+    for launch in found:
+        grids[launch.compiled_for] = max(grids.get(launch.compiled_for, 0), launch.grid)
+    assert grids
+    for launch, grid in grids.items():
+        need = resources(launch, folder)
+        line = f"{launch}: {need}"
+        if line not in listing:
+            listing.append(line)
+        at_once = -(-grid // MULTIPROCESSORS) if launch.cooperative else 1
+        assert at_once * need.registers * need.threads <= REGISTERS, line
+        assert at_once * (need.shared + 1024) <= SHARED, line
+        assert need.spilled <= max([most for name, most in SPILLED.items() if line.startswith(name)], default=0), line
 
-    constants = {"T": tile, "G": symmetric, "K": 64, "STEPS": 10}
-    found = resources(tiles, {**SHARED, "single": "*fp32", **WORKSPACE}, constants, 4, 4, tmp_path)
-    fits(found)
-    assert 2 * 128 * found[0] <= 65536
-    assert 2 * (found[2] + 1024) <= 228 * 1024
+
+@pytest.mark.parametrize("name", [name for name in dispatch.IMPLEMENTATIONS if name != "torch"])
+def test_orthogonalization(name, tmp_path, listing):
+    shapes = [shape for shape in CASES[name] if fits(name, shape[1:])]
+    assert shapes
+    with recorded_launches() as found:
+        for shape in shapes:
+            dispatch._run(name, [torch.empty(shape)], COEFFICIENTS)
+    forget_workspaces()
+    check(found, tmp_path, listing)
 
 
-@pytest.mark.parametrize("name", ["SMALL", "MEDIUM", "LARGE"])
-def test_products_use_the_matrix_units_without_spills(name, tmp_path):
-    from deepmd_muon.optim.polar import products, symmetric
-
-    b = getattr(products, name)
-    high, t, k = b.tile * b.ratio, b.tile, b.depth
-    signature = {
-        "tall": f"tensordesc<fp16[{high}, {k}]>",
-        "flat": f"tensordesc<fp16[{t}, {k}]>",
-        "first": f"tensordesc<fp16[{high}, {t}]>",
-        "second": f"tensordesc<fp16[{high}, {t}]>",
-        "target": f"tensordesc<fp16[{high}, {t}]>",
-        "mirror": f"tensordesc<fp16[{t}, {high}]>",
-        "weights": "*fp32",
-        "step": "i32",
-        "order": "i32",
-        "depth": "i32",
-    }
-    constants = {"ADDENDS": 2, "EVEN": b.ratio == 1, "T": t, "R": b.ratio, "K": k}
-    fits(resources(symmetric.symmetric_product, signature, constants, b.warps, b.stages, tmp_path))
-    rows, half = b.update_rows, b.update_columns // 2
-    signature = {
-        "polynomial": f"tensordesc<fp16[{rows}, {k}]>",
-        "current": f"tensordesc<fp16[{k}, {b.update_columns}]>",
-        "master": f"tensordesc<fp32[{rows}, {half}]>",
-        "following": f"tensordesc<fp16[{rows}, {half}]>",
-        "table": "*i64",
-        "weights": "*fp32",
-        "out": "*fp32",
-        "step": "i32",
-        "order": "i32",
-        "width": "i32",
-    }
-    constants = {"LAST": False, "T": rows, "N": b.update_columns, "K": k}
-    fits(resources(symmetric.update, signature, constants, b.warps, b.stages, tmp_path))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_fused_steps(dtype, tmp_path, listing):
+    settings = HybridMuonConfig(flash_muon=False, precision="float32")
+    view = MatrixView(2, 8, 36, "columns", (20, 16))
+    with recorded_launches() as found, torch.no_grad():
+        p, m = torch.ones(2, 8, 36, dtype=dtype), torch.ones(2, 8, 36, dtype=dtype)
+        fused = FusedMuon([p], [m], [initial_scores(4, p.device)], [view], settings, record=False)
+        fused.step([torch.ones_like(p)], 0.1, StepControl(), maximize=False)
+    check(found, tmp_path, listing)
