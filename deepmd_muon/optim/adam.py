@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
-from deepmd_muon.optim.gradients import StepControl, ready_gradients
+from deepmd_muon.optim.gradients import StepControl, in_dtype, ready_gradients
 
 EPSILON = 1e-20
 
@@ -25,6 +25,7 @@ def moment_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def adam_(
     params: Sequence[Tensor],
+    grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
@@ -40,7 +41,9 @@ def adam_(
     Parameters
     ----------
     params
-        Real tensors of one device and dtype, with gradients; 16-bit ones are updated in float32 and rounded once.
+        Real tensors of one device and dtype; 16-bit ones are updated in float32 and rounded once.
+    grads
+        Their gradients.
     exp_avgs, exp_avg_sqs
         First and second moments, in `moment_dtype` of the parameters.
     steps
@@ -57,8 +60,8 @@ def adam_(
         Climb instead of descend.
     """
     wide = moment_dtype(params[0].dtype)
-    targets = [p.to(wide) for p in params]  # the parameters themselves unless they are 16 bits wide
-    grads = ready_gradients(params, wide, control.scale, maximize=maximize)
+    targets = in_dtype(params, wide)  # the parameters themselves unless they are 16 bits wide
+    grads = ready_gradients(grads, wide, control.scale, maximize=maximize)
     values: dict[str, Any] = {
         "beta1": betas[0],
         "beta2": betas[1],

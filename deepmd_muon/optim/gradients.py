@@ -36,14 +36,25 @@ class StepControl:
 
 
 def ready_gradients(
-    params: Sequence[Tensor], dtype: torch.dtype, scale: Tensor | None, *, maximize: bool
+    grads: Sequence[Tensor], dtype: torch.dtype, scale: Tensor | None, *, maximize: bool
 ) -> list[Tensor]:
     """Return the gradients in `dtype`, unscaled, and with the sign of a minimisation; none is changed."""
-    grads = [p.grad.to(dtype) for p in params if p.grad is not None]
+    grads = in_dtype(grads, dtype)
     if scale is not None:
         # The scale is a power of two in practice; its reciprocal in float64 loses nothing.
         grads = list(torch._foreach_mul(grads, scale.double().reciprocal().to(dtype)))
     return list(torch._foreach_neg(grads)) if maximize else grads
+
+
+def in_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors in a dtype, those that have it themselves."""
+    # Asking first is cheaper than `to`: a small model's step is bound by the host.
+    return [x if x.dtype is dtype else x.to(dtype) for x in tensors]
+
+
+def gradients_of(params: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of parameters that have one."""
+    return [p.grad for p in params if p.grad is not None]
 
 
 def nonfinite(grads: Sequence[Tensor]) -> Tensor:

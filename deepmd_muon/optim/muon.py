@@ -10,7 +10,7 @@ from torch import Tensor
 from deepmd_muon.optim import magma
 from deepmd_muon.optim.adam import moment_dtype
 from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.gradients import StepControl, ready_gradients
+from deepmd_muon.optim.gradients import StepControl, gradients_of, in_dtype, ready_gradients
 from deepmd_muon.optim.groups import update_scale
 from deepmd_muon.optim.polar import orthogonalize_matrices
 from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
@@ -49,14 +49,15 @@ def muon_(
     maximize
         Climb instead of descend.
     """
-    momenta, grads, directions = advance_momenta(params, buffers, settings, control, maximize=maximize)
+    grads = gradients_of(params)
+    momenta, grads, directions = advance_momenta(grads, buffers, settings, control, maximize=maximize)
     factors = _damping(scores, views, momenta, grads, control.skip) if scores else None
     updates = _updates(directions, views, factors, settings)
     apply_updates(params, updates, running_lr(lr, control), settings.weight_decay)
 
 
 def advance_momenta(
-    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
     buffers: Sequence[Tensor],
     settings: HybridMuonConfig,
     control: StepControl,
@@ -65,11 +66,11 @@ def advance_momenta(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Do m ← β m + (1 − β) g in place; return the momenta, the gradients and what is to be orthogonalized.
 
-    Parameters are as in `muon_`; the results are in the wider of float32 and the parameters' dtype.
+    Parameters are as in `muon_`; the results are in the wider of float32 and the momenta's dtype.
     """
-    wide = moment_dtype(params[0].dtype)
-    momenta = [m.to(wide) for m in buffers]  # the buffers themselves unless they are 16 bits wide
-    grads = ready_gradients(params, wide, control.scale, maximize=maximize)
+    wide = moment_dtype(buffers[0].dtype)
+    momenta = in_dtype(buffers, wide)  # the buffers themselves unless they are 16 bits wide
+    grads = ready_gradients(grads, wide, control.scale, maximize=maximize)
     if control.skip is not None:
         # A step that is left out sees the momentum as its gradient and a learning rate of zero: nothing moves.
         leave = control.skip > 0
@@ -138,10 +139,11 @@ def scaled_polar_factors(matrices: Sequence[Tensor], settings: HybridMuonConfig)
 def apply_updates(params: Sequence[Tensor], updates: Sequence[Tensor], lr: float | Tensor, weight_decay: float) -> None:
     """Do p ← p (1 − lr λ) − lr · update in place."""
     wide = moment_dtype(params[0].dtype)
-    targets = [p.to(wide) for p in params]  # the parameters themselves unless they are 16 bits wide
+    targets = in_dtype(params, wide)  # the parameters themselves unless they are 16 bits wide
     if weight_decay:
         torch._foreach_mul_(targets, 1.0 - lr * weight_decay)
-    steps = [u.to(wide).reshape(p.shape) for u, p in zip(updates, params, strict=True)]
+    steps = in_dtype(updates, wide)
+    steps = [u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(steps, params, strict=True)]
     if isinstance(lr, Tensor):
         torch._foreach_sub_(targets, torch._foreach_mul(steps, lr))
     else:

@@ -29,8 +29,7 @@ _ALIGNMENT = 256  # bytes; kernels read whole vectors
 def local_of(x: Tensor) -> Tensor:
     """Return the elements that this process holds; those of a DTensor without a view made anew."""
     # DTensor.to_local() would move nothing either, but makes an autograd node or, of a parameter, a view each time.
-    sharded: Any = x
-    local: Tensor = sharded._local_tensor if hasattr(x, "device_mesh") else x
+    local: Tensor = getattr(x, "_local_tensor", x)
     return local
 
 

@@ -231,8 +231,26 @@ def _placed(optimizer: HybridMuon, key: str, value: Tensor, p: Tensor) -> Tensor
         dtype = torch.float32
     else:
         dtype = p.dtype if key == "momentum_buffer" else moment_dtype(p.dtype)
-    device = torch.device("cpu") if optimizer._offload is not None and key in MOVED else p.device
+    device = p.device
+    if key in MOVED:
+        device = torch.device("cpu") if optimizer._offload is not None else device
+        value = laid_out(optimizer, value, p)
     return value.detach().to(device, dtype, copy=True)
+
+
+def laid_out(optimizer: HybridMuon, value: Tensor, p: Tensor) -> Tensor:
+    """Return a moment laid out as a parameter's are now: cut where the state of a whole parameter is, or whole.
+
+    All ranks must ask, since that takes collectives where it was laid out otherwise. What a DTensor parameter's state
+    looks like is checked before the step, not here.
+    """
+    if hasattr(p, "device_mesh"):
+        return value
+    if optimizer._shared is not None and (cut := optimizer._shared.cut_of(p)) is not None:
+        return cut.of(value)
+    sharded: Any = value
+    whole: Tensor = sharded.full_tensor() if hasattr(value, "device_mesh") else value
+    return whole
 
 
 def _restore_learning_rates(optimizer: HybridMuon, groups: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.adam import adam_, moment_dtype
 from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.gradients import StepControl, waves
+from deepmd_muon.optim.gradients import StepControl, gradients_of, waves
 from deepmd_muon.optim.groups import adam_lr_ratio, group_settings
 from deepmd_muon.optim.muon import muon_
 from deepmd_muon.optim.offload import Lot
@@ -147,16 +147,30 @@ def step_wave(
         if fused is None or not fused.step(*lists, **values, maximize=group["maximize"]):
             muon_(*lists, **values, maximize=group["maximize"])
     else:
-        ratio = adam_lr_ratio(settings)
-        adam_(
-            params,
-            *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
-            lr=group["lr"] if ratio == 1.0 else group["lr"] * ratio,
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            weight_decay=settings.weight_decay if route == "adamw" else 0.0,
-            control=control,
-            maximize=group["maximize"],
-        )
+        step_elements(params, gradients_of(params), states, route, group, control)
+
+
+def step_elements(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[dict[str, Tensor]],
+    route: Route,
+    group: dict[str, Any],
+    control: StepControl,
+) -> None:
+    """Take a step of one of the Adam routes, on parameters of one group, device and dtype."""
+    settings = group_settings(group)
+    ratio = adam_lr_ratio(settings)
+    adam_(
+        params,
+        grads,
+        *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
+        lr=group["lr"] if ratio == 1.0 else group["lr"] * ratio,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        weight_decay=settings.weight_decay if route == "adamw" else 0.0,
+        control=control,
+        maximize=group["maximize"],
+    )
 
 
 def _fused_steps(optimizer: HybridMuon, p: Tensor, settings: HybridMuonConfig) -> FusedSteps | None:

@@ -1,45 +1,67 @@
-"""The work of one exchange on one rank: what it packs, which matrices it orthogonalizes, which pieces it updates."""
+"""The work of one exchange on one rank: what it packs, which matrices it orthogonalizes, which pieces it updates.
+
+All that depends on the plan alone is made once: the views of buffers and parameters that pieces are copied between,
+and in which order. A step then is a few operations on lists of these.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.sharded import magma_sums
-from deepmd_muon.optim.sharded.plan import Domain, Plan
-from deepmd_muon.optim.sharded.routes import Piece, Target, piece_of, score_index, targets
-from deepmd_muon.optim.sharded.transport import Exchange, Flight
+from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan
+from deepmd_muon.optim.sharded.routes import Piece, Target, local_shape, piece_of, score_index, targets
+from deepmd_muon.optim.sharded.transport import Exchange, Slot
 
 
-@dataclasses.dataclass
-class Moving:
-    """A parameter of the plan during one step, on this rank.
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """A parameter of the plan on this rank: its elements, its Magma scores, its group and dtype."""
 
-    Attributes
-    ----------
-    direction
-        What is to be orthogonalized, (batch, rows, columns) of this rank.
-    sums
-        Magma's sums of this rank's piece of every block, float64 (blocks here, 5), or None.
-    present
-        Whether it has a gradient here.
-    """
-
-    direction: Tensor
-    sums: Tensor | None
-    present: bool
+    p: Tensor
+    scores: Tensor | None
+    group: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Matrices of one parameter group and shape that a rank orthogonalizes together."""
+    """Matrices of one parameter group and shape that a rank orthogonalizes together; `damped` by Magma or not."""
 
     group: int
     shape: tuple[int, int]
+    damped: bool
     jobs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Owned:
+    """What an owner knows of its matrices when their pieces have arrived, one entry each, in the order of the stacks.
+
+    Attributes
+    ----------
+    present
+        float64, whether any piece had a gradient.
+    cosines, scores
+        float32, Magma's alignment and the score before the step; None where nothing is damped.
+    """
+
+    present: Tensor
+    cosines: Tensor | None
+    scores: Tensor | None
+
+
+class Kind:
+    """Pieces of one parameter group and dtype that are updated together: `targets` ← `updates`."""
+
+    def __init__(self) -> None:
+        self.positions: list[int] = []
+        self.targets: list[Tensor] = []
+        self.updates: list[Tensor] = []
 
 
 class Bucket:
@@ -63,112 +85,231 @@ class Bucket:
     parameters
         Positions in the plan of the parameters of which this rank packs or updates a piece. Their momenta advance on
         every replica, also where another one's is sent.
+    fresh
+        Those of them whose momenta no earlier bucket has advanced.
     applying
         The pieces whose updates arrive here, in the order of the messages.
-    scores
-        Where the score of each such piece's block is kept.
+    stacks
+        What this rank orthogonalizes.
+    matrices
+        The same as tensors, (count, rows, columns) each; set by `bind`.
+    kinds
+        What is updated, by number of the parameter group; set by `bind`.
     """
 
     def __init__(
         self, plan: Plan, domain: Domain, exchange: Exchange, groups: Sequence[int], rank: int, device: torch.device
     ) -> None:
         self.exchange = exchange
-        self._damped = domain.damped
-        self._device = device
+        self.damped = domain.damped
+        self.fresh: tuple[int, ...] = ()
+        self._plan, self._rank, self._device = plan, rank, device
         jobs = exchange.route.jobs
-        self._parts = [max(1, len(p.view.sizes)) for p in plan.parameters]
 
-        def mine(payloads: Sequence[tuple[int, int, int]]) -> list[Piece]:
-            return [piece_of(plan, jobs[j], rank) for j, _, _ in payloads]
+        def pieces(payloads: Sequence[tuple[int, int, int]], ranks: Sequence[int], *, gather: bool) -> list[Piece]:
+            leg: Leg = "gather" if gather else "return"
+            found = zip(payloads, ranks, strict=True)
+            return [piece_of(plan, jobs[j].parameter, jobs[j].block, r, leg) for (j, _, _), r in found]
 
-        self._packing = mine(exchange.outward["gather"].payloads)
-        self.applying = mine(exchange.inward["return"].payloads)
+        out, into = exchange.outward, exchange.inward
+        self._packing = pieces(out["gather"].payloads, [rank] * len(out["gather"].payloads), gather=True)
+        self.applying = pieces(into["return"].payloads, [rank] * len(into["return"].payloads), gather=False)
         self.parameters = tuple(dict.fromkeys(piece.parameter for piece in (*self._packing, *self.applying)))
-        self.scores = [
-            score_index(plan, jobs[j], rank) if plan.parameters[jobs[j].parameter].damped else 0
-            for j, _, _ in exchange.inward["return"].payloads
-        ]
-        stacks: dict[tuple[int, tuple[int, int]], list[int]] = {}
+        stacks: dict[tuple[int, tuple[int, int], bool], list[int]] = {}
         for j in exchange.route.owned:
             p = plan.parameters[jobs[j].parameter]
             shape = p.view.block_shapes[jobs[j].block % len(p.view.block_shapes)]
-            stacks.setdefault((groups[jobs[j].parameter], shape), []).append(j)
+            stacks.setdefault((groups[jobs[j].parameter], shape, p.damped), []).append(j)
         self.stacks = [Stack(*key, tuple(members)) for key, members in stacks.items()]
         self._slots = {j: (s, i) for s, stack in enumerate(self.stacks) for i, j in enumerate(stack.jobs)}
-
-        def others(payloads: Sequence[tuple[int, int, int]], receivers: Sequence[int]) -> list[Piece]:
-            return [piece_of(plan, jobs[j], r) for (j, _, _), r in zip(payloads, receivers, strict=True)]
-
-        arriving, leaving = exchange.inward["gather"].payloads, exchange.outward["return"].payloads
         peers = domain.ranks if len(exchange.route.gather_in) == len(domain.ranks) else (rank,)
         senders = [r for r, m in zip(peers, exchange.route.gather_in, strict=True) for _ in m.jobs]
         receivers = [r for r, m in zip(peers, exchange.route.return_out, strict=True) for _ in m.jobs]
-        self._arriving = [(self._slots[j], x) for (j, _, _), x in zip(arriving, others(arriving, senders), strict=True)]
-        self._leaving = [(self._slots[j], x) for (j, _, _), x in zip(leaving, others(leaving, receivers), strict=True)]
-        self._arriving_targets = [targets(piece) for _, piece in self._arriving]
-        self._leaving_targets = [targets(piece) for _, piece in self._leaving]
-        order = {j: i for i, j in enumerate(exchange.route.owned)}
-        self._header_table = _table([order[j] for j, _, _ in arriving], len(order)).to(device)
-        self._header_of_leaving = torch.tensor([order[j] for j, _, _ in leaving], dtype=torch.int64, device=device)
+        self._arriving = pieces(into["gather"].payloads, senders, gather=True)
+        self._leaving = pieces(out["return"].payloads, receivers, gather=False)
+        order = {j: i for i, j in enumerate(j for stack in self.stacks for j in stack.jobs)}
+        self._header_table = _table([order[j] for j, _, _ in into["gather"].payloads], len(order)).to(device)
+        self._header_of_leaving = _index([order[j] for j, _, _ in out["return"].payloads], device)
+        self._absent: tuple[int, ...] = ()
 
-    def start_gather(self, moving: Mapping[int, Moving]) -> Flight:
-        """Pack and send the directions, with presence and Magma's sums in the headers."""
-        headers = torch.zeros(len(self._packing), 6 if self._damped else 1, dtype=torch.float64, device=self._device)
-        pieces, rows, with_sums = [], [], []
-        for i, piece in enumerate(self._packing):
-            source = moving[piece.parameter]
-            (r0, r1, _), (c0, c1, _) = piece.rows, piece.columns
-            pieces.append(source.direction[piece.batch, r0:r1, c0:c1])
-            if source.sums is not None:
-                parts = self._parts[piece.parameter]
-                rows.append(source.sums[piece.batch * parts + piece.block % parts])
-                with_sums.append(i)
-        absent = [i for i, piece in enumerate(self._packing) if not moving[piece.parameter].present]
-        if len(absent) < len(self._packing):
-            headers[:, 0] = 1.0
-            if absent:
-                headers[absent, 0] = 0.0
-        if len(rows) == len(self._packing) and rows:
-            headers[:, 1:] = torch.stack(rows)
-        elif rows:
-            headers[with_sums, 1:] = torch.stack(rows)
-        return self.exchange.start("gather", headers, pieces)
+    @property
+    def elements(self) -> int:
+        """Number of elements of the matrices that it orthogonalizes."""
+        return sum(len(stack.jobs) * stack.shape[0] * stack.shape[1] for stack in self.stacks)
 
-    def assemble(self, flight: Flight) -> tuple[list[Tensor], Tensor]:
-        """Wait for the pieces; return the matrices, (count, rows, columns) per stack, and the return headers.
+    def bind(
+        self,
+        slot: Slot,
+        room: Tensor,
+        local: Mapping[int, Local],
+        momenta: Sequence[Tensor],
+        rows: Mapping[int, int],
+    ) -> None:
+        """Make all views.
 
-        Headers are float64 (owned blocks, 1 or 2): whether any piece had a gradient, and Magma's cosine.
+        Parameters
+        ----------
+        slot
+            Buffers for the messages.
+        room
+            Memory for the matrices, float64.
+        local
+            This rank's part of every parameter of the plan.
+        momenta
+            This rank's, of every parameter.
+        rows
+            Where each parameter's sums begin in the table that `start_gather` gets.
         """
-        headers, elements = flight.wait()
-        wide = self.exchange.dtype
-        matrices = [torch.empty(len(x.jobs), *x.shape, dtype=wide, device=self._device) for x in self.stacks]
-        into, out_of = [], []
-        for (slot, piece), flat, rectangles in zip(self._arriving, elements, self._arriving_targets, strict=True):
-            block = matrices[slot[0]][slot[1]]
-            for target in rectangles:
-                into.append(block[target.in_block])
-                out_of.append(_rectangle(flat, piece, target))
-        if into:
-            torch._foreach_copy_(into, out_of)
-        padded = torch.cat([headers, headers.new_zeros(1, headers.shape[1])])[self._header_table]
-        columns = [(padded[:, :, 0].amax(dim=1)).unsqueeze(1)]
-        if self._damped:
-            columns.append(magma_sums.cosines(padded[:, :, 1:]).double().unsqueeze(1))
-        return matrices, torch.cat(columns, dim=1)
+        self.exchange.bind(slot)
+        flat, start = room.view(self.exchange.dtype), 0
+        self.matrices: list[Tensor] = []
+        for stack in self.stacks:
+            size = len(stack.jobs) * stack.shape[0] * stack.shape[1]
+            self.matrices.append(flat[start : start + size].view(-1, *stack.shape))
+            start += size
+        self._bind_packing(local, momenta, rows)
+        into, out = self.exchange.inward["gather"], self.exchange.outward["return"]
+        self._arrive = self._rectangles(into.payloads, self._arriving, into.elements(self.exchange.received["gather"]))
+        self._leave = self._rectangles(out.payloads, self._leaving, out.elements(self.exchange.sent["return"]))
+        self._bind_applying(local)
 
-    def start_return(self, updates: Sequence[Tensor], headers: Tensor) -> Flight:
-        """Send every holder its piece of the updates, (count, rows, columns) per stack."""
-        pieces = []
-        for (slot, piece), rectangles in zip(self._leaving, self._leaving_targets, strict=True):
-            block = updates[slot[0]][slot[1]]
-            if len(rectangles) == 1 or not piece.elements:
-                pieces.append(block[rectangles[0].in_block] if piece.elements else block[:0])
+    def _bind_packing(self, local: Mapping[int, Local], momenta: Sequence[Tensor], rows: Mapping[int, int]) -> None:
+        """Prepare where directions, sums and scores are packed."""
+        side, plan = self.exchange.outward["gather"], self._plan
+        self._pack_into: list[Tensor] = []
+        self._pack_from: list[tuple[int, tuple[int, int, int], tuple[int, slice, slice] | None]] = []
+        summed, found, scores = [], [], []
+        for k, (piece, flat) in enumerate(zip(self._packing, side.elements(self.exchange.sent["gather"]), strict=True)):
+            shape = local_shape(plan, piece.parameter, self._rank, "gather")
+            parameter = plan.parameters[piece.parameter]
+            if piece.elements == shape[0] * shape[1] * shape[2]:
+                self._pack_into.append(flat.view(momenta[piece.parameter].shape))
+                self._pack_from.append((piece.parameter, shape, None))
+            elif piece.elements:
+                where = piece.batch, slice(*piece.rows[:2]), slice(*piece.columns[:2])
+                self._pack_into.append(flat.view(piece.rows.size, piece.columns.size))
+                self._pack_from.append((piece.parameter, shape, where))
+            if parameter.damped:
+                part = piece.block % max(1, len(parameter.view.sizes))
+                summed.append(k)
+                found.append(rows[piece.parameter] + part * shape[0] + max(piece.batch, 0))
+                scores.append(self._score(local[piece.parameter], piece))
+        self._headers = torch.zeros(len(self._packing), 7 if self.damped else 1, dtype=torch.float64)
+        self._headers[:, 0] = 1.0
+        self._headers = self._headers.to(self._device)
+        everything = len(summed) == len(self._packing)
+        self._summed = slice(None) if everything else _index(summed, self._device)
+        self._sums_of_packed = _index(found, self._device)
+        self._scores_of_packed = scores
+
+    def _bind_applying(self, local: Mapping[int, Local]) -> None:
+        """Prepare which parts of parameters and scores are updated from where."""
+        side, plan = self.exchange.inward["return"], self._plan
+        kinds: dict[tuple[int, torch.dtype], Kind] = defaultdict(Kind)
+        scored, scores = [], []
+        for k, (piece, flat) in enumerate(
+            zip(self.applying, side.elements(self.exchange.received["return"]), strict=True)
+        ):
+            mine = local[piece.parameter]
+            if plan.parameters[piece.parameter].damped:
+                scored.append(k)
+                scores.append(self._score(mine, piece))
+            if piece.elements:
+                kind = kinds[mine.group, mine.p.dtype]
+                shape = local_shape(plan, piece.parameter, self._rank, "return")
+                rows, columns = slice(*piece.rows[:2]), slice(*piece.columns[:2])
+                kind.positions.append(k)
+                kind.targets.append(mine.p.view(shape)[piece.batch, rows, columns])
+                kind.updates.append(flat.view(piece.rows.size, piece.columns.size))
+        self.kinds = [(group, kind) for (group, _), kind in kinds.items()]
+        self._scored = slice(None) if len(scored) == len(self.applying) else _index(scored, self._device)
+        self._scores = scores
+
+    def _score(self, mine: Local, piece: Piece) -> Tensor:
+        """Return the view of a block's score on this rank."""
+        assert mine.scores is not None
+        at = score_index(self._plan, piece.parameter, piece.block, self._rank)
+        return mine.scores[at : at + 1]
+
+    def _rectangles(
+        self, payloads: Sequence[tuple[int, int, int]], pieces: Sequence[Piece], flats: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the rectangles of pieces in the matrices, and the same in the buffer."""
+        in_blocks, in_buffer = [], []
+        for (j, _, _), piece, flat in zip(payloads, pieces, flats, strict=True):
+            if not piece.elements:
                 continue
-            joined = block.new_empty(piece.rows.size, piece.columns.size)
-            for target in rectangles:
-                joined[target.in_piece] = block[target.in_block]
-            pieces.append(joined)
-        return self.exchange.start("return", headers[self._header_of_leaving], pieces)
+            s, i = self._slots[j]
+            for target in targets(piece):
+                in_blocks.append(self.matrices[s][i][target.in_block])
+                in_buffer.append(_rectangle(flat, piece, target))
+        return in_blocks, in_buffer
+
+    def pack(self, directions: Mapping[int, Tensor], sums: Tensor | None, absent: Mapping[int, Tensor]) -> None:
+        """Write the directions, presence, Magma's scores and sums into the buffer for the owners.
+
+        Parameters
+        ----------
+        directions
+            What is to be orthogonalized on this rank, by parameter of the plan, shaped like its momentum here.
+        sums
+            float64 (…, 5), what `magma_sums` gave for the pieces of all parameters.
+        absent
+            Parameters that have no gradient here.
+        """
+        sources = [
+            directions[i] if where is None else directions[i].reshape(shape)[where]
+            for i, shape, where in self._pack_from
+        ]
+        if sources:
+            torch._foreach_copy_(self._pack_into, sources)
+        headers = self._headers
+        gone = [k for k, piece in enumerate(self._packing) if piece.parameter in absent] if absent else []
+        if gone:
+            headers = headers.clone()
+            headers[gone, 0] = 0.0
+        if self._scores_of_packed and sums is not None:
+            scores = torch.cat(self._scores_of_packed).double().unsqueeze(1)
+            headers[self._summed, 1:] = torch.cat([scores, sums[self._sums_of_packed]], dim=1)
+        self.exchange.sent["gather"][self.exchange.outward["gather"].headers] = headers
+
+    def assemble(self) -> Owned:
+        """Put arrived pieces together in `matrices`."""
+        if self._arrive[0]:
+            torch._foreach_copy_(*self._arrive)
+        headers = self.exchange.received["gather"][self.exchange.inward["gather"].headers]
+        padded = torch.cat([headers, headers.new_zeros(1, headers.shape[1])])[self._header_table]
+        present = padded[:, :, 0].amax(dim=1)
+        if not self.damped:
+            return Owned(present, None, None)
+        # Every sender has the same score.
+        return Owned(present, magma_sums.cosines(padded[:, :, 2:]), padded[:, :, 1].amax(dim=1).float())
+
+    def unpack(self, updates: Sequence[Tensor], owned: Owned) -> None:
+        """Write every holder's piece of the updates, one tensor per stack, into the buffer for the holders."""
+        if updates:
+            torch._foreach_copy_(self.matrices, list(updates))
+        if self._leave[0]:
+            torch._foreach_copy_(self._leave[1], self._leave[0])
+        columns = [owned.present] if owned.scores is None else [owned.present, owned.scores.double()]
+        headers = torch.stack(columns, dim=1)[self._header_of_leaving]
+        self.exchange.sent["return"][self.exchange.outward["return"].headers] = headers
+
+    def presence(self) -> Tensor:
+        """Return of every arrived piece whether its block has moved: bool (pieces,)."""
+        return self._returned()[:, 0] > 0
+
+    def take_scores(self) -> None:
+        """Write the scores that have arrived into the state."""
+        if self._scores:
+            torch._foreach_copy_(self._scores, list(self._returned()[self._scored, 1].float().split(1)))
+
+    def _returned(self) -> Tensor:
+        return self.exchange.received["return"][self.exchange.inward["return"].headers]
+
+
+def _index(positions: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(positions, dtype=torch.int64).to(device)
 
 
 def _rectangle(flat: Tensor, piece: Piece, target: Target) -> Tensor:

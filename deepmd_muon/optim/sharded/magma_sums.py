@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 # Elements of a tensor below which launches cost more than the copies that joining it with others takes.
 _SMALL = 2**16
+
+
+class Pair(NamedTuple):
+    """Momentum and gradient of some pieces, of any shape; `shape` is (pieces, elements)."""
+
+    momentum: Tensor
+    gradient: Tensor
+    shape: tuple[int, int]
 
 
 def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
@@ -36,27 +46,41 @@ def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
     return torch.cat([s, t, *sums], dim=1)
 
 
-def piece_sums_of_many(pairs: Sequence[tuple[Tensor, Tensor]], *, joined: bool | None = None) -> list[Tensor]:
-    """Return `piece_sums` of several pairs (momentum, gradient).
+def piece_sums_of_many(pairs: Sequence[Pair], *, joined: bool | None = None) -> list[Tensor]:
+    """Return `piece_sums` of several pairs, in one tensor or several, below each other.
 
     With `joined` small float32 ones are summed together, in a few launches; by default on a GPU, where launches cost
     more than copies.
     """
     found: list[Tensor | None] = [None] * len(pairs)
-    joined = bool(pairs) and pairs[0][0].is_cuda if joined is None else joined
-    small = [i for i, (m, _) in enumerate(pairs) if m.numel() <= _SMALL and m.dtype != torch.float64]
+    joined = bool(pairs) and pairs[0].momentum.is_cuda if joined is None else joined
+    small = [i for i, x in enumerate(pairs) if x.momentum.numel() <= _SMALL and x.momentum.dtype != torch.float64]
     if joined and len(small) > 1:
-        m, g = (torch.cat([pairs[i][k].reshape(-1) for i in small]).double() for k in (0, 1))
-        shapes = tuple((x.shape[0], x.shape[1]) for x in (pairs[i][0] for i in small))
+        flat = [_flatten_dense_tensors([pairs[i][k] for i in small]) for k in (0, 1)]
+        m, g = (x.double() for x in flat)
+        shapes = tuple(pairs[i].shape for i in small)
         lengths = _lengths(shapes, m.device)
         # unsafe: the lengths are right by construction, and checking them would wait for the device.
         sums = torch.segment_reduce(
             torch.stack((m * m, m * g, g * g), dim=1), "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0
         )
         sums = torch.cat([torch.ones_like(sums[:, :2]), sums], dim=1)
+        if len(small) == len(pairs):
+            return [sums]
         for i, part in zip(small, sums.split([pieces for pieces, _ in shapes]), strict=True):
             found[i] = part
-    return [piece_sums(*pair) if part is None else part for pair, part in zip(pairs, found, strict=True)]
+    return [
+        piece_sums(m.reshape(shape), g.reshape(shape)) if part is None else part
+        for (m, g, shape), part in zip(pairs, found, strict=True)
+    ]
+
+
+def table(pairs: Sequence[Pair], device: torch.device) -> Tensor:
+    """Return `piece_sums` of several pairs below each other, float64 (pieces of all, 5)."""
+    found = piece_sums_of_many(pairs)
+    if len(found) == 1:
+        return found[0]
+    return torch.cat(found) if found else torch.zeros(0, 5, dtype=torch.float64, device=device)
 
 
 @functools.lru_cache(maxsize=256)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from operator import is_
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from deepmd_muon.optim import magma
+from deepmd_muon.optim.adam import moment_dtype
+from deepmd_muon.optim.offload import local_of
 from deepmd_muon.optim.routing import RouteEntry
 from deepmd_muon.optim.sharded.errors import (
     GradientPlacementError,
@@ -21,7 +24,8 @@ from deepmd_muon.optim.sharded.errors import (
     ReshardedParameterError,
     ShardingError,
 )
-from deepmd_muon.optim.sharded.layout import Layout, Split, replicated, score_layout, scores_of_rank, total
+from deepmd_muon.optim.sharded.layout import Layout, Split, held, replicated, score_layout, scores_of_rank, total
+from deepmd_muon.optim.state import state_of
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon
@@ -29,6 +33,71 @@ if TYPE_CHECKING:
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Replicas = DeviceMesh | dist.ProcessGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class StateCut:
+    """How the state of a replicated parameter is cut: one dimension in parts, one a rank.
+
+    Attributes
+    ----------
+    mesh
+        The ranks.
+    layout
+        The same as the plan knows it.
+    dim, start, length
+        This rank's part.
+    """
+
+    mesh: DeviceMesh
+    layout: Layout
+    dim: int
+    start: int
+    length: int
+
+    def part(self, x: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor, sharing memory."""
+        return x.narrow(self.dim, self.start, self.length)
+
+    def joined(self, local: Tensor, shape: torch.Size) -> Tensor:
+        """Return this rank's part as the DTensor that all ranks' parts form."""
+        strides = torch.empty(shape, device="meta").stride()
+        placements = [Shard(self.dim)] * self.mesh.ndim
+        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=strides)
+
+    def zeros(self, p: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return zeros of a parameter's shape, of which this rank has its part."""
+        part = self.part(p)
+        return self.joined(torch.zeros(part.shape, dtype=dtype, device=part.device), p.shape)
+
+    def of(self, value: Tensor) -> Tensor:
+        """Return a state tensor cut like this, whatever it was before; all ranks must ask where it is a DTensor."""
+        if isinstance(value, DTensor):
+            if value.device_mesh == self.mesh and value.placements == (Shard(self.dim),) * self.mesh.ndim:
+                return value
+            value = value.full_tensor()
+        return self.joined(self.part(value).contiguous(), value.shape)
+
+
+def state_cut(p: Tensor, replicas: Replicas, *, matrices: bool) -> StateCut | None:
+    """Return how the state of a replicated parameter is cut into equal parts; None for a scalar.
+
+    Matrices are cut along the dimension that leaves the largest part smallest, vectors' like along the first, so that
+    each part is contiguous.
+    """
+    if p.ndim == 0:
+        return None
+    mesh = replicas if isinstance(replicas, DeviceMesh) else DeviceMesh.from_group(replicas, p.device.type)
+    size = mesh.size()
+    dim = 0
+    if matrices:
+        dim = min(range(p.ndim), key=lambda d: (-(-p.shape[d] // size) * (p.numel() // max(1, p.shape[d])), d))
+    layout = Layout(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), (Split(dim),) * mesh.ndim)
+    place = mesh.get_coordinate()
+    assert place is not None
+    runs = held(p.shape[dim], dim, layout, tuple(place))
+    start, stop = runs[0] if runs else (0, 0)
+    return StateCut(mesh, layout, dim, start, stop - start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +116,8 @@ class Member:
         Where its elements live.
     device
         Where this rank's are.
+    cut
+        How its state is cut, where every rank has all elements but a part of the state.
     """
 
     p: Tensor
@@ -54,6 +125,19 @@ class Member:
     group: int
     layout: Layout
     device: torch.device
+    cut: StateCut | None = None
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient of those elements whose momentum is here."""
+        grad = self.p.grad
+        if grad is None or self.cut is None:
+            return grad if grad is None else local_of(grad)
+        return self.cut.part(grad)
+
+    def elements(self) -> Tensor:
+        """Return those elements whose moments are here, sharing memory."""
+        local = local_of(self.p).detach()
+        return local if self.cut is None else self.cut.part(local)
 
     def __str__(self) -> str:
         return f"{self.entry.name!r} of shape {tuple(self.p.shape)} on {self.layout}"
@@ -79,32 +163,20 @@ def _split(placement: Placement, ndim: int) -> Split | None:
     return Split(placement.dim % ndim) if isinstance(placement, Shard) else None
 
 
-def local_part(x: Tensor) -> Tensor:
-    """Return the elements that this rank holds, sharing memory."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def local_twin(p: Tensor, *, missing_as_zero: bool = False) -> Tensor:
-    """Return this rank's elements of a parameter as a leaf that shares its memory and carries its gradient's."""
-    twin = local_part(p).detach()
-    if p.grad is not None:
-        twin.grad = local_part(p.grad)
-    elif missing_as_zero:
-        twin.grad = torch.zeros_like(twin)
-    return twin
-
-
 def muon_state(optimizer: HybridMuon, member: Member, *, damped: bool) -> dict[str, Tensor]:
     """Return a parameter's state, made on first use: the momentum laid out as it, scores as its blocks."""
     state: dict[str, Tensor] = optimizer.state[member.p]
     p, entry = member.p, member.entry
     assert entry.view is not None
     if "momentum_buffer" not in state:
-        state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        if member.cut is not None:
+            state["momentum_buffer"] = member.cut.zeros(p, p.dtype)
+        else:
+            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
     if damped and "magma_score" not in state:
         if isinstance(p, DTensor):
             kept = scores_of_rank(entry.shape, entry.view, member.layout)[dist.get_rank()]
-            local = magma.initial_scores(total(kept), p.to_local().device)
+            local = magma.initial_scores(total(kept), local_of(p).device)
             axes = score_layout(entry.shape, entry.view, member.layout).placements
             state["magma_score"] = DTensor.from_local(
                 local,
@@ -119,10 +191,55 @@ def muon_state(optimizer: HybridMuon, member: Member, *, damped: bool) -> dict[s
     return state
 
 
+def element_state(optimizer: HybridMuon, member: Member) -> dict[str, Tensor]:
+    """Return the state of a parameter on an Adam route, made on first use."""
+    if member.cut is None or "exp_avg" in optimizer.state[member.p]:
+        return state_of(optimizer, member.p, member.entry, damped=False)
+    state: dict[str, Tensor] = optimizer.state[member.p]
+    state["step"] = torch.zeros((), dtype=torch.float32, device=member.device)
+    for key in ("exp_avg", "exp_avg_sq"):
+        state[key] = member.cut.zeros(member.p, moment_dtype(member.p.dtype))
+    return state
+
+
 def _placement(axis: Split | None) -> Placement:
     if axis is None:
         return Replicate()
     return Shard(axis.dim) if axis.stride == 1 else _StridedShard(axis.dim, split_factor=axis.stride)
+
+
+class Settled:
+    """What was checked and prepared for, to see quickly whether it still holds."""
+
+    def __init__(self, optimizer: HybridMuon, members: Sequence[Member]) -> None:
+        self._params = [member.p for member in members]
+        self._specs = list(map(_spec, self._params))
+        self._states = [optimizer.state.get(p) for p in self._params]
+        self._values = self._present_values()
+        self._addresses = self._present_addresses()
+
+    def holds(self, optimizer: HybridMuon) -> bool:
+        """Return whether parameters and state are the same tensors in the same memory, and gradients fit them."""
+        grads = [p.grad for p in self._params]
+        return (
+            all(map(is_, map(optimizer.state.get, self._params), self._states))
+            and all(map(is_, map(_spec, self._params), self._specs))
+            and all(g is None or _spec(g) is s or _spec(g) == s for g, s in zip(grads, self._specs, strict=True))
+            and self._present_addresses() == self._addresses
+            and len(values := self._present_values()) == len(self._values)
+            and all(map(is_, values, self._values))
+        )
+
+    def _present_addresses(self) -> list[int]:
+        return list(map(Tensor.data_ptr, map(local_of, self._params)))
+
+    def _present_values(self) -> list[Tensor]:
+        return [x for state in self._states if state for x in state.values()]
+
+
+def _spec(x: Tensor) -> Any:
+    """Return a DTensor's mesh, placements and shape as one object; None for a plain tensor."""
+    return getattr(x, "_spec", None)
 
 
 def check_members(optimizer: HybridMuon, members: Sequence[Member]) -> None:
@@ -146,6 +263,8 @@ def _problem(optimizer: HybridMuon, member: Member) -> tuple[type[ShardingError]
     if not isinstance(p, DTensor):
         if isinstance(grad, DTensor):
             return GradientPlacementError, f"{member}: its gradient is a DTensor and the parameter is not"
+        if grad is not None and grad.device != p.device:
+            return GradientPlacementError, f"{member}: its gradient is on {grad.device}, the parameter on {p.device}"
         return None
     if any(isinstance(placement, Partial) for placement in p.placements):
         return PartialPlacementError, f"{member} is {p.placements}; redistribute it to Shard or Replicate"

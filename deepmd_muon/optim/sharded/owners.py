@@ -54,11 +54,12 @@ class Holders:
     Attributes
     ----------
     replicas
-        The ranks of each complete copy of the parameter.
+        The ranks of each complete copy of the momentum.
     copies
-        For each replica, the ranks that hold elements and how many.
+        For each of them, the ranks that hold elements of it and how many.
     destinations
-        For each replica, the ranks that need the update or the score, and how many elements they hold.
+        For each complete copy of the parameter, the ranks that need the update or the score, and how many elements
+        they hold.
     """
 
     replicas: tuple[tuple[int, ...], ...]
@@ -109,19 +110,50 @@ class Holders:
 
 
 @functools.lru_cache(maxsize=256)
-def holders_of_blocks(shape: tuple[int, ...], view: MatrixView, layout: Layout, *, damped: bool) -> tuple[Holders, ...]:
+def holders_of_blocks(
+    shape: tuple[int, ...], view: MatrixView, layout: Layout, state_layout: Layout, *, damped: bool
+) -> tuple[Holders, ...]:
     """Return the holders of every block, in the order of block numbers; blocks held alike share one object.
 
     Parameters
     ----------
     shape, view, layout
         Of the parameter.
+    state_layout
+        Of its momentum.
     damped
         Whether ranks that keep a block's score need its result even without holding elements of it.
     """
     replicas = layout.replicas()
+    copies_of_state = state_layout.replicas()
+    sizes, having = _ranks_with_elements(shape, view, layout)
+    sizes_of_state, having_state = _ranks_with_elements(shape, view, state_layout)
+    scored = _ranks_with_scores(shape, view, layout) if damped else None
+    known: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int], Holders] = {}
+    found = []
+    for b, (ranks, with_state) in enumerate(zip(having, having_state, strict=True)):
+        for part, size in enumerate(sizes):
+            keeping = scored[b * len(sizes) + part] if scored else ()
+            key = ranks, with_state, keeping, part
+            if key not in known:
+                holding = {rank: size[rank] for rank in ranks if size[rank]}
+                needing = {**dict.fromkeys(keeping, 0), **holding}
+                state = {rank: n for rank in with_state if (n := sizes_of_state[part][rank])}
+                known[key] = Holders(
+                    copies_of_state,
+                    tuple({r: state[r] for r in copy if r in state} for copy in copies_of_state),
+                    tuple({r: needing[r] for r in copy if r in needing} for copy in replicas),
+                )
+            found.append(known[key])
+    return tuple(found)
+
+
+def _ranks_with_elements(
+    shape: tuple[int, ...], view: MatrixView, layout: Layout
+) -> tuple[list[dict[int, int]], list[tuple[int, ...]]]:
+    """Return how many elements of each part of a matrix a rank has that has the matrix, and who has each matrix."""
     regions_of = region_of_rank(shape, view, layout)
-    sizes = []  # for each part of a matrix: elements of one such block that each rank holds if it has the matrix
+    sizes = []
     for r0, r1, c0, c1 in spans(view):
         sizes.append({rank: cut(x.rows, r0, r1).size * cut(x.columns, c0, c1).size for rank, x in regions_of.items()})
     having: list[list[int]] = [[] for _ in range(view.batch)]
@@ -129,23 +161,7 @@ def holders_of_blocks(shape: tuple[int, ...], view: MatrixView, layout: Layout, 
         for start, stop in region.batch:
             for b in range(start, stop):
                 having[b].append(rank)
-    scored = _ranks_with_scores(shape, view, layout) if damped else None
-    known: dict[tuple[tuple[int, ...], tuple[int, ...], int], Holders] = {}
-    found = []
-    for b, ranks in enumerate(having):
-        for part, size in enumerate(sizes):
-            keeping = scored[b * len(sizes) + part] if scored else ()
-            key = tuple(ranks), keeping, part
-            if key not in known:
-                holding = {rank: size[rank] for rank in ranks if size[rank]}
-                needing = {**dict.fromkeys(keeping, 0), **holding}
-                known[key] = Holders(
-                    replicas,
-                    tuple({r: holding[r] for r in copy if r in holding} for copy in replicas),
-                    tuple({r: needing[r] for r in copy if r in needing} for copy in replicas),
-                )
-            found.append(known[key])
-    return tuple(found)
+    return sizes, [tuple(ranks) for ranks in having]
 
 
 def _ranks_with_scores(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> list[tuple[int, ...]]:

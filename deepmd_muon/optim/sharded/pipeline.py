@@ -6,31 +6,80 @@ travel back: collectives are asynchronous, and a result is waited for only where
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepmd_muon.optim import magma
-from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.gradients import StepControl
 from deepmd_muon.optim.groups import group_settings
 from deepmd_muon.optim.muon import advance_momenta, apply_updates, running_lr, scaled_polar_factors
+from deepmd_muon.optim.offload import Lot, local_of
 from deepmd_muon.optim.sharded import magma_sums
-from deepmd_muon.optim.sharded.bucket import Bucket, Moving
+from deepmd_muon.optim.sharded.bucket import Bucket, Kind, Local, Owned
 from deepmd_muon.optim.sharded.groups import check_agreement, group_of
-from deepmd_muon.optim.sharded.members import Member, local_part, local_twin, muon_state
+from deepmd_muon.optim.sharded.members import Member, muon_state
 from deepmd_muon.optim.sharded.plan import Plan
-from deepmd_muon.optim.sharded.routes import Piece, local_parts, local_shape, staying_routes, travelling_route
-from deepmd_muon.optim.sharded.transport import Exchange, Flight
+from deepmd_muon.optim.sharded.routes import local_parts, local_shape, piece_of, staying_routes, travelling_route
+from deepmd_muon.optim.sharded.transport import Exchange, Lane, Slot
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon
 
 _WIDE = {4: torch.float32, 8: torch.float64}
+
+
+@dataclasses.dataclass
+class Advance:
+    """Momenta of one parameter group and dtype that a bucket advances.
+
+    Attributes
+    ----------
+    group
+        Number of the parameter group.
+    parameters
+        Positions in the plan.
+    shapes, parts
+        Shape of each local momentum seen as matrices, and which rows and columns belong to each part of one.
+    """
+
+    group: int
+    parameters: list[int]
+    shapes: list[tuple[int, int, int]]
+    parts: list[list[tuple[slice, slice]]]
+
+
+class Preparation:
+    """What must be done to momenta before a bucket can be packed."""
+
+    def __init__(self, plan: Plan, members: Sequence[Member], fresh: Sequence[int], rank: int) -> None:
+        kinds: dict[tuple[int, torch.dtype], list[int]] = {}
+        for i in fresh:
+            kinds.setdefault((members[i].group, members[i].p.dtype), []).append(i)
+        self.advances = [
+            Advance(
+                group,
+                chosen,
+                [local_shape(plan, i, rank, "gather") for i in chosen],
+                [local_parts(plan, i, rank) for i in chosen],
+            )
+            for (group, _), chosen in kinds.items()
+        ]
+        self.order = [i for advance in self.advances for i in advance.parameters]
+        self.rows: dict[int, int] = {}  # where a parameter's sums begin
+        self.height = 0
+        for advance in self.advances:
+            for i, shape, parts in zip(advance.parameters, advance.shapes, advance.parts, strict=True):
+                if plan.parameters[i].damped:
+                    self.rows[i] = self.height
+                    self.height += shape[0] * len(parts)
+        self.buffers: list[Tensor] = []  # the momenta, on this rank, in `order`
 
 
 class Pipeline:
@@ -45,25 +94,32 @@ class Pipeline:
     members
         The parameters of the Muon route that live on several ranks; at least one.
 
+    Attributes
+    ----------
+    travelling, staying
+        The buckets that cross ranks, and portions of the work that stays on this one.
+    lane
+        Where collectives run.
+
     Raises
     ------
     PlanMismatchError, UnsupportedTransportError
         On all ranks alike, before any step.
     """
 
-    def __init__(self, optimizer: HybridMuon, plan: Plan, members: Sequence[Member]) -> None:
+    def __init__(self, optimizer: HybridMuon, plan: Plan, members: Sequence[Member], lane: Lane) -> None:
         self.optimizer = optimizer
         self.plan = plan
         self.members = members
         self.rank = dist.get_rank()
-        self.device = local_part(members[0].p).device
+        self.device = local_of(members[0].p).device
+        self.lane = lane
         self.travelling: list[Bucket] = []
         self.staying: list[Bucket] = []
         numbers = [member.group for member in members]
         for domain in plan.domains:
             group = group_of(domain.ranks, self.device)
             check_agreement(plan, domain, group, self.device)
-
             wide = _WIDE[domain.itemsize]
             for number in range(domain.buckets):
                 route = travelling_route(plan, domain, number, self.rank)
@@ -72,178 +128,257 @@ class Pipeline:
             for route in staying_routes(plan, domain, self.rank):
                 exchange = Exchange(plan, domain, route, None, None, wide, self.device)
                 self.staying.append(Bucket(plan, domain, exchange, numbers, self.rank, self.device))
-        self.last_use = {i: bucket for bucket in (*self.travelling, *self.staying) for i in bucket.parameters}
+        # The order in which buckets are packed; see `Run`.
+        self.first = plan.settings.slots
+        self.order = [*self.travelling[: self.first], *self.staying, *self.travelling[self.first :]]
+        self.last_use = {i: bucket for bucket in self.order for i in bucket.parameters}
+        seen: set[int] = set()
+        for bucket in self.order:
+            bucket.fresh = tuple(i for i in bucket.parameters if i not in seen)
+            seen.update(bucket.fresh)
+        self.preparations = [Preparation(plan, members, bucket.fresh, self.rank) for bucket in self.order]
+        self._make_slots()
 
-    def begin(self, control: StepControl) -> Run:
-        """Start a step: the first pieces leave for their owners."""
-        return Run(self, control)
+    def _make_slots(self) -> None:
+        """Allocate all memory that steps need for messages and matrices, once."""
+
+        def widest(buckets: Sequence[Bucket]) -> tuple[int, int]:
+            words = [bucket.exchange.words for bucket in buckets]
+            return max((w[0] for w in words), default=0), max((w[1] for w in words), default=0)
+
+        count = self.plan.settings.slots
+        lots = [self.travelling[k::count] for k in range(count)] + [self.staying]
+        self._slots = [(Slot(widest(lot), self.device), lot) for lot in lots if lot]
+        words = max((b.elements * b.exchange.dtype.itemsize // 8 + 1 for b in self.order), default=0)
+        self._room = torch.empty(words, dtype=torch.float64, device=self.device)
+
+    def bind(self) -> None:
+        """Make all views of buffers, parameters and state, as they are now; no communication."""
+        states = []
+        for member in self.members:  # every rank has all state, also where it holds no element
+            settings = group_settings(self.optimizer.param_groups[member.group])
+            states.append(muon_state(self.optimizer, member, damped=settings.magma_muon))
+        local = {
+            i: Local(local_of(m.p).detach(), local_of(s["magma_score"]) if "magma_score" in s else None, m.group)
+            for i, (m, s) in enumerate(zip(self.members, states, strict=True))
+        }
+        self.needed: list[list[int]] = []  # for each bucket, whose tables of sums it reads
+        maker = {i: k for k, preparation in enumerate(self.preparations) for i in preparation.order}
+        rows: list[dict[int, int]] = []
+        for bucket in self.order:
+            needed = sorted({maker[i] for i in bucket.parameters})
+            heights = itertools.accumulate((self.preparations[k].height for k in needed), initial=0)
+            start = dict(zip(needed, heights, strict=False))
+            self.needed.append(needed)
+            where = {i: self.preparations[maker[i]].rows.get(i, 0) + start[maker[i]] for i in bucket.parameters}
+            rows.append(where)
+        momenta = [local_of(state["momentum_buffer"]) for state in states]
+        for slot, buckets in self._slots:
+            for bucket in buckets:
+                bucket.bind(slot, self._room, local, momenta, rows[self.order.index(bucket)])
+        for preparation in self.preparations:
+            preparation.buffers = [momenta[i] for i in preparation.order]
+
+    def lots(self) -> tuple[list[Lot], list[Lot]]:
+        """Return what offloaded momenta travel as: before the element-wise routes' turn, and after it."""
+        offload, found = self.optimizer._offload, []
+        assert offload is not None
+        for preparation in self.preparations:
+            wanted = [(self.members[i].p, "momentum_buffer") for i in preparation.order]
+            found.append([offload.lot(self.optimizer.state, wanted)] if wanted else [])
+        first = min(self.first, len(self.travelling))
+        before, after = found[:first], found[first:]
+        return [*itertools.chain(*before)], [*itertools.chain(*after)]
 
 
 class Run:
-    """One step under way."""
+    """One step under way: the first pieces leave for their owners when it is made, the rest is done by `finish`.
 
-    def __init__(self, pipeline: Pipeline, control: StepControl) -> None:
+    Parameters
+    ----------
+    pipeline
+        Bound to parameters and state as they are.
+    control
+        Of the step.
+    moments
+        Yields the offloaded momenta of one bucket after the other, on the device; None where they are there.
+    """
+
+    def __init__(self, pipeline: Pipeline, control: StepControl, moments: Iterator[list[Tensor]] | None) -> None:
         self._pipeline = pipeline
         self._optimizer = pipeline.optimizer
         self._control = control.on(pipeline.device)
-        self._moving: dict[int, Moving] = {}
+        self._moments = moments
+        self._settings = [group_settings(group) for group in self._optimizer.param_groups]
+        self._directions: dict[int, Tensor] = {}
+        self._tables: dict[int, Tensor] = {}
         self._tentative: dict[int, Tensor] = {}
+        self._moved: dict[tuple[int, int], Tensor] = {}
+        self._packed = 0
         self._waiting = deque(pipeline.travelling)
-        self._gathering: deque[tuple[Bucket, Flight]] = deque()
-        for member in pipeline.members:  # every rank has all state, also where it holds no element
-            settings = group_settings(self._optimizer.param_groups[member.group])
-            muon_state(self._optimizer, member, damped=settings.magma_muon)
-        self._launch(max(1, pipeline.plan.settings.ahead))
+        self._gathering: deque[tuple[Bucket, Callable[[], Any]]] = deque()
+        self._returning: deque[tuple[Bucket, Callable[[], Any]]] = deque()
+        self._launch(in_use=0)
 
     def finish(self) -> None:
         """Orthogonalize what stays here and what arrives, and apply all updates."""
         for bucket in self._pipeline.staying:
             self._apply(bucket, self._orthogonalize(bucket, self._pack(bucket)))
-        returning: tuple[Bucket, Flight] | None = None
-        ahead = self._pipeline.plan.settings.ahead
         while self._gathering:
-            bucket, flight = self._gathering.popleft()
-            back = self._orthogonalize(bucket, flight, meanwhile=ahead)
-            if returning is not None:
-                self._apply(*returning)
-            returning = bucket, back
-            if not ahead:
-                self._apply(*returning)
-                returning = None
-                self._launch(1)
-        if returning is not None:
-            self._apply(*returning)
+            bucket, arrived = self._gathering.popleft()
+            back = self._orthogonalize(bucket, arrived, meanwhile=True)
+            if self._returning:
+                self._apply(*self._returning.popleft())
+            self._returning.append((bucket, back))
+            self._launch(in_use=len(self._returning))
+            if not self._gathering and self._waiting:  # the only slot
+                self._apply(*self._returning.popleft())
+                self._launch(in_use=0)
+        for bucket, back in self._returning:
+            self._apply(bucket, back)
+        if self._moments is not None:
+            for _ in self._moments:  # the last lot goes home
+                pass
+        self._settle()
 
-    def _launch(self, count: int) -> None:
-        """Send the pieces of further buckets until `count` are under way."""
-        while self._waiting and len(self._gathering) < count:
+    def _launch(self, in_use: int) -> None:
+        """Send the pieces of further buckets while slots are free."""
+        while self._waiting and len(self._gathering) + in_use < self._pipeline.plan.settings.slots:
             bucket = self._waiting.popleft()
             self._gathering.append((bucket, self._pack(bucket)))
 
-    def _pack(self, bucket: Bucket) -> Flight:
-        self._prepare([i for i in bucket.parameters if i not in self._moving])
-        flight = bucket.start_gather(self._moving)
+    def _pack(self, bucket: Bucket) -> Callable[[], Any]:
+        pipeline, number = self._pipeline, self._packed
+        assert pipeline.order[number] is bucket
+        self._packed += 1
+        preparation = pipeline.preparations[number]
+        buffers = preparation.buffers
+        if self._moments is not None and preparation.order:
+            buffers = next(self._moments)
+        self._tables[number] = self._advance(preparation, buffers)
+        tables = [self._tables[k] for k in pipeline.needed[number]]
+        sums = None
+        if bucket.damped and tables:
+            sums = tables[0] if len(tables) == 1 else torch.cat(tables)
+        bucket.pack(self._directions, sums, self._tentative)
         for i in bucket.parameters:
-            if self._pipeline.last_use[i] is bucket:
-                del self._moving[i]
-        return flight
+            if pipeline.last_use[i] is bucket:
+                del self._directions[i]
+        return bucket.exchange.start("gather", pipeline.lane)
 
-    def _prepare(self, parameters: Sequence[int]) -> None:
-        """Advance the momenta of some parameters of the plan."""
-        kinds: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
-        for i in parameters:
-            member = self._pipeline.members[i]
-            kinds[member.group, member.p.dtype].append(i)
-        for (number, _), chosen in kinds.items():
-            group = self._optimizer.param_groups[number]
-            settings = group_settings(group)
-            members = [self._pipeline.members[i] for i in chosen]
-            twins = [local_twin(member.p, missing_as_zero=True) for member in members]
-            states = [muon_state(self._optimizer, member, damped=settings.magma_muon) for member in members]
-            buffers = [local_part(state["momentum_buffer"]) for state in states]
-            for k, (i, member) in enumerate(zip(chosen, members, strict=True)):
-                if member.p.grad is None:
+    def _advance(self, preparation: Preparation, buffers: Sequence[Tensor]) -> Tensor:
+        """Advance momenta; return Magma's sums of this rank's pieces of their blocks, float64 (pieces, 5)."""
+        start = 0
+        pairs: list[magma_sums.Pair] = []
+        for advance in preparation.advances:
+            settings, group = self._settings[advance.group], self._optimizer.param_groups[advance.group]
+            members = [self._pipeline.members[i] for i in advance.parameters]
+            mine = list(buffers[start : start + len(members)])
+            start += len(members)
+            grads = []
+            for k, member in enumerate(members):
+                grad = member.gradient()
+                if grad is None:
                     # Whether another rank has a gradient is known only at the end: the momentum waits until then.
-                    buffers[k] = self._tentative[i] = buffers[k].clone()
-            advanced = advance_momenta(twins, buffers, settings, self._control, maximize=group["maximize"])
+                    mine[k] = self._tentative[advance.parameters[k]] = mine[k].clone()
+                    grad = torch.zeros_like(mine[k])
+                grads.append(grad)
+            advanced = advance_momenta(grads, mine, settings, self._control, maximize=group["maximize"])
             momenta, gradients, directions = advanced
-            sums: list[Tensor | None] = [None] * len(chosen)
+            if self._moments is not None and not settings.nesterov:
+                directions = [u.clone() for u in directions]  # a lot's memory belongs to the next one soon
+            self._directions.update(zip(advance.parameters, directions, strict=True))
             if settings.magma_muon:
-                sums = [*self._sums(chosen, momenta, gradients)]
-            for i, member, u, x in zip(chosen, members, directions, sums, strict=True):
-                shape = local_shape(self._pipeline.plan, i, self._pipeline.rank)
-                self._moving[i] = Moving(u.reshape(shape), x, i not in self._tentative)
-                if self._pipeline.plan.settings.free_gradients:
+                pairs += _pairs(momenta, gradients, advance)
+            if self._pipeline.plan.settings.free_gradients:
+                for member in members:
                     member.p.grad = None
+        return magma_sums.table(pairs, self._pipeline.device)
 
-    def _sums(self, parameters: Sequence[int], momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return Magma's sums of this rank's piece of every block of each parameter: float64 (blocks here, 5)."""
-        plan, rank = self._pipeline.plan, self._pipeline.rank
-        pairs, parts = [], []
-        for i, m, g in zip(parameters, momenta, gradients, strict=True):
-            shape = local_shape(plan, i, rank)
-            cuts = local_parts(plan, i, rank)
-            views = [x.reshape(shape) for x in (m, g)]
-            pairs += [(views[0][:, r, c].flatten(1), views[1][:, r, c].flatten(1)) for r, c in cuts]
-            parts.append(len(cuts))
-        sums = iter(magma_sums.piece_sums_of_many(pairs))
-        return [torch.stack([next(sums) for _ in range(n)], dim=1).flatten(0, 1) for n in parts]
-
-    def _orthogonalize(self, bucket: Bucket, flight: Flight, meanwhile: int = 0) -> Flight:
+    def _orthogonalize(
+        self, bucket: Bucket, arrived: Callable[[], Any], *, meanwhile: bool = False
+    ) -> Callable[[], Any]:
         """Wait for a bucket's pieces, send the next buckets', orthogonalize, and send the updates back."""
-        matrices, headers = bucket.assemble(flight)
-        self._launch(meanwhile)
-        updates: list[Tensor] = list(matrices)
+        arrived()
+        owned = bucket.assemble()
+        if meanwhile:
+            self._launch(in_use=1 + len(self._returning))
+        factors = None
+        if owned.cosines is not None and owned.scores is not None and len(owned.scores):
+            owned, factors = self._damp(owned, owned.cosines, owned.scores)
+        updates: list[Tensor] = list(bucket.matrices)
         numbers = [stack.group for stack in bucket.stacks]
         for number in dict.fromkeys(numbers):
             mine = [k for k, other in enumerate(numbers) if other == number]
-            settings = group_settings(self._optimizer.param_groups[number])
-            done = scaled_polar_factors([matrices[k] for k in mine], settings)
+            done = scaled_polar_factors([bucket.matrices[k] for k in mine], self._settings[number])
             for k, update in zip(mine, done, strict=True):
                 updates[k] = update
-        return bucket.start_return(updates, headers)
+        damped = [k for k, stack in enumerate(bucket.stacks) if stack.damped]
+        if factors is not None and damped:
+            parts = factors.split([len(stack.jobs) for stack in bucket.stacks])
+            torch._foreach_mul_([updates[k] for k in damped], [parts[k].view(-1, 1, 1) for k in damped])
+        bucket.unpack(updates, owned)
+        return bucket.exchange.start("return", self._pipeline.lane)
 
-    def _apply(self, bucket: Bucket, flight: Flight) -> None:
+    def _damp(self, owned: Owned, cosines: Tensor, scores: Tensor) -> tuple[Owned, Tensor]:
+        """Advance the scores of owned blocks; return them, and the blocks' factors."""
+        new = scores.clone()
+        # On a CPU one by one: torch's vector loops round the exponential otherwise than its scalar ones.
+        lots, alignments = ([x] if x.is_cuda else list(x.split(1)) for x in (new, cosines))
+        factors = torch.cat(magma.update_scores(lots, alignments, self._control.skip))
+        kept = torch.where(owned.present > 0, new, scores)
+        return dataclasses.replace(owned, scores=kept), factors
+
+    def _apply(self, bucket: Bucket, returned: Callable[[], Any]) -> None:
         """Wait for a bucket's updates and apply them."""
-        headers, flats = flight.wait()
-        factors = self._damping(bucket, headers)
-        kinds: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
-        for k, piece in enumerate(bucket.applying):
-            if piece.elements:
-                member = self._pipeline.members[piece.parameter]
-                kinds[member.group, member.p.dtype].append(k)
-        for (number, _), chosen in kinds.items():
+        returned()
+        bucket.take_scores()
+        undecided = [k for k, piece in enumerate(bucket.applying) if piece.parameter in self._tentative]
+        before: dict[int, Tensor] = {}
+        if undecided:
+            moved = bucket.presence()
+            self._moved.update({bucket.applying[k][:2]: moved[k] for k in undecided})
+            targets = {k: x for _, kind in bucket.kinds for k, x in zip(kind.positions, kind.targets, strict=True)}
+            before = {k: targets[k].clone() for k in undecided if k in targets}
+        for number, kind in bucket.kinds:
             group = self._optimizer.param_groups[number]
-            settings = group_settings(group)
-            targets = [self._piece(local_part(self._member(bucket, k).p).detach(), bucket.applying[k]) for k in chosen]
-            updates = [flats[k].view(x.shape) for k, x in zip(chosen, targets, strict=True)]
-            if settings.magma_muon:
-                updates = list(torch._foreach_mul(updates, [factors[k].view(1, 1) for k in chosen]))
-            before = {k: x.clone() for k, x in zip(chosen, targets, strict=True) if self._undecided(bucket, k)}
-            apply_updates(targets, updates, running_lr(group["lr"], self._control), settings.weight_decay)
-            for k, x in zip(chosen, targets, strict=True):
-                if k in before:
-                    self._settle(bucket, k, headers[k, 0] > 0, x, before[k])
+            lr = running_lr(group["lr"], self._control)
+            apply_updates(kind.targets, kind.updates, lr, self._settings[number].weight_decay)
+            self._take_back(bucket, kind, before)
 
-    def _damping(self, bucket: Bucket, headers: Tensor) -> dict[int, Tensor]:
-        """Advance the scores of a bucket's blocks on this rank; return the factor of each of its pieces."""
-        damped = [k for k in range(len(bucket.applying)) if self._group_settings(bucket, k).magma_muon]
-        sure = [k for k in damped if not self._undecided(bucket, k)]
-        factors: dict[int, Tensor] = {}
-        cosines = headers[:, -1].float()
-        for lot in [sure] * bool(sure) + [[k] for k in damped if self._undecided(bucket, k)]:
-            scores = []
-            for k in lot:
-                state = muon_state(self._optimizer, self._member(bucket, k), damped=True)
-                scores.append(local_part(state["magma_score"])[bucket.scores[k] :][:1])
-            skip = self._control.skip
-            if lot is not sure:
-                nobody = (headers[lot[0], 0] == 0).float()
-                skip = nobody if skip is None else torch.maximum(skip, nobody)
-            lot_cosines = [cosines[k : k + 1] for k in lot]
-            factors.update(zip(lot, magma.update_scores(scores, lot_cosines, skip), strict=True))
-        return factors
+    def _take_back(self, bucket: Bucket, kind: Kind, before: dict[int, Tensor]) -> None:
+        """Undo the update of blocks that turned out to have a gradient on no rank."""
+        for k, target in zip(kind.positions, kind.targets, strict=True):
+            if k in before:
+                target.copy_(torch.where(self._moved[bucket.applying[k][:2]], target, before[k]))
 
-    def _group_settings(self, bucket: Bucket, k: int) -> HybridMuonConfig:
-        return group_settings(self._optimizer.param_groups[self._member(bucket, k).group])
+    def _settle(self) -> None:
+        """Let momenta without a gradient here keep or drop their advance, block by block."""
+        pipeline = self._pipeline
+        if self._tentative and self._optimizer._offload is not None:
+            self._optimizer._offload.wait()
+        for i, advanced in self._tentative.items():
+            member = pipeline.members[i]
+            buffer = local_of(self._optimizer.state[member.p]["momentum_buffer"])
+            shape = local_shape(pipeline.plan, i, pipeline.rank, "gather")
+            for block in range(pipeline.plan.parameters[i].view.blocks):
+                piece = piece_of(pipeline.plan, i, block, pipeline.rank, "gather")
+                if piece.elements:
+                    where = piece.batch, slice(*piece.rows[:2]), slice(*piece.columns[:2])
+                    old = buffer.view(shape)[where]
+                    new = advanced.view(shape)[where]
+                    old.copy_(torch.where(self._moved[i, block], new, old.to(new.device)))
 
-    def _member(self, bucket: Bucket, k: int) -> Member:
-        return self._pipeline.members[bucket.applying[k].parameter]
 
-    def _undecided(self, bucket: Bucket, k: int) -> bool:
-        """Whether this rank has no gradient for a piece, so that only its header says if the block moves."""
-        return bucket.applying[k].parameter in self._tentative
-
-    def _piece(self, local: Tensor, piece: Piece) -> Tensor:
-        """Return a view of a piece in a local tensor."""
-        shape = local_shape(self._pipeline.plan, piece.parameter, self._pipeline.rank)
-        (r0, r1, _), (c0, c1, _) = piece.rows, piece.columns
-        return local.view(shape)[piece.batch, r0:r1, c0:c1]
-
-    def _settle(self, bucket: Bucket, k: int, moved: Tensor, target: Tensor, before: Tensor) -> None:
-        """Keep or take back the update of a piece without a gradient here, and its momentum."""
-        target.copy_(torch.where(moved, target, before))
-        piece = bucket.applying[k]
-        state = self._optimizer.state[self._member(bucket, k).p]
-        buffer = self._piece(local_part(state["momentum_buffer"]), piece)
-        buffer.copy_(torch.where(moved, self._piece(self._tentative[piece.parameter], piece), buffer))
+def _pairs(momenta: Sequence[Tensor], gradients: Sequence[Tensor], advance: Advance) -> list[magma_sums.Pair]:
+    """Return momentum and gradient of every part of every parameter."""
+    pairs = []
+    for m, g, shape, parts in zip(momenta, gradients, advance.shapes, advance.parts, strict=True):
+        if len(parts) == 1:
+            pairs.append(magma_sums.Pair(m, g, (shape[0], shape[1] * shape[2])))
+            continue
+        views = m.reshape(shape), g.reshape(shape)
+        for r, c in parts:
+            a, b = (x[:, r, c].flatten(1) for x in views)
+            pairs.append(magma_sums.Pair(a, b, (a.shape[0], a.shape[1])))
+    return pairs

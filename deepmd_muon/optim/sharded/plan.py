@@ -26,7 +26,7 @@ from deepmd_muon.optim.views import MatrixView
 Leg = Literal["gather", "return"]
 LEGS: tuple[Leg, Leg] = ("gather", "return")
 
-VERSION = 1
+VERSION = 2
 WORD = 8  # bytes of a header entry (float64); messages are padded to whole words
 NARROW = 2  # bytes of an element in a 16-bit type
 
@@ -47,6 +47,8 @@ class PlannedParameter:
         Whether Magma's statistics travel with its blocks.
     steps, gram
         Iterations of the orthogonalization, and whether the Gram form may be used; they decide the work.
+    state_layout
+        Where its momentum lives, if otherwise than its elements.
     """
 
     name: str
@@ -57,11 +59,17 @@ class PlannedParameter:
     damped: bool = True
     steps: int = 10
     gram: bool = True
+    state_layout: Layout | None = None
+
+    def layout_of(self, leg: Leg) -> Layout:
+        """Return where the pieces of a leg come from or go to: momenta are gathered, updates return to elements."""
+        return self.state_layout if leg == "gather" and self.state_layout else self.layout
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape))
         extras = f"{self.itemsize} bytes, {'damped' if self.damped else 'undamped'}, {self.steps} steps"
-        return f"{self.name}: {size} as {self.view} on {self.layout}, {extras}, gram {self.gram}"
+        state = f", state on {self.state_layout}" if self.state_layout else ""
+        return f"{self.name}: {size} as {self.view} on {self.layout}{state}, {extras}, gram {self.gram}"
 
 
 class Job(NamedTuple):
@@ -128,8 +136,8 @@ class Domain:
     work: Mapping[int, int]
 
     def header(self, leg: Leg) -> int:
-        """Return the header's words per piece: presence, and with Magma five numbers there or the cosine back."""
-        return {"gather": 6, "return": 2}[leg] if self.damped else 1
+        """Return the header's words per piece: presence, with Magma the score, and on the way there five sums."""
+        return {"gather": 7, "return": 2}[leg] if self.damped else 1
 
     def element(self, leg: Leg, settings: ShardedSettings) -> int:
         """Return the bytes of an element on the wire."""
@@ -244,7 +252,8 @@ def make_plan(parameters: Sequence[PlannedParameter], settings: ShardedSettings 
         before = [domain.work for domain in domains if set(ranks) <= set(domain.ranks)]
         loads = {rank: sum(work[rank] for work in before) for rank in ranks}
         repeats = {"spread": (True,), "repeat": (False,), "auto": (True, False)}[settings.replication]
-        if settings.replication == "auto" and all(len(parameters[i].layout.replicas()) == 1 for i in positions):
+        shared = [parameters[i] for i in positions if len(parameters[i].layout.replicas()) > 1]
+        if any(p.state_layout for p in shared) or (settings.replication == "auto" and not shared):
             repeats = (True,)
         choices = [_domain(parameters, positions, ranks, itemsize, loads, settings, spread=way) for way in repeats]
         domains.append(min(choices, key=lambda domain: domain.seconds(settings)) if len(choices) > 1 else choices[0])
@@ -298,7 +307,9 @@ def _domain(
         shapes = p.view.block_shapes
         work = [newton_schulz_flops(*shape, p.steps, gram=p.gram) for shape in shapes]
         size = [rows * columns for rows, columns in shapes]
-        for number, holders in enumerate(holders_of_blocks(p.shape, p.view, p.layout, damped=p.damped)):
+        for number, holders in enumerate(
+            holders_of_blocks(p.shape, p.view, p.layout, p.layout_of("gather"), damped=p.damped)
+        ):
             part = number % len(shapes)
             blocks.append(_Block(work[part], p.name, number, i, size[part] * itemsize, holders))
     blocks.sort(key=lambda block: (-block.work, block.name, block.number))

@@ -85,28 +85,28 @@ class Route:
     return_in: tuple[Message, ...]
 
 
-def piece_of(plan: Plan, job: Job, rank: int) -> Piece:
-    """Return what a rank holds of a job's block."""
-    p = plan.parameters[job.parameter]
+def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
+    """Return what a rank holds of a block: of its momentum, which is gathered, or of the elements that it updates."""
+    p = plan.parameters[parameter]
     parts = spans(p.view)
-    batch, part = divmod(job.block, len(parts))
+    batch, part = divmod(block, len(parts))
     r0, r1, c0, c1 = parts[part]
-    region = region_of_rank(p.shape, p.view, p.layout)[rank]
+    region = region_of_rank(p.shape, p.view, p.layout_of(leg))[rank]
     where = cut(region.batch, batch, batch + 1)
     rows, columns = cut(region.rows, r0, r1), cut(region.columns, c0, c1)
-    return Piece(job.parameter, job.block, where.start if where.size else -1, rows, columns)
+    return Piece(parameter, block, where.start if where.size else -1, rows, columns)
 
 
-def score_index(plan: Plan, job: Job, rank: int) -> int:
+def score_index(plan: Plan, parameter: int, block: int, rank: int) -> int:
     """Return where a rank keeps a block's score in its local scores."""
-    p = plan.parameters[job.parameter]
-    return cut(scores_of_rank(p.shape, p.view, p.layout)[rank], job.block, job.block + 1).start
-
-
-def local_shape(plan: Plan, parameter: int, rank: int) -> tuple[int, int, int]:
-    """Return the shape of a rank's local tensor, seen as (batch, rows, columns)."""
     p = plan.parameters[parameter]
-    return region_of_rank(p.shape, p.view, p.layout)[rank].shape
+    return cut(scores_of_rank(p.shape, p.view, p.layout)[rank], block, block + 1).start
+
+
+def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:
+    """Return the shape of a rank's local momentum, or of its elements, seen as (batch, rows, columns)."""
+    p = plan.parameters[parameter]
+    return region_of_rank(p.shape, p.view, p.layout_of(leg))[rank].shape
 
 
 def targets(piece: Piece) -> list[Target]:
@@ -197,9 +197,9 @@ def payload_starts(messages: Sequence[Message], header: int, itemsize: int) -> l
 
 
 def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
-    """Return which local rows and columns of each matrix belong to each of its parts."""
+    """Return which rows and columns of each matrix of the local momentum belong to each of its parts."""
     p = plan.parameters[parameter]
-    region = region_of_rank(p.shape, p.view, p.layout)[rank]
+    region = region_of_rank(p.shape, p.view, p.layout_of("gather"))[rank]
     found = []
     for r0, r1, c0, c1 in spans(p.view):
         rows, columns = cut(region.rows, r0, r1), cut(region.columns, c0, c1)

@@ -11,6 +11,7 @@ Exchange = Literal["owners", "reference"]
 Replication = Literal["auto", "spread", "repeat"]
 GatherDtype = Literal["full", "bfloat16"]
 ReturnDtype = Literal["full", "bfloat16", "float16"]
+StatePlace = Literal["replicated", "sharded"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +40,23 @@ class ShardedSettings:
         minimum=1,
         doc="Bound on the bytes that one rank receives or sends in one exchange; a larger matrix goes alone.",
     )
-    ahead: int = setting(
-        1,
-        minimum=0,
-        maximum=8,
-        doc="Exchanges that are under way while a bucket is orthogonalized; 0 is strictly serial.",
+    slots: int = setting(
+        3,
+        minimum=1,
+        maximum=10,
+        doc=(
+            "Buffers of the size of a bucket that the buckets take in turn, kept from step to step: with 3, one bucket "
+            "is orthogonalized while the next travels to its owners and the last one back; 1 is strictly serial."
+        ),
+    )
+    state: StatePlace = setting(
+        "replicated",
+        choices=("replicated", "sharded"),
+        doc=(
+            "Where plain parameters given with `replicas` keep momenta and Adam's moments: 'replicated' on every "
+            "rank, 'sharded' each rank an equal part (ZeRO-1): DTensors in the state dict, like any sharded state. "
+            "DTensors keep state laid out as themselves, whatever this says."
+        ),
     )
     gather_dtype: GatherDtype = setting(
         "full",

@@ -11,20 +11,30 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from deepmd_muon.optim.adam import moment_dtype
-from deepmd_muon.optim.errors import CaptureError, NonFiniteGradientError
-from deepmd_muon.optim.gradients import StepControl, nonfinite, waves
+from deepmd_muon.optim.errors import CaptureError, InvalidSettingError, NonFiniteGradientError
+from deepmd_muon.optim.gradients import StepControl, nonfinite
 from deepmd_muon.optim.groups import group_settings
+from deepmd_muon.optim.offload import local_of
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing import RouteEntry
+from deepmd_muon.optim.sharded.elements import Elements
 from deepmd_muon.optim.sharded.errors import UnsupportedTransportError
 from deepmd_muon.optim.sharded.groups import check_agreement, group_of
-from deepmd_muon.optim.sharded.members import DTYPES, Member, Replicas, check_members, layout_of, local_part, local_twin
-from deepmd_muon.optim.sharded.pipeline import Pipeline
+from deepmd_muon.optim.sharded.members import (
+    DTYPES,
+    Member,
+    Replicas,
+    Settled,
+    StateCut,
+    check_members,
+    layout_of,
+    state_cut,
+)
+from deepmd_muon.optim.sharded.pipeline import Pipeline, Run
 from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
 from deepmd_muon.optim.sharded.reference import step_everywhere
 from deepmd_muon.optim.sharded.settings import ShardedSettings
-from deepmd_muon.optim.state import state_of
-from deepmd_muon.optim.work import step_wave
+from deepmd_muon.optim.sharded.transport import Lane
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon
@@ -45,7 +55,10 @@ def sharded_step(optimizer: HybridMuon, replicas: Replicas | None, settings: Sha
         for p, entry in zip(group["params"], optimizer._entries[number], strict=True):
             layout = layout_of(p, replicas)
             if layout is not None and entry.route != "frozen":
-                members.append(Member(p, entry, number, layout, p.device))
+                cut = None
+                if settings.state == "sharded" and replicas is not None and not isinstance(p, DTensor):
+                    cut = state_cut(p, replicas, matrices=entry.route == "muon")
+                members.append(Member(p, entry, number, layout, p.device, cut))
                 if p.dtype not in DTYPES:
                     raise UnsupportedTransportError(
                         f"{members[-1]}: {p.dtype} cannot be stepped; freeze it, or keep it in bfloat16 or wider"
@@ -76,18 +89,27 @@ class ShardedStep:
         self._settings = settings
         self._members = list(members)
         self._here = {member.p for member in members}
+        trained = sum(entry.route != "frozen" for entries in optimizer._entries.values() for entry in entries)
+        self._all = len(self._here) == trained
         self._muon = [member for member in members if member.entry.route == "muon"]
         self.plan = make_plan([self._planned(member) for member in self._muon], settings)
         # Replicas that repeat the work take one process's own step, with all its fast paths, once their plans agree.
         plain = not any(isinstance(member.p, DTensor) for member in members)
-        self._repeating = plain and not any(domain.buckets for domain in self.plan.domains)
+        cut = any(member.cut is not None for member in members)
+        self._repeating = plain and not cut and not any(domain.buckets for domain in self.plan.domains)
         self._agreed = False
         self._pipeline: Pipeline | None = None
+        self._elements: Elements | None = None
+        self._settled: Settled | None = None
         self._agreement: list[dist.ProcessGroup] | None = None
 
     def forget(self) -> None:
         """Look at parameters and state anew in the next step."""
-        self._pipeline = None
+        self._settled = None
+
+    def cut_of(self, p: Tensor) -> StateCut | None:
+        """Return how a parameter's state is cut, where the parameter itself is not."""
+        return next((member.cut for member in self._members if member.p is p), None)
 
     def _planned(self, member: Member) -> PlannedParameter:
         settings = group_settings(self._optimizer.param_groups[member.group])
@@ -102,6 +124,7 @@ class ShardedStep:
             damped=settings.magma_muon,
             steps=len(coefficients_of(settings.schedule)),
             gram=settings.enable_gram,
+            state_layout=member.cut.layout if member.cut else None,
         )
 
     def step(self, work: Work) -> tuple[Work, StepControl]:
@@ -118,23 +141,48 @@ class ShardedStep:
         """
         if not self._repeating and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise CaptureError("a step on several ranks cannot be captured in a CUDA graph")
-        check_members(self._optimizer, self._members)
+        settled = self._settled is not None and self._settled.holds(self._optimizer)
+        if not settled:
+            self._settled = None
+            check_members(self._optimizer, self._members)
+        if self._settings.exchange == "reference" and self._optimizer._offload is not None:
+            raise InvalidSettingError("exchange='reference' gathers state where it is; call optimizer.offload(False)")
         control = self._control()
         if self._repeating:
             self._agree()
             return work, control
-        if self._settings.exchange == "reference":
-            step_everywhere(self._optimizer, self._muon, control)
-            self._step_elements(work, control)
-        elif self._muon:
-            if self._pipeline is None:
-                self._pipeline = Pipeline(self._optimizer, self.plan, self._muon)
-            run = self._pipeline.begin(control)
-            self._step_elements(work, control)  # while the first pieces travel
-            run.finish()
-        else:
-            self._step_elements(work, control)
+        self._step(control, settled=settled)
+        if self._settled is None:
+            self._settled = Settled(self._optimizer, self._members)
+        if self._all:
+            return [[] for _ in work], control
         return [[(p, entry) for p, entry in members if p not in self._here] for members in work], control
+
+    def _step(self, control: StepControl, *, settled: bool) -> None:
+        """Take the step of both routes; the element-wise one while the first pieces of the other travel."""
+        if self._elements is None:
+            lane = Lane(self._members[0].device)
+            rest = [member for member in self._members if member.entry.route != "muon"]
+            self._elements = Elements(self._optimizer, rest, lane)
+            if self._muon and self._settings.exchange == "owners":
+                self._pipeline = Pipeline(self._optimizer, self.plan, self._muon, lane)
+        if not settled:
+            self._elements.forget()
+            if self._pipeline is not None:
+                self._pipeline.bind()
+        offload, moments = self._optimizer._offload, None
+        if offload is not None:
+            before, after = self._pipeline.lots() if self._pipeline is not None else ([], [])
+            moments = offload.carry([*before, *self._elements.lots(), *after])
+        run = None if self._pipeline is None else Run(self._pipeline, control, moments)
+        finish = self._elements.step(control, moments)
+        if run is not None:
+            run.finish()
+        elif self._muon:
+            step_everywhere(self._optimizer, self._muon, control)
+        for _ in moments or ():  # the last lot goes home
+            pass
+        finish()
 
     def _agree(self) -> None:
         """Compare the plans of all ranks, once."""
@@ -142,18 +190,6 @@ class ShardedStep:
         for domain in () if self._agreed else self.plan.domains:
             check_agreement(self.plan, domain, group_of(domain.ranks, device), device)
         self._agreed = True
-
-    def _step_elements(self, work: Work, control: StepControl) -> None:
-        """Take the element-wise routes on the elements of this rank."""
-        for group, members in zip(self._optimizer.param_groups, work, strict=True):
-            for route in ("adam", "adamw"):
-                mine = [(p, e) for p, e in members if e.route == route and p in self._here]
-                twins = [(local_twin(p), (p, entry)) for p, entry in mine]
-                for wave in waves(twins, self._optimizer.workspace):
-                    states = [state_of(self._optimizer, p, entry, damped=False) for _, (p, entry) in wave]
-                    local = [{key: local_part(value) for key, value in state.items()} for state in states]
-                    local_wave = [(twin, entry) for twin, (_, entry) in wave]
-                    step_wave(self._optimizer, local_wave, local, group, control.on(wave[0][0].device))
 
     def _control(self) -> StepControl:
         """Decide on all ranks alike, on the device, whether this step is left out."""
@@ -172,9 +208,7 @@ class ShardedStep:
             flags[-1] = skip.to(device)
         if optimizer.on_nonfinite != "ignore":
             grads = {
-                i: local_part(p.grad)
-                for i, (p, e) in enumerate(parameters)
-                if p.grad is not None and e.route != "frozen"
+                i: local_of(p.grad) for i, (p, e) in enumerate(parameters) if p.grad is not None and e.route != "frozen"
             }
             found = {i: grad for i, grad in grads.items() if grad.numel()}
             if found:

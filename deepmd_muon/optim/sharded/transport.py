@@ -1,14 +1,18 @@
 """Carrying one bucket: pack → all-to-all to the owners → … → all-to-all back → unpack.
 
-A message is a row of 8-byte words: a header per piece (presence, Magma's sums or cosine), then all elements in the
+A message is a row of 8-byte words: a header per piece (presence, Magma's score and sums), then all elements in the
 wire's type. Buffers are float64 tensors, of which the elements are views, so that one collective carries both.
-Collectives are asynchronous: they overlap with what the caller launches before it waits, on NCCL's own stream.
+
+Buffers are *slots* that the buckets take in turn and that live as long as the plan, so that every view of them is made
+once. On GPUs collectives run on a stream of their own, with priority: they overlap with what the caller launches
+before it waits. Nothing else needs that stream: whoever reuses a buffer has waited for the flight that read it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,21 +63,34 @@ class Side:
         return [flat[start : start + count] for _, start, count in self.payloads]
 
 
-class Flight:
-    """A collective under way."""
+class Slot:
+    """The buffers of one bucket at a time: one on its holders' side, one on its owners'.
 
-    def __init__(self, sent: Tensor, received: Tensor, side: Side, work: dist.Work | None) -> None:
-        self._sent: Tensor | None = sent  # kept until the collective has read it
-        self._received = received
-        self._side = side
-        self._work = work
+    The way to the owner leads from the first into the second, the way back from the second into the first; a leg on
+    which every message is to oneself stays where it was packed.
+    """
 
-    def wait(self) -> tuple[Tensor, list[Tensor]]:
-        """Return the headers, (pieces, header words), and every piece's elements, flat."""
-        if self._work is not None:
-            self._work.wait()
-        self._sent = None
-        return self._received[self._side.headers], self._side.elements(self._received)
+    def __init__(self, words: Sequence[int], device: torch.device) -> None:
+        self.holders, self.owners = (torch.empty(n, dtype=torch.float64, device=device) for n in words)
+
+
+class Lane:
+    """Where collectives run: a stream with priority on a GPU, the backend's own threads elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def launch(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], Any]:
+        """Start a collective after what the present stream has been given; return what makes that stream wait."""
+        if self._stream is None:
+            wait: Callable[[], Any] = collective(*args, **options, async_op=True).wait
+            return wait
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            collective(*args, **options, async_op=False)
+            done = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
 
 
 class Exchange:
@@ -106,7 +123,6 @@ class Exchange:
         self.route = route
         self.dtype = dtype
         self._group = group
-        self._device = device
         crossing = domain.exchanges()
         self._crosses = {leg: bucket is not None and bucket in crossing[leg] for leg in crossing}
 
@@ -122,35 +138,39 @@ class Exchange:
             "gather": side(route.gather_in, "gather"),
             "return": side(route.return_in, "return"),
         }
+        self.sent: dict[Leg, Tensor] = {}
+        self.received: dict[Leg, Tensor] = {}
 
-    def start(self, leg: Leg, headers: Tensor, pieces: Sequence[Tensor]) -> Flight:
-        """Pack and send one leg.
+    @property
+    def words(self) -> tuple[int, int]:
+        """Length of the buffers that it needs on the holders' side and on the owners'."""
+        out, into = self.outward, self.inward
+        return max(out["gather"].words, into["return"].words), max(into["gather"].words, out["return"].words)
 
-        Parameters
-        ----------
-        leg
-            'gather' or 'return'.
-        headers
-            float64 (pieces, header words), in the order of the outward side.
-        pieces
-            Elements of the same pieces, of any shape and real dtype.
+    def bind(self, slot: Slot) -> None:
+        """Use these buffers from now on."""
+        sides: dict[Leg, tuple[Tensor, Tensor]] = {
+            "gather": (slot.holders, slot.owners),
+            "return": (slot.owners, slot.holders),
+        }
+        for leg, (near, far) in sides.items():
+            self.sent[leg] = near[: self.outward[leg].words]
+            self.received[leg] = (far if self._crosses[leg] else near)[: self.inward[leg].words]
 
-        Returns
-        -------
-        Flight
-            What arrives, once it has.
-        """
-        side = self.outward[leg]
-        buffer = torch.empty(side.words, dtype=torch.float64, device=self._device)
-        buffer[side.headers] = headers
-        moved = [(t, x) for t, x in zip(side.elements(buffer), pieces, strict=True) if t.numel()]
-        if moved:
-            torch._foreach_copy_([t.view(x.shape) for t, x in moved], [x for _, x in moved])
-        arriving = self.inward[leg]
+    def start(self, leg: Leg, lane: Lane) -> Callable[[], Any]:
+        """Send what has been packed; return what waits until this rank's part has arrived."""
         if not self._crosses[leg]:
-            return Flight(buffer, buffer, arriving, None)  # every message is to oneself, in the same order
-        received = torch.empty(arriving.words, dtype=torch.float64, device=self._device)
-        work = dist.all_to_all_single(
-            received, buffer, list(arriving.splits), list(side.splits), group=self._group, async_op=True
+            return _nothing  # every message is to oneself, in the same order
+        received, sent = self.inward[leg], self.outward[leg]
+        return lane.launch(
+            dist.all_to_all_single,
+            self.received[leg],
+            self.sent[leg],
+            list(received.splits),
+            list(sent.splits),
+            group=self._group,
         )
-        return Flight(buffer, received, arriving, work)
+
+
+def _nothing() -> None:
+    """Wait for nothing."""

@@ -156,9 +156,9 @@ def every_layout(*, names=None, kinds=tuple(SHAPES), options=MAGMA_ON_AND_OFF, s
 
 
 def small_buckets():
-    """One block a bucket, one after the other and three ahead."""
-    for ahead in (0, 3):
-        sharded = ShardedSettings(bucket_bytes=1, ahead=ahead, replication="spread")
+    """One block a bucket, one after the other and with several under way."""
+    for slots in (1, 2, 3, 5):
+        sharded = ShardedSettings(bucket_bytes=1, slots=slots, replication="spread")
         every_layout(kinds=("uneven",), options=({},), sharded=sharded)
 
 
@@ -277,8 +277,8 @@ def replicas():
 
 def freed_gradients():
     """Gradients are dropped on the way, also where one was missing; the Adam routes keep theirs."""
-    for ahead in (0, 1):
-        sharded = ShardedSettings(free_gradients=True, bucket_bytes=1, ahead=ahead)
+    for slots in (1, 3):
+        sharded = ShardedSettings(free_gradients=True, bucket_bytes=1, slots=slots)
         twins = Twins([*SHAPES["even"], (7,)], mesh_of((dist.get_world_size(),)), [Shard(0)], sharded=sharded)
         twins.step()
         twins.step(without=(1,))

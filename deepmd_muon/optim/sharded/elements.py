@@ -1,0 +1,169 @@
+"""The Adam routes on this rank's elements of parameters that live on several ranks.
+
+Where every rank has all elements but a part of the moments, each steps its part, and one collective gathers the parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepmd_muon.optim.gradients import StepControl, waves
+from deepmd_muon.optim.offload import Lot, local_of
+from deepmd_muon.optim.routing import Route
+from deepmd_muon.optim.sharded.groups import group_of
+from deepmd_muon.optim.sharded.layout import held, total
+from deepmd_muon.optim.sharded.members import Member, StateCut, element_state
+from deepmd_muon.optim.sharded.transport import Lane
+from deepmd_muon.optim.work import States, elements_at_a_time, lot_of, on_device, step_elements
+
+if TYPE_CHECKING:
+    from deepmd_muon.optim.hybrid_muon import HybridMuon
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementWave:
+    """Parameters of one group, route, device and dtype that are stepped together: this rank's elements and moments."""
+
+    group: int
+    route: Route
+    members: list[Member]
+    params: list[Tensor]
+    states: States
+    lot: Lot | None
+
+
+class Elements:
+    """The element-wise routes of some members.
+
+    Parameters
+    ----------
+    optimizer
+        Whose groups and state are used.
+    members
+        Parameters of the Adam routes that live on several ranks.
+    lane
+        Where collectives run.
+    """
+
+    def __init__(self, optimizer: HybridMuon, members: Sequence[Member], lane: Lane) -> None:
+        self._optimizer = optimizer
+        self._members = members
+        self._present: list[bool] | None = None
+        self._waves: list[ElementWave] = []
+        parts: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Tensor, StateCut]]] = defaultdict(list)
+        for member in members:
+            if member.cut is not None and len(member.cut.layout.ranks) > 1:
+                parts[member.cut.layout.ranks, member.p.dtype].append((member.p, member.cut))
+        self._parts = [Parts(chosen, lane) for chosen in parts.values()]
+
+    def forget(self) -> None:
+        """Look at parameters and state anew."""
+        self._present = None
+
+    def lots(self) -> list[Lot]:
+        """Return what offloaded moments travel as, now that gradients are there."""
+        return [wave.lot for wave in self._now() if wave.lot is not None]
+
+    def step(self, control: StepControl, moments: Iterator[list[Tensor]] | None) -> Callable[[], None]:
+        """Step all parameters that have a gradient; return what waits for the other ranks' parts and takes them.
+
+        `moments` yields the offloaded ones of one wave after the other, on the device.
+        """
+        for wave in self._now():
+            states = wave.states
+            if moments is not None:
+                states = on_device(states, wave.route, next(moments))
+            grads = [grad for member in wave.members if (grad := member.gradient()) is not None]
+            group = self._optimizer.param_groups[wave.group]
+            step_elements(wave.params, grads, states, wave.route, group, control.on(wave.params[0].device))
+        arriving = [parts.gather() for parts in self._parts]
+
+        def finish() -> None:
+            for take in arriving:
+                take()
+
+        return finish
+
+    def _now(self) -> list[ElementWave]:
+        """Return the waves of the parameters that have a gradient, remembered while these stay the same."""
+        present = [member.p.grad is not None for member in self._members]
+        if present != self._present:
+            chosen = [member for member, there in zip(self._members, present, strict=True) if there]
+            self._waves, self._present = list(self._cut(chosen)), present
+        return self._waves
+
+    def _cut(self, members: Sequence[Member]) -> Iterator[ElementWave]:
+        optimizer = self._optimizer
+        kinds: dict[tuple[int, Route], list[tuple[Tensor, Member]]] = defaultdict(list)
+        for member in members:
+            kinds[member.group, member.entry.route].append((member.elements(), member))
+        for (number, route), taken in kinds.items():
+            group = optimizer.param_groups[number]
+            size = elements_at_a_time(optimizer, group, route, [x for x, _ in taken])
+            for wave in waves(taken, size):
+                chosen = [member for _, member in wave]
+                states = [element_state(optimizer, member) for member in chosen]
+                lot = lot_of(optimizer, [member.p for member in chosen], route)
+                local: States = [{key: local_of(x) for key, x in state.items()} for state in states]
+                yield ElementWave(number, route, chosen, [x for x, _ in wave], local, lot)
+
+
+class Parts:
+    """The parts of parameters of one dtype that the ranks of one group step, gathered by one collective.
+
+    Parameters
+    ----------
+    params
+        With how their state is cut, all over the same ranks.
+    lane
+        Where the collective runs.
+    """
+
+    def __init__(self, params: Sequence[tuple[Tensor, StateCut]], lane: Lane) -> None:
+        first = params[0]
+        ranks = first[1].layout.ranks
+        self._params = params
+        self._lane = lane
+        self._group = group_of(tuple(sorted(ranks)), first[0].device)
+        places = dict(zip(ranks, first[1].layout.coordinates(), strict=True))
+        self._runs: list[list[tuple[int, int]]] = []  # of every rank and parameter: first row and number of rows
+        for rank in sorted(ranks):
+            found = [held(p.shape[cut.dim], cut.dim, cut.layout, places[rank]) for p, cut in params]
+            self._runs.append([(runs[0][0] if runs else 0, total(runs)) for runs in found])
+        self._row_sizes = [p.numel() // max(1, p.shape[cut.dim]) for p, cut in params]
+        lengths = [sum(n * size for (_, n), size in zip(runs, self._row_sizes, strict=True)) for runs in self._runs]
+        self._longest = max(lengths)
+        self._mine = torch.empty(self._longest, dtype=first[0].dtype, device=first[0].device)
+        self._all = self._mine.new_empty(len(ranks) * self._longest)
+
+    def gather(self) -> Callable[[], None]:
+        """Send this rank's parts to the others; return what waits for theirs and writes them into the parameters."""
+        own = [cut.part(p.detach()) for p, cut in self._params]
+        if any(x.numel() for x in own):
+            flat = torch.cat([x.reshape(-1) for x in own])
+            self._mine[: len(flat)] = flat
+        arrived: Callable[[], Any] = self._lane.launch(
+            dist.all_gather, list(self._all.split(self._longest)), self._mine, group=self._group
+        )
+
+        def take() -> None:
+            arrived()
+            into, out_of = [], []
+            for number, runs in enumerate(self._runs):
+                at = number * self._longest
+                for (p, cut), (start, rows), size in zip(self._params, runs, self._row_sizes, strict=True):
+                    if rows * size:
+                        target = p.detach().narrow(cut.dim, start, rows)
+                        into.append(target)
+                        out_of.append(self._all[at : at + rows * size].view(target.shape))
+                    at += rows * size
+            torch._foreach_copy_(into, out_of)
+
+        return take
