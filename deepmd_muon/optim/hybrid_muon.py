@@ -80,7 +80,7 @@ class HybridMuon(Optimizer):
     differentiable
         Must be False.
     workspace
-        Bound on the parameter elements that are worked on at a time; beside the state, a step takes 19 to 28 bytes
+        Bound on the parameter elements that are worked on at a time; beside the state, a step takes 20 to 24 bytes
         for each (measured with float32). A single larger parameter is still taken whole.
     offload
         Keep momenta and Adam's moments in (pinned) host memory; see `HybridMuonConfig` and the method `offload`.

@@ -13,6 +13,7 @@ This is the form that deepmd-kit calls Magma-lite: masked momentum alignment wit
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -32,6 +33,25 @@ def initial_scores(blocks: int, device: torch.device) -> Tensor:
     return torch.full((blocks,), SCORE_START, dtype=torch.float32, device=device)
 
 
+def alignments(momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return `alignment` of several pairs (blocks, elements) of one dtype; equal lengths share their operations."""
+    alike: dict[int, list[int]] = defaultdict(list)
+    for i, m in enumerate(momenta):
+        alike[m.shape[1]].append(i)
+    found = list(momenta)
+    for length, members in alike.items():
+        blocks = [momenta[i].shape[0] for i in members]
+        joined = momenta[0].new_empty(2, sum(blocks), length, dtype=torch.float64)
+        for place, several in zip(joined, (momenta, gradients), strict=True):
+            torch.cat([several[i] for i in members], out=place)
+        if momenta[0].dtype == torch.float64:  # the squares of others stay in range
+            largest = joined.abs().amax(dim=2, keepdim=True)
+            joined.div_(largest.masked_fill_(largest == 0, 1.0))
+        for i, cosine in zip(members, _cosines(*joined).split(blocks), strict=True):
+            found[i] = cosine
+    return found
+
+
 def alignment(momentum: Tensor, gradient: Tensor) -> Tensor:
     """Return cos(m, g) per block in float32.
 
@@ -46,18 +66,14 @@ def alignment(momentum: Tensor, gradient: Tensor) -> Tensor:
     Tensor
         (blocks,); 0 where either vector is zero.
     """
-    m, g = _in_range(momentum), _in_range(gradient)
+    return alignments([momentum], [gradient])[0]
+
+
+def _cosines(m: Tensor, g: Tensor) -> Tensor:
+    """Return cos(m, g) of float64 (blocks, elements); `m` is used up, to save the memory of the products."""
     norms = torch.linalg.vector_norm(m, dim=1) * torch.linalg.vector_norm(g, dim=1)
-    dot = torch.linalg.vecdot(m, g, dim=1)
+    dot = m.mul_(g).sum(dim=1)
     return torch.where(norms > 0, dot / norms, 0.0).clamp(-1.0, 1.0).float()
-
-
-def _in_range(x: Tensor) -> Tensor:
-    """Return (blocks, elements) in float64 at a scale whose squares stay in range; float32's always do."""
-    if x.dtype != torch.float64:
-        return x.double()
-    largest = x.abs().amax(dim=1, keepdim=True)
-    return x / torch.where(largest == 0, 1.0, largest)
 
 
 def update_scores(scores: Sequence[Tensor], cosines: Sequence[Tensor], skip: Tensor | None = None) -> list[Tensor]:

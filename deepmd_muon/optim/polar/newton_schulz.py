@@ -55,7 +55,7 @@ def orthogonalize(
     Returns
     -------
     Tensor
-        (..., m, n), in the dtype of `x`.
+        (..., m, n), in the dtype of `x`. It carries no gradient.
 
     Raises
     ------
@@ -79,6 +79,7 @@ def orthogonalize(
     return result.reshape(x.shape).to(x.dtype)
 
 
+@torch.no_grad()
 def orthogonalize_matrices(
     matrices: Sequence[Tensor],
     schedule: AnySchedule,
@@ -114,18 +115,9 @@ def orthogonalize_matrices(
     shapes = tuple((matrices[i].shape[0], matrices[i].shape[1], matrices[i].shape[2]) for i in left)
     for lot in arrange(shapes, gram and operand == master, matrices[0].is_cuda):
         members = [left[i] for i in lot.members]
-        wide = [_wide(matrices[i]) for i in members]
-        normalized = [_normalize(x, master) for x in wide]
-        if lot.rows == 1:
-            done = normalized  # the polar factor of a vector is its direction
-        elif lot.gram:
-            done = _gram(normalized, coefficients)
-        else:
-            stacked = _standard(_stack(normalized, lot), coefficients, operand)
-            pieces = stacked.split([x.shape[0] for x in wide])
-            done = [piece[:, :, : x.shape[2]] for piece, x in zip(pieces, wide, strict=True)]
+        done = _orthogonalize_lot([matrices[i] for i in members], lot, coefficients, operand, master)
         for i, x in zip(members, done, strict=True):
-            results[i] = x if x.shape == matrices[i].shape else x.mT
+            results[i] = x
     return [x for x in results if x is not None]
 
 
@@ -161,31 +153,68 @@ def _operand_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     }[precision]
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Turn a batch (b, m, n) so that m ≤ n."""
-    return x.mT if x.shape[1] > x.shape[2] else x
+def _orthogonalize_lot(
+    matrices: Sequence[Tensor], lot: _Lot, coefficients: Coefficients, operand: torch.dtype, master: torch.dtype
+) -> list[Tensor]:
+    """Iterate batches (b, m, n) together; those of equal shape are one tensor from the beginning, which saves calls."""
+    alike: dict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
+    for i, x in enumerate(matrices):
+        alike[x.shape[1:], x.dtype].append(i)
+    wide = []
+    for (shape, _), members in alike.items():
+        own = len(members) > 1
+        x = torch.cat([matrices[i] for i in members]) if own else matrices[members[0]]
+        x = _normalize(x, master, own=own)
+        wide.append(x.mT if shape[0] > shape[1] else x)
+    if lot.rows == 1:
+        done = wide  # the polar factor of a vector is its direction
+    elif lot.gram:
+        done = _gram(wide, coefficients)
+    else:
+        stacked = _standard(_stack(wide, lot), coefficients, operand)
+        pieces = stacked.split([x.shape[0] for x in wide])
+        done = [piece[:, :, : x.shape[2]] for piece, x in zip(pieces, wide, strict=True)]
+    results = [matrices[0]] * len(matrices)
+    for ((rows, columns), _), members, batch in zip(alike, alike.values(), done, strict=True):
+        upright = batch.mT if rows > columns else batch
+        for i, x in zip(members, upright.split([matrices[i].shape[0] for i in members]), strict=True):
+            results[i] = x
+    return results
 
 
-def _normalize(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Divide each matrix (b, m, n) by its largest entry, so that nothing overflows, then by its Frobenius norm."""
+def _normalize(x: Tensor, dtype: torch.dtype, *, own: bool) -> Tensor:
+    """Divide each matrix (b, m, n) by its largest entry, so that nothing overflows, then by its Frobenius norm.
+
+    `own` allows changing `x` itself.
+    """
     if x.dtype.itemsize < 4:
-        x = x.to(dtype)
+        x, own = x.to(dtype), True
     largest = x.abs().amax(dim=(-2, -1), keepdim=True)
-    x = (x / torch.where(largest == 0, 1.0, largest)).to(dtype)
+    largest.masked_fill_(largest == 0, 1.0)
+    x = (x.div_(largest) if own else x / largest).to(dtype)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x / torch.where(norm == 0, 1.0, norm)
+    norm.masked_fill_(norm == 0, 1.0)
+    return x.div_(norm)
 
 
 def _stack(matrices: Sequence[Tensor], lot: _Lot) -> Tensor:
     """Put batches (b, m, n ≤ columns) into one (Σb, m, columns)."""
-    if all(x.shape[2] == lot.columns for x in matrices):
-        return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
-    padded = [torch.nn.functional.pad(x, (0, lot.columns - x.shape[2])) for x in matrices]
-    return torch.cat(padded)
+    if len(matrices) == 1 and matrices[0].shape[2] == lot.columns:
+        return matrices[0]
+    return torch.cat([torch.nn.functional.pad(x, (0, lot.columns - x.shape[2])) for x in matrices])
 
 
 def _standard(x: Tensor, coefficients: Coefficients, operand: torch.dtype) -> Tensor:
     """Iterate X ← a X + (b A + c A²) X with A = X Xᵀ; x is (B, m, n), normalised, m ≤ n."""
+    if operand == x.dtype:
+        gram, polynomial = x.new_empty(2, x.shape[0], x.shape[1], x.shape[1])
+        following = x.new_empty(x.shape)
+        for a, b, c in coefficients:
+            torch.bmm(x, x.mT, out=gram)
+            torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+            torch.baddbmm(x, polynomial, x, beta=a, out=following)
+            x, following = following, x if x.is_contiguous() else x.new_empty(x.shape)
+        return x
     for a, b, c in coefficients:
         narrow = x.to(operand)
         gram = _multiply_add(None, narrow, narrow.mT)
