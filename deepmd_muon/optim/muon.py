@@ -95,10 +95,12 @@ def _damping(
     skip: Tensor | None,
 ) -> list[Tensor]:
     """Advance Magma's scores and return the damping factors, (batch, parts) per parameter."""
-    cosines = []
-    for view, m, g in zip(views, momenta, grads, strict=True):
-        parts = [magma.alignment(a.flatten(1), b.flatten(1)) for a, b in zip(view.cut(m), view.cut(g), strict=True)]
-        cosines.append(torch.stack(parts, dim=1).reshape(-1))
+    pieces = (
+        [piece.flatten(1) for view, x in zip(views, several, strict=True) for piece in view.cut(x)]
+        for several in (momenta, grads)
+    )
+    found = iter(magma.alignments(*pieces))
+    cosines = [torch.stack([next(found) for _ in view.block_shapes], dim=1).reshape(-1) for view in views]
     factors = magma.update_scores(scores, cosines, skip)
     return [factor.view(view.batch, -1) for factor, view in zip(factors, views, strict=True)]
 
