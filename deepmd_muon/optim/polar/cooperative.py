@@ -5,18 +5,27 @@ and never larger than the device holds at once. Iterates travel between programs
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN201
-# Reason for both: Triton compiles these functions; their arguments are of its own language, not of Python's.
+# ruff: noqa: ANN001, ANN201, SIM102
+# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and an
+# `if` on a constant must stand alone to leave code out.
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from deepmd_muon.optim.polar.kernels import COLUMNS, HALF, ROW, ROWS, SINGLE, load_matrix, store_result
+from deepmd_muon.optim.polar.kernels import COLUMNS, HALF, ROW, ROWS, SINGLE, TILE, load_matrix, store_result
 
 # Programs of one matrix at most; a power of two.
 MOST = tl.constexpr(128)
+
+
+@triton.jit
+def look(counter):
+    """Read a counter with all that was stored before it was raised."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [counter], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -25,7 +34,7 @@ def meet(counter, target):
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
     while arrived < target:
-        arrived = tl.atomic_add(counter, 0, sem="acq_rel", scope="gpu")
+        arrived = look(counter)
     tl.debug_barrier()
 
 
@@ -54,69 +63,13 @@ def norm_of_all(sums, first, count):
 
 
 @triton.jit
-def strips(
-    programs,
-    table,
-    addresses,
-    coefficients,
-    out,
-    half,
-    sums,
-    counters,
-    MP: tl.constexpr,
-    NS: tl.constexpr,
-    STEPS: tl.constexpr,
-):
-    """Orthogonalize wide matrices of at most MP rows: each program owns NS columns, in registers.
-
-    After each step programs exchange their columns in fp16 and each forms X Xᵀ anew from all of them: twice the
-    operations for a tenth of the barriers, and the same sums in the same order on every run.
-    """
-    mine = programs + 3 * tl.program_id(0)
-    matrix = tl.load(mine).to(tl.int64)
-    rank = tl.load(mine + 1)
-    count = tl.load(mine + 2)
-    row = table + matrix * ROW
-    counter = counters + matrix
-    first = tl.program_id(0) - rank
-    r = tl.arange(0, MP)
-    s = tl.arange(0, NS)
-    c = rank * NS + s
-    width = tl.multiple_of(count * NS, NS)
-    size = tl.multiple_of(MP * width, 64)
-    buffer = half + tl.multiple_of(tl.load(row + HALF), 64)
-    own = r[:, None] * width + c[None, :]
-    x, largest = load_matrix(row, addresses, r, c)
-    tl.store(sums + 2 * (first + rank), largest)
-    tl.store(sums + 2 * (first + rank) + 1, tl.sum(x * x).to(tl.float64))
-    meet(counter, count)
-    joint, norm = norm_of_all(sums, first, count)
-    x = x * (largest / joint / norm).to(tl.float32)
-    arrivals = count
-    for k in range(STEPS):
-        a = tl.load(coefficients + 3 * k)
-        b = tl.load(coefficients + 3 * k + 1)
-        d = tl.load(coefficients + 3 * k + 2)
-        narrow = x.to(tl.float16)
-        current = buffer + (k % 2) * size
-        tl.store(current + own, narrow)
-        arrivals += count
-        meet(counter, arrivals)
-        gram = tl.zeros((MP, MP), tl.float32)
-        for q in range(0, width, NS):
-            columns = tl.load(current + r[:, None] * width + (q + s)[None, :])
-            gram = tl.dot(columns, tl.trans(columns), gram)
-        narrow_gram = gram.to(tl.float16)
-        polynomial = (b * gram + d * tl.dot(narrow_gram, narrow_gram)).to(tl.float16)
-        x = tl.dot(polynomial, narrow, a * x)
-    store_result(row, out, x, r, c)
-
-
-@triton.jit
 def symmetric_tiles(
     target, source, depth, tiles, rank, count, b, d, ADD: tl.constexpr, T: tl.constexpr, K: tl.constexpr
 ):
-    """Compute this program's tiles of S Sᵀ, or of b S + d S Sᵀ for a symmetric S, and of their mirror images."""
+    """Compute this program's tiles of S Sᵀ, or of b S + d S Sᵀ for a symmetric S, and of their mirror images.
+
+    Rows of S are `depth` long, those of the result tiles · T.
+    """
     order = tiles * T
     t = tl.arange(0, T)
     q = tl.arange(0, K)
@@ -127,7 +80,9 @@ def symmetric_tiles(
         right = source + (j * T + t)[:, None] * depth + q[None, :]
         product = tl.zeros((T, T), tl.float32)
         for k in range(0, depth, K):
-            product = tl.dot(tl.load(left + k), tl.trans(tl.load(right + k)), product)
+            inside = (k + q)[None, :] < depth
+            rows = tl.load(left + k, mask=inside, other=0.0)
+            product = tl.dot(rows, tl.trans(tl.load(right + k, mask=inside, other=0.0)), product)
         where = (i * T + t)[:, None] * order + (j * T + t)[None, :]
         if ADD:
             product = b * tl.load(source + where).to(tl.float32) + d * product
@@ -224,3 +179,78 @@ def tiles(
         arrivals += 3 * count
         if k + 1 < STEPS:
             meet(counter, arrivals)
+
+
+@triton.jit
+def strip(
+    row, addresses, coefficients, out, half, sums, counter, first, rank, count,
+    MP: tl.constexpr, NS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Take a matrix of at most MP rows through all steps, with NS of its columns in the registers of this program.
+
+    A step is R = X Xᵀ, whose tiles all programs of the matrix share, and X ← a X + R (b X + c R X), for which each
+    needs all of R but only its own columns: two meetings a step. Programs beyond the last column only help with R.
+    """
+    r = tl.arange(0, MP)
+    c = rank * NS + tl.arange(0, NS)
+    width = tl.multiple_of(tl.cdiv(tl.load(row + COLUMNS), NS).to(tl.int32) * NS, NS)
+    buffer = half + tl.multiple_of(tl.load(row + HALF), 64)
+    gram = buffer + tl.multiple_of(MP * width, 64)
+    owner = rank * NS < width
+    x, largest = load_matrix(row, addresses, r, c)
+    tl.store(sums + 2 * (first + rank), largest)
+    tl.store(sums + 2 * (first + rank) + 1, tl.sum(x * x).to(tl.float64))
+    meet(counter, count)
+    joint, norm = norm_of_all(sums, first, count)
+    x = x * (largest / joint / norm).to(tl.float32)
+    arrivals = count
+    for k in range(STEPS):
+        a = tl.load(coefficients + 3 * k)
+        b = tl.load(coefficients + 3 * k + 1)
+        d = tl.load(coefficients + 3 * k + 2)
+        if owner:
+            tl.store(buffer + r[:, None] * width + c[None, :], x.to(tl.float16))
+        meet(counter, arrivals + count)
+        # Few programs take large tiles, many take small ones, one each.
+        if count < (MP // 32) * (MP // 32 + 1) // 2:
+            symmetric_tiles(gram, buffer, width, MP // 64, rank, count, 0.0, 1.0, False, 64, 128)
+        else:
+            symmetric_tiles(gram, buffer, width, MP // 32, rank, count, 0.0, 1.0, False, 32, 128)
+        arrivals += 2 * count
+        meet(counter, arrivals)
+        if owner:
+            whole = tl.load(gram + r[:, None] * MP + r[None, :])
+            product = tl.dot(whole, x.to(tl.float16))
+            product = tl.dot(whole, (b * x + d * product).to(tl.float16))
+            # Added at the end: tensor cores truncate their sums, and a X would lose a bit in each of them.
+            x = a * x + product
+    if owner:
+        store_result(row, out, x, r, c)
+
+
+@triton.jit
+def strips(
+    programs, table, addresses, coefficients, out, half, sums, counters,
+    MASK: tl.constexpr, WIDE: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Orthogonalize matrices of at most 256 rows; MASK has bit i set when some have at most 64 · 2ⁱ and more than half.
+
+    A program keeps WIDE columns of these in its registers, half as many of the tallest kind.
+    """
+    mine = programs + 3 * tl.program_id(0)
+    matrix = tl.load(mine).to(tl.int64)
+    rank = tl.load(mine + 1)
+    count = tl.load(mine + 2)
+    row = table + matrix * ROW
+    counter = counters + matrix
+    first = tl.program_id(0) - rank
+    height = tl.load(row + TILE)
+    if MASK & 1:
+        if height == 0:
+            strip(row, addresses, coefficients, out, half, sums, counter, first, rank, count, 64, WIDE, STEPS)
+    if MASK & 2:
+        if height == 1:
+            strip(row, addresses, coefficients, out, half, sums, counter, first, rank, count, 128, WIDE, STEPS)
+    if MASK & 4:
+        if height == 2:
+            strip(row, addresses, coefficients, out, half, sums, counter, first, rank, count, 256, WIDE // 2, STEPS)

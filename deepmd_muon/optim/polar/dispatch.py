@@ -20,7 +20,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 _LOG = logging.getLogger(__name__)
 _READABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_STRIP = 64  # columns of a strip; at most 128 strips share a matrix
+_MOST_STRIPS = 128  # programs that share a matrix
 _TILE = 64
 # With more 64 × 64 tiles, each program has several, and launches of larger products win.
 _MOST_TILES = 264
@@ -65,7 +65,9 @@ def _whole(p: Problem) -> bool:
 
 
 def _strips(p: Problem) -> bool:
-    return p.readable and 1 < p.rows <= 128 and p.columns <= 40 * _STRIP
+    strips = -(-p.columns // (64 if p.rows <= 128 else 32))
+    few = p.rows <= 128 or p.count * strips <= 2 * _MOST_STRIPS
+    return p.readable and 1 < p.rows <= 256 and strips <= _MOST_STRIPS and few
 
 
 def _tiles(p: Problem) -> bool:
@@ -85,8 +87,8 @@ TABLE: tuple[Rule, ...] = (
     ),
     Rule(
         "strips",
-        "m ≤ 128 and n ≤ 2560",
-        "one cooperative launch, each program keeps 64 columns in registers",
+        "m ≤ 128 and n ≤ 8192; m ≤ 256, n ≤ 4096, ≤ 8192 in all",
+        "one cooperative launch, each program keeps 64 or 32 columns in registers",
         _strips,
     ),
     Rule(
@@ -124,7 +126,7 @@ def counts() -> dict[tuple[str, int, int], int]:
 
 def describe() -> str:
     """Return the table as text: shapes (m ≤ n), implementation, what it does; then what is available and what ran."""
-    lines = [f"{rule.implementation:10} {rule.shapes:46} {rule.means}" for rule in TABLE]
+    lines = [f"{rule.implementation:10} {rule.shapes:56} {rule.means}" for rule in TABLE]
     reason = unavailable()
     lines.append(f"kernels: {'not used, ' + reason if reason else 'Triton on ' + torch.cuda.get_device_name()}")
     lines += [f"{name} is off: {why}" for name, why in _FAILED.items()]
@@ -249,7 +251,7 @@ def _check(name: str, device: torch.device) -> None:
     from deepmd_muon.optim.polar.newton_schulz import orthogonalize_matrices
     from deepmd_muon.optim.polar.schedules import coefficients_of
 
-    m, n = {"whole": (24, 40), "strips": (100, 200), "tiles": (150, 170), "symmetric": (150, 170)}[name]
+    m, n = {"whole": (24, 40), "strips": (100, 400), "tiles": (270, 290), "symmetric": (150, 170)}[name]
     i = torch.arange(2 * m * n, device=device, dtype=torch.float32).view(2, m, n)
     x = torch.cos(0.3 * i) + torch.eye(m, n, device=device)
     coefficients = coefficients_of("8+2")

@@ -27,6 +27,18 @@ TILES = ((32, 64), (32, 256), (64, 64), (64, 128), (64, 256), (128, 128))
 
 
 @triton.jit
+def load_as_single(address, kind, offset, inside):
+    """Load a tile of any kind but float64 as fp32."""
+    if kind == 0:
+        single = tl.load(address.to(tl.pointer_type(tl.float32)) + offset, mask=inside, other=0.0)
+    elif kind == 2:
+        single = tl.load(address.to(tl.pointer_type(tl.float16)) + offset, mask=inside, other=0.0).to(tl.float32)
+    else:
+        single = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + offset, mask=inside, other=0.0).to(tl.float32)
+    return single
+
+
+@triton.jit
 def load_scaled(address, kind, offset, inside):
     """Load a tile of any floating-point kind; return it in fp32, divided by its largest magnitude, and that.
 
@@ -37,12 +49,7 @@ def load_scaled(address, kind, offset, inside):
         largest = tl.maximum(tl.max(tl.abs(wide)), 2.2250738585072014e-308)
         tile = (wide * (1.0 / largest)).to(tl.float32)
     else:
-        if kind == 0:
-            single = tl.load(address.to(tl.pointer_type(tl.float32)) + offset, mask=inside, other=0.0)
-        elif kind == 2:
-            single = tl.load(address.to(tl.pointer_type(tl.float16)) + offset, mask=inside, other=0.0).to(tl.float32)
-        else:
-            single = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + offset, mask=inside, other=0.0).to(tl.float32)
+        single = load_as_single(address, kind, offset, inside)
         greatest = tl.maximum(tl.max(tl.abs(single)), 1.1754943508222875e-38)
         # A product, not a quotient an element: straight code runs as fast as it is fetched.
         tile = single * (1.0 / greatest)
@@ -72,6 +79,26 @@ def load_matrix(row, addresses, r, c):
             address, kind, offset + (r * stride)[:, None] + c[None, :], (r[:, None] < m) & (c[None, :] < n)
         )
     return tile, largest
+
+
+@triton.jit
+def load_single(row, addresses, r, c):
+    """Load the entries (r, c) of a table row's matrix in fp32, or its transpose when turned; not for float64."""
+    m = tl.load(row + ROWS)
+    n = tl.load(row + COLUMNS)
+    address = tl.load(addresses + tl.load(row + TENSOR))
+    kind = tl.load(row + KIND)
+    offset = tl.load(row + OFFSET)
+    stride = tl.load(row + STRIDE)
+    if tl.load(row + TURNED) != 0:
+        tile = load_as_single(
+            address, kind, offset + (c * stride)[:, None] + r[None, :], (c[:, None] < n) & (r[None, :] < m)
+        )
+    else:
+        tile = load_as_single(
+            address, kind, offset + (r * stride)[:, None] + c[None, :], (r[:, None] < m) & (c[None, :] < n)
+        )
+    return tile
 
 
 @triton.jit

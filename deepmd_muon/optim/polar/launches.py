@@ -17,7 +17,7 @@ from deepmd_muon.optim.polar.schedules import Coefficients
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _ADDRESSES = 16  # arguments of `write_addresses`
-_STRIP = 64
+_STRIPS = (64, 128, 256)  # most rows of the kinds of matrices that are cut into strips
 _TILE = 64  # sizes are padded to multiples of it
 # Programs that one multiprocessor holds at once, by registers: 256 threads of 255, and 128 threads of 255.
 _STRIPS_AT_ONCE, _TILES_AT_ONCE = 1, 2
@@ -225,20 +225,41 @@ def _whole(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
 
 
 def _strips(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
-    """Each matrix gets one program per strip; the heights of a launch are those of its tallest."""
+    """Each matrix gets a program for every strip of columns, narrow strips where these all run at once."""
+    kinds = [next(i for i, most in enumerate(_STRIPS) if p.rows <= most) for p in pieces]
+    room = _STRIPS_AT_ONCE * multiprocessors(device)
     # In an interpreter, where programs cannot meet, one strip takes everything.
-    strip = _STRIP if device.type == "cuda" else 1 << max(max(p.columns for p in pieces) - 1, 15).bit_length()
-    programs = [-(-p.columns // strip) for p in pieces]
+    all_columns = 1 << max(p.columns for p in pieces).bit_length() + 1
+    for wide in (32, 64) if device.type == "cuda" else (all_columns,):
+        strips = [wide // 2 if _STRIPS[kind] == 256 else wide for kind in kinds]
+        owners = [-(-p.columns // strip) for p, strip in zip(pieces, strips, strict=True)]
+        if sum(owners) <= room:
+            break
     launches = []
-    for group in _packed(programs, _STRIPS_AT_ONCE * multiprocessors(device)):
-        height = max(pieces[i].rows for i in group)
-        mp = next(size for size in (32, 64, 128) if size >= height)
-        sizes = [2 * mp * programs[i] * strip for i in group]
-        constants = {"MP": mp, "NS": strip, "num_warps": 8 if mp == 128 else 4}
-        launches.append(
-            _cooperative([pieces[i] for i in group], [programs[i] for i in group], [], sizes, constants, device)
-        )
+    for group in _packed(owners, room):
+        numbers = [kinds[i] for i in group]
+        constants = {"MASK": sum(1 << kind for kind in set(numbers)), "WIDE": wide, "num_warps": 8, "num_stages": 4}
+        sizes = [_STRIPS[kinds[i]] * (owners[i] * strips[i] + _STRIPS[kinds[i]]) for i in group]
+        programs = [owners[i] for i in group]
+        if device.type == "cuda":
+            programs = _helped(programs, numbers, room)
+        members = [pieces[i] for i in group]
+        launches.append(_cooperative(members, programs, [], sizes, constants, device, numbers))
     return launches
+
+
+def _helped(owners: Sequence[int], kinds: Sequence[int], room: int) -> list[int]:
+    """Add programs that only help with X Xᵀ, tallest matrices first, where each tile can then have its own."""
+    programs = list(owners)
+    for kind in sorted(set(kinds), reverse=True):
+        for tile in (64, 32):  # what the kernel takes where there are fewer programs than 32 × 32 tiles, or as many
+            side = _STRIPS[kind] // tile
+            count = side * (side + 1) // 2
+            members = [i for i, other in enumerate(kinds) if other == kind and programs[i] < count]
+            if sum(programs) + sum(count - programs[i] for i in members) <= room:
+                for i in members:
+                    programs[i] = count
+    return programs
 
 
 def _tiles(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
@@ -283,9 +304,11 @@ def _cooperative(
     halves: Sequence[int],
     constants: dict[str, Any],
     device: torch.device,
+    numbers: Sequence[int] | None = None,
 ) -> Launch:
     """Make the tables of a launch whose programs share matrices: (matrix, rank, count) for each program."""
-    rows = [piece.row(0, sum(singles[:i]), sum(halves[:i])) for i, piece in enumerate(pieces)]
+    kinds = numbers or [0] * len(pieces)
+    rows = [piece.row(kinds[i], sum(singles[:i]), sum(halves[:i])) for i, piece in enumerate(pieces)]
     shared = [(i, rank, count) for i, count in enumerate(programs) for rank in range(count)]
     return Launch(
         len(shared),

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from deepmd_muon.optim.polar.cooperative import merge, norm_of_all
-from deepmd_muon.optim.polar.kernels import COLUMNS, ROW, ROWS, load_matrix, store_result
+from deepmd_muon.optim.polar.kernels import COLUMNS, KIND, ROW, ROWS, load_matrix, load_single, store_result
 
 # Programs that measure or copy one matrix.
 SHARES = tl.constexpr(128)
@@ -29,14 +29,22 @@ def measure(table, addresses, sums, T: tl.constexpr):
     down = tl.cdiv(tl.load(row + ROWS), T).to(tl.int32)
     along = tl.cdiv(tl.load(row + COLUMNS), T).to(tl.int32)
     t = tl.arange(0, T)
-    largest = tl.zeros((), tl.float64)
-    squares = tl.zeros((), tl.float64)
-    for number in range(tl.program_id(0), down * along, SHARES):
-        x, peak = load_matrix(row, addresses, number % down * T + t, number // down * T + t)
-        largest, squares = merge(largest, squares, peak, tl.sum(x * x).to(tl.float64))
     place = 2 * (matrix * SHARES + tl.program_id(0))
-    tl.store(sums + place, largest)
-    tl.store(sums + place + 1, squares)
+    if tl.load(row + KIND) == 1:  # squares of float64 may leave its range
+        largest = tl.zeros((), tl.float64)
+        squares = tl.zeros((), tl.float64)
+        for number in range(tl.program_id(0), down * along, SHARES):
+            x, peak = load_matrix(row, addresses, number % down * T + t, number // down * T + t)
+            largest, squares = merge(largest, squares, peak, tl.sum(x * x).to(tl.float64))
+        tl.store(sums + place, largest)
+        tl.store(sums + place + 1, squares)
+    else:
+        total = tl.zeros((T, T), tl.float64)
+        for number in range(tl.program_id(0), down * along, SHARES):
+            wide = load_single(row, addresses, number % down * T + t, number // down * T + t).to(tl.float64)
+            total += wide * wide
+        tl.store(sums + place, 1.0)
+        tl.store(sums + place + 1, tl.sum(total))
 
 
 @triton.jit
@@ -96,10 +104,12 @@ def symmetric_product(
 @triton.jit
 def update(
     polynomial, current, master, following, table, weights, out, step, order, width, LAST: tl.constexpr,
-    T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    CHUNK: tl.constexpr, T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Do X ← w₀ X + P X in fp32 and write its fp16 copy; the last step writes the result instead.
 
+    Tensor cores truncate their sums, and the error of a long one grows with its length; later steps lift what of it
+    lies outside of the range of X. With CHUNK > 0 they sum so many terms at a time, and fp32 units add these up.
     `polynomial` describes P in T × K tiles, `current` the fp16 X in K × N tiles; `master`, X in fp32, and `following`,
     its next fp16 copy, are described in T × N/2 tiles.
     """
@@ -114,8 +124,15 @@ def update(
     j = number % (8 * along) // rows
     top = matrix * order
     product = tl.zeros((T, N), tl.float32)
-    for k in range(0, order, K):
-        product = tl.dot(polynomial.load([top + i * T, k]), current.load([top + k, j * N]), product)
+    if CHUNK > 0:
+        for start in range(0, order, CHUNK):
+            part = tl.zeros((T, N), tl.float32)
+            for k in range(start, tl.minimum(start + CHUNK, order), K):
+                part = tl.dot(polynomial.load([top + i * T, k]), current.load([top + k, j * N]), part)
+            product += part
+    else:
+        for k in range(0, order, K):
+            product = tl.dot(polynomial.load([top + i * T, k]), current.load([top + k, j * N]), product)
     # a X is added at the end: tensor cores truncate their sums, and it would lose a bit in each of them.
     a = tl.load(weights + 3 * step)
     left, right = product.reshape(T, 2, N // 2).permute(0, 2, 1).split()
