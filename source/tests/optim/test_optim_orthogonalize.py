@@ -74,6 +74,8 @@ def test_rank_four_has_energy_four():
     x = matrices("rank4", 1, 64, 64)
     assert orthogonalize(x, precision="float16").square().sum().item() == pytest.approx(4.0, rel=5e-3)
     assert orthogonalize(x, precision="float32").square().sum().item() == pytest.approx(4.0, rel=5e-3)
+    stored = orthogonalize_as_deepmd_kit([x], gram=False)[0]
+    assert stored.square().sum().item() > 50.0, "ten steps in bfloat16 lift noise to full strength"
 
 
 def test_storing_operands_in_bfloat16_is_noisier_and_that_is_why_auto_is_not():
@@ -159,6 +161,13 @@ def test_dtypes(dtype):
     o = orthogonalize(x)
     assert o.dtype == dtype
     assert torch.allclose(o.double(), oracle(x), atol=torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5)
+
+
+def test_results_carry_no_gradient():
+    x = matrices("gaussian", 2, 5, 8).requires_grad_()
+    o = orthogonalize(x)
+    assert not o.requires_grad
+    assert torch.equal(o, orthogonalize(x.detach()))
 
 
 def test_leading_dimensions_and_empty_batches():

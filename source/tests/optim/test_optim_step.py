@@ -236,6 +236,21 @@ def test_transposed_parameters_keep_their_meaning():
     assert torch.allclose(p, q, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.float32, 1e-30), (torch.float32, 1e30), (torch.float64, 1e-200), (torch.float64, 1e200)],
+)
+def test_the_scale_of_gradients_does_not_matter(dtype, scale):
+    p, q = parameter(6, 9, dtype=dtype), parameter(6, 9, dtype=dtype)
+    for which, factor in ((p, 1.0), (q, scale)):
+        optimizer = HybridMuon([("w", which)], 0.1)
+        for g in gradients((6, 9), 3):
+            which.grad = (g.double() * factor).to(dtype)
+            optimizer.step()
+    assert (p - parameter(6, 9, dtype=dtype)).norm() > 0.1
+    assert torch.allclose(p, q, atol=1e-5)
+
+
 def test_zero_gradients_move_nothing_but_the_decay():
     p = parameter(6, 9)
     before = p.detach().clone()
@@ -323,7 +338,7 @@ def test_numbers_of_other_kinds_are_numbers():
         (AdamConfig, {"weight_decay": float("inf")}, "AdamConfig: weight_decay: must be a finite number; found inf"),
         (MuonConfig, {"schedule": [(1.0, 2.0)]}, "a string or a list of lists of 3 finite numbers; found"),
         (HybridMuonConfig, {"nesterov": "yes", "momentum": None}, "momentum: must be .*; nesterov: must be true or"),
-        (ShardedSettings, {"ahead": 0.5}, "ShardedSettings: ahead: must be a whole number; found 0.5"),
+        (ShardedSettings, {"slots": 0.5}, "ShardedSettings: slots: must be a whole number; found 0.5"),
     ],
 )
 def test_configurations_check_types_too(config, settings, message):

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
 
 from deepmd_muon.optim import (
     HybridMuon,
@@ -207,7 +208,17 @@ def schedulers(optimizer):
         "sequential": lambda: lr_scheduler.SequentialLR(
             optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [2]
         ),
+        "chained": lambda: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        ),
+        "averaging": lambda: SWALR(optimizer, swa_lr=0.001, anneal_epochs=3),
     }
+
+
+def test_no_scheduler_of_torch_is_left_out():
+    known = {name for name in vars(lr_scheduler) if name.endswith(("LR", "Scheduler", "Restarts"))}
+    tested = {type(make()).__name__ for make in schedulers(HybridMuon(make_model().named_parameters(), 0.02)).values()}
+    assert known - tested <= {"LRScheduler", "_LRScheduler"}  # the base; ReduceLROnPlateau has a test of its own
 
 
 @pytest.mark.parametrize("kind", list(schedulers(None)))
