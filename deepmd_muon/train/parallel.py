@@ -12,12 +12,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.launch import Place, find_place
+from deepmd_muon.train.watch import Watch, end_process, is_lost_connection, reason
 
 #: A rank that has not answered for this long is given up, and the run ends.
 TIMEOUT = datetime.timedelta(seconds=60)
+# Processes of a large job may start this far apart.
+_MEETING_TIMEOUT = datetime.timedelta(minutes=5)
 # Counting the neighbours of a large data set may take rank 0 this long, while the others wait.
 _SETUP_TIMEOUT = datetime.timedelta(hours=6)
 
@@ -34,22 +40,34 @@ class Ranks:
         This process's.
     rank, size
         Number of this process, and how many there are.
-    waiting
+    setup_group
         The group for what may take rank 0 long; None for a single process.
     timeout
         A rank that has not answered for this long is given up.
+    watch
+        Tells the others what this process does; None for a single process.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
-    waiting: dist.ProcessGroup | None = None
+    setup_group: dist.ProcessGroup | None = None
     timeout: datetime.timedelta = TIMEOUT
+    watch: Watch | None = None
 
     @property
     def first(self) -> bool:
         """Whether this process writes files and the log."""
         return self.rank == 0
+
+    def doing(self, what: str, step: int) -> None:
+        """Let the others know what this process does; `step` counts from 1."""
+        if self.watch is not None:
+            self.watch.doing(what, step)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for what this process can only end when the others do their part."""
+        return contextlib.nullcontext() if self.watch is None else self.watch.waiting()
 
     def from_first(self, compute: Callable[[], T]) -> T:
         """Compute something on rank 0 alone, and hand the result to all.
@@ -68,7 +86,7 @@ class Ranks:
                 answer[0] = compute()
             except Exception as error:  # whatever it is, the others must not wait
                 failure, answer[1] = error, f"{type(error).__name__}: {error}"
-        dist.broadcast_object_list(answer, src=0, group=self.waiting)
+        dist.broadcast_object_list(answer, src=0, group=self.setup_group)
         if failure is not None:
             raise failure
         if answer[1] is not None:
@@ -98,43 +116,76 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Ranks]:
-    """Join the processes that torchrun started, for the time of a `with` block.
+def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
+    """Join the processes that torchrun or srun started, for the time of a `with` block.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say who they are; without WORLD_SIZE, or with one
-    process, no process group is made. GPUs talk through NCCL, CPUs through gloo.
+    See `find_place` for the environment; a process that is alone makes no process group. GPUs talk through NCCL, CPUs
+    through gloo.
+
+    Parameters
+    ----------
+    seconds
+        A rank that the others wait for longer is given up [s].
 
     Raises
     ------
     TrainingError
-        When the environment is incomplete or there are fewer GPUs than processes on this machine.
+        When the environment is incomplete, there are fewer GPUs than processes on this machine, or another rank is
+        lost; then it says what is known of that rank.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    place = find_place()
+    if place is None:
         yield Ranks(training_device())
         return
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise TrainingError(f"WORLD_SIZE is {size}, but {', '.join(missing)} is not set; start with torchrun")
-    device = training_device()
-    if device.type == "cuda":
-        local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if local >= there:
-            raise TrainingError(
-                f"process {local} of this machine finds {there} GPUs; start one process a GPU, or set DEVICE=cpu"
-            )
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    device = _device_of(place)
+    on_gpu = device.type == "cuda"
+    timeout = datetime.timedelta(seconds=seconds)
+    store, _, _ = next(rendezvous(place.meeting, place.rank, place.size, timeout=_MEETING_TIMEOUT))
+    watch = Watch(PrefixStore("watch", store), place.rank, place.size, seconds, end_process if on_gpu else None)
+    # NCCL's own watch ends a process without a word; ours should come first.
+    patience = timeout + datetime.timedelta(seconds=15) if on_gpu else timeout
     finished = False
     try:
-        yield Ranks(device, dist.get_rank(), size, dist.new_group(backend="gloo", timeout=_SETUP_TIMEOUT))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=PrefixStore("ranks", store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=patience,
+        )
+        waiting = dist.new_group(backend="gloo", timeout=_SETUP_TIMEOUT)
+        yield Ranks(device, place.rank, place.size, waiting, timeout, watch)
         finished = True
+        watch.close()
+        dist.barrier(waiting)  # rank 0 keeps the notes: it goes last
+    except BaseException as error:
+        if is_lost_connection(error):
+            raise TrainingError(f"{watch.verdict()} ({reason(error)})") from error
+        watch.stopped(error)
+        raise
     finally:
+        watch.close()
         # After an error on this rank alone, NCCL would wait here for ranks that will not come.
-        if finished or device.type == "cpu":
+        if dist.is_initialized() and (finished or not on_gpu):
             dist.destroy_process_group()
+
+
+def _device_of(place: Place) -> torch.device:
+    device = training_device()
+    if device.type != "cuda":
+        return device
+    there = torch.cuda.device_count()
+    if there == 1 and place.size > 1 and place.meeting != "env://":
+        # Slurm may show each task its own GPU alone.
+        device = torch.device("cuda", 0)
+    elif place.local >= there:
+        raise TrainingError(
+            f"process {place.local} of this machine finds {there} GPUs; start one process a GPU, or set DEVICE=cpu"
+        )
+    else:
+        device = torch.device("cuda", place.local)
+    torch.cuda.set_device(device)
+    return device
 
 
 def training_device() -> torch.device:

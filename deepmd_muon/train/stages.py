@@ -114,7 +114,8 @@ class Replicated:
         flat = self.ranks.sum(torch.cat([*(g.reshape(-1).to(dtype) for g in grads), tail.to(dtype)]))
         flat[: -tail.numel()].div_(self.ranks.size)
         *parts, summed = flat.split([*(g.numel() for g in grads), tail.numel()])
-        numbers = summed.tolist()
+        with self.ranks.waiting():
+            numbers = summed.tolist()
         self._agree(numbers)
         for p, g, part, there in zip(params, grads, parts, numbers[-len(params) :], strict=True):
             # An optimizer leaves a parameter that has a gradient nowhere alone.
@@ -223,7 +224,9 @@ class FullySharded(Replicated):
         grads = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
         square = torch.nn.utils.get_total_norm(grads).double().square()
         summed = self.ranks.sum(torch.cat([self._tail(loss.double()), square.reshape(1)]))
-        self._agree(summed.tolist())
+        with self.ranks.waiting():
+            numbers = summed.tolist()
+        self._agree(numbers)
         # Under HSDP every element is held, and counted, once in each group.
         replicas = self.mesh.size(0) if self.mesh.ndim > 1 else 1
         return grads, (summed[-1] / replicas).sqrt(), summed[0] / self.ranks.size

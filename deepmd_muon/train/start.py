@@ -109,22 +109,22 @@ def run(
 
     Notes
     -----
-    Under torchrun all processes train one model together, as `training/zero_stage` says; rank 0 writes all files.
+    Under torchrun or srun all processes train one model together, as `training/zero_stage` says.
     """
-    with joined() as ranks:
+    given = load(input_path)
+    with joined(given.settings.training.rank_timeout) as ranks:
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
         found = restart or init_model
         source = Source.read(found) if found else None
-        given = _read_input(input_path, source, use_pretrain_script=use_pretrain_script)
+        given = _complete_input(given, source, use_pretrain_script=use_pretrain_script)
         trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
         if restart and source:
             trainer.restart(source.content, source.path)
         return trainer.run()
 
 
-def _read_input(path: str, source: Source | None, *, use_pretrain_script: bool) -> Input:
-    """Read the input file, with the model section of a checkpoint if asked to."""
-    given = load(path)
+def _complete_input(given: Input, source: Source | None, *, use_pretrain_script: bool) -> Input:
+    """Take the model section of a checkpoint if asked to, and show what is to be said about the input."""
     if source and use_pretrain_script:
         given = dataclasses.replace(
             normalize({**given.normalized, "model": dict(source.model_section)}), notices=given.notices

@@ -8,9 +8,9 @@ import json
 import logging
 import signal
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,11 +32,14 @@ from deepmd_muon.train.saving import Checkpoints
 from deepmd_muon.train.setup import Data, number_of_steps
 from deepmd_muon.train.step import TrainingStep
 from deepmd_muon.train.validate import mean_metrics, metric_weights, validate
+from deepmd_muon.train.watch import STEPPING
 
 if TYPE_CHECKING:
     from deepmd_muon.train.stages import Replicated
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Trainer:
@@ -152,7 +155,9 @@ class Trainer:
         while self.step < self.num_steps and self._interrupted is None:
             lr = self.rate(self.step)
             fraction = lr / self.given.settings.learning_rate.start_lr
+            self.ranks.doing("reading its batch", self.step + 1)
             batch = self._next_batch()
+            self.ranks.doing(STEPPING, self.step + 1)
             metrics = self._update(batch, lr, fraction)
             if self.ema:
                 self.ema.update()
@@ -189,14 +194,23 @@ class Trainer:
         if section is None or loader is None:
             return None
         dealt = loader.deal_all() if section.numb_btch == "all" else loader.deal(int(section.numb_btch))
-        batches = ((to_device(batch, self.model.ntypes, self._device), counts) for batch, counts in dealt)
-        found = _numbers(validate(self.model, self.loss, batches, lr_fraction, self._add_up))
+        batches = ((to_device(batch, self.model.ntypes, self._device), counts) for batch, counts in self._told(dealt))
+        metrics = validate(self.model, self.loss, batches, lr_fraction, self._add_up)
+        with self.ranks.waiting():
+            found = _numbers(metrics)
         if self._shared is not None:
             self._shared.rest()
         return found
 
+    def _told(self, batches: Iterable[T]) -> Iterator[T]:
+        """Let the other ranks know of every validation batch, as all of them may take longer than they wait."""
+        for batch in batches:
+            self.ranks.doing("validating", self.step)
+            yield batch
+
     def save(self) -> None:
         """Write a checkpoint of the present step; all ranks must call it."""
+        self.ranks.doing("saving", self.step)
         self.checkpoints.save(self.step, self._content())
 
     def _content(self) -> dict[str, Any]:

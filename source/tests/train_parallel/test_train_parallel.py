@@ -1,4 +1,4 @@
-"""Several ranks train as one process with a larger batch does: one spawn per number of ranks carries all trainings."""
+"""Several ranks train as one process with a larger batch does: a few spawns of 2, 3 and 4 ranks carry all trainings."""
 
 from __future__ import annotations
 
@@ -15,42 +15,66 @@ import pytest
 import torch
 from train_ranks import Job, free_ports, run_jobs
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
+from deepmd_muon.model.checkpoint_file import read_checkpoint
+
 STEPS, HALF = 6, 3
 STAGES = (0, 1, 2, 3)
+# Of four ranks: stage and number of groups that hold the whole model.
+LAYOUTS_OF_FOUR = ((0, 1), (1, 1), (2, 2), (3, 2), (3, 4))
 
 
-def content(batch, stage=0, optimizer="HybridMuon", **training):
-    """A small copper input in float64 throughout."""
+def write_system(folder, nframes, natoms=8):
+    """Atoms near the sites of a cubic lattice, with random energies, forces and virials."""
+    random = np.random.default_rng(nframes)
+    part = folder / "set.000"
+    part.mkdir(parents=True)
+    (folder / "type.raw").write_text("0\n" * natoms)
+    (folder / "type_map.raw").write_text("Cu")
+    sites = np.stack(np.meshgrid(*[np.arange(2)] * 3), -1).reshape(-1, 3)[:natoms] * 3.6
+    np.save(part / "coord.npy", (sites + random.uniform(-0.4, 0.4, (nframes, natoms, 3))).reshape(nframes, -1))
+    np.save(part / "box.npy", np.tile(7.2 * np.eye(3).ravel(), (nframes, 1)))
+    for name, width in (("energy", 1), ("force", 3 * natoms), ("virial", 9)):
+        np.save(part / f"{name}.npy", random.standard_normal((nframes, width)))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The folder of all trainings and their data; the CPU is used, also where there is a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEVICE", "cpu")
+        found = tmp_path_factory.mktemp("ranks")
+        write_system(found / "train", 24)
+        write_system(found / "valid", 5)
+        yield found
+
+
+def content(place, batch, stage=0, optimizer="HybridMuon", groups=1, **training):
+    """A small input in float64 throughout."""
     exact = {"precision": "float64"} if optimizer == "HybridMuon" else {}
     net = {"precision": "float64", "seed": 1}
-    data = {"systems": [str(EXAMPLE / "train" / "fcc32")], "batch_size": batch}
+    descriptor = {"type": "se_e2_a", "sel": "auto", "rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8], "axis_neuron": 3}
+    # Three batches do not divide evenly among two or four ranks.
+    seen = {"batch_size": 2, "numb_btch": 3} if optimizer == "HybridMuon" else {"batch_size": 1, "numb_btch": "all"}
     return {
         "model": {
             "type_map": ["Cu"],
             "data_stat_nbatch": 1000,  # every frame, whatever the batch
-            "descriptor": {
-                "type": "se_e2_a",
-                "sel": "auto",
-                "rcut": 4.5,
-                "rcut_smth": 2.0,
-                "neuron": [4, 8],
-                "axis_neuron": 3,
-                **net,
-            },
+            "descriptor": {**descriptor, **net},
             "fitting_net": {"neuron": [6, 6], **net},
         },
         "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-5, "decay_steps": 5},
         "loss": {"type": "ener", "start_pref_v": 0.1, "limit_pref_v": 1.0},
         "optimizer": {"type": optimizer, "weight_decay": 0.01, **exact},
         "training": {
-            "training_data": data,
-            "validation_data": data,
+            "training_data": {"systems": [str(place / "train")], "batch_size": batch},
+            "validation_data": {"systems": [str(place / "valid")], **seen},
             "numb_steps": STEPS,
             "seed": 3,
             "disp_freq": 2,
             "save_freq": HALF,
             "zero_stage": stage,
+            "data_parallel_replicate_degree": groups,
             "enable_ema": True,
             "ema_decay": 0.9,
             "gradient_max_norm": 5.0,
@@ -65,10 +89,6 @@ def tensors(node, path=""):
         return {path: node}
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
     return {key: value for name, inner in items for key, value in tensors(inner, f"{path}/{name}").items()}
-
-
-def read(path):
-    return torch.load(path, weights_only=True)
 
 
 def assert_same(first, second, tolerance):
@@ -99,117 +119,174 @@ def alone(folder, given, **options):
         torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """The folder of all trainings; the CPU is used, also where there is a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DEVICE", "cpu")
-        yield tmp_path_factory.mktemp("ranks")
-
-
 def check_equal(place, world, ends, jobs, kind="HybridMuon"):
     """Every job ended well, with the checkpoints and the learning curve of one process with the larger batch."""
     reference = place / f"alone{world}_{kind}"
-    alone(reference, content(world, optimizer=kind))
+    alone(reference, content(place, world, optimizer=kind))
     for job, end in zip(jobs, ends, strict=True):
         assert end == ["0"] * world, end
         for step in (HALF, STEPS):
-            one, many = read(reference / f"model.ckpt-{step}.pt"), read(job.folder / f"model.ckpt-{step}.pt")
+            one, many = (read_checkpoint(folder / f"model.ckpt-{step}.pt") for folder in (reference, job.folder))
             assert one.keys() == many.keys()
             assert one["deepmd_muon"].keys() == many["deepmd_muon"].keys()
             assert_same(one, many, 1e-10)
             assert many["deepmd_muon"]["training_data"]["step"] == step * world
+            assert many["deepmd_muon"]["validation_data"] == one["deepmd_muon"]["validation_data"]
         curves = [np.loadtxt(folder / "lcurve.out") for folder in (reference, job.folder)]
         np.testing.assert_allclose(curves[1], curves[0], rtol=2e-3)
-        written = sorted(path.name for path in job.folder.iterdir())
-        assert written == sorted(path.name for path in reference.iterdir())
+        wanted = {path.name for path in reference.iterdir()}
+        found = {path.name for path in job.folder.iterdir() if not path.name.endswith(".dcp")}
+        assert found == wanted
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_together_equal_one_process_with_the_larger_batch(place, world):
-    jobs = [Job(place / f"{world}_{stage}", content(1, stage)) for stage in STAGES]
-    if world == 2:
-        jobs += [Job(place / f"adam_{stage}", content(1, stage, "AdamW")) for stage in STAGES]
-    ends = run_jobs(world, jobs)
-    check_equal(place, world, ends[:4], jobs[:4])
-    if world == 2:
-        check_equal(place, world, ends[4:], jobs[4:], "AdamW")
+def again(place, source, *, world, stage, groups=1, form="file"):
+    """Load the last checkpoint of a run, of which no step is left to do, and save it again."""
+    given = content(place, 1, stage, groups=groups, save_ckpt="again", checkpoint_format=form)
+    name = f"{source.parent.name}_{source.suffix[1:]}_on{world}_{stage}_{groups}"
+    return Job(place / name, given, {"restart": str(source)})
 
 
-def moves(world, place):
-    """Restarts on this number of ranks, from every stage to every other, of what the test above has saved."""
-    jobs, sources = [], []
-    for number, stage in enumerate(STAGES):
-        source = place / f"{5 - world if world > 1 else 2}_{STAGES[number - 1]}" / f"model.ckpt-{STEPS}.pt"
-        given = content(1, stage, save_ckpt="again")
-        jobs.append(Job(place / f"again{world}_{stage}", given, {"restart": str(source)}))
-        sources.append(source)
-    return jobs, sources
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_checkpoint_restarts_bitwise_on_other_ranks_and_stages(place, world):
-    """The last checkpoint is loaded, no step is left to do, and it is saved again: every tensor is the same."""
-    jobs, sources = moves(world, place)
-    if not all(source.exists() for source in sources):
-        pytest.skip("needs the checkpoints that the test above writes")
-    if world == 1:
-        for job in jobs:
-            alone(job.folder, job.content, **job.options)
-    else:
-        assert run_jobs(world, jobs) == [["0"] * world] * len(jobs)
-    for job, source in zip(jobs, sources, strict=True):
-        first, second = read(source), read(job.folder / f"again-{STEPS}.pt")
+def check_again(jobs):
+    """Every tensor came back bit by bit, and so did the positions in the data and the random numbers."""
+    for job in jobs:
+        first, second = read_checkpoint(job.options["restart"]), read_checkpoint(job.folder / f"again-{STEPS}.pt")
         assert_same(first, second, 0.0)
         for key in ("training_data", "validation_data", "torch_rng", "step"):
             assert str(first["deepmd_muon"][key]) == str(second["deepmd_muon"][key])
+        for directory in job.folder.glob(f"again-{STEPS}.dcp"):
+            assert_same(first, read_checkpoint(directory), 0.0)
+
+
+def last(place, name, suffix="pt"):
+    """The last checkpoint of a run of an earlier test."""
+    path = place / name / f"model.ckpt-{STEPS}.{suffix}"
+    if not path.exists():
+        pytest.skip("needs the checkpoints that an earlier test writes")
+    return path
+
+
+def test_four_ranks_equal_one_process_with_the_larger_batch(place):
+    """HSDP among them; the last three write directories as well, each rank its part."""
+    jobs = [
+        Job(place / f"4_{stage}_{groups}", content(place, 1, stage, groups=groups, checkpoint_format=form))
+        for (stage, groups), form in zip(LAYOUTS_OF_FOUR, ("file", "file", "both", "both", "both"), strict=True)
+    ]
+    wrong = Job(place / "groups", content(place, 1, 2, groups=3))
+    ends = run_jobs(4, [*jobs, wrong])
+    check_equal(place, 4, ends[:-1], jobs)
+    message = "TrainingError: training/data_parallel_replicate_degree is 3, which does not divide 4 processes"
+    assert all(message.partition(": ")[2] in end for end in ends[-1])
+    for job in jobs[2:]:
+        for step in (HALF, STEPS):
+            path = job.folder / f"model.ckpt-{step}"
+            assert_same(read_checkpoint(f"{path}.pt"), read_checkpoint(f"{path}.dcp"), 0.0)
+            assert {part.name for part in Path(f"{path}.dcp").glob("*.distcp")} >= {"__0_0.distcp", "__1_0.distcp"}
+
+
+def test_three_ranks_equal_one_process_and_continue_what_four_saved(place):
+    jobs = [Job(place / f"3_{stage}", content(place, 1, stage)) for stage in STAGES]
+    moves = [
+        again(place, last(place, "4_0_1"), world=3, stage=3),
+        again(place, last(place, "4_2_2", "dcp"), world=3, stage=0),
+        again(place, last(place, "4_3_2"), world=3, stage=2, form="dcp"),
+        again(place, last(place, "4_3_4", "dcp"), world=3, stage=1),
+    ]
+    ends = run_jobs(3, [*jobs, *moves])
+    check_equal(place, 3, ends[:4], jobs)
+    assert ends[4:] == [["0"] * 3] * 4
+    check_again(moves)
+
+
+def test_two_ranks_equal_one_process_and_continue_what_three_and_four_saved(place):
+    jobs = [Job(place / f"2_{stage}", content(place, 1, stage)) for stage in STAGES]
+    adam = [Job(place / f"adam_{stage}", content(place, 1, stage, "AdamW")) for stage in STAGES]
+    jobs[0].launcher = "srun"
+    moves = [
+        again(place, last(place, "3_1"), world=2, stage=2, form="dcp"),
+        again(place, last(place, "3_2"), world=2, stage=0),
+        again(place, last(place, "3_3"), world=2, stage=1),
+        again(place, last(place, "4_2_2", "dcp"), world=2, stage=3, groups=2),
+    ]
+    ends = run_jobs(2, [*jobs, *adam, *moves])
+    check_equal(place, 2, ends[:4], jobs)
+    check_equal(place, 2, ends[4:8], adam, "AdamW")
+    assert ends[8:] == [["0"] * 2] * 4
+    check_again(moves)
+
+
+def test_one_process_and_four_ranks_continue_what_others_saved(place):
+    one = [
+        again(place, last(place, "2_1"), world=1, stage=3),
+        again(place, last(place, "3_3"), world=1, stage=0),
+        again(place, last(place, "4_3_2", "dcp"), world=1, stage=2),
+    ]
+    for job in one:
+        alone(job.folder, job.content, **job.options)
+    four = [
+        again(place, one[0].folder / f"again-{STEPS}.pt", world=4, stage=1),
+        again(place, last(place, "2_3"), world=4, stage=2, groups=2, form="dcp"),
+        again(place, last(place, "3_0"), world=4, stage=3, groups=4),
+        again(place, last(place, "4_3_2"), world=4, stage=3),
+    ]
+    assert run_jobs(4, four) == [["0"] * 4] * 4
+    check_again([*one, *four])
 
 
 def test_restarts_and_accidents_on_two_ranks(place):
     """A half is continued at another stage as if in one go; a NaN, a signal on one rank end all alike."""
-    source = place / "2_0" / f"model.ckpt-{HALF}.pt"
-    if not source.exists():
-        pytest.skip("needs the checkpoints that the first test writes")
-    halves = [Job(place / f"half_{s}", content(1, s), {"restart": str(source)}) for s in STAGES]
-    poisoned = [Job(place / f"poisoned_{s}", content(1, s, save_freq=1), accident="poison") for s in (0, 2)]
-    stopped = [Job(place / f"stopped_{s}", content(1, s, save_freq=100), accident="interrupt") for s in (1, 3)]
-    skipping = content(1)
+    source = last(place, "2_0").with_name(f"model.ckpt-{HALF}.pt")
+    halves = [Job(place / f"half_{s}", content(place, 1, s), {"restart": str(source)}) for s in STAGES]
+    poisoned = [Job(place / f"poisoned_{s}", content(place, 1, s, save_freq=1), accident="poison") for s in (0, 2)]
+    poisoned[1].content["training"]["checkpoint_format"] = "dcp"
+    stopped = [Job(place / f"stopped_{s}", content(place, 1, s, save_freq=100), accident="interrupt") for s in (1, 3)]
+    skipping = content(place, 1)
     skipping["optimizer"]["on_nonfinite"] = "skip"
     skipped = Job(place / "skipped", skipping, accident="poison")
-    mixed = copy.deepcopy(content(1, 2))
+    mixed = copy.deepcopy(content(place, 1, 2))
     mixed["model"]["fitting_net"]["precision"] = "float32"
     wrong = Job(place / "wrong", mixed)
     ends = run_jobs(2, [*halves, *poisoned, *stopped, skipped, wrong])
     assert ends[:4] == [["0", "0"]] * 4
-    whole = read(place / "2_0" / f"model.ckpt-{STEPS}.pt")
+    whole = read_checkpoint(place / "2_0" / f"model.ckpt-{STEPS}.pt")
     for job in halves:
-        assert_same(whole, read(job.folder / f"model.ckpt-{STEPS}.pt"), 1e-10)
-    for job, end in zip(poisoned, ends[4:6], strict=True):
+        assert_same(whole, read_checkpoint(job.folder / f"model.ckpt-{STEPS}.pt"), 1e-10)
+    for job, end, form in zip(poisoned, ends[4:6], ("pt", "dcp"), strict=True):
         assert end[0] == end[1]
         assert end[0].startswith("NonFiniteError: training stopped before update 3: the loss is nan")
-        assert end[0].endswith("the last good checkpoint is model.ckpt-2.pt")
-        assert not (job.folder / "model.ckpt-3.pt").exists()
+        assert end[0].endswith(f"the last good checkpoint is model.ckpt-2.{form}")
+        assert not (job.folder / f"model.ckpt-3.{form}").exists()
+        assert read_checkpoint(job.folder / "model.ckpt")["deepmd_muon"]["step"] == 2
     for job, end in zip(stopped, ends[6:8], strict=True):
         assert end == [str(128 + signal.SIGTERM)] * 2
-        assert read(job.folder / "model.ckpt.pt")["deepmd_muon"]["step"] == 4
+        assert read_checkpoint(job.folder / "model.ckpt.pt")["deepmd_muon"]["step"] == 4
     assert ends[8] == ["0", "0"]
-    assert read(skipped.folder / "model.ckpt.pt")["deepmd_muon"]["step"] == STEPS
+    assert read_checkpoint(skipped.folder / "model.ckpt.pt")["deepmd_muon"]["step"] == STEPS
     assert all("the parameters are float32 and float64; zero_stage 2 and 3 need one precision" in e for e in ends[9])
 
 
-@pytest.mark.parametrize("accident", ["fail", "die"])
-def test_a_failing_rank_ends_the_others_with_an_error(place, accident):
-    ends = run_jobs(2, [Job(place / accident, content(1), accident=accident)])[0]
-    assert ends[0].startswith("RuntimeError")
-    assert ends[1] == ("no answer" if accident == "die" else "MemoryError: rank 1 has had enough")
+def test_a_rank_that_fails_is_stuck_or_dies_ends_the_others_with_its_story(place):
+    """The time that the others wait is two seconds here."""
+    accidents = [("fail", 0), ("sleep", 3), ("stop", 1), ("die", 2)]
+    jobs = [Job(place / name, content(place, 1, stage, rank_timeout=2), accident=name) for name, stage in accidents]
+    failed, asleep, stopped, dead = run_jobs(2, jobs)
+    lost = "TrainingError: rank 0 has lost the others at step 3: rank 1 (process "
+    assert all(ends[0].startswith(lost) for ends in (failed, asleep, stopped, dead))
+    assert "stopped with MemoryError: rank 1 has had enough" in failed[0]
+    assert failed[1] == "MemoryError: rank 1 has had enough"
+    assert "has been reading its batch (step 3) for" in asleep[0]
+    assert "is dead or stopped: no sign of life for" in stopped[0]
+    assert "is dead or stopped: no sign of life for" in dead[0]
+    for ends in (asleep, stopped):
+        assert ends[1].startswith("TrainingError: rank 1 has lost the others at step 3: rank 0")
+    assert dead[1] == "no answer"
 
 
-def test_torchrun_trains_and_logs_once(tmp_path):
-    (tmp_path / "input.json").write_text(json.dumps(content(1, 1, numb_steps=2, seed=None)))
+def test_torchrun_trains_and_logs_once(place, tmp_path):
+    (tmp_path / "input.json").write_text(json.dumps(content(place, 1, 1, numb_steps=2, seed=None)))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--master-port", str(free_ports(1)[0]), "-m", "deepmd_muon", "--pt", "train", "input.json"]
     environment = {**os.environ, "DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("training done; the model is model.ckpt-2.pt") == 1
-    assert read(tmp_path / "model.ckpt.pt")["deepmd_muon"]["step"] == 2
+    assert read_checkpoint(tmp_path / "model.ckpt.pt")["deepmd_muon"]["step"] == 2

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
+import subprocess
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -14,22 +16,38 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
+# How long a rank is stuck [s]: longer than the others wait for it and need to say so.
+PAUSE = 4.5
+# All jobs of a spawn together take this long at most on a busy machine [s].
+PATIENCE = 120.0
+
 
 @dataclass
 class Job:
-    """One training on all ranks; `accident` names a function of this module that prepares it on every rank."""
+    """One training on all ranks.
+
+    `accident` names a function of this module that prepares it on every rank; `launcher` whose variables are set.
+    """
 
     folder: Path
     content: dict
     options: dict = field(default_factory=dict)
     accident: str | None = None
+    launcher: str = "torchrun"
     port: int = 0
 
 
 def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
+    """Return ports that nobody uses, in the range of those that are made of Slurm's job numbers."""
+    sockets = []
+    while len(sockets) < count:
+        each = socket.socket()
+        try:
+            each.bind(("127.0.0.1", random.randrange(15001, 30000)))
+        except OSError:
+            each.close()
+        else:
+            sockets.append(each)
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
         each.close()
@@ -49,10 +67,14 @@ def run_jobs(world, jobs):
     for process in processes:
         process.start()
     found = [{} for _ in jobs]
+    end = time.monotonic() + PATIENCE
     for process in processes:
-        process.join(240)
+        process.join(max(0.0, end - time.monotonic()))
         if process.is_alive():
             process.kill()
+            process.join()
+        if process.exitcode:
+            print(f"{process.name} ended with {process.exitcode}")
     while not ends.empty():
         number, rank, end, took = ends.get()
         found[number][rank] = end
@@ -60,16 +82,25 @@ def run_jobs(world, jobs):
     return [[each.get(rank, "no answer") for rank in range(world)] for each in found]
 
 
+def _environment(launcher, rank, world, port):
+    """Return what a launcher sets."""
+    if launcher == "srun":
+        # The meeting point is made of the step's nodes and the job's number.
+        job = {"SLURM_JOB_ID": str(port - 15000), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+        return {**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": str(world)}
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    return {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 def _work(rank, world, jobs, ends):
     from deepmd_muon.train import run
 
     torch.set_num_threads(1)
-    os.environ.update(
-        DEVICE="cpu", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1"
-    )
+    os.environ["DEVICE"] = "cpu"
     for number, job in enumerate(jobs):
         os.chdir(job.folder)
-        os.environ["MASTER_PORT"] = str(job.port)
+        environment = _environment(job.launcher, rank, world, job.port)
+        os.environ.update(environment)
         undo = globals()[job.accident](rank) if job.accident else None
         start = time.perf_counter()
         try:
@@ -79,6 +110,8 @@ def _work(rank, world, jobs, ends):
             end = f"{type(error).__name__}: {error}" if expected or job.accident else traceback.format_exc()
         if undo:
             undo()
+        for name in environment:
+            del os.environ[name]
         ends.put((number, rank, end, time.perf_counter() - start))
 
 
@@ -138,5 +171,37 @@ def die(rank):
     def happen(count, batch):
         if rank == 1 and count == 3:
             os._exit(7)
+
+    return _in_step(happen)
+
+
+def sleep(rank):
+    """The data of rank 1 take their time in the third step."""
+    from deepmd_muon.data import DataLoader
+
+    original, count = DataLoader.next, 0
+
+    def slow(self):
+        nonlocal count
+        count += 1
+        if rank == 1 and count == 3:
+            time.sleep(PAUSE)
+        return original(self)
+
+    DataLoader.next = slow
+
+    def undo():
+        DataLoader.next = original
+
+    return undo
+
+
+def stop(rank):
+    """Rank 1 is stopped for a while in its third step."""
+
+    def happen(count, batch):
+        if rank == 1 and count == 3:
+            subprocess.Popen(["sh", "-c", f"sleep {PAUSE}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     return _in_step(happen)

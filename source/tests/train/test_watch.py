@@ -1,0 +1,110 @@
+"""What a rank can say of the others when they do not answer."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+import pytest
+from torch.distributed import TCPStore
+
+from deepmd_muon.train.watch import STEPPING, Watch, is_lost_connection, reason
+
+LIMIT = 0.4
+GLOO = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:36260. This is typically caused"
+
+
+@pytest.fixture
+def ranks():
+    """A function that makes the watches of several ranks; all end with the test."""
+    store = TCPStore("127.0.0.1", 0, 1, True)
+    made = []
+
+    def make(size, **options):
+        made.extend(Watch(store, rank, size, LIMIT, **(options if rank == 0 else {})) for rank in range(size))
+        return made
+
+    yield make
+    for watch in made:
+        watch.close()
+
+
+def test_a_rank_that_is_stuck_is_named_with_what_it_does(ranks):
+    first, second, third = ranks(3)
+    for watch in (first, second):
+        watch.doing(STEPPING, 7)
+    third.doing("reading its batch", 7)
+    time.sleep(0.1)
+    verdict = first.verdict()
+    assert verdict.startswith("rank 0 has lost the others at step 7: rank 2 (process ")
+    assert verdict.endswith("has been reading its batch (step 7) for 0 s")
+    assert "rank 1" not in verdict
+    # A rank that has given up is not to blame.
+    assert "rank 0" not in second.verdict()
+
+
+def test_a_rank_that_is_dead_is_named_with_what_it_did_last(ranks):
+    first, second, third = ranks(3)
+    for watch in (first, second, third):
+        watch.doing(STEPPING, 2)
+    time.sleep(0.1)
+    third.close()
+    verdict = first.verdict()
+    assert "rank 2 (process" in verdict
+    assert "is dead or stopped: no sign of life for 0 s, last seen in its step (step 2)" in verdict
+    assert "rank 1" not in verdict
+
+
+def test_a_rank_that_stopped_with_an_error_is_named_with_it(ranks):
+    first, second, third = ranks(3)
+    third.doing(STEPPING, 1)
+    time.sleep(0.1)
+    second.stopped(MemoryError("had enough"))
+    verdict = first.verdict()
+    assert verdict.startswith("rank 0 has lost the others: rank 1 (process ")
+    assert verdict.endswith("stopped with MemoryError: had enough")
+
+
+def test_all_are_listed_when_none_is_to_blame(ranks):
+    first, second, third = ranks(3)
+    for watch in (first, second, third):
+        watch.doing(STEPPING, 4)
+    time.sleep(0.1)
+    verdict = first.verdict()
+    assert verdict.count("has been in its step (step 4)") == 2
+
+
+def test_a_wait_that_is_too_long_ends_the_process(ranks):
+    """Where waiting does not end by itself, the thread ends the process with the verdict."""
+    found = queue.SimpleQueue()
+    first, second = ranks(2, give_up=found.put)
+    second.doing("reading its batch", 3)
+    with first.waiting():
+        time.sleep(LIMIT / 2)
+    time.sleep(LIMIT)
+    assert found.empty()
+    start = time.monotonic()
+    with first.waiting():
+        assert "rank 1" in found.get(timeout=10)
+    assert time.monotonic() - start > LIMIT
+
+
+def test_an_error_elsewhere_ends_the_wait_at_once(ranks):
+    found = queue.SimpleQueue()
+    first, second = ranks(2, give_up=found.put)
+    second.stopped(ValueError("no such file"))
+    with first.waiting():
+        start = time.monotonic()
+        assert "stopped with ValueError: no such file" in found.get(timeout=10)
+    assert time.monotonic() - start < 10
+
+
+def test_errors_of_the_exchange_are_told_from_others():
+    lost = RuntimeError(GLOO)
+    assert is_lost_connection(lost)
+    assert reason(lost) == "Connection closed by peer [127.0.0.1]:36260"
+    outer = ValueError("the file is incomplete")
+    assert not is_lost_connection(outer)
+    outer.__cause__ = lost
+    assert is_lost_connection(outer)
+    assert not is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
