@@ -38,9 +38,12 @@ def with_local(x: Tensor, local: Tensor) -> Tensor:
     if not hasattr(x, "device_mesh"):
         return local
     sharded: Any = x
-    # DTensor.from_local() would move it to the mesh's device.
-    wrapped: Tensor = type(sharded)(local, sharded._spec, requires_grad=False)
-    return wrapped
+    # DTensor.from_local() would move it to the mesh's device. A wrapper made around a view into a larger memory cannot
+    # be deep-copied (it takes the view's offset for its own address), so that it is made around another tensor first.
+    wrapped: Any = type(sharded)(torch.empty_like(local), sharded._spec, requires_grad=False)
+    wrapped._local_tensor = local
+    found: Tensor = wrapped
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from deepmd_muon.optim import HybridMuon
+from deepmd_muon.optim.sharded import ShardedSettings
 
 
 class Net(nn.Module):
@@ -101,15 +102,17 @@ def full_state(model, optimizer):
 
 
 def wrapped(way):
-    """Return a model, FSDP2 over all ranks, HSDP, under DDP or alone, and its optimizer."""
+    """Return a model and its optimizer: sharded, under DDP, which 'zero' cuts the state of, or alone."""
     world, model = dist.get_world_size(), Net()
-    if way == "fsdp":
+    if way in ("fsdp", "offload"):
         fully_shard(model, mesh=mesh_of((world,)))
     elif way == "hsdp":
         fully_shard(model, mesh=named_mesh((2, world // 2), ("replica", "data")))
-    elif way == "ddp":
+    elif way in ("ddp", "zero"):
         model = nn.parallel.DistributedDataParallel(model)
-    return model, HybridMuon(model.named_parameters(), **SETTINGS, replicas=dist.group.WORLD if way == "ddp" else None)
+    told = {"replicas": dist.group.WORLD} if way in ("ddp", "zero") else {}
+    sharded = ShardedSettings(state="sharded" if way == "zero" else "replicated")
+    return model, HybridMuon(model.named_parameters(), **SETTINGS, **told, sharded=sharded, offload=way == "offload")
 
 
 def save(folder, way):

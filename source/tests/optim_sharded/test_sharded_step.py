@@ -10,12 +10,25 @@ import pytest
 import sharded_cases
 import sharded_failures
 import sharded_models
+import sharded_state
 from spawn_ranks import free_port, join, run_cases
 
 # Where a state is saved, and where it is restored.
-MOVES = [((2, "fsdp"), (3, "fsdp")), ((4, "hsdp"), (2, "ddp")), ((2, "ddp"), (4, "hsdp")), ((3, "fsdp"), (1, "alone"))]
+MOVES = [
+    ((2, "fsdp"), (3, "offload")),
+    ((2, "ddp"), (4, "hsdp")),
+    ((2, "zero"), (4, "zero")),
+    ((2, "ddp"), (3, "zero")),
+    ((3, "zero"), (1, "alone")),
+    ((3, "offload"), (1, "alone")),
+    ((4, "hsdp"), (2, "zero")),
+    ((4, "zero"), (2, "ddp")),
+]
 
-FOR_THREE = ("every layout", "repeated work", "missing gradients", "counted collectives", "replicas", "models")
+FOR_THREE = (
+    *("every layout", "repeated work", "missing gradients", "counted collectives", "replicas", "models"),
+    *("offloaded", "cut state", "collectives of cut state"),
+)
 
 
 def cases_of(world, folder):
@@ -47,7 +60,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ranks_together_equal_one_process(world, folder):
     saves = [case for case in cases_of(world, folder) if case[0].startswith("save")]
-    everything = [*sharded_cases.CASES, *sharded_failures.CASES, *sharded_models.CASES]
+    everything = [*sharded_cases.CASES, *sharded_failures.CASES, *sharded_state.CASES, *sharded_models.CASES]
     # Three ranks add uneven shards; what does not depend on the layout is tested on two and four.
     run(world, [case for case in everything if world != 3 or case[0] in FOR_THREE] + saves)
 
@@ -56,7 +69,7 @@ def test_ranks_together_equal_one_process(world, folder):
 def test_states_restart_on_other_ranks(world, folder):
     """Saved on W ranks, every tensor comes back bitwise on W′ others, and the next step is one process's."""
     loads = [case for case in cases_of(world, folder) if case[0].startswith("load")]
-    if not (folder / "fsdp3_alone1" / "full.pt").exists():
+    if not (folder / "offload3_alone1" / "full.pt").exists():
         pytest.skip("needs the states that the test above saves")
     assert loads
     run(world, loads)

@@ -1,0 +1,247 @@
+"""Where optimizer state lives: in host memory, and of replicas cut into parts (ZeRO-1)."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_cases import SETTINGS, SHAPES, Twins, fits, layouts, mesh_of
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from deepmd_muon.optim import HybridMuon, InvalidSettingError
+from deepmd_muon.optim.sharded import ShardedSettings
+from deepmd_muon.optim.sharded.errors import GradientPlacementError, ReshardedParameterError, UnsupportedTransportError
+
+
+def offloaded():
+    """Moments in host memory change no bit, on any layout, switched on and off, with missing gradients."""
+    kinds = ("even", "uneven", "mixed") if dist.get_world_size() < 4 else ("even",)
+    for (name, mesh, placements), kind in itertools.product(layouts(), kinds):
+        shapes = [shape for shape in SHAPES[kind] if fits(shape, placements)]
+        twins = Twins(shapes, mesh_of(mesh), placements, many={"offload": True, "offload_bytes": 600})
+        twins.step()
+        twins.step()
+        twins.optimizers[1].offload(False)
+        twins.step()
+        twins.optimizers[1].offload()
+        twins.step()
+        try:
+            twins.assert_equal()
+        except AssertionError as error:
+            raise AssertionError(f"{name}, {kind}: {error}") from error
+    mesh = mesh_of((dist.get_world_size(),))
+    for settings in ({}, {"nesterov": False}):
+        sharded = ShardedSettings(bucket_bytes=1, slots=2)
+        twins = Twins(
+            SHAPES["even"] + [(6, 8, 16)], mesh, [Shard(0)], sharded=sharded, many={"offload": True}, **settings
+        )
+        twins.step()
+        twins.step(without=(1, 3))
+        twins.step(nowhere=(0, 4))
+        twins.step(without=(1,), nowhere=(2,))
+        twins.assert_equal(1e-6)
+
+
+def offload_refuses_the_reference():
+    twins = Twins([(8, 8)], mesh_of((dist.get_world_size(),)), [Shard(0)], many={"offload": True},
+                  sharded=ShardedSettings(exchange="reference"))  # fmt: skip
+    with pytest.raises(InvalidSettingError, match=r"exchange='reference'.*offload\(False\)"):
+        twins.step()
+
+
+class Replicas:
+    """Plain parameters in one process, and as replicas on all ranks with cut state, stepped with the same gradients."""
+
+    def __init__(self, shapes, told, sharded=None, dtype=torch.float32, many=None, **settings):
+        self.random = torch.Generator().manual_seed(3)
+        sharded = ShardedSettings(state="sharded", **(sharded or {}))
+        self.one = [nn.Parameter(torch.randn(s, generator=self.random).to(dtype)) for s in shapes]
+        self.many = [nn.Parameter(p.detach().clone()) for p in self.one]
+        ways = (self.one, {}), (self.many, {"replicas": told, "sharded": sharded, **(many or {})})
+        self.optimizers = [
+            HybridMuon([(f"w{i}", p) for i, p in enumerate(ps)], **{**SETTINGS, **settings}, **extra)
+            for ps, extra in ways
+        ]
+
+    def step(self, nowhere=(), without=()):
+        """Step both; parameters in `nowhere` have no gradient, those in `without` none on rank 0, zeros elsewhere."""
+        for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
+            p.grad = None if i in nowhere else torch.randn(p.shape, generator=self.random).to(p.dtype)
+            if i in without:
+                p.grad.zero_()
+            q.grad = None if i in nowhere or (i in without and dist.get_rank() == 0) else p.grad.clone()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def assert_equal(self, tolerance):
+        one, many = self.optimizers
+        for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
+            torch.testing.assert_close(q, p, rtol=tolerance, atol=tolerance, msg=lambda text, i=i: f"w{i}: {text}")
+            state, cut = one.state[p], many.state[q]
+            assert state.keys() == cut.keys()
+            for key, x in state.items():
+                y = cut[key]
+                assert isinstance(y, DTensor) == (key not in ("step", "magma_score") and p.ndim > 0)
+                assert (y.shape, y.dtype) == (x.shape, x.dtype)
+                y = y.full_tensor() if isinstance(y, DTensor) else y
+                torch.testing.assert_close(y, x, rtol=tolerance, atol=tolerance)
+
+
+def cut_state():
+    """Replicas with cut state equal one process, and every rank has the same parameters."""
+    world = dist.get_world_size()
+    kinds = {"even": 0.0, "uneven": 1e-6, "experts": 1e-6, "mixed": 1e-6}
+    options = ({}, {"magma_muon": False, "nesterov": False})
+    for (kind, tolerance), settings in itertools.product(kinds.items(), options):
+        shapes = SHAPES[kind] + ([(256,)] if kind == "even" else [])
+        exact = tolerance == 0.0 and world != 3
+        replicas = Replicas(shapes, mesh_of((world,)), **settings)
+        for _ in range(3):
+            replicas.step()
+        replicas.assert_equal(tolerance if exact else 1e-6)
+    both = [(7, 6), (13,), (2, 3)] + SHAPES["even"]
+    for sharded, many in (({"bucket_bytes": 1}, {}), ({"slots": 1, "free_gradients": True}, {"offload": True})):
+        replicas = Replicas(both, dist.group.WORLD, sharded, many=many)
+        replicas.step()
+        replicas.step(nowhere=(0, 1))
+        replicas.step(without=(2, 4))
+        replicas.assert_equal(1e-6)
+        for q in replicas.many:
+            copies = [torch.empty_like(q) for _ in range(world)]
+            dist.all_gather(copies, q.detach())
+            assert all(torch.equal(copies[0], other) for other in copies)
+    replicas = Replicas(both, dist.group.WORLD, dtype=torch.bfloat16, on_nonfinite="skip")
+    replicas.step()
+    before = [q.detach().clone() for q in replicas.many]
+    replicas.many[1].grad[0] = torch.nan
+    replicas.optimizers[1].step()
+    assert all(torch.equal(p, q) for p, q in zip(before, replicas.many, strict=True))
+    replicas.step()
+    replicas.assert_equal(2**-8)
+
+
+def cut_state_takes_a_part_of_the_memory():
+    """Moments take 1/W of the memory where sizes divide, and at most one row's worth more elsewhere."""
+    world = dist.get_world_size()
+    replicas = Replicas([(48, 96), (12, 6, 24), (4800,), (world + 1, 1000)], mesh_of((world,)))
+    replicas.step()
+    one, many = replicas.optimizers
+    for p, q in zip(replicas.one, replicas.many, strict=True):
+        for key, x in one.state[p].items():
+            if key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+                part = many.state[q][key].to_local().numel()
+                divides = any(n % world == 0 for n in x.shape[: None if x.ndim > 1 else 1])
+                assert part == x.numel() // world if divides else part <= 2 * x.numel() // world
+    assert many.plan.parameters[0].state_layout.ranks == tuple(range(world))
+    assert "state on mesh" in str(many.plan.parameters[0])
+
+
+def cut_state_collectives():
+    """Two all-to-alls a bucket with exactly the plan's bytes, one all-gather for the Adam routes, nothing else."""
+    rank = dist.get_rank()
+    calls, gathers = [], []
+    original, gather = dist.all_to_all_single, dist.all_gather
+
+    def counting(output, source, output_splits, input_splits, **options):
+        calls.append(8 * sum(n for k, n in enumerate(input_splits) if k != rank))
+        return original(output, source, output_splits, input_splits, **options)
+
+    def counting_gather(tensors, mine, **options):
+        gathers.append(mine.numel())
+        return gather(tensors, mine, **options)
+
+    replicas = Replicas([*SHAPES["even"], (11,), (5,)], mesh_of((dist.get_world_size(),)), {"bucket_bytes": 5000})
+    replicas.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counting)
+        patch.setattr(dist, "all_gather", counting_gather)
+        replicas.step()
+    plan = replicas.optimizers[1].plan
+    (domain,) = plan.domains
+    assert domain.buckets > 1
+    assert len(calls) == 2 * domain.buckets
+    assert sum(calls) == domain.sent(plan.settings)[rank]
+    assert gathers == [sum(-(-n // dist.get_world_size()) for n in (11, 5))]
+
+
+def states_move_between_ways():
+    """Loading in the same processes: cut into whole and back, bitwise, also through a deep copy."""
+    shapes = [*SHAPES["even"], *SHAPES["mixed"]]
+    mesh = mesh_of((dist.get_world_size(),))
+    first = Replicas(shapes, mesh)
+    first.step()
+    first.step()
+    cut = first.optimizers[1].state_dict()
+    whole = {
+        **cut,
+        "state": {
+            i: {k: x.full_tensor() if isinstance(x, DTensor) else x for k, x in values.items()}
+            for i, values in cut["state"].items()
+        },
+    }
+    for state, offload in itertools.product((cut, whole), (False, True)):
+        second = Replicas(shapes, mesh, many={"offload": offload})
+        for optimizer in second.optimizers:
+            optimizer.load_state_dict(state)
+        second.many = second.optimizers[1].param_groups[0]["params"]
+        for p, q in zip(second.one + second.many, 2 * first.one, strict=True):
+            p.data.copy_(q)
+        second.random.set_state(first.random.get_state())
+        if offload:
+            second.optimizers[1], second.many = copy.deepcopy((second.optimizers[1], second.many))
+        second.step()
+        second.assert_equal(1e-6)
+
+
+def cut_state_preflight():
+    """What cannot be stepped is refused on all ranks, before any byte moves."""
+    world = dist.get_world_size()
+
+    def refused(error, match, optimizer):
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_to_all_single", "all_gather", "all_reduce"):
+                patch.setattr(dist, name, lambda *_, **__: pytest.fail("bytes moved"))
+            with pytest.raises(error, match=match):
+                optimizer.step()
+
+    # There is no backend for this device.
+    p = nn.Parameter(torch.empty(4, 4, device="meta"))
+    p.grad = torch.empty_like(p)
+    spread = HybridMuon([("w", p)], replicas=dist.group.WORLD, sharded=ShardedSettings(replication="spread"))
+    refused(UnsupportedTransportError, r"no backend for meta tensors.*initialise it with", spread)
+    # A parameter, or its gradient, moves to another device between steps.
+    for sharded in (False, True):
+        if sharded:
+            p = nn.Parameter(DTensor.from_local(torch.ones(2, 4), mesh_of((world,)), [Shard(0)]))
+            optimizer = HybridMuon([("w", p)])
+            moved = DTensor.from_local(torch.ones(2, 4, device="meta"), mesh_of((world,)), [Shard(0)])
+        else:
+            p = nn.Parameter(torch.ones(2 * world, 4))
+            told = ShardedSettings(state="sharded")
+            optimizer = HybridMuon([("w", p)], replicas=mesh_of((world,)), sharded=told)
+            moved = torch.ones(2 * world, 4, device="meta")
+        p.grad = p.detach().clone()
+        optimizer.step()
+        p.grad = None
+        torch.utils.swap_tensors(p, nn.Parameter(moved))
+        p.grad = p.detach().clone()
+        refused(ReshardedParameterError, r"'w' of shape \(\d+, 4\).*moved from cpu to meta", optimizer)
+    p = nn.Parameter(torch.ones(4 * world, 4))
+    optimizer = HybridMuon([("w", p)], replicas=dist.group.WORLD, sharded=ShardedSettings(state="sharded"))
+    p.grad = DTensor.from_local(torch.ones(4, 4), mesh_of((world,)), [Shard(0)])
+    refused(GradientPlacementError, "'w'.*its gradient is a DTensor and the parameter is not", optimizer)
+
+
+CASES = [
+    ("offloaded", offloaded),
+    ("offload and reference", offload_refuses_the_reference),
+    ("cut state", cut_state),
+    ("memory of cut state", cut_state_takes_a_part_of_the_memory),
+    ("collectives of cut state", cut_state_collectives),
+    ("states between ways", states_move_between_ways),
+    ("preflight of cut state", cut_state_preflight),
+]
