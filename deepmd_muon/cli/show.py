@@ -1,36 +1,68 @@
-"""`dp show routing FILE` and `dp show lcurve FILE`: look into an input file, a checkpoint, a learning curve."""
+"""`dp show routing|plan|lcurve FILE` and `dp show kernels`: look into an input, a checkpoint, a curve, this machine."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import HandOver
 
-HELP = "show how the optimizer treats every parameter, or draw a learning curve"
+HELP = "show how the optimizer treats every parameter, on one process or many, or draw a learning curve"
 
-_TOPICS = ("routing", "lcurve")
+_TOPICS = ("routing", "plan", "lcurve", "kernels")
+
+
+class _Topic(argparse.Action):
+    """Takes the topic; of those, kernels alone goes without a file."""
+
+    file: argparse.Action
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        """Note the topic."""
+        namespace.topic = values
+        if values == "kernels":
+            # From the start '*' would end at the first option, and a file behind options be refused (Python 3.11).
+            self.file.nargs, self.file.required = "*", False
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument(
+    topic = parser.add_argument(
         "topic",
         metavar="TOPIC",
-        help="routing (of an input file or a checkpoint) or lcurve (draw it); anything else is a model's file, "
-        "and deepmd-kit shows what follows of it",
+        action=_Topic,
+        help="routing (of an input file or a checkpoint), plan (of its step on several processes), lcurve (draw it) or "
+        "kernels (which orthogonalize what here); anything else is a model's file, and deepmd-kit shows what follows "
+        "of it",
     )
-    parser.add_argument("file", metavar="FILE", nargs="+", help="input.json, model.ckpt.pt or lcurve.out")
+    assert isinstance(topic, _Topic)
+    topic.file = parser.add_argument("file", metavar="FILE", nargs="+", help="input.json, model.ckpt.pt or lcurve.out")
     parser.add_argument("-o", "--output", metavar="FILE", default="lcurve.png", help="picture of lcurve [%(default)s]")
+    plan = parser.add_argument_group("plan", "left out, zero_stage and hsdp are those of the input")
+    plan.add_argument("--world-size", type=int, metavar="N", help="processes")
+    plan.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), help="training.zero_stage")
+    plan.add_argument("--hsdp", type=int, metavar="GROUPS", help="training.data_parallel_replicate_degree")
+    plan.add_argument("--owners", action="store_true", help="list which process orthogonalizes which matrix")
 
 
 def run(options: argparse.Namespace) -> int:
     """Show."""
     if options.topic not in _TOPICS:
         raise HandOver(f"'show {options.topic}'")
-    if len(options.file) > 1:
-        raise CommandError(f"show {options.topic} takes one file; found {', '.join(options.file)}")
+    if options.topic == "kernels":
+        if options.file:
+            raise CommandError(f"show kernels takes no file; found {', '.join(options.file)}")
+        from deepmd_muon.optim import describe_kernels
+
+        print(describe_kernels())
+        return 0
+    if len(options.file) != 1:
+        found = ", ".join(options.file) or "none"
+        raise CommandError(f"show {options.topic} takes one file; found {found}")
     path = Path(options.file[0])
     if options.topic == "lcurve":
         from deepmd_muon.infer.learning_curve import plot_learning_curve
@@ -38,28 +70,27 @@ def run(options: argparse.Namespace) -> int:
         plot_learning_curve(path, options.output)
         print(f"{options.output}: drawn")
         return 0
+    if options.topic == "plan":
+        from deepmd_muon.cli.plan import plan_page
+
+        print(plan_page(path, options.world_size, options.zero_stage, options.hsdp, owners=options.owners))
+        return 0
     from deepmd_muon.model.checkpoint_file import checkpoint_path
 
     path = checkpoint_path(path)
-    print(_checkpoint_routing(path) if path.suffix == ".pt" else _input_routing(path))
+    print(_checkpoint_routing(path) if path.suffix in (".pt", ".dcp") else _input_routing(path))
     return 0
 
 
 def _input_routing(path: Path) -> str:
     """Return the routing that training with this input would use; no data are read."""
     from deepmd_muon.argcheck import load
-    from deepmd_muon.model import build_model
+    from deepmd_muon.cli.plan import optimizer_of
     from deepmd_muon.optim import HybridMuon
 
-    checked = load(path)
-    section = checked.normalized["model"]
-    if isinstance(section["descriptor"]["sel"], str):
-        # "auto" needs the data, and the number of neighbours is in no parameter's shape.
-        section["descriptor"]["sel"] = [1] * len(section["type_map"])
-    model = build_model(section)
-    optimizer = checked.settings.optimizer.build(model, lr=checked.settings.learning_rate.start_lr)
+    optimizer = optimizer_of(load(path))
     if not isinstance(optimizer, HybridMuon):
-        weights = sum(parameter.numel() for parameter in model.parameters())
+        weights = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         return f"{type(optimizer).__name__} treats all {weights} weights alike: there are no routes"
     return f"{optimizer.routing}\n\n{optimizer.routing.summary()}"
 

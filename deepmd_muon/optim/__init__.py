@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.foreign import name_deepmd_kit_state
     from deepmd_muon.optim.hybrid_muon import HybridMuon
     from deepmd_muon.optim.polar import SCHEDULES, Schedule, orthogonalize
+    from deepmd_muon.optim.polar.dispatch import describe as describe_kernels
     from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules
 
 _HOMES = {
@@ -40,6 +41,7 @@ _HOMES = {
     "RoutingRules": "routing",
     "SCHEDULES": "polar",
     "Schedule": "polar",
+    "describe_kernels": "polar.dispatch:describe",
     "name_deepmd_kit_state": "foreign",
     "orthogonalize": "polar",
 }
@@ -63,6 +65,7 @@ __all__ = [
     "RoutingMismatchError",
     "RoutingRules",
     "Schedule",
+    "describe_kernels",
     "name_deepmd_kit_state",
     "orthogonalize",
 ]
@@ -73,5 +76,6 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         from importlib import import_module
 
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        module, _, inside = _HOMES[name].partition(":")
+        return getattr(import_module(f"{__name__}.{module}"), inside or name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

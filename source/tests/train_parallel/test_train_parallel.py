@@ -15,6 +15,7 @@ import pytest
 import torch
 from train_ranks import Job, free_ports, run_jobs
 
+from deepmd_muon.cli.plan import plan_page
 from deepmd_muon.model.checkpoint_file import read_checkpoint
 
 STEPS, HALF = 6, 3
@@ -172,7 +173,14 @@ def test_four_ranks_equal_one_process_with_the_larger_batch(place):
         for (stage, groups), form in zip(LAYOUTS_OF_FOUR, ("file", "file", "both", "both", "both"), strict=True)
     ]
     wrong = Job(place / "groups", content(place, 1, 2, groups=3))
+    for job in jobs:
+        job.accident = "tell_plan"
     ends = run_jobs(4, [*jobs, wrong])
+    for job, (stage, groups) in zip(jobs, LAYOUTS_OF_FOUR, strict=True):
+        plan = (job.folder / "plan.txt").read_text()
+        # What is computed for a cluster that one does not have is what the ranks had.
+        assert plan_page(job.folder / "input.json", 4, stage, groups, owners=True).partition("\n")[2] == plan
+        (job.folder / "plan.txt").unlink()
     check_equal(place, 4, ends[:-1], jobs)
     message = "TrainingError: training/data_parallel_replicate_degree is 3, which does not divide 4 processes"
     assert all(message.partition(": ")[2] in end for end in ends[-1])

@@ -205,3 +205,23 @@ def stop(rank):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     return _in_step(happen)
+
+
+def tell_plan(rank):
+    """Rank 0 writes down the plan of its optimizer."""
+    from deepmd_muon.train.step import TrainingStep
+
+    original = TrainingStep.__call__
+
+    def call(self, batch, lr, lr_fraction):
+        found = original(self, batch, lr, lr_fraction)
+        if rank == 0:
+            Path("plan.txt").write_text(self.optimizer.plan.describe(owners=True))
+        return found
+
+    TrainingStep.__call__ = call
+
+    def undo():
+        TrainingStep.__call__ = original
+
+    return undo

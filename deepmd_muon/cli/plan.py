@@ -1,0 +1,125 @@
+"""The sharded step of a model on processes that one does not have; no data are read, nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepmd_muon.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    import torch
+
+    from deepmd_muon.argcheck import Input
+    from deepmd_muon.optim.sharded import Layout
+
+_HELD = (
+    "every rank holds everything",
+    "optimizer state in parts",
+    "gradients, and parameters between steps, in parts",
+    "parameters in parts between forward and backward pass too",
+)
+
+
+def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | None, *, owners: bool = False) -> str:
+    """Return the plan of HybridMuon's step, as text.
+
+    Parameters
+    ----------
+    path
+        An input file, or a checkpoint, whose input counts.
+    ranks
+        Number of processes.
+    stage, groups
+        `zero_stage` and `data_parallel_replicate_degree`; None takes the input's.
+    owners
+        Whether to list the owner of every matrix.
+
+    Raises
+    ------
+    CommandError
+        When the processes cannot be laid out so, or another optimizer than HybridMuon is asked for.
+    """
+    from deepmd_muon.optim import HybridMuon, HybridMuonConfig
+    from deepmd_muon.optim.polar.schedules import coefficients_of
+    from deepmd_muon.optim.sharded import PlannedParameter, make_plan
+
+    given = _input_of(path)
+    training, settings = given.settings.training, given.settings.optimizer
+    stage = training.zero_stage if stage is None else stage
+    if groups is None:
+        groups = training.data_parallel_replicate_degree if stage >= 2 else 1
+    layout = _layout(ranks, stage, groups)
+    optimizer = optimizer_of(given)
+    if not isinstance(optimizer, HybridMuon) or not isinstance(settings, HybridMuonConfig):
+        raise CommandError(f"{type(optimizer).__name__} steps every element by itself: there is no plan")
+    sizes = {name: max(4, p.element_size()) for name, p in _named(optimizer)}
+    planned = [
+        PlannedParameter(
+            entry.name,
+            entry.shape,
+            entry.view,
+            layout,
+            itemsize=sizes[entry.name],
+            damped=settings.magma_muon,
+            steps=len(coefficients_of(settings.schedule)),
+            gram=settings.enable_gram,
+        )
+        for entry in optimizer.routing
+        if entry.route == "muon" and entry.view is not None
+    ]
+    plan = make_plan(planned, optimizer.sharded)
+    hybrid = f" in {groups} groups" if groups > 1 else ""
+    title = f"{len(layout.ranks)} ranks{hybrid}, zero_stage {stage}: {_HELD[stage]}"
+    return f"{title}\n{plan.describe(owners=owners)}"
+
+
+def optimizer_of(given: Input) -> torch.optim.Optimizer:
+    """Build the model and the optimizer of an input without looking at data."""
+    from deepmd_muon.model import build_model
+    from deepmd_muon.train.optimizers import build_optimizer
+
+    section = given.normalized["model"]
+    if isinstance(section["descriptor"].get("sel"), str):
+        # "auto" needs the data, and the number of neighbours is in no parameter's shape.
+        section["descriptor"]["sel"] = [1] * len(section["type_map"])
+    return build_optimizer(given.settings.optimizer, build_model(section), given.settings.learning_rate.start_lr)
+
+
+def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    pairs = (zip(group["param_names"], group["params"], strict=True) for group in optimizer.param_groups)
+    return [pair for group in pairs for pair in group]
+
+
+def _input_of(path: Path) -> Input:
+    """Return the input, from a file or from what a checkpoint keeps."""
+    from deepmd_muon.argcheck import load, normalize
+    from deepmd_muon.model.checkpoint_file import OWN_KEY, checkpoint_path, read_checkpoint
+
+    path = checkpoint_path(path)
+    if path.suffix not in (".pt", ".dcp"):
+        return load(path)
+    own = read_checkpoint(path).get(OWN_KEY)
+    if own is None:
+        raise CommandError(f"{path} comes from deepmd-kit and holds no settings; give the input file")
+    return normalize(json.loads(own["settings"]))
+
+
+def _layout(ranks: int | None, stage: int, groups: int) -> Layout:
+    """Return how every parameter is laid out."""
+    from deepmd_muon.optim.sharded import Layout, Split
+
+    if ranks is None or ranks < 1:
+        raise CommandError(f"show plan needs the number of processes, --world-size N; found {ranks}")
+    if groups < 1 or ranks % groups or (groups > 1 and stage < 2):
+        raise CommandError(
+            f"{ranks} processes at zero_stage {stage} cannot form {groups} groups: "
+            "the number must divide theirs, and the stage be 2 or 3"
+        )
+    everyone = tuple(range(ranks))
+    if stage == 0:
+        return Layout((ranks,), everyone, (None,))
+    if groups > 1:
+        return Layout((groups, ranks // groups), everyone, (None, Split(0)))
+    return Layout((ranks,), everyone, (Split(0),))

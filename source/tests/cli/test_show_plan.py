@@ -1,0 +1,113 @@
+"""`dp show plan` and `dp show kernels`."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from deepmd_muon.argcheck import normalize
+from deepmd_muon.cli.main import main
+from deepmd_muon.model import build_model
+from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+from deepmd_muon.optim import describe_kernels
+
+INPUT = {
+    "model": {
+        "type_map": ["O", "H"],
+        "descriptor": {"type": "se_e2_a", "sel": "auto", "rcut": 4.0, "neuron": [8, 16], "axis_neuron": 4},
+        "fitting_net": {"neuron": [24, 24]},
+    },
+    "learning_rate": {"type": "exp", "start_lr": 1e-3},
+    "loss": {"type": "ener"},
+    "optimizer": {"type": "HybridMuon"},
+    "training": {
+        "training_data": {"systems": ["nowhere"]},
+        "numb_steps": 10,
+        "zero_stage": 3,
+        "data_parallel_replicate_degree": 2,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "input.json").write_text(json.dumps(INPUT))
+    (tmp_path / "adam.json").write_text(json.dumps({**INPUT, "optimizer": {"type": "Adam"}}))
+
+
+def show(capsys, *words):
+    assert main(["show", *words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "title", "layout"),
+    [
+        ([], "8 ranks in 2 groups, zero_stage 3", "mesh 2x4: Replicate, Shard(0)"),
+        (["--zero-stage", "0"], "8 ranks, zero_stage 0", "mesh 8: Replicate"),
+        (["--zero-stage", "1"], "8 ranks, zero_stage 1", "mesh 8: Shard(0)"),
+        (["--zero-stage", "2", "--hsdp", "4"], "8 ranks in 4 groups, zero_stage 2", "mesh 4x2: Replicate, Shard(0)"),
+        (["--hsdp", "1"], "8 ranks, zero_stage 3", "mesh 8: Shard(0)"),
+    ],
+)
+def test_the_plan_of_an_input_needs_no_data(capsys, words, title, layout):
+    shown = show(capsys, "plan", "--world-size", "8", *words, "input.json")
+    assert shown.startswith(title)
+    # 4 embedding nets with one matrix of two dimensions each, 2 fitting nets with two.
+    assert f"8 ranks; 8 parameters, 8 matrices on {layout}" in shown
+    assert re.search(r"FLOPs a rank: mean [\d.e+]+, largest", shown)
+
+
+def test_owners_are_listed_on_demand(capsys):
+    shown = show(capsys, "plan", "input.json", "--world-size", "64", "--hsdp", "1", "--owners")
+    owners = re.findall(r"rank (\d+): (\S+) block 0 \((\d+x\d+)\), (stays|bucket 0)", shown)
+    assert len(owners) == 8
+    assert len({rank for rank, *_ in owners}) == 8
+    assert sorted(size for _, _, size, _ in owners) == ["24x24"] * 2 + ["64x24"] * 2 + ["8x16"] * 4
+
+
+def test_the_plan_of_a_checkpoint_is_that_of_its_input(capsys):
+    section = {**INPUT["model"], "descriptor": {**INPUT["model"]["descriptor"], "sel": [8, 16]}}
+    given = normalize({**INPUT, "model": section})
+    model = build_model(given.normalized["model"])
+    state = to_deepmd_kit(model, given.normalized["model"], {"lr": 1e-3, "step": 0})
+    own = {"version": 1, "step": 1, "settings": json.dumps(given.normalized)}
+    torch.save({"model": state, "deepmd_muon": own}, "model.ckpt.pt")
+    plans = [show(capsys, "plan", name, "--world-size", "4") for name in ("input.json", "model.ckpt.pt", "model.ckpt")]
+    assert plans[0] == plans[1] == plans[2]
+    torch.save({"model": state}, "theirs.pt")
+    assert main(["show", "plan", "theirs.pt", "--world-size", "4"]) == 2
+    assert "comes from deepmd-kit and holds no settings; give the input file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "input.json"], "show plan needs the number of processes, --world-size N; found None"),
+        (["plan", "input.json", "--world-size", "7"], "7 processes at zero_stage 3 cannot form 2 groups"),
+        (["plan", "input.json", "--world-size", "8", "--zero-stage", "1", "--hsdp", "2"], "the stage be 2 or 3"),
+        (["plan", "adam.json", "--world-size", "2"], "Adam steps every element by itself: there is no plan"),
+        (["kernels", "input.json"], "show kernels takes no file; found input.json"),
+    ],
+)
+def test_what_cannot_be_shown_is_said(capsys, words, message):
+    assert main(["show", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_kernels_are_those_of_this_machine(capsys):
+    shown = show(capsys, "kernels")
+    assert shown == f"{describe_kernels()}\n"
+    assert "everything else" in shown
+    assert show(capsys, "-v", "WARNING", "kernels") == shown
+
+
+def test_other_words_go_to_deepmd_kit(monkeypatch):
+    handed = []
+    monkeypatch.setattr("deepmd_muon.cli.main.hand_over", lambda what, words: handed.append((what, words)) or 5)
+    assert main(["show", "frozen.pth", "type-map", "descriptor"]) == 5
+    assert handed == [("'show frozen.pth'", ["--pt", "show", "frozen.pth", "type-map", "descriptor"])]
