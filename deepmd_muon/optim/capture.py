@@ -1,9 +1,9 @@
-"""What must hold before a step is captured in a CUDA graph, whose replays repeat exactly the recorded launches."""
+"""CUDA graphs: what must hold before a step is captured, and recording launches that will be repeated."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,34 @@ from deepmd_muon.optim.errors import CaptureError
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon
+
+T = TypeVar("T")
+
+
+def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Record launches on a CUDA device in a graph without running them.
+
+    Parameters
+    ----------
+    launch
+        Starts kernels, all compiled already, and waits for none.
+    device
+        Where they run.
+
+    Returns
+    -------
+    tuple
+        The graph, and what `launch` returned, in memory that each replay of the graph writes anew.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device meanwhile
+        try:
+            result = launch()
+        finally:
+            graph.capture_end()
+    return graph, result
 
 
 def refuse_capture(optimizer: HybridMuon, params: Sequence[Tensor]) -> None:

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepmd_muon.optim.adam import moment_dtype
+from deepmd_muon.optim.capture import record
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.fused_kernels import SUMS, advance, apply, damp
 from deepmd_muon.optim.fused_tables import Addresses, Block, Numbers, blocks_of, cut, halves
@@ -60,7 +61,7 @@ class FusedMuon:
         As `muon_` takes them; parameters and buffers contiguous.
     settings
         Of the parameters' group.
-    record
+    recording
         Record the launches of a small model in a graph.
     """
 
@@ -72,7 +73,7 @@ class FusedMuon:
         views: Sequence[MatrixView],
         settings: HybridMuonConfig,
         *,
-        record: bool = True,
+        recording: bool = True,
     ) -> None:
         self._fixed = _addresses(params, buffers, scores)
         self._settings = settings
@@ -109,7 +110,7 @@ class FusedMuon:
         self._beside = torch.cuda.Stream(self._device) if several else None
         self._numbers = Numbers(self._device)
         self._recorded: dict[_Variant, torch.cuda.CUDAGraph] = {}
-        self._record_launches = record and self._keep and self._device.type == "cuda"
+        self._record_launches = recording and self._keep and self._device.type == "cuda"
         self._weight = halves(1.0 - settings.momentum)
         self._decay = halves(settings.weight_decay)
 
@@ -175,16 +176,8 @@ class FusedMuon:
 
     def _record(self, table: Tensor, variant: _Variant) -> None:
         """Record the launches of a step, so that the next ones are a single launch for the host."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
-            with torch.cuda.stream(stream):
-                graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device meanwhile
-                try:
-                    self._launch(table, variant, True)
-                finally:
-                    graph.capture_end()
-            self._recorded[variant] = graph
+            self._recorded[variant], _ = record(lambda: self._launch(table, variant, True), self._device)
         except Exception as error:  # whatever a driver raises must not end a training run
             self._record_launches = False
             _LOG.warning("a step is launched kernel by kernel, because it could not be recorded: %s", error)
@@ -282,8 +275,8 @@ class FusedSteps:
                 return False
             # Where tensors move again and again, recording would cost more than it saves.
             self._made[params[0]] += 1
-            record = self._made[params[0]] <= _MOST_RECORDINGS
-            known = self._known[params[0]] = FusedMuon(params, buffers, scores, views, settings, record=record)
+            recording = self._made[params[0]] <= _MOST_RECORDINGS
+            known = self._known[params[0]] = FusedMuon(params, buffers, scores, views, settings, recording=recording)
         if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
             self._captured.append(known)
         known.step([g if g.is_contiguous() else g.contiguous() for g in grads], lr, control, maximize=maximize)

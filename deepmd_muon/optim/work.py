@@ -55,6 +55,8 @@ class GroupWork:
         routes: tuple[Route, ...] = ("muon", "adam", "adamw")
         for route in routes:
             taken = [(p, entry) for p, entry in members if entry.route == route]
+            # Equal shapes side by side: where not all fit in one wave, they are still orthogonalized in batches.
+            taken.sort(key=lambda member: (member[1].view.rows, member[1].view.columns) if member[1].view else (0, 0))
             for wave in waves(taken, elements_at_a_time(optimizer, group, route, [p for p, _ in taken])):
                 states = [state_of(optimizer, p, entry, damped=group["magma_muon"]) for p, entry in wave]
                 self.waves.append(Wave(wave, states, lot_of(optimizer, [p for p, _ in wave], route)))

@@ -22,8 +22,8 @@ _LOG = logging.getLogger(__name__)
 _READABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MOST_STRIPS = 128  # programs that share a matrix
 _TILE = 64
-# With more 64 × 64 tiles, each program has several, and launches of larger products win.
-_MOST_TILES = 264
+# With more 64 × 64 tiles, launches of larger products win.
+_MOST_TILES = 100
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepmd_muon.optim.capture import record
 from deepmd_muon.optim.polar.cooperative import MOST, strips, tiles
 from deepmd_muon.optim.polar.dispatch import Geometry
 from deepmd_muon.optim.polar.kernels import TILES, small_matrices, write_addresses
@@ -21,7 +23,9 @@ _STRIPS = (64, 128, 256)  # most rows of the kinds of matrices that are cut into
 _TILE = 64  # sizes are padded to multiples of it
 # Programs that one multiprocessor holds at once, by registers: 256 threads of 255, and 128 threads of 255.
 _STRIPS_AT_ONCE, _TILES_AT_ONCE = 1, 2
-_result = torch.empty  # a test guards its borders
+# Results up to so many elements are worth a graph: beyond, the device takes longer than the host.
+_RECORDED = 4 * 2**20
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +65,21 @@ class Launch:
     half: int = 0
 
 
-@dataclasses.dataclass
+# Starts one launch: name, launch, addresses, coefficients, result.
+Start = Callable[[str, Launch, Tensor, Coefficients, Tensor], None]
+
+
+@dataclasses.dataclass(eq=False)  # hashed by identity
 class Plan:
     """All launches for one set of shapes, and the addresses that were last written for it."""
 
+    name: str
     launches: list[Launch]
     out_size: int
     out_places: list[int]
     addresses: Tensor
     written: tuple[int, ...] = ()
+    seen: set[Coefficients] = dataclasses.field(default_factory=set)
 
     def results(self, out: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Cut what the launches wrote into the results, shapes as given."""
@@ -94,15 +104,46 @@ def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficie
     list of Tensor
         float32 results (b, m, n), parts of one new tensor.
     """
+    return run(name, _start, matrices, coefficients)
+
+
+def run(name: str, start: Start, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
+    """Plan for these shapes and start all launches, or replay them where they were recorded."""
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
     plan = plan_for(name, tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
     addresses = current_addresses(plan, matrices)
-    steps = on_device(coefficients, device)
-    out = _result(plan.out_size, dtype=torch.float32, device=device)
-    for launch in plan.launches:
-        _start(name, launch, addresses, steps, out)
+    recording = None
+    if addresses is plan.addresses and device.type == "cuda" and plan.out_size <= _RECORDED:
+        if coefficients in plan.seen:
+            recording = _recording(plan, start, coefficients, torch.cuda.current_stream(device).cuda_stream)
+        plan.seen.add(coefficients)  # the first call compiles kernels and is not recorded
+    if recording is None:
+        out = _launch_all(plan, start, addresses, coefficients)
+    else:
+        graph, kept = recording
+        graph.replay()
+        out = kept.clone()
     return plan.results(out, matrices)
+
+
+def _launch_all(plan: Plan, start: Start, addresses: Tensor, coefficients: Coefficients) -> Tensor:
+    out = torch.empty(plan.out_size, dtype=torch.float32, device=addresses.device)
+    for launch in plan.launches:
+        start(plan.name, launch, addresses, coefficients, out)
+    return out
+
+
+@functools.lru_cache(maxsize=8)  # each holds its workspace: at most 100 MiB
+def _recording(
+    plan: Plan, start: Start, coefficients: Coefficients, stream: int
+) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+    """Record all launches of a plan, for use on one stream; None where that fails."""
+    try:
+        return record(lambda: _launch_all(plan, start, plan.addresses, coefficients), plan.addresses.device)
+    except Exception as error:  # whatever a driver raises must not end a training run
+        _LOG.warning("%r is launched kernel by kernel, because it could not be recorded: %s", plan.name, error)
+        return None
 
 
 def readable(x: Tensor) -> Tensor:
@@ -110,8 +151,9 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 or x.stride(1) == 1 or min(x.shape[1:]) == 1 else x.contiguous()
 
 
-def _start(name: str, launch: Launch, addresses: Tensor, steps: Tensor, out: Tensor) -> None:
-    constants = {**launch.constants, "STEPS": steps.shape[0]}
+def _start(name: str, launch: Launch, addresses: Tensor, coefficients: Coefficients, out: Tensor) -> None:
+    steps = on_device(coefficients, out.device)
+    constants = {**launch.constants, "STEPS": len(coefficients)}
     if name == "whole":
         small_matrices[(launch.grid,)](launch.table, addresses, steps, out, **constants)
         return
@@ -177,7 +219,7 @@ def plan_for(name: str, geometry: Geometry, device: torch.device) -> Plan:
     make = {"whole": _whole, "strips": _strips, "tiles": _tiles, "symmetric": _one_shape}[name]
     count = -(-len(geometry) // _ADDRESSES) * _ADDRESSES
     addresses = torch.zeros(count, dtype=torch.int64, device=device)
-    return Plan(make(pieces, device), out, places, addresses)
+    return Plan(name, make(pieces, device), out, places, addresses)
 
 
 def _one_shape(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deepmd_muon.optim.polar.launches import Launch, current_addresses, on_device, plan_for, readable
+from deepmd_muon.optim.polar.launches import Launch, on_device, run
 from deepmd_muon.optim.polar.schedules import Coefficients
 from deepmd_muon.optim.polar.symmetric import SHARES, measure, normalize, symmetric_product, update
 
@@ -125,17 +125,10 @@ def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coeffici
         float32 results (b, m, n), parts of one new tensor. The workspace, 8 bytes an element of X and 6 an element of
         X Xᵀ, is freed on return.
     """
-    device = matrices[0].device
-    matrices = [readable(x) for x in matrices]
-    plan = plan_for("symmetric", tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
-    addresses = current_addresses(plan, matrices)
-    out = torch.empty(plan.out_size, dtype=torch.float32, device=device)
-    for launch in plan.launches:
-        _run(launch, addresses, coefficients, out)
-    return plan.results(out, matrices)
+    return run("symmetric", _run, matrices, coefficients)
 
 
-def _run(launch: Launch, addresses: Tensor, coefficients: Coefficients, out: Tensor) -> None:
+def _run(_name: str, launch: Launch, addresses: Tensor, coefficients: Coefficients, out: Tensor) -> None:
     """Take the matrices of one shape through all steps."""
     rows, columns = launch.constants["rows"], launch.constants["columns"]
     count, device = launch.matrices, out.device

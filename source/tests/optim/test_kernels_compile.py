@@ -90,6 +90,6 @@ def test_fused_steps(dtype, tmp_path, listing):
     view = MatrixView(2, 8, 36, "columns", (20, 16))
     with recorded_launches() as found, torch.no_grad():
         p, m = torch.ones(2, 8, 36, dtype=dtype), torch.ones(2, 8, 36, dtype=dtype)
-        fused = FusedMuon([p], [m], [initial_scores(4, p.device)], [view], settings, record=False)
+        fused = FusedMuon([p], [m], [initial_scores(4, p.device)], [view], settings, recording=False)
         fused.step([torch.ones_like(p)], 0.1, StepControl(), maximize=False)
     check(found, tmp_path, listing)

@@ -24,6 +24,9 @@ from polar_oracle import error_inside, matrices, noise_fraction
 from deepmd_muon.optim.polar import orthogonalize_matrices
 from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, counts
 
+if torch.cuda.is_available():
+    from deepmd_muon.optim.polar.launches import _recording, plan_for
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
 
 FORCED = tuple(name for name in IMPLEMENTATIONS if name != "torch")
@@ -127,6 +130,28 @@ def test_dispatch_takes_a_whole_model_and_a_captured_call_equals_the_eager_one()
     graph.replay()
     for a, b in zip(others, captured, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", [(2, 25, 50), (2, 240, 240), (1, 500, 500), (1, 1024, 1024)])
+def test_repeated_calls_are_replayed_with_the_same_bits(shape):
+    plan_for.cache_clear()
+    _recording.cache_clear()
+    x = matrices("gaussian", *shape).cuda()
+    (first,) = orthogonalize_matrices([x], "8+2")
+    assert _recording.cache_info().currsize == 0
+    (again,) = orthogonalize_matrices([x], "8+2")
+    assert _recording.cache_info().currsize == 1
+    assert torch.equal(first, again)
+    other = matrices("gaussian", *shape, seed=1).cuda()
+    (moved,) = orthogonalize_matrices([other], "8+2")  # from other addresses
+    assert torch.equal(first, again)  # results are the caller's
+    assert error_inside(other.cpu(), moved.cpu(), "8+2", 1e-3).max() <= 3e-3
+    assert torch.equal(orthogonalize_matrices([x.clone()], "8+2")[0], first)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.equal(orthogonalize_matrices([x], "8+2")[0], first)
+        assert _recording.cache_info().currsize == 2  # streams do not share workspaces
+    plan_for.cache_clear()
+    _recording.cache_clear()
 
 
 def test_flash_off_is_torch_and_agrees():

@@ -1,0 +1,168 @@
+"""Search the tiles, warps and pipeline stages of the orthogonalization kernels on a GPU.
+
+The constants in `deepmd_muon.optim.polar.products` and `launches` were chosen from this table: nothing is tuned when an
+optimizer runs. Times are medians over replays of a captured graph of ten launches.
+
+    python source/benchmarks/kernel_tiles.py [--out tiles.md] [--shapes 1x4096x4096,16x1024x4096]
+
+symmetric  one product X Xᵀ with its polynomial's epilogue, half of the tiles; rate: operations of that half
+update     X ← a X + P X with the fp32 master read and written
+launch     whole iterations (8+2) of small and middle matrices, with other warps and stages than the present ones
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from deepmd_muon.optim.polar import SCHEDULES
+from deepmd_muon.optim.polar.launches import orthogonalize_in_one_launch, plan_for
+from deepmd_muon.optim.polar.products import Tile, _tiled, tiles_for
+from deepmd_muon.optim.polar.symmetric import symmetric_product, update
+
+SHAPES = "1x1024x1024,1x2048x2048,1x4096x4096,1x8192x8192,16x1024x4096,4x2048x8192,64x768x2048"
+SYMMETRIC = tuple(
+    Tile(*tile)
+    for tile in [
+        *[(64, 64, 4, 4), (128, 64, 4, 4), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 3)],
+        *[(256, 128, 8, 3), (256, 128, 8, 4)],
+    ]
+)
+UPDATE = tuple(
+    Tile(*tile)
+    for tile in [
+        *[(64, 128, 4, 4), (128, 128, 4, 3), (128, 128, 8, 3), (64, 256, 4, 4)],
+        *[(128, 256, 8, 3), (128, 256, 8, 4), (256, 128, 8, 4)],
+    ]
+)
+LAUNCHES = {
+    "whole": [(46, 128, 128), (64, 64, 64), (133, 16, 16)],
+    "strips": [(6, 64, 320), (6, 128, 768), (2, 240, 240), (2, 240, 1600)],
+    "tiles": [(1, 512, 512), (1, 768, 768)],
+}
+DEPTH = 64
+
+
+def timed(run: Callable[[], object], calls: int = 10) -> float:
+    """Return the time of one call in a captured graph of several [µs]."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    times = []
+    for _ in range(15):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / calls * 1e3)
+    return statistics.median(times[3:])
+
+
+def half(count: int, order: int, *size: int) -> Tensor:
+    """Return a random fp16 matrix (count · order, ...), scaled like an iterate."""
+    return torch.randn(count * order, *size, device="cuda", dtype=torch.float16) / size[-1] ** 0.5
+
+
+def symmetric(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, float]:
+    """Time one symmetric product [µs]; return its rate, too [TFLOP/s]."""
+    order, depth = (-(-n // 256) * 256 for n in (rows, columns))
+    x, r = half(count, order, depth), half(count, order, order)
+    target, weights = torch.empty_like(r), torch.ones(1, 3, device="cuda")
+    high, t = tile.rows, tile.columns
+    halves = order // high
+    grid = (high // t * halves * (halves + 1) // 2, count)
+    addend = _tiled(r, high, t)
+    arguments = (_tiled(x, high, DEPTH), _tiled(x, t, DEPTH), addend, addend)
+    results = (_tiled(target, high, t), _tiled(target, t, high))
+    constants = {"ADDENDS": 1, "EVEN": high == t, "T": t, "R": high // t, "K": DEPTH}
+    constants |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    time = timed(lambda: symmetric_product[grid](*arguments, *results, weights, 0, order, depth, **constants))
+    return time, count * order * (order + high) * depth / time * 1e-6
+
+
+def updated(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, float]:
+    """Time one update of X [µs]; return its rate, too [TFLOP/s]."""
+    order, width = (-(-n // 256) * 256 for n in (rows, columns))
+    p, x = half(count, order, order), half(count, order, width)
+    following, master = torch.empty_like(x), x.float()
+    weights = torch.ones(1, 3, device="cuda")
+    down, across = tile.rows, tile.columns
+    grid = (order // down * (width // across), count)
+    arguments = (_tiled(p, down, DEPTH), _tiled(x, DEPTH, across))
+    results = (_tiled(master, down, across // 2), _tiled(following, down, across // 2))
+    unused = torch.empty(1, dtype=torch.int64, device="cuda")
+    constants = {"LAST": False, "CHUNK": 0, "T": down, "N": across, "K": DEPTH}
+    constants |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    time = timed(lambda: update[grid](*arguments, *results, unused, weights, master, 0, order, width, **constants))
+    return time, 2 * count * order * order * width / time * 1e-6
+
+
+def products(shapes: str) -> Iterator[str]:
+    """Yield rows of the two kinds of product."""
+    for shape in shapes.split(","):
+        count, rows, columns = map(int, shape.split("x"))
+        present = tiles_for(rows, columns, count)
+        kinds = (("symmetric", symmetric, SYMMETRIC, present.symmetric), ("update", updated, UPDATE, present.update))
+        for kind, measure, candidates, chosen in kinds:
+            found = {tile: measure(count, rows, columns, tile) for tile in candidates}
+            fastest = min(found, key=lambda tile: found[tile][0])
+            for tile, (time, rate) in found.items():
+                marks = " chosen" * (tile == chosen) + " fastest" * (tile == fastest)
+                name = f"{tile.rows}×{tile.columns}, {tile.warps} warps, {tile.stages} stages"
+                yield f"| {shape} | {kind} | {name} | {time:.1f} | {rate:.0f} |{marks} |"
+
+
+def whole_iterations() -> Iterator[str]:
+    """Yield rows of the kernels that take whole iterations."""
+    coefficients = SCHEDULES["8+2"].coefficients
+    for name, shapes in LAUNCHES.items():
+        for shape in shapes:
+            x = torch.randn(*shape, device="cuda")
+            (launch,) = plan_for(name, ((shape, x.stride(), x.dtype),), x.device).launches
+            present = dict(launch.constants)
+            for warps, stages in itertools.product((4, 8), (2, 3, 4)):
+                launch.constants.update(num_warps=warps, num_stages=stages)
+                try:
+                    time = timed(lambda name=name, x=x: orthogonalize_in_one_launch(name, [x], coefficients))
+                except (
+                    RuntimeError,
+                    OutOfResources,
+                ) as error:  # more programs than then fit at once, or too much shared memory
+                    reason = str(error).splitlines()[0]
+                    yield f"| {shape} | {name} | {warps} warps, {stages} stages | – | – | {reason} |"
+                    continue
+                same = (warps, stages) == (present["num_warps"], present.get("num_stages", 3))
+                yield f"| {shape} | {name} | {warps} warps, {stages} stages | {time:.1f} | – |{' chosen' * same} |"
+            launch.constants.clear()
+            launch.constants.update(present)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the table here, too")
+    parser.add_argument("--shapes", default=SHAPES, help="batch x rows x columns of the products")
+    arguments = parser.parse_args()
+    lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today()}.", ""]
+    lines += ["| shape | kernel | configuration | µs | TFLOP/s | |", "|---|---|---|---|---|---|"]
+    for line in itertools.chain(products(arguments.shapes), whole_iterations()):
+        print(line, flush=True)
+        lines.append(line)
+    if arguments.out is not None:
+        arguments.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
