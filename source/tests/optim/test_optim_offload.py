@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 
@@ -142,6 +143,85 @@ def test_the_next_lot_is_fetched_before_a_lot_is_stepped_and_rooms_take_turns():
     assert log == 2 * order
     assert [state[p]["momentum_buffer"][0, 0].item() for p in params] == [2.0, 3.0, 4.0, 5.0]
     assert [room.numel() for room in ring._rooms] == [256, 256]
+
+
+class FakeStream:
+    """A stream that knows what it has waited for: for every stream, how many of its operations are surely done."""
+
+    now = None
+
+    def __init__(self, name):
+        self.name, self.done = name, {}
+
+    def record_event(self):
+        return dict(self.done)
+
+    def wait_event(self, event):
+        self.done = {name: max(self.done.get(name, 0), event.get(name, 0)) for name in {*self.done, *event}}
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+
+class Races:
+    """Accesses to memory by several streams; two of them, one a write, must be in an order that waits enforce."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def access(self, x, *, write):
+        stream = FakeStream.now
+        stream.done[stream.name] = stream.done.get(stream.name, 0) + 1
+        for name, count, wrote in self.seen.setdefault(x.data_ptr(), []):
+            assert not (write or wrote) or stream.done.get(name, 0) >= count, f"{stream.name} does not wait for {name}"
+        self.seen[x.data_ptr()].append((stream.name, stream.done[stream.name], write))
+
+
+@pytest.mark.parametrize("forgotten", [None, "fetch before step", "step before evict", "evict before fetch", "steps"])
+def test_streams_wait_for_each_other_wherever_they_share_memory(monkeypatch, forgotten):
+    """Streams of a fake device, all of whose accesses are checked; leaving out any kind of wait is noticed."""
+    races, main = Races(), FakeStream("main")
+
+    @contextlib.contextmanager
+    def on(stream):
+        before, FakeStream.now = FakeStream.now, stream
+        yield
+        FakeStream.now = before
+
+    class FakeRing(Ring):
+        def _copy(self, into, source):
+            races.access(source, write=False)
+            races.access(into, write=True)
+            into.copy_(source)
+
+    monkeypatch.setattr(FakeStream, "now", main)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: FakeStream.now)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    ring = FakeRing(torch.device("cpu"))
+    ring._streams = [FakeStream("in"), FakeStream("out")]
+    waits = {"fetch before step": main, "step before evict": ring._streams[1], "evict before fetch": ring._streams[0]}
+    if forgotten in waits:
+        monkeypatch.setattr(waits[forgotten], "wait_event", lambda _: None)
+    if forgotten == "steps":
+        monkeypatch.setattr(ring._streams[0], "wait_stream", lambda _: None)
+    offload = Offload(bucket_bytes=64)
+    state = {p: {"exp_avg": p.detach().clone()} for p in [torch.randn(4, 4) for _ in range(5)]}
+    lots = [offload.lot(state, [(p, "exp_avg")]) for p in state]
+
+    def steps():
+        for some in (lots, lots, lots[:2], lots[1:2]):
+            for (moment,) in ring.carry(some):
+                races.access(moment, write=True)
+                moment += 1
+
+    if forgotten is None:
+        steps()
+        for i, (p, values) in enumerate(state.items()):
+            torch.testing.assert_close(values["exp_avg"], p + (3, 4, 2, 2, 2)[i])
+    else:
+        with pytest.raises(AssertionError, match="does not wait for"):
+            steps()
 
 
 def test_a_lot_keeps_layouts_and_empty_tensors():

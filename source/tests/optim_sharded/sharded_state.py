@@ -154,7 +154,7 @@ def cut_state_collectives():
         gathers.append(mine.numel())
         return gather(tensors, mine, **options)
 
-    replicas = Replicas([*SHAPES["even"], (11,), (5,)], mesh_of((dist.get_world_size(),)), {"bucket_bytes": 5000})
+    replicas = Replicas([*(3 * SHAPES["even"]), (11,), (5,)], mesh_of((dist.get_world_size(),)), {"bucket_bytes": 5000})
     replicas.step()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counting)
