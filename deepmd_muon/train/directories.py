@@ -96,7 +96,7 @@ class DirectorySeries:
         name = f"{self.prefix.name}-{step}{SUFFIX}"
         place = self.prefix.parent / f".{name}"
         if self._ranks.first:
-            place.mkdir(parents=True)
+            place.mkdir(parents=True, exist_ok=True)  # another rank may have been first
             with whole_file(place / CONTENT) as file:
                 torch.save(parts, file)
         writer = FileSystemWriter(place)

@@ -16,6 +16,11 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
+# Imported once, and not by every rank of every spawn.
+PRELOADED = [
+    *("deepmd_muon.train.start", "deepmd_muon.train.stages", "deepmd_muon.train.directories"),
+    *("deepmd_muon.optim.sharded.step", "numpy.random", "torch._dynamo"),
+]
 # How long a rank is stuck [s]: longer than the others wait for it and need to say so.
 PAUSE = 4.5
 # All jobs of a spawn together take this long at most on a busy machine [s].
@@ -61,7 +66,7 @@ def run_jobs(world, jobs):
         (job.folder / "input.json").write_text(json.dumps(job.content))
         job.port = port
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "deepmd_muon.train.start", "deepmd_muon.train.stages"])
+    context.set_forkserver_preload(PRELOADED)
     ends = context.SimpleQueue()
     processes = [context.Process(target=_work, args=(rank, world, jobs, ends)) for rank in range(world)]
     for process in processes:
