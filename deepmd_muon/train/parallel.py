@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -140,7 +140,7 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
     device = _device_of(place)
     on_gpu = device.type == "cuda"
     timeout = datetime.timedelta(seconds=seconds)
-    store, _, _ = next(rendezvous(place.meeting, place.rank, place.size, timeout=_MEETING_TIMEOUT))
+    store = _meet(place)
     watch = Watch(PrefixStore("watch", store), place.rank, place.size, seconds, end_process if on_gpu else None)
     # NCCL's own watch ends a process without a word; ours should come first.
     patience = timeout + datetime.timedelta(seconds=15) if on_gpu else timeout
@@ -168,6 +168,20 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
         # After an error on this rank alone, NCCL would wait here for ranks that will not come.
         if dist.is_initialized() and (finished or not on_gpu):
             dist.destroy_process_group()
+
+
+def _meet(place: Place) -> Store:
+    """Return the store through which the processes reach each other, once all have come."""
+    try:
+        store, _, _ = next(rendezvous(place.meeting, place.rank, place.size, timeout=_MEETING_TIMEOUT))
+    except (dist.DistError, RuntimeError) as error:
+        where = "MASTER_ADDR and MASTER_PORT" if place.meeting == "env://" else place.meeting
+        raise TrainingError(
+            f"rank {place.rank} has not met all {place.size} processes at {where} within "
+            f"{_MEETING_TIMEOUT.total_seconds():g} s: {reason(error)}"
+        ) from error
+    assert isinstance(store, Store)
+    return store
 
 
 def _device_of(place: Place) -> torch.device:

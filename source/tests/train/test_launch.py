@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import socket
+
 import pytest
 
+from deepmd_muon.train import parallel
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.launch import Place, find_place, first_node
 
@@ -76,3 +80,17 @@ def test_what_is_missing_is_named(environment, message):
 )
 def test_first_node(nodes, first):
     assert first_node(nodes) == first
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_processes_that_do_not_come_are_missed(monkeypatch, rank):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {**place, "DEVICE": "cpu"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(parallel, "_MEETING_TIMEOUT", datetime.timedelta(seconds=1))
+    message = f"rank {rank} has not met all 2 processes at MASTER_ADDR and MASTER_PORT within 1 s"
+    with pytest.raises(TrainingError, match=message), parallel.joined():
+        pass

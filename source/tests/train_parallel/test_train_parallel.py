@@ -191,6 +191,13 @@ def test_four_ranks_equal_one_process_with_the_larger_batch(place):
             assert {part.name for part in Path(f"{path}.dcp").glob("*.distcp")} >= {"__0_0.distcp", "__1_0.distcp"}
 
 
+@pytest.mark.slow
+def test_eight_ranks_equal_one_process_with_the_larger_batch(place):
+    layouts = ((0, 1), (1, 1), (2, 4), (3, 2))
+    jobs = [Job(place / f"8_{stage}", content(place, 1, stage, groups=groups)) for stage, groups in layouts]
+    check_equal(place, 8, run_jobs(8, jobs), jobs)
+
+
 def test_three_ranks_equal_one_process_and_continue_what_four_saved(place):
     jobs = [Job(place / f"3_{stage}", content(place, 1, stage)) for stage in STAGES]
     moves = [
