@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from kernel_cases import BATCHES, SHAPES, default_choice
 
 from deepmd_muon.optim.polar import dispatch, orthogonalize_matrices
 from deepmd_muon.optim.polar.dispatch import TABLE, Problem, choose
@@ -58,6 +59,13 @@ def test_shapes_go_where_they_are_fastest(rows, columns, count, name):
 def test_what_kernels_cannot_do_is_left_to_torch(other):
     for shape in ((25, 50), (128, 768), (240, 240), (4096, 4096)):
         assert choose(problem(*shape, **other)) == "torch"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_every_shape_of_the_gates_has_a_kernel_in_any_batch(shape):
+    for batch in BATCHES:
+        assert default_choice(shape, batch) != "torch"
+        assert default_choice(shape[::-1], batch) == default_choice(shape, batch)
 
 
 def test_the_choice_can_be_restricted():
