@@ -46,6 +46,16 @@ def with_local(x: Tensor, local: Tensor) -> Tensor:
     return found
 
 
+def whole(x: Tensor) -> Tensor:
+    """Return all elements of a tensor; of a DTensor, in host memory or not, all ranks must ask for them."""
+    if not hasattr(x, "device_mesh"):
+        return x
+    sharded: Any = x
+    device = sharded.device_mesh.device_type  # that its process groups serve
+    gathered: Tensor = (sharded if sharded.device.type == device else sharded.to(device)).full_tensor()
+    return gathered
+
+
 @dataclasses.dataclass(frozen=True)
 class Home:
     """Where one state tensor lives: `room` bytes of pinned memory from `start` on; `value` is what the state holds."""

@@ -14,7 +14,7 @@ from deepmd_muon.optim.adam import moment_dtype
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
 from deepmd_muon.optim.foreign import is_deepmd_kit, read_deepmd_kit
 from deepmd_muon.optim.migrate import Saved, migrate
-from deepmd_muon.optim.offload import MOVED
+from deepmd_muon.optim.offload import MOVED, whole
 from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules, canonical_name
 
 if TYPE_CHECKING:
@@ -234,11 +234,11 @@ def _placed(optimizer: HybridMuon, key: str, value: Tensor, p: Tensor) -> Tensor
     device = p.device
     if key in MOVED:
         device = torch.device("cpu") if optimizer._offload is not None else device
-        value = laid_out(optimizer, value, p)
+        value = _laid_out(optimizer, value, p)
     return value.detach().to(device, dtype, copy=True)
 
 
-def laid_out(optimizer: HybridMuon, value: Tensor, p: Tensor) -> Tensor:
+def _laid_out(optimizer: HybridMuon, value: Tensor, p: Tensor) -> Tensor:
     """Return a moment laid out as a parameter's are now: cut where the state of a whole parameter is, or whole.
 
     All ranks must ask, since that takes collectives where it was laid out otherwise. What a DTensor parameter's state
@@ -248,9 +248,7 @@ def laid_out(optimizer: HybridMuon, value: Tensor, p: Tensor) -> Tensor:
         return value
     if optimizer._shared is not None and (cut := optimizer._shared.cut_of(p)) is not None:
         return cut.of(value)
-    sharded: Any = value
-    whole: Tensor = sharded.full_tensor() if hasattr(value, "device_mesh") else value
-    return whole
+    return whole(value)
 
 
 def _restore_learning_rates(optimizer: HybridMuon, groups: list[dict[str, Any]]) -> None:

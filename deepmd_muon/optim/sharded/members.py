@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from deepmd_muon.optim import magma
 from deepmd_muon.optim.adam import moment_dtype
-from deepmd_muon.optim.offload import local_of
+from deepmd_muon.optim.offload import local_of, whole
 from deepmd_muon.optim.routing import RouteEntry
 from deepmd_muon.optim.sharded.errors import (
     GradientPlacementError,
@@ -75,7 +75,7 @@ class StateCut:
         if isinstance(value, DTensor):
             if value.device_mesh == self.mesh and value.placements == (Shard(self.dim),) * self.mesh.ndim:
                 return value
-            value = value.full_tensor()
+            value = whole(value)
         return self.joined(self.part(value).contiguous(), value.shape)
 
 

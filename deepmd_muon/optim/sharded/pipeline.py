@@ -154,10 +154,9 @@ class Pipeline:
 
     def bind(self) -> None:
         """Make all views of buffers, parameters and state, as they are now; no communication."""
-        states = []
-        for member in self.members:  # every rank has all state, also where it holds no element
-            settings = group_settings(self.optimizer.param_groups[member.group])
-            states.append(muon_state(self.optimizer, member, damped=settings.magma_muon))
+        for preparation in self.preparations:  # one bucket's momenta at a time on the device, where they are offloaded
+            self._states(preparation.order)
+        states = self._states(range(len(self.members)))  # every rank has all state, also where it holds no element
         local = {
             i: Local(local_of(m.p).detach(), local_of(s["magma_score"]) if "magma_score" in s else None, m.group)
             for i, (m, s) in enumerate(zip(self.members, states, strict=True))
@@ -178,6 +177,17 @@ class Pipeline:
                 bucket.bind(slot, self._room, local, momenta, rows[self.order.index(bucket)])
         for preparation in self.preparations:
             preparation.buffers = [momenta[i] for i in preparation.order]
+
+    def _states(self, positions: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Return the state of some parameters, made where there is none yet; momenta go where they live."""
+        found = []
+        for i in positions:
+            settings = group_settings(self.optimizer.param_groups[self.members[i].group])
+            found.append(muon_state(self.optimizer, self.members[i], damped=settings.magma_muon))
+        if self.optimizer._offload is not None:
+            wanted = [(self.members[i].p, "momentum_buffer") for i in positions]
+            self.optimizer._offload.house(self.optimizer.state, wanted)
+        return found
 
     def lots(self) -> tuple[list[Lot], list[Lot]]:
         """Return what offloaded momenta travel as: before the element-wise routes' turn, and after it."""
