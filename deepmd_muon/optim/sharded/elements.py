@@ -64,8 +64,8 @@ class Elements:
         self._parts = [Parts(chosen, lane) for chosen in parts.values()]
 
     def forget(self) -> None:
-        """Look at parameters and state anew."""
-        self._present = None
+        """Look at parameters and state anew, and let go of their tensors."""
+        self._present, self._waves = None, []
 
     def lots(self) -> list[Lot]:
         """Return what offloaded moments travel as, now that gradients are there."""

@@ -104,8 +104,12 @@ class ShardedStep:
         self._agreement: list[dist.ProcessGroup] | None = None
 
     def forget(self) -> None:
-        """Look at parameters and state anew in the next step."""
+        """Look at parameters and state anew in the next step, and let go of their tensors."""
         self._settled = None
+        if self._elements is not None:
+            self._elements.forget()
+        for preparation in self._pipeline.preparations if self._pipeline is not None else ():
+            preparation.buffers = []
 
     def cut_of(self, p: Tensor) -> StateCut | None:
         """Return how a parameter's state is cut, where the parameter itself is not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidSettingError
-from deepmd_muon.optim.offload import Lot, Offload, Ring
+from deepmd_muon.optim.offload import MOVED, Lot, Offload, Ring
 
 SHAPES = {
     "a.weight": (12, 20),
@@ -278,6 +279,19 @@ def test_distributed_checkpoint_functions(full):
         train(*optimizer, 2, start=2)
     equal(plain, other)
     equal(plain, back)
+
+
+def test_memory_is_let_go_of_when_moments_leave():
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    moments = [weakref.ref(x) for s in optimizer.state.values() for k, x in s.items() if k in MOVED]
+    optimizer.offload()
+    assert len(moments) == 9
+    assert not any(moment() is not None for moment in moments)
+    train(model, optimizer, 1, start=2)
+    slabs = [weakref.ref(home.slab) for homes in optimizer._offload._homes.values() for home in homes.values()]
+    optimizer.offload(False)
+    assert not any(slab() is not None for slab in slabs)
 
 
 def test_routes_may_change_and_parameters_be_added():

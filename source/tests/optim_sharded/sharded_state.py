@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from deepmd_muon.optim import HybridMuon, InvalidSettingError
+from deepmd_muon.optim.offload import MOVED, local_of
 from deepmd_muon.optim.sharded import ShardedSettings
 from deepmd_muon.optim.sharded.errors import GradientPlacementError, ReshardedParameterError, UnsupportedTransportError
 
@@ -27,7 +29,11 @@ def offloaded():
         twins.step()
         twins.optimizers[1].offload(False)
         twins.step()
+        states = twins.optimizers[1].state.values()
+        on_device = [weakref.ref(local_of(x)) for state in states for k, x in state.items() if k in MOVED]
         twins.optimizers[1].offload()
+        assert on_device
+        assert all(moment() is None for moment in on_device)
         twins.step()
         try:
             twins.assert_equal()
