@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
-from deepmd_muon.optim.sharded.errors import PlanMismatchError, UnsupportedTransportError
+from deepmd_muon.optim.sharded import errors
+from deepmd_muon.optim.sharded.errors import PlanMismatchError, ShardingError, UnsupportedTransportError
 from deepmd_muon.optim.sharded.plan import Domain, Plan
 
 
@@ -32,23 +36,51 @@ def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup 
     return group
 
 
-def check_agreement(plan: Plan, domain: Domain, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Compare the plans of all ranks of a domain.
+def check_agreement(
+    plan: Plan,
+    domain: Domain,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    problem: ShardingError | None = None,
+) -> None:
+    """Compare the plans of all ranks of a domain, and tell all of what one of them has found wrong.
+
+    Parameters
+    ----------
+    plan, domain
+        To compare.
+    group
+        Of the domain's ranks; None for a single rank.
+    device
+        Of the tensors that are exchanged.
+    problem
+        What this rank cannot step, to be raised by the caller where all ranks have found the same.
 
     Raises
     ------
+    ShardingError
+        On every rank, of the kind of the first problem that a rank has and naming that rank.
     PlanMismatchError
         On every rank, naming the first statement that differs.
     """
     if group is None:
         return
-    mine = torch.frombuffer(bytearray(plan.digest(domain)), dtype=torch.uint8).to(device)
+    found = (type(problem).__name__, str(problem)) if problem is not None else None
+    digest = hashlib.sha256(plan.digest(domain) + repr(found).encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     digests = [torch.empty_like(mine) for _ in domain.ranks]
     dist.all_gather(digests, mine, group=group)
     if all(torch.equal(digests[0], other) for other in digests):
         return
-    lines: list[list[str]] = [[] for _ in domain.ranks]
-    dist.all_gather_object(lines, plan.lines(domain), group=group)
+    everyone: list[Any] = [None for _ in domain.ranks]
+    dist.all_gather_object(everyone, (found, plan.lines(domain)), group=group)
+    if problem is not None:
+        raise problem
+    for rank, (other, _) in zip(domain.ranks, everyone, strict=True):
+        if other is not None:
+            kind = getattr(errors, other[0], ShardingError)
+            raise kind(f"rank {rank} cannot step: {other[1]}")
+    lines = [stated for _, stated in everyone]
     for rank, other in zip(domain.ranks, lines, strict=True):
         for first, second in zip(lines[0], other, strict=False):
             if first != second:

@@ -242,18 +242,17 @@ def _spec(x: Tensor) -> Any:
     return getattr(x, "_spec", None)
 
 
-def check_members(optimizer: HybridMuon, members: Sequence[Member]) -> None:
-    """Refuse what could not be exchanged, naming every such parameter.
+def problem_of(optimizer: HybridMuon, members: Sequence[Member]) -> ShardingError | None:
+    """Return, to be raised, what could not be exchanged, naming every such parameter.
 
-    Raises
-    ------
-    PartialPlacementError, GradientPlacementError, ReshardedParameterError
-        All are `ShardingError`; of several problems the first decides the class and all are listed.
+    It is a `PartialPlacementError`, `GradientPlacementError` or `ReshardedParameterError`; of several problems the
+    first decides the class and all are listed.
     """
     problems = [found for member in members if (found := _problem(optimizer, member))]
-    if problems:
-        listed = "\n".join(f"  {message}" for _, message in problems)
-        raise problems[0][0](f"the sharded step cannot start, nothing was changed:\n{listed}")
+    if not problems:
+        return None
+    listed = "\n".join(f"  {message}" for _, message in problems)
+    return problems[0][0](f"the sharded step cannot start, nothing was changed:\n{listed}")
 
 
 def _problem(optimizer: HybridMuon, member: Member) -> tuple[type[ShardingError], str] | None:

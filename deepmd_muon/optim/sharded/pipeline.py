@@ -23,7 +23,6 @@ from deepmd_muon.optim.muon import advance_momenta, apply_updates, running_lr, s
 from deepmd_muon.optim.offload import Lot, local_of
 from deepmd_muon.optim.sharded import magma_sums
 from deepmd_muon.optim.sharded.bucket import Bucket, Kind, Local, Owned
-from deepmd_muon.optim.sharded.groups import check_agreement, group_of
 from deepmd_muon.optim.sharded.members import Member, muon_state
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded.routes import local_parts, local_shape, piece_of, staying_routes, travelling_route
@@ -93,21 +92,25 @@ class Pipeline:
         Of `members`, in the same order.
     members
         The parameters of the Muon route that live on several ranks; at least one.
+    groups
+        Of the plan's domains.
+    lane
+        Where collectives run.
 
     Attributes
     ----------
     travelling, staying
         The buckets that cross ranks, and portions of the work that stays on this one.
-    lane
-        Where collectives run.
-
-    Raises
-    ------
-    PlanMismatchError, UnsupportedTransportError
-        On all ranks alike, before any step.
     """
 
-    def __init__(self, optimizer: HybridMuon, plan: Plan, members: Sequence[Member], lane: Lane) -> None:
+    def __init__(
+        self,
+        optimizer: HybridMuon,
+        plan: Plan,
+        members: Sequence[Member],
+        groups: Sequence[dist.ProcessGroup | None],
+        lane: Lane,
+    ) -> None:
         self.optimizer = optimizer
         self.plan = plan
         self.members = members
@@ -117,9 +120,7 @@ class Pipeline:
         self.travelling: list[Bucket] = []
         self.staying: list[Bucket] = []
         numbers = [member.group for member in members]
-        for domain in plan.domains:
-            group = group_of(domain.ranks, self.device)
-            check_agreement(plan, domain, group, self.device)
+        for domain, group in zip(plan.domains, groups, strict=True):
             wide = _WIDE[domain.itemsize]
             for number in range(domain.buckets):
                 route = travelling_route(plan, domain, number, self.rank)

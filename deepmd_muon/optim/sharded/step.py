@@ -18,7 +18,7 @@ from deepmd_muon.optim.offload import local_of
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing import RouteEntry
 from deepmd_muon.optim.sharded.elements import Elements
-from deepmd_muon.optim.sharded.errors import UnsupportedTransportError
+from deepmd_muon.optim.sharded.errors import ShardingError, UnsupportedTransportError
 from deepmd_muon.optim.sharded.groups import check_agreement, group_of
 from deepmd_muon.optim.sharded.members import (
     DTYPES,
@@ -26,8 +26,8 @@ from deepmd_muon.optim.sharded.members import (
     Replicas,
     Settled,
     StateCut,
-    check_members,
     layout_of,
+    problem_of,
     state_cut,
 )
 from deepmd_muon.optim.sharded.pipeline import Pipeline, Run
@@ -98,6 +98,7 @@ class ShardedStep:
         cut = any(member.cut is not None for member in members)
         self._repeating = plain and not cut and not any(domain.buckets for domain in self.plan.domains)
         self._agreed = False
+        self._groups: list[dist.ProcessGroup | None] | None = None
         self._pipeline: Pipeline | None = None
         self._elements: Elements | None = None
         self._settled: Settled | None = None
@@ -146,14 +147,15 @@ class ShardedStep:
         if not self._repeating and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise CaptureError("a step on several ranks cannot be captured in a CUDA graph")
         settled = self._settled is not None and self._settled.holds(self._optimizer)
+        problem = None
         if not settled:
             self._settled = None
-            check_members(self._optimizer, self._members)
+            problem = problem_of(self._optimizer, self._members)
+        self._agree(problem)
         if self._settings.exchange == "reference" and self._optimizer._offload is not None:
             raise InvalidSettingError("exchange='reference' gathers state where it is; call optimizer.offload(False)")
         control = self._control()
         if self._repeating:
-            self._agree()
             return work, control
         self._step(control, settled=settled)
         if self._settled is None:
@@ -169,7 +171,7 @@ class ShardedStep:
             rest = [member for member in self._members if member.entry.route != "muon"]
             self._elements = Elements(self._optimizer, rest, lane)
             if self._muon and self._settings.exchange == "owners":
-                self._pipeline = Pipeline(self._optimizer, self.plan, self._muon, lane)
+                self._pipeline = Pipeline(self._optimizer, self.plan, self._muon, self._groups or [], lane)
         if not settled:
             self._elements.forget()
             if self._pipeline is not None:
@@ -188,11 +190,16 @@ class ShardedStep:
             pass
         finish()
 
-    def _agree(self) -> None:
-        """Compare the plans of all ranks, once."""
+    def _agree(self, problem: ShardingError | None) -> None:
+        """Compare the plans of all ranks once, with what any of them cannot step then; raise this rank's problem."""
         device = self._members[0].device
-        for domain in () if self._agreed else self.plan.domains:
-            check_agreement(self.plan, domain, group_of(domain.ranks, device), device)
+        if self._groups is None:
+            self._groups = [group_of(domain.ranks, device) for domain in self.plan.domains]
+        if not self._agreed:
+            for domain, group in zip(self.plan.domains, self._groups, strict=True):
+                check_agreement(self.plan, domain, group, device, problem)
+        if problem is not None:
+            raise problem
         self._agreed = True
 
     def _control(self) -> StepControl:

@@ -112,6 +112,17 @@ def preflight():
         ReshardedParameterError, r"'w0'.*Shard\(1\): its momentum_buffer is \(Shard\(dim=0\),\).*save and load", twins
     )
 
+    uneven = fresh()
+    p, _ = gradients(uneven)
+    if dist.get_rank() == 1:
+        p.grad = place(torch.ones(8, 6), mesh, [Shard(1)])
+    expected = r"'w0'.*its gradient is \(Shard\(dim=1\),\)"
+    refused(
+        GradientPlacementError, expected if dist.get_rank() == 1 else f"rank 1 cannot step: .*\n.*{expected}", uneven
+    )
+    gradients(uneven)
+    uneven.optimizers[1].step()
+
     small = nn.Parameter(DTensor.from_local(torch.zeros(4, 6).to(torch.float8_e4m3fn), mesh, [Shard(0)]))
     with pytest.raises(UnsupportedTransportError, match=r"'w8'.*float8_e4m3fn cannot be stepped"):
         HybridMuon([("w8", small)])
