@@ -221,7 +221,9 @@ def whole(content: Any) -> Any:
                 known[id(node)] = node.full_tensor().detach()
             return known[id(node)]
         if isinstance(node, Mapping):
-            return {key: walk(value) for key, value in node.items()}
+            # In one order on all ranks: an optimizer may have made its state in another one on each.
+            found = {key: walk(node[key]) for key in sorted(node, key=str)}
+            return {key: found[key] for key in node}
         if isinstance(node, (list, tuple)):
             return type(node)(walk(value) for value in node)
         return node

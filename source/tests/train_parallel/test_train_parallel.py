@@ -175,13 +175,15 @@ def test_four_ranks_equal_one_process_with_the_larger_batch(place):
     wrong = Job(place / "groups", content(place, 1, 2, groups=3))
     for job in jobs:
         job.accident = "tell_plan"
-    ends = run_jobs(4, [*jobs, wrong])
+    adam = Job(place / "4_adam", content(place, 1, 3, "AdamW", groups=2))
+    ends = run_jobs(4, [*jobs, adam, wrong])
     for job, (stage, groups) in zip(jobs, LAYOUTS_OF_FOUR, strict=True):
         plan = (job.folder / "plan.txt").read_text()
         # What is computed for a cluster that one does not have is what the ranks had.
         assert plan_page(job.folder / "input.json", 4, stage, groups, owners=True).partition("\n")[2] == plan
         (job.folder / "plan.txt").unlink()
-    check_equal(place, 4, ends[:-1], jobs)
+    check_equal(place, 4, ends[:-2], jobs)
+    check_equal(place, 4, ends[-2:-1], [adam], "AdamW")
     message = "TrainingError: training/data_parallel_replicate_degree is 3, which does not divide 4 processes"
     assert all(message.partition(": ")[2] in end for end in ends[-1])
     for job in jobs[2:]:
