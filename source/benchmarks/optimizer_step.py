@@ -1,6 +1,7 @@
-"""Time whole optimizer steps on a GPU beside their peers, eager and captured in a CUDA graph.
+"""Time whole optimizer steps beside their peers: on a GPU eager and captured in a CUDA graph, or on a CPU.
 
     python source/benchmarks/optimizer_step.py --out results.json [--sets se_e2_a,llm] [--deepmd-kit hybrid_muon.py]
+    python source/benchmarks/optimizer_step.py --out results.json --device cpu --threads 2 [--deepmd-kit hybrid_muon.py]
 
 The parameter sets are those of five DeePMD models (shapes/*.json) and of 24 transformer layers of width 2048, all in
 float32 unless --dtype says otherwise. `eager`: median of CUDA events around one step, gradients in place. `host`:
@@ -8,6 +9,9 @@ median time in which the call returns. `renewed`: eager, where every step finds 
 after zero_grad(set_to_none=True). `captured`: median of graph replays. `launches`: kernels and copies of an eager
 step with gradients in place, by the profiler. `peak`: memory that a step allocates beside parameters, gradients and
 state, the buffers kept between steps included.
+
+On a CPU: `step`, a whole step, and `products`, the same step's matrix products alone, each written to a buffer that was
+made before; shortest and median of rounds in which all optimizers take turns. The load of the machine is printed.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import argparse
 import datetime
 import importlib.util
 import json
+import os
+import platform
 import statistics
 import sys
 import time
@@ -27,6 +33,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.polar.dispatch import describe
@@ -45,9 +52,9 @@ def shapes_of(name: str) -> list[tuple[str, tuple[int, ...]]]:
     return [(key, tuple(shape)) for key, shape, _ in entries if 0 not in shape]
 
 
-def parameters(name: str, dtype: torch.dtype) -> Named:
+def parameters(name: str, dtype: torch.dtype, device: str = "cuda") -> Named:
     """Make a parameter set with gradients."""
-    made = [(key, nn.Parameter(torch.randn(shape, device="cuda", dtype=dtype))) for key, shape in shapes_of(name)]
+    made = [(key, nn.Parameter(torch.randn(shape, device=device, dtype=dtype))) for key, shape in shapes_of(name)]
     for _, p in made:
         p.grad = torch.randn_like(p)
     return made
@@ -183,6 +190,79 @@ def captured(make: Make, named: Named) -> float:
     return timed(graph.replay)[0]
 
 
+class Products(TorchDispatchMode):
+    """Note the matrix products that are computed inside, to compute them again and nothing else."""
+
+    KINDS = ("aten::bmm", "aten::baddbmm", "aten::mm", "aten::addmm")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Compute, and note a product with operands of its own."""
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in self.KINDS:
+            kept = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in args)  # clones keep the layout
+            options = {key: x for key, x in (kwargs or {}).items() if key != "out"}
+            operation = getattr(torch, func._schema.name.removeprefix("aten::"))
+            self.calls.append((operation, kept, {**options, "out": torch.empty_like(result)}))
+        return result
+
+    def run(self) -> None:
+        """Compute them again."""
+        for operation, operands, options in self.calls:
+            operation(*operands, **options)
+
+
+def measure_on_cpu(makers: dict[str, Make], name: str, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, Any]]:
+    """Return milliseconds of each optimizer's step, and of its products alone, taken in turns."""
+    runs: dict[str, Callable[[], Any]] = {}
+    for title, make in makers.items():
+        optimizers = make(parameters(name, dtype, "cpu"), False)
+
+        def step(optimizers: list[Optimizer] = optimizers) -> None:
+            for optimizer in optimizers:
+                optimizer.step()
+
+        step()
+        runs[title] = step
+        if title.startswith("HybridMuon"):
+            with Products() as products:
+                step()
+            runs[title + ": products"] = products.run
+    times: dict[str, list[float]] = {title: [] for title in runs}
+    for _ in range(rounds):
+        for title, run in runs.items():
+            run()  # what the one before has left in the caches does not count
+            start = time.perf_counter()
+            run()
+            times[title].append(1e3 * (time.perf_counter() - start))
+    return {title: {"min_ms": min(t), "median_ms": statistics.median(t)} for title, t in times.items()}
+
+
+def on_cpu(arguments: argparse.Namespace, makers: dict[str, Make]) -> None:
+    """Measure and print on a CPU."""
+    torch.set_num_threads(arguments.threads)
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((text.split(":")[1].strip() for text in lines if text.startswith("model name")), model)
+    heading = {"date": str(datetime.date.today()), "device": model, "torch": torch.__version__}
+    heading |= {"threads": arguments.threads, "capability": torch.backends.cpu.get_cpu_capability()}
+    print(heading)
+    print("| set | optimizer | shortest ms | median ms |")
+    print("|---|---|---|---|")
+    results = []
+    for name in arguments.sets.split(","):
+        load = os.getloadavg()[0]
+        for title, r in measure_on_cpu(makers, name, getattr(torch, arguments.dtype), arguments.rounds).items():
+            print(f"| {name} | {title} | {r['min_ms']:.2f} | {r['median_ms']:.2f} |", flush=True)
+            results.append({"set": name, "optimizer": title, "load_before": load} | r)
+        print(f"load before and after: {load:.2f}, {os.getloadavg()[0]:.2f}")
+    arguments.out.write_text(json.dumps(heading | {"dtype": arguments.dtype, "results": results}, indent=1))
+
+
 def line(name: str, title: str, r: dict[str, Any]) -> str:
     """Return one row of the table."""
     if "error" in r:
@@ -197,7 +277,10 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--sets", default=",".join(SETS))
+    parser.add_argument("--sets", help="default: all, but for the transformer on a CPU")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--rounds", type=int, default=15, help="on a CPU")
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
     parser.add_argument("--deepmd-kit", type=Path, help="its hybrid_muon.py, to measure it beside")
     parser.add_argument("--only", default="", help="measure only these optimizers, by title: A;B")
@@ -211,6 +294,12 @@ def main() -> None:
     }
     if arguments.deepmd_kit:
         makers["deepmd-kit HybridMuon"] = deepmd_kit(arguments.deepmd_kit)
+    arguments.sets = arguments.sets or ",".join(SETS[:-1] if arguments.device == "cpu" else SETS)
+    if arguments.only:
+        makers = {title: make for title, make in makers.items() if title in arguments.only.split(";")}
+    if arguments.device == "cpu":
+        on_cpu(arguments, {title: make for title, make in makers.items() if "flash" not in title})
+        return
     device = torch.cuda.get_device_name()
     print(f"{datetime.date.today()} {device}, torch {torch.__version__}, {arguments.dtype}")
     print("| set | optimizer | eager ms | host µs | renewed ms | captured ms | launches | peak MiB |")
@@ -218,8 +307,7 @@ def main() -> None:
     results = []
     for name in arguments.sets.split(","):
         for title, make in makers.items():
-            wanted = not arguments.only or title in arguments.only.split(";")
-            if not wanted or (name == "llm" and "false" in title):
+            if name == "llm" and "false" in title:
                 continue
             try:
                 result = measure(make, name, getattr(torch, arguments.dtype))
