@@ -74,8 +74,8 @@ if INSIDE:
     )
     QUALITY = [
         *((WHOLE, shape, SPECTRA) for shape in SMALL),
-        *((STRIPS, shape, SPECTRA) for shape in (*SMALL[3:], (127, 129))),
-        (STRIPS, (128, 384), FEW),
+        *((STRIPS, shape, SPECTRA) for shape in ((17, 33), (65, 64))),
+        *((STRIPS, shape, FEW) for shape in ((5, 7), (16, 16), (25, 50), (63, 65), (127, 129), (128, 384))),
         (TILES, (5, 7), ("log5",)),
         (TILES, (65, 64), FEW),
         (TILES, (127, 129), ("log5",)),
