@@ -155,9 +155,13 @@ class Pipeline:
 
     def bind(self) -> None:
         """Make all views of buffers, parameters and state, as they are now; no communication."""
-        for preparation in self.preparations:  # one bucket's momenta at a time on the device, where they are offloaded
+        # Every rank has all state, also where it holds no element, and in the same order: who gathers a state dict's
+        # tensors one after the other relies on it. Offloaded momenta are made one bucket at a time.
+        state = self.optimizer.state
+        state.update({member.p: state[member.p] for member in self.members})
+        for preparation in self.preparations:
             self._states(preparation.order)
-        states = self._states(range(len(self.members)))  # every rank has all state, also where it holds no element
+        states = self._states(range(len(self.members)))
         local = {
             i: Local(local_of(m.p).detach(), local_of(s["magma_score"]) if "magma_score" in s else None, m.group)
             for i, (m, s) in enumerate(zip(self.members, states, strict=True))

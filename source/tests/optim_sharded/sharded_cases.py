@@ -114,6 +114,9 @@ class Twins:
     def assert_equal(self, tolerance=None):
         tolerance = (0.0 if self.exact else 1e-6) if tolerance is None else tolerance
         one, many = self.optimizers
+        # Ranks that gather state one tensor after the other need the same order.
+        muon = {id(p): entry.name for p, entry in zip(self.many, many.routing, strict=True) if entry.route == "muon"}
+        assert [muon[id(p)] for p in many.state if id(p) in muon] == list(muon.values())
         scores = [
             (one.state[p]["magma_score"], many.state[q]["magma_score"].full_tensor())
             for p, q in zip(self.one, self.many, strict=True)
