@@ -8,8 +8,8 @@ under HSDP where there are four ranks or more. "Deviation" is the largest differ
 from one process on the same device with N times the batch, relative to the largest element of the same tensor. The
 half-way directory of stage 3 is then continued at stage 1, and the half-way file of stage 1 at stage 2; both must end
 where the run in one go did. Times are means over the steps after the first ten, from the run's own log, reading of
-batches included. NCCL on GPUs, gloo on CPUs. With `--stuck` the data of rank 1 take forever in the third step: how long
-until the others end, and what they say.
+batches included. "Held up" is how long a save keeps rank 0 from training. NCCL on GPUs, gloo on CPUs. With `--stuck`
+the data of rank 1 take forever in the third step: how long until the others end, and what they say.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import socket
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -88,7 +89,17 @@ def content(data: Path, args: argparse.Namespace, **training: Any) -> dict[str, 
 def work(rank: int, world: int, device: str, place: Path, jobs: list[Job], ends: Any) -> None:
     """Run all jobs as one of the ranks."""
     from deepmd_muon.train import run
+    from deepmd_muon.train.trainer import Trainer
 
+    original = Trainer.save
+
+    def save(self: Trainer) -> None:
+        start = time.perf_counter()
+        original(self)
+        with Path(f"saves{rank}.txt").open("a") as file:
+            file.write(f"{time.perf_counter() - start}\n")
+
+    Trainer.save = save  # type: ignore[method-assign]  # timed
     torch.set_num_threads(1)
     if device == "cpu":
         os.environ["DEVICE"] = "cpu"
@@ -171,6 +182,11 @@ def step_time(folder: Path) -> float:
     return float(seconds) * 1e3
 
 
+def held_up(folder: Path) -> float:
+    """Return the median time that a save took rank 0 [ms], the first left out."""
+    return statistics.median(map(float, (folder / "saves0.txt").read_text().split()[1:])) * 1e3
+
+
 def compare(place: Path, data: Path, args: argparse.Namespace) -> str:
     """Train, restart and time; return the page."""
     world, device = args.ranks, args.device
@@ -193,7 +209,11 @@ def compare(place: Path, data: Path, args: argparse.Namespace) -> str:
         for old, form, new, layout in moves
     ]
     timings = [Job(f"{name}, timed", content(data, args, **layout, **longer)) for name, layout in layouts]
-    run_jobs(world, device, place, [*jobs, *restarted, *timings])
+    often = {"zero_stage": 3, "numb_steps": 20, "save_freq": 4}
+    forms = [
+        (form, Job(f"saves, {form}", content(data, args, checkpoint_format=form, **often))) for form in ("file", "dcp")
+    ]
+    run_jobs(world, device, place, [*jobs, *restarted, *timings, *(job for _, job in forms)])
     end = f"model.ckpt-{STEPS}.pt"
     lines = ["| run | deviation of weights | of optimizer state | ms a step |", "|---|---|---|---|"]
     lines.append(f"| one process, batch 1 | | | {step_time(place / 'alone, timed'):.1f} |")
@@ -203,7 +223,8 @@ def compare(place: Path, data: Path, args: argparse.Namespace) -> str:
     for job, (_, _, new, _) in zip(restarted, moves, strict=True):
         weights, state = deviation(place / new / end, place / job.name / end)
         lines.append(f"| {job.name}, half-way, against one go | {weights:.1e} | {state:.1e} | |")
-    return "\n".join(lines)
+    took = ", ".join(f"{form} {held_up(place / job.name):.1f} ms" for form, job in forms)
+    return "\n".join([*lines, "", f"Held up by one save at stage 3: {took}."])
 
 
 def stuck_worker(rank: int, world: int, device: str, place: Path, job: Job, ends: Any) -> None:
