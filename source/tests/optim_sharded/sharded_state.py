@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from deepmd_muon.optim import HybridMuon, InvalidSettingError
 from deepmd_muon.optim.offload import MOVED, local_of
-from deepmd_muon.optim.sharded import ShardedSettings
+from deepmd_muon.optim.sharded import ShardedSettings, elements
+from deepmd_muon.optim.sharded.bucket import Bucket
 from deepmd_muon.optim.sharded.errors import GradientPlacementError, ReshardedParameterError, UnsupportedTransportError
+from deepmd_muon.optim.sharded.transport import Exchange
 
 
 def offloaded():
@@ -242,7 +244,52 @@ def cut_state_preflight():
     refused(GradientPlacementError, "'w'.*its gradient is a DTensor and the parameter is not", optimizer)
 
 
+def order_of_a_step():
+    """Gathers start before the Adam routes and before the bucket in front of them; returns end after the next one."""
+    log = []
+
+    def noted(patch, owner, name, what):
+        original = getattr(owner, name)
+
+        def call(*args, **options):
+            log.append((what, args[1] if what == "send" else None, args[0]))
+            return original(*args, **options)
+
+        patch.setattr(owner, name, call)
+
+    for slots in (1, 2, 3, 4):
+        sharded = ShardedSettings(bucket_bytes=1500, slots=slots)
+        shapes = [(16, 16)] * 3 * dist.get_world_size() + [(7,)]
+        twins = Twins(shapes, mesh_of((dist.get_world_size(),)), [Shard(0)], sharded=sharded)
+        twins.step()
+        optimizer = twins.optimizers[1]
+        number = {id(b.exchange): k for k, b in enumerate(optimizer._shared._pipeline.travelling)}
+        number |= {id(b): k for k, b in enumerate(optimizer._shared._pipeline.travelling)}
+        buckets = len(number) // 2
+        log.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            noted(patch, Exchange, "start", "send")
+            noted(patch, elements, "step_elements", "adam")
+            noted(patch, Bucket, "assemble", "orthogonalize")
+            noted(patch, Bucket, "take_scores", "apply")
+            for p in twins.many:
+                p.grad = p.detach().clone()
+            optimizer.step()
+        at = {(leg or what, number.get(id(x))): i for i, (what, leg, x) in enumerate(log)}
+        assert len(at) == len(log) == 4 * buckets + 1
+        assert buckets >= 3
+        assert at["adam", None] == min(slots, buckets)
+        for k in range(buckets):
+            assert at["gather", k] < at["orthogonalize", k] < at["return", k] < at["apply", k]
+            if k and slots > 1:
+                assert (at["gather", k] < at["orthogonalize", k - 1]) or slots == 2
+                assert at["orthogonalize", k] < at["apply", k - 1]
+            if k >= slots:  # the slot is free again
+                assert at["apply", k - slots] < at["gather", k]
+
+
 CASES = [
+    ("order of a step", order_of_a_step),
     ("offloaded", offloaded),
     ("offload and reference", offload_refuses_the_reference),
     ("cut state", cut_state),
