@@ -154,7 +154,7 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
             timeout=patience,
         )
         waiting = dist.new_group(backend="gloo", timeout=_SETUP_TIMEOUT)
-        yield Ranks(device, place.rank, place.size, waiting, timeout, watch)
+        yield Ranks(device, place.rank, place.size, waiting, patience, watch)
         finished = True
         watch.close()
         dist.all_reduce(torch.zeros(1))  # rank 0 keeps the notes: nobody needs them when it goes

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -63,6 +64,8 @@ def distribute(stage: int, ranks: Ranks, model: EnergyModel, replicate_degree: i
     shape, names = (replicate_degree, size // replicate_degree), ("replicate", "shard")
     hybrid = replicate_degree > 1
     mesh = init_device_mesh(kind, shape if hybrid else (size,), mesh_dim_names=names if hybrid else names[1:])
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(ranks.timeout, group)  # a mesh makes groups that wait for ten minutes and more
     return FullySharded(ranks, model, mesh, reshard_after_forward=stage == 3)
 
 

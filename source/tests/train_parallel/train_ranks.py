@@ -22,7 +22,7 @@ PRELOADED = [
     *("deepmd_muon.optim.sharded.step", "numpy.random", "torch._dynamo"),
 ]
 # How long a rank is stuck [s]: longer than the others wait for it and need to say so.
-PAUSE = 4.5
+PAUSE = 5.0
 # All jobs of a spawn together take this long at most on a busy machine [s].
 PATIENCE = 120.0
 
