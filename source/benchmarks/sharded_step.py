@@ -203,9 +203,9 @@ def loop_model(name: str, args: argparse.Namespace, mesh: Any, device: torch.dev
     """Return a model under FSDP2 and what it is given."""
     torch.manual_seed(0)
     if name == "blocks":
-        model = torch.nn.Sequential(*(Block(args.width, max(1, args.width // 128)) for _ in range(args.layers)))
+        with device:  # more than a thousand million random numbers take long on a CPU
+            model = torch.nn.Sequential(*(Block(args.width, max(1, args.width // 128)) for _ in range(args.layers)))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        model.to(device)
         for block in model:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
