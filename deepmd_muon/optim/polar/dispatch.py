@@ -148,7 +148,8 @@ def unavailable() -> str:
 def _kernels_available() -> bool:
     reason = unavailable()
     if reason:
-        _LOG.warning("matrices are orthogonalized by torch: %s", reason)
+        level = logging.WARNING if torch.cuda.is_available() else logging.INFO
+        _LOG.log(level, "matrices are orthogonalized by torch: %s", reason)
     return not reason
 
 
@@ -175,7 +176,7 @@ def orthogonalize_with_kernels(
     """
     nothing: list[Tensor | None] = [None] * len(matrices)
     device = matrices[0].device
-    if device.type != "cuda" or not allowed or not _kernels_available():
+    if not allowed or not _kernels_available() or device.type != "cuda":
         return nothing
     usable = tuple(name for name in allowed if name not in _FAILED)
     geometry = tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices)

@@ -66,7 +66,7 @@ def normalize(table, addresses, sums, master, iterate, order, width, T: tl.const
         tl.store(iterate + where, x.to(tl.float16))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def symmetric_product(
     tall, flat, first, second, target, mirror, weights, step, order, depth, ADDENDS: tl.constexpr,
     EVEN: tl.constexpr, T: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
@@ -101,7 +101,7 @@ def symmetric_product(
         mirror.store([top + c, r], narrow.T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def update(
     polynomial, current, master, following, table, weights, out, step, order, width, LAST: tl.constexpr,
     CHUNK: tl.constexpr, T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,

@@ -35,7 +35,6 @@ SPILLED = {
     "strips(MASK=4, WIDE=32,": 16,  # none with Triton 3.6
     "update(LAST=True, CHUNK=0, T=128, N=256,": 384,
     "update(LAST=False, CHUNK=1024, T=128, N=256,": 64,
-    "symmetric_product(step=1, ADDENDS=1, EVEN=True, T=128,": 64,
     "symmetric_product(ADDENDS=1, EVEN=True, T=128,": 64,
     "symmetric_product(ADDENDS=2, EVEN=True, T=128,": 256,
 }

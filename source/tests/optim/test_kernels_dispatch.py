@@ -85,13 +85,12 @@ def test_the_table_prints_and_ends_with_torch():
 def test_without_a_gpu_one_line_is_logged_and_torch_runs(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "unavailable", lambda: "torch finds no GPU")
     dispatch._kernels_available.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        assert not dispatch._kernels_available()
-        assert not dispatch._kernels_available()
+    x = torch.eye(3).expand(2, 3, 3)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert torch.allclose(orthogonalize_matrices([x], "8+2")[0], torch.eye(3).expand(2, 3, 3), atol=2e-3)
     assert [record.message for record in caplog.records] == ["matrices are orthogonalized by torch: torch finds no GPU"]
     dispatch._kernels_available.cache_clear()
-    x = torch.eye(3).expand(2, 3, 3)
-    assert torch.allclose(orthogonalize_matrices([x], "8+2")[0], torch.eye(3).expand(2, 3, 3), atol=2e-3)
 
 
 def test_a_failing_kernel_is_switched_off_with_one_line(monkeypatch, caplog):
