@@ -14,7 +14,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deepmd_muon.optim.polar.kernels import COLUMNS, HALF, ROW, ROWS, SINGLE, TILE, load_matrix, store_result
+from deepmd_muon.optim.polar.kernels import (
+    COLUMNS,
+    HALF,
+    ROW,
+    ROWS,
+    SINGLE,
+    TILE,
+    load_double,
+    load_matrix,
+    store_result,
+)
 
 # Programs of one matrix at most; a power of two.
 MOST = tl.constexpr(128)
@@ -197,12 +207,13 @@ def strip(
     buffer = half + tl.multiple_of(tl.load(row + HALF), 64)
     gram = buffer + tl.multiple_of(MP * width, 64)
     owner = rank * NS < width
-    x, largest = load_matrix(row, addresses, r, c)
-    tl.store(sums + 2 * (first + rank), largest)
-    tl.store(sums + 2 * (first + rank) + 1, tl.sum(x * x).to(tl.float64))
+    wide, power = load_double(row, addresses, r, c)
+    scaled = wide * (1.0 / power)
+    tl.store(sums + 2 * (first + rank), power)
+    tl.store(sums + 2 * (first + rank) + 1, tl.sum(scaled * scaled))
     meet(counter, count)
     joint, norm = norm_of_all(sums, first, count)
-    x = x * (largest / joint / norm).to(tl.float32)
+    x = (scaled * (power / joint / norm)).to(tl.float32)
     arrivals = count
     for k in range(STEPS):
         a = tl.load(coefficients + 3 * k)

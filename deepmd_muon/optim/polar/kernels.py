@@ -39,6 +39,16 @@ def load_as_single(address, kind, offset, inside):
 
 
 @triton.jit
+def load_as_double(address, kind, offset, inside):
+    """Load a tile of any kind as float64."""
+    if kind == 1:
+        wide = tl.load(address.to(tl.pointer_type(tl.float64)) + offset, mask=inside, other=0.0)
+    else:
+        wide = load_as_single(address, kind, offset, inside).to(tl.float64)
+    return wide
+
+
+@triton.jit
 def load_scaled(address, kind, offset, inside):
     """Load a tile of any floating-point kind; return it in fp32, divided by its largest magnitude, and that.
 
@@ -99,6 +109,31 @@ def load_single(row, addresses, r, c):
             address, kind, offset + (r * stride)[:, None] + c[None, :], (r[:, None] < m) & (c[None, :] < n)
         )
     return tile
+
+
+@triton.jit
+def load_double(row, addresses, r, c):
+    """Load the entries (r, c) of a table row's matrix in float64; return them and a power of two near the largest.
+
+    What is scaled by powers of two and summed in float64 hardly depends on how a matrix was cut.
+    """
+    m = tl.load(row + ROWS)
+    n = tl.load(row + COLUMNS)
+    address = tl.load(addresses + tl.load(row + TENSOR))
+    kind = tl.load(row + KIND)
+    offset = tl.load(row + OFFSET)
+    stride = tl.load(row + STRIDE)
+    if tl.load(row + TURNED) != 0:
+        upright = load_as_double(
+            address, kind, offset + (c * stride)[:, None] + r[None, :], (c[:, None] < n) & (r[None, :] < m)
+        )
+        tile = tl.trans(upright)
+    else:
+        tile = load_as_double(
+            address, kind, offset + (r * stride)[:, None] + c[None, :], (r[:, None] < m) & (c[None, :] < n)
+        )
+    largest = tl.maximum(tl.max(tl.abs(tile)), 2.2250738585072014e-308)
+    return tile, (largest.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
 
 
 @triton.jit

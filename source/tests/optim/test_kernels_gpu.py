@@ -99,6 +99,12 @@ def test_whole_matrices_are_the_same_bits_in_any_company():
     check_company(Way("whole", "cuda"), ((133, 5, 7), (1, 30, 9), (3, 1, 8), (2, 100, 120), (1, 64, 250)))
 
 
+def test_strips_are_the_same_bits_however_the_matrices_are_cut():
+    """So that a step gives the same on any number of GPUs: what shares a launch decides on strips and tiles."""
+    check_company(Way("strips", "cuda"), ((6, 768, 128), (6, 320, 128), (6, 320, 64), (2, 240, 240)))
+    check_company(Way("strips", "cuda"), ((4, 240, 240), (2, 1600, 240), (2, 100, 384)))
+
+
 def test_every_implementation_is_chosen_and_none_was_switched_off():
     before = counts()
     for name, shape in OWN.items():

@@ -200,9 +200,11 @@ def test_eight_ranks_equal_one_process_with_the_larger_batch(place):
     check_equal(place, 8, run_jobs(8, jobs), jobs)
 
 
-def test_three_ranks_equal_one_process_and_continue_what_four_saved(place):
+def test_three_ranks_equal_one_process_and_continue_what_one_and_four_saved(place):
     jobs = [Job(place / f"3_{stage}", content(place, 1, stage)) for stage in STAGES]
+    alone(place / "1", content(place, 1))
     moves = [
+        again(place, last(place, "1"), world=3, stage=2),
         again(place, last(place, "4_0_1"), world=3, stage=3),
         again(place, last(place, "4_2_2", "dcp"), world=3, stage=0),
         again(place, last(place, "4_3_2"), world=3, stage=2, form="dcp"),
@@ -210,15 +212,16 @@ def test_three_ranks_equal_one_process_and_continue_what_four_saved(place):
     ]
     ends = run_jobs(3, [*jobs, *moves])
     check_equal(place, 3, ends[:4], jobs)
-    assert ends[4:] == [["0"] * 3] * 4
+    assert ends[4:] == [["0"] * 3] * 5
     check_again(moves)
 
 
-def test_two_ranks_equal_one_process_and_continue_what_three_and_four_saved(place):
+def test_two_ranks_equal_one_process_and_continue_what_others_saved(place):
     jobs = [Job(place / f"2_{stage}", content(place, 1, stage)) for stage in STAGES]
     adam = [Job(place / f"adam_{stage}", content(place, 1, stage, "AdamW")) for stage in STAGES]
     jobs[0].launcher = "srun"
     moves = [
+        again(place, last(place, "1"), world=2, stage=3),
         again(place, last(place, "3_1"), world=2, stage=2, form="dcp"),
         again(place, last(place, "3_2"), world=2, stage=0),
         again(place, last(place, "3_3"), world=2, stage=1),
@@ -227,11 +230,11 @@ def test_two_ranks_equal_one_process_and_continue_what_three_and_four_saved(plac
     ends = run_jobs(2, [*jobs, *adam, *moves])
     check_equal(place, 2, ends[:4], jobs)
     check_equal(place, 2, ends[4:8], adam, "AdamW")
-    assert ends[8:] == [["0"] * 2] * 4
+    assert ends[8:] == [["0"] * 2] * 5
     check_again(moves)
 
 
-def test_one_process_and_four_ranks_continue_what_others_saved(place):
+def test_one_process_and_three_and_four_ranks_continue_what_others_saved(place):
     one = [
         again(place, last(place, "2_1"), world=1, stage=3),
         again(place, last(place, "3_3"), world=1, stage=0),
@@ -246,7 +249,9 @@ def test_one_process_and_four_ranks_continue_what_others_saved(place):
         again(place, last(place, "4_3_2"), world=4, stage=3),
     ]
     assert run_jobs(4, four) == [["0"] * 4] * 4
-    check_again([*one, *four])
+    three = [again(place, last(place, "2_2"), world=3, stage=1)]
+    assert run_jobs(3, three) == [["0"] * 3]
+    check_again([*one, *four, *three])
 
 
 def test_restarts_and_accidents_on_two_ranks(place):
