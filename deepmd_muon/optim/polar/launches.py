@@ -25,6 +25,9 @@ _TILE = 64  # sizes are padded to multiples of it
 _STRIPS_AT_ONCE, _TILES_AT_ONCE = 1, 2
 # Results up to so many elements are worth a graph: beyond, the device takes longer than the host.
 _RECORDED = 4 * 2**20
+_MOST_RECORDINGS = (
+    8  # of one plan: where more shapes take turns than are kept, recording again and again would cost more
+)
 _LOG = logging.getLogger(__name__)
 
 
@@ -71,15 +74,17 @@ Start = Callable[[str, Launch, Tensor, Coefficients, Tensor], None]
 
 @dataclasses.dataclass(eq=False)  # hashed by identity
 class Plan:
-    """All launches for one set of shapes, and the addresses that were last written for it."""
+    """All launches for one set of shapes, and what each stream last wrote for it."""
 
     name: str
     launches: list[Launch]
     out_size: int
     out_places: list[int]
-    addresses: Tensor
-    written: tuple[int, ...] = ()
-    seen: set[Coefficients] = dataclasses.field(default_factory=set)
+    count: int
+    addresses: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    written: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    seen: set[tuple[int, Coefficients]] = dataclasses.field(default_factory=set)
+    recordings: int = 0
 
     def results(self, out: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Cut what the launches wrote into the results, shapes as given."""
@@ -112,12 +117,15 @@ def run(name: str, start: Start, matrices: Sequence[Tensor], coefficients: Coeff
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
     plan = plan_for(name, tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
-    addresses = current_addresses(plan, matrices)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    addresses = current_addresses(plan, matrices, stream, capturing=capturing)
     recording = None
-    if addresses is plan.addresses and device.type == "cuda" and plan.out_size <= _RECORDED:
-        if coefficients in plan.seen:
-            recording = _recording(plan, start, coefficients, torch.cuda.current_stream(device).cuda_stream)
-        plan.seen.add(coefficients)  # the first call compiles kernels and is not recorded
+    small = device.type == "cuda" and plan.out_size <= _RECORDED
+    if small and not capturing and plan.recordings <= _MOST_RECORDINGS:
+        if (stream, coefficients) in plan.seen:
+            recording = _recording(plan, start, coefficients, stream)
+        plan.seen.add((stream, coefficients))  # the first call compiles kernels and is not recorded
     if recording is None:
         out = _launch_all(plan, start, addresses, coefficients)
     else:
@@ -139,8 +147,10 @@ def _recording(
     plan: Plan, start: Start, coefficients: Coefficients, stream: int
 ) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
     """Record all launches of a plan, for use on one stream; None where that fails."""
+    plan.recordings += 1
+    addresses = plan.addresses[stream]
     try:
-        return record(lambda: _launch_all(plan, start, plan.addresses, coefficients), plan.addresses.device)
+        return record(lambda: _launch_all(plan, start, addresses, coefficients), addresses.device)
     except Exception as error:  # whatever a driver raises must not end a training run
         _LOG.warning("%r is launched kernel by kernel, because it could not be recorded: %s", plan.name, error)
         return None
@@ -172,21 +182,22 @@ def _start(name: str, launch: Launch, addresses: Tensor, coefficients: Coefficie
     )
 
 
-def current_addresses(plan: Plan, matrices: Sequence[Tensor]) -> Tensor:
-    """Return the device's copy of the tensors' addresses, written anew only when they changed.
+def current_addresses(plan: Plan, matrices: Sequence[Tensor], stream: int, *, capturing: bool) -> Tensor:
+    """Return the device's copy of the tensors' addresses, one a stream, written anew only when they changed.
 
     In a capture they are always written, to memory of the graph: each replay then uses those it was captured with.
     """
     now = tuple(x.data_ptr() for x in matrices)
-    capturing = matrices[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    if not capturing and plan.written == now:
-        return plan.addresses
-    addresses = torch.empty_like(plan.addresses) if capturing else plan.addresses
+    if not capturing and plan.written.get(stream) == now:
+        return plan.addresses[stream]
+    addresses = None if capturing else plan.addresses.get(stream)
+    if addresses is None:
+        addresses = torch.empty(plan.count, dtype=torch.int64, device=matrices[0].device)
     for first in range(0, len(now), _ADDRESSES):
         some = now[first : first + _ADDRESSES]
         write_addresses[(1,)](addresses, first, *some, *(some[-1:] * (_ADDRESSES - len(some))))
     if not capturing:
-        plan.written = now
+        plan.addresses[stream], plan.written[stream] = addresses, now
     return addresses
 
 
@@ -218,8 +229,7 @@ def plan_for(name: str, geometry: Geometry, device: torch.device) -> Plan:
         out += -(-batch * m * n // 4) * 4  # each tensor's results start at 16 bytes
     make = {"whole": _whole, "strips": _strips, "tiles": _tiles, "symmetric": _one_shape}[name]
     count = -(-len(geometry) // _ADDRESSES) * _ADDRESSES
-    addresses = torch.zeros(count, dtype=torch.int64, device=device)
-    return Plan(name, make(pieces, device), out, places, addresses)
+    return Plan(name, make(pieces, device), out, places, count)
 
 
 def _one_shape(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:

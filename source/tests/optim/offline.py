@@ -129,6 +129,7 @@ def recorded_launches():
                     stack.enter_context(mock.patch.object(module, name, Recorder(value, launches)))
         for name, value in {
             "is_current_stream_capturing": lambda: False,
+            "current_stream": lambda device=None: mock.Mock(cuda_stream=0),
             "get_device_capability": lambda device=None: (9, 0),
             "get_device_properties": lambda device=None: mock.Mock(multi_processor_count=MULTIPROCESSORS),
         }.items():

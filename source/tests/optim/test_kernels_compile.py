@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -82,6 +83,37 @@ def test_orthogonalization(name, tmp_path, listing):
             dispatch._run(name, [torch.empty(shape)], COEFFICIENTS)
     forget_workspaces()
     check(found, tmp_path, listing)
+
+
+def test_streams_have_their_own_addresses_and_recordings_come_to_an_end(monkeypatch):
+    """No GPU is needed to see which calls would be recorded, and what they would read."""
+    made = []
+
+    def record(launch, device):
+        made.append(device)
+        return mock.Mock(), launch()
+
+    forget_workspaces()
+    xs = [torch.randn(2, 20, 30), torch.randn(2, 20, 30)]
+    with recorded_launches() as found, monkeypatch.context() as patch:
+        patch.setattr(launches, "record", record)
+        for stream in (1, 2):
+            patch.setattr(torch.cuda, "current_stream", lambda device=None, s=stream: mock.Mock(cuda_stream=s))
+            for calls, x in enumerate((xs[0], xs[0], xs[1])):
+                before = len(found)
+                dispatch._run("whole", [x], COEFFICIENTS)
+                names = [launch.kernel.__name__ for launch in found[before:]]
+                # The first call launches, the second records, the third replays, from other addresses.
+                assert names == [["write_addresses", "small_matrices"], ["small_matrices"], ["write_addresses"]][calls]
+        assert len(made) == 2
+        plan = launches.plan_for("whole", ((tuple(xs[0].shape), xs[0].stride(), xs[0].dtype),), made[0])
+        assert plan.addresses[1] is not plan.addresses[2]
+        assert plan.written[1] == plan.written[2] == (xs[1].data_ptr(),)
+        for i in range(20):  # as many schedules take turns as are not kept
+            for _ in range(2):
+                dispatch._run("whole", [xs[0]], ((1.0, 0.5, 0.1 * i),))
+        assert len(made) == plan.recordings == launches._MOST_RECORDINGS + 1
+    forget_workspaces()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
