@@ -20,6 +20,12 @@ def _warmup_fits(warmup_steps: int, numb_steps: int | None) -> str | None:
     return None
 
 
+def _state_on_the_device(exchange: str, offload: bool) -> str | None:
+    if exchange == "reference" and offload:
+        return 'gathers state where it is: "reference" excludes optimizer/offload, set one of them back'
+    return None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Section):
     """Everything that input.json says, with defaults filled in."""
@@ -42,7 +48,10 @@ class Settings(Section):
         ValidatingSettings(), doc="Passes over all validation data during training."
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = (Rule(("learning_rate/warmup_steps", "training/numb_steps"), _warmup_fits),)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("learning_rate/warmup_steps", "training/numb_steps"), _warmup_fits),
+        Rule(("optimizer/sharded/exchange", "optimizer/offload"), _state_on_the_device),
+    )
     foreign: ClassVar[dict[str, Foreign]] = {
         "nvnmd": Foreign("training for non-von-Neumann hardware"),
         "loss_dict": Foreign("multi-task training"),

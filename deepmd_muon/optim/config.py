@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING, Literal
 
 from deepmd_muon.optim.setting import check_settings, setting
+from deepmd_muon.optim.sharded.settings import ShardedSettings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -188,6 +189,13 @@ class HybridMuonConfig:
             "Keep the momenta and Adam's moments in pinned host memory between steps; around a step they travel to the "
             "device and back in pieces, beside the computation. Results are the same: bitwise up to 16 M weights, "
             "beyond that up to last bits, as matrices are orthogonalized in smaller batches."
+        ),
+    )
+    sharded: ShardedSettings = setting(
+        ShardedSettings(),
+        doc=(
+            "How several processes share the step (see doc/sharded.md): what travels in which pieces, and where state "
+            "is kept. A single process ignores it."
         ),
     )
     deepmd_kit_arithmetic: bool = setting(

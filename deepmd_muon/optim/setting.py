@@ -160,6 +160,8 @@ def _fits(value: Any, kind: Any) -> bool:
             return False
         kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
         return len(kinds) == len(value) and all(map(_fits, value, kinds))
+    if dataclasses.is_dataclass(kind):
+        return isinstance(value, kind)  # type: ignore[arg-type]  # a class: annotations hold no instances
     if kind not in _NAMES:
         return True
     if kind in (int, float) and not isinstance(value, bool):
@@ -184,4 +186,4 @@ def _words(kind: Any, *, plural: bool = False) -> str:
     if typing.get_origin(kind) is tuple:
         many = "" if parts[-1] is Ellipsis else f"{len(parts)} "
         return f"{'lists' if plural else 'a list'} of {many}{_words(parts[0], plural=True)}"
-    return _NAMES[kind][plural]
+    return _NAMES[kind][plural] if kind in _NAMES else kind.__name__

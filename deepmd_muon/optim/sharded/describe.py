@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 def describe(plan: Plan, *, owners: bool = False) -> str:
     """Return balance, bytes and collectives of every domain; with `owners` also every block's owner."""
     lines = []
+    if plan.settings.exchange == "reference" and plan.domains:
+        lines.append("exchange 'reference' gathers everything on every rank; 'owners' would do this:")
     for number, domain in enumerate(plan.domains):
         lines += [f"domain {number}: {_domain(plan, domain)}", *_costs(plan, domain)]
         if owners:

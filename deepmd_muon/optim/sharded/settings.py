@@ -16,7 +16,7 @@ StatePlace = Literal["replicated", "sharded"]
 
 @dataclasses.dataclass(frozen=True)
 class ShardedSettings:
-    """How the Muon step of sharded and replicated parameters is carried out."""
+    """How the step of parameters that live on several processes is carried out."""
 
     exchange: Exchange = setting(
         "owners",
@@ -55,7 +55,8 @@ class ShardedSettings:
         doc=(
             "Where plain parameters given with `replicas` keep momenta and Adam's moments: 'replicated' on every "
             "rank, 'sharded' each rank an equal part (ZeRO-1): DTensors in the state dict, like any sharded state. "
-            "DTensors keep state laid out as themselves, whatever this says."
+            "DTensors keep state laid out as themselves, whatever this says. Under `dp train` zero_stage 1 means "
+            "'sharded'."
         ),
     )
     gather_dtype: GatherDtype = setting(

@@ -21,6 +21,7 @@ from deepmd_muon.argcheck import (
     normalize,
 )
 from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig
+from deepmd_muon.optim.sharded import ShardedSettings
 
 
 def test_water_example(water):
@@ -45,6 +46,25 @@ def test_water_example(water):
     assert water["model"]["_comment"] == " that's all", "the caller's dict was changed"
 
 
+def test_the_sharded_step_has_a_section_of_its_own(water, problems):
+    water["optimizer"] = {"type": "HybridMuon", "sharded": {"return_dtype": "float16", "_why": "slow network"}}
+    section = normalize(water).normalized["optimizer"]["sharded"]
+    assert section == {**dataclasses.asdict(ShardedSettings()), "return_dtype": "float16"}
+    water["optimizer"]["sharded"] = {"slots": 0, "slot": 2, "gather_dtype": "float16", "state": 1}
+    assert problems(water) == {
+        "optimizer/sharded/slots": "must be >= 1; found 0",
+        "optimizer/sharded/slot": "is not a known key; did you mean 'slots'?",
+        "optimizer/sharded/gather_dtype": "must be one of 'full', 'bfloat16'; found 'float16'",
+        "optimizer/sharded/state": "must be a string; found 1",
+    }
+    water["optimizer"] = {"type": "HybridMuon", "offload": True, "sharded": {"exchange": "reference"}}
+    (path, problem) = problems(water).popitem()
+    assert (path, "excludes optimizer/offload" in problem) == ("optimizer/sharded/exchange", True)
+    water["optimizer"] = {"type": "Adam", "sharded": {}}
+    wanted = "is not a known key; did you mean optimizer/sharded with type 'HybridMuon'?"
+    assert problems(water) == {"optimizer/sharded": wanted}
+
+
 def test_normalized_has_every_default_and_no_comment(water):
     normalized = normalize(water).normalized
     assert list(normalized) == ["model", "learning_rate", "loss", "optimizer", "training", "validating"]
@@ -63,6 +83,10 @@ def test_normalized_has_every_default_and_no_comment(water):
         (
             {"type": "HybridMuon", "muon_momentum": 0.9, "muon_mode": "2d"},
             HybridMuonConfig(momentum=0.9, muon_mode="2d"),
+        ),
+        (
+            {"type": "HybridMuon", "sharded": {"slots": 1, "bucket_bytes": 1e6, "state": "sharded"}},
+            HybridMuonConfig(sharded=ShardedSettings(slots=1, bucket_bytes=1_000_000, state="sharded")),
         ),
         ({"type": "AdamW"}, AdamWConfig(weight_decay=0.0)),
         ({"adam_beta2": 0.99}, AdamConfig(adam_beta2=0.99)),

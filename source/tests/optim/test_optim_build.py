@@ -15,6 +15,7 @@ from torch import nn
 
 from deepmd_muon.optim import AdamConfig, AdamWConfig, HybridMuon, HybridMuonConfig, InvalidSettingError, MuonConfig
 from deepmd_muon.optim.setting import setting_of
+from deepmd_muon.optim.sharded import ShardedSettings
 
 
 def make_model():
@@ -42,7 +43,8 @@ def test_every_configuration_builds_from_a_model_alone(config, caplog):
 
 
 def test_the_constructor_and_the_configuration_share_defaults():
-    config = dataclasses.asdict(HybridMuonConfig())
+    config = vars(HybridMuonConfig()).copy()
+    assert config.pop("sharded") == HybridMuon(make_model().named_parameters()).sharded
     config["adam_betas"] = (config.pop("adam_beta1"), config.pop("adam_beta2"))
     for name, parameter in inspect.signature(HybridMuon).parameters.items():
         if name in config:
@@ -76,6 +78,7 @@ def test_every_setting_reaches_the_optimizer():
         on_route_change="migrate",
         on_nonfinite="skip",
         layout="in_out",
+        sharded=ShardedSettings(slots=1, return_dtype="float16"),
     )
     optimizer = config.build(make_model())
     (group,) = optimizer.param_groups
@@ -83,6 +86,7 @@ def test_every_setting_reaches_the_optimizer():
     assert group["adam_betas"] == (0.7, 0.95)
     assert group["schedule"] == [[2.0, -1.5, 0.5]]
     assert (optimizer.on_route_change, optimizer.on_nonfinite, group["layout"]) == ("migrate", "skip", "in_out")
+    assert optimizer.sharded == config.sharded
     assert str(optimizer.routing[1].view) == "1x6x4 rows 3+3"
 
 
@@ -126,7 +130,7 @@ def test_all_bad_settings_are_named_together():
         HybridMuonConfig(momentum=-3, muon_mode="3d", on_nonfinite="perhaps")
 
 
-@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig, AdamConfig, AdamWConfig])
+@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig, AdamConfig, AdamWConfig, ShardedSettings])
 def test_every_setting_is_explained(config):
     for field in dataclasses.fields(config):
         assert len(setting_of(field).doc) > 5, field.name

@@ -338,6 +338,7 @@ def test_numbers_of_other_kinds_are_numbers():
         (AdamConfig, {"weight_decay": float("inf")}, "AdamConfig: weight_decay: must be a finite number; found inf"),
         (MuonConfig, {"schedule": [(1.0, 2.0)]}, "a string or a list of lists of 3 finite numbers; found"),
         (HybridMuonConfig, {"nesterov": "yes", "momentum": None}, "momentum: must be .*; nesterov: must be true or"),
+        (HybridMuonConfig, {"sharded": {"slots": 1}}, "HybridMuonConfig: sharded: must be ShardedSettings; found {"),
         (ShardedSettings, {"slots": 0.5}, "ShardedSettings: slots: must be a whole number; found 0.5"),
     ],
 )
