@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +45,7 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
     from deepmd_muon.optim import HybridMuon, HybridMuonConfig
     from deepmd_muon.optim.polar.schedules import coefficients_of
     from deepmd_muon.optim.sharded import PlannedParameter, make_plan
+    from deepmd_muon.optim.sharded.layout import state_layout
 
     given = _input_of(path)
     training, settings = given.settings.training, given.settings.optimizer
@@ -54,6 +56,8 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
     optimizer = optimizer_of(given)
     if not isinstance(optimizer, HybridMuon) or not isinstance(settings, HybridMuonConfig):
         raise CommandError(f"{type(optimizer).__name__} steps every element by itself: there is no plan")
+    sharded = dataclasses.replace(settings.sharded, state="sharded") if stage == 1 else settings.sharded
+    in_parts = stage < 2 and sharded.state == "sharded"
     sizes = {name: max(4, p.element_size()) for name, p in _named(optimizer)}
     planned = [
         PlannedParameter(
@@ -65,11 +69,12 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
             damped=settings.magma_muon,
             steps=len(coefficients_of(settings.schedule)),
             gram=settings.enable_gram,
+            state_layout=state_layout(entry.shape, layout.ranks, layout.mesh, matrices=True) if in_parts else None,
         )
         for entry in optimizer.routing
         if entry.route == "muon" and entry.view is not None
     ]
-    plan = make_plan(planned, optimizer.sharded)
+    plan = make_plan(planned, sharded)
     hybrid = f" in {groups} groups" if groups > 1 else ""
     title = f"{len(layout.ranks)} ranks{hybrid}, zero_stage {stage}: {_HELD[stage]}"
     return f"{title}\n{plan.describe(owners=owners)}"
@@ -118,7 +123,7 @@ def _layout(ranks: int | None, stage: int, groups: int) -> Layout:
             "the number must divide theirs, and the stage be 2 or 3"
         )
     everyone = tuple(range(ranks))
-    if stage == 0:
+    if stage < 2:
         return Layout((ranks,), everyone, (None,))
     if groups > 1:
         return Layout((groups, ranks // groups), everyone, (None, Split(0)))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.sharded.members import Replicas
 
 log = logging.getLogger(__name__)
+
+_Adam = TypeVar("_Adam", bound=torch.optim.Adam)  # AdamW is one
 
 
 def build_hybrid_muon(
@@ -53,30 +57,38 @@ def build_muon(config: MuonConfig, model: nn.Module, lr: float | Tensor) -> Hybr
     return optimizer
 
 
-def build_adam(config: AdamConfig, model: nn.Module, lr: float | Tensor) -> torch.optim.Adam:
-    """Make torch's fused Adam for the trainable named parameters of `model`."""
-    optimizer = torch.optim.Adam(_trainable(model), lr=lr, **_adam_settings(config))
+def build_adam(
+    config: AdamConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
+) -> torch.optim.Adam:
+    """Make torch's fused Adam for the trainable named parameters of `model`, its state in parts on `replicas`."""
+    return _element_wise(torch.optim.Adam, config, model, lr, replicas)
+
+
+def build_adamw(
+    config: AdamWConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
+) -> torch.optim.AdamW:
+    """Make torch's fused AdamW for the trainable named parameters of `model`, its state in parts on `replicas`."""
+    return _element_wise(torch.optim.AdamW, config, model, lr, replicas)
+
+
+def _element_wise(
+    kind: Callable[..., _Adam],
+    config: AdamConfig | AdamWConfig,
+    model: nn.Module,
+    lr: float | Tensor,
+    replicas: Replicas | None,
+) -> _Adam:
+    betas = (config.adam_beta1, config.adam_beta2)
+    make = functools.partial(kind, lr=lr, betas=betas, weight_decay=config.weight_decay, fused=True)
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if replicas is None:
+        optimizer = make(trainable)
+    else:
+        from deepmd_muon.optim.sharded.zero import in_parts  # brings torch.distributed along
+
+        optimizer = in_parts(make, trainable, replicas)
     _report(optimizer, model)
     return optimizer
-
-
-def build_adamw(config: AdamWConfig, model: nn.Module, lr: float | Tensor) -> torch.optim.AdamW:
-    """Make torch's fused AdamW for the trainable named parameters of `model`."""
-    optimizer = torch.optim.AdamW(_trainable(model), lr=lr, **_adam_settings(config))
-    _report(optimizer, model)
-    return optimizer
-
-
-def _adam_settings(config: AdamConfig | AdamWConfig) -> dict[str, Any]:
-    return {
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "weight_decay": config.weight_decay,
-        "fused": True,
-    }
-
-
-def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -262,11 +262,14 @@ class AdamConfig:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def build(self, model: nn.Module, lr: float | Tensor = 1e-3) -> Optimizer:
-        """Make this optimizer for the named parameters of `model`, with learning rate `lr`."""
+    def build(self, model: nn.Module, lr: float | Tensor = 1e-3, replicas: Replicas | None = None) -> Optimizer:
+        """Make this optimizer for the named parameters of `model`, with learning rate `lr`.
+
+        With `replicas`, ranks on which parameters and gradients are equal, each keeps a part of the state (ZeRO-1).
+        """
         from deepmd_muon.optim.build import build_adam
 
-        return build_adam(self, model, lr)
+        return build_adam(self, model, lr, replicas)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,11 +284,14 @@ class AdamWConfig:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def build(self, model: nn.Module, lr: float | Tensor = 1e-3) -> Optimizer:
-        """Make this optimizer for the named parameters of `model`, with learning rate `lr`."""
+    def build(self, model: nn.Module, lr: float | Tensor = 1e-3, replicas: Replicas | None = None) -> Optimizer:
+        """Make this optimizer for the named parameters of `model`, with learning rate `lr`.
+
+        With `replicas`, ranks on which parameters and gradients are equal, each keeps a part of the state (ZeRO-1).
+        """
         from deepmd_muon.optim.build import build_adamw
 
-        return build_adamw(self, model, lr)
+        return build_adamw(self, model, lr, replicas)
 
 
 OptimizerConfig = HybridMuonConfig | AdamConfig | AdamWConfig

@@ -23,21 +23,28 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(
-    config: OptimizerConfig, model: nn.Module, lr: float, *, replicas: DeviceMesh | None = None
+    config: OptimizerConfig,
+    model: nn.Module,
+    lr: float,
+    *,
+    replicas: DeviceMesh | None = None,
+    state_in_parts: bool = False,
 ) -> torch.optim.Optimizer:
     """Make the run's optimizer.
 
-    The ranks of `replicas` hold the same parameters and gradients: HybridMuon shares its work among them; the others
-    take the same step on each.
+    The ranks of `replicas` hold the same parameters and gradients: HybridMuon shares its work among them, the others
+    take the same step on each. With `state_in_parts` each of them keeps a part of the optimizer's state.
 
     DeePMD's weights are stored (in, out); HybridMuon is told so unless the input says otherwise or asks for
     deepmd-kit's own arithmetic, which takes them as stored.
     """
-    if isinstance(config, HybridMuonConfig) and config.layout == "auto" and not config.deepmd_kit_arithmetic:
+    if not isinstance(config, HybridMuonConfig):
+        return config.build(model, lr, replicas if state_in_parts else None)
+    if config.layout == "auto" and not config.deepmd_kit_arithmetic:
         config = dataclasses.replace(config, layout="in_out")
-    if replicas is not None and isinstance(config, HybridMuonConfig):
-        return config.build(model, lr, replicas)
-    return config.build(model, lr)
+    if state_in_parts:
+        config = dataclasses.replace(config, sharded=dataclasses.replace(config.sharded, state="sharded"))
+    return config.build(model, lr, replicas)
 
 
 def load_optimizer_state(

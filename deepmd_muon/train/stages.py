@@ -8,23 +8,20 @@ Stages 2 and 3 are torch's FSDP2 around the whole model.
 
 from __future__ import annotations
 
-import copy
 import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.optimizers import build_optimizer
-from deepmd_muon.train.parallel import Ranks, cut_as, local_part
+from deepmd_muon.train.parallel import Ranks, local_part
 
 if TYPE_CHECKING:
     from deepmd_muon.model import EnergyModel
@@ -55,7 +52,7 @@ def distribute(stage: int, ranks: Ranks, model: EnergyModel, replicate_degree: i
     kind, size = ranks.device.type, ranks.size
     if stage < 2:
         mesh = init_device_mesh(kind, (size,), mesh_dim_names=("replicas",))
-        return (ShardedOptimizer if stage else Replicated)(ranks, model, mesh)
+        return Replicated(ranks, model, mesh, state_in_parts=stage == 1)
     if size % replicate_degree:
         raise TrainingError(
             f"training/data_parallel_replicate_degree is {replicate_degree}, which does not divide {size} processes"
@@ -70,12 +67,14 @@ def distribute(stage: int, ranks: Ranks, model: EnergyModel, replicate_degree: i
 
 
 class Replicated:
-    """Stage 0: every rank holds everything and works on its own batch; gradients are averaged.
+    """Stages 0 and 1: every rank holds the model and works on its own batch; gradients are averaged.
 
     Parameters
     ----------
     ranks, model, mesh
         The processes, what they train, and their device mesh.
+    state_in_parts
+        Whether each keeps a part of the optimizer's state instead of all of it.
 
     Attributes
     ----------
@@ -85,16 +84,17 @@ class Replicated:
         Number of the signal that some rank had got before the last `average`; the same on all ranks.
     """
 
-    def __init__(self, ranks: Ranks, model: EnergyModel, mesh: DeviceMesh) -> None:
+    def __init__(self, ranks: Ranks, model: EnergyModel, mesh: DeviceMesh, *, state_in_parts: bool = False) -> None:
         self.ranks = ranks
         self.model = model
         self.mesh = mesh
+        self._state_in_parts = state_in_parts
         self.request: int | None = None
         self.agreed: int | None = None
 
     def optimizer(self, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
         """Make the run's optimizer."""
-        return build_optimizer(config, self.model, lr, replicas=self.mesh)
+        return build_optimizer(config, self.model, lr, replicas=self.mesh, state_in_parts=self._state_in_parts)
 
     def average(self, loss: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
         """Average gradients and loss of all ranks, and let them agree on signals.
@@ -126,14 +126,11 @@ class Replicated:
         found = [p.grad for p in params if p.grad is not None]
         return found, torch.nn.utils.get_total_norm(found), summed[0] / self.ranks.size
 
-    def updated(self) -> None:
-        """Bring the model up to date after the optimizer's step."""
-
     def rest(self) -> None:
         """Let go of what a forward pass without backward pass has left."""
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, full: dict[str, Any]) -> None:
-        """Take the state of an optimizer of the whole model, parameters in the same order."""
+        """Take the state, or this rank's part of it, of an optimizer of the whole model in the same order."""
         optimizer.load_state_dict(full)
 
     def _tail(self, loss: Tensor) -> Tensor:
@@ -144,57 +141,6 @@ class Replicated:
         """Read of the summed tail which signal any rank has got."""
         counts = summed[1 : 1 + len(_SIGNALS)]
         self.agreed = next((int(number) for number, count in zip(_SIGNALS, counts, strict=True) if count), None)
-
-
-class ShardedOptimizer(Replicated):
-    """Stage 1: the optimizer's state is cut along the first dimension of every parameter; models are whole.
-
-    The optimizer steps this rank's part of every parameter, and the parts are gathered into the models.
-    """
-
-    def __init__(self, ranks: Ranks, model: EnergyModel, mesh: DeviceMesh) -> None:
-        super().__init__(ranks, model, mesh)
-        self._cut = _cut_copy(model, mesh)
-        self._pairs = list(zip(model.parameters(), self._cut.parameters(), strict=True))
-
-    def optimizer(self, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-        """Make the run's optimizer, on this rank's parts."""
-        return build_optimizer(config, self._cut, lr)
-
-    def average(self, loss: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Average the gradients, and cut them like the parameters."""
-        _, norm, mean = super().average(loss)
-        for p, part in self._pairs:
-            if p.grad is not None:
-                part.grad = cut_as(p.grad, part)
-            p.grad = None
-        return [local_part(part.grad) for _, part in self._pairs if part.grad is not None], norm, mean
-
-    @torch.no_grad()
-    def updated(self) -> None:
-        """Gather the parts that the ranks have stepped."""
-        moved = [(p, part) for p, part in self._pairs if p.requires_grad]
-        dtype = max((p.dtype for p, _ in moved), key=lambda dtype: dtype.itemsize)
-        mine = torch.cat([local_part(part).reshape(-1).to(dtype) for _, part in moved])
-        size = self.ranks.size
-        rows = [[_rows(p, rank, size) for rank in range(size)] for p, _ in moved]
-        counts = [[len(r) * _row_size(p) for r in each] for (p, _), each in zip(moved, rows, strict=True)]
-        longest = max(sum(each[rank] for each in counts) for rank in range(size))
-        sent = mine.new_zeros(longest)
-        sent[: mine.numel()] = mine
-        found = mine.new_empty(size * longest)
-        dist.all_gather(list(found.chunk(size)), sent)
-        pieces = [
-            found[rank * longest :][: sum(each[rank] for each in counts)].split([each[rank] for each in counts])
-            for rank in range(size)
-        ]
-        for k, (p, _) in enumerate(moved):
-            parts = [pieces[0][k]] if p.ndim == 0 else [pieces[rank][k] for rank in range(size)]
-            p.copy_(torch.cat(parts).view_as(p))
-
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, full: dict[str, Any]) -> None:
-        """Take this rank's part of the state of an optimizer of the whole model."""
-        _load_cut(self._cut, optimizer, full)
 
 
 class FullySharded(Replicated):
@@ -239,46 +185,16 @@ class FullySharded(Replicated):
         self._module.reshard()
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, full: dict[str, Any]) -> None:
-        """Take this rank's part of the state of an optimizer of the whole model."""
-        _load_cut(self.model, optimizer, full)
+        """Take this rank's part of the state of an optimizer of the whole model, by torch's own naming of parts."""
+        groups, state = [], {}
+        for group in full["param_groups"]:
+            names = list(group["param_names"])
+            groups.append({**group, "params": names})
+            numbered = zip(group["params"], names, strict=True)
+            state.update({name: full["state"][i] for i, name in numbered if i in full["state"]})
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(self.model, optimizer, {"state": state, "param_groups": groups}, options=options)
 
 
 def _without_views(model: nn.Module, given: tuple[Any, ...], out: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() if value._is_view() else value for name, value in out.items()}
-
-
-def _cut_copy(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Return a copy of a model whose parameters are cut along their first dimension."""
-    twin = copy.deepcopy(model)
-    known: dict[nn.Parameter, nn.Parameter] = {}
-    for module in twin.modules():
-        for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if p not in known:
-                placement = Shard(0) if p.ndim else Replicate()
-                cut = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=None)
-                known[p] = nn.Parameter(cut, requires_grad=p.requires_grad)
-            setattr(module, name, known[p])
-    return twin
-
-
-def _rows(p: Tensor, rank: int, size: int) -> range:
-    """Return the rows that a rank holds of a parameter cut along its first dimension; of a scalar, one."""
-    if p.ndim == 0:
-        return range(1)
-    each = -(-p.shape[0] // size)
-    return range(min(rank * each, p.shape[0]), min((rank + 1) * each, p.shape[0]))
-
-
-def _row_size(p: Tensor) -> int:
-    return p[0].numel() if p.ndim and p.shape[0] else 1
-
-
-def _load_cut(module: nn.Module, optimizer: torch.optim.Optimizer, full: dict[str, Any]) -> None:
-    """Load a full optimizer state into an optimizer of DTensors, through torch's own naming of its parameters."""
-    groups, state = [], {}
-    for group in full["param_groups"]:
-        names = list(group["param_names"])
-        groups.append({**group, "params": names})
-        state.update({n: full["state"][i] for i, n in zip(group["params"], names, strict=True) if i in full["state"]})
-    options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(module, optimizer, {"state": state, "param_groups": groups}, options=options)

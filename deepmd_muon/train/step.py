@@ -72,8 +72,6 @@ class TrainingStep:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-            if self.shared is not None:
-                self.shared.updated()
         return metrics
 
     def _finite_and_clipped(self, loss: Tensor, system: str) -> bool:

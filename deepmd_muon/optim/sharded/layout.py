@@ -70,6 +70,19 @@ def replicated(ranks: Sequence[int]) -> Layout:
     return Layout((len(ranks),), tuple(ranks), (None,))
 
 
+def state_layout(shape: Sequence[int], ranks: Sequence[int], mesh: tuple[int, ...], *, matrices: bool) -> Layout:
+    """Return how the state of a parameter that all ranks hold in full is cut into equal parts (ZeRO-1).
+
+    Matrices are cut along the dimension that leaves the largest part smallest, other parameters along the first, so
+    that each part is contiguous.
+    """
+    size = len(ranks)
+    dim = 0
+    if matrices:
+        dim = min(range(len(shape)), key=lambda d: (-(-shape[d] // size) * (math.prod(shape) // max(1, shape[d])), d))
+    return Layout(mesh, tuple(ranks), (Split(dim),) * len(mesh))
+
+
 class Region(NamedTuple):
     """What one rank holds of a parameter seen as (batch, rows, columns)."""
 

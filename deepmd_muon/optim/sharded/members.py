@@ -24,7 +24,16 @@ from deepmd_muon.optim.sharded.errors import (
     ReshardedParameterError,
     ShardingError,
 )
-from deepmd_muon.optim.sharded.layout import Layout, Split, held, replicated, score_layout, scores_of_rank, total
+from deepmd_muon.optim.sharded.layout import (
+    Layout,
+    Split,
+    held,
+    replicated,
+    score_layout,
+    scores_of_rank,
+    state_layout,
+    total,
+)
 from deepmd_muon.optim.state import state_of
 
 if TYPE_CHECKING:
@@ -80,24 +89,18 @@ class StateCut:
 
 
 def state_cut(p: Tensor, replicas: Replicas, *, matrices: bool) -> StateCut | None:
-    """Return how the state of a replicated parameter is cut into equal parts; None for a scalar.
-
-    Matrices are cut along the dimension that leaves the largest part smallest, vectors' like along the first, so that
-    each part is contiguous.
-    """
+    """Return how the state of a replicated parameter is cut, see `state_layout`; None for a scalar."""
     if p.ndim == 0:
         return None
     mesh = replicas if isinstance(replicas, DeviceMesh) else DeviceMesh.from_group(replicas, p.device.type)
-    size = mesh.size()
-    dim = 0
-    if matrices:
-        dim = min(range(p.ndim), key=lambda d: (-(-p.shape[d] // size) * (p.numel() // max(1, p.shape[d])), d))
-    layout = Layout(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), (Split(dim),) * mesh.ndim)
+    layout = state_layout(p.shape, mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape), matrices=matrices)
+    first = layout.placements[0]
     place = mesh.get_coordinate()
+    assert first is not None
     assert place is not None
-    runs = held(p.shape[dim], dim, layout, tuple(place))
+    runs = held(p.shape[first.dim], first.dim, layout, tuple(place))
     start, stop = runs[0] if runs else (0, 0)
-    return StateCut(mesh, layout, dim, start, stop - start)
+    return StateCut(mesh, layout, first.dim, start, stop - start)
 
 
 @dataclasses.dataclass(frozen=True)

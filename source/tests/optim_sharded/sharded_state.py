@@ -13,7 +13,7 @@ from sharded_cases import SETTINGS, SHAPES, Twins, fits, layouts, mesh_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from deepmd_muon.optim import HybridMuon, InvalidSettingError
+from deepmd_muon.optim import AdamConfig, AdamWConfig, HybridMuon, InvalidSettingError
 from deepmd_muon.optim.offload import MOVED, local_of
 from deepmd_muon.optim.sharded import ShardedSettings, elements
 from deepmd_muon.optim.sharded.bucket import Bucket
@@ -288,7 +288,50 @@ def order_of_a_step():
                 assert at["apply", k - slots] < at["gather", k]
 
 
+def adam_in_parts():
+    """torch's Adam and AdamW with state in parts equal theirs with whole state; states load into each other."""
+    world = dist.get_world_size()
+    shapes = {"a": (8 * world, 4), "b": (7, 3), "c": (world + 1,), "d": (1,), "e": ()}
+    random = torch.Generator().manual_seed(5)
+    for config in (AdamConfig(weight_decay=0.1), AdamWConfig(weight_decay=0.1)):
+        models = [nn.ParameterDict({k: torch.ones(shape) for k, shape in shapes.items()}) for _ in range(2)]
+        optimizers = [config.build(models[0], 0.1), config.build(models[1], 0.1, mesh_of((world,)))]
+
+        def step(nowhere=(), models=models, optimizers=optimizers):
+            for key, p in models[0].items():
+                p.grad = None if key in nowhere else torch.randn(p.shape, generator=random)
+                models[1][key].grad = None if key in nowhere else p.grad.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert all(q.grad is None for q in models[1].values())
+            for key, p in models[0].items():  # torch's vector loops round otherwise in a remainder
+                bound = 0.0 if key == "a" else 1e-6
+                torch.testing.assert_close(models[1][key], p, rtol=bound, atol=bound)
+
+        step(nowhere=("b",))
+        step()
+        whole, cut = (optimizer.state_dict() for optimizer in optimizers)
+        assert [g["param_names"] for g in whole["param_groups"]] == [g["param_names"] for g in cut["param_groups"]]
+        for i, (key, p) in enumerate(models[0].items()):
+            for name in ("exp_avg", "exp_avg_sq"):
+                x, y = whole["state"][i][name], cut["state"][i][name]
+                assert isinstance(y, DTensor) == (p.ndim > 0)
+                torch.testing.assert_close(y.full_tensor() if p.ndim else y, x, rtol=1e-6, atol=1e-6)
+                if p.ndim:
+                    rows = -(-p.shape[0] // world)
+                    assert len(y.to_local()) == max(0, min(rows, p.shape[0] - dist.get_rank() * rows)), key
+        for source in optimizers:
+            found = source.state_dict()
+            found["state"] = {i: {k: x.clone() for k, x in values.items()} for i, values in found["state"].items()}
+            optimizers[1].load_state_dict(found)
+            moments = optimizers[1].state_dict()["state"][0]
+            assert moments["exp_avg"].to_local().untyped_storage().nbytes() == 8 * 4 * 4
+            step()
+
+
 CASES = [
+    ("Adam in parts", adam_in_parts),
     ("order of a step", order_of_a_step),
     ("offloaded", offloaded),
     ("offload and reference", offload_refuses_the_reference),

@@ -27,7 +27,7 @@ MOVES = [
 
 FOR_THREE = (
     *("every layout", "repeated work", "missing gradients", "counted collectives", "replicas", "models"),
-    *("offloaded", "cut state", "collectives of cut state"),
+    *("offloaded", "cut state", "collectives of cut state", "Adam in parts"),
 )
 
 

@@ -17,6 +17,7 @@ from train_ranks import Job, free_ports, run_jobs
 
 from deepmd_muon.cli.plan import plan_page
 from deepmd_muon.model.checkpoint_file import read_checkpoint
+from deepmd_muon.optim.offload import MOVED
 
 STEPS, HALF = 6, 3
 STAGES = (0, 1, 2, 3)
@@ -142,7 +143,8 @@ def check_equal(place, world, ends, jobs, kind="HybridMuon"):
 
 def again(place, source, *, world, stage, groups=1, form="file"):
     """Load the last checkpoint of a run, of which no step is left to do, and save it again."""
-    given = content(place, 1, stage, groups=groups, save_ckpt="again", checkpoint_format=form)
+    kind = "AdamW" if source.parent.name.startswith("adam") else "HybridMuon"
+    given = content(place, 1, stage, kind, groups, save_ckpt="again", checkpoint_format=form)
     name = f"{source.parent.name}_{source.suffix[1:]}_on{world}_{stage}_{groups}"
     return Job(place / name, given, {"restart": str(source)})
 
@@ -236,6 +238,9 @@ def test_two_ranks_equal_one_process_and_continue_what_others_saved(place):
     jobs = [Job(place / f"2_{stage}", content(place, 1, stage)) for stage in STAGES]
     adam = [Job(place / f"adam_{stage}", content(place, 1, stage, "AdamW")) for stage in STAGES]
     jobs[0].launcher = "srun"
+    parted = [jobs[1], adam[1]]
+    for job in parted:
+        job.accident = "tell_state"
     moves = [
         again(place, last(place, "1"), world=2, stage=3),
         again(place, last(place, "3_1"), world=2, stage=2, form="dcp"),
@@ -244,6 +249,13 @@ def test_two_ranks_equal_one_process_and_continue_what_others_saved(place):
         again(place, last(place, "4_2_2", "dcp"), world=2, stage=3, groups=2),
     ]
     ends = run_jobs(2, [*jobs, *adam, *moves])
+    for job in parted:  # at stage 1 two halves make one state, whatever the optimizer
+        held = [int((path := job.folder / f"state{rank}.txt").read_text()) for rank in range(2)]
+        path.with_name("state0.txt").unlink()
+        path.unlink()
+        saved = tensors(read_checkpoint(job.folder / f"model.ckpt-{STEPS}.pt")["optimizer"]["state"])
+        assert sum(held) == sum(x.numel() for key, x in saved.items() if key.rpartition("/")[2] in MOVED)
+        assert max(held) < 0.6 * sum(held)
     check_equal(place, 2, ends[:4], jobs)
     check_equal(place, 2, ends[4:8], adam, "AdamW")
     assert ends[8:] == [["0"] * 2] * 5
@@ -255,6 +267,7 @@ def test_one_process_and_three_and_four_ranks_continue_what_others_saved(place):
         again(place, last(place, "2_1"), world=1, stage=3),
         again(place, last(place, "3_3"), world=1, stage=0),
         again(place, last(place, "4_3_2", "dcp"), world=1, stage=2),
+        again(place, last(place, "adam_1"), world=1, stage=0),
     ]
     for job in one:
         alone(job.folder, job.content, **job.options)
@@ -265,8 +278,12 @@ def test_one_process_and_three_and_four_ranks_continue_what_others_saved(place):
         again(place, last(place, "4_3_2"), world=4, stage=3),
     ]
     assert run_jobs(4, four) == [["0"] * 4] * 4
-    three = [again(place, last(place, "2_2"), world=3, stage=1)]
-    assert run_jobs(3, three) == [["0"] * 3]
+    three = [
+        again(place, last(place, "2_2"), world=3, stage=1),
+        again(place, last(place, "adam_3"), world=3, stage=1, form="dcp"),
+        again(place, last(place, "adam_1"), world=3, stage=2),
+    ]
+    assert run_jobs(3, three) == [["0"] * 3] * 3
     check_again([*one, *four, *three])
 
 

@@ -16,6 +16,9 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
+from deepmd_muon.optim.offload import MOVED
+from deepmd_muon.train.parallel import local_part
+
 # Imported once, and not by every rank of every spawn.
 PRELOADED = [
     *("deepmd_muon.train.start", "deepmd_muon.train.stages", "deepmd_muon.train.directories"),
@@ -212,16 +215,15 @@ def stop(rank):
     return _in_step(happen)
 
 
-def tell_plan(rank):
-    """Rank 0 writes down the plan of its optimizer."""
+def _after_steps(write):
+    """Call a function with the optimizer after every step."""
     from deepmd_muon.train.step import TrainingStep
 
     original = TrainingStep.__call__
 
     def call(self, batch, lr, lr_fraction):
         found = original(self, batch, lr, lr_fraction)
-        if rank == 0:
-            Path("plan.txt").write_text(self.optimizer.plan.describe(owners=True))
+        write(self.optimizer)
         return found
 
     TrainingStep.__call__ = call
@@ -230,3 +232,23 @@ def tell_plan(rank):
         TrainingStep.__call__ = original
 
     return undo
+
+
+def tell_plan(rank):
+    """Rank 0 writes down the plan of its optimizer."""
+
+    def write(optimizer):
+        if rank == 0:
+            Path("plan.txt").write_text(optimizer.plan.describe(owners=True))
+
+    return _after_steps(write)
+
+
+def tell_state(rank):
+    """Every rank writes down how many elements of momenta and moments it holds."""
+
+    def write(optimizer):
+        moments = [x for state in optimizer.state.values() for key, x in state.items() if key in MOVED]
+        Path(f"state{rank}.txt").write_text(str(sum(local_part(x).numel() for x in moments)))
+
+    return _after_steps(write)
