@@ -3,7 +3,7 @@
 The gradient of a step comes from one explicit backward pass, after which every gradient is there. So stages 0 and 1
 need none of DistributedDataParallel's hooks and buckets: one all-reduce over all gradients, with the loss and the
 requests to stop in its tail, is the whole communication before the update, and its order of summation is fixed.
-Stages 2 and 3 are torch's FSDP2 around the whole model.
+Stages 2 and 3 are torch's FSDP2.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_map
 
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.optimizers import build_optimizer
@@ -144,25 +145,36 @@ class Replicated:
 
 
 class FullySharded(Replicated):
-    """Stages 2 and 3: FSDP2 around the whole model, which keeps between steps only a part of it on each rank.
+    """Stages 2 and 3: FSDP2, which keeps between steps only a part of the model on each rank.
 
     On a mesh of two dimensions (HSDP) the model is cut along the second and repeated along the first.
 
-    The forward pass computes the forces with an explicit pass back through the networks, which needs all parameters
-    at once; so the model is one unit. Stage 3 frees the gathered parameters between forward and backward pass.
+    There are two units. The fitting net gives energies and their slopes in one forward pass, so it is a unit of its
+    own: its parameters are gathered while the descriptor works, and its gradients are scattered while the descriptor's
+    are computed. The rest belongs to the root: the descriptor's second half, the pull-back of the slopes to the edges,
+    is called after its forward pass, when FSDP2 would have freed a unit of its own. Stage 3 frees the gathered
+    parameters between forward and backward pass.
     """
 
     def __init__(self, ranks: Ranks, model: EnergyModel, mesh: DeviceMesh, *, reshard_after_forward: bool) -> None:
         super().__init__(ranks, model, mesh)
-        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad})
-        if len(dtypes) > 1:
-            raise TrainingError(
-                f"the parameters are {' and '.join(dtypes)}; zero_stage 2 and 3 need one precision for descriptor and "
-                "fitting net: set both alike, or use zero_stage 0 or 1"
-            )
-        # FSDP2 hooks onto what the forward pass returns, which must not be views; this hook runs before its own.
-        model.register_forward_hook(_without_views)
-        self._module: FSDPModule = fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fitting = model.atomic_model.fitting_net
+        own = set(fitting.parameters())
+        for unit, params in (("fitting net", own), ("descriptor", set(model.parameters()) - own)):
+            dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in params if p.requires_grad})
+            if len(dtypes) > 1:
+                raise TrainingError(
+                    f"the parameters of the {unit} are {' and '.join(dtypes)}; zero_stage 2 and 3 need one precision "
+                    "for each of descriptor and fitting net: use zero_stage 0 or 1"
+                )
+        self._units: list[FSDPModule] = []
+        for module in (fitting, model):
+            # FSDP2 hooks onto what a forward pass returns, which must not be views; this hook runs before its own.
+            module.register_forward_hook(_without_views)
+            self._units.append(fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward))
+        fit, root = self._units
+        root.set_modules_to_forward_prefetch([fit])
+        root.set_modules_to_backward_prefetch([fit])
 
     def optimizer(self, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
         """Make the run's optimizer, on this rank's parts."""
@@ -182,7 +194,8 @@ class FullySharded(Replicated):
 
     def rest(self) -> None:
         """Free the parameters that a forward pass without backward pass has left gathered."""
-        self._module.reshard()
+        for unit in self._units:
+            unit.reshard()
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, full: dict[str, Any]) -> None:
         """Take this rank's part of the state of an optimizer of the whole model, by torch's own naming of parts."""
@@ -196,5 +209,5 @@ class FullySharded(Replicated):
         set_optimizer_state_dict(self.model, optimizer, {"state": state, "param_groups": groups}, options=options)
 
 
-def _without_views(model: nn.Module, given: tuple[Any, ...], out: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.clone() if value._is_view() else value for name, value in out.items()}
+def _without_views(module: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x._is_view() else x, out)

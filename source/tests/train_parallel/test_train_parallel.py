@@ -15,9 +15,14 @@ import pytest
 import torch
 from train_ranks import Job, free_ports, run_jobs
 
+from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.plan import plan_page
+from deepmd_muon.model import build_model
 from deepmd_muon.model.checkpoint_file import read_checkpoint
 from deepmd_muon.optim.offload import MOVED
+from deepmd_muon.train import TrainingError
+from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.stages import FullySharded
 
 STEPS, HALF = 6, 3
 STAGES = (0, 1, 2, 3)
@@ -297,10 +302,7 @@ def test_restarts_and_accidents_on_two_ranks(place):
     skipping = content(place, 1)
     skipping["optimizer"]["on_nonfinite"] = "skip"
     skipped = Job(place / "skipped", skipping, accident="poison")
-    mixed = copy.deepcopy(content(place, 1, 2))
-    mixed["model"]["fitting_net"]["precision"] = "float32"
-    wrong = Job(place / "wrong", mixed)
-    ends = run_jobs(2, [*halves, *poisoned, *stopped, skipped, wrong])
+    ends = run_jobs(2, [*halves, *poisoned, *stopped, skipped])
     assert ends[:4] == [["0", "0"]] * 4
     whole = read_checkpoint(place / "2_0" / f"model.ckpt-{STEPS}.pt")
     for job in halves:
@@ -316,7 +318,37 @@ def test_restarts_and_accidents_on_two_ranks(place):
         assert read_checkpoint(job.folder / "model.ckpt.pt")["deepmd_muon"]["step"] == 4
     assert ends[8] == ["0", "0"]
     assert read_checkpoint(skipped.folder / "model.ckpt.pt")["deepmd_muon"]["step"] == STEPS
-    assert all("the parameters are float32 and float64; zero_stage 2 and 3 need one precision" in e for e in ends[9])
+
+
+def test_two_precisions_and_a_frozen_descriptor_at_stages_2_and_3(place):
+    """Descriptor and fitting net are gathered and scattered apart from each other."""
+    mixed, frozen = copy.deepcopy(content(place, 2)), copy.deepcopy(content(place, 2))
+    mixed["model"]["fitting_net"]["precision"] = "float32"
+    frozen["model"]["descriptor"]["trainable"] = False
+    kinds = {"mixed": (mixed, 1e-5), "frozen": (frozen, 1e-10)}
+    jobs = []
+    for kind, (given, _) in kinds.items():
+        alone(place / f"{kind}_alone", given)
+        for stage in (2, 3):
+            many = copy.deepcopy(given)
+            many["training"]["zero_stage"] = stage
+            many["training"]["training_data"]["batch_size"] = 1
+            jobs.append(Job(place / f"{kind}_{stage}", many))
+    ends = run_jobs(2, jobs)
+    for job, end in zip(jobs, ends, strict=True):
+        assert end == ["0"] * 2, end
+        kind = job.folder.name.partition("_")[0]
+        one, many = (read_checkpoint(f / f"model.ckpt-{STEPS}.pt") for f in (place / f"{kind}_alone", job.folder))
+        assert_same(one, many, kinds[kind][1])
+
+
+def test_a_unit_of_two_precisions_is_refused(place):
+    given = content(place, 1)
+    given["model"]["descriptor"]["sel"] = [8]
+    model = build_model(normalize(given).normalized["model"])
+    model.atomic_model.descriptor.extra = torch.nn.Parameter(torch.ones(2, dtype=torch.float32))
+    with pytest.raises(TrainingError, match=r"parameters of the descriptor are float32 and float64.*one precision"):
+        FullySharded(Ranks(torch.device("cpu")), model, mesh=None, reshard_after_forward=True)
 
 
 def test_a_rank_that_fails_is_stuck_or_dies_ends_the_others_with_its_story(place):
