@@ -10,6 +10,7 @@ learning rate a launch; nobody waits for either.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from deepmd_muon.optim.capture import record
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.fused_kernels import SUMS, advance, apply, damp
 from deepmd_muon.optim.fused_tables import Addresses, Block, Numbers, blocks_of, cut, halves
-from deepmd_muon.optim.gradients import StepControl
+from deepmd_muon.optim.gradients import StepControl, gradients_of
 from deepmd_muon.optim.groups import update_scale
 from deepmd_muon.optim.muon import muon_, polar_factors
 from deepmd_muon.optim.polar.dispatch import Problem, choose
@@ -262,9 +263,9 @@ class FusedSteps:
                 return self.step(
                     params, buffers, scores, views, lr=lr, settings=settings, control=control, maximize=maximize
                 )
-        grads = [p.grad for p in params if p.grad is not None]
-        dtype = grads[0].dtype
-        if dtype not in _TYPES or any(g.dtype != dtype for g in grads):
+        grads = gradients_of(params)
+        (dtype, *others) = {g.dtype for g in grads}
+        if dtype not in _TYPES or others:
             return False
         lr = float(lr) if isinstance(lr, Tensor) and not lr.is_cuda else lr  # waits for nothing
         if not _works(params[0].device, params[0].dtype, dtype, bool(scores), settings.nesterov, maximize):
@@ -279,12 +280,14 @@ class FusedSteps:
             known = self._known[params[0]] = FusedMuon(params, buffers, scores, views, settings, recording=recording)
         if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
             self._captured.append(known)
-        known.step([g if g.is_contiguous() else g.contiguous() for g in grads], lr, control, maximize=maximize)
+        if not all(map(Tensor.is_contiguous, grads)):
+            grads = [g.contiguous() for g in grads]
+        known.step(grads, lr, control, maximize=maximize)
         return True
 
 
 def _addresses(*several: Sequence[Tensor]) -> list[int]:
-    return [x.data_ptr() for tensors in several for x in tensors]
+    return list(map(Tensor.data_ptr, itertools.chain(*several)))
 
 
 @functools.lru_cache(maxsize=64)

@@ -37,7 +37,7 @@ class Addresses:
 
     def of(self, tensors: Sequence[Tensor], capturing: bool) -> Tensor:
         """Return the table with the tensors' present addresses; a captured graph gets a table of its own."""
-        now = [x.data_ptr() for x in tensors]
+        now = list(map(Tensor.data_ptr, tensors))
         if capturing:
             table = torch.empty_like(self._table)
             for first in range(0, len(now), _AT_ONCE):

@@ -31,6 +31,8 @@ class StepControl:
 
     def on(self, device: torch.device) -> StepControl:
         """Return the same on another device."""
+        if self.skip is None and self.scale is None:
+            return self
         moved = [None if x is None else x.to(device, non_blocking=True) for x in (self.skip, self.scale)]
         return StepControl(*moved)
 
@@ -54,7 +56,7 @@ def in_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def gradients_of(params: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients of parameters that have one."""
-    return [p.grad for p in params if p.grad is not None]
+    return [g for p in params if (g := p.grad) is not None]
 
 
 def nonfinite(grads: Sequence[Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -193,6 +194,10 @@ def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
         return _settings(**values)
     except TypeError:  # a value that cannot be hashed is of a wrong type; say of which
         return HybridMuonConfig(**values)
+
+
+# A group's settings as they stand there, to be compared; quicker than the dataclass.
+given_settings = itemgetter("adam_betas", "schedule", *_LISTS, *_PLAIN_SETTINGS)
 
 
 def frozen_schedule(schedule: AnySchedule) -> str | Steps:

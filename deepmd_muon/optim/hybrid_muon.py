@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from deepmd_muon.optim.capture import refuse_capture
 from deepmd_muon.optim.config import Layout, MuonMode, NonFinite, Precision, RouteChange, Scaling
-from deepmd_muon.optim.errors import InvalidGradientError, InvalidSettingError, NonFiniteGradientError
-from deepmd_muon.optim.gradients import StepControl, nonfinite
+from deepmd_muon.optim.errors import InvalidSettingError, NonFiniteGradientError
+from deepmd_muon.optim.gradients import StepControl, gradients_of, nonfinite
 from deepmd_muon.optim.groups import (
     Params,
     check_group,
@@ -31,7 +31,7 @@ from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules, choo
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded.settings import ShardedSettings
 from deepmd_muon.optim.state import drop_unfit, load_checked_state
-from deepmd_muon.optim.work import GroupWork, step_waves
+from deepmd_muon.optim.work import Work, step_waves
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.fused import FusedSteps
@@ -212,7 +212,7 @@ class HybridMuon(Optimizer):
         self.routing = RouteTable(entries)
         self._routed_for = self._switches()
         drop_unfit(self)
-        self._work: dict[int, GroupWork] = {}
+        self._work: Work | None = None
         self._shared: ShardedStep | None = None
         if self.replicas is not None or any(hasattr(p, "device_mesh") for g in self.param_groups for p in g["params"]):
             from deepmd_muon.optim.sharded.step import sharded_step
@@ -261,7 +261,7 @@ class HybridMuon(Optimizer):
 
     def _forget_work(self) -> None:
         """Let the next step look at parameters and state anew."""
-        self._work = {}
+        self._work = None
         if self._shared is not None:
             self._shared.forget()
 
@@ -295,38 +295,27 @@ class HybridMuon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._keep_up()
-        work = [self._collect(number) for number in range(len(self.param_groups))]
-        refuse_capture(self, [p for members in work for p, _ in members])
+        work = self._work
+        if work is None or not work.holds(self):
+            self._keep_up()
+            work = self._work = Work(self)
+        refuse_capture(self, work.params)
         if self._shared is None:
-            control = self._control([member for members in work for member in members])
+            members, control = work.members, self._control(work)
         else:
-            work, control = self._shared.step(work)
-        step_waves(self, work, control)
+            members, control = self._shared.step(work.members)
+        step_waves(self, work.waves(self, members), control)
         return loss
 
-    def _collect(self, number: int) -> list[tuple[Tensor, RouteEntry]]:
-        """Return one group's parameters that have a usable gradient."""
-        members = []
-        for p, entry in zip(self.param_groups[number]["params"], self._entries[number], strict=True):
-            if p.grad is None or entry.route == "frozen":
-                continue
-            if p.grad.layout != torch.strided:
-                raise InvalidGradientError(
-                    f"the gradient of {entry.name!r} is sparse; HybridMuon needs dense gradients "
-                    "(for an embedding set sparse=False)"
-                )
-            members.append((p, entry))
-        return members
-
-    def _control(self, members: Sequence[tuple[Tensor, RouteEntry]]) -> StepControl:
+    def _control(self, work: Work) -> StepControl:
         """Decide, on the device, whether this step is left out."""
         # torch.amp.GradScaler sets these two for the time of the call.
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if self.on_nonfinite != "ignore" and members:
-            bad = nonfinite([p.grad for p, _ in members if p.grad is not None])
+        if self.on_nonfinite != "ignore" and work.params:
+            bad = nonfinite(gradients_of(work.params))
             if self.on_nonfinite == "error" and skip is None and bad.any():
-                raise NonFiniteGradientError([entry.name for (_, entry), b in zip(members, bad, strict=True) if b])
+                names = [entry.name for members in work.members for _, entry in members]
+                raise NonFiniteGradientError([name for name, b in zip(names, bad, strict=True) if b])
             skip = bad.any().float() if skip is None else torch.maximum(skip.to(bad.device), bad.any().float())
         return StepControl(skip, scale)
 

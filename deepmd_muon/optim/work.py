@@ -1,22 +1,30 @@
-"""What a step works on: parameters by route, device and dtype, remembered while they stay the same."""
+"""What a step works on: parameters by route, device and dtype, remembered while they stay the same.
+
+A small model's step is bound by the host, so that each step looks at little: parameters, gradients and state in one
+pass, and the groups' settings as they were given.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
-from operator import is_
+from operator import eq, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from deepmd_muon.optim.adam import adam_, moment_dtype
 from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.errors import InvalidGradientError
 from deepmd_muon.optim.gradients import StepControl, gradients_of, waves
-from deepmd_muon.optim.groups import adam_lr_ratio, group_settings
+from deepmd_muon.optim.groups import adam_lr_ratio, given_settings, group_settings
 from deepmd_muon.optim.muon import muon_
 from deepmd_muon.optim.offload import Lot
 from deepmd_muon.optim.polar.dispatch import unavailable
 from deepmd_muon.optim.routing import Route, RouteEntry
 from deepmd_muon.optim.state import state_of
+from deepmd_muon.optim.views import MatrixView
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.fused import FusedSteps
@@ -32,49 +40,112 @@ MOMENTS: dict[Route, tuple[str, ...]] = {
 }
 
 
+Members = list[tuple[Tensor, RouteEntry]]
+
+
 class Wave(NamedTuple):
     """Parameters of one group, route, device and dtype that are stepped together, and their state.
 
     Where moments are in host memory, `lot` is them: parameter by parameter, in the order of `MOMENTS`.
     """
 
-    members: list[tuple[Tensor, RouteEntry]]
+    group: dict[str, Any]
+    settings: HybridMuonConfig
+    route: Route
+    device: torch.device
+    params: list[Tensor]
+    views: list[MatrixView]
     states: States
     lot: Lot | None
 
 
-class GroupWork:
-    """The waves of one parameter group, and what they depend on."""
+class Work:
+    """The parameters that have a gradient, as one step or many find them.
 
-    def __init__(
-        self, optimizer: HybridMuon, group: dict[str, Any], members: Sequence[tuple[Tensor, RouteEntry]]
-    ) -> None:
-        self._key = _key(optimizer, group)
-        self._params = [p for p, _ in members]
-        self.waves: list[Wave] = []
-        routes: tuple[Route, ...] = ("muon", "adam", "adamw")
-        for route in routes:
-            taken = [(p, entry) for p, entry in members if entry.route == route]
-            # Equal shapes side by side: where not all fit in one wave, they are still orthogonalized in batches.
-            taken.sort(key=lambda member: (member[1].view.rows, member[1].view.columns) if member[1].view else (0, 0))
-            for wave in waves(taken, elements_at_a_time(optimizer, group, route, [p for p, _ in taken])):
-                states = [state_of(optimizer, p, entry, damped=group["magma_muon"]) for p, entry in wave]
-                self.waves.append(Wave(wave, states, lot_of(optimizer, [p for p, _ in wave], route)))
-        self._states = [optimizer.state[p] for p in self._params]
+    Attributes
+    ----------
+    members
+        By parameter group.
+    params
+        All of them.
 
-    def holds(self, optimizer: HybridMuon, group: dict[str, Any], members: Sequence[tuple[Tensor, RouteEntry]]) -> bool:
-        """Return whether the waves would come out the same now."""
+    Raises
+    ------
+    InvalidGradientError
+        When a gradient is sparse.
+    """
+
+    def __init__(self, optimizer: HybridMuon) -> None:
+        groups = optimizer.param_groups
+        self._given = copy.deepcopy([_given(optimizer, group) for group in groups])
+        self._all = [p for group in groups for p in group["params"]]
+        self._trained = [p.requires_grad for p in self._all]
+        self._layouts = [None if (g := p.grad) is None else g.layout for p in self._all]
+        self.members = [_with_gradient(group, optimizer._entries[i]) for i, group in enumerate(groups)]
+        self.params = [p for members in self.members for p, _ in members]
+        self._waves: list[Wave] | None = None
+        self._states: list[dict[str, Tensor]] = []
+
+    def holds(self, optimizer: HybridMuon) -> bool:
+        """Return whether it would come out the same now."""
+        groups, state = optimizer.param_groups, optimizer.state
+        params = [p for group in groups for p in group["params"]]
         return (
-            len(members) == len(self._params)
-            and _key(optimizer, group) == self._key
-            and all(map(is_, [p for p, _ in members], self._params))
-            and all(map(is_, map(optimizer.state.get, self._params), self._states))
-            and all(self._states)
+            self._waves is not None
+            and len(groups) == len(self._given)
+            and all(map(eq, [_given(optimizer, group) for group in groups], self._given))
+            and len(params) == len(self._all)
+            and all(map(is_, params, self._all))
+            and [None if (g := p.grad) is None else g.layout for p in params] == self._layouts
+            and [p.requires_grad for p in params] == self._trained
+            and len(state) == len(self._states)
+            and all(map(is_, state.values(), self._states))
+            and all(map(all, [wave.states for wave in self._waves]))
         )
 
+    def waves(self, optimizer: HybridMuon, members: Sequence[Members]) -> list[Wave]:
+        """Return what is stepped together of what is left for this process to step alone, the same in every step."""
+        if self._waves is None:
+            groups = zip(optimizer.param_groups, members, strict=True)
+            self._waves = [wave for group, some in groups for wave in _waves_of(optimizer, group, some)]
+            self._states = list(optimizer.state.values())
+        return self._waves
 
-def _key(optimizer: HybridMuon, group: dict[str, Any]) -> tuple[Any, ...]:
-    return group["magma_muon"], group["foreach"], optimizer.workspace
+
+def _given(optimizer: HybridMuon, group: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what of a group and its optimizer decides what is stepped together, and how."""
+    return given_settings(group), group["foreach"], optimizer.workspace
+
+
+def _with_gradient(group: dict[str, Any], entries: Sequence[RouteEntry]) -> Members:
+    """Return one group's parameters that have a usable gradient."""
+    members = []
+    for p, entry in zip(group["params"], entries, strict=True):
+        if p.grad is None or entry.route == "frozen":
+            continue
+        if p.grad.layout != torch.strided:
+            raise InvalidGradientError(
+                f"the gradient of {entry.name!r} is sparse; HybridMuon needs dense gradients "
+                "(for an embedding set sparse=False)"
+            )
+        members.append((p, entry))
+    return members
+
+
+def _waves_of(optimizer: HybridMuon, group: dict[str, Any], members: Members) -> Iterator[Wave]:
+    """Cut one group's parameters into waves; make the state of those that have none."""
+    settings = group_settings(group)
+    routes: tuple[Route, ...] = ("muon", "adam", "adamw")
+    for route in routes:
+        taken = [(p, entry) for p, entry in members if entry.route == route]
+        # Equal shapes side by side: where not all fit in one wave, they are still orthogonalized in batches.
+        taken.sort(key=lambda member: (member[1].view.rows, member[1].view.columns) if member[1].view else (0, 0))
+        for wave in waves(taken, elements_at_a_time(optimizer, group, route, [p for p, _ in taken])):
+            params = [p for p, _ in wave]
+            views = [entry.view for _, entry in wave if entry.view is not None]
+            states = [state_of(optimizer, p, entry, damped=settings.magma_muon) for p, entry in wave]
+            lot = lot_of(optimizer, params, route)
+            yield Wave(group, settings, route, params[0].device, params, views, states, lot)
 
 
 def elements_at_a_time(optimizer: HybridMuon, group: dict[str, Any], route: Route, params: Sequence[Tensor]) -> int:
@@ -102,54 +173,38 @@ def on_device(states: States, route: Route, moments: Sequence[Tensor]) -> States
     return [{**state, **{key: next(found) for key in keys}} for state in states]
 
 
-def step_waves(
-    optimizer: HybridMuon, work: Sequence[Sequence[tuple[Tensor, RouteEntry]]], control: StepControl
-) -> None:
-    """Step each group's parameters that have a gradient."""
-    todo: list[tuple[dict[str, Any], Wave]] = []
-    for number, (group, members) in enumerate(zip(optimizer.param_groups, work, strict=True)):
-        known = optimizer._work.get(number)
-        if known is None or not known.holds(optimizer, group, members):
-            known = optimizer._work[number] = GroupWork(optimizer, group, members)
-        todo += [(group, wave) for wave in known.waves]
-    for (group, wave), states in zip(todo, _ready(optimizer, [wave for _, wave in todo]), strict=True):
-        step_wave(optimizer, wave.members, states, group, control.on(wave.members[0][0].device))
+def step_waves(optimizer: HybridMuon, waves: Sequence[Wave], control: StepControl) -> None:
+    """Step what is stepped together, one after the other."""
+    for wave, states in zip(waves, _ready(optimizer, waves), strict=True):
+        here = control.on(wave.device)
+        if wave.route == "muon":
+            _step_matrices(optimizer, wave, states, here)
+        else:
+            step_elements(wave.params, gradients_of(wave.params), states, wave.route, wave.group, here, wave.settings)
 
 
-def _ready(optimizer: HybridMuon, todo: Sequence[Wave]) -> Iterator[States]:
+def _ready(optimizer: HybridMuon, waves: Sequence[Wave]) -> Iterator[States]:
     """Yield the state of each wave, on its device."""
     if optimizer._offload is None:
-        yield from (wave.states for wave in todo)
+        yield from (wave.states for wave in waves)
         return
-    carried = optimizer._offload.carry([wave.lot for wave in todo if wave.lot is not None])
-    for wave, moments in zip(todo, carried, strict=True):
-        yield on_device(wave.states, wave.members[0][1].route, moments)
+    carried = optimizer._offload.carry([wave.lot for wave in waves if wave.lot is not None])
+    for wave, moments in zip(waves, carried, strict=True):
+        yield on_device(wave.states, wave.route, moments)
 
 
-def step_wave(
-    optimizer: HybridMuon,
-    wave: Sequence[tuple[Tensor, RouteEntry]],
-    states: Sequence[dict[str, Tensor]],
-    group: dict[str, Any],
-    control: StepControl,
-) -> None:
-    """Step some parameters of one group, route, device and dtype."""
-    settings = group_settings(group)
-    params = [p for p, _ in wave]
-    route = wave[0][1].route
-    if route == "muon":
-        lists = (
-            params,
-            [state["momentum_buffer"] for state in states],
-            [state["magma_score"] for state in states] if settings.magma_muon else [],
-            [entry.view for _, entry in wave if entry.view is not None],
-        )
-        fused = _fused_steps(optimizer, params[0], settings)
-        values: dict[str, Any] = {"lr": group["lr"], "settings": settings, "control": control}
-        if fused is None or not fused.step(*lists, **values, maximize=group["maximize"]):
-            muon_(*lists, **values, maximize=group["maximize"])
-    else:
-        step_elements(params, gradients_of(params), states, route, group, control)
+def _step_matrices(optimizer: HybridMuon, wave: Wave, states: States, control: StepControl) -> None:
+    """Take a step of the Muon route."""
+    lists = (
+        wave.params,
+        [state["momentum_buffer"] for state in states],
+        [state["magma_score"] for state in states] if wave.settings.magma_muon else [],
+        wave.views,
+    )
+    fused = _fused_steps(optimizer, wave.params[0], wave.settings)
+    values: dict[str, Any] = {"lr": wave.group["lr"], "settings": wave.settings, "control": control}
+    if fused is None or not fused.step(*lists, **values, maximize=wave.group["maximize"]):
+        muon_(*lists, **values, maximize=wave.group["maximize"])
 
 
 def step_elements(
@@ -159,9 +214,10 @@ def step_elements(
     route: Route,
     group: dict[str, Any],
     control: StepControl,
+    settings: HybridMuonConfig | None = None,
 ) -> None:
     """Take a step of one of the Adam routes, on parameters of one group, device and dtype."""
-    settings = group_settings(group)
+    settings = settings or group_settings(group)
     ratio = adam_lr_ratio(settings)
     adam_(
         params,

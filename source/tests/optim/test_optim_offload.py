@@ -103,7 +103,7 @@ def test_moments_are_in_few_slabs_side_by_side():
         # AdamW's parameter is stepped apart from Adam's.
         assert len({x.untyped_storage().data_ptr() for x in found}) == number
         assert all(x.data_ptr() % 64 == 0 for x in found)
-    lots = [wave.lot for work in optimizer._work.values() for wave in work.waves]
+    lots = [wave.lot for wave in optimizer._work.waves(optimizer, optimizer._work.members)]
     assert [len(lot.copies(torch.empty(lot.size, dtype=torch.uint8))) for lot in lots] == [1, 1, 1]
 
 
