@@ -18,14 +18,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.launch import Place, find_place
-from deepmd_muon.train.watch import Watch, end_process, is_lost_connection, reason
+from deepmd_muon.train.watch import WAITING, Watch, end_process, is_lost_connection, reason
 
 #: A rank that has not answered for this long is given up, and the run ends.
 TIMEOUT = datetime.timedelta(seconds=60)
 # Processes of a large job may start this far apart.
 _MEETING_TIMEOUT = datetime.timedelta(minutes=5)
-# Counting the neighbours of a large data set may take rank 0 this long, while the others wait.
-_SETUP_TIMEOUT = datetime.timedelta(hours=6)
 
 T = TypeVar("T")
 
@@ -40,8 +38,6 @@ class Ranks:
         This process's.
     rank, size
         Number of this process, and how many there are.
-    setup_group
-        The group for what may take rank 0 long; None for a single process.
     timeout
         A rank that has not answered for this long is given up.
     watch
@@ -51,7 +47,6 @@ class Ranks:
     device: torch.device
     rank: int = 0
     size: int = 1
-    setup_group: dist.ProcessGroup | None = None
     timeout: datetime.timedelta = TIMEOUT
     watch: Watch | None = None
 
@@ -60,7 +55,7 @@ class Ranks:
         """Whether this process writes files and the log."""
         return self.rank == 0
 
-    def doing(self, what: str, step: int) -> None:
+    def doing(self, what: str, step: int = 0) -> None:
         """Let the others know what this process does; `step` counts from 1."""
         if self.watch is not None:
             self.watch.doing(what, step)
@@ -69,8 +64,30 @@ class Ranks:
         """Return a context for what this process can only end when the others do their part."""
         return contextlib.nullcontext() if self.watch is None else self.watch.waiting()
 
-    def from_first(self, compute: Callable[[], T]) -> T:
-        """Compute something on rank 0 alone, and hand the result to all.
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Wait until all have come here, then do in a `with` block what they do together and takes none of them long.
+
+        They may have worked longer than a rank is waited for; one that no longer lives is given up.
+        """
+        if self.watch is not None:
+            self.watch.doing(WAITING)
+            self.watch.meet()
+            self.watch.doing(what)
+        with self.waiting():
+            yield
+        if self.watch is not None:
+            self.watch.doing("preparing")
+
+    def from_first(self, what: str, compute: Callable[[], T]) -> T:
+        """Compute something on rank 0 alone, however long it takes, and hand the result to all.
+
+        Parameters
+        ----------
+        what
+            In words, for the others.
+        compute
+            Called on rank 0.
 
         Raises
         ------
@@ -82,11 +99,13 @@ class Ranks:
         answer: list[Any] = [None, None]
         failure: Exception | None = None
         if self.first:
+            self.doing(what)
             try:
                 answer[0] = compute()
             except Exception as error:  # whatever it is, the others must not wait
                 failure, answer[1] = error, f"{type(error).__name__}: {error}"
-        dist.broadcast_object_list(answer, src=0, group=self.setup_group)
+        with self.together(f"handing over after {what}"):
+            dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
         if failure is not None:
             raise failure
         if answer[1] is not None:
@@ -102,9 +121,13 @@ class Ranks:
 
     def copy_from_first(self, model: nn.Module) -> None:
         """Give every rank the parameters and buffers of rank 0."""
-        if self.size > 1:
+        if self.size == 1:
+            return
+        with self.together("copying the model"):
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
 
     def gather_objects(self, mine: T) -> list[T]:
         """Return what every rank gave, in order."""
@@ -141,20 +164,21 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
     on_gpu = device.type == "cuda"
     timeout = datetime.timedelta(seconds=seconds)
     store = _meet(place)
-    watch = Watch(PrefixStore("watch", store), place.rank, place.size, seconds, end_process if on_gpu else None)
+    notes = PrefixStore("watch", store)
+    watch = Watch(notes, place.rank, place.size, seconds, end_process, errors_come=not on_gpu)
     # NCCL's own watch ends a process without a word; ours should come first.
     patience = timeout + datetime.timedelta(seconds=15) if on_gpu else timeout
     finished = False
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=PrefixStore("ranks", store),
-            rank=place.rank,
-            world_size=place.size,
-            timeout=patience,
-        )
-        waiting = dist.new_group(backend="gloo", timeout=_SETUP_TIMEOUT)
-        yield Ranks(device, place.rank, place.size, waiting, patience, watch)
+        with watch.waiting():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                store=PrefixStore("ranks", store),
+                rank=place.rank,
+                world_size=place.size,
+                timeout=patience,
+            )
+        yield Ranks(device, place.rank, place.size, patience, watch)
         finished = True
         watch.close()
         dist.all_reduce(torch.zeros(1))  # rank 0 keeps the notes: nobody needs them when it goes

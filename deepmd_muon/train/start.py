@@ -143,14 +143,14 @@ def _prepare(
     train, valid = open_training_systems(given.settings.model, given.settings.training)
     if source and isinstance(getattr(given.settings.model.descriptor, "sel", None), str):
         given = with_sel(given, list(source.model_section["descriptor"]["sel"]))
-    given, statistics = ranks.from_first(lambda: resolve_sel(given, train, count=count))
+    given, statistics = ranks.from_first("counting neighbours", lambda: resolve_sel(given, train, count=count))
     if ranks.first:
         dump(given.normalized, output)
 
     model = build_model(given.normalized["model"])
     cache = NeighborCache(model.rcut, model.sel, model.by_type, CACHE_BYTES, model.ntypes)
     if statistics is None and count:
-        statistics = ranks.from_first(lambda: check_sel(model, train, cache))
+        statistics = ranks.from_first("counting neighbours", lambda: check_sel(model, train, cache))
     if not any(p.requires_grad for p in model.parameters()):
         raise TrainingError("nothing is trainable: set trainable to true in model/descriptor or model/fitting_net")
     log.info(
@@ -160,11 +160,11 @@ def _prepare(
         ranks.device if ranks.size == 1 else f"{ranks.size} × {ranks.device.type}",
     )
     seed = given.settings.training.seed
-    seed = ranks.from_first(new_seed) if seed is None else seed
+    seed = ranks.from_first("drawing a seed", new_seed) if seed is None else seed
     data = make_loaders(train, valid, given.settings.training, cache, seed, ranks)
     if source is None or force_load:
         section, training = given.normalized["model"], given.settings.training
-        ranks.from_first(lambda: set_model_statistics(model, data, section, training))
+        ranks.from_first("computing statistics", lambda: set_model_statistics(model, data, section, training))
     if source is not None:
         load_weights(model, source, force=force_load)
     shortest = statistics.min_distance if statistics else UNKNOWN_DISTANCE

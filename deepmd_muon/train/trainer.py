@@ -86,16 +86,17 @@ class Trainer:
         self._device = next(model.parameters()).device
         self.ranks = ranks or Ranks(self._device)
         self._shared: Replicated | None = None
-        if self.ranks.size > 1:
-            from deepmd_muon.train.stages import distribute  # brings FSDP along, which one process does not need
+        with self.ranks.together("laying out the model"):
+            if self.ranks.size > 1:
+                from deepmd_muon.train.stages import distribute  # brings FSDP along, which one process does not need
 
-            degree = training.data_parallel_replicate_degree
-            self._shared = distribute(training.zero_stage, self.ranks, model, degree)
-            self.optimizer = self._shared.optimizer(settings.optimizer, self.rate(0))
-        else:
-            self.optimizer = build_optimizer(settings.optimizer, model, self.rate(0))
-        self.ema = Ema(model, training.ema_decay) if training.enable_ema else None
-        self.checkpoints = Checkpoints(training, self.ranks)
+                degree = training.data_parallel_replicate_degree
+                self._shared = distribute(training.zero_stage, self.ranks, model, degree)
+                self.optimizer = self._shared.optimizer(settings.optimizer, self.rate(0))
+            else:
+                self.optimizer = build_optimizer(settings.optimizer, model, self.rate(0))
+            self.ema = Ema(model, training.ema_decay) if training.enable_ema else None
+            self.checkpoints = Checkpoints(training, self.ranks)
         self.step = 0
         self.source: Path | None = None
         self._update = TrainingStep(model, self.loss, self.optimizer, training.gradient_max_norm, self._shared)
@@ -123,7 +124,8 @@ class Trainer:
             When loss or gradient is no longer finite; the message names the last good checkpoint.
         """
         training = self.given.settings.training
-        log.info("training from step %d to step %d", self.step, self.num_steps)
+        with self.ranks.together("starting"):
+            log.info("training from step %d to step %d", self.step, self.num_steps)
         reports = open_reports(training, num_steps=self.num_steps, start_step=self.step, silent=not self.ranks.first)
         try:
             with self._signals(), _profiler(training.profiling and self.ranks.first, training.profiling_file):
@@ -286,7 +288,8 @@ class Trainer:
         model = build_model(self.given.normalized["model"])
         reader = build_optimizer(self.given.settings.optimizer, model, self.rate(0))
         load_optimizer_state(reader, model, content, source)
-        self._shared.load_optimizer_state(self.optimizer, reader.state_dict())
+        with self.ranks.together("loading optimizer state"):
+            self._shared.load_optimizer_state(self.optimizer, reader.state_dict())
 
     def _restore_own(self, own: Mapping[str, Any], source: Path) -> None:
         """Restore what only our checkpoints hold: step, random numbers, data order, the series of files."""

@@ -3,6 +3,9 @@
 Each rank keeps a note in the store through which the processes have found each other, renewed by a thread. A rank
 whose note is no longer renewed is dead or stopped; one whose note is renewed but does not move on is stuck in what the
 note says. No collective is involved, so that it works when collectives do not.
+
+Rank 0 keeps the store, and whoever asks it while that process is stopped gets no answer, not even an error. So every
+question is asked by a thread of its own, for which the asking one waits a few seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -26,13 +30,26 @@ from torch.distributed.distributed_c10d import Store
 log = logging.getLogger(__name__)
 
 STEPPING = "in its step"
+WAITING = "waiting for the others"
 _IN_VAIN = "waiting for the others in vain"
-_REACH = datetime.timedelta(seconds=5)
+# What rank 0 does before the first step, such as counting neighbours, may take this long [s].
+_LONGEST_WORK = 6 * 3600.0
+# On CPUs an exchange ends with an error of its own; this much later the thread ends what still hangs [s].
+_GRACE = 15.0
+
+T = TypeVar("T")
+
+
+class LostRankError(RuntimeError):
+    """Another rank has given no sign of life for too long, or has given up."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Note:
-    """What one rank has told: a count that grows while it lives, where it runs, what it does and for how long [s]."""
+    """What one rank has told: a count that grows while it lives, where it runs, what it does and for how long [s].
+
+    `met` counts the meetings that it has come to; on rank 0, those that all have come to.
+    """
 
     beat: int
     where: str
@@ -40,6 +57,7 @@ class _Note:
     step: int
     seconds: float
     written: float
+    met: int = 0
     ended: str = ""
 
     def at(self) -> str:
@@ -59,17 +77,31 @@ class Watch:
         How long this rank waits for the others [s].
     give_up
         Called from the thread, with the reason, when this rank has waited longer, or another has stopped with an error
-        while it waits. None where waiting ends by itself with an error (gloo).
+        while it waits.
+    errors_come
+        Whether waiting too long ends with an error by itself (gloo), so that `give_up` is the last resort.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, limit: float, give_up: Callable[[str], None] | None = None
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        limit: float,
+        give_up: Callable[[str], None] | None = None,
+        *,
+        errors_come: bool = False,
     ) -> None:
         self._mine, self._theirs = (store.clone() for _ in range(2))  # type: ignore[attr-defined]  # not in the stubs
+        self._reach = min(5.0, limit)
         for connection in (self._mine, self._theirs):
-            connection.set_timeout(_REACH)
+            connection.set_timeout(datetime.timedelta(seconds=self._reach))
         self._rank, self._size, self._limit = rank, size, limit
         self._give_up = give_up
+        self._errors_come = errors_come
+        self._met = 0
+        self._ended = ""
+        self._seen: dict[int, _Note] = {}
         self._interval = min(1.0, limit / 8)
         self._where = f"process {os.getpid()} on {socket.gethostname()}"
         self._state = ("starting", 0, time.monotonic())
@@ -94,12 +126,56 @@ class Watch:
         finally:
             self._waiting = None
 
+    def meet(self) -> None:
+        """Wait until all ranks have come here, for as long as those that are missing show that they live.
+
+        Rank 0 looks at all others, they at rank 0 alone.
+
+        Raises
+        ------
+        LostRankError
+            When a rank that is missing has not been heard of for the limit, or has ended.
+        """
+        number = self._met + 1
+        if self._rank:
+            self._met = number
+            self._write()
+        begin = time.monotonic()
+        heard: dict[int, tuple[int, float]] = {}
+        pause = 0.005
+        while missing := self._missing(number):
+            now = time.monotonic()
+            for rank in missing:
+                beat = self._seen[rank].beat if rank in self._seen else 0
+                if heard.get(rank, (-1, now))[0] != beat:
+                    heard[rank] = beat, now
+            silence = now - min(heard[rank][1] for rank in missing)
+            if silence > self._limit or now - begin > _LONGEST_WORK:
+                raise LostRankError(f"after {now - begin:.0f} s of waiting")
+            time.sleep(pause)
+            pause = min(2 * pause, self._interval)
+        self._met = number
+        self._write()
+
+    def _missing(self, number: int) -> list[int]:
+        """Return who has not come to a meeting, of the ranks that this one looks at."""
+        others = [*range(1, self._size)] if self._rank == 0 else [0]
+        with contextlib.suppress(RuntimeError):  # no answer: nobody is heard of
+            self._read(others)
+        missing = [rank for rank in others if rank not in self._seen or self._seen[rank].met < number]
+        for rank in missing:
+            if (note := self._seen.get(rank)) is not None and (note.ended or note.doing == _IN_VAIN):
+                raise LostRankError(f"rank {rank} has ended")
+        return missing
+
     def stopped(self, error: BaseException) -> None:
         """Tell the others that this rank ends with an error."""
+        self._ended = f"{type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):  # whoever kept the notes may be gone
-            self._write(ended=f"{type(error).__name__}: {error}")
-            self._mine.set("stopped", str(self._rank))
+            self._write()
+            self._in_time(lambda: self._mine.set("stopped", str(self._rank)))
         self._end.set()
+        self._let_them_read()
 
     def close(self) -> None:
         """End the thread."""
@@ -111,19 +187,32 @@ class Watch:
         step = self._state[1]
         opening = f"rank {self._rank} has lost the others" + (f" at step {step}" if step else "")
         self.doing(_IN_VAIN, step)
+        others = [rank for rank in range(self._size) if rank != self._rank]
         try:
             self._write()
-            before = self._read()
+            before = self._read(others)
             time.sleep(2.5 * self._interval)
-            after = self._read()
+            after = self._read(others)
         except RuntimeError:
-            return f"{opening}: rank 0, through which they reach each other, is dead or stopped"
+            first = self._seen.get(0)
+            name, last = (f"rank 0 ({first.where})", f", last seen {first.at()}") if first else ("rank 0", "")
+            return f"{opening}: {name}, through which they reach each other, is dead or stopped{last}"
         finally:
-            if self._rank == 0:
-                time.sleep(2.5 * self._interval)  # the others may be reading, and the store may end with this process
-        lines = {rank: self._say(rank, note, after[rank]) for rank, note in before.items()}
+            self._let_them_read()
+        lines = {rank: self._say(rank, before.get(rank), after.get(rank)) for rank in others}
         blamed = [line for line, to_blame in lines.values() if to_blame]
         return f"{opening}: " + "; ".join(blamed or [line for line, _ in lines.values()])
+
+    def _let_them_read(self) -> None:
+        """Give the others time to read rank 0's note before the store ends with it, unless all have ended."""
+        end = time.monotonic() + 2.5 * self._interval
+        others = range(1, self._size)
+        while self._rank == 0 and time.monotonic() < end:
+            with contextlib.suppress(RuntimeError):
+                self._read(others)
+            if all(rank in self._seen and self._seen[rank].ended for rank in others):
+                return
+            time.sleep(self._interval / 10)
 
     def _say(self, rank: int, before: _Note | None, after: _Note | None) -> tuple[str, bool]:
         """Describe another rank, and say whether it is to blame."""
@@ -135,39 +224,72 @@ class Watch:
         if after.beat == before.beat:
             silent = max(0.0, time.time() - after.written)
             return f"{name} is dead or stopped: no sign of life for {silent:.0f} s, last seen {after.at()}", True
-        return f"{name} has been {after.at()} for {after.seconds:.0f} s", after.doing not in (STEPPING, _IN_VAIN)
+        to_blame = after.doing not in (STEPPING, WAITING, _IN_VAIN)
+        return f"{name} has been {after.at()} for {after.seconds:.0f} s", to_blame
 
-    def _read(self) -> dict[int, _Note | None]:
-        notes: dict[int, _Note | None] = {}
-        for rank in range(self._size):
-            if rank != self._rank:
-                there = self._theirs.check([f"note{rank}"])
-                notes[rank] = _Note(**json.loads(self._theirs.get(f"note{rank}"))) if there else None
-        return notes
+    def _read(self, ranks: Sequence[int]) -> dict[int, _Note]:
+        """Return the notes of ranks that have written one.
 
-    def _write(self, ended: str = "") -> None:
+        Raises
+        ------
+        RuntimeError
+            When the store does not answer.
+        """
+
+        def read() -> dict[int, _Note]:
+            there = [rank for rank in ranks if self._theirs.check([f"note{rank}"])]
+            return {rank: _Note(**json.loads(self._theirs.get(f"note{rank}"))) for rank in there}
+
+        found = self._in_time(read)
+        self._seen.update(found)
+        return found
+
+    def _in_time(self, ask: Callable[[], T]) -> T:
+        """Return the store's answer to a question, or raise a RuntimeError."""
+        answers: list[T] = []
+
+        def wait() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(ask())
+
+        thread = threading.Thread(target=wait, name="deepmd_muon-question", daemon=True)
+        thread.start()
+        thread.join(self._reach)
+        if not answers:
+            raise RuntimeError("the store does not answer")
+        return answers[0]
+
+    def _write(self) -> None:
         with self._lock:
             what, step, since = self._state
             self._beat += 1
-            note = _Note(self._beat, self._where, what, step, time.monotonic() - since, time.time(), ended)
+            seconds, now = time.monotonic() - since, time.time()
+            note = _Note(self._beat, self._where, what, step, seconds, now, self._met, self._ended)
             self._mine.set(f"note{self._rank}", json.dumps(dataclasses.asdict(note)))
+
+    def _someone_stopped(self) -> bool:
+        return self._in_time(lambda: bool(self._theirs.check(["stopped"])))
 
     def _renew(self) -> None:
         while not self._end.wait(self._interval):
-            try:
+            with contextlib.suppress(RuntimeError):  # the store's
                 self._write()
-                since = self._waiting
-                if self._give_up is None or since is None:
-                    continue
-                if time.monotonic() - since > self._limit or self._mine.check(["stopped"]):
+                if self._waited_too_long() and self._give_up is not None:
                     self._give_up(self.verdict())
                     return
-            except RuntimeError as error:  # the store's
-                log.debug("the notes of the ranks cannot be reached: %s", error)
+                if self._rank:
+                    self._read([0])  # to know what it did last, should the store end with it
+
+    def _waited_too_long(self) -> bool:
+        since = self._waiting
+        if since is None:
+            return False
+        patience = self._limit + (_GRACE if self._errors_come else 0.0)
+        return time.monotonic() - since > patience or (not self._errors_come and self._someone_stopped())
 
 
 def end_process(reason: str) -> None:
-    """End this process from a thread while the main thread is stuck in the device's queue."""
+    """End this process from a thread while the main thread is stuck, such as in the device's queue."""
     log.error("%s", reason)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -184,7 +306,7 @@ def is_lost_connection(error: BaseException | None) -> bool:
     """Return whether an error, or what has caused it, comes from the exchange between ranks."""
     while error is not None:
         text = str(error)
-        if isinstance(error, dist.DistError) or (
+        if isinstance(error, (dist.DistError, LostRankError)) or (
             isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text)
         ):
             return True

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore
 
-from deepmd_muon.train.watch import STEPPING, Watch, is_lost_connection, reason
+from deepmd_muon.train import watch as watch_module
+from deepmd_muon.train.watch import STEPPING, LostRankError, Watch, is_lost_connection, reason
 
 LIMIT = 0.4
 GLOO = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:36260. This is typically caused"
@@ -72,6 +75,87 @@ def test_all_are_listed_when_none_is_to_blame(ranks):
     time.sleep(0.1)
     verdict = first.verdict()
     assert verdict.count("has been in its step (step 4)") == 2
+
+
+def test_a_meeting_waits_for_whoever_lives(ranks):
+    """Longer than the limit, as long as notes are renewed; nobody leaves before all have come."""
+    watches = ranks(3)
+    left = []
+
+    def meet(watch, after):
+        time.sleep(after)
+        watch.meet()
+        left.append(time.monotonic())
+
+    for late in (0, 2, 1):
+        left.clear()
+        start = time.monotonic()
+        threads = [
+            threading.Thread(target=meet, args=(watch, 2 * LIMIT if rank == late else 0.0))
+            for rank, watch in enumerate(watches)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert len(left) == 3
+        assert min(left) - start >= 2 * LIMIT
+        assert max(left) - start < 4 * LIMIT + 1
+
+
+def test_a_meeting_ends_when_a_rank_dies(ranks):
+    first, second, third = ranks(3)
+    third.close()
+    found = queue.SimpleQueue()
+
+    def meet():
+        try:
+            second.meet()
+        except LostRankError as error:
+            found.put(error)
+
+    thread = threading.Thread(target=meet)
+    thread.start()
+    start = time.monotonic()
+    with pytest.raises(LostRankError) as lost:
+        first.meet()
+    assert LIMIT < time.monotonic() - start < LIMIT + 5
+    assert is_lost_connection(lost.value)
+    assert "rank 2 (process" in first.verdict()
+    # Rank 1 looks at rank 0, which has given up.
+    assert str(found.get(timeout=10)) == "rank 0 has ended"
+    thread.join()
+
+
+def test_a_store_that_does_not_answer_is_no_trap(ranks, monkeypatch):
+    """Rank 0, which keeps the store, is stopped."""
+    _, second = ranks(2)
+    second.doing("counting neighbours")
+    stuck = threading.Event()
+
+    def check(keys):
+        stuck.wait(10)
+        raise RuntimeError("the store has gone")
+
+    monkeypatch.setattr(second, "_theirs", SimpleNamespace(check=check))
+    start = time.monotonic()
+    with pytest.raises(LostRankError):
+        second.meet()
+    found = second.verdict()
+    stuck.set()
+    assert time.monotonic() - start < 6 * LIMIT + 2
+    assert found == "rank 1 has lost the others: rank 0, through which they reach each other, is dead or stopped"
+
+
+def test_a_wait_that_hangs_although_errors_come_ends_the_process(ranks, monkeypatch):
+    monkeypatch.setattr(watch_module, "_GRACE", 2 * LIMIT)
+    found = queue.SimpleQueue()
+    first, second = ranks(2, give_up=found.put, errors_come=True)
+    second.stopped(ValueError("no such file"))
+    with first.waiting():
+        time.sleep(1.5 * LIMIT)
+        assert found.empty()  # the error that comes by itself is still awaited
+        assert "stopped with ValueError: no such file" in found.get(timeout=10)
 
 
 def test_a_wait_that_is_too_long_ends_the_process(ranks):

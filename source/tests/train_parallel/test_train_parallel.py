@@ -372,6 +372,36 @@ def test_a_rank_that_fails_is_stuck_or_dies_ends_the_others_with_its_story(place
     assert dead[1] == "no answer"
 
 
+def test_a_rank_that_is_stopped_before_the_first_step_ends_the_others(place):
+    """Work of rank 0 may take longer than ranks wait for each other, as long as it lives."""
+    jobs = [
+        Job(place / name, content(place, 1, rank_timeout=1.0), accident=name) for name in ("count_long", "stop_second")
+    ]
+    slow, stopped = run_jobs(3, jobs)
+    assert slow == ["0"] * 3
+    assert stopped[1] == "no answer"
+    for rank in (0, 2):
+        assert stopped[rank].startswith(f"TrainingError: rank {rank} has lost the others: rank 1 (process ")
+        assert "is dead or stopped: no sign of life for" in stopped[rank]
+        assert "last seen starting" in stopped[rank]
+
+
+@pytest.mark.parametrize(
+    ("accident", "opening", "seen"),
+    [
+        ("stop_first", "has lost the others: rank 0 (process ", "last seen counting neighbours"),
+        ("stop_first_stepping", "has lost the others at step 3: rank 0 (process ", "last seen in its step (step 3)"),
+    ],
+)
+def test_rank_0_that_is_stopped_ends_the_others(place, accident, opening, seen):
+    """It keeps the store of notes, which does not answer then."""
+    (ends,) = run_jobs(3, [Job(place / accident, content(place, 1, rank_timeout=1.0), accident=accident)])
+    assert ends[0] == "no answer"
+    for rank in (1, 2):
+        assert ends[rank].startswith(f"TrainingError: rank {rank} {opening}")
+        assert f"through which they reach each other, is dead or stopped, {seen}" in ends[rank]
+
+
 def test_torchrun_trains_and_logs_once(place, tmp_path):
     (tmp_path / "input.json").write_text(json.dumps(content(place, 1, 1, numb_steps=2, seed=None)))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -215,6 +215,75 @@ def stop(rank):
     return _in_step(happen)
 
 
+def _in_counting(happen):
+    """Call a function while rank 0 counts neighbours."""
+    from deepmd_muon.train import start
+
+    original = start.resolve_sel
+
+    def resolve(*args, **options):
+        happen()
+        return original(*args, **options)
+
+    start.resolve_sel = resolve
+
+    def undo():
+        start.resolve_sel = original
+
+    return undo
+
+
+def count_long(rank):
+    """Counting neighbours takes longer than ranks wait for each other."""
+    return _in_counting(lambda: time.sleep(2.0))
+
+
+def _stop_for_good(seconds):
+    """Stop this process, which is killed when the others have ended."""
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -KILL {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_first(rank):
+    """Rank 0 is stopped while it counts neighbours, and never comes back."""
+
+    def happen():
+        time.sleep(0.5)
+        _stop_for_good(4.0)
+
+    return _in_counting(happen)
+
+
+def stop_first_stepping(rank):
+    """Rank 0 is stopped in its third step, and never comes back."""
+
+    def happen(count, batch):
+        if rank == 0 and count == 3:
+            time.sleep(0.5)
+            _stop_for_good(4.0)
+
+    return _in_step(happen)
+
+
+def stop_second(rank):
+    """Rank 1 is stopped before the first step, while rank 0 counts neighbours, and never comes back."""
+    from deepmd_muon.train import start
+
+    original = start.open_training_systems
+
+    def open_systems(*args):
+        if rank == 1:
+            _stop_for_good(3.0)
+        return original(*args)
+
+    start.open_training_systems = open_systems
+
+    def undo():
+        start.open_training_systems = original
+
+    return undo
+
+
 def _after_steps(write):
     """Call a function with the optimizer after every step."""
     from deepmd_muon.train.step import TrainingStep
