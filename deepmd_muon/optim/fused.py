@@ -47,7 +47,7 @@ class FusedError(RuntimeError):
 class _Variant(NamedTuple):
     """What the kernels of a step are compiled for, beside what never changes."""
 
-    gradient: tl.dtype
+    gradient: torch.dtype
     maximize: bool
     skip: bool
     scale: bool
@@ -164,16 +164,15 @@ class FusedMuon:
         """Take one step with contiguous gradients of one dtype."""
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         table = self._gradients.of(grads, capturing)
-        variant = _Variant(_TYPES[grads[0].dtype], maximize, control.skip is not None, control.scale is not None)
+        variant = _Variant(grads[0].dtype, maximize, control.skip is not None, control.scale is not None)
         self._numbers.take(lr, control)
-        if capturing:
-            self._launch(table, variant, True)
-        elif variant in self._recorded:
-            self._recorded[variant].replay()
-        else:
-            self._launch(table, variant, False)
-            if self._record_launches:
-                self._record(table, variant)
+        recorded = None if capturing else self._recorded.get(variant)
+        if recorded is not None:
+            recorded.replay()
+            return
+        self._launch(table, variant, capturing)
+        if self._record_launches and not capturing:
+            self._record(table, variant)
 
     def _record(self, table: Tensor, variant: _Variant) -> None:
         """Record the launches of a step, so that the next ones are a single launch for the host."""
@@ -190,7 +189,7 @@ class FusedMuon:
         directions, matrices = self._room()
         advance[(self._programs,)](
             self._chunks, table, directions, self._sums, *self._weight, skip, scale, DTYPE=self._dtype,
-            GRADIENT=variant.gradient, WIDE=self._wide_type, MAGMA=self._magma, NESTEROV=self._settings.nesterov,
+            GRADIENT=_TYPES[variant.gradient], WIDE=self._wide_type, MAGMA=self._magma, NESTEROV=self._settings.nesterov,
             MAXIMIZE=variant.maximize, PEAKS=self._peaks, WIDTH=self._width, num_warps=self._warps,
         )  # fmt: skip
         factors = self._scales

@@ -32,12 +32,12 @@ class Addresses:
     """Addresses of tensors that may move between steps, on the device."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self._written: list[int] = []
+        self._written: tuple[int, ...] = ()
         self._table = torch.zeros(-(-count // _AT_ONCE) * _AT_ONCE, dtype=torch.int64, device=device)
 
     def of(self, tensors: Sequence[Tensor], capturing: bool) -> Tensor:
         """Return the table with the tensors' present addresses; a captured graph gets a table of its own."""
-        now = list(map(Tensor.data_ptr, tensors))
+        now = tuple(map(Tensor.data_ptr, tensors))
         if capturing:
             table = torch.empty_like(self._table)
             for first in range(0, len(now), _AT_ONCE):
@@ -45,11 +45,19 @@ class Addresses:
                 write_addresses[(1,)](table, first, *some, *(some[-1:] * (_AT_ONCE - len(some))))
             return table
         if now != self._written:
-            # torch keeps pinned memory from being used again before the copy has read it.
-            host = torch.tensor(now, dtype=torch.int64, pin_memory=self._table.is_cuda)
-            self._table[: len(now)].copy_(host, non_blocking=True)
+            self._table.copy_(_on_host(now, len(self._table), self._table.is_cuda), non_blocking=True)
             self._written = now
         return self._table
+
+
+@functools.lru_cache(maxsize=64)
+def _on_host(addresses: tuple[int, ...], length: int, pinned: bool) -> Tensor:
+    """Return addresses in memory that copies to the device start from; it is never written again.
+
+    An allocator soon gives gradients addresses that they have had. What is forgotten here may still be read by a copy:
+    torch keeps pinned memory until then.
+    """
+    return torch.tensor([*addresses, *[0] * (length - len(addresses))], dtype=torch.int64, pin_memory=pinned)
 
 
 class Numbers:

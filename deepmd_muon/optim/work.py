@@ -7,7 +7,7 @@ pass, and the groups' settings as they were given.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import eq, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -183,28 +183,23 @@ def step_waves(optimizer: HybridMuon, waves: Sequence[Wave], control: StepContro
             step_elements(wave.params, gradients_of(wave.params), states, wave.route, wave.group, here, wave.settings)
 
 
-def _ready(optimizer: HybridMuon, waves: Sequence[Wave]) -> Iterator[States]:
-    """Yield the state of each wave, on its device."""
+def _ready(optimizer: HybridMuon, waves: Sequence[Wave]) -> Iterable[States]:
+    """Return the state of each wave, on its device when its turn comes."""
     if optimizer._offload is None:
-        yield from (wave.states for wave in waves)
-        return
+        return [wave.states for wave in waves]
     carried = optimizer._offload.carry([wave.lot for wave in waves if wave.lot is not None])
-    for wave, moments in zip(waves, carried, strict=True):
-        yield on_device(wave.states, wave.route, moments)
+    return (on_device(wave.states, wave.route, moments) for wave, moments in zip(waves, carried, strict=True))
 
 
 def _step_matrices(optimizer: HybridMuon, wave: Wave, states: States, control: StepControl) -> None:
     """Take a step of the Muon route."""
-    lists = (
-        wave.params,
-        [state["momentum_buffer"] for state in states],
-        [state["magma_score"] for state in states] if wave.settings.magma_muon else [],
-        wave.views,
-    )
-    fused = _fused_steps(optimizer, wave.params[0], wave.settings)
-    values: dict[str, Any] = {"lr": wave.group["lr"], "settings": wave.settings, "control": control}
-    if fused is None or not fused.step(*lists, **values, maximize=wave.group["maximize"]):
-        muon_(*lists, **values, maximize=wave.group["maximize"])
+    buffers = [state["momentum_buffer"] for state in states]
+    scores = [state["magma_score"] for state in states] if wave.settings.magma_muon else []
+    lists = wave.params, buffers, scores, wave.views
+    lr, settings, maximize = wave.group["lr"], wave.settings, wave.group["maximize"]
+    fused = _fused_steps(optimizer, wave.device, settings)
+    if fused is None or not fused.step(*lists, lr=lr, settings=settings, control=control, maximize=maximize):
+        muon_(*lists, lr=lr, settings=settings, control=control, maximize=maximize)
 
 
 def step_elements(
@@ -231,9 +226,9 @@ def step_elements(
     )
 
 
-def _fused_steps(optimizer: HybridMuon, p: Tensor, settings: HybridMuonConfig) -> FusedSteps | None:
+def _fused_steps(optimizer: HybridMuon, device: torch.device, settings: HybridMuonConfig) -> FusedSteps | None:
     """Return what steps the Muon route in few launches; None where torch's operations do it."""
-    if not p.is_cuda or not settings.flash_muon or settings.deepmd_kit_arithmetic:
+    if device.type != "cuda" or not settings.flash_muon or settings.deepmd_kit_arithmetic:
         return None
     if optimizer._fused is None and not unavailable():
         from deepmd_muon.optim.fused import FusedSteps
