@@ -10,12 +10,15 @@ import dataclasses
 import enum
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 SUFFIX = ".dcp"
 CONTENT = "content.pt"
@@ -74,8 +77,15 @@ def put_together(parts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dic
     return content
 
 
-def read_directory(path: Path) -> dict[str, Any]:
-    """Read a directory, whole, onto the CPU; nothing in it is executed, and no other process takes part.
+def read_directory(path: Path, leave: Collection[str] = ()) -> dict[str, Any]:
+    """Read a directory onto the CPU; nothing in it is executed, and no other process takes part.
+
+    Parameters
+    ----------
+    path
+        The directory.
+    leave
+        Keys at the top of the content whose tensors are not read: meta tensors stand for them, for `read_into`.
 
     Raises
     ------
@@ -84,30 +94,57 @@ def read_directory(path: Path) -> dict[str, Any]:
     OSError, RuntimeError, LookupError, ValueError
         When a file is missing or damaged.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    class Reader(FileSystemReader):
-        """torch's reader, whose description of the parts is read without running anything."""
-
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            with (path / _METADATA).open("rb") as file:
-                metadata: Metadata = _Unpickler(file).load()
-            return metadata
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     parts = torch.load(path / CONTENT, map_location="cpu", weights_only=True)
-    reader = Reader(path)
-    entries = reader.read_metadata().state_dict_metadata
+    wanted = {name for name, place in parts["tensors"] if place[0] not in leave}
+    entries = _metadata(path).state_dict_metadata
     tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu" if name in wanted else "meta")
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+    _read(path, {name: tensor for name, tensor in tensors.items() if name in wanted})
+    return put_together(parts, tensors)
+
+
+def read_into(path: Path, targets: Mapping[_Keys, Tensor]) -> None:
+    """Read tensors of a directory into given ones of the same shape, of a DTensor only what this process holds.
+
+    Parameters
+    ----------
+    path
+        The directory.
+    targets
+        By the keys that lead to them from the top of the content.
+
+    Raises
+    ------
+    As `read_directory`.
+    """
+    parts = torch.load(path / CONTENT, map_location="cpu", weights_only=True)
+    names = {tuple(place): name for name, place in parts["tensors"]}
+    _read(path, {names[place]: target for place, target in targets.items()})
+
+
+def _metadata(path: Path) -> Metadata:
+    """Read torch's description of the parts without running anything."""
+    with (path / _METADATA).open("rb") as file:
+        metadata: Metadata = _Unpickler(file).load()
+    return metadata
+
+
+def _read(path: Path, tensors: dict[str, Tensor]) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            return _metadata(path)
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # no other process: as intended
-        load(tensors, storage_reader=reader, no_dist=True)
-    return put_together(parts, tensors)
+        load(tensors, storage_reader=Reader(path), no_dist=True)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -6,6 +6,7 @@ import os
 import pickle
 import warnings
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,15 @@ def checkpoint_path(path: str | os.PathLike[str]) -> Path:
     return file if file.is_file() else directory if is_directory(directory) else path
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -> dict[str, Any]:
     """Read a checkpoint onto the CPU.
 
     Parameters
     ----------
     path
         The file, or a directory of torch.distributed.checkpoint that training wrote; ".pt" or ".dcp" may be left out.
+    leave
+        Keys whose tensors are not read from a directory, see `read_directory`; a file is always read whole.
 
     Returns
     -------
@@ -54,7 +57,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about files that are refused below, with a reason
-            content = read_directory(path) if parted else torch.load(path, map_location="cpu", weights_only=True)
+            content = read_directory(path, leave) if parted else torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, OSError) as error:
         raise CheckpointFileError(f"{path} cannot be read as a checkpoint: {_reason(path, error)}") from error
     if not isinstance(content, dict):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from deepmd_muon.optim.capture import refuse_capture
@@ -31,6 +30,7 @@ from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules, choo
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded.settings import ShardedSettings
 from deepmd_muon.optim.state import drop_unfit, load_checked_state
+from deepmd_muon.optim.watched import seen_when_watched
 from deepmd_muon.optim.work import Work, step_waves
 
 if TYPE_CHECKING:
@@ -224,6 +224,14 @@ class HybridMuon(Optimizer):
         """Who orthogonalizes what where parameters live on several ranks; `plan.describe()` says it in words."""
         return self._shared.plan if self._shared else Plan((), self.sharded, ())
 
+    def fresh_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return state as the first step would make it, by parameter name, for parameters that live on several ranks.
+
+        It tells how state is laid out, for a reader that fetches no more than this rank's part.
+        """
+        self._keep_up()
+        return self._shared.fresh_state() if self._shared else {}
+
     def _switches(self) -> list[bool]:
         """Return what a user may switch between steps that changes routes or the state they need."""
         return [on for g in self.param_groups for on in (g["magma_muon"], *(p.requires_grad for p in g["params"]))]
@@ -265,9 +273,7 @@ class HybridMuon(Optimizer):
         if self._shared is not None:
             self._shared.forget()
 
-    # A compiled training step breaks here and runs this eagerly: tracing Newton-Schulz for every shape takes seconds
-    # per parameter. (torch.compiler.disable would import the compiler now; this, torch.optim's own, does not.)
-    @_disable_dynamo
+    @seen_when_watched
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimization step.

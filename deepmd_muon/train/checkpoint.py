@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,8 @@ class CheckpointSeries:
         return path
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a checkpoint of ours or of deepmd-kit onto the CPU; nothing in the file is executed.
+def read(path: str | os.PathLike[str], leave: Collection[str] = ()) -> dict[str, Any]:
+    """Read a checkpoint of ours or of deepmd-kit onto the CPU, see `read_checkpoint`; nothing in it is executed.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         When there is no such file, or it is no checkpoint.
     """
     try:
-        return read_checkpoint(path)
+        return read_checkpoint(path, leave)
     except CheckpointFileError as error:
         raise CheckpointError(str(error)) from error
 

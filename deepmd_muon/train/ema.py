@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.checkpoint_directory import read_into
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
 from deepmd_muon.train.parallel import cut_as, local_part
 
@@ -66,8 +68,16 @@ class Ema:
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], path: Path | None = None) -> None:
         """Continue from a stored average; the decay stays the one of this run.
+
+        Parameters
+        ----------
+        state
+            What `state_dict` returned, tensors whole.
+        path
+            The directory from which tensors that have been left there, meta ones, are read as far as this rank holds
+            them.
 
         Raises
         ------
@@ -85,7 +95,12 @@ class Ema:
             if stored[name].shape != average.shape:
                 found, expected = tuple(stored[name].shape), tuple(average.shape)
                 raise EmaError(f"stored average of {name} has shape {found}; the model's is {expected}")
-            local_part(average).copy_(local_part(cut_as(stored[name], average)))
+        left = {name: torch.empty_like(self._average[name], dtype=x.dtype) for name, x in stored.items() if x.is_meta}
+        if left and path is not None:
+            read_into(path, {("ema", "model", name): x for name, x in left.items()})
+        for name, average in self._average.items():
+            value = left[name] if name in left else cut_as(stored[name], average)
+            local_part(average).copy_(local_part(value))
         if state.get("decay", self.decay) != self.decay:
             log.warning("ema_decay is %g here and was %g before the restart", self.decay, state["decay"])
 

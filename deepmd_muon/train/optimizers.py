@@ -11,15 +11,19 @@ import torch
 from torch import nn
 
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.checkpoint_directory import read_into
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
 from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
 from deepmd_muon.optim.config import HybridMuonConfig, OptimizerConfig
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
 from deepmd_muon.optim.foreign import is_deepmd_kit
+from deepmd_muon.optim.routing import canonical_name
 from deepmd_muon.train.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(
@@ -85,6 +89,54 @@ def load_optimizer_state(
         raise CheckpointError(f"{source}: {error}; {advice}") from error
     except RoutingMismatchError as error:
         raise CheckpointError(f"{source}: {error}") from error
+
+
+def read_state_part(optimizer: torch.optim.Optimizer, content: Mapping[str, Any], path: Path) -> bool:
+    """Load the optimizer state of a directory, reading of every tensor only what this rank holds.
+
+    Parameters
+    ----------
+    optimizer
+        The run's, on several ranks, before its first step.
+    content
+        Of the directory, with meta tensors in the optimizer's state.
+    path
+        The directory.
+
+    Returns
+    -------
+    bool
+        Whether that was possible: parameters, routes, views, shapes and types are those that were saved. Nothing has
+        been changed otherwise, and the state is to be read whole.
+    """
+    saved = content.get("optimizer")
+    if not saved or len(saved["param_groups"]) != 1 or "param_names" not in saved["param_groups"][0]:
+        return False
+    (group,) = saved["param_groups"]
+    if isinstance(optimizer, HybridMuon):
+        if any(group.get(key) != value for key, value in optimizer.routing.manifest().items()):
+            return False
+        fresh = optimizer.fresh_state()
+    else:
+        (here,) = optimizer.param_groups
+        pairs = zip(here["param_names"], here["params"], strict=True)
+        fresh = {n: {"step": torch.zeros(()), **{k: torch.empty_like(p) for k in _MOMENTS}} for n, p in pairs}
+    names = {i: canonical_name(name) for i, name in zip(group["params"], group["param_names"], strict=True)}
+    numbers = {names[i]: i for i in saved["state"]}
+    if _kinds(fresh) != _kinds({names[i]: values for i, values in saved["state"].items()}):
+        return False
+    targets = {("optimizer", "state", numbers[n], key): x for n, state in fresh.items() for key, x in state.items()}
+    read_into(path, {place: x for place, x in targets.items() if x.numel()})
+    if isinstance(optimizer, HybridMuon):
+        optimizer.load_state_dict({"state": {numbers[name]: x for name, x in fresh.items()}, "param_groups": [group]})
+    else:
+        present = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": dict(enumerate(fresh.values())), "param_groups": present})
+    return True
+
+
+def _kinds(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
+    return {name: {key: (x.shape, x.dtype) for key, x in values.items()} for name, values in state.items()}
 
 
 def _load_adam_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: EnergyModel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,9 @@ class Source:
     weights: Mapping[str, torch.Tensor]
 
     @classmethod
-    def read(cls, path: str) -> Source:
-        """Read a checkpoint of ours or of deepmd-kit."""
-        content = checkpoint.read(path)
+    def read(cls, path: str, leave: Collection[str] = ()) -> Source:
+        """Read a checkpoint of ours or of deepmd-kit; `leave` as in `read_checkpoint`."""
+        content = checkpoint.read(path, leave)
         section, weights = from_deepmd_kit(content["model"])
         return cls(Path(path), content, section, weights)
 
@@ -115,7 +115,9 @@ def run(
     with joined(given.settings.training.rank_timeout) as ranks:
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
         found = restart or init_model
-        source = Source.read(found) if found else None
+        # Of a directory, several ranks read optimizer state and average later, each its part.
+        leave = ("optimizer", "ema") if init_model or ranks.size > 1 else ()
+        source = Source.read(found, leave) if found else None
         given = _complete_input(given, source, use_pretrain_script=use_pretrain_script)
         trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
         if restart and source:

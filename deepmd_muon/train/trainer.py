@@ -19,13 +19,15 @@ from deepmd_muon.argcheck import Input
 from deepmd_muon.data import SamplerStateError
 from deepmd_muon.loss import EnergyLoss, check_labels
 from deepmd_muon.model import EnergyModel, build_model
-from deepmd_muon.model.checkpoint_file import FORMAT_VERSION, OWN_KEY
+from deepmd_muon.model.checkpoint_directory import is_directory
+from deepmd_muon.model.checkpoint_file import FORMAT_VERSION, OWN_KEY, checkpoint_path
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, to_deepmd_kit
+from deepmd_muon.train import checkpoint
 from deepmd_muon.train.batch import TrainingBatch, to_device
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import CheckpointError, NonFiniteError, TrainingError
 from deepmd_muon.train.learning_rate import learning_rate
-from deepmd_muon.train.optimizers import build_optimizer, load_optimizer_state
+from deepmd_muon.train.optimizers import build_optimizer, load_optimizer_state, read_state_part
 from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.train.report import Reports, open_reports
 from deepmd_muon.train.saving import Checkpoints
@@ -245,7 +247,7 @@ class Trainer:
         Parameters
         ----------
         content
-            What `checkpoint.read` returned.
+            What `checkpoint.read` returned; of a directory, tensors of optimizer and average may have been left.
         source
             The file, for messages.
 
@@ -274,16 +276,21 @@ class Trainer:
             )
         if self.ema:
             if "ema" in content:
-                self.ema.load_state_dict(content["ema"])
+                self.ema.load_state_dict(content["ema"], checkpoint_path(source))
             else:
                 log.warning("%s has no averaged parameters: the average starts from its weights", source)
         log.info("restarting from %s at step %d", source, self.step)
 
     def _load_optimizer(self, content: Mapping[str, Any], source: Path) -> None:
-        """Load the optimizer's state, whole as it is in every checkpoint, into this rank's part."""
+        """Load the optimizer's state, of which several ranks each keep a part."""
         if self._shared is None:
             load_optimizer_state(self.optimizer, self.model, content, source)
             return
+        path = checkpoint_path(source)
+        if is_directory(path):
+            if read_state_part(self.optimizer, content, path):
+                return
+            content = checkpoint.read(path)
         # An optimizer of one process reads it, with all checks and conversions; the ranks take their parts of that.
         model = build_model(self.given.normalized["model"])
         reader = build_optimizer(self.given.settings.optimizer, model, self.rate(0))

@@ -26,7 +26,9 @@ from deepmd_muon.optim.sharded.members import (
     Replicas,
     Settled,
     StateCut,
+    element_state,
     layout_of,
+    muon_state,
     problem_of,
     state_cut,
 )
@@ -115,6 +117,21 @@ class ShardedStep:
     def cut_of(self, p: Tensor) -> StateCut | None:
         """Return how a parameter's state is cut, where the parameter itself is not."""
         return next((member.cut for member in self._members if member.p is p), None)
+
+    def fresh_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return state laid out as the first step would make it, by parameter name; the optimizer's is left alone."""
+        optimizer = self._optimizer
+        before = dict(optimizer.state)
+        optimizer.state.clear()
+        for member in self._members:
+            if member.entry.route == "muon":
+                muon_state(optimizer, member, damped=optimizer.param_groups[member.group]["magma_muon"])
+            else:
+                element_state(optimizer, member)
+        found = {member.entry.name: optimizer.state[member.p] for member in self._members}
+        optimizer.state.clear()
+        optimizer.state.update(before)
+        return found
 
     def _planned(self, member: Member) -> PlannedParameter:
         settings = group_settings(self._optimizer.param_groups[member.group])

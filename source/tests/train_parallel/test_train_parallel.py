@@ -165,6 +165,20 @@ def check_again(jobs):
             assert_same(first, read_checkpoint(directory), 0.0)
 
 
+def check_reading(job):
+    """All ranks have read the model, and each its part of the optimizer's state and the average."""
+    model, optimizer, ema = zip(*(json.loads((job.folder / f"read{r}.txt").read_text()) for r in range(4)), strict=True)
+    saved = read_checkpoint(job.options["restart"])
+    state = tensors(saved["optimizer"]["state"])
+    moments = sum(x.numel() for key, x in state.items() if key.rpartition("/")[2] in MOVED)
+    everywhere = sum(x.numel() for x in state.values()) - moments  # scores and counts of steps
+    average = sum(x.numel() for x in tensors(saved["ema"]).values())
+    rest = (*tensors(saved["model"]).values(), *tensors(saved["deepmd_muon"]).values())
+    assert set(model) == {sum(x.numel() for x in {id(x): x for x in rest}.values())}
+    assert sum(optimizer) == moments + 4 * everywhere
+    assert sum(ema) == average
+
+
 def last(place, name, suffix="pt"):
     """The last checkpoint of a run of an earlier test."""
     path = place / name / f"model.ckpt-{STEPS}.{suffix}"
@@ -281,14 +295,24 @@ def test_one_process_and_three_and_four_ranks_continue_what_others_saved(place):
         again(place, last(place, "2_3"), world=4, stage=2, groups=2, form="dcp"),
         again(place, last(place, "3_0"), world=4, stage=3, groups=4),
         again(place, last(place, "4_3_2"), world=4, stage=3),
+        again(place, last(place, "4_2_2", "dcp"), world=4, stage=3),
     ]
-    assert run_jobs(4, four) == [["0"] * 4] * 4
+    four[-1].accident = "tell_reading"
+    assert run_jobs(4, four) == [["0"] * 4] * 5
+    check_reading(four[-1])
     three = [
         again(place, last(place, "2_2"), world=3, stage=1),
         again(place, last(place, "adam_3"), world=3, stage=1, form="dcp"),
         again(place, last(place, "adam_1"), world=3, stage=2),
     ]
-    assert run_jobs(3, three) == [["0"] * 3] * 3
+    # Where routes have changed, the state of a directory is read whole and migrated, as that of a file.
+    migrated = [again(place, last(place, "4_2_2", suffix), world=3, stage=3) for suffix in ("pt", "dcp")]
+    for job in migrated:
+        job.content["optimizer"] |= {"min_matrix_dim": 5, "on_route_change": "migrate"}
+    assert run_jobs(3, [*three, *migrated]) == [["0"] * 3] * 5
+    file, directory = (read_checkpoint(job.folder / f"again-{STEPS}.pt") for job in migrated)
+    assert file["optimizer"]["param_groups"][0]["routes"].count("muon") == 2  # of three
+    assert_same(file, directory, 0.0)
     check_again([*one, *four, *three])
 
 
