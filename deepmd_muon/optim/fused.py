@@ -189,8 +189,9 @@ class FusedMuon:
         directions, matrices = self._room()
         advance[(self._programs,)](
             self._chunks, table, directions, self._sums, *self._weight, skip, scale, DTYPE=self._dtype,
-            GRADIENT=_TYPES[variant.gradient], WIDE=self._wide_type, MAGMA=self._magma, NESTEROV=self._settings.nesterov,
-            MAXIMIZE=variant.maximize, PEAKS=self._peaks, WIDTH=self._width, num_warps=self._warps,
+            GRADIENT=_TYPES[variant.gradient], WIDE=self._wide_type, MAGMA=self._magma,
+            NESTEROV=self._settings.nesterov, MAXIMIZE=variant.maximize, PEAKS=self._peaks, WIDTH=self._width,
+            num_warps=self._warps,
         )  # fmt: skip
         factors = self._scales
         if self._magma:

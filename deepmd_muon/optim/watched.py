@@ -1,0 +1,38 @@
+"""A step that profilers and hooks see, and that does not pay for them where there are none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+
+def seen_when_watched(step: Step) -> Step:
+    """Wrap an optimizer's `step` as torch does when the optimizer is made, but for steps that nobody watches.
+
+    torch opens a range for profilers around each step and looks for hooks to call, which takes the host as long as all
+    checks of a small model's step. Compiled code calls the step and does not look inside: tracing Newton-Schulz for
+    every shape takes seconds per parameter.
+    """
+    seen = Optimizer.profile_hook_step(step)
+
+    # torch.compiler.disable would import the compiler now; this, torch.optim's own, does not.
+    @_disable_dynamo
+    @functools.wraps(step)
+    def outer(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        hooks = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        # Around the step of a subclass torch has put its own range and hooks.
+        if (hooks or torch._C._autograd._profiler_enabled()) and type(self).step is outer:
+            return seen(self, closure)
+        return step(self, closure)
+
+    outer.hooked = True  # type: ignore[attr-defined]  # says to torch that this is done
+    return cast("Step", outer)
