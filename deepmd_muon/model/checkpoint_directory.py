@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 SUFFIX = ".dcp"
 CONTENT = "content.pt"
 _METADATA = ".metadata"
+# What reading a checkpoint that is incomplete or damaged, or none at all, may raise.
+READ_ERRORS = (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, OSError)
 _HARMLESS = {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 
 _Keys = tuple[str | int, ...]
@@ -89,10 +91,8 @@ def read_directory(path: Path, leave: Collection[str] = ()) -> dict[str, Any]:
 
     Raises
     ------
-    pickle.UnpicklingError
-        When a file holds other than tensors, plain values and torch's description of the parts.
-    OSError, RuntimeError, LookupError, ValueError
-        When a file is missing or damaged.
+    One of READ_ERRORS
+        When a file is missing or damaged, or holds other than tensors, plain values and torch's description of parts.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -135,6 +135,7 @@ def _metadata(path: Path) -> Metadata:
 
 
 def _read(path: Path, tensors: dict[str, Tensor]) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -144,7 +145,11 @@ def _read(path: Path, tensors: dict[str, Tensor]) -> None:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # no other process: as intended
-        load(tensors, storage_reader=Reader(path), no_dist=True)
+        try:
+            load(tensors, storage_reader=Reader(path), no_dist=True)
+        except CheckpointException as error:  # which is no Exception
+            causes = "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
+            raise RuntimeError(causes) from error
 
 
 class _Unpickler(pickle.Unpickler):

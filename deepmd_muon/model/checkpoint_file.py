@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.model.checkpoint_directory import SUFFIX, is_directory, read_directory
+from deepmd_muon.model.checkpoint_directory import READ_ERRORS, SUFFIX, is_directory, read_directory
 from deepmd_muon.model.errors import CheckpointFileError
 
 FORMAT_VERSION = 1
@@ -58,7 +58,7 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about files that are refused below, with a reason
             content = read_directory(path, leave) if parted else torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, OSError) as error:
+    except READ_ERRORS as error:
         raise CheckpointFileError(f"{path} cannot be read as a checkpoint: {_reason(path, error)}") from error
     if not isinstance(content, dict):
         raise CheckpointFileError(f"{path} is no checkpoint: it holds a {type(content).__name__}")

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from deepmd_muon.model import CheckpointFileError
+from deepmd_muon.model import CheckpointFileError, checkpoint_directory
+from deepmd_muon.model.checkpoint_directory import READ_ERRORS
 from deepmd_muon.model.checkpoint_file import OWN_KEY, read_checkpoint
 from deepmd_muon.train.errors import CheckpointError
 from deepmd_muon.whole_file import whole_file
@@ -88,6 +90,20 @@ def read(path: str | os.PathLike[str], leave: Collection[str] = ()) -> dict[str,
         return read_checkpoint(path, leave)
     except CheckpointFileError as error:
         raise CheckpointError(str(error)) from error
+
+
+def read_into(path: Path, targets: Mapping[tuple[str | int, ...], Tensor]) -> None:
+    """Read tensors of a directory, see `checkpoint_directory.read_into`.
+
+    Raises
+    ------
+    CheckpointError
+        When the directory is incomplete or damaged.
+    """
+    try:
+        checkpoint_directory.read_into(path, targets)
+    except READ_ERRORS as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
 
 
 def replace_link(link: Path, target: str) -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.model.checkpoint_directory import read_into
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
 from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
 from deepmd_muon.optim.config import HybridMuonConfig, OptimizerConfig
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
 from deepmd_muon.optim.foreign import is_deepmd_kit
 from deepmd_muon.optim.routing import canonical_name
+from deepmd_muon.train.checkpoint import read_into
 from deepmd_muon.train.errors import CheckpointError
 
 if TYPE_CHECKING:

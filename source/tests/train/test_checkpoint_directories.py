@@ -18,6 +18,7 @@ from deepmd_muon.infer import Predictor
 from deepmd_muon.model.checkpoint_directory import put_together, take_apart
 from deepmd_muon.model.checkpoint_file import read_checkpoint
 from deepmd_muon.train import CheckpointError, TrainingError
+from deepmd_muon.train.checkpoint import read_into
 from deepmd_muon.train.directories import DirectorySeries
 from deepmd_muon.train.parallel import Ranks
 
@@ -67,6 +68,23 @@ def test_a_run_restarts_from_a_directory_as_if_in_one_go(small_input, train):
     coord, box = torch.rand(1, 32, 3).numpy() * 7, (torch.eye(3) * 7.2).numpy()[None]
     energies = [Predictor(path).predict(coord, box, [0] * 32).energy for path in ("model.ckpt-14.dcp", "model.ckpt.pt")]
     assert energies[0] == energies[1]
+
+
+def test_a_damaged_part_is_an_error_that_names_the_directory(small_input, train):
+    given = small_input(training={"checkpoint_format": "dcp", "enable_ema": True})
+    train(given)
+    (part,) = Path("model.ckpt-10.dcp").glob("*.distcp")
+    os.truncate(part, part.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"model.ckpt-10.dcp cannot be read as a checkpoint: \w+: "):
+        train(given, restart="model.ckpt-10.dcp")
+    places = read_checkpoint("model.ckpt-5.dcp", leave=("ema",))["ema"]["model"]
+    assert all(x.is_meta for x in places.values() if x.numel())
+    targets = {("ema", "model", name): torch.empty(x.shape, dtype=x.dtype) for name, x in places.items() if x.numel()}
+    read_into(Path("model.ckpt-5.dcp"), targets)
+    for (*_, name), x in targets.items():
+        assert torch.equal(x, read_checkpoint("model.ckpt-5.dcp")["ema"]["model"][name])
+    with pytest.raises(CheckpointError, match=r"model.ckpt-10.dcp cannot be read as a checkpoint: \w+: "):
+        read_into(Path("model.ckpt-10.dcp"), targets)
 
 
 def test_both_forms_hold_the_same(small_input, train):
