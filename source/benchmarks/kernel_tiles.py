@@ -5,7 +5,7 @@ optimizer runs. Times are medians over replays of a captured graph of ten launch
 
     python source/benchmarks/kernel_tiles.py [--out tiles.md] [--shapes 1x4096x4096,16x1024x4096]
 
-symmetric  one product X Xᵀ with its polynomial's epilogue, half of the tiles; rate: operations of that half
+symmetric  X Xᵀ, and a product of its polynomials with all that can be added to it; rate: operations of the half
 update     X ← a X + P X with the fp32 master read and written
 launch     whole iterations (8+2) of small and middle matrices, with other warps and stages than the present ones
 """
@@ -26,14 +26,13 @@ from triton.runtime.errors import OutOfResources
 from deepmd_muon.optim.polar import SCHEDULES
 from deepmd_muon.optim.polar.launches import orthogonalize_in_one_launch, plan_for
 from deepmd_muon.optim.polar.products import Tile, _tiled, tiles_for
-from deepmd_muon.optim.polar.symmetric import symmetric_product, update
+from deepmd_muon.optim.polar.symmetric import SQUARE, symmetric_product, update
 
 SHAPES = "1x1024x1024,1x2048x2048,1x4096x4096,1x8192x8192,16x1024x4096,4x2048x8192,64x768x2048"
 SYMMETRIC = tuple(
     Tile(*tile)
     for tile in [
-        *[(64, 64, 4, 4), (128, 64, 4, 4), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 3)],
-        *[(256, 128, 8, 3), (256, 128, 8, 4)],
+        *[(64, 64, 4, 3), (64, 64, 4, 4), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4)],
     ]
 )
 UPDATE = tuple(
@@ -76,20 +75,23 @@ def half(count: int, order: int, *size: int) -> Tensor:
 
 
 def symmetric(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, float]:
-    """Time one symmetric product [µs]; return its rate, too [TFLOP/s]."""
+    """Time X Xᵀ and the costliest other product, w₀ L + w₁ S + w₂ L S [µs]; return their joint rate, too."""
     order, depth = (-(-n // 256) * 256 for n in (rows, columns))
-    x, r = half(count, order, depth), half(count, order, order)
-    target, weights = torch.empty_like(r), torch.ones(1, 3, device="cuda")
-    high, t = tile.rows, tile.columns
-    halves = order // high
-    grid = (high // t * halves * (halves + 1) // 2, count)
-    addend = _tiled(r, high, t)
-    arguments = (_tiled(x, high, DEPTH), _tiled(x, t, DEPTH), addend, addend)
-    results = (_tiled(target, high, t), _tiled(target, t, high))
-    constants = {"ADDENDS": 1, "EVEN": high == t, "T": t, "R": high // t, "K": DEPTH}
-    constants |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    time = timed(lambda: symmetric_product[grid](*arguments, *results, weights, 0, order, depth, **constants))
-    return time, count * order * (order + high) * depth / time * 1e-6
+    x, left, right = half(count, order, depth), half(count, order, order), half(count, order, order)
+    diagonal, weights = torch.ones(count * order, device="cuda"), torch.ones(1, 3, device="cuda")
+    t, side = tile.rows, int(SQUARE.value)
+    grid = (order // t * (order // t + 1) // 2, count)
+    squares = [_tiled(m, side, side) for m in (left, right, torch.empty_like(left), *(torch.zeros_like(left),) * 3)]
+    constants = {"FINE": True, "T": t, "K": DEPTH, "num_warps": tile.warps, "num_stages": tile.stages}
+
+    def run(a: Tensor, b: Tensor, size: int, kind: int) -> None:
+        operands = _tiled(a, t, DEPTH), _tiled(b, t, DEPTH)
+        others = (*squares, *(diagonal,) * 3, weights, 0, order, size)
+        fine = {"LEFT_FINE": kind > 0, "RIGHT_FINE": kind > 0}
+        symmetric_product[grid](*operands, *others, KIND=kind, **fine, **constants)
+
+    time = timed(lambda: run(x, x, depth, 0)) + timed(lambda: run(left, right, order, 2))
+    return time, count * order * (order + t) * (order + depth) / time * 1e-6
 
 
 def updated(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, float]:
@@ -102,10 +104,12 @@ def updated(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, flo
     grid = (order // down * (width // across), count)
     arguments = (_tiled(p, down, DEPTH), _tiled(x, DEPTH, across))
     results = (_tiled(master, down, across // 2), _tiled(following, down, across // 2))
-    unused = torch.empty(1, dtype=torch.int64, device="cuda")
-    constants = {"LAST": False, "CHUNK": 0, "T": down, "N": across, "K": DEPTH}
+    unused, diagonal = torch.empty(1, dtype=torch.int64, device="cuda"), torch.ones(count * order, device="cuda")
+    constants = {"LAST": False, "CHUNK": 0, "NARROW": True, "T": down, "N": across, "K": DEPTH}
     constants |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    time = timed(lambda: update[grid](*arguments, *results, unused, weights, master, 0, order, width, **constants))
+    time = timed(
+        lambda: update[grid](*arguments, *results, diagonal, unused, weights, master, 0, order, width, **constants)
+    )
     return time, 2 * count * order * order * width / time * 1e-6
 
 

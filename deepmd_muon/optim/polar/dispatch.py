@@ -100,7 +100,7 @@ TABLE: tuple[Rule, ...] = (
     Rule(
         "symmetric",
         "m ≥ 128",
-        "three launches a step, half of each symmetric product; n ≥ 2 m shares products with X",
+        "three launches a step, half of each symmetric product; wide ones share products with X",
         _symmetric,
     ),
     Rule("torch", "everything else", "batched products of torch", lambda _: True),

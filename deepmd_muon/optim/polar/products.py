@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deepmd_muon.optim.polar.launches import Launch, on_device, run
 from deepmd_muon.optim.polar.schedules import Coefficients
-from deepmd_muon.optim.polar.symmetric import SHARES, measure, normalize, symmetric_product, update
+from deepmd_muon.optim.polar.symmetric import SHARES, SQUARE, measure, normalize, symmetric_product, update
 
 
 class Tile(NamedTuple):
@@ -44,14 +44,20 @@ class Tiles(NamedTuple):
 
 # Found on an H200 by source/benchmarks/kernel_tiles.py. Two programs of the medium kind share a multiprocessor, and one
 # computes while the other stores; small ones fill the device where there are few, large ones read less.
-_SYMMETRIC = {"small": Tile(64, 64, 4, 4), "medium": Tile(128, 128, 4, 3), "large": Tile(256, 128, 8, 4)}
+_SYMMETRIC = {"small": Tile(64, 64, 4, 4), "medium": Tile(128, 128, 4, 3)}
 _UPDATE = {"small": Tile(64, 128, 4, 4), "medium": Tile(128, 128, 4, 3), "large": Tile(128, 256, 8, 4)}
 _LAST_WARPS = 8  # addresses of results with any strides take registers
 _DEPTH = 64  # columns of the left factor that a product takes at a time
-_LARGE, _LARGEST = 4096, 8192  # rows from which large tiles win in updates, and in symmetric products
+_LARGE = 4096  # rows from which large tiles win in updates
 _CHUNK = 1024  # terms that tensor cores sum in exact updates
 _LIFT = 1000.0  # updates are exact where later steps enlarge what is small by more than this
-_MODEST = 9.0  # growth of two steps that may share products
+_WIDE = 1.5  # columns / rows from which steps share products with X
+# Steps that may share products with X: two, where errors of R grow by no more than this; at the beginning, where X was
+# normalised and R is small, two in any case and more from so many rows on (errors of more rows average more).
+_GROWTH = 12.0
+_FIRST_STEPS = ((512, 4), (256, 3))
+_LONG = 4  # steps of a segment whose matrices are all fine; of shorter ones the first R is
+_NARROW = 5.0  # D is multiplied with the fp16 X where later steps enlarge what is small by more than this
 _MULTIPROCESSORS = 132
 
 
@@ -60,53 +66,85 @@ def tiles_for(rows: int, columns: int, count: int) -> Tiles:
     """Return the tiles for `count` matrices of one shape, rows ≤ columns."""
     side = -(-rows // 128)
     few = count * side * (side + 1) // 2 < _MULTIPROCESSORS
-    symmetric = "small" if few else "large" if rows >= _LARGEST else "medium"
+    symmetric = "small" if few else "medium"
     few = count * side * -(-columns // 128) < _MULTIPROCESSORS
     update = "small" if few else "large" if rows >= _LARGE else "medium"
     return Tiles(_SYMMETRIC[symmetric], _UPDATE[update])
 
 
 class Product(NamedTuple):
-    """One launch: target ← w₀ first + w₁ second + w₂ left rightᵀ; or, for target 'X', X ← w₀ X + left X."""
+    """One launch: R ← X Xᵀ; target ← w₀ left + w₁ right + w₂ left right; or, for target 'X', X ← w₀ X + left X.
+
+    Fine matrices, `fine`, are stored and added with what 16 bits leave out of them.
+    """
 
     target: str
     left: str
     right: str
-    addends: tuple[str, ...]
-    weights: tuple[float, float, float]
+    weights: tuple[float, float, float] = (0.0, 0.0, 1.0)
+    fine: tuple[str, ...] = ()
 
 
 @functools.lru_cache(maxsize=64)
-def program(coefficients: Coefficients, wide: bool) -> tuple[Product, ...]:
-    """Return the launches of all steps.
+def program(coefficients: Coefficients, rows: int, columns: int) -> tuple[Product, ...]:
+    """Return the launches of all steps: segment after segment."""
+    return tuple(product for segment in segments(coefficients, rows, columns) for product in _launches(segment))
 
-    A step alone takes R = X Xᵀ, its polynomial B = b R + c R² and X ← a X + B X. Where X is wide, products with it are
-    dear, and two steps share them where precision allows: with p = a I + B, the next R is p R p (all of these commute),
-    and X ← p₁ p₀ X = a₀ a₁ X + (a₀ B₁ + a₁ B₀ + B₀ B₁) X. Near X Xᵀ = I these two terms almost cancel and 16-bit errors
-    of the second come out a₀ a₁ times as large: the first two steps share, far from there, and two that hardly grow.
+
+def segments(coefficients: Coefficients, rows: int, columns: int) -> list[Coefficients]:
+    """Cut the steps into segments that multiply X once, as few as precision allows.
+
+    A step is R = X Xᵀ, p = a I + b R + c R² and X ← p X. Where X is wide, products with it are dear. All polynomials in
+    R commute, so that the next R is p R p, and polynomials of several steps can be multiplied before X is. But an error
+    of R where X has no part grows by a² in each step until R is computed anew.
     """
-    launches: list[Product] = []
-    k = 0
-    while k < len(coefficients):
-        a0, b0, c0 = coefficients[k]
-        launches += [
-            Product("R", "X", "X", (), (0.0, 0.0, 1.0)),
-            Product("B", "R", "R", ("R",), (b0, 0.0, c0)),
-        ]
-        a1, b1, c1 = coefficients[k + 1] if k + 1 < len(coefficients) else (math.inf, 0.0, 0.0)
-        if wide and (a0 * a1 < _MODEST or (k == 0 and a1 < math.inf)):
-            launches += [
-                Product("W", "R", "B", ("R",), (a0, 0.0, 1.0)),  # R p
-                Product("R", "B", "W", ("W",), (a0, 0.0, 1.0)),  # p R p, the next R
-                Product("W", "R", "R", ("R",), (b1, 0.0, c1)),  # the next B
-                Product("R", "B", "W", ("W", "B"), (a0, a1, 1.0)),
-                Product("X", "R", "X", (), (a0 * a1, 0.0, 1.0)),
-            ]
-            k += 2
-        else:
-            launches.append(Product("X", "B", "X", (), (a0, 0.0, 1.0)))
-            k += 1
-    return tuple(launches)
+    most = next((steps for least, steps in _FIRST_STEPS if rows >= least), 0)
+    if most == 0 or columns < _WIDE * rows:
+        return [(step,) for step in coefficients]
+    growth = [a * a for a, _, _ in coefficients]
+    lengths = [n for n in range(1, min(most, len(growth)) + 1) if n <= 2 or max(growth[: n - 1]) <= _GROWTH]
+    return min(([coefficients[:n], *_pairs(coefficients[n:])] for n in lengths), key=len)
+
+
+def _pairs(coefficients: Coefficients) -> list[Coefficients]:
+    """Cut steps into pairs from the last on, and into single ones where errors would grow too much."""
+    found: list[Coefficients] = []
+    end = len(coefficients)
+    while end > 0:
+        start = end - 2 if end > 1 and coefficients[end - 2][0] ** 2 <= _GROWTH else end - 1
+        found.insert(0, coefficients[start:end])
+        end = start
+    return found
+
+
+def _launches(segment: Coefficients) -> list[Product]:
+    """Return the launches of steps that share products with X.
+
+    R is X Xᵀ, and Q with X ← (scale I + Q) X collects p - a I of all steps, a product of polynomials in R.
+    """
+    squares = ("R", "A", "B", "C")
+    fine = squares if len(segment) >= _LONG else squares[: len(segment) > 1]
+    launches = [Product("R", "X", "X", fine=fine)]
+    free = [*squares[1:]]
+    q, scale = "", 1.0
+    for k, (a, b, c) in enumerate(segment):
+        last = k + 1 == len(segment)
+        p = free.pop(0)
+        launches.append(Product(p, "R", "R", (b, 0.0, c), fine))
+        if not last:  # R ← p R p
+            w = free.pop(0)
+            launches.append(Product(w, "R", p, (a, 0.0, 1.0), fine))
+            fine = fine if len(segment) >= _LONG else ()
+            launches.append(Product("R", p, w, (0.0, a, 1.0), fine))
+            free.append(w)
+        if k == 0:
+            q, scale = p, a
+            continue
+        into = "R" if last else free.pop(0)
+        launches.append(Product(into, p, q, (scale, a, 1.0), tuple(name for name in fine if name != into or not last)))
+        free += [p, q]
+        q, scale = into, scale * a
+    return [*launches, Product("X", q, "X", (scale, 0.0, 1.0))]
 
 
 def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
@@ -122,8 +160,8 @@ def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coeffici
     Returns
     -------
     list of Tensor
-        float32 results (b, m, n), parts of one new tensor. The workspace, 8 bytes an element of X and 6 an element of
-        X Xᵀ, is freed on return.
+        float32 results (b, m, n), parts of one new tensor. The workspace, 8 bytes an element of X and up to 16 an
+        element of X Xᵀ, is freed on return.
     """
     return run("symmetric", _run, matrices, coefficients)
 
@@ -131,54 +169,78 @@ def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coeffici
 def _run(_name: str, launch: Launch, addresses: Tensor, coefficients: Coefficients, out: Tensor) -> None:
     """Take the matrices of one shape through all steps."""
     rows, columns = launch.constants["rows"], launch.constants["columns"]
-    count, device = launch.matrices, out.device
-    tiles = tiles_for(rows, columns, count)
-    high, t, *_ = tiles.symmetric
-    down, across, *_ = tiles.update
-    wide = columns >= 2 * rows and high == t  # only square tiles give exactly symmetric results
-    products = program(coefficients, wide)
-    order = -(-rows // tiles.rows) * tiles.rows
-    width = -(-columns // tiles.columns) * tiles.columns
-    sums = torch.empty(count, int(SHARES.value), 2, dtype=torch.float64, device=device)
-    master = torch.empty(count * order, width, dtype=torch.float32, device=device)
-    iterates = torch.empty(2, count * order, width, dtype=torch.float16, device=device)
-    squares = dict(zip("RBW", torch.empty(3, count * order, order, dtype=torch.float16, device=device), strict=True))
-    share = (int(SHARES.value), count)
-    measure[share](launch.table, addresses, sums, T=64)
-    normalize[share](launch.table, addresses, sums, master, iterates[0], order, width, T=64)
-    weights = on_device(tuple(product.weights for product in products), device)
-    halves = order // high
-    symmetric = (high // t * halves * (halves + 1) // 2, count)
-    full = (order // down * (width // across), count)
-    talls, flats, results, mirrors = (
-        {name: _tiled(x, *block) for name, x in squares.items()}
-        for block in ((high, _DEPTH), (t, _DEPTH), (high, t), (t, high))
-    )
-    lefts = {name: _tiled(x, down, _DEPTH) for name, x in squares.items()}
-    sources = [(_tiled(x, high, _DEPTH), _tiled(x, t, _DEPTH)) for x in iterates]
-    rights = [_tiled(x, _DEPTH, across) for x in iterates]
-    kept, *copies = (_tiled(x, down, across // 2) for x in (master, *iterates))
-    now = 0
+    products = program(coefficients, rows, columns)
+    work = _Work(launch, addresses, products, out)
     for k, product in enumerate(products):
         if product.target == "X":
             lift = math.prod(later.weights[0] for later in products[k + 1 :] if later.target == "X")
-            chunk = _CHUNK if rows >= _LARGE and lift > _LIFT else 0
-            last = k + 1 == len(products)
-            update[full](
-                lefts[product.left], rights[now], kept, copies[1 - now], launch.table, weights, out, k, order, width,
-                LAST=last, CHUNK=chunk, T=down, N=across, K=_DEPTH,
-                num_warps=_LAST_WARPS if last else tiles.update.warps, num_stages=tiles.update.stages,
-            )  # fmt: skip
-            now = 1 - now
-            continue
-        from_x = product.left == "X"
-        left, right = sources[now] if from_x else (talls[product.left], flats[product.right])
-        addends = [results[name] for name in (*product.addends, "R", "R")][:2]  # unused ones stand for anything
-        symmetric_product[symmetric](
-            left, right, *addends, results[product.target], mirrors[product.target], weights, k, order,
-            width if from_x else order, ADDENDS=len(product.addends), EVEN=wide, T=t, R=high // t, K=_DEPTH,
-            num_warps=tiles.symmetric.warps, num_stages=tiles.symmetric.stages,
+            work.update(k, product, lift, last=k + 1 == len(products))
+        else:
+            work.multiply(k, product)
+
+
+class _Work:
+    """Workspaces of one shape, and its launches."""
+
+    def __init__(self, launch: Launch, addresses: Tensor, products: tuple[Product, ...], out: Tensor) -> None:
+        rows, columns, count = launch.constants["rows"], launch.constants["columns"], launch.matrices
+        self.tiles = tiles_for(rows, columns, count)
+        self.exact = rows >= _LARGE
+        self.order = order = -(-rows // self.tiles.rows) * self.tiles.rows
+        self.width = width = -(-columns // self.tiles.columns) * self.tiles.columns
+        self.table, self.out = launch.table, out
+        self.weights = on_device(tuple(product.weights for product in products), out.device)
+        half = functools.partial(torch.empty, dtype=torch.float16, device=out.device)
+        single = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
+        sums = torch.empty(count, int(SHARES.value), 2, dtype=torch.float64, device=out.device)
+        master, iterates = single(count * order, width), half(2, count * order, width)
+        share = (int(SHARES.value), count)
+        measure[share](self.table, addresses, sums, T=64, num_warps=8)
+        normalize[share](self.table, addresses, sums, master, iterates[0], order, width, T=64)
+        names = dict.fromkeys(product.target for product in products if product.target != "X")
+        squares = {name: half(count * order, order) for name in names}
+        self.diagonals = {name: single(count * order) for name in names}
+        t, (down, across, *_), side = self.tiles.symmetric.rows, self.tiles.update, int(SQUARE.value)
+        fine = dict.fromkeys(name for product in products for name in product.fine)
+        self.rests = {name: _tiled(half(count * order, order), side, side) for name in fine}
+        self.operands = {name: _tiled(x, t, _DEPTH) for name, x in squares.items()}
+        self.lefts = {name: _tiled(x, down, _DEPTH) for name, x in squares.items()}
+        self.squares = {name: _tiled(x, side, side) for name, x in squares.items()}
+        self.sources = [_tiled(x, t, _DEPTH) for x in iterates]
+        self.rights = [_tiled(x, _DEPTH, across) for x in iterates]
+        self.master, *self.copies = (_tiled(x, down, across // 2) for x in (master, *iterates))
+        self.half = (order // t * (order // t + 1) // 2, count)
+        self.full = (order // down * (width // across), count)
+
+    def multiply(self, k: int, product: Product) -> None:
+        """Start launch `k`, a symmetric product."""
+        target, left, right, _, fine = product
+        tile = self.tiles.symmetric
+        if left == "X":
+            kind, depth, factors = 0, self.width, self.sources[:1] * 2
+            left = right = target  # not read
+        else:
+            kind, depth, factors = 1 if left == right else 2, self.order, [self.operands[left], self.operands[right]]
+        names = (left, right, target)
+        squares = [self.squares[name] for name in names]
+        rests = [self.rests[name] if name in fine else self.squares[name] for name in names]
+        symmetric_product[self.half](
+            *factors, *squares, *rests, *(self.diagonals[name] for name in names), self.weights, k, self.order, depth,
+            KIND=kind, LEFT_FINE=left in fine and kind > 0, RIGHT_FINE=right in fine and kind > 1, FINE=target in fine,
+            T=tile.rows, K=_DEPTH, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+
+    def update(self, k: int, product: Product, lift: float, *, last: bool) -> None:
+        """Start launch `k`, an update of X, after which steps follow that enlarge what is small by `lift`."""
+        tile = self.tiles.update
+        update[self.full](
+            self.lefts[product.left], self.rights[0], self.master, self.copies[1], self.diagonals[product.left],
+            self.table, self.weights, self.out, k, self.order, self.width, LAST=last,
+            CHUNK=_CHUNK if self.exact and lift > _LIFT else 0, NARROW=lift > _NARROW, T=tile.rows, N=tile.columns,
+            K=_DEPTH, num_warps=_LAST_WARPS if last else tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        for each in (self.sources, self.rights, self.copies):
+            each.reverse()  # the copy that was written is the next to be read
 
 
 def _tiled(x: Tensor, *block: int) -> Any:

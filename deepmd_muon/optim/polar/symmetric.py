@@ -5,9 +5,8 @@ tiles, which changes nothing.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN201, SIM102
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and an
-# `if` on a constant must stand alone to leave code out.
+# ruff: noqa: ANN001, ANN201
+# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's.
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ import triton.language as tl
 from deepmd_muon.optim.polar.cooperative import merge, norm_of_all
 from deepmd_muon.optim.polar.kernels import COLUMNS, KIND, ROW, ROWS, load_matrix, load_single, store_result
 
-# Programs that measure or copy one matrix.
+# Programs that measure or copy one matrix; `norm_of_all` takes no more.
 SHARES = tl.constexpr(128)
 
 
@@ -66,51 +65,108 @@ def normalize(table, addresses, sums, master, iterate, order, width, T: tl.const
         tl.store(iterate + where, x.to(tl.float16))
 
 
+# What 16 bits leave out is stored this much enlarged, so that it does not fall below their smallest number.
+ENLARGED = tl.constexpr(2048.0)
+# Products are finished and stored in squares of this size.
+SQUARE = tl.constexpr(64)
+
+
 @triton.jit(do_not_specialize=["step"])
 def symmetric_product(
-    tall, flat, first, second, target, mirror, weights, step, order, depth, ADDENDS: tl.constexpr,
-    EVEN: tl.constexpr, T: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    left, right, left_squares, right_squares, target, left_rest, right_rest, rest, left_diagonal, right_diagonal,
+    diagonal, weights, step, order, depth, KIND: tl.constexpr, LEFT_FINE: tl.constexpr, RIGHT_FINE: tl.constexpr,
+    FINE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Write the symmetric w₀ F + w₁ G + w₂ L Sᵀ, (matrices, order, order): RT × T tiles and their mirror images.
+    """Write L Sᵀ, KIND 0, or the symmetric w₀ L + w₁ S + w₂ L S, KIND 2; KIND 1 where L and S are one and the same.
 
-    `tall` describes L in RT × K tiles, `flat` S in T × K tiles, `first` F and `second` G, of which the first ADDENDS
-    are used, and `target` the result in RT × T tiles, `mirror` the result in T × RT tiles.
-    EVEN makes the result exactly symmetric; R must be 1 then.
+    Matrices (matrices, order, order) are stored as an fp32 diagonal and fp16 entries beside it; KIND 0 is for X, which
+    is not. Fine ones have a rest, too: what 16 bits leave out, enlarged, on and below the diagonal. It counts outside
+    of the product of matrices. `left` and `right` describe operands in T × K tiles, the others SQUARE × SQUARE tiles of
+    L, S, the result and the rests. T is SQUARE, or twice that.
     """
     number = tl.program_id(0)
     top = tl.program_id(1) * order
-    half = number // R
-    i = ((tl.sqrt(8.0 * half + 1.0) - 1.0) * 0.5).to(tl.int32)
-    block = half - i * (i + 1) // 2
-    r = i * R * T
-    c = (R * block + number % R) * T
-    product = tl.zeros((R * T, T), tl.float32)
+    i = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
+    r = i * T
+    c = (number - i * (i + 1) // 2) * T
+    product = tl.zeros((T, T), tl.float32)
     for k in range(0, depth, K):
-        product = tl.dot(tall.load([top + r, k]), flat.load([top + c, k]).T, product)
-    if ADDENDS > 0:
-        product = tl.load(weights + 3 * step + 2) * product
-        product += tl.load(weights + 3 * step) * first.load([top + r, c]).to(tl.float32)
-        if ADDENDS > 1:
-            product += tl.load(weights + 3 * step + 1) * second.load([top + r, c]).to(tl.float32)
-        if EVEN:  # where results are multiplied again, an antisymmetric rounding error would grow
-            if i == block:
-                product = 0.5 * (product + product.T)
+        product = tl.dot(left.load([top + r, k]), right.load([top + c, k]).T, product)
+    if T == SQUARE:
+        finish_square(
+            product, r, c, top, left_squares, right_squares, target, left_rest, right_rest, rest, left_diagonal,
+            right_diagonal, diagonal, weights + 3 * step, KIND, LEFT_FINE, RIGHT_FINE, FINE,
+        )  # fmt: skip
+    else:  # quarter by quarter, for want of registers
+        halves = product.reshape(2, SQUARE, 2, SQUARE).permute(1, 3, 0, 2).split()
+        for across in tl.static_range(2):
+            quarters = halves[across].split()
+            for down in tl.static_range(2):
+                if r + down * SQUARE >= c + across * SQUARE:
+                    finish_square(
+                        quarters[down], r + down * SQUARE, c + across * SQUARE, top, left_squares, right_squares,
+                        target, left_rest, right_rest, rest, left_diagonal, right_diagonal, diagonal,
+                        weights + 3 * step, KIND, LEFT_FINE, RIGHT_FINE, FINE,
+                    )  # fmt: skip
+
+
+@triton.jit
+def finish_square(
+    product, r, c, top, left_squares, right_squares, target, left_rest, right_rest, rest, left_diagonal, right_diagonal,
+    diagonal, weights, KIND: tl.constexpr, LEFT_FINE: tl.constexpr, RIGHT_FINE: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
+    """Turn a square of the product L Sᵀ into one of the result, and write it and its mirror image."""
+    t = tl.arange(0, SQUARE)
+    on_diagonal = (t[:, None] == t[None, :]) & (r == c)
+    if KIND > 0:
+        w0 = tl.load(weights)
+        w1 = tl.load(weights + 1)
+        w2 = tl.load(weights + 2)
+        down = tl.load(left_diagonal + top + r + t)[:, None]
+        across = tl.load(right_diagonal + top + c + t)[None, :]
+        x = precise(left_squares, left_rest, top + r, c, LEFT_FINE)
+        # (D + E) (D' + E') = D D' + D E' + E D' + E E', and only the last term is a product of matrices.
+        product = w2 * product + tl.where(on_diagonal, w0 * down + (w1 + w2 * down) * across, 0.0)
+        if KIND == 1:
+            product += (w0 + w2 * (down + across)) * x
+        else:
+            product += (w0 + w2 * across) * x
+            product += (w1 + w2 * down) * precise(right_squares, right_rest, top + r, c, RIGHT_FINE)
+        if r == c:  # results are multiplied again, and an antisymmetric rounding error would grow
+            product = 0.5 * (product + product.T)
+    if r == c:
+        tl.store(diagonal + top + r + t, tl.sum(tl.where(on_diagonal, product, 0.0), axis=1))
+    product = tl.where(on_diagonal, 0.0, product)
     narrow = product.to(tl.float16)
     target.store([top + r, c], narrow)
-    if i != block:
-        mirror.store([top + c, r], narrow.T)
+    if r != c:
+        target.store([top + c, r], narrow.T)
+    if FINE:
+        rest.store([top + r, c], ((product - narrow.to(tl.float32)) * ENLARGED).to(tl.float16))
+
+
+@triton.jit
+def precise(squares, rest, r, c, FINE: tl.constexpr):
+    """Load a square of a matrix as precisely as it was stored."""
+    x = squares.load([r, c]).to(tl.float32)
+    if FINE:
+        x += rest.load([r, c]).to(tl.float32) / ENLARGED
+    return x
 
 
 @triton.jit(do_not_specialize=["step"])
 def update(
-    polynomial, current, master, following, table, weights, out, step, order, width, LAST: tl.constexpr,
-    CHUNK: tl.constexpr, T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    polynomial, current, master, following, diagonal, table, weights, out, step, order, width, LAST: tl.constexpr,
+    CHUNK: tl.constexpr, NARROW: tl.constexpr, T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Do X ← w₀ X + P X in fp32 and write its fp16 copy; the last step writes the result instead.
+    """Do X ← w₀ X + (D + E) X in fp32 and write its fp16 copy; the last step writes the result instead.
+
+    E is multiplied with the fp16 copy. With NARROW, D is, too: where X has no part, a polynomial in X Xᵀ has none
+    either, but only as a whole. Otherwise D is multiplied with the fp32 X, which saves most of the copy's error.
 
     Tensor cores truncate their sums, and the error of a long one grows with its length; later steps lift what of it
     lies outside of the range of X. With CHUNK > 0 they sum so many terms at a time, and fp32 units add these up.
-    `polynomial` describes P in T × K tiles, `current` the fp16 X in K × N tiles; `master`, X in fp32, and `following`,
+    `polynomial` describes E in T × K tiles, `current` the fp16 X in K × N tiles; `master`, X in fp32, and `following`,
     its next fp16 copy, are described in T × N/2 tiles.
     """
     number = tl.program_id(0)
@@ -135,15 +191,17 @@ def update(
             product = tl.dot(polynomial.load([top + i * T, k]), current.load([top + k, j * N]), product)
     # a X is added at the end: tensor cores truncate their sums, and it would lose a bit in each of them.
     a = tl.load(weights + 3 * step)
+    d = tl.load(diagonal + top + i * T + tl.arange(0, T))[:, None]
     left, right = product.reshape(T, 2, N // 2).permute(0, 2, 1).split()
-    finish(left, a, master, following, table, matrix, out, top, i * T, j * N, LAST)
-    finish(right, a, master, following, table, matrix, out, top, i * T, j * N + N // 2, LAST)
+    finish(left, a, d, master, following, table, matrix, out, top, i * T, j * N, LAST, NARROW)
+    finish(right, a, d, master, following, table, matrix, out, top, i * T, j * N + N // 2, LAST, NARROW)
 
 
 @triton.jit
-def finish(product, a, master, following, table, matrix, out, top, r, c, LAST: tl.constexpr):
-    """Add a X to half a tile of the product and write it."""
-    x = a * master.load([top + r, c]) + product
+def finish(product, a, d, master, following, table, matrix, out, top, r, c, LAST: tl.constexpr, NARROW: tl.constexpr):
+    """Add a X + D X to half a tile of the product and write it."""
+    x = master.load([top + r, c])
+    x = a * x + d * (x.to(tl.float16).to(tl.float32) if NARROW else x) + product
     if LAST:
         down = r + tl.arange(0, product.shape[0])
         across = c + tl.arange(0, product.shape[1])

@@ -27,17 +27,14 @@ from deepmd_muon.optim.views import MatrixView
 REGISTERS, SHARED = 65536, 228 * 1024  # of a multiprocessor; a program has 1 KiB of shared memory less
 # Spills that are known, all outside of the loops [bytes]: the two largest tiles of whole matrices (with 16 warps the
 # second spilled more), the last step of the largest products, one launch of 30, exact updates, faster so than with half
-# the tile, the tallest strips, faster so than narrower ones where these do not all run at once, and sums of symmetric
-# products, faster so than with 8 warps.
+# the tile, and the tallest strips, faster so than narrower ones where these do not all run at once.
 SPILLED = {
     "small_matrices(MASK=16,": 64,
     "small_matrices(MASK=32,": 256,
     "strips(MASK=4, WIDE=64,": 16,
     "strips(MASK=4, WIDE=32,": 16,  # none with Triton 3.6
-    "update(LAST=True, CHUNK=0, T=128, N=256,": 384,
-    "update(LAST=False, CHUNK=1024, T=128, N=256,": 64,
-    "symmetric_product(ADDENDS=1, EVEN=True, T=128,": 64,
-    "symmetric_product(ADDENDS=2, EVEN=True, T=128,": 256,
+    "update(LAST=True, CHUNK=0, NARROW=False, T=128, N=256,": 384,
+    "update(LAST=False, CHUNK=1024, NARROW=True, T=128, N=256,": 64,
 }
 # Shapes and batches that reach every tile of every implementation.
 CASES = {

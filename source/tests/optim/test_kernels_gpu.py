@@ -154,8 +154,9 @@ def test_repeated_calls_are_replayed_with_the_same_bits(shape):
     assert error_inside(other.cpu(), moved.cpu(), "8+2", 1e-3).max() <= 3e-3
     assert torch.equal(orthogonalize_matrices([x.clone()], "8+2")[0], first)
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert torch.equal(orthogonalize_matrices([x], "8+2")[0], first)
-        assert _recording.cache_info().currsize == 2  # streams do not share workspaces
+        for recordings in (1, 2):  # streams do not share workspaces
+            assert torch.equal(orthogonalize_matrices([x], "8+2")[0], first)
+            assert _recording.cache_info().currsize == recordings
     plan_for.cache_clear()
     _recording.cache_clear()
 

@@ -110,6 +110,16 @@ def test_quality(way, shape, kinds):
 
 
 @interpreted
+@pytest.mark.parametrize(("steps", "kind"), [(3, "rank8"), (4, "gaussian")])
+def test_steps_that_share_products(steps, kind, monkeypatch):
+    # From 512 rows on four do, which would take long here.
+    monkeypatch.setattr(products, "_FIRST_STEPS", ((256, steps),))
+    products.program.cache_clear()
+    check_quality(SYMMETRIC, (256, 400), (kind,))
+    products.program.cache_clear()
+
+
+@interpreted
 @pytest.mark.parametrize(
     ("name", "shape", "batches"),
     [

@@ -1,0 +1,85 @@
+"""Which products large matrices go through, and that these are the steps they stand for."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed (pip install deepmd-muon[gpu])", allow_module_level=True)
+
+from deepmd_muon.optim.polar import SCHEDULES
+from deepmd_muon.optim.polar.products import program, segments
+
+WIDE = [(256, 768), (511, 2000), (512, 768), (2048, 8192)]
+NARROW = [(255, 4096), (128, 384), (1024, 1024), (512, 767)]
+
+
+def of(name):
+    return SCHEDULES[name].coefficients
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("shape", WIDE + NARROW)
+def test_segments_are_the_steps_in_their_order(name, shape):
+    found = segments(of(name), *shape)
+    assert sum(found, ()) == of(name)
+    lengths = [len(segment) for segment in found]
+    if shape in NARROW:
+        assert set(lengths) == {1}
+        return
+    assert lengths[0] <= (4 if shape[0] >= 512 else 3)
+    assert set(lengths[1:]) <= {1, 2}
+    for k, segment in enumerate(found):
+        growing = [a * a for a, _, _ in segment[:-1]]
+        assert not growing or max(growing) <= 12 or (k == 0 and len(segment) == 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "lengths"),
+    [
+        ("8+2", 256, [2, 2, 2, 2, 2]),
+        ("8+2", 512, [4, 2, 2, 2]),
+        ("keller-jordan", 256, [3, 2]),
+        ("polar-express", 512, [2, 1, 1, 2, 2]),  # whose first steps grow too much for more
+        ("muon-fsdp2", 512, [2, 1, 2]),
+    ],
+)
+def test_segments_of_the_schedules(name, rows, lengths):
+    assert [len(segment) for segment in segments(of(name), rows, 4 * rows)] == lengths
+
+
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_any_number_of_steps(steps):
+    coefficients = (of("8+2")[0],) * steps
+    assert sum(segments(coefficients, 1024, 4096), ()) == coefficients
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("shape", [(256, 768), (512, 2048), (1024, 1024)])
+def test_products_are_the_steps(name, shape):
+    """What is launched, done with exact products of small float64 matrices, is the iteration."""
+    x = torch.randn(9, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x /= torch.linalg.matrix_norm(x)
+    expected = x
+    for a, b, c in of(name):
+        gram = expected @ expected.mT
+        expected = a * expected + (b * gram + c * gram @ gram) @ expected
+    held = {"X": x}
+    fine = set()
+    for target, left, right, (w0, w1, w2), rests in program(of(name), *shape):
+        if target == "X":
+            held["X"] = w0 * held["X"] + held[left] @ held["X"]
+            continue
+        assert target not in (left, right)  # its tiles are written while others are read
+        assert fine >= {side for side in (left, right) if side in rests}  # a rest that is read was written
+        fine = (fine - {target}) | ({target} & set(rests))
+        if left == "X":
+            held[target] = held["X"] @ held["X"].mT
+        else:
+            held[target] = w0 * held[left] + w1 * held[right] + w2 * held[left] @ held[right]
+    assert torch.linalg.matrix_norm(held["X"] - expected) <= 1e-11 * torch.linalg.matrix_norm(expected)
+    assert math.isfinite(float(expected.sum()))
