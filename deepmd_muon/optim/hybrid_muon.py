@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from deepmd_muon.optim.beside import Beside
 from deepmd_muon.optim.capture import refuse_capture
 from deepmd_muon.optim.config import Layout, MuonMode, NonFinite, Precision, RouteChange, Scaling
 from deepmd_muon.optim.errors import InvalidSettingError, NonFiniteGradientError
@@ -120,6 +121,7 @@ class HybridMuon(Optimizer):
     _step_supports_amp_scaling = True
     _fused: FusedSteps | None = None  # made by the first step that needs it
     _offload: Offload | None = None
+    _beside: Beside | None = None
 
     def __init__(
         self,
@@ -310,7 +312,7 @@ class HybridMuon(Optimizer):
             members, control = work.members, self._control(work)
         else:
             members, control = self._shared.step(work.members)
-        step_waves(self, work.waves(self, members), control)
+        step_waves(self, work, members, control)
         return loss
 
     def _control(self, work: Work) -> StepControl:

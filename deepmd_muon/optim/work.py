@@ -6,6 +6,7 @@ pass, and the groups' settings as they were given.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from operator import eq, is_
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.adam import adam_, moment_dtype
+from deepmd_muon.optim.beside import Beside
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.errors import InvalidGradientError
 from deepmd_muon.optim.gradients import StepControl, gradients_of, waves
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon
 
 States = list[dict[str, Tensor]]
+
+_SMALL = 4 * 2**20  # elements
 
 # What of a route's state has the size of its parameters.
 MOMENTS: dict[Route, tuple[str, ...]] = {
@@ -68,6 +72,8 @@ class Work:
         By parameter group.
     params
         All of them.
+    beside
+        Where the Adam routes run beside the other; None where they follow it.
 
     Raises
     ------
@@ -77,12 +83,15 @@ class Work:
 
     def __init__(self, optimizer: HybridMuon) -> None:
         groups = optimizer.param_groups
+        self._groups = list(groups)
         self._given = copy.deepcopy([_given(optimizer, group) for group in groups])
+        self._sizes = [len(group["params"]) for group in groups]
         self._all = [p for group in groups for p in group["params"]]
         self._trained = [p.requires_grad for p in self._all]
         self._layouts = [None if (g := p.grad) is None else g.layout for p in self._all]
         self.members = [_with_gradient(group, optimizer._entries[i]) for i, group in enumerate(groups)]
         self.params = [p for members in self.members for p, _ in members]
+        self.beside: Beside | None = None
         self._waves: list[Wave] | None = None
         self._states: list[dict[str, Tensor]] = []
 
@@ -92,9 +101,9 @@ class Work:
         params = [p for group in groups for p in group["params"]]
         return (
             self._waves is not None
-            and len(groups) == len(self._given)
+            and [len(group["params"]) for group in groups] == self._sizes
+            and all(map(is_, groups, self._groups))
             and all(map(eq, [_given(optimizer, group) for group in groups], self._given))
-            and len(params) == len(self._all)
             and all(map(is_, params, self._all))
             and [None if (g := p.grad) is None else g.layout for p in params] == self._layouts
             and [p.requires_grad for p in params] == self._trained
@@ -108,6 +117,8 @@ class Work:
         if self._waves is None:
             groups = zip(optimizer.param_groups, members, strict=True)
             self._waves = [wave for group, some in groups for wave in _waves_of(optimizer, group, some)]
+            self._waves.sort(key=lambda wave: wave.route != "muon")  # what takes longest starts first
+            self.beside = _beside(optimizer, self._waves)
             self._states = list(optimizer.state.values())
         return self._waves
 
@@ -173,14 +184,35 @@ def on_device(states: States, route: Route, moments: Sequence[Tensor]) -> States
     return [{**state, **{key: next(found) for key in keys}} for state in states]
 
 
-def step_waves(optimizer: HybridMuon, waves: Sequence[Wave], control: StepControl) -> None:
-    """Step what is stepped together, one after the other."""
+def _beside(optimizer: HybridMuon, waves: Sequence[Wave]) -> Beside | None:
+    """Return where the Adam routes run beside the other: on one GPU, if they are small.
+
+    (The memory that a stream once took is no other's, and large work leaves no room on the device anyway.)
+    """
+    devices, routes = {wave.device for wave in waves}, {wave.route for wave in waves}
+    small = sum(p.numel() for wave in waves if wave.route != "muon" for p in wave.params) <= _SMALL
+    if not small or len(devices) != 1 or "muon" not in routes or len(routes) == 1 or optimizer._offload is not None:
+        return None
+    (device,) = devices
+    if device.type == "cuda" and (optimizer._beside is None or optimizer._beside.device != device):
+        optimizer._beside = Beside(device)
+    return optimizer._beside if device.type == "cuda" else None
+
+
+def step_waves(optimizer: HybridMuon, work: Work, members: Sequence[Members], control: StepControl) -> None:
+    """Step those of some work's parameters that are left for this process to step alone."""
+    waves = work.waves(optimizer, members)
+    if work.beside is not None:
+        control = control.on(work.beside.device)
+        work.beside.open()
     for wave, states in zip(waves, _ready(optimizer, waves), strict=True):
         here = control.on(wave.device)
         if wave.route == "muon":
             _step_matrices(optimizer, wave, states, here)
         else:
-            step_elements(wave.params, gradients_of(wave.params), states, wave.route, wave.group, here, wave.settings)
+            with work.beside or contextlib.nullcontext():
+                grads = gradients_of(wave.params)
+                step_elements(wave.params, grads, states, wave.route, wave.group, here, wave.settings)
 
 
 def _ready(optimizer: HybridMuon, waves: Sequence[Wave]) -> Iterable[States]:

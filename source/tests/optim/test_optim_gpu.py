@@ -129,3 +129,40 @@ def test_restarts_are_bitwise_on_the_device():
         give_gradients(which, 2)
         mover.step()
     assert all(torch.equal(p, other[name]) for name, p in params.items())
+
+
+@pytest.mark.parametrize("settings", [{}, {"on_nonfinite": "skip"}, {"adam_lr_ratio": 0.5}])
+def test_adam_beside_muon_takes_what_the_step_was_given(settings):
+    later = [{name: torch.randn(shape, device="cuda") for name, shape in SHAPES.items()} for _ in range(6)]
+    results = []
+    for beside in (True, False):
+        params, optimizer = make("cuda", capturable=True, **settings)
+        give_gradients(params, 0)
+        optimizer.step()
+        assert optimizer._work.beside is not None
+        if not beside:
+            optimizer._work.beside = None
+        for k, grads in enumerate(later):
+            torch.cuda._sleep(2_000_000)  # gradients and the learning rate are there long after the step is launched
+            for name, p in params.items():
+                p.grad.copy_(grads[name])
+            optimizer.param_groups[0]["lr"].fill_(0.02 / (1 + k))
+            optimizer.step()
+            for p in params.values():
+                p.grad.fill_(7.0)  # must not be seen by the step
+        assert (optimizer._work.beside is not None) == beside
+        results.append([*params.values(), *(x for s in optimizer.state.values() for x in s.values())])
+    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+
+
+def test_parameters_may_live_on_another_device_than_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        params, optimizer = make(device)
+        for step in range(3):
+            give_gradients(params, step)
+            optimizer.step()
+        results.append([p.detach().cpu() for p in params.values()])
+    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))

@@ -103,6 +103,10 @@ def add_a_group(params, optimizer):
     optimizer.add_param_group({"params": [("d.matrix", params["d.matrix"])], "lr": 0.5})
 
 
+def replace_the_group(params, optimizer):
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.1}
+
+
 def set_group(**settings):
     def change(params, optimizer):
         optimizer.param_groups[0].update(settings)
@@ -113,7 +117,7 @@ def set_group(**settings):
 
 # Those that lead elsewhere, and those that must not.
 TURNS = [
-    *(edit_lists, replace_state, forget_state, freeze, drop_gradients, replace_a_parameter),
+    *(edit_lists, replace_state, forget_state, freeze, drop_gradients, replace_a_parameter, replace_the_group),
     *(set_group(lr=0.5), set_group(momentum=0.5), set_group(weight_decay=0.3), set_group(adam_betas=(0.5, 0.6))),
     *(set_group(magma_muon=False), set_group(maximize=True), set_group(lr_adjust=10.0)),
 ]
