@@ -60,7 +60,8 @@ def adam_(
         Climb instead of descend.
     """
     wide = moment_dtype(params[0].dtype)
-    targets = in_dtype(params, wide)  # the parameters themselves unless they are 16 bits wide
+    # The parameters themselves unless they are 16 bits wide.
+    targets = list(params) if params[0].dtype is wide else in_dtype(params, wide)
     grads = ready_gradients(grads, wide, control.scale, maximize=maximize)
     values: dict[str, Any] = {
         "beta1": betas[0],

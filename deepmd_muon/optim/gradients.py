@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +12,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class StepControl:
+class StepControl(NamedTuple):
     """What holds for all parameters of one step.
 
     Attributes
