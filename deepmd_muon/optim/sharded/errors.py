@@ -25,3 +25,7 @@ class UnsupportedTransportError(ShardingError):
 
 class PlanMismatchError(ShardingError):
     """Ranks have made different plans: their parameters, settings or meshes differ."""
+
+
+class MissingGradientError(ShardingError):
+    """Some ranks have a gradient and others have none, of a parameter whose steps do not travel."""

@@ -34,6 +34,7 @@ from deepmd_muon.optim.sharded.members import (
 )
 from deepmd_muon.optim.sharded.pipeline import Pipeline, Run
 from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
+from deepmd_muon.optim.sharded.presence import Presence
 from deepmd_muon.optim.sharded.reference import step_everywhere
 from deepmd_muon.optim.sharded.settings import ShardedSettings
 from deepmd_muon.optim.sharded.transport import Lane
@@ -105,6 +106,7 @@ class ShardedStep:
         self._elements: Elements | None = None
         self._settled: Settled | None = None
         self._agreement: list[dist.ProcessGroup] | None = None
+        self._presence: Presence | None = None
 
     def forget(self) -> None:
         """Look at parameters and state anew in the next step, and let go of their tensors."""
@@ -158,6 +160,8 @@ class ShardedStep:
             When something cannot be exchanged; on all ranks alike, and nothing has been changed.
         NonFiniteGradientError
             On all ranks when a gradient of any is not finite and `on_nonfinite` is 'error'.
+        MissingGradientError
+            On all ranks when a parameter that does not travel has a gradient on some of them only.
         CaptureError
             While a CUDA graph is being captured.
         """
@@ -171,6 +175,8 @@ class ShardedStep:
         self._agree(problem)
         if self._settings.exchange == "reference" and self._optimizer._offload is not None:
             raise InvalidSettingError("exchange='reference' gathers state where it is; call optimizer.offload(False)")
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self._compare_gradients()
         control = self._control()
         if self._repeating:
             return work, control
@@ -218,6 +224,14 @@ class ShardedStep:
         if problem is not None:
             raise problem
         self._agreed = True
+
+    def _compare_gradients(self) -> None:
+        """See that ranks have the same gradients, where a missing one does not count as zero."""
+        if self._presence is None:
+            device = self._members[0].device
+            alone = [m for m in self._members if self._repeating or m.entry.route != "muon"]
+            self._presence = Presence(alone, device)
+        self._presence.compare()
 
     def _control(self) -> StepControl:
         """Decide on all ranks alike, on the device, whether this step is left out."""

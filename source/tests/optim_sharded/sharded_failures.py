@@ -10,11 +10,15 @@ import torch
 import torch.distributed as dist
 from sharded_cases import SHAPES, Twins, mesh_of, place
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from deepmd_muon.optim import HybridMuon, NonFiniteGradientError
+from deepmd_muon.optim.offload import local_of
+from deepmd_muon.optim.sharded import ShardedSettings
 from deepmd_muon.optim.sharded.errors import (
     GradientPlacementError,
+    MissingGradientError,
     PartialPlacementError,
     PlanMismatchError,
     ReshardedParameterError,
@@ -32,6 +36,42 @@ def missing_gradients():
         twins.step(nowhere=(0, 4))
         twins.step(without=(1,), nowhere=(2,))
         twins.assert_equal(1e-6)
+
+
+def gradients_that_do_not_agree():
+    """What does not travel must have a gradient on all ranks or on none: all ranks say so, and nothing changes."""
+    mesh = mesh_of((dist.get_world_size(),))
+    last = dist.get_world_size() - 1
+    ways = {
+        "repeated": ({"replicas": mesh, "sharded": ShardedSettings(replication="repeat")}, ("weight", "bias")),
+        "spread": ({"replicas": mesh, "sharded": ShardedSettings(replication="spread")}, ("bias",)),
+        "cut state": ({"replicas": mesh, "sharded": ShardedSettings(state="sharded")}, ("bias",)),
+        "FSDP2": ({}, ("bias",)),
+    }
+    for way, (settings, names) in ways.items():
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16)
+        if way == "FSDP2":
+            fully_shard(model, mesh=mesh)
+        optimizer = HybridMuon(model.named_parameters(), lr=0.1, **settings)
+        for missing in names:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            if dist.get_rank() == last:
+                getattr(model, missing).grad = None
+            before = [local_of(p).clone() for p in model.parameters()]
+            with pytest.raises(MissingGradientError, match=missing):
+                optimizer.step()
+            for p, x in zip(model.parameters(), before, strict=True):
+                assert torch.equal(local_of(p), x)
+            getattr(model, missing).grad = None
+            optimizer.step()  # on no rank: it is left alone
+            if way != "FSDP2":
+                for p in model.parameters():
+                    first = p.detach().clone()
+                    dist.broadcast(first, 0)
+                    assert torch.equal(p, first)
 
 
 def nonfinite_gradients():
@@ -146,6 +186,7 @@ def die_in_the_middle():
 
 CASES = [
     ("missing gradients", missing_gradients),
+    ("gradients that do not agree", gradients_that_do_not_agree),
     ("non-finite gradients", nonfinite_gradients),
     ("gradient scaler", gradient_scaler),
     ("preflight", preflight),
