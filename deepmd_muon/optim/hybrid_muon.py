@@ -156,7 +156,7 @@ class HybridMuon(Optimizer):
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
-        workspace: int = 64 * 2**20,
+        workspace: int = 80 * 2**20,
         offload: bool = False,
         offload_bytes: int = 64 * 2**20,
         replicas: Replicas | None = None,
