@@ -101,7 +101,8 @@ class Ranks:
         if self.first:
             self.doing(what)
             try:
-                answer[0] = compute()
+                with contextlib.nullcontext() if self.watch is None else self.watch.guarding():
+                    answer[0] = compute()
             except Exception as error:  # whatever it is, the others must not wait
                 failure, answer[1] = error, f"{type(error).__name__}: {error}"
         with self.together(f"handing over after {what}"):

@@ -76,8 +76,8 @@ class Watch:
     limit
         How long this rank waits for the others [s].
     give_up
-        Called from the thread, with the reason, when this rank has waited longer, or another has stopped with an error
-        while it waits.
+        Called from the thread, with the reason, when this rank has waited longer, another has stopped with an error
+        while it waits, or the work that it does for all (`guarding`) is in vain.
     errors_come
         Whether waiting too long ends with an error by itself (gloo), so that `give_up` is the last resort.
     """
@@ -102,6 +102,8 @@ class Watch:
         self._met = 0
         self._ended = ""
         self._seen: dict[int, _Note] = {}
+        self._heard: dict[int, tuple[int, float]] = {}  # the last new beat of a rank, and when it came
+        self._guarding = False
         self._interval = min(1.0, limit / 8)
         self._where = f"process {os.getpid()} on {socket.gethostname()}"
         self._state = ("starting", 0, time.monotonic())
@@ -141,21 +143,35 @@ class Watch:
             self._met = number
             self._write()
         begin = time.monotonic()
-        heard: dict[int, tuple[int, float]] = {}
+        self._heard = {}
         pause = 0.005
         while missing := self._missing(number):
-            now = time.monotonic()
-            for rank in missing:
-                beat = self._seen[rank].beat if rank in self._seen else 0
-                if heard.get(rank, (-1, now))[0] != beat:
-                    heard[rank] = beat, now
-            silence = now - min(heard[rank][1] for rank in missing)
-            if silence > self._limit or now - begin > _LONGEST_WORK:
-                raise LostRankError(f"after {now - begin:.0f} s of waiting")
+            waited = time.monotonic() - begin
+            if self._silence(missing) > self._limit or waited > _LONGEST_WORK:
+                raise LostRankError(f"after {waited:.0f} s of waiting")
             time.sleep(pause)
             pause = min(2 * pause, self._interval)
         self._met = number
         self._write()
+
+    @contextlib.contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Let the thread of rank 0 give up when another rank ends or falls silent in a `with` block of long work."""
+        self._heard = {}
+        self._guarding = True
+        try:
+            yield
+        finally:
+            self._guarding = False
+
+    def _silence(self, ranks: Sequence[int]) -> float:
+        """Return for how long the most silent of some ranks has not been heard of, since this was first asked [s]."""
+        now = time.monotonic()
+        for rank in ranks:
+            beat = self._seen[rank].beat if rank in self._seen else 0
+            if rank not in self._heard or self._heard[rank][0] != beat:
+                self._heard[rank] = beat, now
+        return now - min(self._heard[rank][1] for rank in ranks)
 
     def _missing(self, number: int) -> list[int]:
         """Return who has not come to a meeting, of the ranks that this one looks at."""
@@ -221,11 +237,12 @@ class Watch:
         name = f"rank {rank} ({after.where})"
         if after.ended:
             return f"{name} stopped with {after.ended}", True
+        if after.doing == _IN_VAIN:
+            return f"{name} has given up", False
         if after.beat == before.beat:
             silent = max(0.0, time.time() - after.written)
             return f"{name} is dead or stopped: no sign of life for {silent:.0f} s, last seen {after.at()}", True
-        to_blame = after.doing not in (STEPPING, WAITING, _IN_VAIN)
-        return f"{name} has been {after.at()} for {after.seconds:.0f} s", to_blame
+        return f"{name} has been {after.at()} for {after.seconds:.0f} s", after.doing not in (STEPPING, WAITING)
 
     def _read(self, ranks: Sequence[int]) -> dict[int, _Note]:
         """Return the notes of ranks that have written one.
@@ -274,11 +291,16 @@ class Watch:
         while not self._end.wait(self._interval):
             with contextlib.suppress(RuntimeError):  # the store's
                 self._write()
-                if self._waited_too_long() and self._give_up is not None:
+                if self._give_up is not None and (self._waited_too_long() or (self._guarding and self._lost_one())):
                     self._give_up(self.verdict())
                     return
                 if self._rank:
                     self._read([0])  # to know what it did last, should the store end with it
+
+    def _lost_one(self) -> bool:
+        others = range(1, self._size)
+        notes = self._read(others)
+        return any(note.ended for note in notes.values()) or self._silence(others) > self._limit
 
     def _waited_too_long(self) -> bool:
         since = self._waiting

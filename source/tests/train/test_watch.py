@@ -127,6 +127,18 @@ def test_a_meeting_ends_when_a_rank_dies(ranks):
     thread.join()
 
 
+def test_work_for_others_that_have_died_is_given_up(ranks):
+    found = queue.SimpleQueue()
+    first, _, third = ranks(3, give_up=found.put, errors_come=True)
+    with first.guarding():
+        time.sleep(2 * LIMIT)
+        assert found.empty()
+        third.close()
+        start = time.monotonic()
+        assert "rank 2 (process" in found.get(timeout=10)
+        assert time.monotonic() - start > LIMIT / 2
+
+
 def test_a_store_that_does_not_answer_is_no_trap(ranks, monkeypatch):
     """Rank 0, which keeps the store, is stopped."""
     _, second = ranks(2)

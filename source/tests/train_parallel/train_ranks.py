@@ -267,20 +267,22 @@ def stop_first_stepping(rank):
 
 
 def stop_second(rank):
-    """Rank 1 is stopped before the first step, while rank 0 counts neighbours, and never comes back."""
+    """Rank 1 is stopped before the first step, while rank 0 counts neighbours for long, and never comes back."""
     from deepmd_muon.train import start
 
+    undo_counting = _in_counting(lambda: time.sleep(PATIENCE))
     original = start.open_training_systems
 
     def open_systems(*args):
         if rank == 1:
-            _stop_for_good(3.0)
+            _stop_for_good(4.0)
         return original(*args)
 
     start.open_training_systems = open_systems
 
     def undo():
         start.open_training_systems = original
+        undo_counting()
 
     return undo
 
