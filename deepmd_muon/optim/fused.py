@@ -9,6 +9,7 @@ learning rate a launch; nobody waits for either.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepmd_muon.optim.adam import moment_dtype
+from deepmd_muon.optim.beside import Beside
 from deepmd_muon.optim.capture import record
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.fused_kernels import SUMS, advance, apply, damp
@@ -106,9 +108,13 @@ class FusedMuon:
             self._sums = torch.ones(self._programs, int(SUMS.value), dtype=torch.float64, device=self._device)
             self._factors = torch.empty_like(self._scales)
         self._peaks = self._wide == torch.float64
-        self._smallest = self._in_one_program()
-        several = self._device.type == "cuda" and 0 < len(self._smallest) < len(self._shapes)
-        self._beside = torch.cuda.Stream(self._device) if several else None
+        # In a graph the smallest matrices, the damping factors and a table are made beside the other matrices. None of
+        # these waits for other programs, so that they cannot stand in the way of those that do.
+        self._second = self._in_one_program()
+        self._first = [i for i in range(len(self._shapes)) if i not in self._second]
+        if not self._first:
+            self._first, self._second = self._second, []
+        self._beside = Beside(self._device) if self._device.type == "cuda" else None
         self._numbers = Numbers(self._device)
         self._recorded: dict[_Variant, torch.cuda.CUDAGraph] = {}
         self._record_launches = recording and self._keep and self._device.type == "cuda"
@@ -193,38 +199,32 @@ class FusedMuon:
             NESTEROV=self._settings.nesterov, MAXIMIZE=variant.maximize, PEAKS=self._peaks, WIDTH=self._width,
             num_warps=self._warps,
         )  # fmt: skip
-        factors = self._scales
-        if self._magma:
-            factors = self._factors
-            damp[(factors.shape[0],)](
-                self._blocks, self._sums, self._scales, factors, skip, PEAKS=self._peaks, WIDTH=256
-            )
-        polar = self._orthogonalize(matrices, capturing)
+        beside = self._beside if capturing else None
+        if beside is not None:
+            beside.open()
+        polar = self._orthogonalize(matrices, self._first)
+        with beside or contextlib.nullcontext():
+            factors = self._damping(skip)
+            polar |= self._orthogonalize(matrices, self._second)
+            results = self._results.of([polar[i] for i in range(len(matrices))], capturing)
         apply[(self._programs,)](
-            self._chunks, self._results.of(polar, capturing), factors, self._numbers.rate, *self._decay, skip,
-            DTYPE=self._dtype, POLAR=_TYPES[polar[0].dtype], WIDE=self._wide_type, WIDTH=self._width,
-            num_warps=self._warps,
+            self._chunks, results, factors, self._numbers.rate, *self._decay, skip, DTYPE=self._dtype,
+            POLAR=_TYPES[polar[0].dtype], WIDE=self._wide_type, WIDTH=self._width, num_warps=self._warps,
         )  # fmt: skip
 
-    def _orthogonalize(self, matrices: list[Tensor], capturing: bool) -> list[Tensor]:
-        """Return contiguous polar factors; in a graph the smallest matrices run beside the others.
+    def _damping(self, skip: Tensor | None) -> Tensor:
+        """Advance Magma's scores and return scale times damping of each block."""
+        if not self._magma:
+            return self._scales
+        damp[(self._factors.shape[0],)](
+            self._blocks, self._sums, self._scales, self._factors, skip, PEAKS=self._peaks, WIDTH=256
+        )
+        return self._factors
 
-        (They never wait for other programs, so they cannot stand in the way of those that do.)
-        """
-        if not capturing or self._beside is None:
-            polar = polar_factors(matrices, self._settings)
-        else:
-            found: dict[int, Tensor] = {}
-            stream, main = self._beside, torch.cuda.current_stream(self._device)
-            stream.wait_stream(main)
-            large = [i for i in range(len(matrices)) if i not in self._smallest]
-            found.update(zip(large, polar_factors([matrices[i] for i in large], self._settings), strict=True))
-            with torch.cuda.stream(stream):
-                results = polar_factors([matrices[i] for i in self._smallest], self._settings)
-                found.update(zip(self._smallest, results, strict=True))
-            main.wait_stream(stream)
-            polar = [found[i] for i in range(len(matrices))]
-        return [o if o.is_contiguous() else o.contiguous() for o in polar]
+    def _orthogonalize(self, matrices: Sequence[Tensor], chosen: Sequence[int]) -> dict[int, Tensor]:
+        """Return contiguous polar factors of some of the matrices, by number."""
+        found = polar_factors([matrices[i] for i in chosen], self._settings) if chosen else []
+        return {i: o if o.is_contiguous() else o.contiguous() for i, o in zip(chosen, found, strict=True)}
 
     def _room(self) -> tuple[Tensor, list[Tensor]]:
         """Return memory for what is orthogonalized, and it as batches of equal shapes; kept when it is small."""

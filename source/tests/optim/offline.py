@@ -130,6 +130,9 @@ def recorded_launches():
         for name, value in {
             "is_current_stream_capturing": lambda: False,
             "current_stream": lambda device=None: mock.Mock(cuda_stream=0),
+            "Stream": mock.Mock(),
+            "Event": mock.Mock(),
+            "stream": mock.MagicMock(),
             "get_device_capability": lambda device=None: (9, 0),
             "get_device_properties": lambda device=None: mock.Mock(multi_processor_count=MULTIPROCESSORS),
         }.items():

@@ -17,6 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from kernel_cases import COEFFICIENTS, fits, forget_workspaces
 from offline import MULTIPROCESSORS, Recorded, recorded_launches, resources
 
+from deepmd_muon.optim import fused
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.fused import FusedMuon
 from deepmd_muon.optim.gradients import StepControl
@@ -122,3 +123,41 @@ def test_fused_steps(dtype, tmp_path, listing):
         fused = FusedMuon([p], [m], [initial_scores(4, p.device)], [view], settings, recording=False)
         fused.step([torch.ones_like(p)], 0.1, StepControl(), maximize=False)
     check(found, tmp_path, listing)
+
+
+class Log:
+    """Stands in for the second stream, and notes among the launches where it begins and ends."""
+
+    def __init__(self, notes):
+        self.notes = notes
+
+    def open(self):
+        self.notes.append("open")
+
+    def __enter__(self):
+        self.notes.append("beside:")
+
+    def __exit__(self, *error):
+        self.notes.append("join")
+
+
+def test_only_the_larger_matrices_stand_between_first_and_last_launch(monkeypatch):
+    views = [MatrixView(1, 16, 16), MatrixView(1, 240, 240), MatrixView(1, 8, 24)]
+    with recorded_launches() as found, torch.no_grad():
+
+        def polar_factors(matrices, settings):
+            found.append(", ".join("x".join(map(str, x.shape)) for x in matrices))
+            return [torch.zeros_like(x) for x in matrices]
+
+        monkeypatch.setattr(fused, "polar_factors", polar_factors)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        lists = [[torch.ones(view.rows, view.columns) for view in views] for _ in range(3)]
+        scores = [initial_scores(1, torch.device("cpu")) for _ in views]
+        step = FusedMuon(*lists[:2], scores, views, HybridMuonConfig())
+        step._beside = Log(found)
+        step.step(lists[2], 0.1, StepControl(), maximize=False)
+    names = [note if isinstance(note, str) else note.kernel.__name__ for note in found]
+    assert names == [
+        *("write_addresses", "advance", "open", "1x240x240"),
+        *("beside:", "damp", "1x16x16, 1x8x24", "write_addresses", "join", "apply"),
+    ]
