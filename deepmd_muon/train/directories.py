@@ -67,8 +67,9 @@ class DirectorySeries:
         self._under_way: _Write | None = None
         self._group: dist.ProcessGroup | None = None
         if ranks.first:
-            for rest in prefix.parent.glob(f".{prefix.name}-*{SUFFIX}"):  # of a run that was killed
-                shutil.rmtree(rest)
+            for kind in ("[0-9]*", "replaced"):  # of a run that was killed, and of no other in this folder
+                for rest in prefix.parent.glob(f".{prefix.name}-{kind}{SUFFIX}"):
+                    shutil.rmtree(rest)
         if ranks.size > 1:
             # Of their own: torch's thread must not mix its collectives with those of the steps.
             self._group = dist.new_group(backend="gloo", timeout=ranks.timeout)

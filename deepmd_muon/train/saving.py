@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmd_muon.model.checkpoint_file import OWN_KEY
 from deepmd_muon.train.checkpoint import CheckpointSeries
+from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.parallel import Ranks, whole
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ class Checkpoints:
 
     def __init__(self, training: TrainingSettings, ranks: Ranks) -> None:
         prefix, keep = Path(training.save_ckpt), training.max_ckpt_keep
+        if ranks.first:
+            _see_that_one_can_write(prefix.parent)
         self.files = CheckpointSeries(prefix, keep)
         self.directories: DirectorySeries | None = None
         self._ranks = ranks
@@ -113,3 +117,13 @@ class Checkpoints:
 def _step(path: Path) -> int:
     """Return the N of prefix-N.pt."""
     return int(path.stem.rpartition("-")[2])
+
+
+def _see_that_one_can_write(folder: Path) -> None:
+    """Make the folder of the checkpoints and write to it, so that a run does not fail at its first save."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise TrainingError(f"training/save_ckpt: cannot write checkpoints to {folder}: {error}") from error

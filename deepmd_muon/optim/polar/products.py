@@ -50,7 +50,7 @@ _LAST_WARPS = 8  # addresses of results with any strides take registers
 _DEPTH = 64  # columns of the left factor that a product takes at a time
 _LARGE = 4096  # rows from which large tiles win in updates
 _CHUNK = 1024  # terms that tensor cores sum in exact updates
-_LIFT = 1000.0  # updates are exact where later steps enlarge what is small by more than this
+_LIFT = 500.0  # updates are exact where later steps enlarge what is small by more than this
 _WIDE = 1.5  # columns / rows from which steps share products with X
 # Steps that may share products with X: two, where errors of R grow by no more than this; at the beginning, where X was
 # normalised and R is small, two in any case and more from so many rows on (errors of more rows average more).

@@ -46,8 +46,10 @@ def _costs(plan: Plan, domain: Domain) -> list[str]:
 
 def _spread(values: Sequence[int]) -> str:
     mean = sum(values) / len(values)
-    balance = f"{max(values) / mean:.3f}" if mean else "1.000"
-    return f"mean {mean:.4g}, largest {max(values):.4g}, least {min(values):.4g}; largest / mean {balance}"
+    if not mean:
+        return "none"
+    most = max(values)
+    return f"mean {mean:.4g}, largest {most:.4g}, least {min(values):.4g}; largest / mean {most / mean:.3f}"
 
 
 def _owners(plan: Plan, domain: Domain) -> list[str]:

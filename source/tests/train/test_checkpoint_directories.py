@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from deepmd_muon.train import CheckpointError, TrainingError
 from deepmd_muon.train.checkpoint import read_into
 from deepmd_muon.train.directories import DirectorySeries
 from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.saving import Checkpoints
 
 
 def names(folder="."):
@@ -216,3 +218,19 @@ def test_a_directory_without_its_end_is_no_checkpoint(small_input, train):
     Path("model.ckpt-1.dcp/.metadata").unlink()
     with pytest.raises(CheckpointError, match="it is a folder, and its checkpoint is incomplete"):
         train(small_input(), restart="model.ckpt-1.dcp")
+
+
+@pytest.mark.parametrize("form", ["file", "dcp", "both"])
+def test_a_place_that_cannot_be_written_is_an_error_before_the_run(tmp_path, form):
+    (tmp_path / "file").write_text("")
+    training = SimpleNamespace(save_ckpt=str(tmp_path / "file/model"), max_ckpt_keep=5, checkpoint_format=form)
+    with pytest.raises(TrainingError, match=r"training/save_ckpt: cannot write checkpoints to .*file"):
+        Checkpoints(training, Ranks(torch.device("cpu")))
+
+
+def test_what_a_killed_run_left_goes_and_that_of_other_runs_stays(tmp_path):
+    mine, others = [".m-10.dcp", ".m-replaced.dcp"], [".m-a-10.dcp", ".n-10.dcp", "m-10.dcp"]
+    for name in (*mine, *others):
+        (tmp_path / name).mkdir()
+    DirectorySeries(tmp_path / "m", 5, Ranks(torch.device("cpu")), pointer=True)
+    assert {path.name for path in tmp_path.iterdir()} == set(others)
