@@ -36,7 +36,9 @@ class Presence:
         self._kinds = [(group_of(ranks, device), kinds[ranks]) for ranks in sorted(kinds) if len(ranks) > 1]
         self._found: list[tuple[bool, ...]] = []
         self._here: list[Tensor] = []
-        self._pending: list[Tensor] = []
+        self._arrived = [self._room(len(members)) for _, members in self._kinds]
+        self._pending = False
+        self._copied: torch.cuda.Event | None = None
 
     def compare(self) -> None:
         """Raise what the last comparison has found, and begin one of the gradients that are there now.
@@ -53,18 +55,30 @@ class Presence:
             self._here = [
                 torch.tensor([there, [not x for x in there]], dtype=torch.int32, device=self._device) for there in found
             ]
-        self._pending = [here.clone() for here in self._here]
-        for (group, _), flags in zip(self._kinds, self._pending, strict=True):
+        for (group, _), here, arrived in zip(self._kinds, self._here, self._arrived, strict=True):
+            flags = here.clone()
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-        if self._device.type == "cpu":
+            arrived.copy_(flags, non_blocking=True)
+        self._pending = True
+        if self._device.type == "cuda":
+            self._copied = torch.cuda.current_stream(self._device).record_event()
+        else:
             self._read()
 
+    def _room(self, count: int) -> Tensor:
+        """Return host memory for what arrives; pinned, so that copies from a GPU do not hold the host up."""
+        return torch.empty(2, count, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
     def _read(self) -> None:
-        pending, self._pending = self._pending, []
+        if not self._pending:
+            return
+        self._pending = False
+        if self._copied is not None:
+            self._copied.synchronize()  # of the last step, long past
         names = [
             str(member)
-            for flags, (_, members) in zip(pending, self._kinds[: len(pending)], strict=True)
-            for member, here, missing in zip(members, *flags.tolist(), strict=True)
+            for (_, members), arrived in zip(self._kinds, self._arrived, strict=True)
+            for member, here, missing in zip(members, *arrived.tolist(), strict=True)
             if here and missing
         ]
         if names:
