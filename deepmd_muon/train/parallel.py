@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -24,6 +25,8 @@ from deepmd_muon.train.watch import WAITING, Watch, end_process, is_lost_connect
 TIMEOUT = datetime.timedelta(seconds=60)
 # Processes of a large job may start this far apart.
 _MEETING_TIMEOUT = datetime.timedelta(minutes=5)
+# Ten times as long as a thread may keep the interpreter's lock from another [s].
+_HANDOVER = 0.05
 
 T = TypeVar("T")
 
@@ -192,7 +195,10 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
         watch.close()
         # After an error on this rank alone, NCCL would wait here for ranks that will not come.
         if dist.is_initialized() and (finished or not on_gpu):
+            # DTensor's caches keep groups alive, and with them gloo's threads. One that still holds a tensor needs the
+            # interpreter's lock to let it go, and aborts the process if the interpreter has ended by then.
             dist.destroy_process_group()
+            time.sleep(_HANDOVER)
 
 
 def _meet(place: Place) -> Store:

@@ -196,7 +196,7 @@ class Watch:
     def close(self) -> None:
         """End the thread."""
         self._end.set()
-        self._thread.join(self._interval)
+        self._thread.join(self._reach)
 
     def verdict(self) -> str:
         """Say which ranks are missing, as far as their notes tell; takes a few intervals."""
