@@ -19,10 +19,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from deepmd_muon.optim.gradients import waves
+
 TEMPERATURE = 2.0
 SCORE_DECAY = 0.9
 SCORE_START = 0.5
 MIN_SCALE = 0.1
+
+# Elements that are widened at a time on a CPU: new memory for more takes longer than their sums.
+_AT_A_TIME = 2**18
+# Sums of float64 squares above it, and below its inverse, have surely stayed in range.
+_SAFE_SQUARE = 1e-270
 
 _LOWEST = 1.0 / (1.0 + math.exp(1.0 / TEMPERATURE))
 _HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / TEMPERATURE))
@@ -35,21 +42,29 @@ def initial_scores(blocks: int, device: torch.device) -> Tensor:
 
 def alignments(momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return `alignment` of several pairs (blocks, elements) of one dtype; equal lengths share their operations."""
-    alike: dict[int, list[int]] = defaultdict(list)
+    if not momenta:
+        return []
+    alike: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
     for i, m in enumerate(momenta):
-        alike[m.shape[1]].append(i)
-    found = list(momenta)
-    for length, members in alike.items():
-        blocks = [momenta[i].shape[0] for i in members]
-        joined = momenta[0].new_empty(2, sum(blocks), length, dtype=torch.float64)
-        for place, several in zip(joined, (momenta, gradients), strict=True):
-            torch.cat([several[i] for i in members], out=place)
-        if momenta[0].dtype == torch.float64:  # the squares of others stay in range
-            largest = joined.abs().amax(dim=2, keepdim=True)
-            joined.div_(largest.masked_fill_(largest == 0, 1.0))
-        for i, cosine in zip(members, _cosines(*joined).split(blocks), strict=True):
-            found[i] = cosine
-    return found
+        alike[m.shape[1]].append((m, i))
+    order: list[int] = []
+    sums: list[Tensor] = []
+    for wave in (wave for members in alike.values() for wave in waves(members, _AT_A_TIME)):
+        members = [i for _, i in wave]
+        order += members
+        if len(members) == 1:
+            sums.append(_sums_of_one(momenta[members[0]], gradients[members[0]]))
+            continue
+        blocks = [len(momenta[i]) for i in members]
+        pairs = momenta[0].new_empty(2, sum(blocks), momenta[members[0]].shape[1], dtype=torch.float64)
+        places = [part for several in pairs for part in several.split(blocks)]
+        torch._foreach_copy_(places, [several[i] for several in (momenta, gradients) for i in members])
+        sums.append(_sums_in_range(*pairs) if momenta[0].dtype == torch.float64 else _sums(*pairs))
+    mm, mg, gg = torch.cat(sums, dim=1) if len(sums) > 1 else sums[0]
+    norms = mm.sqrt_() * gg.sqrt_()
+    cosines = torch.where(norms > 0, mg / norms, 0.0).clamp_(-1.0, 1.0).float()
+    found = dict(zip(order, cosines.split([len(momenta[i]) for i in order]), strict=True))
+    return [found[i] for i in range(len(momenta))]
 
 
 def alignment(momentum: Tensor, gradient: Tensor) -> Tensor:
@@ -69,11 +84,36 @@ def alignment(momentum: Tensor, gradient: Tensor) -> Tensor:
     return alignments([momentum], [gradient])[0]
 
 
-def _cosines(m: Tensor, g: Tensor) -> Tensor:
-    """Return cos(m, g) of float64 (blocks, elements); `m` is used up, to save the memory of the products."""
-    norms = torch.linalg.vector_norm(m, dim=1) * torch.linalg.vector_norm(g, dim=1)
-    dot = m.mul_(g).sum(dim=1)
-    return torch.where(norms > 0, dot / norms, 0.0).clamp(-1.0, 1.0).float()
+def _sums_of_one(m: Tensor, g: Tensor) -> Tensor:
+    """Return `_sums` of a pair; a CPU widens no more than a piece of it at a time."""
+    if m.dtype == torch.float64:
+        return _sums_in_range(m, g)
+    if m.is_cuda:
+        return _sums(m.double(), g.double())
+    rows = max(1, _AT_A_TIME // max(1, m.shape[1]))
+    found = []
+    for some, others in zip(m.split(rows), g.split(rows), strict=True):
+        columns = zip(some.split(_AT_A_TIME, 1), others.split(_AT_A_TIME, 1), strict=True)
+        pieces = [_sums(x.double(), y.double()) for x, y in columns]
+        found.append(pieces[0] if len(pieces) == 1 else torch.stack(pieces).sum(dim=0))
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+def _sums_in_range(m: Tensor, g: Tensor) -> Tensor:
+    """Return `_sums` of float64 rows as they are, or of rows scaled where squares might leave the range of float64."""
+    sums = _sums(m, g, keep=True)
+    squares = sums[::2]
+    safe = ((squares > _SAFE_SQUARE) & (squares < 1.0 / _SAFE_SQUARE)).all(dim=0)
+    if not m.is_cuda and safe.all():  # a device is not asked
+        return sums
+    m, g = (x / torch.where(top == 0, 1.0, top) for x in (m, g) for top in (x.abs().amax(1, keepdim=True),))
+    return torch.where(safe, sums, _sums(m, g))
+
+
+def _sums(m: Tensor, g: Tensor, *, keep: bool = False) -> Tensor:
+    """Return Σ m², Σ m g and Σ g² of float64 rows, (3, blocks); the operands are used up unless to `keep`."""
+    mm, gg = (torch.linalg.vector_norm(x, dim=1).square_() for x in (m, g))
+    return torch.stack((mm, (m * g if keep else m.mul_(g)).sum(dim=1), gg))
 
 
 def update_scores(scores: Sequence[Tensor], cosines: Sequence[Tensor], skip: Tensor | None = None) -> list[Tensor]:
@@ -93,13 +133,12 @@ def update_scores(scores: Sequence[Tensor], cosines: Sequence[Tensor], skip: Ten
     list of Tensor
         Factors in [0.1, 1], shapes as the scores.
     """
-    raw = list(torch._foreach_div(list(cosines), TEMPERATURE))
-    torch._foreach_sigmoid_(raw)
-    torch._foreach_sub_(raw, _LOWEST)
-    torch._foreach_div_(raw, _HIGHEST - _LOWEST)
+    sizes = [len(score) for score in scores]
+    # In float64, so that a score does not depend on how many stand beside it: vector units round otherwise.
+    old, cosine = torch.cat(list(scores)).double(), torch.cat(list(cosines)).double()
+    new = old.lerp((torch.sigmoid(cosine / TEMPERATURE) - _LOWEST) / (_HIGHEST - _LOWEST), 1.0 - SCORE_DECAY)
     if skip is not None:
-        raw = [torch.where(skip > 0, score, new) for score, new in zip(scores, raw, strict=True)]
-    torch._foreach_lerp_(list(scores), raw, 1.0 - SCORE_DECAY)
-    factors = torch._foreach_mul(list(scores), 1.0 - MIN_SCALE)
-    torch._foreach_add_(factors, MIN_SCALE)
-    return list(factors)
+        new = torch.where(skip > 0, old, new)
+    new = new.float()
+    torch._foreach_copy_(list(scores), list(new.split(sizes)))
+    return list((MIN_SCALE + (1.0 - MIN_SCALE) * new).split(sizes))

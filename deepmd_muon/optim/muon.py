@@ -100,7 +100,8 @@ def _damping(
         for several in (momenta, grads)
     )
     found = iter(magma.alignments(*pieces))
-    cosines = [torch.stack([next(found) for _ in view.block_shapes], dim=1).reshape(-1) for view in views]
+    several = ([next(found) for _ in view.block_shapes] for view in views)
+    cosines = [parts[0] if len(parts) == 1 else torch.stack(parts, dim=1).reshape(-1) for parts in several]
     factors = magma.update_scores(scores, cosines, skip)
     return [factor.view(view.batch, -1) for factor, view in zip(factors, views, strict=True)]
 
@@ -117,7 +118,7 @@ def _updates(
     polar = scaled_polar_factors(flat, settings)
     if factors is not None:
         columns = [column.view(-1, 1, 1) for factor in factors for column in factor.unbind(1)]
-        polar = list(torch._foreach_mul(polar, columns))
+        torch._foreach_mul_(polar, columns)
     remaining = iter(polar)
     return [view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)]
 
@@ -144,7 +145,8 @@ def apply_updates(params: Sequence[Tensor], updates: Sequence[Tensor], lr: float
     targets = in_dtype(params, wide)  # the parameters themselves unless they are 16 bits wide
     if weight_decay:
         torch._foreach_mul_(targets, 1.0 - lr * weight_decay)
-    steps = in_dtype(updates, wide)
+    # A CPU widens them while it adds, which saves the memory.
+    steps = in_dtype(updates, wide) if targets[0].is_cuda else updates
     steps = [u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(steps, params, strict=True)]
     if isinstance(lr, Tensor):
         torch._foreach_sub_(targets, torch._foreach_mul(steps, lr))

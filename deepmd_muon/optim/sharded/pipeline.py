@@ -338,9 +338,7 @@ class Run:
     def _damp(self, owned: Owned, cosines: Tensor, scores: Tensor) -> tuple[Owned, Tensor]:
         """Advance the scores of owned blocks; return them, and the blocks' factors."""
         new = scores.clone()
-        # On a CPU one by one: torch's vector loops round the exponential otherwise than its scalar ones.
-        lots, alignments = ([x] if x.is_cuda else list(x.split(1)) for x in (new, cosines))
-        factors = torch.cat(magma.update_scores(lots, alignments, self._control.skip))
+        (factors,) = magma.update_scores([new], [cosines], self._control.skip)
         kept = torch.where(owned.present > 0, new, scores)
         return dataclasses.replace(owned, scores=kept), factors
 
