@@ -25,9 +25,8 @@ _TILE = 64  # sizes are padded to multiples of it
 _STRIPS_AT_ONCE, _TILES_AT_ONCE = 1, 2
 # Results up to so many elements are worth a graph: beyond, the device takes longer than the host.
 _RECORDED = 4 * 2**20
-_MOST_RECORDINGS = (
-    8  # of one plan: where more shapes take turns than are kept, recording again and again would cost more
-)
+# Of one plan: where more shapes take turns than are kept, recording again and again would cost more.
+_MOST_RECORDINGS = 8
 _LOG = logging.getLogger(__name__)
 
 
@@ -92,6 +91,10 @@ class Plan:
         return [out[place : place + x.numel()].view(x.shape) for place, x in places]
 
 
+# Graphs, of which nobody tells how long they live, read the tables of these whenever they are replayed.
+_CAPTURED: set[Plan] = set()
+
+
 def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
     """Orthogonalize batches of matrices in as few launches as fit the device.
 
@@ -118,7 +121,9 @@ def run(name: str, start: Start, matrices: Sequence[Tensor], coefficients: Coeff
     matrices = [readable(x) for x in matrices]
     plan = plan_for(name, tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = _capturing(device)
+    if capturing:
+        _CAPTURED.add(plan)
     addresses = current_addresses(plan, matrices, stream, capturing=capturing)
     recording = None
     small = device.type == "cuda" and plan.out_size <= _RECORDED
@@ -133,6 +138,10 @@ def run(name: str, start: Start, matrices: Sequence[Tensor], coefficients: Coeff
         graph.replay()
         out = kept.clone()
     return plan.results(out, matrices)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _launch_all(plan: Plan, start: Start, addresses: Tensor, coefficients: Coefficients) -> Tensor:
@@ -201,7 +210,7 @@ def current_addresses(plan: Plan, matrices: Sequence[Tensor], stream: int, *, ca
     return addresses
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # graphs read it as long as they live; there are as many as schedules
 def on_device(coefficients: Coefficients, device: torch.device) -> Tensor:
     """Return coefficients as a float32 tensor (steps, 3); copied once."""
     return torch.tensor(coefficients, dtype=torch.float32, device=device)

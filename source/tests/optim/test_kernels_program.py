@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import math
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install deepmd-muon[gpu])", allow_module_level=True)
 
-from deepmd_muon.optim.polar import SCHEDULES
+from deepmd_muon.optim.polar import SCHEDULES, launches
 from deepmd_muon.optim.polar.products import program, segments
 
 WIDE = [(256, 768), (511, 2000), (512, 768), (2048, 8192)]
@@ -83,3 +85,25 @@ def test_products_are_the_steps(name, shape):
             held[target] = w0 * held[left] + w1 * held[right] + w2 * held[left] @ held[right]
     assert torch.linalg.matrix_norm(held["X"] - expected) <= 1e-11 * torch.linalg.matrix_norm(expected)
     assert math.isfinite(float(expected.sum()))
+
+
+def test_what_graphs_read_outlives_the_caches(monkeypatch):
+    """A captured graph may be replayed when its shapes have long been forgotten."""
+    read = []
+
+    def start(name, launch, addresses, coefficients, out):
+        read.extend(weakref.ref(x) for x in (launch.table, launches.on_device(coefficients, out.device)))
+
+    def run(shape, coefficients, *, capturing):
+        monkeypatch.setattr(launches, "_capturing", lambda _: capturing)
+        launches.run("whole", start, [torch.ones(shape)], coefficients)
+        return read[-2:]
+
+    monkeypatch.setattr(launches, "current_addresses", lambda plan, *_, **__: torch.zeros(plan.count))
+    captured = run((1, 7, 9), ((1.5, -0.5, 0.0),), capturing=True)
+    eager = run((1, 6, 9), ((1.5, -0.5, 0.0),), capturing=False)
+    for k in range(200):
+        run((1, 5, 10 + k), ((1.0 + k, 0.0, 0.0),), capturing=False)
+    gc.collect()
+    assert all(x() is not None for x in captured)
+    assert eager[0]() is None
