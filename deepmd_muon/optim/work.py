@@ -110,6 +110,7 @@ class Work:
             and len(state) == len(self._states)
             and all(map(is_, state.values(), self._states))
             and all(map(all, [wave.states for wave in self._waves]))
+            and all(wave.params[0].device == wave.device for wave in self._waves)
         )
 
     def waves(self, optimizer: HybridMuon, members: Sequence[Members]) -> list[Wave]:

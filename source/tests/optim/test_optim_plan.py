@@ -91,6 +91,15 @@ def widen_gradients(params, optimizer):
         p.grad = p.grad.double()
 
 
+def widen_everything(params, optimizer):
+    for p in params.values():
+        p.grad = None
+        p.data = p.data.double()
+        p.grad = torch.ones_like(p)
+        state = optimizer.state[p]
+        state.update({key: state[key].double() for key in state.keys() - {"step", "magma_score"}})
+
+
 def replace_a_parameter(params, optimizer):
     fresh = params["b.matrix"] = nn.Parameter(params["b.matrix"].detach() * 2)
     fresh.grad = torch.ones_like(fresh)
@@ -117,7 +126,16 @@ def set_group(**settings):
 
 # Those that lead elsewhere, and those that must not.
 TURNS = [
-    *(edit_lists, replace_state, forget_state, freeze, drop_gradients, replace_a_parameter, replace_the_group),
+    *(
+        widen_everything,
+        edit_lists,
+        replace_state,
+        forget_state,
+        freeze,
+        drop_gradients,
+        replace_a_parameter,
+        replace_the_group,
+    ),
     *(set_group(lr=0.5), set_group(momentum=0.5), set_group(weight_decay=0.3), set_group(adam_betas=(0.5, 0.6))),
     *(set_group(magma_muon=False), set_group(maximize=True), set_group(lr_adjust=10.0)),
 ]
