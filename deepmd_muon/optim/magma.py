@@ -57,8 +57,8 @@ def alignments(momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[T
             continue
         blocks = [len(momenta[i]) for i in members]
         pairs = momenta[0].new_empty(2, sum(blocks), momenta[members[0]].shape[1], dtype=torch.float64)
-        places = [part for several in pairs for part in several.split(blocks)]
-        torch._foreach_copy_(places, [several[i] for several in (momenta, gradients) for i in members])
+        for place, several in zip(pairs, (momenta, gradients), strict=True):
+            place.copy_(torch.cat([several[i] for i in members]))
         sums.append(_sums_in_range(*pairs) if momenta[0].dtype == torch.float64 else _sums(*pairs))
     mm, mg, gg = torch.cat(sums, dim=1) if len(sums) > 1 else sums[0]
     norms = mm.sqrt_() * gg.sqrt_()

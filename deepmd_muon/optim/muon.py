@@ -50,9 +50,9 @@ def muon_(
         Climb instead of descend.
     """
     grads = gradients_of(params)
-    momenta, grads, directions = advance_momenta(grads, buffers, settings, control, maximize=maximize)
+    momenta, grads = advance_momenta(grads, buffers, settings, control, maximize=maximize)
     factors = _damping(scores, views, momenta, grads, control.skip) if scores else None
-    updates = _updates(directions, views, factors, settings)
+    updates = _updates(directions_of(momenta, grads, settings), views, factors, settings)
     apply_updates(params, updates, running_lr(lr, control), settings.weight_decay)
 
 
@@ -63,8 +63,8 @@ def advance_momenta(
     control: StepControl,
     *,
     maximize: bool = False,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Do m ← β m + (1 − β) g in place; return the momenta, the gradients and what is to be orthogonalized.
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Do m ← β m + (1 − β) g in place; return the momenta and the gradients.
 
     Parameters are as in `muon_`; the results are in the wider of float32 and the momenta's dtype.
     """
@@ -76,10 +76,14 @@ def advance_momenta(
         leave = control.skip > 0
         grads = [torch.where(leave, m, g) for m, g in zip(momenta, grads, strict=True)]
     torch._foreach_lerp_(momenta, grads, 1.0 - settings.momentum)
-    directions = list(torch._foreach_lerp(grads, momenta, settings.momentum)) if settings.nesterov else momenta
     if wide != buffers[0].dtype:
         torch._foreach_copy_(list(buffers), momenta)
-    return momenta, grads, directions
+    return momenta, grads
+
+
+def directions_of(momenta: list[Tensor], grads: list[Tensor], settings: HybridMuonConfig) -> list[Tensor]:
+    """Return what is to be orthogonalized, from what `advance_momenta` returned."""
+    return list(torch._foreach_lerp(grads, momenta, settings.momentum)) if settings.nesterov else momenta
 
 
 def running_lr(lr: float | Tensor, control: StepControl) -> float | Tensor:
@@ -96,7 +100,7 @@ def _damping(
 ) -> list[Tensor]:
     """Advance Magma's scores and return the damping factors, (batch, parts) per parameter."""
     pieces = (
-        [piece.flatten(1) for view, x in zip(views, several, strict=True) for piece in view.cut(x)]
+        [piece for view, x in zip(views, several, strict=True) for piece in _vectors(view, x)]
         for several in (momenta, grads)
     )
     found = iter(magma.alignments(*pieces))
@@ -104,6 +108,11 @@ def _damping(
     cosines = [parts[0] if len(parts) == 1 else torch.stack(parts, dim=1).reshape(-1) for parts in several]
     factors = magma.update_scores(scores, cosines, skip)
     return [factor.view(view.batch, -1) for factor, view in zip(factors, views, strict=True)]
+
+
+def _vectors(view: MatrixView, x: Tensor) -> list[Tensor]:
+    """Return the blocks of a tensor of the parameter's shape as vectors, each (batch, elements)."""
+    return [piece.flatten(1) for piece in view.cut(x)] if view.axis else [x.reshape(view.batch, -1)]
 
 
 def _updates(
@@ -115,10 +124,8 @@ def _updates(
     """Orthogonalize all blocks of all parameters together; return scaled, damped updates (batch, rows, columns)."""
     blocks = [view.cut(u) for u, view in zip(directions, views, strict=True)]
     flat = [block for cut in blocks for block in cut]
-    polar = scaled_polar_factors(flat, settings)
-    if factors is not None:
-        columns = [column.view(-1, 1, 1) for factor in factors for column in factor.unbind(1)]
-        torch._foreach_mul_(polar, columns)
+    damping = None if factors is None else [column for factor in factors for column in factor.unbind(1)]
+    polar = scaled_polar_factors(flat, settings, damping)
     remaining = iter(polar)
     return [view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)]
 
@@ -132,10 +139,16 @@ def polar_factors(matrices: Sequence[Tensor], settings: HybridMuonConfig) -> lis
     )
 
 
-def scaled_polar_factors(matrices: Sequence[Tensor], settings: HybridMuonConfig) -> list[Tensor]:
-    """Orthogonalize batches (b, rows, columns) as the settings say, each scaled for its shape."""
+def scaled_polar_factors(
+    matrices: Sequence[Tensor], settings: HybridMuonConfig, damping: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """Orthogonalize batches (b, rows, columns) as the settings say, each scaled for its shape and damped by (b,)."""
     polar = polar_factors(matrices, settings)
-    torch._foreach_mul_(polar, [update_scale((x.shape[1], x.shape[2]), settings) for x in matrices])
+    scales = [update_scale((x.shape[1], x.shape[2]), settings) for x in matrices]
+    if damping is None:
+        torch._foreach_mul_(polar, scales)
+    else:
+        torch._foreach_mul_(polar, [x.view(-1, 1, 1) for x in torch._foreach_mul(list(damping), scales)])
     return polar
 
 

@@ -189,11 +189,10 @@ def _normalize(x: Tensor, dtype: torch.dtype, *, own: bool) -> Tensor:
     """
     if x.dtype.itemsize < 4:
         x, own = x.to(dtype), True
-    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
-    largest.masked_fill_(largest == 0, 1.0)
+    # Zeros stay zeros; what the first division leaves of numbers below the normal ones, the second makes up for.
+    largest = x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
     x = (x.div_(largest) if own else x / largest).to(dtype)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    norm.masked_fill_(norm == 0, 1.0)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min_(1e-18)
     return x.div_(norm)
 
 

@@ -19,7 +19,13 @@ from torch import Tensor
 from deepmd_muon.optim import magma
 from deepmd_muon.optim.gradients import StepControl
 from deepmd_muon.optim.groups import group_settings
-from deepmd_muon.optim.muon import advance_momenta, apply_updates, running_lr, scaled_polar_factors
+from deepmd_muon.optim.muon import (
+    advance_momenta,
+    apply_updates,
+    directions_of,
+    running_lr,
+    scaled_polar_factors,
+)
 from deepmd_muon.optim.offload import Lot, local_of
 from deepmd_muon.optim.sharded import magma_sums
 from deepmd_muon.optim.sharded.bucket import Bucket, Kind, Local, Owned
@@ -299,7 +305,8 @@ class Run:
                     grad = torch.zeros_like(mine[k])
                 grads.append(grad)
             advanced = advance_momenta(grads, mine, settings, self._control, maximize=group["maximize"])
-            momenta, gradients, directions = advanced
+            momenta, gradients = advanced
+            directions = directions_of(momenta, gradients, settings)
             if self._moments is not None and not settings.nesterov:
                 directions = [u.clone() for u in directions]  # a lot's memory belongs to the next one soon
             self._directions.update(zip(advance.parameters, directions, strict=True))
@@ -322,16 +329,14 @@ class Run:
         if owned.cosines is not None and owned.scores is not None and len(owned.scores):
             owned, factors = self._damp(owned, owned.cosines, owned.scores)
         updates: list[Tensor] = list(bucket.matrices)
-        numbers = [stack.group for stack in bucket.stacks]
-        for number in dict.fromkeys(numbers):
-            mine = [k for k, other in enumerate(numbers) if other == number]
-            done = scaled_polar_factors([bucket.matrices[k] for k in mine], self._settings[number])
+        parts = None if factors is None else factors.split([len(stack.jobs) for stack in bucket.stacks])
+        kinds = [(stack.group, stack.damped) for stack in bucket.stacks]
+        for number, damped in dict.fromkeys(kinds):
+            mine = [k for k, kind in enumerate(kinds) if kind == (number, damped)]
+            damping = [parts[k] for k in mine] if damped and parts is not None else None
+            done = scaled_polar_factors([bucket.matrices[k] for k in mine], self._settings[number], damping)
             for k, update in zip(mine, done, strict=True):
                 updates[k] = update
-        damped = [k for k, stack in enumerate(bucket.stacks) if stack.damped]
-        if factors is not None and damped:
-            parts = factors.split([len(stack.jobs) for stack in bucket.stacks])
-            torch._foreach_mul_([updates[k] for k in damped], [parts[k].view(-1, 1, 1) for k in damped])
         bucket.unpack(updates, owned)
         return bucket.exchange.start("return", self._pipeline.lane)
 
