@@ -80,11 +80,15 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        # Whoever lets go of a collective last frees its tensors, for which one of gloo's threads would need the
+        # interpreter's lock; where the process ends meanwhile, it aborts. So it shall not be that thread.
+        self._last: Any = None
 
     def launch(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], Any]:
         """Start a collective after what the present stream has been given; return what makes that stream wait."""
         if self._stream is None:
-            wait: Callable[[], Any] = collective(*args, **options, async_op=True).wait
+            self._last = collective(*args, **options, async_op=True)
+            wait: Callable[[], Any] = self._last.wait
             return wait
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
