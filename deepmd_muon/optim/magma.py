@@ -44,6 +44,7 @@ def alignments(momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[T
     """Return `alignment` of several pairs (blocks, elements) of one dtype; equal lengths share their operations."""
     if not momenta:
         return []
+    from_float64 = momenta[0].dtype == torch.float64
     alike: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
     for i, m in enumerate(momenta):
         alike[m.shape[1]].append((m, i))
@@ -55,11 +56,15 @@ def alignments(momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[T
         if len(members) == 1:
             sums.append(_sums_of_one(momenta[members[0]], gradients[members[0]]))
             continue
-        blocks = [len(momenta[i]) for i in members]
-        pairs = momenta[0].new_empty(2, sum(blocks), momenta[members[0]].shape[1], dtype=torch.float64)
+        blocks = sum(len(momenta[i]) for i in members)
+        pairs = momenta[0].new_empty(2, blocks, momenta[members[0]].shape[1], dtype=torch.float64)
         for place, several in zip(pairs, (momenta, gradients), strict=True):
-            place.copy_(torch.cat([several[i] for i in members]))
-        sums.append(_sums_in_range(*pairs) if momenta[0].dtype == torch.float64 else _sums(*pairs))
+            some = [several[i] for i in members]
+            if from_float64:
+                torch.cat(some, out=place)
+            else:
+                place.copy_(torch.cat(some))
+        sums.append(_sums_in_range(*pairs) if from_float64 else _sums(*pairs))
     mm, mg, gg = torch.cat(sums, dim=1) if len(sums) > 1 else sums[0]
     norms = mm.sqrt_() * gg.sqrt_()
     cosines = torch.where(norms > 0, mg / norms, 0.0).clamp_(-1.0, 1.0).float()
