@@ -210,14 +210,21 @@ class Watch:
             time.sleep(2.5 * self._interval)
             after = self._read(others)
         except RuntimeError:
-            first = self._seen.get(0)
-            name, last = (f"rank 0 ({first.where})", f", last seen {first.at()}") if first else ("rank 0", "")
-            return f"{opening}: {name}, through which they reach each other, is dead or stopped{last}"
+            return f"{opening}: {self._last_seen(others)}"
         finally:
             self._let_them_read()
         lines = {rank: self._say(rank, before.get(rank), after.get(rank)) for rank in others}
         blamed = [line for line, to_blame in lines.values() if to_blame]
         return f"{opening}: " + "; ".join(blamed or [line for line, _ in lines.values()])
+
+    def _last_seen(self, others: Sequence[int]) -> str:
+        """Say what is known when the store, which rank 0 keeps, does not answer any more."""
+        notes = {rank: note for rank in others if (note := self._seen.get(rank)) is not None}
+        ended = [_ended(rank, note) for rank, note in notes.items() if note.ended]
+        if ended:
+            return "; ".join(ended)
+        name, last = (f"rank 0 ({notes[0].where})", f", last seen {notes[0].at()}") if 0 in notes else ("rank 0", "")
+        return f"{name}, through which they reach each other, is dead or stopped{last}"
 
     def _let_them_read(self) -> None:
         """Give the others time to read rank 0's note before the store ends with it, unless all have ended."""
@@ -234,9 +241,9 @@ class Watch:
         """Describe another rank, and say whether it is to blame."""
         if before is None or after is None:
             return f"rank {rank} has never reported", True
-        name = f"rank {rank} ({after.where})"
         if after.ended:
-            return f"{name} stopped with {after.ended}", True
+            return _ended(rank, after), True
+        name = f"rank {rank} ({after.where})"
         if after.doing == _IN_VAIN:
             return f"{name} has given up", False
         if after.beat == before.beat:
@@ -285,22 +292,28 @@ class Watch:
             self._mine.set(f"note{self._rank}", json.dumps(dataclasses.asdict(note)))
 
     def _someone_stopped(self) -> bool:
-        return self._in_time(lambda: bool(self._theirs.check(["stopped"])))
+        try:
+            return self._in_time(lambda: bool(self._theirs.check(["stopped"])))
+        except RuntimeError:  # nobody can say
+            return False
 
     def _renew(self) -> None:
         while not self._end.wait(self._interval):
-            with contextlib.suppress(RuntimeError):  # the store's
+            with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, whom this one may wait for
                 self._write()
-                if self._give_up is not None and (self._waited_too_long() or (self._guarding and self._lost_one())):
-                    self._give_up(self.verdict())
-                    return
+            if self._give_up is not None and (self._waited_too_long() or (self._guarding and self._lost_one())):
+                self._give_up(self.verdict())
+                return
+            with contextlib.suppress(RuntimeError):
                 if self._rank:
                     self._read([0])  # to know what it did last, should the store end with it
 
     def _lost_one(self) -> bool:
         others = range(1, self._size)
-        notes = self._read(others)
-        return any(note.ended for note in notes.values()) or self._silence(others) > self._limit
+        with contextlib.suppress(RuntimeError):  # no answer: nobody is heard of
+            self._read(others)
+        ended = any(rank in self._seen and self._seen[rank].ended for rank in others)
+        return ended or self._silence(others) > self._limit
 
     def _waited_too_long(self) -> bool:
         since = self._waiting
@@ -308,6 +321,10 @@ class Watch:
             return False
         patience = self._limit + (_GRACE if self._errors_come else 0.0)
         return time.monotonic() - since > patience or (not self._errors_come and self._someone_stopped())
+
+
+def _ended(rank: int, note: _Note) -> str:
+    return f"rank {rank} ({note.where}) stopped with {note.ended}"
 
 
 def end_process(reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import queue
 import threading
 import time
@@ -157,6 +158,63 @@ def test_a_store_that_does_not_answer_is_no_trap(ranks, monkeypatch):
     stuck.set()
     assert time.monotonic() - start < 6 * LIMIT + 2
     assert found == "rank 1 has lost the others: rank 0, through which they reach each other, is dead or stopped"
+
+
+@pytest.fixture
+def follower():
+    """A function that makes the watch of rank 1, and one that ends rank 0 with the store."""
+    kept = [TCPStore("127.0.0.1", 0, 1, True)]
+    made = [Watch(kept[0], 0, 2, LIMIT)]
+
+    def make(**options):
+        store = TCPStore("127.0.0.1", kept[0].port, 1, False, timeout=datetime.timedelta(seconds=5))
+        made.append(Watch(store, 1, 2, LIMIT, **options))
+        return made[-1]
+
+    def end(error=None):
+        made[0].doing(STEPPING, 4)
+        time.sleep(LIMIT)  # a few intervals
+        if error is not None:
+            made[0].stopped(error)
+        made.pop(0).close()
+        kept.clear()
+
+    yield make, end
+    for watch in made:
+        watch.close()
+
+
+def test_rank_0_that_dies_with_the_store_is_given_up(follower):
+    """Where waiting does not end by itself; a note cannot be written either then."""
+    make, end = follower
+    found = queue.SimpleQueue()
+    second = make(give_up=found.put)
+    second.doing(STEPPING, 4)
+    end()
+    second._write()  # which the system may still take
+    time.sleep(LIMIT / 8)
+    with pytest.raises(RuntimeError):
+        second._write()
+    start = time.monotonic()
+    with second.waiting():
+        story = found.get(timeout=10)
+    assert LIMIT < time.monotonic() - start < 3 * LIMIT + 2
+    assert story.startswith("rank 1 has lost the others at step 4: rank 0 (process ")
+    assert story.endswith("through which they reach each other, is dead or stopped, last seen in its step (step 4)")
+
+
+@pytest.mark.parametrize("errors_come", [False, True])
+def test_rank_0_that_stopped_with_an_error_is_named_with_it(follower, errors_come):
+    """Its note goes with the store, so the others keep in mind what they have read."""
+    make, end = follower
+    found = queue.SimpleQueue()
+    second = make(give_up=found.put, errors_come=errors_come)
+    second.doing(STEPPING, 4)
+    with second.waiting():
+        end(MemoryError("had enough"))
+        story = second.verdict() if errors_come else found.get(timeout=10)
+    assert story.startswith("rank 1 has lost the others at step 4: rank 0 (process ")
+    assert story.endswith(") stopped with MemoryError: had enough")
 
 
 def test_a_wait_that_hangs_although_errors_come_ends_the_process(ranks, monkeypatch):

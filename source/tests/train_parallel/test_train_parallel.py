@@ -318,7 +318,7 @@ def test_one_process_and_three_and_four_ranks_continue_what_others_saved(place):
 
 
 def test_restarts_and_accidents_on_two_ranks(place):
-    """A half is continued at another stage as if in one go; a NaN, a signal on one rank end all alike."""
+    """A half is continued at another stage as if in one go; a NaN, a signal, an error on one rank end all."""
     source = last(place, "2_0").with_name(f"model.ckpt-{HALF}.pt")
     halves = [Job(place / f"half_{s}", content(place, 1, s), {"restart": str(source)}) for s in STAGES]
     poisoned = [Job(place / f"poisoned_{s}", content(place, 1, s, save_freq=1), accident="poison") for s in (0, 2)]
@@ -327,7 +327,9 @@ def test_restarts_and_accidents_on_two_ranks(place):
     skipping = content(place, 1)
     skipping["optimizer"]["on_nonfinite"] = "skip"
     skipped = Job(place / "skipped", skipping, accident="poison")
-    ends = run_jobs(2, [*halves, *poisoned, *stopped, skipped])
+    # The last one: the store ends with the process of rank 0.
+    failed = Job(place / "fail_first", content(place, 1, rank_timeout=2.5), accident="fail_first")
+    ends = run_jobs(2, [*halves, *poisoned, *stopped, skipped, failed])
     assert ends[:4] == [["0", "0"]] * 4
     whole = read_checkpoint(place / "2_0" / f"model.ckpt-{STEPS}.pt")
     for job in halves:
@@ -343,6 +345,9 @@ def test_restarts_and_accidents_on_two_ranks(place):
         assert read_checkpoint(job.folder / "model.ckpt.pt")["deepmd_muon"]["step"] == 4
     assert ends[8] == ["0", "0"]
     assert read_checkpoint(skipped.folder / "model.ckpt.pt")["deepmd_muon"]["step"] == STEPS
+    assert ends[9][0] == "MemoryError: rank 0 has had enough"
+    assert ends[9][1].startswith("TrainingError: rank 1 has lost the others at step 3: rank 0 (process ")
+    assert "stopped with MemoryError: rank 0 has had enough" in ends[9][1]
 
 
 def test_two_precisions_and_a_frozen_descriptor_at_stages_2_and_3(place):

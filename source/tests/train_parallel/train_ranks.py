@@ -174,6 +174,16 @@ def fail(rank):
     return _in_step(happen)
 
 
+def fail_first(rank):
+    """Rank 0, through which they reach each other, fails in its third step."""
+
+    def happen(count, batch):
+        if rank == 0 and count == 3:
+            raise MemoryError("rank 0 has had enough")
+
+    return _in_step(happen)
+
+
 def die(rank):
     """Rank 1 vanishes in its third step."""
 
