@@ -166,12 +166,12 @@ class Watch:
 
     def _silence(self, ranks: Sequence[int]) -> float:
         """Return for how long the most silent of some ranks has not been heard of, since this was first asked [s]."""
-        now = time.monotonic()
+        now, heard = time.monotonic(), self._heard  # for which the other thread may put an empty one meanwhile
         for rank in ranks:
             beat = self._seen[rank].beat if rank in self._seen else 0
-            if rank not in self._heard or self._heard[rank][0] != beat:
-                self._heard[rank] = beat, now
-        return now - min(self._heard[rank][1] for rank in ranks)
+            if rank not in heard or heard[rank][0] != beat:
+                heard[rank] = beat, now
+        return now - min(heard[rank][1] for rank in ranks)
 
     def _missing(self, number: int) -> list[int]:
         """Return who has not come to a meeting, of the ranks that this one looks at."""
@@ -298,15 +298,21 @@ class Watch:
             return False
 
     def _renew(self) -> None:
+        told: set[str] = set()
         while not self._end.wait(self._interval):
-            with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, whom this one may wait for
-                self._write()
-            if self._give_up is not None and (self._waited_too_long() or (self._guarding and self._lost_one())):
-                self._give_up(self.verdict())
-                return
-            with contextlib.suppress(RuntimeError):
-                if self._rank:
-                    self._read([0])  # to know what it did last, should the store end with it
+            try:
+                with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, whom this one may wait for
+                    self._write()
+                if self._give_up is not None and (self._waited_too_long() or (self._guarding and self._lost_one())):
+                    self._give_up(self.verdict())
+                    return
+                with contextlib.suppress(RuntimeError):
+                    if self._rank:
+                        self._read([0])  # to know what it did last, should the store end with it
+            except Exception as error:  # without this thread, the others would take a healthy rank for dead
+                if repr(error) not in told:
+                    told.add(repr(error))
+                    log.warning("the watch of rank %d goes on after an error:", self._rank, exc_info=True)
 
     def _lost_one(self) -> bool:
         others = range(1, self._size)

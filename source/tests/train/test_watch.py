@@ -140,6 +140,43 @@ def test_work_for_others_that_have_died_is_given_up(ranks):
         assert time.monotonic() - start > LIMIT / 2
 
 
+def test_silence_is_measured_while_the_other_thread_starts_anew(ranks, monkeypatch):
+    """Both threads of rank 0 ask for it: one at a meeting, the other while it guards."""
+    first, *_ = ranks(3)
+    first._read([1, 2])
+
+    class Seen(dict):
+        def __getitem__(self, rank):
+            first._heard = {}
+            return super().__getitem__(rank)
+
+    monkeypatch.setattr(first, "_seen", Seen(first._seen))
+    assert first._silence([1, 2]) == 0.0
+
+
+def test_the_thread_outlives_an_error_and_tells_it_once(ranks, monkeypatch, caplog):
+    found = queue.SimpleQueue()
+    first, second = ranks(2, give_up=found.put)
+
+    def lost_one():
+        raise KeyError("nobody thought of this")
+
+    with monkeypatch.context() as patch, first.guarding():
+        patch.setattr(first, "_lost_one", lost_one)
+        time.sleep(LIMIT)
+    beat = second._read([0])[0].beat
+    time.sleep(LIMIT / 2)
+    assert second._read([0])[0].beat > beat
+    (told,) = [record for record in caplog.records if record.name == watch_module.__name__]
+    assert told.getMessage() == "the watch of rank 0 goes on after an error:"
+    assert told.levelname == "WARNING"
+    assert "nobody thought of this" in str(told.exc_info[1])
+    # It still does its work.
+    with first.waiting():
+        second.stopped(ValueError("no such file"))
+        assert "stopped with ValueError: no such file" in found.get(timeout=10)
+
+
 def test_a_store_that_does_not_answer_is_no_trap(ranks, monkeypatch):
     """Rank 0, which keeps the store, is stopped."""
     _, second = ranks(2)
