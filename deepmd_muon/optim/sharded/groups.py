@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,14 @@ from deepmd_muon.optim.sharded import errors
 from deepmd_muon.optim.sharded.errors import PlanMismatchError, ShardingError, UnsupportedTransportError
 from deepmd_muon.optim.sharded.plan import Domain, Plan
 
+# Beside the default group, with which all others are destroyed.
+_KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+
 
 def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup | None:
-    """Return a process group of these ranks, which all of them must ask for; None for a single rank.
+    """Return the process group of these ranks, which all of them must ask for; None for a single rank.
+
+    It is made once, and the same one serves all that ask for it.
 
     Raises
     ------
@@ -23,9 +29,13 @@ def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup 
     """
     if len(ranks) == 1:
         return None
-    world = tuple(range(dist.get_world_size()))
-    group = dist.group.WORLD if ranks == world else dist.new_group(list(ranks), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
+    world = dist.group.WORLD
+    assert world is not None
+    known = _KNOWN.setdefault(world, {})
+    whole = ranks == tuple(range(dist.get_world_size()))
+    if not whole and ranks not in known:
+        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    group = world if whole else known[ranks]
     try:
         group._get_backend(device)
     except RuntimeError as error:

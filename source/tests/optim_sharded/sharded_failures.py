@@ -173,6 +173,28 @@ def preflight():
     refused(PlanMismatchError, expected, different)
 
 
+def process_groups():
+    """On some of the ranks an optimizer makes one process group, however often it plans anew."""
+    sub = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        return
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = dist.new_group
+        patch.setattr(dist, "new_group", lambda *args, **options: made.append(args) or original(*args, **options))
+        for sharded in (ShardedSettings(), ShardedSettings(state="sharded")):
+            model = nn.Linear(8, 8)
+            optimizer = HybridMuon(
+                model.named_parameters(), replicas=sub, sharded=sharded, on_nonfinite="skip", magma_muon=False
+            )
+            for trained in (True, False, True):
+                model.bias.requires_grad_(trained)
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p) if p.requires_grad else None
+                optimizer.step()
+    assert len(made) == (dist.get_world_size() > 2)
+
+
 def die_in_the_middle():
     """Rank 1 dies between two steps."""
     twins = Twins(SHAPES["even"], mesh_of((dist.get_world_size(),)), [Shard(0)])
@@ -190,4 +212,5 @@ CASES = [
     ("non-finite gradients", nonfinite_gradients),
     ("gradient scaler", gradient_scaler),
     ("preflight", preflight),
+    ("process groups", process_groups),
 ]

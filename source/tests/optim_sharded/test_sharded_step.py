@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import time
+import weakref
 
 import pytest
 import sharded_cases
 import sharded_failures
 import sharded_models
 import sharded_state
+import torch
+import torch.distributed as dist
 from spawn_ranks import free_port, join, run_cases
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from deepmd_muon.optim.sharded.groups import group_of
 
 # Where a state is saved, and where it is restored.
 MOVES = [
@@ -27,7 +34,7 @@ MOVES = [
 
 FOR_THREE = (
     *("every layout", "repeated work", "missing gradients", "counted collectives", "replicas", "models"),
-    *("offloaded", "cut state", "collectives of cut state", "Adam in parts"),
+    *("offloaded", "cut state", "collectives of cut state", "Adam in parts", "process groups"),
 )
 
 
@@ -73,6 +80,28 @@ def test_states_restart_on_other_ranks(world, folder):
         pytest.skip("needs the states that the test above saves")
     assert loads
     run(world, loads)
+
+
+def test_process_groups_are_remembered_as_long_as_the_default_group():
+    def begin():
+        dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+        return group_of((0, 1), torch.device("cpu")), weakref.ref(dist.group.WORLD)
+
+    first, world = begin()
+    try:
+        assert group_of((0, 1), torch.device("cpu")) is first
+        assert group_of((0, 1, 2, 3), torch.device("cpu")) is world()
+        assert first is not world()
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    assert world() is None
+    second, _ = begin()
+    try:
+        assert second is not first
+        assert dist.get_process_group_ranks(second) == [0, 1]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_dead_rank_ends_the_others_with_an_error():
