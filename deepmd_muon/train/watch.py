@@ -104,6 +104,7 @@ class Watch:
         self._seen: dict[int, _Note] = {}
         self._heard: dict[int, tuple[int, float]] = {}  # the last new beat of a rank, and when it came
         self._guarding = False
+        self._told: set[str] = set()  # errors of the thread
         self._interval = min(1.0, limit / 8)
         self._where = f"process {os.getpid()} on {socket.gethostname()}"
         self._state = ("starting", 0, time.monotonic())
@@ -298,21 +299,24 @@ class Watch:
             return False
 
     def _renew(self) -> None:
-        told: set[str] = set()
         while not self._end.wait(self._interval):
-            try:
-                with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, whom this one may wait for
-                    self._write()
-                if self._give_up is not None and (self._waited_too_long() or (self._guarding and self._lost_one())):
-                    self._give_up(self.verdict())
-                    return
+            self._look()
+
+    def _look(self) -> None:
+        """Renew the note, and give up when it is time to; errors are told once and end nothing."""
+        try:
+            with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, whom this one may wait for
+                self._write()
+            if self._give_up is not None and (self._waited_too_long() or (self._guarding and self._lost_one())):
+                self._give_up(self.verdict())
+                self._end.set()
+            elif self._rank:
                 with contextlib.suppress(RuntimeError):
-                    if self._rank:
-                        self._read([0])  # to know what it did last, should the store end with it
-            except Exception as error:  # without this thread, the others would take a healthy rank for dead
-                if repr(error) not in told:
-                    told.add(repr(error))
-                    log.warning("the watch of rank %d goes on after an error:", self._rank, exc_info=True)
+                    self._read([0])  # to know what it did last, should the store end with it
+        except Exception as error:  # without the thread, the others would take a healthy rank for dead
+            if repr(error) not in self._told:
+                self._told.add(repr(error))
+                log.warning("the watch of rank %d goes on after an error:", self._rank, exc_info=True)
 
     def _lost_one(self) -> bool:
         others = range(1, self._size)
