@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -67,8 +68,10 @@ class DirectorySeries:
         self._under_way: _Write | None = None
         self._group: dist.ProcessGroup | None = None
         if ranks.first:
-            for kind in ("[0-9]*", "replaced"):  # of a run that was killed, and of no other in this folder
-                for rest in prefix.parent.glob(f".{prefix.name}-{kind}{SUFFIX}"):
+            # Of a run of this prefix that was killed: others in this folder, such as prefix-2, may be writing theirs.
+            own = re.compile(rf"\.{re.escape(prefix.name)}-([0-9]+|replaced){re.escape(SUFFIX)}")
+            for rest in prefix.parent.iterdir():
+                if own.fullmatch(rest.name):
                     shutil.rmtree(rest)
         if ranks.size > 1:
             # Of their own: torch's thread must not mix its collectives with those of the steps.

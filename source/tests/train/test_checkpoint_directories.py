@@ -228,9 +228,12 @@ def test_a_place_that_cannot_be_written_is_an_error_before_the_run(tmp_path, for
         Checkpoints(training, Ranks(torch.device("cpu")))
 
 
-def test_what_a_killed_run_left_goes_and_that_of_other_runs_stays(tmp_path):
-    mine, others = [".m-10.dcp", ".m-replaced.dcp"], [".m-a-10.dcp", ".n-10.dcp", "m-10.dcp"]
+@pytest.mark.parametrize("prefix", ["model", "model.ckpt", "model[300K]"])
+def test_what_a_killed_run_left_goes_and_that_of_other_runs_stays(tmp_path, prefix):
+    mine = [f".{prefix}-{kind}.dcp" for kind in ("10", "replaced")]
+    others = [f".{prefix}-{kind}.dcp" for kind in ("2-100", "300K-50", "a-10", "2-replaced", "1e3")]
+    others += [f"{prefix}-10.dcp", ".n-10.dcp", ".modelxckpt-10.dcp", ".model3-10.dcp", f".{prefix}-10.dcp.old"]
     for name in (*mine, *others):
         (tmp_path / name).mkdir()
-    DirectorySeries(tmp_path / "m", 5, Ranks(torch.device("cpu")), pointer=True)
+    DirectorySeries(tmp_path / prefix, 5, Ranks(torch.device("cpu")), pointer=True)
     assert {path.name for path in tmp_path.iterdir()} == set(others)
