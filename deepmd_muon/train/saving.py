@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,12 +30,16 @@ class Checkpoints:
         The input's section: `save_ckpt`, `max_ckpt_keep` and `checkpoint_format` count.
     ranks
         The processes of the run; rank 0 writes files, all write directories.
+
+    Raises
+    ------
+    TrainingError
+        On all ranks, when one that will write cannot.
     """
 
     def __init__(self, training: TrainingSettings, ranks: Ranks) -> None:
         prefix, keep = Path(training.save_ckpt), training.max_ckpt_keep
-        if ranks.first:
-            _see_that_one_can_write(prefix.parent)
+        ranks.from_first("making the folder of checkpoints", lambda: _see_that_one_can_write(prefix.parent))
         self.files = CheckpointSeries(prefix, keep)
         self.directories: DirectorySeries | None = None
         self._ranks = ranks
@@ -42,7 +47,9 @@ class Checkpoints:
         if training.checkpoint_format != "file":
             from deepmd_muon.train.directories import DirectorySeries  # brings torch.distributed.checkpoint along
 
-            self.directories = DirectorySeries(prefix, keep, ranks, pointer=not self._always_files)
+            with ranks.together("trying to write checkpoints"):
+                _see_that_all_can_write(prefix.parent, ranks)
+                self.directories = DirectorySeries(prefix, keep, ranks, pointer=not self._always_files)
 
     @property
     def newest(self) -> Path | None:
@@ -123,7 +130,23 @@ def _see_that_one_can_write(folder: Path) -> None:
     """Make the folder of the checkpoints and write to it, so that a run does not fail at its first save."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
+        _try_to_write(folder)
     except OSError as error:
         raise TrainingError(f"training/save_ckpt: cannot write checkpoints to {folder}: {error}") from error
+
+
+def _see_that_all_can_write(folder: Path, ranks: Ranks) -> None:
+    """Let all ranks write to the folder that rank 0 has made, which the machine of another may not reach."""
+    problem = None
+    try:
+        _try_to_write(folder)
+    except OSError as error:
+        problem = f"on {socket.gethostname()}: {error}"
+    found = [f"rank {rank} {each}" for rank, each in enumerate(ranks.gather_objects(problem)) if each]
+    if found:
+        raise TrainingError(f"training/save_ckpt: cannot write checkpoints to {folder}: {'; '.join(found)}")
+
+
+def _try_to_write(folder: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=folder):
+        pass

@@ -98,7 +98,7 @@ class Trainer:
             else:
                 self.optimizer = build_optimizer(settings.optimizer, model, self.rate(0))
             self.ema = Ema(model, training.ema_decay) if training.enable_ema else None
-            self.checkpoints = Checkpoints(training, self.ranks)
+        self.checkpoints = Checkpoints(training, self.ranks)
         self.step = 0
         self.source: Path | None = None
         self._update = TrainingStep(model, self.loss, self.optimizer, training.gradient_max_norm, self._shared)

@@ -327,9 +327,14 @@ def test_restarts_and_accidents_on_two_ranks(place):
     skipping = content(place, 1)
     skipping["optimizer"]["on_nonfinite"] = "skip"
     skipped = Job(place / "skipped", skipping, accident="poison")
+    cannot_write = [
+        Job(place / "file_in_the_way", content(place, 1, save_ckpt="input.json/saved")),
+        Job(place / "elsewhere", content(place, 1, save_ckpt="saved/model", checkpoint_format="dcp")),
+    ]
+    cannot_write[1].accident = "other_folder"
     # The last one: the store ends with the process of rank 0.
     failed = Job(place / "fail_first", content(place, 1, rank_timeout=2.5), accident="fail_first")
-    ends = run_jobs(2, [*halves, *poisoned, *stopped, skipped, failed])
+    ends = run_jobs(2, [*halves, *poisoned, *stopped, skipped, *cannot_write, failed])
     assert ends[:4] == [["0", "0"]] * 4
     whole = read_checkpoint(place / "2_0" / f"model.ckpt-{STEPS}.pt")
     for job in halves:
@@ -345,9 +350,15 @@ def test_restarts_and_accidents_on_two_ranks(place):
         assert read_checkpoint(job.folder / "model.ckpt.pt")["deepmd_muon"]["step"] == 4
     assert ends[8] == ["0", "0"]
     assert read_checkpoint(skipped.folder / "model.ckpt.pt")["deepmd_muon"]["step"] == STEPS
-    assert ends[9][0] == "MemoryError: rank 0 has had enough"
-    assert ends[9][1].startswith("TrainingError: rank 1 has lost the others at step 3: rank 0 (process ")
-    assert "stopped with MemoryError: rank 0 has had enough" in ends[9][1]
+    message = "training/save_ckpt: cannot write checkpoints to "
+    assert ends[9][0].startswith(f"TrainingError: {message}input.json: ")
+    assert ends[9][1] == f"TrainingError: rank 0 stopped with {ends[9][0]}"
+    assert ends[10][0].startswith(f"TrainingError: {message}saved: rank 1 on ")
+    assert "No such file or directory" in ends[10][0]
+    assert ends[10][1] == ends[10][0]
+    assert ends[11][0] == "MemoryError: rank 0 has had enough"
+    assert ends[11][1].startswith("TrainingError: rank 1 has lost the others at step 3: rank 0 (process ")
+    assert "stopped with MemoryError: rank 0 has had enough" in ends[11][1]
 
 
 def test_two_precisions_and_a_frozen_descriptor_at_stages_2_and_3(place):

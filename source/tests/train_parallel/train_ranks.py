@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -182,6 +183,14 @@ def fail_first(rank):
             raise MemoryError("rank 0 has had enough")
 
     return _in_step(happen)
+
+
+def other_folder(rank):
+    """The machine of rank 1 does not have what rank 0 makes: it works in another folder."""
+    if rank == 1:
+        os.mkdir("elsewhere")
+        shutil.copy("input.json", "elsewhere")
+        os.chdir("elsewhere")
 
 
 def die(rank):
