@@ -175,7 +175,9 @@ class Trainer:
                 averaged = mean_metrics(recent, self._add_up) if len(recent) > 1 or self._add_up else metrics
                 recent.clear()
                 shown = self._validate(fraction) if reports.due_validation(self.step) else None
-                reports.step(self.step, lr, _numbers(averaged), shown)
+                with self.ranks.waiting():  # on a GPU, reading them waits for the sum over ranks
+                    found = _numbers(averaged)
+                reports.step(self.step, lr, found, shown)
             reports.advance(self.step)
             self.checkpoints.poll()
             if not dropped and self.data.training.cache.dropped:

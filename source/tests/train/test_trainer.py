@@ -1,3 +1,4 @@
+import contextlib
 import json
 import logging
 import os
@@ -10,7 +11,8 @@ import torch
 
 from deepmd_muon.infer import Predictor
 from deepmd_muon.optim import RouteTable
-from deepmd_muon.train import CheckpointError, NonFiniteError, TrainingError
+from deepmd_muon.train import CheckpointError, NonFiniteError, TrainingError, trainer
+from deepmd_muon.train.parallel import Ranks
 
 
 def tensors(content):
@@ -389,3 +391,24 @@ def test_terms_without_labels_are_told_and_useless_systems_refused(small_input, 
     only_virial = small_input(loss={"start_pref_e": 0.0, "limit_pref_e": 0.0, "start_pref_f": 0.0, "limit_pref_f": 0.0})
     with pytest.raises(TrainingError, match="cluster13"):
         train(only_virial)
+
+
+def test_reading_what_all_ranks_have_shown_is_marked_as_waiting(small_input, train, monkeypatch):
+    """On a GPU it is there that a rank which is lost meanwhile is waited for."""
+    inside, seen, original = [], [], trainer._numbers
+
+    @contextlib.contextmanager
+    def waiting(ranks):
+        inside.append(ranks)
+        yield
+        inside.pop()
+
+    def numbers(metrics):
+        seen.append(len(inside))
+        return original(metrics)
+
+    monkeypatch.setattr(Ranks, "waiting", waiting)
+    monkeypatch.setattr(trainer, "_numbers", numbers)
+    assert train(small_input(training={"numb_steps": 2})) == 0
+    assert len(seen) >= 2  # training and validation
+    assert set(seen) == {1}
