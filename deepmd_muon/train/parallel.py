@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -27,6 +29,8 @@ TIMEOUT = datetime.timedelta(seconds=60)
 _MEETING_TIMEOUT = datetime.timedelta(minutes=5)
 # Ten times as long as a thread may keep the interpreter's lock from another [s].
 _HANDOVER = 0.05
+# For a thread that gets no time on a machine with too much to do [s].
+_LONGEST_HANDOVER = 10.0
 
 T = TypeVar("T")
 
@@ -185,7 +189,7 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
         yield Ranks(device, place.rank, place.size, patience, watch)
         finished = True
         watch.close()
-        dist.all_reduce(torch.zeros(1))  # rank 0 keeps the notes: nobody needs them when it goes
+        _take_leave()  # rank 0 keeps the notes: nobody needs them when it goes
     except BaseException as error:
         if is_lost_connection(error):
             raise TrainingError(f"{watch.verdict()} ({reason(error)})") from error
@@ -195,10 +199,23 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
         watch.close()
         # After an error on this rank alone, NCCL would wait here for ranks that will not come.
         if dist.is_initialized() and (finished or not on_gpu):
-            # DTensor's caches keep groups alive, and with them gloo's threads. One that still holds a tensor needs the
-            # interpreter's lock to let it go, and aborts the process if the interpreter has ended by then.
             dist.destroy_process_group()
-            time.sleep(_HANDOVER)
+            if not finished:
+                time.sleep(_HANDOVER)  # see `_take_leave`, for what was exchanged in vain
+
+
+def _take_leave() -> None:
+    """Wait until all ranks have come here, and gloo's thread has let go of what they exchanged for that.
+
+    DTensor's caches keep groups alive, and with them gloo's threads. One that still holds a tensor needs the
+    interpreter's lock to let it go, and aborts the process if the interpreter has ended by then.
+    """
+    gone = threading.Event()
+    word = torch.zeros(1)
+    weakref.finalize(word, gone.set)
+    dist.all_reduce(word)
+    del word
+    gone.wait(_LONGEST_HANDOVER)
 
 
 def _meet(place: Place) -> Store:

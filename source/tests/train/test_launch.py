@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import datetime
 import socket
+import threading
+import time
 
 import pytest
+import torch.distributed as dist
 
 from deepmd_muon.train import parallel
 from deepmd_muon.train.errors import TrainingError
@@ -94,3 +97,28 @@ def test_processes_that_do_not_come_are_missed(monkeypatch, rank):
     message = f"rank {rank} has not met all 2 processes at MASTER_ADDR and MASTER_PORT within 1 s"
     with pytest.raises(TrainingError, match=message), parallel.joined():
         pass
+
+
+def test_the_last_tensor_that_ranks_exchange_is_let_go_before_they_part(monkeypatch):
+    """A thread of gloo that still held it when the interpreter ends would abort the process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    exchange, let_go, threads = dist.all_reduce, [], []
+
+    def all_reduce(tensor):
+        exchange(tensor)
+
+        def hold(held):
+            time.sleep(0.3)
+            let_go.append(held.pop().numel())
+
+        threads.append(threading.Thread(target=hold, args=([tensor],)))
+        threads[0].start()
+
+    monkeypatch.setattr(parallel, "find_place", lambda: Place(0, 0, 1, f"tcp://127.0.0.1:{port}"))
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    with parallel.joined(5.0):
+        pass
+    assert let_go == [1]
+    threads[0].join()
+    assert not dist.is_initialized()
