@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +14,8 @@ import torch.distributed as dist
 from deepmd_muon.optim.sharded import errors
 from deepmd_muon.optim.sharded.errors import PlanMismatchError, ShardingError, UnsupportedTransportError
 from deepmd_muon.optim.sharded.plan import Domain, Plan
+
+T = TypeVar("T")
 
 # Beside the default group, with which all others are destroyed.
 _KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
@@ -46,6 +50,84 @@ def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup 
     return group
 
 
+def agreeing_groups(
+    known: Iterable[tuple[int, ...]], device: torch.device
+) -> list[tuple[tuple[int, ...], dist.ProcessGroup]]:
+    """Return the sets of ranks that are part of no other one, the largest first, and their process groups.
+
+    Parameters
+    ----------
+    known
+        Sets of ranks, each in ascending order; all ranks of one must ask. A single rank has nobody to agree with.
+    device
+        As in `group_of`.
+    """
+    largest: list[tuple[int, ...]] = []
+    for ranks in sorted(dict.fromkeys(known), key=lambda ranks: (-len(ranks), ranks)):
+        if not any(set(ranks) <= set(other) for other in largest):
+            largest.append(ranks)
+    found = [(ranks, group_of(ranks, device)) for ranks in largest]
+    return [(ranks, group) for ranks, group in found if group is not None]
+
+
+def check_names(
+    mine: Sequence[tuple[tuple[int, ...], str]],
+    ranks: tuple[int, ...],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> dict[tuple[tuple[int, ...], str], int]:
+    """See that parameters have the same names, in the same order, on all ranks on which they live.
+
+    Parameters
+    ----------
+    mine
+        The ranks and the name of every parameter that lives on this rank.
+    ranks, group
+        All ranks that ask, and their process group; parameters live on these or on some of them.
+    device
+        Of the tensors that are exchanged.
+
+    Returns
+    -------
+    dict
+        A number for every parameter that lives on any of them, the same on all.
+
+    Raises
+    ------
+    PlanMismatchError
+        On every rank, naming the first difference.
+    """
+    everyone = _where_different(repr(list(mine)).encode(), lambda: list(mine), ranks, group, device)
+    if everyone is None:
+        return {each: number for number, each in enumerate(mine)}
+    by_rank = dict(zip(ranks, everyone, strict=True))
+    together = list(dict.fromkeys(each for found in everyone for each in found))
+    for some in dict.fromkeys(some for some, _ in together):
+        lists = [[name for where, name in by_rank[rank] if where == some] for rank in some]
+        for rank, names in zip(some, lists, strict=True):
+            for first, second in zip_longest(lists[0], names, fillvalue="nothing more"):
+                if first != second:
+                    raise PlanMismatchError(
+                        f"ranks {some[0]} and {rank} do not train the same parameters; rank {some[0]}: {first}; "
+                        f"rank {rank}: {second}. Freeze parameters on all ranks alike, and give all the same ones."
+                    )
+    return {each: number for number, each in enumerate(together)}
+
+
+def _where_different(
+    statement: bytes, value: Callable[[], T], ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
+) -> list[T] | None:
+    """Return what each rank has to say where their statements differ; None where all have made the same."""
+    mine = torch.frombuffer(bytearray(hashlib.sha256(statement).digest()), dtype=torch.uint8).to(device)
+    digests = [torch.empty_like(mine) for _ in ranks]
+    dist.all_gather(digests, mine, group=group)
+    if all(torch.equal(digests[0], other) for other in digests):
+        return None
+    everyone: list[Any] = [None for _ in ranks]
+    dist.all_gather_object(everyone, value(), group=group)
+    return everyone
+
+
 def check_agreement(
     plan: Plan,
     domain: Domain,
@@ -76,14 +158,11 @@ def check_agreement(
     if group is None:
         return
     found = (type(problem).__name__, str(problem)) if problem is not None else None
-    digest = hashlib.sha256(plan.digest(domain) + repr(found).encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
-    digests = [torch.empty_like(mine) for _ in domain.ranks]
-    dist.all_gather(digests, mine, group=group)
-    if all(torch.equal(digests[0], other) for other in digests):
+    everyone = _where_different(
+        plan.digest(domain) + repr(found).encode(), lambda: (found, plan.lines(domain)), domain.ranks, group, device
+    )
+    if everyone is None:
         return
-    everyone: list[Any] = [None for _ in domain.ranks]
-    dist.all_gather_object(everyone, (found, plan.lines(domain)), group=group)
     if problem is not None:
         raise problem
     for rank, (other, _) in zip(domain.ranks, everyone, strict=True):
@@ -91,8 +170,8 @@ def check_agreement(
             kind = getattr(errors, other[0], ShardingError)
             raise kind(f"rank {rank} cannot step: {other[1]}")
     lines = [stated for _, stated in everyone]
-    for rank, other in zip(domain.ranks, lines, strict=True):
-        for first, second in zip(lines[0], other, strict=False):
+    for rank, stated in zip(domain.ranks, lines, strict=True):
+        for first, second in zip(lines[0], stated, strict=False):
             if first != second:
                 raise PlanMismatchError(
                     f"ranks {domain.ranks[0]} and {rank} plan different steps; rank {domain.ranks[0]}: {first}; "

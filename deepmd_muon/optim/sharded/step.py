@@ -34,7 +34,7 @@ from deepmd_muon.optim.sharded.members import (
 )
 from deepmd_muon.optim.sharded.pipeline import Pipeline, Run
 from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
-from deepmd_muon.optim.sharded.presence import Presence
+from deepmd_muon.optim.sharded.presence import Presence, Watched
 from deepmd_muon.optim.sharded.reference import step_everywhere
 from deepmd_muon.optim.sharded.settings import ShardedSettings
 from deepmd_muon.optim.sharded.transport import Lane
@@ -105,7 +105,6 @@ class ShardedStep:
         self._pipeline: Pipeline | None = None
         self._elements: Elements | None = None
         self._settled: Settled | None = None
-        self._agreement: list[dist.ProcessGroup] | None = None
         self._presence: Presence | None = None
 
     def forget(self) -> None:
@@ -116,6 +115,17 @@ class ShardedStep:
         for preparation in self._pipeline.preparations if self._pipeline is not None else ():
             preparation.buffers = []
 
+    def finish(self) -> None:
+        """Raise what the last step has found out too late; without communication.
+
+        Raises
+        ------
+        MissingGradientError
+            As `step`.
+        """
+        if self._presence is not None:
+            self._presence.finish()
+
     def cut_of(self, p: Tensor) -> StateCut | None:
         """Return how a parameter's state is cut, where the parameter itself is not."""
         return next((member.cut for member in self._members if member.p is p), None)
@@ -125,15 +135,16 @@ class ShardedStep:
         optimizer = self._optimizer
         before = dict(optimizer.state)
         optimizer.state.clear()
-        for member in self._members:
-            if member.entry.route == "muon":
-                muon_state(optimizer, member, damped=optimizer.param_groups[member.group]["magma_muon"])
-            else:
-                element_state(optimizer, member)
-        found = {member.entry.name: optimizer.state[member.p] for member in self._members}
-        optimizer.state.clear()
-        optimizer.state.update(before)
-        return found
+        try:
+            for member in self._members:
+                if member.entry.route == "muon":
+                    muon_state(optimizer, member, damped=optimizer.param_groups[member.group]["magma_muon"])
+                else:
+                    element_state(optimizer, member)
+            return {member.entry.name: optimizer.state[member.p] for member in self._members}
+        finally:
+            optimizer.state.clear()
+            optimizer.state.update(before)
 
     def _planned(self, member: Member) -> PlannedParameter:
         settings = group_settings(self._optimizer.param_groups[member.group])
@@ -161,7 +172,10 @@ class ShardedStep:
         NonFiniteGradientError
             On all ranks when a gradient of any is not finite and `on_nonfinite` is 'error'.
         MissingGradientError
-            On all ranks when a parameter that does not travel has a gradient on some of them only.
+            On all ranks when replicas that do not travel have a gradient on some of them only; on a GPU in the step
+            after that, or by `finish`.
+        PlanMismatchError
+            On all ranks, in the first step, when some have other parameters than the others.
         CaptureError
             While a CUDA graph is being captured.
         """
@@ -175,8 +189,6 @@ class ShardedStep:
         self._agree(problem)
         if self._settings.exchange == "reference" and self._optimizer._offload is not None:
             raise InvalidSettingError("exchange='reference' gathers state where it is; call optimizer.offload(False)")
-        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            self._compare_gradients()
         control = self._control()
         if self._repeating:
             return work, control
@@ -225,51 +237,50 @@ class ShardedStep:
             raise problem
         self._agreed = True
 
-    def _compare_gradients(self) -> None:
-        """See that ranks have the same gradients, where a missing one does not count as zero."""
-        if self._presence is None:
-            device = self._members[0].device
-            alone = [m for m in self._members if self._repeating or m.entry.route != "muon"]
-            self._presence = Presence(alone, device)
-        self._presence.compare()
+    def _watch(self) -> Presence:
+        """Return what compares gradients among ranks, where replicas would differ if one were missing on some."""
+        members = self._members if self._repeating else [m for m in self._members if m.entry.route != "muon"]
+        watched = [
+            Watched(member.p, f"{member} (route {member.entry.route})", tuple(sorted(member.layout.ranks)))
+            for member in members
+            if len(member.layout.replicas()) > 1
+        ]
+        known = [tuple(sorted(member.layout.ranks)) for member in self._members]
+        return Presence(watched, known, self._members[0].device)
 
     def _control(self) -> StepControl:
-        """Decide on all ranks alike, on the device, whether this step is left out."""
+        """Decide on all ranks alike whether there is a step, and on the device whether it is left out."""
+        if self._presence is None:
+            self._presence = self._watch()
         optimizer = self._optimizer
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         if optimizer.on_nonfinite == "ignore" and skip is None:
+            self._presence.compare()
             return StepControl(None, scale)
         parameters = [
             x
             for number, group in enumerate(optimizer.param_groups)
             for x in zip(group["params"], optimizer._entries[number], strict=True)
         ]
+        told = optimizer.on_nonfinite == "error" and skip is None
         device = self._members[0].device
-        flags = torch.zeros(len(parameters) + 1, device=device)
+        flags = torch.zeros(len(parameters) if told else 1, device=device)
         if skip is not None:
-            flags[-1] = skip.to(device)
+            flags = flags.maximum(skip.to(device))
         if optimizer.on_nonfinite != "ignore":
             grads = {
                 i: local_of(p.grad) for i, (p, e) in enumerate(parameters) if p.grad is not None and e.route != "frozen"
             }
             found = {i: grad for i, grad in grads.items() if grad.numel()}
             if found:
-                flags[list(found)] = nonfinite(list(found.values())).to(device, torch.float32)
-        for group in self._agreeing(device):
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-        if optimizer.on_nonfinite == "error" and skip is None and flags.any():
-            names = [e.name for (_, e), bad in zip(parameters, flags.tolist(), strict=False) if bad]
+                bad = nonfinite(list(found.values())).to(device, torch.float32)
+                if told:  # the host waits anyway
+                    flags[list(found)] = bad
+                else:
+                    flags = flags.maximum(bad.amax())
+        agreed = self._presence.compare(flags)
+        assert agreed is not None
+        if told and agreed.any():
+            names = [e.name for (_, e), is_bad in zip(parameters, agreed.tolist(), strict=True) if is_bad]
             raise NonFiniteGradientError(names)
-        return StepControl(flags.amax(), scale)
-
-    def _agreeing(self, device: torch.device) -> list[dist.ProcessGroup]:
-        """Return the process groups, the largest first, over which ranks agree whether to step."""
-        if self._agreement is None:
-            known = dict.fromkeys(tuple(sorted(member.layout.ranks)) for member in self._members)
-            largest: list[tuple[int, ...]] = []
-            for ranks in sorted(known, key=len, reverse=True):
-                if not any(set(ranks) <= set(other) for other in largest):
-                    largest.append(ranks)
-            groups = [group_of(ranks, device) for ranks in largest]
-            self._agreement = [group for group in groups if group is not None]
-        return self._agreement
+        return StepControl(agreed.amax(), scale)
