@@ -123,6 +123,7 @@ class HybridMuon(Optimizer):
     _fused: FusedSteps | None = None  # made by the first step that needs it
     _offload: Offload | None = None
     _beside: Beside | None = None
+    _shared: ShardedStep | None = None
 
     def __init__(
         self,
@@ -181,6 +182,7 @@ class HybridMuon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings; a setting left out takes the constructor's value."""
+        self._finish_step()
         with warnings.catch_warnings():
             # torch only warns of duplicates; they are refused by name below.
             warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate")
@@ -200,6 +202,7 @@ class HybridMuon(Optimizer):
 
     def _route_parameters(self) -> None:
         """Compute the routing anew from names, shapes and settings, and store its manifest in the groups."""
+        self._finish_step()
         entries: list[RouteEntry] = []
         self._entries: dict[int, list[RouteEntry]] = {}
         for number, group in enumerate(self.param_groups):
@@ -216,7 +219,7 @@ class HybridMuon(Optimizer):
         self._routed_for = self._switches()
         drop_unfit(self)
         self._work: Work | None = None
-        self._shared: ShardedStep | None = None
+        self._shared = None
         if self.replicas is not None or any(hasattr(p, "device_mesh") for g in self.param_groups for p in g["params"]):
             from deepmd_muon.optim.sharded.step import sharded_step
 
@@ -239,6 +242,11 @@ class HybridMuon(Optimizer):
         """Return what a user may switch between steps that changes routes or the state they need."""
         return [on for g in self.param_groups for on in (g["magma_muon"], *(p.requires_grad for p in g["params"]))]
 
+    def _finish_step(self) -> None:
+        """Raise what the last step on several ranks has found out too late, before anything builds on it."""
+        if self._shared is not None:
+            self._shared.finish()
+
     def _keep_up(self) -> None:
         if self._switches() != self._routed_for:
             self._route_parameters()
@@ -246,8 +254,11 @@ class HybridMuon(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state with its routing; a frozen parameter keeps the state it had before.
 
-        While the state is offloaded its tensors are in host memory, up to date when this returns.
+        While the state is offloaded its tensors are in host memory, up to date when this returns. On several GPUs it
+        raises MissingGradientError where ranks did not have the same gradients in the last step; also call it after
+        the last step of a run.
         """
+        self._finish_step()
         self._keep_up()
         found = super().state_dict()
         if self._offload is not None:
@@ -366,6 +377,7 @@ class HybridMuon(Optimizer):
         ForeignStateError
             When the state comes from another optimizer or carries no routing; nothing has been changed then.
         """
+        self._finish_step()
         self._keep_up()
         load_checked_state(self, state_dict)
         if self._offload is not None:
@@ -374,6 +386,7 @@ class HybridMuon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("workspace", "offload_bytes", "_offload", "on_route_change", "on_nonfinite", "replicas", "sharded")
+        self._finish_step()
         if self._offload is not None:
             self._offload.wait()
         return {**super().__getstate__(), **{key: getattr(self, key) for key in own}}

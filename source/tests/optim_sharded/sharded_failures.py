@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import itertools
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_cases import SHAPES, Twins, mesh_of, place
+from sharded_cases import SHAPES, Twins, mesh_of, named_mesh, place
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from deepmd_muon.optim import HybridMuon, NonFiniteGradientError
-from deepmd_muon.optim.offload import local_of
-from deepmd_muon.optim.sharded import ShardedSettings
+from deepmd_muon.optim.sharded import ShardedSettings, step
 from deepmd_muon.optim.sharded.errors import (
     GradientPlacementError,
     MissingGradientError,
@@ -24,6 +25,7 @@ from deepmd_muon.optim.sharded.errors import (
     ReshardedParameterError,
     UnsupportedTransportError,
 )
+from deepmd_muon.optim.sharded.presence import Presence
 
 
 def missing_gradients():
@@ -38,40 +40,137 @@ def missing_gradients():
         twins.assert_equal(1e-6)
 
 
+WAYS = {
+    "repeated": (ShardedSettings(replication="repeat"), ("weight", "bias")),
+    "spread": (ShardedSettings(replication="spread"), ("bias",)),
+    "cut state": (ShardedSettings(state="sharded"), ("bias",)),
+}
+
+
+def ones(model):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+
+
+def finished_step(optimizer):
+    """Step, and wait for what ranks find out about it."""
+    optimizer.step()
+    optimizer.state_dict()
+
+
 def gradients_that_do_not_agree():
     """What does not travel must have a gradient on all ranks or on none: all ranks say so, and nothing changes."""
-    mesh = mesh_of((dist.get_world_size(),))
-    last = dist.get_world_size() - 1
-    ways = {
-        "repeated": ({"replicas": mesh, "sharded": ShardedSettings(replication="repeat")}, ("weight", "bias")),
-        "spread": ({"replicas": mesh, "sharded": ShardedSettings(replication="spread")}, ("bias",)),
-        "cut state": ({"replicas": mesh, "sharded": ShardedSettings(state="sharded")}, ("bias",)),
-        "FSDP2": ({}, ("bias",)),
-    }
-    for way, (settings, names) in ways.items():
+    mesh, last = mesh_of((dist.get_world_size(),)), dist.get_world_size() - 1
+    for sharded, names in WAYS.values():
         torch.manual_seed(0)
         model = nn.Linear(16, 16)
-        if way == "FSDP2":
-            fully_shard(model, mesh=mesh)
-        optimizer = HybridMuon(model.named_parameters(), lr=0.1, **settings)
+        optimizer = HybridMuon(model.named_parameters(), lr=0.1, replicas=mesh, sharded=sharded)
         for missing in names:
-            for p in model.parameters():
-                p.grad = torch.ones_like(p)
+            ones(model)
             optimizer.step()
             if dist.get_rank() == last:
                 getattr(model, missing).grad = None
-            before = [local_of(p).clone() for p in model.parameters()]
-            with pytest.raises(MissingGradientError, match=missing):
-                optimizer.step()
-            for p, x in zip(model.parameters(), before, strict=True):
-                assert torch.equal(local_of(p), x)
+            before = [p.detach().clone() for p in model.parameters()]
+            with pytest.raises(MissingGradientError, match=f"{missing}' of shape"):
+                finished_step(optimizer)
+            if not model.weight.is_cuda:
+                assert all(torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True))
             getattr(model, missing).grad = None
-            optimizer.step()  # on no rank: it is left alone
-            if way != "FSDP2":
-                for p in model.parameters():
-                    first = p.detach().clone()
-                    dist.broadcast(first, 0)
-                    assert torch.equal(p, first)
+            finished_step(optimizer)  # on no rank: it is left alone
+
+
+def gradients_compared_late():
+    """Read a step later, as on a GPU, a difference is told by whatever comes next, on all ranks; then it is over."""
+    mesh, last = mesh_of((dist.get_world_size(),)), dist.get_world_size() - 1
+    for what, (sharded, _) in itertools.product(
+        ("step", "state_dict", "load", "freeze", "magma", "add", "copy"), WAYS.values()
+    ):
+        model = nn.Linear(8, 8)
+        optimizer = HybridMuon(model.named_parameters(), lr=0.1, replicas=mesh, sharded=sharded)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step, "Presence", functools.partial(Presence, late=True))
+            ones(model)
+            optimizer.step()
+        state = optimizer.state_dict()
+        ones(model)
+        if dist.get_rank() == last:
+            model.bias.grad = None
+        optimizer.step()  # nobody knows yet
+        ones(model)
+
+        def act(what=what, optimizer=optimizer, model=model, state=state):
+            if what == "step":
+                optimizer.step()
+            elif what == "state_dict":
+                optimizer.state_dict()
+            elif what == "load":
+                optimizer.load_state_dict(state)
+            elif what == "add":
+                optimizer.add_param_group({"params": [("v", nn.Parameter(torch.ones(2)))]})
+            elif what == "copy":
+                copy.deepcopy(optimizer)
+            else:
+                if what == "freeze":
+                    model.weight.requires_grad_(False)
+                optimizer.param_groups[0]["magma_muon"] &= what != "magma"
+                optimizer.step()
+
+        with pytest.raises(MissingGradientError, match=r"the last step was not the same.*'bias' of shape"):
+            act()
+        act()
+        optimizer.step()
+
+
+def gradients_on_several_meshes():
+    """A difference among some of the ranks ends the step of all; parts without replicas may lack their gradient."""
+    world = dist.get_world_size()
+    mesh = named_mesh((world // 2, 2), ("dp", "ep"))
+    weight = nn.Parameter(place(torch.ones(16, 16), mesh, [Replicate(), Shard(0)]))
+    bias = nn.Parameter(place(torch.ones(6), mesh["ep"], [Replicate()]))
+    experts = nn.Parameter(place(torch.ones(6), mesh["ep"], [Shard(0)]))
+    optimizer = HybridMuon([("w", weight), ("bias", bias), ("experts", experts)], lr=0.1)
+
+    def gradients():
+        for p in (weight, bias, experts):
+            p.grad = torch.ones_like(p)
+
+    gradients()
+    if dist.get_rank() == 0:
+        experts.grad = None
+    optimizer.step()
+    assert torch.equal(experts.to_local(), torch.ones(3)) == (dist.get_rank() == 0)
+    gradients()
+    if dist.get_rank() == 0:
+        bias.grad = None
+    with pytest.raises(MissingGradientError, match="'bias' of shape"):
+        finished_step(optimizer)
+    gradients()
+    if dist.get_rank() < 2:
+        bias.grad = None  # on all ranks that have this one
+    finished_step(optimizer)
+
+
+def parameters_that_do_not_agree():
+    """Ranks that train other parameters are told the first difference, on all ranks, before anything changes."""
+    mesh = mesh_of((dist.get_world_size(),))
+    expected = {
+        "another": r"rank 0: '0.bias' .*; rank 1: '1.bias'",
+        "one more": r"rank 0: '1.bias' .*; rank 1: nothing more",
+    }
+    for (sharded, _), (what, match) in itertools.product(WAYS.values(), expected.items()):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        if what == "another":
+            model[int(dist.get_rank() != 1)].bias.requires_grad_(False)
+        elif dist.get_rank() == 1:
+            model[1].bias.requires_grad_(False)
+        optimizer = HybridMuon(model.named_parameters(), lr=0.1, replicas=mesh, sharded=sharded)
+        ones(model)
+        before = [p.detach().clone() for p in model.parameters()]
+        if sharded.replication == "repeat" and what == "another":
+            match = r"rank 0: '0.bias' .*; rank 1: '1.weight'"  # whose matrices do not travel either
+        with pytest.raises(PlanMismatchError, match=match):
+            optimizer.step()
+        assert all(torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True))
 
 
 def nonfinite_gradients():
@@ -209,6 +308,9 @@ def die_in_the_middle():
 CASES = [
     ("missing gradients", missing_gradients),
     ("gradients that do not agree", gradients_that_do_not_agree),
+    ("gradients compared late", gradients_compared_late),
+    ("gradients on several meshes", gradients_on_several_meshes),
+    ("parameters that do not agree", parameters_that_do_not_agree),
     ("non-finite gradients", nonfinite_gradients),
     ("gradient scaler", gradient_scaler),
     ("preflight", preflight),
