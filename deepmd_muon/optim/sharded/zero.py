@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from deepmd_muon.optim.sharded.elements import Parts
-from deepmd_muon.optim.sharded.members import Replicas, StateCut, state_cut
+from deepmd_muon.optim.sharded.errors import ReshardedParameterError, ShardingError
+from deepmd_muon.optim.sharded.members import Replicas, StateCut, layout_of, state_cut
+from deepmd_muon.optim.sharded.presence import Presence, Watched
 from deepmd_muon.optim.sharded.transport import Lane
 
 _Kind = TypeVar("_Kind", bound=Optimizer)
@@ -25,47 +29,153 @@ def in_parts(
     """Make an optimizer that keeps state for this rank's rows of every parameter, steps them, and gathers the others'.
 
     The optimizer's parameters are DTensors that share memory with the whole ones, and so is its state. A step takes
-    the whole gradients away. Whole states load too, each rank taking its part.
+    the whole gradients away, and `zero_grad` clears them. Whole states load too, each rank taking its part. A
+    gradient that is missing on some ranks only is a MissingGradientError on all, on a GPU in the next step or by
+    `state_dict` or `load_state_dict`. The optimizer cannot be copied or pickled; its state dict can.
 
     Parameters
     ----------
     make
         Makes the optimizer of named parameters; its update of an element must depend on that element alone.
     params
-        Whole, and equal on all ranks with equal gradients.
+        Whole, and equal on all ranks with equal gradients. Their memory may be replaced between steps by other of
+        the same shape, strides, dtype and device.
     replicas
         Those ranks.
+
+    Raises
+    ------
+    PlanMismatchError
+        On all ranks, when some have other parameters than the others.
     """
-    chosen = [(name, p, state_cut(p, replicas, matrices=False)) for name, p in params]
-    owned = [(p, nn.Parameter(_part(p.detach(), cut)), cut) for _, p, cut in chosen]
-    optimizer = make([(name, part) for (name, _, _), (_, part, _) in zip(chosen, owned, strict=True)])
+    owned = [_Owned(name, p, state_cut(p, replicas, matrices=False)) for name, p in params]
+    optimizer = make([(each.name, each.part) for each in owned])
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, StateCut]]] = defaultdict(list)
-    for p, _, cut in owned:
-        if cut is not None and len(cut.layout.ranks) > 1:
-            kinds[p.device, p.dtype].append((p, cut))
+    for each in owned:
+        if each.cut is not None and len(each.cut.layout.ranks) > 1:
+            kinds[each.p.device, each.p.dtype].append((each.p, each.cut))
     parts = [Parts(taken, Lane(device)) for (device, _), taken in kinds.items()]
+    presence = _presence(owned, replicas)
 
     def take_gradients(*_: Any) -> None:
-        for p, part, cut in owned:
-            part.grad = None if p.grad is None else _part(p.grad, cut)
-            p.grad = None
+        for each in owned:
+            each.follow()
+        if presence is not None:
+            presence.compare()
+        for each in owned:
+            each.take_gradient()
 
     def gather(*_: Any) -> None:
         for arrived in [each.gather() for each in parts]:
             arrived()
 
+    def finish(*_: Any) -> None:
+        if presence is not None:
+            presence.finish()
+
     def cut_state(_self: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        finish()
         keys = [key for group in state["param_groups"] for key in group["params"]]
         found = dict(state["state"])
-        for key, (p, _, cut) in zip(keys, owned, strict=False):  # torch refuses another number, in its words
+        for key, each in zip(keys, owned, strict=False):  # torch refuses another number, in its words
+            cut, shape = each.cut, each.p.shape
             if cut is not None and key in found:
-                found[key] = {k: cut.of(x).clone() if x.shape == p.shape else x for k, x in found[key].items()}
+                found[key] = {k: cut.of(x).clone() if x.shape == shape else x for k, x in found[key].items()}
         return {**state, "state": found}
 
     optimizer.register_step_pre_hook(take_gradients)
     optimizer.register_step_post_hook(gather)
+    optimizer.register_state_dict_pre_hook(finish)
     optimizer.register_load_state_dict_pre_hook(cut_state)
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (_InParts, kind), {"_whole": [each.p for each in owned]})
     return optimizer
+
+
+class _InParts(Optimizer):
+    """What differs from an optimizer of whole parameters for those who call it."""
+
+    _whole: Sequence[Tensor]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluate the closure, which makes whole gradients, and only then begin the step that takes them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        super().step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the whole gradients as well as the parts."""
+        super().zero_grad(set_to_none)
+        for p in self._whole:
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad = torch.zeros_like(p.grad)
+
+    def _patch_step_function(self) -> None:
+        """Let hooks run inside of the inherited step alone, where torch has put them; loading calls this again."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardingError(
+            f"{type(self).__name__} with state in parts cannot be copied or pickled, since it gathers into the "
+            "parameters that it was made of; make another one by `build` and load its state_dict()"
+        )
+
+
+@dataclasses.dataclass
+class _Owned:
+    """A whole parameter, how its state is cut (None for a scalar), and the optimizer's parameter in its memory."""
+
+    name: str
+    p: nn.Parameter
+    cut: StateCut | None
+
+    def __post_init__(self) -> None:
+        self.part = nn.Parameter(_part(self.p.detach(), self.cut))
+        self._memory, self._kind = self.p.data_ptr(), _kind(self.p)
+
+    def follow(self) -> None:
+        """Let the optimizer's parameter share memory with the whole one also when that has got other memory."""
+        if self.p.data_ptr() == self._memory and _kind(self.p) == self._kind:
+            return
+        if _kind(self.p) != self._kind:
+            raise ReshardedParameterError(
+                f"{self.name!r} was {_told(self._kind)} when its optimizer was made, "
+                f"and is {_told(_kind(self.p))} now; make the optimizer anew and load its state"
+            )
+        now = _part(self.p.detach(), self.cut)
+        if isinstance(self.part, DTensor) and isinstance(now, DTensor):
+            self.part._local_tensor = now._local_tensor
+        else:
+            self.part.data = now
+        self._memory = self.p.data_ptr()
+
+    def take_gradient(self) -> None:
+        """Give this rank's part of the gradient to the optimizer's parameter."""
+        self.part.grad = None if self.p.grad is None else _part(self.p.grad, self.cut)
+        self.p.grad = None
+
+
+def _presence(owned: Sequence[_Owned], replicas: Replicas) -> Presence | None:
+    """Return what compares gradients among the replicas; None where there is nothing to compare."""
+    watched = []
+    for each in owned:
+        layout = layout_of(each.p, replicas)
+        assert layout is not None
+        watched.append(Watched(each.p, f"{each.name!r} of shape {tuple(each.p.shape)}", tuple(sorted(layout.ranks))))
+    return Presence(watched, [each.ranks for each in watched], owned[0].p.device) if watched else None
+
+
+def _kind(p: Tensor) -> tuple[Any, ...]:
+    return p.shape, p.stride(), p.dtype, p.device
+
+
+def _told(kind: tuple[Any, ...]) -> str:
+    shape, stride, dtype, device = kind
+    return f"{dtype} of shape {tuple(shape)} and strides {tuple(stride)} on {device}"
 
 
 def _part(whole: Tensor, cut: StateCut | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import weakref
 
 import pytest
@@ -17,7 +18,14 @@ from deepmd_muon.optim import AdamConfig, AdamWConfig, HybridMuon, InvalidSettin
 from deepmd_muon.optim.offload import MOVED, local_of
 from deepmd_muon.optim.sharded import ShardedSettings, elements
 from deepmd_muon.optim.sharded.bucket import Bucket
-from deepmd_muon.optim.sharded.errors import GradientPlacementError, ReshardedParameterError, UnsupportedTransportError
+from deepmd_muon.optim.sharded.errors import (
+    GradientPlacementError,
+    MissingGradientError,
+    PlanMismatchError,
+    ReshardedParameterError,
+    ShardingError,
+    UnsupportedTransportError,
+)
 from deepmd_muon.optim.sharded.transport import Exchange
 
 
@@ -330,7 +338,86 @@ def adam_in_parts():
             step()
 
 
+def adam_in_parts_as_users_call_it():
+    """Replaced memory is followed or refused; zero_grad, closures and missing gradients are as with whole state."""
+    world = dist.get_world_size()
+    random = torch.Generator().manual_seed(6)
+    models = [nn.ParameterDict({"a": torch.ones(2 * world, 4), "b": torch.ones(3), "c": torch.ones(())}) for _ in "12"]
+    cut = AdamConfig().build(models[1], 0.1, mesh_of((world,)))
+    optimizers = [AdamConfig().build(models[0], 0.1), cut]
+
+    def backward():
+        for key, p in models[0].items():
+            x = torch.randn(p.shape, generator=random)
+            for model in models:
+                (model[key] * x).sum().backward()
+
+    def assert_equal():
+        for key, p in models[0].items():
+            torch.testing.assert_close(models[1][key], p, rtol=1e-6, atol=1e-6)
+
+    def step():
+        backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal()
+
+    step()
+    for p in models[1].values():
+        p.data = p.data.clone()
+    step()
+    step()
+    for keywords in ({}, {"set_to_none": False}):  # a step that is left out
+        backward()
+        for optimizer in optimizers:
+            optimizer.zero_grad(**keywords)
+        step()
+    for optimizer, model in zip(optimizers, models, strict=True):
+
+        def closure(optimizer=optimizer, model=model):
+            optimizer.zero_grad()
+            loss = sum((p**2).sum() for p in model.values())
+            loss.backward()
+            return loss.item()
+
+        expected = sum((p**2).sum() for p in model.values()).item()
+        assert optimizer.step(closure) == pytest.approx(expected, rel=1e-5)
+        optimizer.zero_grad()
+    assert_equal()
+    for key in models[1]:
+        backward()
+        before = [p.detach().clone() for p in models[1].values()]
+        if dist.get_rank() == 1:
+            models[1][key].grad = None
+        with pytest.raises(MissingGradientError, match=f"'{key}' of shape"):
+            stepped_and_saved(cut)
+        if not models[1][key].is_cuda:
+            assert all(torch.equal(p, x) for p, x in zip(models[1].values(), before, strict=True))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ShardingError, match=r"Adam with state in parts cannot be copied.*load its state_dict"):
+            copied(cut)
+    backward()
+    models[1]["b"].data = models[1]["b"].data.double()
+    models[1]["b"].grad = None
+    with pytest.raises(ReshardedParameterError, match=r"'b' was torch.float32 of .*, and is torch.float64 of shape"):
+        cut.step()
+    if dist.get_rank() == 0:
+        models[1]["d"] = torch.ones(2)
+    with pytest.raises(PlanMismatchError, match=r"rank 0: 'd' of shape \(2,\); rank 1: nothing more"):
+        AdamWConfig().build(models[1], 0.1, mesh_of((world,)))
+
+
+def stepped_and_saved(optimizer):
+    """Step, and wait for what ranks find out about it."""
+    optimizer.step()
+    optimizer.state_dict()
+
+
 CASES = [
+    ("Adam in parts, as users call it", adam_in_parts_as_users_call_it),
     ("Adam in parts", adam_in_parts),
     ("order of a step", order_of_a_step),
     ("offloaded", offloaded),
