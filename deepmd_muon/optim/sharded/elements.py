@@ -118,6 +118,8 @@ class Elements:
 class Parts:
     """The parts of parameters of one dtype that the ranks of one group step, gathered by one collective.
 
+    Between steps it keeps room for all parts, and for this rank's once more.
+
     Parameters
     ----------
     params

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from deepmd_muon.optim import AdamConfig, AdamWConfig, HybridMuon, InvalidSettingError
 from deepmd_muon.optim.offload import MOVED, local_of
-from deepmd_muon.optim.sharded import ShardedSettings, elements
+from deepmd_muon.optim.sharded import ShardedSettings, elements, step
 from deepmd_muon.optim.sharded.bucket import Bucket
 from deepmd_muon.optim.sharded.errors import (
     GradientPlacementError,
@@ -154,6 +154,17 @@ def cut_state_takes_a_part_of_the_memory():
                 assert part == x.numel() // world if divides else part <= 2 * x.numel() // world
     assert many.plan.parameters[0].state_layout.ranks == tuple(range(world))
     assert "state on mesh" in str(many.plan.parameters[0])
+    before = dict(many.state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "muon_state", lambda *_, **__: torch.empty(0)[1])
+        with pytest.raises(IndexError):
+            many.fresh_state()
+    assert list(many.state.items()) == list(before.items())
+    fresh = many.fresh_state()
+    assert list(many.state.items()) == list(before.items())
+    assert (
+        fresh["w0"]["momentum_buffer"].to_local().shape == before[replicas.many[0]]["momentum_buffer"].to_local().shape
+    )
 
 
 def cut_state_collectives():
