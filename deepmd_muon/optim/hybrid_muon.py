@@ -174,6 +174,10 @@ class HybridMuon(Optimizer):
         if offload:
             self._offload = Offload(offload_bytes)
         self.replicas = replicas
+        if not isinstance(sharded, ShardedSettings | None):
+            raise InvalidSettingError(
+                f"HybridMuon: sharded: must be None or deepmd_muon.optim.sharded.ShardedSettings(...); found {sharded!r}"
+            )
         self.sharded = sharded or ShardedSettings()
         self.routing = RouteTable(())
         super().__init__(with_names(params, named_parameters), defaults)

@@ -154,3 +154,9 @@ def test_importing_the_optimizer_changes_no_global_setting():
         "assert 'torch._dynamo' not in set(sys.modules) - loaded; assert 'triton' not in set(sys.modules) - loaded"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("sharded", ["abc", {"slots": 2}])
+def test_sharded_must_be_settings_also_on_one_process(sharded):
+    with pytest.raises(InvalidSettingError, match=r"sharded: must be None or .*ShardedSettings\(...\); found"):
+        HybridMuon([torch.nn.Parameter(torch.zeros(2, 2))], sharded=sharded)
