@@ -85,3 +85,4 @@ def _draw(axes: Any, name: str, points: np.ndarray, max_points: int) -> None:
     axes.set_xlabel(f"reference [{unit}]")
     axes.set_ylabel(f"prediction [{unit}]")
     axes.set_aspect("equal", adjustable="datalim")
+    axes.locator_params(nbins=4)  # energies have long labels
