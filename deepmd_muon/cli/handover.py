@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 
 class HandOver(Exception):  # noqa: N818 (a request, not an error)
-    """A command line that deepmd-kit should answer; its text names what this package does not have."""
+    """A command line that deepmd-kit should answer; its text names what this package does not have.
+
+    Parameters
+    ----------
+    what
+        What this package does not have.
+    advice
+        What to do where deepmd-kit is not there either.
+    """
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        super().__init__(what)
+        self.advice = advice
+
+
+def choices(word: str, known: Sequence[str]) -> str:
+    """Return advice on a word that is none of those known: which one may be meant, and all of them."""
+    meant = difflib.get_close_matches(word, known, n=1)
+    suggestion = f"did you mean {meant[0]!r}? " if meant else ""
+    return f"{suggestion}There are: {', '.join(known)}"
 
 
 class DeepmdKitOption(argparse.Action):
@@ -30,7 +51,7 @@ class DeepmdKitOption(argparse.Action):
         raise HandOver(f"the option {option_string}")
 
 
-def hand_over(what: str, words: list[str]) -> int:
+def hand_over(what: str, words: list[str], advice: str = "") -> int:
     """Run deepmd-kit's own main on `words`, and say so.
 
     Parameters
@@ -39,6 +60,8 @@ def hand_over(what: str, words: list[str]) -> int:
         What this package does not have.
     words
         The command line for deepmd-kit.
+    advice
+        As in `HandOver`.
 
     Returns
     -------
@@ -46,7 +69,8 @@ def hand_over(what: str, words: list[str]) -> int:
         deepmd-kit's exit status, or 2 with one sentence when deepmd-kit is not installed.
     """
     if importlib.util.find_spec("deepmd") is None:
-        print(f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed", file=sys.stderr)
+        rest = f"; {advice}" if advice else ""
+        print(f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed{rest}", file=sys.stderr)
         return 2
     print(f"dp: deepmd-muon does not have {what}: handing over to deepmd-kit", file=sys.stderr)
     from deepmd.main import main as deepmd_kit_main

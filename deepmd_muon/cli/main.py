@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from deepmd_muon import __version__
 from deepmd_muon.cli import doc_train_input, neighbor_stat, show, test, train
-from deepmd_muon.cli.handover import HandOver, hand_over
+from deepmd_muon.cli.handover import HandOver, choices, hand_over
 from deepmd_muon.plugins import load_plugins
 
 COMMANDS = {
@@ -70,7 +70,7 @@ def _run(words: list[str], backend: str | None, rest: list[str]) -> int:
         if backend not in (None, *_OURS):
             raise HandOver(f"the backend {backend!r}")
         if command is not None and command not in COMMANDS:
-            raise HandOver(f"the command {command!r}")
+            raise HandOver(f"the command {command!r}", choices(command, tuple(COMMANDS)))
         parser = build_parser()
         options = parser.parse_args(words)
         if options.command is None:
@@ -80,7 +80,7 @@ def _run(words: list[str], backend: str | None, rest: list[str]) -> int:
     except HandOver as request:
         # Without a backend, our commands are PyTorch's and deepmd-kit's are TensorFlow's.
         prefix = ["--pt"] if backend is None and command not in _TENSORFLOW_ONLY else []
-        return hand_over(str(request), [*prefix, *words])
+        return hand_over(str(request), [*prefix, *words], request.advice)
 
 
 def _guarded(options: argparse.Namespace) -> int:
@@ -96,7 +96,8 @@ def _guarded(options: argparse.Namespace) -> int:
         expected = type(error).__module__.startswith("deepmd_muon") or isinstance(error, OSError)
         if not expected or options.log_level <= logging.DEBUG:
             raise
-        print(f"dp {options.command}: {error}", file=sys.stderr)
+        # In one piece: several ranks write to one terminal.
+        sys.stderr.write(f"dp {options.command}: {error}\n")
         return 2
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import HandOver
+from deepmd_muon.cli.handover import HandOver, choices
 
 HELP = "show how the optimizer treats every parameter, on one process or many, or draw a learning curve"
 
@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show."""
     if options.topic not in _TOPICS:
-        raise HandOver(f"'show {options.topic}'")
+        raise HandOver(f"'show {options.topic}'", choices(options.topic, _TOPICS))
     if options.topic == "kernels":
         if options.file:
             raise CommandError(f"show kernels takes no file; found {', '.join(options.file)}")

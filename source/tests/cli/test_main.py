@@ -105,15 +105,36 @@ def test_what_we_do_not_have_goes_to_deepmd_kit(words, handed_over, deepmd_kit, 
     ("words", "what"),
     [
         (["--jax", "train", "in.json"], "the backend 'jax'"),
-        (["compress"], "the command 'compress'"),
         (["train", "in.json", "-t", "base.pt"], "the option -t"),
         (["test", "-m", "frozen.pb"], "the model format .pb"),
-        (["show", "m.pt", "type-map"], "'show m.pt'"),
     ],
 )
 def test_without_deepmd_kit_one_sentence_says_so(words, what, no_deepmd_kit, capsys):
     assert main(words) == 2
     assert capsys.readouterr().err == f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "advice"),
+    [
+        (
+            ["trian", "in.json"],
+            "the command 'trian'",
+            "did you mean 'train'? There are: train, test, neighbor-stat, doc-train-input, show",
+        ),
+        (["compress"], "the command 'compress'", "There are: train, test, neighbor-stat, doc-train-input, show"),
+        (
+            ["show", "rooting", "in.json"],
+            "'show rooting'",
+            "did you mean 'routing'? There are: routing, plan, lcurve, kernels",
+        ),
+        (["show", "m.pt", "type-map"], "'show m.pt'", "There are: routing, plan, lcurve, kernels"),
+    ],
+)
+def test_unknown_words_are_answered_with_the_known_ones(words, what, advice, no_deepmd_kit, capsys):
+    assert main(words) == 2
+    expected = f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed; {advice}\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_status_of_deepmd_kit_is_returned(deepmd_kit, monkeypatch):
