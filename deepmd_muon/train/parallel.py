@@ -251,9 +251,20 @@ def _device_of(place: Place) -> torch.device:
 
 
 def training_device() -> torch.device:
-    """Return the GPU when there is one and the environment variable DEVICE, deepmd-kit's own, does not say cpu."""
-    wants_cpu = os.environ.get("DEVICE", "").lower() == "cpu"
-    return torch.device("cpu" if wants_cpu or not torch.cuda.is_available() else "cuda")
+    """Return the device that the environment variable DEVICE, deepmd-kit's own, names; unset, the GPU if there is one.
+
+    Raises
+    ------
+    TrainingError
+        When it names neither cpu nor cuda, or cuda where there is no GPU.
+    """
+    wanted = os.environ.get("DEVICE", "").lower()
+    if wanted not in ("", "cpu", "cuda"):
+        raise TrainingError(f"the environment variable DEVICE must be cpu or cuda; found {os.environ['DEVICE']!r}")
+    there = torch.cuda.is_available()
+    if wanted == "cuda" and not there:
+        raise TrainingError("DEVICE is cuda, but torch finds no GPU: unset it, or set DEVICE=cpu to train on the CPU")
+    return torch.device("cuda" if there and wanted != "cpu" else "cpu")
 
 
 def whole(content: Any) -> Any:

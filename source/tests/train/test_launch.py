@@ -122,3 +122,30 @@ def test_the_last_tensor_that_ranks_exchange_is_let_go_before_they_part(monkeypa
     assert let_go == [1]
     threads[0].join()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [("gpuu", "DEVICE must be cpu or cuda; found 'gpuu'"), ("cuda", "DEVICE is cuda, but torch finds no GPU")],
+)
+def test_a_device_that_is_not_there_is_an_error(wanted, message, monkeypatch):
+    monkeypatch.setattr(parallel.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("DEVICE", wanted)
+    with pytest.raises(TrainingError, match=message):
+        parallel.training_device()
+
+
+def test_device_is_chosen_by_what_is_wanted_and_there(monkeypatch):
+    found = {}
+    for there in (False, True):
+        monkeypatch.setattr(parallel.torch.cuda, "is_available", lambda there=there: there)
+        for wanted in ("", "cpu", "CUDA")[: 2 + there]:
+            monkeypatch.setenv("DEVICE", wanted)
+            found[there, wanted] = parallel.training_device().type
+    assert found == {
+        (False, ""): "cpu",
+        (False, "cpu"): "cpu",
+        (True, ""): "cuda",
+        (True, "cpu"): "cpu",
+        (True, "CUDA"): "cuda",
+    }
