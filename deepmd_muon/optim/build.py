@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,7 +30,11 @@ def build_hybrid_muon(
     """Make a HybridMuon for every named parameter of `model`, the frozen ones included."""
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     betas = (settings.pop("adam_beta1"), settings.pop("adam_beta2"))
-    optimizer = HybridMuon(model.named_parameters(), lr, adam_betas=betas, replicas=replicas, **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = HybridMuon(model.named_parameters(), lr, adam_betas=betas, replicas=replicas, **settings)
+    for warning in caught:  # from settings, not from code: they belong into the log with all else
+        log.warning("%s", warning.message)
     _report(optimizer, model)
     return optimizer
 

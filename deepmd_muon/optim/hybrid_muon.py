@@ -176,7 +176,7 @@ class HybridMuon(Optimizer):
         self.replicas = replicas
         if not isinstance(sharded, ShardedSettings | None):
             raise InvalidSettingError(
-                f"HybridMuon: sharded: must be None or deepmd_muon.optim.sharded.ShardedSettings(...); found {sharded!r}"
+                f"sharded: must be None or deepmd_muon.optim.sharded.ShardedSettings(...); found {sharded!r}"
             )
         self.sharded = sharded or ShardedSettings()
         self.routing = RouteTable(())

@@ -160,3 +160,10 @@ def test_importing_the_optimizer_changes_no_global_setting():
 def test_sharded_must_be_settings_also_on_one_process(sharded):
     with pytest.raises(InvalidSettingError, match=r"sharded: must be None or .*ShardedSettings\(...\); found"):
         HybridMuon([torch.nn.Parameter(torch.zeros(2, 2))], sharded=sharded)
+
+
+def test_a_pattern_of_the_settings_that_matches_nothing_is_logged(caplog):
+    HybridMuonConfig(adam_patterns=("foo",)).build(make_model())
+    assert [r.getMessage()[:42] for r in caplog.records if r.levelname == "WARNING"] == [
+        "no parameter matches adam_patterns 'foo'; "[:42]
+    ]
