@@ -6,14 +6,19 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 # The line form of deepmd-kit's log, so that scripts which read it read ours.
 _CONSOLE = "[%(asctime)s] DEEPMD {rank}%(levelname)-7s %(message)s"
 _FILE = "[%(asctime)s] DEEPMD {rank}%(levelname)-7s %(name)-45s %(message)s"
 
+if TYPE_CHECKING:
+    _Handler = logging.StreamHandler[TextIO]
+else:
+    _Handler = logging.StreamHandler  # takes a parameter from Python 3.11 on
 
-class _StderrHandler(logging.StreamHandler[TextIO]):
+
+class _StderrHandler(_Handler):
     """Write to what `sys.stderr` is at the moment: a progress line puts a proxy there while it is shown."""
 
     @property
