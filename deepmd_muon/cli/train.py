@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--use-pretrain-script",
         action="store_true",
-        help="take the model section from the checkpoint instead of INPUT (with --init-model)",
+        help="take the model section from the checkpoint instead of INPUT (with --init-model or --restart)",
     )
     parser.add_argument(
         "-o", "--output", default="out.json", metavar="FILE", help="where the normalised input goes [%(default)s]"

@@ -18,6 +18,7 @@ from deepmd_muon.train import checkpoint
 from deepmd_muon.train.errors import CheckpointError, TrainingError
 from deepmd_muon.train.parallel import Ranks, joined
 from deepmd_muon.train.report import set_up_logging
+from deepmd_muon.train.report.tensorboard import require_tensorboard
 from deepmd_muon.train.setup import (
     CACHE_BYTES,
     check_sel,
@@ -118,11 +119,19 @@ def run(
         # Of a directory, several ranks read optimizer state and average later, each its part.
         leave = ("optimizer", "ema") if init_model or ranks.size > 1 else ()
         source = Source.read(found, leave) if found else None
+        ranks.from_first("looking at where results go", lambda: _check_reports(given, output))
         given = _complete_input(given, source, use_pretrain_script=use_pretrain_script)
         trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
         if restart and source:
             trainer.restart(source.content, source.path)
         return trainer.run()
+
+
+def _check_reports(given: Input, output: str) -> None:
+    """Find out before the long work begins that a report or the normalised input could not be written."""
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    if given.settings.training.tensorboard:
+        require_tensorboard()
 
 
 def _complete_input(given: Input, source: Source | None, *, use_pretrain_script: bool) -> Input:
@@ -143,8 +152,10 @@ def _prepare(
 ) -> Trainer:
     """Open the data, build the model with its statistics or weights, and make the trainer."""
     train, valid = open_training_systems(given.settings.model, given.settings.training)
-    if source and isinstance(getattr(given.settings.model.descriptor, "sel", None), str):
+    sel = getattr(given.settings.model.descriptor, "sel", None)
+    if source and isinstance(sel, str):
         given = with_sel(given, list(source.model_section["descriptor"]["sel"]))
+        log.info('sel "%s" becomes %s, as in %s', sel, source.model_section["descriptor"]["sel"], source.path)
     given, statistics = ranks.from_first("counting neighbours", lambda: resolve_sel(given, train, count=count))
     if ranks.first:
         dump(given.normalized, output)
@@ -201,6 +212,9 @@ def load_weights(model: EnergyModel, source: Source, *, force: bool) -> None:
         if name in present and tensor.shape != present[name].shape
     ]
     if problems and not force:
+        saved = source.model_section["descriptor"].get("sel")
+        if saved is not None and list(saved) != list(model.sel):
+            problems.insert(0, f"model/descriptor/sel: {list(saved)} in the checkpoint, {list(model.sel)} here")
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointError(
             f"the weights of {source.path} do not fit the model of this input:\n{listed}\n"

@@ -9,6 +9,17 @@ class TensorBoardError(RuntimeError):
     """TensorBoard was asked for and is not installed."""
 
 
+def require_tensorboard() -> None:
+    """Raise `TensorBoardError` when the package `tensorboard` cannot be imported."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401 (only whether it is there)
+    except ImportError as error:
+        raise TensorBoardError(
+            f"training.tensorboard is true, but the package tensorboard cannot be imported ({error}); "
+            "install tensorboard or set training.tensorboard to false"
+        ) from error
+
+
 class TensorBoardReport:
     """Write training metrics and the learning rate as scalars `Default/<name>`.
 
@@ -30,13 +41,9 @@ class TensorBoardReport:
     validates = False
 
     def __init__(self, log_dir: str, frequency: int, *, start_step: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise TensorBoardError(
-                f"training.tensorboard is true, but the package tensorboard cannot be imported ({error}); "
-                "install tensorboard or set training.tensorboard to false"
-            ) from error
+        require_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter
+
         self.frequency = frequency
         self._writer = SummaryWriter(log_dir, purge_step=start_step + 1 if start_step else None)
 

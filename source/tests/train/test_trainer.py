@@ -3,6 +3,7 @@ import json
 import logging
 import os
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from deepmd_muon.infer import Predictor
 from deepmd_muon.optim import RouteTable
 from deepmd_muon.train import CheckpointError, NonFiniteError, TrainingError, trainer
 from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.report import TensorBoardError
 
 
 def tensors(content):
@@ -412,3 +414,34 @@ def test_reading_what_all_ranks_have_shown_is_marked_as_waiting(small_input, tra
     assert train(small_input(training={"numb_steps": 2})) == 0
     assert len(seen) >= 2  # training and validation
     assert set(seen) == {1}
+
+
+def test_restart_says_where_an_automatic_sel_comes_from_and_names_another_one(small_input, train, caplog):
+    train(small_input())
+    saved = json.loads(Path("out.json").read_text())["model"]["descriptor"]["sel"]
+    content = small_input()
+    with caplog.at_level(logging.INFO, "deepmd_muon"):
+        from deepmd_muon.train import run
+
+        assert run("input.json", restart="model.ckpt-5.pt", log_level="INFO") == 0
+    assert f'sel "auto" becomes {saved}, as in model.ckpt-5.pt' in caplog.text
+    content["model"]["descriptor"]["sel"] = [saved[0] + 4]
+    with pytest.raises(
+        CheckpointError, match=rf"model/descriptor/sel: \[{saved[0]}\] in the checkpoint, \[{saved[0] + 4}\] here"
+    ):
+        train(content, restart="model.ckpt-5.pt")
+
+
+def test_what_reports_need_is_looked_at_before_the_data(small_input, train, monkeypatch):
+    def too_late(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("deepmd_muon.train.start.open_training_systems", too_late)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(TensorBoardError, match="install tensorboard or set"):
+        train(small_input(training={"tensorboard": True}))
+
+
+def test_the_folder_of_the_normalised_input_is_made(small_input, train):
+    assert train(small_input(training={"numb_steps": 1}), output="new/folder/out.json") == 0
+    assert Path("new/folder/out.json").exists()
