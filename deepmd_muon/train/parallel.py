@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -29,8 +27,8 @@ TIMEOUT = datetime.timedelta(seconds=60)
 _MEETING_TIMEOUT = datetime.timedelta(minutes=5)
 # Ten times as long as a thread may keep the interpreter's lock from another [s].
 _HANDOVER = 0.05
-# For a thread that gets no time on a machine with too much to do [s].
-_LONGEST_HANDOVER = 10.0
+# Exchanges that gloo's threads shall not be the last to let go of.
+_HELD: list[dist.Work] = []
 
 T = TypeVar("T")
 
@@ -200,22 +198,19 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
         # After an error on this rank alone, NCCL would wait here for ranks that will not come.
         if dist.is_initialized() and (finished or not on_gpu):
             dist.destroy_process_group()
-            if not finished:
-                time.sleep(_HANDOVER)  # see `_take_leave`, for what was exchanged in vain
+            time.sleep(_HANDOVER)  # see `_take_leave`, for what was exchanged before
 
 
 def _take_leave() -> None:
-    """Wait until all ranks have come here, and gloo's thread has let go of what they exchanged for that.
+    """Wait until all ranks have come here.
 
-    DTensor's caches keep groups alive, and with them gloo's threads. One that still holds a tensor needs the
-    interpreter's lock to let it go, and aborts the process if the interpreter has ended by then.
+    DTensor's caches keep groups alive, and with them gloo's threads. Whoever lets go of an exchange last frees its
+    tensors, for which one of these threads would need the interpreter's lock, and it aborts the process if the
+    interpreter has ended by then. So this exchange, after which that may come soon, is held to the end.
     """
-    gone = threading.Event()
-    word = torch.zeros(1)
-    weakref.finalize(word, gone.set)
-    dist.all_reduce(word)
-    del word
-    gone.wait(_LONGEST_HANDOVER)
+    farewell = dist.all_reduce(torch.zeros(1), async_op=True)
+    farewell.wait()
+    _HELD.append(farewell)
 
 
 def _meet(place: Place) -> Store:

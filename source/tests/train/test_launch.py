@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import socket
-import threading
-import time
 
 import pytest
 import torch.distributed as dist
@@ -99,53 +97,20 @@ def test_processes_that_do_not_come_are_missed(monkeypatch, rank):
         pass
 
 
-def test_the_last_tensor_that_ranks_exchange_is_let_go_before_they_part(monkeypatch):
-    """A thread of gloo that still held it when the interpreter ends would abort the process."""
+def test_the_last_exchange_of_ranks_outlives_the_run(monkeypatch):
+    """A thread of gloo that were the last to hold it when the interpreter ends would abort the process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    exchange, let_go, threads = dist.all_reduce, [], []
+    exchange, made = dist.all_reduce, []
 
-    def all_reduce(tensor):
-        exchange(tensor)
-
-        def hold(held):
-            time.sleep(0.3)
-            let_go.append(held.pop().numel())
-
-        threads.append(threading.Thread(target=hold, args=([tensor],)))
-        threads[0].start()
+    def all_reduce(*args, **options):
+        made.append(exchange(*args, **options))
+        return made[-1]
 
     monkeypatch.setattr(parallel, "find_place", lambda: Place(0, 0, 1, f"tcp://127.0.0.1:{port}"))
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     with parallel.joined(5.0):
         pass
-    assert let_go == [1]
-    threads[0].join()
+    assert made[-1] is not None
+    assert made[-1] is parallel._HELD[-1]
     assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [("gpuu", "DEVICE must be cpu or cuda; found 'gpuu'"), ("cuda", "DEVICE is cuda, but torch finds no GPU")],
-)
-def test_a_device_that_is_not_there_is_an_error(wanted, message, monkeypatch):
-    monkeypatch.setattr(parallel.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("DEVICE", wanted)
-    with pytest.raises(TrainingError, match=message):
-        parallel.training_device()
-
-
-def test_device_is_chosen_by_what_is_wanted_and_there(monkeypatch):
-    found = {}
-    for there in (False, True):
-        monkeypatch.setattr(parallel.torch.cuda, "is_available", lambda there=there: there)
-        for wanted in ("", "cpu", "CUDA")[: 2 + there]:
-            monkeypatch.setenv("DEVICE", wanted)
-            found[there, wanted] = parallel.training_device().type
-    assert found == {
-        (False, ""): "cpu",
-        (False, "cpu"): "cpu",
-        (True, ""): "cuda",
-        (True, "cpu"): "cpu",
-        (True, "CUDA"): "cuda",
-    }
