@@ -139,6 +139,10 @@ def _parameters(optimizer: HybridMuon) -> list[tuple[Tensor, RouteEntry, dict[st
 
 def _read(optimizer: HybridMuon, state_dict: Mapping[str, Any]) -> dict[str, Saved]:
     """Return what a state dict holds, by parameter name."""
+    if not {"param_groups", "state"} <= state_dict.keys():
+        raise ForeignStateError(
+            f"this is no optimizer's state dict, which holds 'state' and 'param_groups'; found {list(state_dict)[:5]}"
+        )
     groups, state = state_dict["param_groups"], state_dict["state"]
     if all("routes" in group for group in groups):
         return _read_own(groups, state)

@@ -364,3 +364,9 @@ def test_any_state_survives_a_round_trip(shapes, mode, dtype):
     assert other.routing == optimizer.routing
     for (_, p), q in zip(params, other.param_groups[0]["params"], strict=True):
         equal_states(optimizer.state[p], other.state[q])
+
+
+def test_what_is_no_state_dict_is_refused():
+    optimizer = HybridMuon(Net().named_parameters())
+    with pytest.raises(ForeignStateError, match=r"holds 'state' and 'param_groups'; found \['model'\]"):
+        optimizer.load_state_dict({"model": 1})
