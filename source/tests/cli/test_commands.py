@@ -194,7 +194,7 @@ def test_a_model_of_deepmd_kit_that_we_do_not_have(checkpoint, frames, capsys, m
     content["model"]["_extra_state"]["model_params"]["descriptor"]["type"] = "dpa3"
     torch.save(content, "dpa3.pt")
     handed = []
-    monkeypatch.setattr("deepmd_muon.cli.main.hand_over", lambda what, words: handed.append((what, words)) or 7)
+    monkeypatch.setattr("deepmd_muon.cli.main.hand_over", lambda what, words, _: handed.append((what, words)) or 7)
     assert main(["test", "-m", "dpa3.pt", "-s", "water"]) == 7
     [(what, words)] = handed
     assert what.startswith("this model (")

@@ -108,6 +108,6 @@ def test_kernels_are_those_of_this_machine(capsys):
 
 def test_other_words_go_to_deepmd_kit(monkeypatch):
     handed = []
-    monkeypatch.setattr("deepmd_muon.cli.main.hand_over", lambda what, words: handed.append((what, words)) or 5)
+    monkeypatch.setattr("deepmd_muon.cli.main.hand_over", lambda what, words, _: handed.append((what, words)) or 5)
     assert main(["show", "frozen.pth", "type-map", "descriptor"]) == 5
     assert handed == [("'show frozen.pth'", ["--pt", "show", "frozen.pth", "type-map", "descriptor"])]
