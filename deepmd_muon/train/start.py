@@ -119,7 +119,8 @@ def run(
         # Of a directory, several ranks read optimizer state and average later, each its part.
         leave = ("optimizer", "ema") if init_model or ranks.size > 1 else ()
         source = Source.read(found, leave) if found else None
-        ranks.from_first("looking at where results go", lambda: _check_reports(given, output))
+        if ranks.first:  # the others learn of an error as of any that ends a rank
+            _check_reports(given, output)
         given = _complete_input(given, source, use_pretrain_script=use_pretrain_script)
         trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
         if restart and source:
