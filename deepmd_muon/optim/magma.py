@@ -26,8 +26,8 @@ SCORE_DECAY = 0.9
 SCORE_START = 0.5
 MIN_SCALE = 0.1
 
-# Elements that are widened at a time on a CPU: new memory for more takes longer than their sums.
-_AT_A_TIME = 2**18
+# Elements that are widened at a time on a CPU.
+_AT_A_TIME = 2**22
 # Sums of float64 squares above it, and below its inverse, have surely stayed in range.
 _SAFE_SQUARE = 1e-270
 
