@@ -82,8 +82,7 @@ class HybridMuon(Optimizer):
         Must be False.
     workspace
         Bound on the parameter elements that are worked on at a time; beside the state, a step takes 20 to 24 bytes
-        for each (float32; on a GPU up to 27 where wide matrices share products). A single larger parameter is still
-        taken whole.
+        for each (float32; on a GPU up to 27 where wide matrices share products). A larger parameter is taken whole.
     offload
         Keep momenta and Adam's moments in (pinned) host memory; see `HybridMuonConfig` and the method `offload`.
     offload_bytes

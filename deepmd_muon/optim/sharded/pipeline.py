@@ -19,13 +19,7 @@ from torch import Tensor
 from deepmd_muon.optim import magma
 from deepmd_muon.optim.gradients import StepControl
 from deepmd_muon.optim.groups import group_settings
-from deepmd_muon.optim.muon import (
-    advance_momenta,
-    apply_updates,
-    directions_of,
-    running_lr,
-    scaled_polar_factors,
-)
+from deepmd_muon.optim.muon import advance_momenta, apply_updates, directions_of, running_lr, scaled_polar_factors
 from deepmd_muon.optim.offload import Lot, local_of
 from deepmd_muon.optim.sharded import magma_sums
 from deepmd_muon.optim.sharded.bucket import Bucket, Kind, Local, Owned
@@ -304,8 +298,7 @@ class Run:
                     mine[k] = self._tentative[advance.parameters[k]] = mine[k].clone()
                     grad = torch.zeros_like(mine[k])
                 grads.append(grad)
-            advanced = advance_momenta(grads, mine, settings, self._control, maximize=group["maximize"])
-            momenta, gradients = advanced
+            momenta, gradients = advance_momenta(grads, mine, settings, self._control, maximize=group["maximize"])
             directions = directions_of(momenta, gradients, settings)
             if self._moments is not None and not settings.nesterov:
                 directions = [u.clone() for u in directions]  # a lot's memory belongs to the next one soon
