@@ -167,6 +167,6 @@ def _steps(values: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
     powers = (values.get("beta2_pow", 0.0), values.get("beta1_pow", 0.0))
     for power, beta in zip(powers, reversed(group["adam_betas"]), strict=True):
         if _LEAST_POWER < float(power) <= 1.0 and 0.0 < beta < 1.0:
-            return torch.tensor(float(round(math.log(power) / math.log(beta))))
+            return torch.tensor(float(round(math.log(power) / math.log(beta))), device="cpu")
     over = math.ceil(math.log(_LEAST_POWER) / math.log(max(*group["adam_betas"], 0.5)))
-    return torch.tensor(float(values.get("steps_taken") or over))
+    return torch.tensor(float(values.get("steps_taken") or over), device="cpu")

@@ -97,13 +97,13 @@ class FusedMuon:
         self._keep = small
         self._directions: list[Tensor] | None = None
         scale = [update_scale((block.rows, block.columns), settings) for block in blocks]
-        self._scales = torch.tensor(scale, dtype=torch.float32).to(self._device)
+        self._scales = torch.tensor(scale, dtype=torch.float32, device=self._device)
         self._gradients = Addresses(len(params), self._device)
         self._results = Addresses(len(groups), self._device)
         self._sums = self._scales  # stands in where nothing is summed
         if self._magma:
             at = [score.data_ptr() + 4 * i for score in scores for i in range(score.numel())]
-            self._blocks = torch.stack([first, count, torch.tensor(at)], dim=1).to(self._device)
+            self._blocks = torch.stack([first, count, torch.tensor(at, device="cpu")], dim=1).to(self._device)
             # The two peaks are only written where squares could leave the range.
             self._sums = torch.ones(self._programs, int(SUMS.value), dtype=torch.float64, device=self._device)
             self._factors = torch.empty_like(self._scales)
@@ -147,7 +147,7 @@ class FusedMuon:
             self._shapes.append((start, len(members), m, n))
             start += -(-len(members) * size // _ALIGNED) * _ALIGNED
         self._length = start
-        return torch.tensor([rows[block] for block in blocks], dtype=torch.int64)
+        return torch.tensor([rows[block] for block in blocks], dtype=torch.int64, device="cpu")
 
     def _in_one_program(self) -> list[int]:
         """Return the groups of matrices that are orthogonalized by one program each."""
@@ -311,7 +311,8 @@ def _check(
 ) -> None:
     settings = HybridMuonConfig(magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32")
     # Wide random blocks are of full rank: where they are not, rounding decides the polar factor.
-    wave = torch.randn(2, 8, 36, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+    random = torch.Generator("cpu").manual_seed(0)
+    wave = torch.randn(2, 8, 36, generator=random, dtype=torch.float64, device="cpu").to(device)
     view = MatrixView(2, 8, 36, "columns", (20, 16))
     found: list[list[Tensor]] = []
     for fused in (False, True):

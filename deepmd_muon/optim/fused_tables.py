@@ -57,7 +57,8 @@ def _on_host(addresses: tuple[int, ...], length: int, pinned: bool) -> Tensor:
     An allocator soon gives gradients addresses that they have had. What is forgotten here may still be read by a copy:
     torch keeps pinned memory until then.
     """
-    return torch.tensor([*addresses, *[0] * (length - len(addresses))], dtype=torch.int64, pin_memory=pinned)
+    padded = [*addresses, *[0] * (length - len(addresses))]
+    return torch.tensor(padded, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
 
 class Numbers:
@@ -98,7 +99,7 @@ def cut(table: Tensor, width: int, device: torch.device) -> tuple[Tensor, Tensor
     count = (table[:, 1] + width - 1) // width
     first = count.cumsum(0) - count
     chunks = table.repeat_interleave(count, dim=0)
-    chunks[:, 0] = (torch.arange(len(chunks)) - first.repeat_interleave(count)) * width
+    chunks[:, 0] = (torch.arange(len(chunks), device="cpu") - first.repeat_interleave(count)) * width
     assert chunks.shape[1] == int(ROW.value)
     return chunks.to(device), first, count
 
@@ -111,4 +112,4 @@ def halves(x: float) -> tuple[float, float]:
 
 @functools.lru_cache(maxsize=64)
 def _rounded(x: float) -> float:
-    return float(torch.tensor(x, dtype=torch.float32))
+    return float(torch.tensor(x, dtype=torch.float32, device="cpu"))

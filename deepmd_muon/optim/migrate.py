@@ -59,7 +59,8 @@ def migrate(saved: Saved, present: RouteEntry, betas: tuple[float, float]) -> tu
         m = values["momentum_buffer"]
         wide = torch.promote_types(m.dtype, torch.float32)
         m = m.to(wide)
-        state = {"step": torch.ones(()), "exp_avg": (1 - betas[0]) * m, "exp_avg_sq": (1 - betas[1]) * m.square()}
+        state = {"exp_avg": (1 - betas[0]) * m, "exp_avg_sq": (1 - betas[1]) * m.square()}
+        state["step"] = torch.ones((), device="cpu")
         return state, "its momentum carries over as the one gradient Adam has seen; the second moment restarts"
     if present.route == "muon":
         seen = 1.0 - betas[0] ** float(values["step"])
@@ -83,7 +84,8 @@ def _other_view(
         return values, "its momentum carries over; Magma scores restart"
     if score is not None:
         of_element = score.double().cpu()[old.block_numbers()]
-        total = torch.zeros(new.blocks, dtype=torch.float64).index_add_(0, new.block_numbers(), of_element)
-        count = torch.bincount(new.block_numbers(), minlength=new.blocks)
+        numbers = new.block_numbers()
+        total = torch.zeros(new.blocks, dtype=torch.float64, device="cpu").index_add_(0, numbers, of_element)
+        count = torch.bincount(numbers, minlength=new.blocks)
         values["magma_score"] = (total / count).to(score)
     return values, "its momentum carries over; each new block has the mean of its elements' Magma scores"

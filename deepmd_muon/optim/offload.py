@@ -222,11 +222,11 @@ class Offload:
             if known is None or state[p][key] is not known.value:
                 strangers.append((p, key))
         rooms = [-(-local_of(state[p][key]).nbytes // _ALIGNMENT) * _ALIGNMENT for p, key in strangers]
-        slab, start, left = torch.empty(0, dtype=torch.uint8), 0, sum(rooms)
+        slab, start, left = torch.empty(0, dtype=torch.uint8, device="cpu"), 0, sum(rooms)
         for (p, key), room in zip(strangers, rooms, strict=True):
             if start + room > slab.numel():
                 size, start = max(room, min(left, self.bucket_bytes)), 0
-                slab = torch.empty(size, dtype=torch.uint8, pin_memory=local_of(p).is_cuda)
+                slab = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=local_of(p).is_cuda)
             value = state[p][key]
             local = local_of(value)
             host = slab[start : start + local.nbytes].view(local.dtype).as_strided(local.size(), local.stride())

@@ -76,7 +76,7 @@ class MatrixView:
     def block_numbers(self) -> Tensor:
         """Return for each element, in storage order, the number of its block: int64 (batch·rows·columns,)."""
         parts = max(1, len(self.sizes))
-        first = torch.arange(self.batch).view(-1, 1, 1) * parts
+        first = torch.arange(self.batch, device="cpu").view(-1, 1, 1) * parts
         numbers = [(first + i).expand(self.batch, *shape) for i, shape in enumerate(self.block_shapes)]
         return self.join(numbers).reshape(-1)
 

@@ -194,9 +194,9 @@ class Bucket:
                 summed.append(k)
                 found.append(rows[piece.parameter] + part * shape[0] + max(piece.batch, 0))
                 scores.append(self._score(local[piece.parameter], piece))
-        self._headers = torch.zeros(len(self._packing), 7 if self.damped else 1, dtype=torch.float64)
+        fields = 7 if self.damped else 1
+        self._headers = torch.zeros(len(self._packing), fields, dtype=torch.float64, device=self._device)
         self._headers[:, 0] = 1.0
-        self._headers = self._headers.to(self._device)
         everything = len(summed) == len(self._packing)
         self._summed = slice(None) if everything else _index(summed, self._device)
         self._sums_of_packed = _index(found, self._device)
@@ -309,7 +309,7 @@ class Bucket:
 
 
 def _index(positions: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(positions, dtype=torch.int64).to(device)
+    return torch.tensor(positions, dtype=torch.int64, device=device)
 
 
 def _rectangle(flat: Tensor, piece: Piece, target: Target) -> Tensor:
@@ -323,4 +323,4 @@ def _table(owners: Sequence[int], count: int) -> Tensor:
         pieces[owner].append(i)
     most = max((len(found) for found in pieces), default=1)
     rows = [found + [len(owners)] * (most - len(found)) for found in pieces]
-    return torch.tensor(rows, dtype=torch.int64).view(count, most)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(count, most)

@@ -80,7 +80,7 @@ class Presence:
             self._places.append([known[each.ranks, each.name] for each in mine])
             self._names.append([name for _, name in known])
         # Host memory for what arrives; pinned, so that copies from a GPU do not hold the host up.
-        self._arrived = [torch.zeros(2, len(names), pin_memory=on_gpu) for names in self._names]
+        self._arrived = [torch.zeros(2, len(names), device="cpu", pin_memory=on_gpu) for names in self._names]
         self._found: list[list[bool]] | None = None
         self._here: list[Tensor] = []
         self._pending = False
@@ -162,7 +162,7 @@ class Presence:
         self._found = found
         self._here = []
         for names, places, there in zip(self._names, self._places, found, strict=True):
-            flags = torch.zeros(2, len(names))
+            flags = torch.zeros(2, len(names), device="cpu")
             for place, is_there in zip(places, there, strict=True):
                 flags[0 if is_there else 1, place] = 1.0
             self._here.append(flags.view(-1).to(self._device))

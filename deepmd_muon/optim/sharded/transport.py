@@ -48,9 +48,9 @@ class Side:
     @classmethod
     def of(cls, messages: Sequence[Message], header: int, dtype: torch.dtype, device: torch.device) -> Side:
         """Compile messages."""
-        positions = torch.tensor(header_words(messages, header), dtype=torch.int64).view(-1, header)
+        positions = torch.tensor(header_words(messages, header), dtype=torch.int64, device=device).view(-1, header)
         starts = payload_starts(messages, header, dtype.itemsize)
-        return cls(tuple(message.words for message in messages), positions.to(device), tuple(starts), dtype)
+        return cls(tuple(message.words for message in messages), positions, tuple(starts), dtype)
 
     @property
     def words(self) -> int:

@@ -7,7 +7,7 @@ import itertools
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_cases import SETTINGS, mesh_of, named_mesh
+from sharded_cases import SETTINGS, drawn, mesh_of, named_mesh
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -42,7 +42,7 @@ def train(model, optimizer, steps, start=0, accumulate=1, clip=0.5):
     for step in range(start, start + steps):
         optimizer.zero_grad()
         for part in range(accumulate):
-            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + part)).to(dtype)
+            x = drawn(torch.Generator("cpu").manual_seed(100 * step + part), (8, 6), dtype)
             (model(x) - x[:, :3]).square().mean().backward()
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_cases import SETTINGS, SHAPES, Twins, fits, layouts, mesh_of
+from sharded_cases import ON_GPUS, SETTINGS, SHAPES, Twins, drawn, fits, layouts, mesh_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -73,9 +73,9 @@ class Replicas:
     """Plain parameters in one process, and as replicas on all ranks with cut state, stepped with the same gradients."""
 
     def __init__(self, shapes, told, sharded=None, dtype=torch.float32, many=None, **settings):
-        self.random = torch.Generator().manual_seed(3)
+        self.random = torch.Generator("cpu").manual_seed(3)
         sharded = ShardedSettings(state="sharded", **(sharded or {}))
-        self.one = [nn.Parameter(torch.randn(s, generator=self.random).to(dtype)) for s in shapes]
+        self.one = [nn.Parameter(drawn(self.random, s, dtype)) for s in shapes]
         self.many = [nn.Parameter(p.detach().clone()) for p in self.one]
         ways = (self.one, {}), (self.many, {"replicas": told, "sharded": sharded, **(many or {})})
         self.optimizers = [
@@ -86,7 +86,7 @@ class Replicas:
     def step(self, nowhere=(), without=()):
         """Step both; parameters in `nowhere` have no gradient, those in `without` none on rank 0, zeros elsewhere."""
         for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
-            p.grad = None if i in nowhere else torch.randn(p.shape, generator=self.random).to(p.dtype)
+            p.grad = None if i in nowhere else drawn(self.random, p.shape, p.dtype)
             if i in without:
                 p.grad.zero_()
             q.grad = None if i in nowhere or (i in without and dist.get_rank() == 0) else p.grad.clone()
@@ -95,6 +95,7 @@ class Replicas:
 
     def assert_equal(self, tolerance):
         one, many = self.optimizers
+        tolerance = max(tolerance, ON_GPUS) if self.one[0].is_cuda else tolerance
         for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
             torch.testing.assert_close(q, p, rtol=tolerance, atol=tolerance, msg=lambda text, i=i: f"w{i}: {text}")
             state, cut = one.state[p], many.state[q]
@@ -311,14 +312,14 @@ def adam_in_parts():
     """torch's Adam and AdamW with state in parts equal theirs with whole state; states load into each other."""
     world = dist.get_world_size()
     shapes = {"a": (8 * world, 4), "b": (7, 3), "c": (world + 1,), "d": (1,), "e": ()}
-    random = torch.Generator().manual_seed(5)
+    random = torch.Generator("cpu").manual_seed(5)
     for config in (AdamConfig(weight_decay=0.1), AdamWConfig(weight_decay=0.1)):
         models = [nn.ParameterDict({k: torch.ones(shape) for k, shape in shapes.items()}) for _ in range(2)]
         optimizers = [config.build(models[0], 0.1), config.build(models[1], 0.1, mesh_of((world,)))]
 
         def step(nowhere=(), models=models, optimizers=optimizers):
             for key, p in models[0].items():
-                p.grad = None if key in nowhere else torch.randn(p.shape, generator=random)
+                p.grad = None if key in nowhere else drawn(random, p.shape)
                 models[1][key].grad = None if key in nowhere else p.grad.clone()
             for optimizer in optimizers:
                 optimizer.step()
@@ -352,14 +353,14 @@ def adam_in_parts():
 def adam_in_parts_as_users_call_it():
     """Replaced memory is followed or refused; zero_grad, closures and missing gradients are as with whole state."""
     world = dist.get_world_size()
-    random = torch.Generator().manual_seed(6)
+    random = torch.Generator("cpu").manual_seed(6)
     models = [nn.ParameterDict({"a": torch.ones(2 * world, 4), "b": torch.ones(3), "c": torch.ones(())}) for _ in "12"]
     cut = AdamConfig().build(models[1], 0.1, mesh_of((world,)))
     optimizers = [AdamConfig().build(models[0], 0.1), cut]
 
     def backward():
         for key, p in models[0].items():
-            x = torch.randn(p.shape, generator=random)
+            x = drawn(random, p.shape)
             for model in models:
                 (model[key] * x).sum().backward()
 

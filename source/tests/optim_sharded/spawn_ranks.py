@@ -1,4 +1,4 @@
-"""Run many cases in one set of processes: gloo on the CPU, one spawn per number of ranks."""
+"""Run many cases in one set of processes, one spawn per number of ranks: gloo on the CPU, or NCCL."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ def free_port():
         return s.getsockname()[1]
 
 
-def _begin(rank, world, port):
+def _begin(rank, world, port, device="cpu"):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # about its own all-gathers
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=TIMEOUT)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=TIMEOUT)
 
 
 def join(rank, world, port, function, queue):
@@ -38,8 +42,8 @@ def join(rank, world, port, function, queue):
         queue.put(f"{type(error).__name__}: {error}")
 
 
-def _run(rank, world, port, cases, results):
-    _begin(rank, world, port)
+def _run(rank, world, port, cases, results, device):
+    _begin(rank, world, port, device)
     for name, case in cases:
         start = time.perf_counter()
         try:
@@ -53,15 +57,17 @@ def _run(rank, world, port, cases, results):
     dist.destroy_process_group()
 
 
-def run_cases(world, cases):
+def run_cases(world, cases, device="cpu"):
     """Run (name, function) cases on `world` ranks; return the tracebacks by (name, rank) and the seconds by name.
 
-    A failing case ends the run, since its collectives may be out of step.
+    On "cuda" each rank has a GPU, on which tensors are made unless told otherwise. A failing case ends the run, since
+    its collectives may be out of step.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "deepmd_muon.optim.sharded.step"])
     results = context.SimpleQueue()
-    mp.start_processes(_run, (world, free_port(), cases, results), nprocs=world, join=True, start_method="forkserver")
+    arguments = world, free_port(), cases, results, device
+    mp.start_processes(_run, arguments, nprocs=world, join=True, start_method="forkserver")
     failures, seconds = {}, {}
     while not results.empty():
         rank, name, outcome, took = results.get()

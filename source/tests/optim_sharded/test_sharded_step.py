@@ -52,8 +52,16 @@ def cases_of(world, folder):
     return cases
 
 
-def run(world, cases):
-    failures, seconds = run_cases(world, cases)
+ON_GPUS = (
+    *("every layout", "small buckets", "repeated work", "groups, dtypes", "replicas", "freed gradients"),
+    *("missing gradients", "gradients that do not agree", "gradients compared late", "gradients on several meshes"),
+    *("non-finite gradients", "gradient scaler", "offloaded", "cut state", "Adam in parts", "models"),
+    *("Adam in parts, as users call it", "counted collectives", "collectives of cut state", "process groups"),
+)
+
+
+def run(world, cases, device="cpu"):
+    failures, seconds = run_cases(world, cases, device)
     print({name: round(took, 1) for name, took in seconds.items()})
     assert not failures, "\n\n".join(f"{name}, rank {rank}: {text}" for (name, rank), text in failures.items())
     assert list(seconds) == [name for name, _ in cases]
@@ -70,6 +78,15 @@ def test_ranks_together_equal_one_process(world, folder):
     everything = [*sharded_cases.CASES, *sharded_failures.CASES, *sharded_state.CASES, *sharded_models.CASES]
     # Three ranks add uneven shards; what does not depend on the layout is tested on two and four.
     run(world, [case for case in everything if world != 3 or case[0] in FOR_THREE] + saves)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_gpus_together_equal_one(world):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    everything = [*sharded_cases.CASES, *sharded_failures.CASES, *sharded_state.CASES, *sharded_models.CASES]
+    run(world, [case for case in everything if case[0] in ON_GPUS], "cuda")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
