@@ -88,7 +88,8 @@ def fsdp2_models():
         assert len(second.plan.domains) == (2 if way is over_tp else 1)
         for p, q in zip(one.parameters(), many.parameters(), strict=True):
             full = q.full_tensor() if isinstance(q, DTensor) else q
-            torch.testing.assert_close(full, p, rtol=0, atol=1e-10)
+            bound = 1e-8 if p.is_cuda else 1e-10  # Magma scores are float32, and sums are added in another order there
+            torch.testing.assert_close(full, p, rtol=0, atol=bound)
 
 
 def full_state(model, optimizer):

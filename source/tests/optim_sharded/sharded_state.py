@@ -105,7 +105,7 @@ class Replicas:
                 assert isinstance(y, DTensor) == (key not in ("step", "magma_score") and p.ndim > 0)
                 assert (y.shape, y.dtype) == (x.shape, x.dtype)
                 y = y.full_tensor() if isinstance(y, DTensor) else y
-                torch.testing.assert_close(y, x, rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(y.to(x.device), x, rtol=tolerance, atol=tolerance)
 
 
 def cut_state():
@@ -257,7 +257,8 @@ def cut_state_preflight():
         p.grad = None
         torch.utils.swap_tensors(p, nn.Parameter(moved))
         p.grad = p.detach().clone()
-        refused(ReshardedParameterError, r"'w' of shape \(\d+, 4\).*moved from cpu to meta", optimizer)
+        here = torch.get_default_device()
+        refused(ReshardedParameterError, rf"'w' of shape \(\d+, 4\).*moved from {here} to meta", optimizer)
     p = nn.Parameter(torch.ones(4 * world, 4))
     optimizer = HybridMuon([("w", p)], replicas=dist.group.WORLD, sharded=ShardedSettings(state="sharded"))
     p.grad = DTensor.from_local(torch.ones(4, 4), mesh_of((world,)), [Shard(0)])

@@ -52,14 +52,6 @@ def cases_of(world, folder):
     return cases
 
 
-ON_GPUS = (
-    *("every layout", "small buckets", "repeated work", "groups, dtypes", "replicas", "freed gradients"),
-    *("missing gradients", "gradients that do not agree", "gradients compared late", "gradients on several meshes"),
-    *("non-finite gradients", "gradient scaler", "offloaded", "cut state", "Adam in parts", "models"),
-    *("Adam in parts, as users call it", "counted collectives", "collectives of cut state", "process groups"),
-)
-
-
 def run(world, cases, device="cpu"):
     failures, seconds = run_cases(world, cases, device)
     print({name: round(took, 1) for name, took in seconds.items()})
@@ -86,7 +78,7 @@ def test_gpus_together_equal_one(world):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     everything = [*sharded_cases.CASES, *sharded_failures.CASES, *sharded_state.CASES, *sharded_models.CASES]
-    run(world, [case for case in everything if case[0] in ON_GPUS], "cuda")
+    run(world, everything, "cuda")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
