@@ -6,7 +6,8 @@ optimizer runs. Times are medians over replays of a captured graph of ten launch
     python source/benchmarks/kernel_tiles.py [--out tiles.md] [--shapes 1x4096x4096,16x1024x4096]
 
 symmetric  X Xᵀ, and a product of its polynomials with all that can be added to it; rate: operations of the half
-update     X ← a X + P X with the fp32 master read and written
+update     X ← a X + P X with X in fp32, read and written, beside its fp16 copy
+narrow     the same where fp16 is enough
 launch     whole iterations (8+2) of small and middle matrices, with other warps and stages than the present ones
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ from triton.runtime.errors import OutOfResources
 from deepmd_muon.optim.polar import SCHEDULES
 from deepmd_muon.optim.polar.launches import orthogonalize_in_one_launch, plan_for
 from deepmd_muon.optim.polar.products import Tile, _tiled, tiles_for
-from deepmd_muon.optim.polar.symmetric import SQUARE, symmetric_product, update
+from deepmd_muon.optim.polar.symmetric import NEXT, SQUARE, symmetric_product, update
 
 SHAPES = "1x1024x1024,1x2048x2048,1x4096x4096,1x8192x8192,16x1024x4096,4x2048x8192,64x768x2048"
 SYMMETRIC = tuple(
@@ -94,7 +96,7 @@ def symmetric(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, f
     return time, count * order * (order + t) * (order + depth) / time * 1e-6
 
 
-def updated(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, float]:
+def updated(count: int, rows: int, columns: int, tile: Tile, *, wide: bool = True) -> tuple[float, float]:
     """Time one update of X [µs]; return its rate, too [TFLOP/s]."""
     order, width = (-(-n // 256) * 256 for n in (rows, columns))
     p, x = half(count, order, order), half(count, order, width)
@@ -103,9 +105,10 @@ def updated(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, flo
     down, across = tile.rows, tile.columns
     grid = (order // down * (width // across), count)
     arguments = (_tiled(p, down, DEPTH), _tiled(x, DEPTH, across))
-    results = (_tiled(master, down, across // 2), _tiled(following, down, across // 2))
+    present, results = (master if wide else x), (master, following)
+    results = tuple(_tiled(each, down, across // 2) for each in (present, *results))
     unused, diagonal = torch.empty(1, dtype=torch.int64, device="cuda"), torch.ones(count * order, device="cuda")
-    constants = {"LAST": False, "CHUNK": 0, "NARROW": True, "T": down, "N": across, "K": DEPTH}
+    constants = {"WRITE": NEXT.value, "KEEP": wide, "CHUNK": 0, "NARROW": wide, "T": down, "N": across, "K": DEPTH}
     constants |= {"num_warps": tile.warps, "num_stages": tile.stages}
     time = timed(
         lambda: update[grid](*arguments, *results, diagonal, unused, weights, master, 0, order, width, **constants)
@@ -118,7 +121,11 @@ def products(shapes: str) -> Iterator[str]:
     for shape in shapes.split(","):
         count, rows, columns = map(int, shape.split("x"))
         present = tiles_for(rows, columns, count)
-        kinds = (("symmetric", symmetric, SYMMETRIC, present.symmetric), ("update", updated, UPDATE, present.update))
+        kinds = (
+            ("symmetric", symmetric, SYMMETRIC, present.symmetric),
+            ("update", updated, UPDATE, present.update),
+            ("narrow", functools.partial(updated, wide=False), UPDATE, present.update),
+        )
         for kind, measure, candidates, chosen in kinds:
             found = {tile: measure(count, rows, columns, tile) for tile in candidates}
             fastest = min(found, key=lambda tile: found[tile][0])

@@ -242,19 +242,17 @@ def plan_for(name: str, geometry: Geometry, device: torch.device) -> Plan:
 
 
 def _one_shape(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
-    """Make one batch of each shape."""
-    shapes = dict.fromkeys((p.rows, p.columns) for p in pieces)
-    groups = [[p for p in pieces if (p.rows, p.columns) == shape] for shape in shapes]
-    return [
-        Launch(
-            0,
-            len(group),
-            torch.tensor([p.row() for p in group], dtype=torch.int64, device=device),
-            None,
-            {"rows": group[0].rows, "columns": group[0].columns},
-        )
-        for group in groups
-    ]
+    """Make one batch of each shape; turned ones apart, so that results of a batch can be written in tiles."""
+    groups: dict[tuple[int, int, bool], list[Piece]] = {}
+    for p in pieces:
+        groups.setdefault((p.rows, p.columns, p.out_row == 1), []).append(p)
+    launches = []
+    for (rows, columns, turned), group in groups.items():
+        in_a_row = all(p.out == group[0].out + i * rows * columns for i, p in enumerate(group))
+        constants = {"rows": rows, "columns": columns, "turned": turned, "place": group[0].out if in_a_row else None}
+        table = torch.tensor([p.row() for p in group], dtype=torch.int64, device=device)
+        launches.append(Launch(0, len(group), table, None, constants))
+    return launches
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -13,7 +13,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deepmd_muon.optim.polar.launches import Launch, on_device, run
 from deepmd_muon.optim.polar.schedules import Coefficients
-from deepmd_muon.optim.polar.symmetric import SHARES, SQUARE, measure, normalize, symmetric_product, update
+from deepmd_muon.optim.polar.symmetric import (
+    ANYWHERE,
+    NEXT,
+    SHARES,
+    SQUARE,
+    TILES,
+    TURNED_TILES,
+    measure,
+    normalize,
+    symmetric_product,
+    update,
+)
 
 
 class Tile(NamedTuple):
@@ -46,7 +57,7 @@ class Tiles(NamedTuple):
 # computes while the other stores; small ones fill the device where there are few, large ones read less.
 _SYMMETRIC = {"small": Tile(64, 64, 4, 4), "medium": Tile(128, 128, 4, 3)}
 _UPDATE = {"small": Tile(64, 128, 4, 4), "medium": Tile(128, 128, 4, 3), "large": Tile(128, 256, 8, 4)}
-_LAST_WARPS = 8  # addresses of results with any strides take registers
+_LAST_WARPS = 8  # addresses of results anywhere take registers
 _DEPTH = 64  # columns of the left factor that a product takes at a time
 _LARGE = 4096  # rows from which large tiles win in updates
 _CHUNK = 1024  # terms that tensor cores sum in exact updates
@@ -58,6 +69,7 @@ _GROWTH = 12.0
 _FIRST_STEPS = ((512, 4), (256, 3))
 _LONG = 4  # steps of a segment whose matrices are all fine; of shorter ones the first R is
 _NARROW = 5.0  # D is multiplied with the fp16 X where later steps enlarge what is small by more than this
+_KEEP = 50.0  # X stays in fp32 where later steps enlarge what is small by more than this
 _MULTIPROCESSORS = 132
 
 
@@ -173,10 +185,14 @@ def _run(_name: str, launch: Launch, addresses: Tensor, coefficients: Coefficien
     work = _Work(launch, addresses, products, out)
     for k, product in enumerate(products):
         if product.target == "X":
-            lift = math.prod(later.weights[0] for later in products[k + 1 :] if later.target == "X")
-            work.update(k, product, lift, last=k + 1 == len(products))
+            work.update(k, product, _lift(products[k + 1 :]), last=k + 1 == len(products))
         else:
             work.multiply(k, product)
+
+
+def _lift(products: Sequence[Product]) -> float:
+    """Return how many times these launches enlarge what is small in X."""
+    return math.prod(product.weights[0] for product in products if product.target == "X")
 
 
 class _Work:
@@ -193,10 +209,12 @@ class _Work:
         half = functools.partial(torch.empty, dtype=torch.float16, device=out.device)
         single = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
         sums = torch.empty(count, int(SHARES.value), 2, dtype=torch.float64, device=out.device)
-        master, iterates = single(count * order, width), half(2, count * order, width)
+        self.wide = _lift(products) > _KEEP  # whether X is there in fp32
+        iterates = half(2, count * order, width)
+        master = single(count * order, width) if self.wide else iterates[1]
         share = (int(SHARES.value), count)
         measure[share](self.table, addresses, sums, T=64, num_warps=8)
-        normalize[share](self.table, addresses, sums, master, iterates[0], order, width, T=64)
+        normalize[share](self.table, addresses, sums, master, iterates[0], order, width, KEEP=self.wide, T=64)
         names = dict.fromkeys(product.target for product in products if product.target != "X")
         squares = {name: half(count * order, order) for name in names}
         self.diagonals = {name: single(count * order) for name in names}
@@ -209,8 +227,27 @@ class _Work:
         self.sources = [_tiled(x, t, _DEPTH) for x in iterates]
         self.rights = [_tiled(x, _DEPTH, across) for x in iterates]
         self.master, *self.copies = (_tiled(x, down, across // 2) for x in (master, *iterates))
+        self.results = self._results(launch)
         self.half = (order // t * (order // t + 1) // 2, count)
         self.full = (order // down * (width // across), count)
+
+    def _results(self, launch: Launch) -> tuple[int, Any]:
+        """Return how results are written, and what describes them where they are written in tiles.
+
+        Tiles need matrices one after the other and rows at multiples of 16 bytes; what they hold beyond the last row
+        must not fall on the next matrix.
+        """
+        rows, columns, place = (launch.constants[key] for key in ("rows", "columns", "place"))
+        turned = launch.constants["turned"]
+        whole = columns == self.width if turned else rows == self.order
+        if place is None or not whole or (place | (rows if turned else columns)) % 4:
+            return ANYWHERE.value, self.master
+        size = (columns, rows) if turned else (rows, columns)
+        results = self.out[place : place + launch.matrices * rows * columns].view(launch.matrices * size[0], size[1])
+        down, across = self.tiles.update.rows, self.tiles.update.columns // 2
+        if turned:
+            return TURNED_TILES.value, _tiled(results, across, down)
+        return TILES.value, _tiled(results, down, across)
 
     def multiply(self, k: int, product: Product) -> None:
         """Start launch `k`, a symmetric product."""
@@ -232,13 +269,16 @@ class _Work:
 
     def update(self, k: int, product: Product, lift: float, *, last: bool) -> None:
         """Start launch `k`, an update of X, after which steps follow that enlarge what is small by `lift`."""
-        tile = self.tiles.update
+        tile, keep = self.tiles.update, lift > _KEEP
+        way, wide = self.results if last else (NEXT.value, self.master)
         update[self.full](
-            self.lefts[product.left], self.rights[0], self.master, self.copies[1], self.diagonals[product.left],
-            self.table, self.weights, self.out, k, self.order, self.width, LAST=last,
-            CHUNK=_CHUNK if self.exact and lift > _LIFT else 0, NARROW=lift > _NARROW, T=tile.rows, N=tile.columns,
-            K=_DEPTH, num_warps=_LAST_WARPS if last else tile.warps, num_stages=tile.stages,
+            self.lefts[product.left], self.rights[0], self.master if self.wide else self.copies[0], wide,
+            self.copies[1], self.diagonals[product.left], self.table, self.weights, self.out, k, self.order, self.width,
+            WRITE=way, KEEP=keep, CHUNK=_CHUNK if self.exact and lift > _LIFT else 0,
+            NARROW=self.wide and lift > _NARROW, T=tile.rows, N=tile.columns, K=_DEPTH,
+            num_warps=_LAST_WARPS if way == ANYWHERE.value else tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+        self.wide = keep
         for each in (self.sources, self.rights, self.copies):
             each.reverse()  # the copy that was written is the next to be read
 

@@ -1,7 +1,7 @@
 """Large matrices: products of whole batches. X Xᵀ and all polynomials in it are symmetric: half of each is computed.
 
-X is the fp32 master, updated in the epilogue of the third product; operands are fp16 copies, padded with zeros to whole
-tiles, which changes nothing.
+Operands are fp16 copies of X, padded with zeros to whole tiles, which changes nothing. X itself stays in fp32 as long
+as later steps would enlarge what 16 bits leave out of it.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -47,8 +47,8 @@ def measure(table, addresses, sums, T: tl.constexpr):
 
 
 @triton.jit
-def normalize(table, addresses, sums, master, iterate, order, width, T: tl.constexpr):
-    """Write X / ‖X‖ in fp32 and fp16, (matrices, order, width), with zeros around it."""
+def normalize(table, addresses, sums, master, iterate, order, width, KEEP: tl.constexpr, T: tl.constexpr):
+    """Write X / ‖X‖ in fp16, with KEEP in fp32, too; (matrices, order, width), with zeros around it."""
     matrix = tl.program_id(1)
     row = table + matrix.to(tl.int64) * ROW
     joint, norm = norm_of_all(sums, matrix * SHARES, SHARES)
@@ -61,7 +61,8 @@ def normalize(table, addresses, sums, master, iterate, order, width, T: tl.const
         x, peak = load_matrix(row, addresses, r, c)
         x = x * (peak / joint / norm).to(tl.float32)
         where = base + r[:, None].to(tl.int64) * width + c[None, :]
-        tl.store(master + where, x)
+        if KEEP:
+            tl.store(master + where, x)
         tl.store(iterate + where, x.to(tl.float16))
 
 
@@ -154,20 +155,26 @@ def precise(squares, rest, r, c, FINE: tl.constexpr):
     return x
 
 
+# What an update writes: the next X, or the result, in tiles where it lies in memory as X does or turned, or anywhere.
+NEXT, ANYWHERE, TILES, TURNED_TILES = (tl.constexpr(i) for i in range(4))
+
+
 @triton.jit(do_not_specialize=["step"])
 def update(
-    polynomial, current, master, following, diagonal, table, weights, out, step, order, width, LAST: tl.constexpr,
-    CHUNK: tl.constexpr, NARROW: tl.constexpr, T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    polynomial, current, present, master, following, diagonal, table, weights, out, step, order, width,
+    WRITE: tl.constexpr, KEEP: tl.constexpr, CHUNK: tl.constexpr, NARROW: tl.constexpr, T: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Do X ← w₀ X + (D + E) X in fp32 and write its fp16 copy; the last step writes the result instead.
+    """Do X ← w₀ X + (D + E) X and write its fp16 copy, with KEEP in fp32, too; the last step writes the result.
 
     E is multiplied with the fp16 copy. With NARROW, D is, too: where X has no part, a polynomial in X Xᵀ has none
     either, but only as a whole. Otherwise D is multiplied with the fp32 X, which saves most of the copy's error.
 
     Tensor cores truncate their sums, and the error of a long one grows with its length; later steps lift what of it
     lies outside of the range of X. With CHUNK > 0 they sum so many terms at a time, and fp32 units add these up.
-    `polynomial` describes E in T × K tiles, `current` the fp16 X in K × N tiles; `master`, X in fp32, and `following`,
-    its next fp16 copy, are described in T × N/2 tiles.
+    `polynomial` describes E in T × K tiles, `current` the fp16 X in K × N tiles; `present`, X in fp32 or the same fp16
+    one, `master`, where X is kept in fp32, and `following`, its next fp16 copy, are described in T × N/2 tiles. Where
+    results are written in tiles, `master` describes those in the last step; in N/2 × T tiles where they are turned.
     """
     number = tl.program_id(0)
     matrix = tl.program_id(1)
@@ -192,20 +199,31 @@ def update(
     # a X is added at the end: tensor cores truncate their sums, and it would lose a bit in each of them.
     a = tl.load(weights + 3 * step)
     d = tl.load(diagonal + top + i * T + tl.arange(0, T))[:, None]
-    left, right = product.reshape(T, 2, N // 2).permute(0, 2, 1).split()
-    finish(left, a, d, master, following, table, matrix, out, top, i * T, j * N, LAST, NARROW)
-    finish(right, a, d, master, following, table, matrix, out, top, i * T, j * N + N // 2, LAST, NARROW)
+    halves = product.reshape(T, 2, N // 2).permute(0, 2, 1).split()
+    for side in tl.static_range(2):
+        finish(
+            halves[side], a, d, present, master, following, table, matrix, out, top, i * T, j * N + side * (N // 2),
+            width, WRITE, KEEP, NARROW,
+        )  # fmt: skip
 
 
 @triton.jit
-def finish(product, a, d, master, following, table, matrix, out, top, r, c, LAST: tl.constexpr, NARROW: tl.constexpr):
+def finish(
+    product, a, d, present, master, following, table, matrix, out, top, r, c, width, WRITE: tl.constexpr,
+    KEEP: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
     """Add a X + D X to half a tile of the product and write it."""
-    x = master.load([top + r, c])
+    x = present.load([top + r, c]).to(tl.float32)
     x = a * x + d * (x.to(tl.float16).to(tl.float32) if NARROW else x) + product
-    if LAST:
+    if WRITE == TILES:
+        master.store([top + r, c], x)
+    elif WRITE == TURNED_TILES:
+        master.store([matrix * width + c, r], x.T)
+    elif WRITE == ANYWHERE:
         down = r + tl.arange(0, product.shape[0])
         across = c + tl.arange(0, product.shape[1])
         store_result(table + matrix.to(tl.int64) * ROW, out, x, down, across)
     else:
-        master.store([top + r, c], x)
+        if KEEP:
+            master.store([top + r, c], x)
         following.store([top + r, c], x.to(tl.float16))

@@ -34,15 +34,18 @@ SPILLED = {
     "small_matrices(MASK=32,": 256,
     "strips(MASK=4, WIDE=64,": 16,
     "strips(MASK=4, WIDE=32,": 16,  # none with Triton 3.6
-    "update(LAST=True, CHUNK=0, NARROW=False, T=128, N=256,": 384,
-    "update(LAST=False, CHUNK=1024, NARROW=True, T=128, N=256,": 64,
+    "update(WRITE=1, KEEP=False, CHUNK=0, NARROW=False, T=128, N=256,": 384,
+    "update(WRITE=0, KEEP=True, CHUNK=1024, NARROW=True, T=128, N=256,": 64,
 }
 # Shapes and batches that reach every tile of every implementation.
 CASES = {
     "whole": [(1, 17, 33), (1, 30, 200), (1, 40, 60), (1, 60, 128), (1, 64, 250), (1, 127, 127)],
     "strips": [(1, 20, 400), (1, 60, 400), (1, 128, 384), (9, 32, 576), (6, 128, 768), (2, 240, 240), (2, 240, 1600)],
     "tiles": [(1, 240, 240), (1, 500, 700), (1, 1024, 1024)],
-    "symmetric": [(1, 500, 700), (1, 500, 2000), (40, 768, 768), (40, 768, 2048), (1, 8192, 8192)],
+    "symmetric": [
+        *[(1, 500, 700), (1, 500, 2000), (40, 768, 768), (40, 768, 2048), (40, 2048, 768)],
+        *[(1, 8192, 8192), (1, 8191, 8191), (1, 16384, 8192)],
+    ],
 }
 
 
