@@ -28,7 +28,7 @@ from triton.runtime.errors import OutOfResources
 from deepmd_muon.optim.polar import SCHEDULES
 from deepmd_muon.optim.polar.launches import orthogonalize_in_one_launch, plan_for
 from deepmd_muon.optim.polar.products import Tile, _tiled, tiles_for
-from deepmd_muon.optim.polar.symmetric import NEXT, SQUARE, symmetric_product, update
+from deepmd_muon.optim.polar.symmetric import NEXT, PRESENT, SQUARE, symmetric_product, update
 
 SHAPES = "1x1024x1024,1x2048x2048,1x4096x4096,1x8192x8192,16x1024x4096,4x2048x8192,64x768x2048"
 SYMMETRIC = tuple(
@@ -104,15 +104,13 @@ def updated(count: int, rows: int, columns: int, tile: Tile, *, wide: bool = Tru
     weights = torch.ones(1, 3, device="cuda")
     down, across = tile.rows, tile.columns
     grid = (order // down * (width // across), count)
-    arguments = (_tiled(p, down, DEPTH), _tiled(x, DEPTH, across))
-    present, results = (master if wide else x), (master, following)
-    results = tuple(_tiled(each, down, across // 2) for each in (present, *results))
+    factors = _tiled(p, down, DEPTH), _tiled(x, DEPTH, across)
+    tiles = [_tiled(each, down, across // 2) for each in (master if wide else x, master, following)]
     unused, diagonal = torch.empty(1, dtype=torch.int64, device="cuda"), torch.ones(count * order, device="cuda")
-    constants = {"WRITE": NEXT.value, "KEEP": wide, "CHUNK": 0, "NARROW": wide, "T": down, "N": across, "K": DEPTH}
-    constants |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    time = timed(
-        lambda: update[grid](*arguments, *results, diagonal, unused, weights, master, 0, order, width, **constants)
-    )
+    arguments = (*factors, tiles[0], weights, *tiles[1:], diagonal, unused, weights, master, 0, order, width)
+    constants = {"READ": PRESENT.value, "WRITE": NEXT.value, "KEEP": wide, "CHUNK": 0, "NARROW": wide, "T": down}
+    constants |= {"N": across, "K": DEPTH, "num_warps": tile.warps, "num_stages": tile.stages}
+    time = timed(lambda: update[grid](*arguments, **constants))
     return time, 2 * count * order * order * width / time * 1e-6
 
 

@@ -8,7 +8,8 @@ float32 unless --dtype says otherwise. `eager`: median of CUDA events around one
 median time in which the call returns. `renewed`: eager, where every step finds its gradients at other addresses, as
 after zero_grad(set_to_none=True). `captured`: median of graph replays. `launches`: kernels and copies of an eager
 step with gradients in place, by the profiler. `peak`: memory that a step allocates beside parameters, gradients and
-state, the buffers kept between steps included.
+state, the buffers kept between steps included. `reserved`: memory that the device keeps for the optimizer after three
+steps, in whole pieces of 2 MiB: its state, buffers and recorded graphs.
 
 On a CPU: `step`, a whole step, and `products`, the same step's matrix products alone, each written to a buffer that was
 made before; shortest and median of rounds in which all optimizers take turns. The load of the machine is printed.
@@ -142,7 +143,8 @@ def other_gradients(named: Named) -> Iterator[None]:
 def measure(make: Make, name: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return all figures of one optimizer on one parameter set."""
     named = parameters(name, dtype)
-    before = torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     optimizers = make(named, False)
 
     def step() -> None:
@@ -158,6 +160,7 @@ def measure(make: Make, name: str, dtype: torch.dtype) -> dict[str, Any]:
     state = [x for optimizer in optimizers for s in optimizer.state.values() for x in s.values()]
     before += sum(x.numel() * x.element_size() for x in state if isinstance(x, torch.Tensor) and x.is_cuda)
     torch.cuda.empty_cache()
+    result["reserved_mib"] = (torch.cuda.memory_reserved() - reserved) / 2**20
     torch.cuda.reset_peak_memory_stats()
     step()
     result["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
@@ -270,6 +273,7 @@ def line(name: str, title: str, r: dict[str, Any]) -> str:
     numbers = [f"{r['eager_ms']:.3f}", f"{r['host_us']:.0f}"]
     numbers += [f"{r['renewed_ms']:.3f}" if "renewed_ms" in r else "–"]
     numbers += [f"{r['captured_ms']:.3f}" if "captured_ms" in r else "–", f"{r['launches']}", f"{r['peak_mib']:.1f}"]
+    numbers += [f"{r['reserved_mib']:.0f}"]
     return f"| {name} | {title} | {' | '.join(numbers)} |"
 
 
@@ -302,8 +306,8 @@ def main() -> None:
         return
     device = torch.cuda.get_device_name()
     print(f"{datetime.date.today()} {device}, torch {torch.__version__}, {arguments.dtype}")
-    print("| set | optimizer | eager ms | host µs | renewed ms | captured ms | launches | peak MiB |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| set | optimizer | eager ms | host µs | renewed ms | captured ms | launches | peak MiB | reserved MiB |")
+    print("|---|---|---|---|---|---|---|---|---|")
     results = []
     for name in arguments.sets.split(","):
         for title, make in makers.items():

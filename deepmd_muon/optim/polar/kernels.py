@@ -112,6 +112,15 @@ def load_single(row, addresses, r, c):
 
 
 @triton.jit
+def load_upright(row, addresses, r, c):
+    """Load the entries (r, c), as many rows as columns, of a table row's matrix in fp32; not for float64."""
+    tile = load_single(row, addresses, r, c)
+    if tl.load(row + TURNED) != 0:
+        tile = tl.trans(tile)
+    return tile
+
+
+@triton.jit
 def load_double(row, addresses, r, c):
     """Load the entries (r, c) of a table row's matrix in float64; return them and a power of two near the largest.
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,8 +67,23 @@ class Launch:
     half: int = 0
 
 
-# Starts one launch: name, launch, addresses, coefficients, result.
-Start = Callable[[str, Launch, Tensor, Coefficients, Tensor], None]
+class Inputs(NamedTuple):
+    """Where launches find the matrices.
+
+    Attributes
+    ----------
+    addresses
+        Of the tensors, on the device, int64.
+    tensors
+        These themselves; None in a recording, which will find others at the addresses.
+    """
+
+    addresses: Tensor
+    tensors: Sequence[Tensor] | None
+
+
+# Starts one launch: name, launch, inputs, coefficients, result.
+Start = Callable[[str, Launch, Inputs, Coefficients, Tensor], None]
 
 
 @dataclasses.dataclass(eq=False)  # hashed by identity
@@ -132,7 +147,7 @@ def run(name: str, start: Start, matrices: Sequence[Tensor], coefficients: Coeff
             recording = _recording(plan, start, coefficients, stream)
         plan.seen.add((stream, coefficients))  # the first call compiles kernels and is not recorded
     if recording is None:
-        out = _launch_all(plan, start, addresses, coefficients)
+        out = _launch_all(plan, start, Inputs(addresses, matrices), coefficients)
     else:
         graph, kept = recording
         graph.replay()
@@ -144,10 +159,10 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _launch_all(plan: Plan, start: Start, addresses: Tensor, coefficients: Coefficients) -> Tensor:
-    out = torch.empty(plan.out_size, dtype=torch.float32, device=addresses.device)
+def _launch_all(plan: Plan, start: Start, inputs: Inputs, coefficients: Coefficients) -> Tensor:
+    out = torch.empty(plan.out_size, dtype=torch.float32, device=inputs.addresses.device)
     for launch in plan.launches:
-        start(plan.name, launch, addresses, coefficients, out)
+        start(plan.name, launch, inputs, coefficients, out)
     return out
 
 
@@ -159,7 +174,7 @@ def _recording(
     plan.recordings += 1
     addresses = plan.addresses[stream]
     try:
-        return record(lambda: _launch_all(plan, start, addresses, coefficients), addresses.device)
+        return record(lambda: _launch_all(plan, start, Inputs(addresses, None), coefficients), addresses.device)
     except Exception as error:  # whatever a driver raises must not end a training run
         _LOG.warning("%r is launched kernel by kernel, because it could not be recorded: %s", plan.name, error)
         return None
@@ -170,11 +185,11 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 or x.stride(1) == 1 or min(x.shape[1:]) == 1 else x.contiguous()
 
 
-def _start(name: str, launch: Launch, addresses: Tensor, coefficients: Coefficients, out: Tensor) -> None:
+def _start(name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients, out: Tensor) -> None:
     steps = on_device(coefficients, out.device)
     constants = {**launch.constants, "STEPS": len(coefficients)}
     if name == "whole":
-        small_matrices[(launch.grid,)](launch.table, addresses, steps, out, **constants)
+        small_matrices[(launch.grid,)](launch.table, inputs.addresses, steps, out, **constants)
         return
     device = out.device
     half = torch.empty(launch.half, dtype=torch.float16, device=device)
@@ -187,7 +202,14 @@ def _start(name: str, launch: Launch, addresses: Tensor, coefficients: Coefficie
         workspace = (torch.empty(launch.single, dtype=torch.float32, device=device), half, sums, counters)
         kernel = tiles
     kernel[(launch.grid,)](
-        launch.programs, launch.table, addresses, steps, out, *workspace, **constants, launch_cooperative_grid=True
+        launch.programs,
+        launch.table,
+        inputs.addresses,
+        steps,
+        out,
+        *workspace,
+        **constants,
+        launch_cooperative_grid=True,
     )
 
 
@@ -250,6 +272,7 @@ def _one_shape(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
     for (rows, columns, turned), group in groups.items():
         in_a_row = all(p.out == group[0].out + i * rows * columns for i, p in enumerate(group))
         constants = {"rows": rows, "columns": columns, "turned": turned, "place": group[0].out if in_a_row else None}
+        constants["tensor"] = group[0].tensor if len({p.tensor for p in group}) == 1 else None  # all of its matrices
         table = torch.tensor([p.row() for p in group], dtype=torch.int64, device=device)
         launches.append(Launch(0, len(group), table, None, constants))
     return launches

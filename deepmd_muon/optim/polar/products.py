@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deepmd_muon.optim.polar.launches import Launch, on_device, run
+from deepmd_muon.optim.polar.launches import Inputs, Launch, on_device, run
 from deepmd_muon.optim.polar.schedules import Coefficients
 from deepmd_muon.optim.polar.symmetric import (
     ANYWHERE,
+    INPUT,
     NEXT,
+    PRESENT,
     SHARES,
     SQUARE,
     TILES,
+    TURNED_INPUT,
     TURNED_TILES,
     measure,
     normalize,
@@ -178,11 +181,11 @@ def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coeffici
     return run("symmetric", _run, matrices, coefficients)
 
 
-def _run(_name: str, launch: Launch, addresses: Tensor, coefficients: Coefficients, out: Tensor) -> None:
+def _run(_name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients, out: Tensor) -> None:
     """Take the matrices of one shape through all steps."""
     rows, columns = launch.constants["rows"], launch.constants["columns"]
     products = program(coefficients, rows, columns)
-    work = _Work(launch, addresses, products, out)
+    work = _Work(launch, inputs, products, out)
     for k, product in enumerate(products):
         if product.target == "X":
             work.update(k, product, _lift(products[k + 1 :]), last=k + 1 == len(products))
@@ -198,7 +201,7 @@ def _lift(products: Sequence[Product]) -> float:
 class _Work:
     """Workspaces of one shape, and its launches."""
 
-    def __init__(self, launch: Launch, addresses: Tensor, products: tuple[Product, ...], out: Tensor) -> None:
+    def __init__(self, launch: Launch, inputs: Inputs, products: tuple[Product, ...], out: Tensor) -> None:
         rows, columns, count = launch.constants["rows"], launch.constants["columns"], launch.matrices
         self.tiles = tiles_for(rows, columns, count)
         self.exact = rows >= _LARGE
@@ -209,12 +212,18 @@ class _Work:
         half = functools.partial(torch.empty, dtype=torch.float16, device=out.device)
         single = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
         sums = torch.empty(count, int(SHARES.value), 2, dtype=torch.float64, device=out.device)
+        self.factors = single(count, 2)
         self.wide = _lift(products) > _KEEP  # whether X is there in fp32
+        self.input = self._input(launch, inputs.tensors) if self.wide else None
+        keep = self.wide and self.input is None
+        kept = keep or any(_lift(products[k + 1 :]) > _KEEP for k, each in enumerate(products) if each.target == "X")
         iterates = half(2, count * order, width)
-        master = single(count * order, width) if self.wide else iterates[1]
+        master = single(count * order, width) if kept else iterates[1]
         share = (int(SHARES.value), count)
-        measure[share](self.table, addresses, sums, T=64, num_warps=8)
-        normalize[share](self.table, addresses, sums, master, iterates[0], order, width, KEEP=self.wide, T=64)
+        measure[share](self.table, inputs.addresses, sums, T=64, num_warps=8)
+        normalize[share](
+            self.table, inputs.addresses, sums, self.factors, master, iterates[0], order, width, KEEP=keep, T=64
+        )
         names = dict.fromkeys(product.target for product in products if product.target != "X")
         squares = {name: half(count * order, order) for name in names}
         self.diagonals = {name: single(count * order) for name in names}
@@ -231,23 +240,38 @@ class _Work:
         self.half = (order // t * (order // t + 1) // 2, count)
         self.full = (order // down * (width // across), count)
 
-    def _results(self, launch: Launch) -> tuple[int, Any]:
-        """Return how results are written, and what describes them where they are written in tiles.
+    def _input(self, launch: Launch, tensors: Sequence[Tensor] | None) -> tuple[int, Any] | None:
+        """Return how the first update can read the input in tiles, and what describes it; None where it cannot."""
+        number = launch.constants["tensor"]
+        if tensors is None or number is None or tensors[number].dtype != torch.float32:
+            return None
+        x = tensors[number]
+        lying = x if x.stride(2) == 1 else x.mT
+        turned = (lying is x) == (x.shape[1] > x.shape[2])
+        tiled = self._in_tiles(lying.flatten(), lying.shape[1:], turned=turned) if lying.is_contiguous() else None
+        return None if tiled is None else ((TURNED_INPUT if turned else INPUT).value, tiled)
 
-        Tiles need matrices one after the other and rows at multiples of 16 bytes; what they hold beyond the last row
-        must not fall on the next matrix.
-        """
+    def _results(self, launch: Launch) -> tuple[int, Any]:
+        """Return how results are written, and what describes them where they are written in tiles."""
         rows, columns, place = (launch.constants[key] for key in ("rows", "columns", "place"))
         turned = launch.constants["turned"]
-        whole = columns == self.width if turned else rows == self.order
-        if place is None or not whole or (place | (rows if turned else columns)) % 4:
-            return ANYWHERE.value, self.master
-        size = (columns, rows) if turned else (rows, columns)
-        results = self.out[place : place + launch.matrices * rows * columns].view(launch.matrices * size[0], size[1])
-        down, across = self.tiles.update.rows, self.tiles.update.columns // 2
-        if turned:
-            return TURNED_TILES.value, _tiled(results, across, down)
-        return TILES.value, _tiled(results, down, across)
+        if place is not None:
+            results = self.out[place : place + launch.matrices * rows * columns]
+            tiled = self._in_tiles(results, (columns, rows) if turned else (rows, columns), turned=turned)
+            if tiled is not None:
+                return (TURNED_TILES if turned else TILES).value, tiled
+        return ANYWHERE.value, self.master
+
+    def _in_tiles(self, x: Tensor, size: Sequence[int], *, turned: bool) -> Any:
+        """Describe fp32 matrices of one size that lie one after the other in tiles of updates; None where that fails.
+
+        Rows must begin at multiples of 16 bytes, and what tiles hold beyond the last row must not be the next matrix.
+        """
+        rows, columns = size
+        if rows != (self.width if turned else self.order) or columns % 4 or x.data_ptr() % 16:
+            return None
+        block = self.tiles.update.rows, self.tiles.update.columns // 2
+        return _tiled(x.view(-1, columns), *(reversed(block) if turned else block))
 
     def multiply(self, k: int, product: Product) -> None:
         """Start launch `k`, a symmetric product."""
@@ -270,15 +294,16 @@ class _Work:
     def update(self, k: int, product: Product, lift: float, *, last: bool) -> None:
         """Start launch `k`, an update of X, after which steps follow that enlarge what is small by `lift`."""
         tile, keep = self.tiles.update, lift > _KEEP
-        way, wide = self.results if last else (NEXT.value, self.master)
+        read, present = self.input or (PRESENT.value, self.master if self.wide else self.copies[0])
+        write, wide = self.results if last else (NEXT.value, self.master)
         update[self.full](
-            self.lefts[product.left], self.rights[0], self.master if self.wide else self.copies[0], wide,
-            self.copies[1], self.diagonals[product.left], self.table, self.weights, self.out, k, self.order, self.width,
-            WRITE=way, KEEP=keep, CHUNK=_CHUNK if self.exact and lift > _LIFT else 0,
+            self.lefts[product.left], self.rights[0], present, self.factors, wide, self.copies[1],
+            self.diagonals[product.left], self.table, self.weights, self.out, k, self.order, self.width,
+            READ=read, WRITE=write, KEEP=keep, CHUNK=_CHUNK if self.exact and lift > _LIFT else 0,
             NARROW=self.wide and lift > _NARROW, T=tile.rows, N=tile.columns, K=_DEPTH,
-            num_warps=_LAST_WARPS if way == ANYWHERE.value else tile.warps, num_stages=tile.stages,
+            num_warps=_LAST_WARPS if write == ANYWHERE.value else tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-        self.wide = keep
+        self.wide, self.input = keep, None
         for each in (self.sources, self.rights, self.copies):
             each.reverse()  # the copy that was written is the next to be read
 

@@ -5,8 +5,9 @@ as later steps would enlarge what 16 bits leave out of it.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN201
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's.
+# ruff: noqa: ANN001, ANN201, SIM108
+# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and an
+# `if` on a constant must stand alone to leave code out.
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ import triton
 import triton.language as tl
 
 from deepmd_muon.optim.polar.cooperative import merge, norm_of_all
-from deepmd_muon.optim.polar.kernels import COLUMNS, KIND, ROW, ROWS, load_matrix, load_single, store_result
+from deepmd_muon.optim.polar.kernels import (
+    COLUMNS,
+    KIND,
+    ROW,
+    ROWS,
+    load_matrix,
+    load_single,
+    load_upright,
+    store_result,
+)
 
 # Programs that measure or copy one matrix; `norm_of_all` takes no more.
 SHARES = tl.constexpr(128)
@@ -47,19 +57,35 @@ def measure(table, addresses, sums, T: tl.constexpr):
 
 
 @triton.jit
-def normalize(table, addresses, sums, master, iterate, order, width, KEEP: tl.constexpr, T: tl.constexpr):
-    """Write X / ‖X‖ in fp16, with KEEP in fp32, too; (matrices, order, width), with zeros around it."""
+def normalize(table, addresses, sums, factors, master, iterate, order, width, KEEP: tl.constexpr, T: tl.constexpr):
+    """Write X / ‖X‖ in fp16, with KEEP in fp32, too; (matrices, order, width), with zeros around it.
+
+    `factors` (matrices, 2) are what X is multiplied with, one after the other; of float64 matrices they mean nothing.
+    """
     matrix = tl.program_id(1)
     row = table + matrix.to(tl.int64) * ROW
     joint, norm = norm_of_all(sums, matrix * SHARES, SHARES)
+    wide = tl.load(row + KIND) == 1
+    # A power of two that fp32 holds, and the rest: their product may be out of its range.
+    inverse = 1.0 / norm
+    power = (inverse.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
+    power = tl.minimum(tl.maximum(power, 2.0**-126), 2.0**126)
+    first = power.to(tl.float32)
+    second = (inverse / power).to(tl.float32)
+    if tl.program_id(0) == 0:
+        tl.store(factors + 2 * matrix, first)
+        tl.store(factors + 2 * matrix + 1, second)
     t = tl.arange(0, T)
     down = order // T
     base = matrix.to(tl.int64) * order * width
     for number in range(tl.program_id(0), down * (width // T), SHARES):
         r = number % down * T + t
         c = number // down * T + t
-        x, peak = load_matrix(row, addresses, r, c)
-        x = x * (peak / joint / norm).to(tl.float32)
+        if wide:
+            x, peak = load_matrix(row, addresses, r, c)
+            x = x * (peak / joint / norm).to(tl.float32)
+        else:
+            x = load_upright(row, addresses, r, c) * first * second
         where = base + r[:, None].to(tl.int64) * width + c[None, :]
         if KEEP:
             tl.store(master + where, x)
@@ -155,15 +181,17 @@ def precise(squares, rest, r, c, FINE: tl.constexpr):
     return x
 
 
+# What an update reads: X as it was left, or the input in tiles where it lies in memory as X does, or turned.
+PRESENT, INPUT, TURNED_INPUT = (tl.constexpr(i) for i in range(3))
 # What an update writes: the next X, or the result, in tiles where it lies in memory as X does or turned, or anywhere.
 NEXT, ANYWHERE, TILES, TURNED_TILES = (tl.constexpr(i) for i in range(4))
 
 
 @triton.jit(do_not_specialize=["step"])
 def update(
-    polynomial, current, present, master, following, diagonal, table, weights, out, step, order, width,
-    WRITE: tl.constexpr, KEEP: tl.constexpr, CHUNK: tl.constexpr, NARROW: tl.constexpr, T: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr,
+    polynomial, current, present, factors, master, following, diagonal, table, weights, out, step, order, width,
+    READ: tl.constexpr, WRITE: tl.constexpr, KEEP: tl.constexpr, CHUNK: tl.constexpr, NARROW: tl.constexpr,
+    T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Do X ← w₀ X + (D + E) X and write its fp16 copy, with KEEP in fp32, too; the last step writes the result.
 
@@ -173,8 +201,9 @@ def update(
     Tensor cores truncate their sums, and the error of a long one grows with its length; later steps lift what of it
     lies outside of the range of X. With CHUNK > 0 they sum so many terms at a time, and fp32 units add these up.
     `polynomial` describes E in T × K tiles, `current` the fp16 X in K × N tiles; `present`, X in fp32 or the same fp16
-    one, `master`, where X is kept in fp32, and `following`, its next fp16 copy, are described in T × N/2 tiles. Where
-    results are written in tiles, `master` describes those in the last step; in N/2 × T tiles where they are turned.
+    one, `master`, where X is kept in fp32, and `following`, its next fp16 copy, are described in T × N/2 tiles. For the
+    first step `present` may describe the input, of which X is made with `factors`, and in the last one `master` the
+    results; in N/2 × T tiles where these are turned.
     """
     number = tl.program_id(0)
     matrix = tl.program_id(1)
@@ -202,18 +231,23 @@ def update(
     halves = product.reshape(T, 2, N // 2).permute(0, 2, 1).split()
     for side in tl.static_range(2):
         finish(
-            halves[side], a, d, present, master, following, table, matrix, out, top, i * T, j * N + side * (N // 2),
-            width, WRITE, KEEP, NARROW,
+            halves[side], a, d, present, factors, master, following, table, matrix, out, top, i * T,
+            j * N + side * (N // 2), width, READ, WRITE, KEEP, NARROW,
         )  # fmt: skip
 
 
 @triton.jit
 def finish(
-    product, a, d, present, master, following, table, matrix, out, top, r, c, width, WRITE: tl.constexpr,
-    KEEP: tl.constexpr, NARROW: tl.constexpr,
+    product, a, d, present, factors, master, following, table, matrix, out, top, r, c, width, READ: tl.constexpr,
+    WRITE: tl.constexpr, KEEP: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Add a X + D X to half a tile of the product and write it."""
-    x = present.load([top + r, c]).to(tl.float32)
+    if READ == TURNED_INPUT:
+        x = present.load([matrix * width + c, r]).T
+    else:
+        x = present.load([top + r, c]).to(tl.float32)
+    if READ != PRESENT:
+        x = x * tl.load(factors + 2 * matrix) * tl.load(factors + 2 * matrix + 1)
     x = a * x + d * (x.to(tl.float16).to(tl.float32) if NARROW else x) + product
     if WRITE == TILES:
         master.store([top + r, c], x)

@@ -141,6 +141,19 @@ def check_views(way: Way, shape: tuple[int, int], batch: int = 2) -> None:
         assert torch.equal(x, copied)
 
 
+def check_tiles(way: Way, shape: tuple[int, int], batch: int, scales: tuple[float, ...]) -> None:
+    """Tiles read from the input and written to the result give the same bits as all other ways, turned or not."""
+    for scale in scales:
+        base = scale * matrices("gaussian", batch, *shape)
+        expected, other = way(base, base)  # of several tensors: not read in tiles
+        assert torch.equal(bits(expected), bits(other))
+        for x in (base, base.mT.contiguous().mT):
+            for _ in range(3 if way.device == "cuda" else 1):  # the second call is recorded, and the third replayed
+                assert torch.equal(bits(way(x)[0]), bits(expected))
+            if shape[0] != shape[1]:
+                assert torch.equal(bits(way(x.mT)[0].mT), bits(expected))
+
+
 def check_scales(way: Way, shape: tuple[int, int], some: tuple[float, ...] = SCALES) -> None:
     """The scale does not matter, from the smallest to the largest; powers of two do not change a bit.
 

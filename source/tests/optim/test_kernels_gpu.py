@@ -16,6 +16,7 @@ from kernel_cases import (
     check_scales,
     check_signs,
     check_special_values,
+    check_tiles,
     check_views,
     fits,
 )
@@ -66,6 +67,11 @@ def test_batches(case):
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_views(case):
     check_views(Way(case[0], "cuda"), case[1])
+
+
+@pytest.mark.parametrize("shape", [(2, 128, 128), (2, 256, 768), (8, 1024, 4096), (1, 4096, 4096), (3, 2048, 8192)])
+def test_results_and_inputs_in_tiles(shape):
+    check_tiles(Way("symmetric", "cuda"), shape[1:], shape[0], (1.0, 2.0**-100, 1e30))
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)

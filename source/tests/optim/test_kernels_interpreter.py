@@ -59,6 +59,7 @@ if INSIDE:
         check_scales,
         check_signs,
         check_special_values,
+        check_tiles,
         check_views,
     )
 
@@ -140,6 +141,12 @@ def test_views(name):
     check_views(Way(name, "cpu"), (6, 9), batch=1)
     if name == "whole":
         check_views(Way(name, "cpu"), (33, 20))
+
+
+@interpreted
+@pytest.mark.parametrize(("shape", "scale"), [((64, 64), 1e30), ((128, 64), 1.0), ((64, 140), 1.0)])
+def test_results_and_inputs_in_tiles(shape, scale):
+    check_tiles(Way("symmetric", "cpu"), shape, 2 if shape[0] == shape[1] else 1, (scale,))
 
 
 @interpreted

@@ -91,7 +91,7 @@ def test_what_graphs_read_outlives_the_caches(monkeypatch):
     """A captured graph may be replayed when its shapes have long been forgotten."""
     read = []
 
-    def start(name, launch, addresses, coefficients, out):
+    def start(name, launch, inputs, coefficients, out):
         read.extend(weakref.ref(x) for x in (launch.table, launches.on_device(coefficients, out.device)))
 
     def run(shape, coefficients, *, capturing):
