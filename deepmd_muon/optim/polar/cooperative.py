@@ -59,9 +59,9 @@ def merge(largest, squares, other_largest, other_squares):
 
 
 @triton.jit
-def norm_of_all(sums, first, count):
-    """Return the largest magnitude of a whole matrix and its norm relative to that, from each program's share."""
-    i = tl.arange(0, MOST)
+def norm_of_all(sums, first, count, ROOM: tl.constexpr):
+    """Return the largest magnitude of a whole matrix and its norm relative to that, from at most ROOM shares."""
+    i = tl.arange(0, ROOM)
     inside = i < count
     largest = tl.load(sums + 2 * (first + i), mask=inside, other=0.0)
     squares = tl.load(sums + 2 * (first + i) + 1, mask=inside, other=0.0)
@@ -149,7 +149,7 @@ def tiles(
     tl.store(sums + 2 * (first + rank), largest)
     tl.store(sums + 2 * (first + rank) + 1, squares)
     meet(counter, count)
-    joint, norm = norm_of_all(sums, first, count)
+    joint, norm = norm_of_all(sums, first, count, MOST)
     for number in range(rank, down * along, count):
         r = number % down * T + t
         c = number // down * T + t
@@ -212,7 +212,7 @@ def strip(
     tl.store(sums + 2 * (first + rank), power)
     tl.store(sums + 2 * (first + rank) + 1, tl.sum(scaled * scaled))
     meet(counter, count)
-    joint, norm = norm_of_all(sums, first, count)
+    joint, norm = norm_of_all(sums, first, count, MOST)
     x = (scaled * (power / joint / norm)).to(tl.float32)
     arrivals = count
     for k in range(STEPS):

@@ -18,7 +18,6 @@ from deepmd_muon.optim.polar.symmetric import (
     INPUT,
     NEXT,
     PRESENT,
-    SHARES,
     SQUARE,
     TILES,
     TURNED_INPUT,
@@ -74,6 +73,7 @@ _LONG = 4  # steps of a segment whose matrices are all fine; of shorter ones the
 _NARROW = 5.0  # D is multiplied with the fp16 X where later steps enlarge what is small by more than this
 _KEEP = 50.0  # X stays in fp32 where later steps enlarge what is small by more than this
 _MULTIPROCESSORS = 132
+_MOST_SHARES = (64, 512)  # programs that measure or copy a matrix: of many, of few
 
 
 @functools.lru_cache(maxsize=256)
@@ -198,6 +198,11 @@ def _lift(products: Sequence[Product]) -> float:
     return math.prod(product.weights[0] for product in products if product.target == "X")
 
 
+def _shares(count: int) -> int:
+    """Return how many programs measure and copy each of so many matrices, a power of two."""
+    return 1 << (max(_MOST_SHARES[0], min(_MOST_SHARES[1], 1024 // count)).bit_length() - 1)
+
+
 class _Work:
     """Workspaces of one shape, and its launches."""
 
@@ -211,7 +216,8 @@ class _Work:
         self.weights = on_device(tuple(product.weights for product in products), out.device)
         half = functools.partial(torch.empty, dtype=torch.float16, device=out.device)
         single = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
-        sums = torch.empty(count, int(SHARES.value), 2, dtype=torch.float64, device=out.device)
+        shares = _shares(count) if out.is_cuda else 4  # an interpreter runs programs one after the other
+        sums = torch.empty(count, shares, 2, dtype=torch.float64, device=out.device)
         self.factors = single(count, 2)
         self.wide = _lift(products) > _KEEP  # whether X is there in fp32
         self.input = self._input(launch, inputs.tensors) if self.wide else None
@@ -219,11 +225,11 @@ class _Work:
         kept = keep or any(_lift(products[k + 1 :]) > _KEEP for k, each in enumerate(products) if each.target == "X")
         iterates = half(2, count * order, width)
         master = single(count * order, width) if kept else iterates[1]
-        share = (int(SHARES.value), count)
-        measure[share](self.table, inputs.addresses, sums, T=64, num_warps=8)
-        normalize[share](
-            self.table, inputs.addresses, sums, self.factors, master, iterates[0], order, width, KEEP=keep, T=64
-        )
+        measure[shares, count](self.table, inputs.addresses, sums, SHARES=shares, T=64, num_warps=8)
+        normalize[shares, count](
+            self.table, inputs.addresses, sums, self.factors, master, iterates[0], order, width, KEEP=keep,
+            SHARES=shares, T=64,
+        )  # fmt: skip
         names = dict.fromkeys(product.target for product in products if product.target != "X")
         squares = {name: half(count * order, order) for name in names}
         self.diagonals = {name: single(count * order) for name in names}

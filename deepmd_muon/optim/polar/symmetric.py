@@ -26,12 +26,9 @@ from deepmd_muon.optim.polar.kernels import (
     store_result,
 )
 
-# Programs that measure or copy one matrix; `norm_of_all` takes no more.
-SHARES = tl.constexpr(128)
-
 
 @triton.jit
-def measure(table, addresses, sums, T: tl.constexpr):
+def measure(table, addresses, sums, SHARES: tl.constexpr, T: tl.constexpr):
     """Store this program's share of each matrix's norm."""
     matrix = tl.program_id(1)
     row = table + matrix.to(tl.int64) * ROW
@@ -57,14 +54,17 @@ def measure(table, addresses, sums, T: tl.constexpr):
 
 
 @triton.jit
-def normalize(table, addresses, sums, factors, master, iterate, order, width, KEEP: tl.constexpr, T: tl.constexpr):
+def normalize(
+    table, addresses, sums, factors, master, iterate, order, width, KEEP: tl.constexpr, SHARES: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
     """Write X / ‖X‖ in fp16, with KEEP in fp32, too; (matrices, order, width), with zeros around it.
 
     `factors` (matrices, 2) are what X is multiplied with, one after the other; of float64 matrices they mean nothing.
     """
     matrix = tl.program_id(1)
     row = table + matrix.to(tl.int64) * ROW
-    joint, norm = norm_of_all(sums, matrix * SHARES, SHARES)
+    joint, norm = norm_of_all(sums, matrix * SHARES, SHARES, SHARES)
     wide = tl.load(row + KIND) == 1
     # A power of two that fp32 holds, and the rest: their product may be out of its range.
     inverse = 1.0 / norm
@@ -248,7 +248,8 @@ def finish(
         x = present.load([top + r, c]).to(tl.float32)
     if READ != PRESENT:
         x = x * tl.load(factors + 2 * matrix) * tl.load(factors + 2 * matrix + 1)
-    x = a * x + d * (x.to(tl.float16).to(tl.float32) if NARROW else x) + product
+    # Sums are rounded alike in all variants of the kernel.
+    x = tl.fma(x, a, tl.fma(x.to(tl.float16).to(tl.float32) if NARROW else x, d, product))
     if WRITE == TILES:
         master.store([top + r, c], x)
     elif WRITE == TURNED_TILES:

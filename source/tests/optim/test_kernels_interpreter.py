@@ -45,7 +45,6 @@ def test_kernels_in_the_interpreter(file):
 
 
 if INSIDE:
-    import triton.language as tl
     from kernel_cases import (
         SCALES,
         SHAPES,
@@ -63,11 +62,9 @@ if INSIDE:
         check_views,
     )
 
-    from deepmd_muon.optim.polar import products, symmetric
+    from deepmd_muon.optim.polar import products
     from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS
 
-    for module in (products, symmetric):
-        module.SHARES = tl.constexpr(4)  # of 128 programs that measure and copy a matrix; 0.1 s instead of 1 s each
     SMALL = tuple(shape for shape in SHAPES if max(shape) <= 65)
     FEW = ("rank8", "log5", "log8")
     WHOLE, STRIPS, TILES, SYMMETRIC, DEFAULT = (
