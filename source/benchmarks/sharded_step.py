@@ -6,7 +6,7 @@ Three parts, `--parts` chooses:
 
 step    Parameters are sharded by FSDP2 (`fully_shard`, Shard(0)); gradients are random DTensors that stand ready, so
         that the time of a step is all exposed: nothing hides it. Time is the median over steps of the slowest rank, by
-        CUDA events around `step()`, and by the host's clock from its call to the device's end. Agreement is measured
+        CUDA events around `step()`, and by the host's clock from its call to the device's end and to its return. Agreement is measured
         against one GPU that steps the same parameters whole. torch.optim.Muon (`--peers`) takes the matrices (AdamW
         the rest) through DTensor's implicit communication, where that runs.
 wire    The bytes that a step hands to its collectives for other ranks, beside the plan's figure, rank by rank.
@@ -90,11 +90,11 @@ def give_gradients(model: Parameters, device: torch.device) -> None:
         p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
 
 
-def seconds(step: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float]:
-    """Return the slowest rank's median (GPU ms, host-to-end ms) of a step."""
+def seconds(step: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float, float]:
+    """Return the slowest rank's median (GPU ms, host-to-end ms, host-to-return ms) of a step."""
     for _ in range(3):
         step()
-    gpu, host = [], []
+    gpu, host, returned = [], [], []
     for _ in range(repeats):
         dist.barrier()
         if device.type == "cuda":
@@ -104,16 +104,18 @@ def seconds(step: Callable[[], Any], device: torch.device, repeats: int) -> tupl
             begin.record()
             step()
             end.record()
+            returned.append((time.perf_counter() - start) * 1e3)
             torch.cuda.synchronize()
             gpu.append(begin.elapsed_time(end))
         else:
             start = time.perf_counter()
             step()
             gpu.append((time.perf_counter() - start) * 1e3)
+            returned.append(gpu[-1])
         host.append((time.perf_counter() - start) * 1e3)
-    medians = torch.tensor([sorted(gpu)[repeats // 2], sorted(host)[repeats // 2]], device=device)
+    medians = torch.tensor([sorted(times)[repeats // 2] for times in (gpu, host, returned)], device=device)
     dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-    return float(medians[0]), float(medians[1])
+    return float(medians[0]), float(medians[1]), float(medians[2])
 
 
 def torch_muon(model: Parameters) -> Callable[[], None]:
@@ -140,6 +142,8 @@ def contestants(model: Parameters, *, peers: bool) -> dict[str, Callable[[], Cal
         "HybridMuon": hybrid(),
         "HybridMuon, 16-bit return": hybrid(return_dtype="bfloat16"),
         "HybridMuon, one slot (nothing overlaps)": hybrid(slots=1),
+        "HybridMuon, buckets of 64 MiB": hybrid(bucket_bytes=64 * 2**20),
+        "HybridMuon, buckets of 128 MiB": hybrid(bucket_bytes=128 * 2**20),
         "HybridMuon, offload": lambda: HybridMuon(model.named(), lr=1e-3, offload=True).step,
         "HybridMuon, gather everywhere": hybrid(exchange="reference"),
     }
@@ -235,7 +239,7 @@ def loop_times(name: str, args: argparse.Namespace, mesh: Any, device: torch.dev
                 optimizer.step()
             model.zero_grad()
 
-        _, host = seconds(turn, device, args.repeats)
+        _, host, _ = seconds(turn, device, args.repeats)
         exposed = host - found[0]["ms"] if found else 0.0
         found.append({"loop": name, "optimizer": title, "ms": host, "exposed_ms": exposed})
         del model, optimizer, turn
@@ -306,7 +310,7 @@ def step_times(name: str, shapes: Shapes, args: argparse.Namespace, mesh: Any, d
         model = _sharded(shapes, mesh, device)
         give_gradients(model, device)
         before = torch.cuda.memory_allocated() if on_gpu else 0
-        held = gpu = host = peak = float("nan")
+        held = gpu = host = returned = peak = float("nan")
         try:
             step = contestants(model, peers=args.peers)[title]()
             step()
@@ -314,11 +318,12 @@ def step_times(name: str, shapes: Shapes, args: argparse.Namespace, mesh: Any, d
                 torch.cuda.synchronize()
                 held = (torch.cuda.memory_allocated() - before) / 2**20
                 torch.cuda.reset_peak_memory_stats()
-            gpu, host = seconds(step, device, args.repeats)
+            gpu, host, returned = seconds(step, device, args.repeats)
             peak = (torch.cuda.max_memory_allocated() - before) / 2**20 - held if on_gpu else float("nan")
         except (RuntimeError, NotImplementedError, AssertionError, TypeError) as error:
             title = f"{title} ({str(error).splitlines()[0][:80]})"
         entry = {"set": name, "ranks": dist.get_world_size(), "optimizer": title, "gpu_ms": gpu, "host_ms": host}
+        entry["returned_ms"] = returned
         results.append({**entry, "held_mib": held, "peak_mib": peak, "disagreement": difference})
         del model
     plan = HybridMuon(_sharded(shapes, mesh, device).named(), lr=1e-3).plan
@@ -330,12 +335,15 @@ def step_times(name: str, shapes: Shapes, args: argparse.Namespace, mesh: Any, d
 def report(steps: list[Any], wires: list[Any], loops: list[Any]) -> None:
     """Print the tables."""
     if steps:
-        print("\n| set | optimizer | GPU ms | host ms | held MiB | peak MiB beside | differs from one GPU |")
-        print("|---|---|---|---|---|---|---|")
+        print(
+            "\n| set | optimizer | GPU ms | host ms | returns ms | held MiB | peak MiB beside | differs from one GPU |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
     for e in steps:
         ours = f"{e['disagreement']:.1e}" if e["optimizer"] == "HybridMuon" else ""
         sizes = f"{e['held_mib']:.0f} | {e['peak_mib']:.0f}"
-        print(f"| {e['set']} | {e['optimizer']} | {e['gpu_ms']:.2f} | {e['host_ms']:.2f} | {sizes} | {ours} |")
+        times = " | ".join(f"{e[key]:.2f}" for key in ("gpu_ms", "host_ms", "returned_ms"))
+        print(f"| {e['set']} | {e['optimizer']} | {times} | {sizes} | {ours} |")
     if wires:
         print("\n| set | wire | rank | bytes sent | planned | collectives | planned | others |")
         print("|---|---|---|---|---|---|---|---|")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -65,6 +66,28 @@ class Launch:
     constants: dict[str, Any]
     single: int = 0
     half: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The matrices of one tensor in a batch.
+
+    Attributes
+    ----------
+    tensor
+        Its number.
+    count
+        How many.
+    place
+        Where their results lie, one after the other, in elements.
+    turned
+        Whether results have the smaller dimension as columns.
+    """
+
+    tensor: int
+    count: int
+    place: int
+    turned: bool
 
 
 class Inputs(NamedTuple):
@@ -264,17 +287,17 @@ def plan_for(name: str, geometry: Geometry, device: torch.device) -> Plan:
 
 
 def _one_shape(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
-    """Make one batch of each shape; turned ones apart, so that results of a batch can be written in tiles."""
-    groups: dict[tuple[int, int, bool], list[Piece]] = {}
+    """Make one batch of each shape."""
+    groups: dict[tuple[int, int], list[Piece]] = {}
     for p in pieces:
-        groups.setdefault((p.rows, p.columns, p.out_row == 1), []).append(p)
+        groups.setdefault((p.rows, p.columns), []).append(p)
     launches = []
-    for (rows, columns, turned), group in groups.items():
-        in_a_row = all(p.out == group[0].out + i * rows * columns for i, p in enumerate(group))
-        constants = {"rows": rows, "columns": columns, "turned": turned, "place": group[0].out if in_a_row else None}
-        constants["tensor"] = group[0].tensor if len({p.tensor for p in group}) == 1 else None  # all of its matrices
+    for (rows, columns), group in groups.items():
+        counts = Counter(p.tensor for p in group)
+        firsts = {p.tensor: p for p in reversed(group)}
+        spans = [Span(n, counts[n], firsts[n].out, firsts[n].out_row == 1) for n in counts]
         table = torch.tensor([p.row() for p in group], dtype=torch.int64, device=device)
-        launches.append(Launch(0, len(group), table, None, constants))
+        launches.append(Launch(0, len(group), table, None, {"rows": rows, "columns": columns, "spans": spans}))
     return launches
 
 

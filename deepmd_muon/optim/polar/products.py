@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deepmd_muon.optim.polar.launches import Inputs, Launch, on_device, run
+from deepmd_muon.optim.polar.launches import Inputs, Launch, Span, on_device, run
 from deepmd_muon.optim.polar.schedules import Coefficients
 from deepmd_muon.optim.polar.symmetric import (
     ANYWHERE,
@@ -73,6 +73,7 @@ _LONG = 4  # steps of a segment whose matrices are all fine; of shorter ones the
 _NARROW = 5.0  # D is multiplied with the fp16 X where later steps enlarge what is small by more than this
 _KEEP = 50.0  # X stays in fp32 where later steps enlarge what is small by more than this
 _MULTIPROCESSORS = 132
+_MOST_SPANS = 2  # tensors of a batch for each of which the first and the last update are launched
 _MOST_SHARES = (64, 512)  # programs that measure or copy a matrix: of many, of few
 
 
@@ -208,6 +209,7 @@ class _Work:
 
     def __init__(self, launch: Launch, inputs: Inputs, products: tuple[Product, ...], out: Tensor) -> None:
         rows, columns, count = launch.constants["rows"], launch.constants["columns"], launch.matrices
+        self.rows, self.columns, self.count = rows, columns, count
         self.tiles = tiles_for(rows, columns, count)
         self.exact = rows >= _LARGE
         self.order = order = -(-rows // self.tiles.rows) * self.tiles.rows
@@ -220,8 +222,10 @@ class _Work:
         sums = torch.empty(count, shares, 2, dtype=torch.float64, device=out.device)
         self.factors = single(count, 2)
         self.wide = _lift(products) > _KEEP  # whether X is there in fp32
-        self.input = self._input(launch, inputs.tensors) if self.wide else None
-        keep = self.wide and self.input is None
+        spans = launch.constants["spans"]
+        self.spans: Sequence[Span] = spans if len(spans) <= _MOST_SPANS else ()
+        self.inputs = self._inputs(inputs.tensors) if self.wide else []
+        keep = self.wide and not self.inputs
         kept = keep or any(_lift(products[k + 1 :]) > _KEEP for k, each in enumerate(products) if each.target == "X")
         iterates = half(2, count * order, width)
         master = single(count * order, width) if kept else iterates[1]
@@ -242,31 +246,30 @@ class _Work:
         self.sources = [_tiled(x, t, _DEPTH) for x in iterates]
         self.rights = [_tiled(x, _DEPTH, across) for x in iterates]
         self.master, *self.copies = (_tiled(x, down, across // 2) for x in (master, *iterates))
-        self.results = self._results(launch)
         self.half = (order // t * (order // t + 1) // 2, count)
-        self.full = (order // down * (width // across), count)
 
-    def _input(self, launch: Launch, tensors: Sequence[Tensor] | None) -> tuple[int, Any] | None:
-        """Return how the first update can read the input in tiles, and what describes it; None where it cannot."""
-        number = launch.constants["tensor"]
-        if tensors is None or number is None or tensors[number].dtype != torch.float32:
-            return None
-        x = tensors[number]
-        lying = x if x.stride(2) == 1 else x.mT
-        turned = (lying is x) == (x.shape[1] > x.shape[2])
-        tiled = self._in_tiles(lying.flatten(), lying.shape[1:], turned=turned) if lying.is_contiguous() else None
-        return None if tiled is None else ((TURNED_INPUT if turned else INPUT).value, tiled)
+    def _inputs(self, tensors: Sequence[Tensor] | None) -> list[tuple[int, Any]]:
+        """Return how the first update can read each span in tiles, and what describes it; nothing where it cannot."""
+        found: list[tuple[int, Any]] = []
+        for x in [tensors[span.tensor] for span in self.spans] if tensors is not None else []:
+            lying = x if x.stride(2) == 1 else x.mT
+            if x.dtype != torch.float32 or not lying.is_contiguous():
+                return []
+            turned = (lying is x) == (x.shape[1] > x.shape[2])
+            tiled = self._in_tiles(lying.flatten(), lying.shape[1:], turned=turned)
+            if tiled is None:
+                return []
+            found.append(((TURNED_INPUT if turned else INPUT).value, tiled))
+        return found
 
-    def _results(self, launch: Launch) -> tuple[int, Any]:
+    def _results(self, span: Span) -> tuple[int, Any]:
         """Return how results are written, and what describes them where they are written in tiles."""
-        rows, columns, place = (launch.constants[key] for key in ("rows", "columns", "place"))
-        turned = launch.constants["turned"]
-        if place is not None:
-            results = self.out[place : place + launch.matrices * rows * columns]
-            tiled = self._in_tiles(results, (columns, rows) if turned else (rows, columns), turned=turned)
-            if tiled is not None:
-                return (TURNED_TILES if turned else TILES).value, tiled
-        return ANYWHERE.value, self.master
+        size = (self.columns, self.rows) if span.turned else (self.rows, self.columns)
+        results = self.out[span.place : span.place + span.count * self.rows * self.columns]
+        tiled = self._in_tiles(results, size, turned=span.turned)
+        if tiled is None:
+            return ANYWHERE.value, self.master
+        return (TURNED_TILES if span.turned else TILES).value, tiled
 
     def _in_tiles(self, x: Tensor, size: Sequence[int], *, turned: bool) -> Any:
         """Describe fp32 matrices of one size that lie one after the other in tiles of updates; None where that fails.
@@ -298,18 +301,31 @@ class _Work:
         )  # fmt: skip
 
     def update(self, k: int, product: Product, lift: float, *, last: bool) -> None:
-        """Start launch `k`, an update of X, after which steps follow that enlarge what is small by `lift`."""
+        """Start an update of X with weights `k`, after which steps follow that enlarge what is small by `lift`.
+
+        The first and the last are launches for each span where inputs or results are in tiles.
+        """
         tile, keep = self.tiles.update, lift > _KEEP
-        read, present = self.input or (PRESENT.value, self.master if self.wide else self.copies[0])
-        write, wide = self.results if last else (NEXT.value, self.master)
-        update[self.full](
-            self.lefts[product.left], self.rights[0], present, self.factors, wide, self.copies[1],
-            self.diagonals[product.left], self.table, self.weights, self.out, k, self.order, self.width,
-            READ=read, WRITE=write, KEEP=keep, CHUNK=_CHUNK if self.exact and lift > _LIFT else 0,
-            NARROW=self.wide and lift > _NARROW, T=tile.rows, N=tile.columns, K=_DEPTH,
-            num_warps=_LAST_WARPS if write == ANYWHERE.value else tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-        self.wide, self.input = keep, None
+        across = self.order // tile.rows * (self.width // tile.columns)
+        first = 0
+        spans = self.spans if self.inputs or last else ()
+        for i, span in enumerate(spans or [None]):
+            count = self.count if span is None else span.count
+            read, present = PRESENT.value, self.master if self.wide else self.copies[0]
+            write, wide = (ANYWHERE if last else NEXT).value, self.master
+            if self.inputs:
+                read, present = self.inputs[i]
+            if last and span is not None:
+                write, wide = self._results(span)
+            update[across, count](
+                self.lefts[product.left], self.rights[0], present, self.factors, wide, self.copies[1],
+                self.diagonals[product.left], self.table, self.weights, self.out, k, first, self.order, self.width,
+                READ=read, WRITE=write, KEEP=keep, CHUNK=_CHUNK if self.exact and lift > _LIFT else 0,
+                NARROW=self.wide and lift > _NARROW, T=tile.rows, N=tile.columns, K=_DEPTH,
+                num_warps=_LAST_WARPS if write == ANYWHERE.value else tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+            first += count
+        self.wide, self.inputs = keep, []
         for each in (self.sources, self.rights, self.copies):
             each.reverse()  # the copy that was written is the next to be read
 

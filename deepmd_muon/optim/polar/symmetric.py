@@ -5,7 +5,7 @@ as later steps would enlarge what 16 bits leave out of it.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN201, SIM108
+# ruff: noqa: ANN001, ANN201
 # Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and an
 # `if` on a constant must stand alone to leave code out.
 
@@ -187,13 +187,15 @@ PRESENT, INPUT, TURNED_INPUT = (tl.constexpr(i) for i in range(3))
 NEXT, ANYWHERE, TILES, TURNED_TILES = (tl.constexpr(i) for i in range(4))
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(do_not_specialize=["step", "first"])
 def update(
-    polynomial, current, present, factors, master, following, diagonal, table, weights, out, step, order, width,
-    READ: tl.constexpr, WRITE: tl.constexpr, KEEP: tl.constexpr, CHUNK: tl.constexpr, NARROW: tl.constexpr,
+    polynomial, current, present, factors, master, following, diagonal, table, weights, out, step, first, order,
+    width, READ: tl.constexpr, WRITE: tl.constexpr, KEEP: tl.constexpr, CHUNK: tl.constexpr, NARROW: tl.constexpr,
     T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Do X ← w₀ X + (D + E) X and write its fp16 copy, with KEEP in fp32, too; the last step writes the result.
+
+    The grid's second axis counts matrices from the `first` on.
 
     E is multiplied with the fp16 copy. With NARROW, D is, too: where X has no part, a polynomial in X Xᵀ has none
     either, but only as a whole. Otherwise D is multiplied with the fp32 X, which saves most of the copy's error.
@@ -202,11 +204,11 @@ def update(
     lies outside of the range of X. With CHUNK > 0 they sum so many terms at a time, and fp32 units add these up.
     `polynomial` describes E in T × K tiles, `current` the fp16 X in K × N tiles; `present`, X in fp32 or the same fp16
     one, `master`, where X is kept in fp32, and `following`, its next fp16 copy, are described in T × N/2 tiles. For the
-    first step `present` may describe the input, of which X is made with `factors`, and in the last one `master` the
-    results; in N/2 × T tiles where these are turned.
+    first step `present` may describe the inputs from the `first` on, of which X is made with `factors`, and in the last
+    one `master` their results; in N/2 × T tiles where these are turned.
     """
     number = tl.program_id(0)
-    matrix = tl.program_id(1)
+    matrix = first + tl.program_id(1)
     down = order // T
     along = width // N
     # Programs that run together share rows and columns in the cache: 8 rows of tiles at a time.
@@ -231,19 +233,23 @@ def update(
     halves = product.reshape(T, 2, N // 2).permute(0, 2, 1).split()
     for side in tl.static_range(2):
         finish(
-            halves[side], a, d, present, factors, master, following, table, matrix, out, top, i * T,
+            halves[side], a, d, present, factors, master, following, table, matrix, out, order, i * T,
             j * N + side * (N // 2), width, READ, WRITE, KEEP, NARROW,
         )  # fmt: skip
 
 
 @triton.jit
 def finish(
-    product, a, d, present, factors, master, following, table, matrix, out, top, r, c, width, READ: tl.constexpr,
+    product, a, d, present, factors, master, following, table, matrix, out, order, r, c, width, READ: tl.constexpr,
     WRITE: tl.constexpr, KEEP: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Add a X + D X to half a tile of the product and write it."""
+    top = matrix * order
+    here = tl.program_id(1) * order
     if READ == TURNED_INPUT:
-        x = present.load([matrix * width + c, r]).T
+        x = present.load([tl.program_id(1) * width + c, r]).T
+    elif READ == INPUT:
+        x = present.load([here + r, c])
     else:
         x = present.load([top + r, c]).to(tl.float32)
     if READ != PRESENT:
@@ -251,9 +257,9 @@ def finish(
     # Sums are rounded alike in all variants of the kernel.
     x = tl.fma(x, a, tl.fma(x.to(tl.float16).to(tl.float32) if NARROW else x, d, product))
     if WRITE == TILES:
-        master.store([top + r, c], x)
+        master.store([here + r, c], x)
     elif WRITE == TURNED_TILES:
-        master.store([matrix * width + c, r], x.T)
+        master.store([tl.program_id(1) * width + c, r], x.T)
     elif WRITE == ANYWHERE:
         down = r + tl.arange(0, product.shape[0])
         across = c + tl.arange(0, product.shape[1])

@@ -145,8 +145,11 @@ def check_tiles(way: Way, shape: tuple[int, int], batch: int, scales: tuple[floa
     """Tiles read from the input and written to the result give the same bits as all other ways, turned or not."""
     for scale in scales:
         base = scale * matrices("gaussian", batch, *shape)
-        expected, other = way(base, base)  # of several tensors: not read in tiles
-        assert torch.equal(bits(expected), bits(other))
+        expected, *others = way(base, base, base)  # of so many tensors: not read in tiles
+        pairs = [base, base.mT] if shape[0] != shape[1] else [base, base.mT.contiguous().mT]
+        two = way(*pairs)
+        for other in (*others, two[0], two[1] if two[1].shape == base.shape else two[1].mT):
+            assert torch.equal(bits(expected), bits(other))
         for x in (base, base.mT.contiguous().mT):
             for _ in range(3 if way.device == "cuda" else 1):  # the second call is recorded, and the third replayed
                 assert torch.equal(bits(way(x)[0]), bits(expected))
