@@ -6,9 +6,9 @@ Three parts, `--parts` chooses:
 
 step    Parameters are sharded by FSDP2 (`fully_shard`, Shard(0)); gradients are random DTensors that stand ready, so
         that the time of a step is all exposed: nothing hides it. Time is the median over steps of the slowest rank, by
-        CUDA events around `step()`, and by the host's clock from its call to the device's end and to its return. Agreement is measured
-        against one GPU that steps the same parameters whole. torch.optim.Muon (`--peers`) takes the matrices (AdamW
-        the rest) through DTensor's implicit communication, where that runs.
+        CUDA events around `step()`, and by the host's clock from its call to the device's end and to its return.
+        Agreement is measured against one GPU that steps the same parameters whole. torch.optim.Muon (`--peers`) takes
+        the matrices (AdamW the rest) through DTensor's implicit communication, where that runs.
 wire    The bytes that a step hands to its collectives for other ranks, beside the plan's figure, rank by rank.
 loop    Forward pass, backward pass and step of models under FSDP2: transformer blocks (each a unit) of bfloat16
         products, and a small network of a molecular model's parameters. The exposed time of an optimizer is a

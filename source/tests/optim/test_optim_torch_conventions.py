@@ -448,3 +448,34 @@ def test_name_keyed_states_load_into_a_reordered_optimizer():
     for p in model.parameters():
         for key, value in optimizer.state[p].items():
             assert torch.equal(value, reordered.state[p][key])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({}, {"magma_muon": False, "foreach": False}, {"offload": True}, {"workspace": 64}, {"muon_mode": "flat"}),
+        *({"splits": ["e: rows 2"]}, {"on_nonfinite": "skip"}, {"deepmd_kit_arithmetic": True}),
+    ],
+    ids=str,
+)
+def test_the_default_device_does_not_matter(settings):
+    """Scripts set it to a GPU, where tensors that belong on the host would be made: "meta" holds no numbers at all."""
+    results = []
+    for default in ("cpu", "meta"):
+        random = torch.Generator("cpu").manual_seed(0)
+        named = {"a": (8, 16), "b": (16,), "e": (3, 4, 6)}
+        params = {
+            name: torch.nn.Parameter(torch.randn(shape, generator=random, device="cpu"))
+            for name, shape in named.items()
+        }
+        with torch.device(default):
+            optimizer = HybridMuon(params.items(), lr=0.1, **settings)
+            for step in range(4):
+                for p in params.values():
+                    p.grad = torch.randn(p.shape, generator=random, device="cpu")
+                optimizer.step()
+                if step == 1:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        results.append([p.detach() for p in params.values()])
+    for p, q in zip(*results, strict=True):
+        assert torch.equal(p, q)
