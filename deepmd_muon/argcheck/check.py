@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from deepmd_muon.argcheck.errors import Problem
 from deepmd_muon.argcheck.schema import Foreign, Key, foreign_of, rules_of, tree
 from deepmd_muon.argcheck.values import Mismatch, convert, describe, shown
-from deepmd_muon.optim.setting import Setting
+from deepmd_muon.optim.setting import Setting, one_of
 
 T = TypeVar("T")
 Path = tuple[str, ...]
@@ -101,10 +101,10 @@ class _Walk:
     def kind(self, key: Key, given: dict[Any, Any], path: Path) -> Key | None:
         """Return the kind that a section's `type` names."""
         assert key.variants is not None
-        names = ", ".join(map(repr, key.kinds))
+        wanted = one_of(key.kinds)
         if "type" not in given:
             if key.variants.default is None:
-                self.problem((*path, "type"), f"is missing; give one of {names}")
+                self.problem((*path, "type"), f"is missing; give {wanted}")
                 return None
             return key.kinds[key.variants.default]
         name = given["type"]
@@ -114,7 +114,7 @@ class _Walk:
                 return kind
         near = difflib.get_close_matches(str(name), [*key.kinds, *key.variants.alias], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        self.problem((*path, "type"), f"must be one of {names}; found {shown(name)}{hint}")
+        self.problem((*path, "type"), f"must be {wanted}; found {shown(name)}{hint}")
         return None
 
     def spellings(self, kind: Key, given: dict[Any, Any], path: Path, *, tagged: bool) -> dict[str, str]:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal
 
 from deepmd_muon.argcheck.json_schema import json_schema
@@ -107,8 +107,7 @@ def _section(key: Key, path: tuple[str, ...], level: int) -> Iterator[_Block]:
         yield from _entries_of(key, path, level)
         return
     default = f", default {_json(key.variants.default)}" if key.variants.default else ", required"
-    names = ", ".join(_json(name) for name in key.kinds)
-    yield _Entry("type", f"one of {names}{default}", "Kind of the section; the other keys depend on it.")
+    yield _Entry("type", _one_of(key.kinds) + default, "Kind of the section; the other keys depend on it.")
     for name, kind in key.kinds.items():
         alias = f" (also {', '.join(map(_json, kind.alias))})" if kind.alias else ""
         yield _Heading(level + 1, f"{'/'.join(path)} with type {_json(name)}{alias}")
@@ -121,8 +120,7 @@ def _facts(key: Key) -> Iterator[str]:
     setting = key.setting
     one_type = describe(key.annotation)
     if setting.choices is not None:
-        one_type = f"one of {', '.join(map(_json, setting.choices))}"
-        one_type = one_type if len(setting.choices) > 1 else f"only {_json(setting.choices[0])}"
+        one_type = _one_of(setting.choices)
     elif setting.forms:
         one_type = setting.forms
     elif setting.lone:
@@ -137,6 +135,11 @@ def _facts(key: Key) -> Iterator[str]:
         yield f"default {_json(thaw(key.value))}"
     if key.alias:
         yield f"also {', '.join(f'`{name}`' for name in key.alias)}"
+
+
+def _one_of(choices: Collection[Any]) -> str:
+    """Say which values there are."""
+    return f"{'one of' if len(choices) > 1 else 'only'} {', '.join(map(_json, choices))}"
 
 
 def _bounds(setting: Setting) -> Iterator[str]:

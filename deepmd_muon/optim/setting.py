@@ -8,6 +8,7 @@ import math
 import re
 import types
 import typing
+from collections.abc import Collection
 from numbers import Integral, Real
 from typing import Any
 
@@ -65,8 +66,7 @@ class Setting:
         if value is None:
             return None
         if self.choices is not None and value not in self.choices:
-            words = ", ".join(map(_shown, self.choices))
-            return f"one of {words}" if len(self.choices) > 1 else words
+            return one_of(self.choices)
         if self.pattern is not None and isinstance(value, str) and not re.fullmatch(self.pattern, value):
             return self.forms or f"a match of {self.pattern}"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -79,6 +79,12 @@ class Setting:
         )
         broken = [f"{sign} {bound:g}" for bound, holds, sign in bounds if bound is not None and not holds(bound)]
         return " and ".join(broken) or None
+
+
+def one_of(choices: Collection[Any]) -> str:
+    """Return the words for what a value must be where these are all there are: a single one stands for itself."""
+    words = ", ".join(map(_shown, choices))
+    return f"one of {words}" if len(choices) > 1 else words
 
 
 def _shown(value: Any) -> str:
@@ -182,7 +188,7 @@ def _words(kind: Any, *, plural: bool = False) -> str:
         return " or ".join(_words(member, plural=plural) for member in members)
     parts = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Literal:
-        return "one of " + ", ".join(map(_shown, parts))
+        return one_of(parts)
     if typing.get_origin(kind) is tuple:
         many = "" if parts[-1] is Ellipsis else f"{len(parts)} "
         return f"{'lists' if plural else 'a list'} of {many}{_words(parts[0], plural=True)}"

@@ -46,6 +46,8 @@ def test_an_entry():
     assert ('muon_mode: one of "2d", "flat", "slice"; default "slice"\n    How a parameter is seen') in reference(
         "text"
     )
+    assert '- **`type`** (only "ener", default "ener")' in reference("md")
+    assert '- **`type`** (one of "exp", "cosine", "wsd", default "exp")' in reference("md")
     assert "\ntraining\n--------\n" in reference("rst")
     assert "\n\n\n" not in reference("md")
 

@@ -216,6 +216,8 @@ def test_settings_are_frozen_and_hold_to_their_rules(water):
         SeE2ASettings(rcut=3.0, rcut_smth=4.0)
     with pytest.raises(ValueError, match="loss_func: must be one of 'mse', 'mae'; found 'rmse'"):
         EnerLossSettings(loss_func="rmse")
+    with pytest.raises(ValueError, match="type: must be 'standard'; found 3"):
+        dataclasses.replace(settings.model, type=3)
 
 
 def test_out_json(tmp_path, water):
