@@ -1,6 +1,6 @@
 """Make a tiny data set of copper with ASE's EMT potential, in seconds: ``python examples/cu_emt/make_data.py``.
 
-Needs ASE. Three systems, chosen for what they exercise rather than for their physics:
+Needs ASE (the extra ``[examples]``). Three systems, chosen for what they exercise rather than for their physics:
 
 ``fcc32``
     cubic supercell of 32 atoms, random strain (off-diagonal too) and displacements;

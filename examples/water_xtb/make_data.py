@@ -1,6 +1,6 @@
 """Make a small data set of liquid water with GFN1-xTB labels: ``python examples/water_xtb/make_data.py``.
 
-Needs ASE and tblite (``pip install ase tblite``). For each temperature:
+Needs ASE and tblite (the extra ``[examples]``). For each temperature:
 
 1. molecules with random orientations on a lattice at 1 g/cm³;
 2. Langevin dynamics (NVT) with the flexible SPC water written below, whose molecules are fitted to those of

@@ -47,6 +47,15 @@ def test_published_scripts_exist():
             assert (TOP / script).exists(), f"{page.name} names {script}"
 
 
+@pytest.mark.parametrize("page", sorted((TOP / "examples").glob("*/README.md")), ids=lambda page: page.parent.name)
+def test_examples_name_the_extra_that_their_scripts_need(page):
+    (extra,) = re.findall(r"^examples = \[(.*)\]", (TOP / "pyproject.toml").read_text(), re.MULTILINE)
+    packages = "|".join(re.findall(r'"(\w+)', extra))
+    scripts = "\n".join(path.read_text() for path in page.parent.glob("*.py"))
+    needed = re.search(rf"^\s*(?:from|import) (?:{packages})\b", scripts, re.MULTILINE) is not None
+    assert ('pip install -c constraints.txt ".[examples]"' in page.read_text()) == needed
+
+
 def test_json_blocks_are_accepted_optimizer_settings():
     import json
 
