@@ -68,7 +68,8 @@ def _run(words: list[str], backend: str | None, rest: list[str]) -> int:
     command = next((word for word in rest if not word.startswith("-")), None)
     try:
         if backend not in (None, *_OURS):
-            raise HandOver(f"the backend {backend!r}")
+            known = f"{choices(backend, (*_OURS, *_OTHERS))} (all but {' and '.join(_OURS)} are deepmd-kit's)"
+            raise HandOver(f"the backend {backend!r}", "" if backend in _OTHERS else known)
         if command is not None and command not in COMMANDS:
             raise HandOver(f"the command {command!r}", choices(command, tuple(COMMANDS)))
         parser = build_parser()

@@ -10,6 +10,11 @@ import deepmd_muon
 from deepmd_muon.cli import handover
 from deepmd_muon.cli.main import COMMANDS, main, split_backend
 
+BACKENDS = (
+    "There are: pt, pytorch, tf, tensorflow, tf2, tensorflow2, jax, pd, paddle, dp, dpmodel, np, numpy, pt-expt, "
+    "pytorch-exportable, pretrained (all but pt and pytorch are deepmd-kit's)"
+)
+
 
 @pytest.fixture(autouse=True)
 def _no_backend_from_outside(monkeypatch):
@@ -123,6 +128,12 @@ def test_without_deepmd_kit_one_sentence_says_so(words, what, no_deepmd_kit, cap
             "did you mean 'train'? There are: train, test, neighbor-stat, doc-train-input, show",
         ),
         (["compress"], "the command 'compress'", "There are: train, test, neighbor-stat, doc-train-input, show"),
+        (
+            ["-b", "Pytroch", "train", "in.json"],
+            "the backend 'pytroch'",
+            f"did you mean 'pytorch'? {BACKENDS}",
+        ),
+        (["--backend=nonsense", "train", "in.json"], "the backend 'nonsense'", BACKENDS),
         (
             ["show", "rooting", "in.json"],
             "'show rooting'",
