@@ -143,7 +143,7 @@ def contestants(model: Parameters, *, peers: bool) -> dict[str, Callable[[], Cal
         "HybridMuon, 16-bit return": hybrid(return_dtype="bfloat16"),
         "HybridMuon, one slot (nothing overlaps)": hybrid(slots=1),
         "HybridMuon, buckets of 64 MiB": hybrid(bucket_bytes=64 * 2**20),
-        "HybridMuon, buckets of 128 MiB": hybrid(bucket_bytes=128 * 2**20),
+        "HybridMuon, buckets of 256 MiB": hybrid(bucket_bytes=256 * 2**20),
         "HybridMuon, offload": lambda: HybridMuon(model.named(), lr=1e-3, offload=True).step,
         "HybridMuon, gather everywhere": hybrid(exchange="reference"),
     }

@@ -36,7 +36,7 @@ class ShardedSettings:
         ),
     )
     bucket_bytes: int = setting(
-        256 * 2**20,
+        128 * 2**20,
         minimum=1,
         doc="Bound on the bytes that one rank receives or sends in one exchange; a larger matrix goes alone.",
     )
