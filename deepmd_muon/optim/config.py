@@ -6,9 +6,11 @@ This module does not import torch, so that the input checker can read it; the `b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.setting import check_settings, setting
 from deepmd_muon.optim.sharded.settings import ShardedSettings
 
@@ -38,7 +40,31 @@ USUAL_ADAMW_PATTERNS = ("*embed*", "*lm_head*")
 # "*.in_proj.matrix: columns 64+64+32" or "*.qkv.weight: rows 3".
 SPLIT_FORM = r"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>\d+(\+\d+)*)"
 
+# Keys of HybridMuon's first version, each with the setting that has replaced it.
+OLDER_NAMES = {
+    "muon_2d_only": 'muon_mode: "2d" for true, "flat" for false',
+    "min_2d_dim": "min_matrix_dim",
+    "muon_min_2d_dim": "min_matrix_dim",
+}
 
+T = TypeVar("T")
+
+
+def older_names(cls: type[T]) -> type[T]:
+    """Decorate a class that takes HybridMuon's settings as keywords: older names get an InvalidSettingError."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **kwargs: Any) -> None:
+        if given := [f"{key} is now {new}" for key, new in OLDER_NAMES.items() if key in kwargs]:
+            raise InvalidSettingError(f"{cls.__name__}: {'; '.join(given)}")
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[method-assign, assignment]  # it takes what `init` takes
+    return cls
+
+
+@older_names
 @dataclasses.dataclass(frozen=True)
 class HybridMuonConfig:
     """Settings of `HybridMuon`; the first ten keys are DeePMD's, with the defaults of deepmd-kit 3.2.0."""

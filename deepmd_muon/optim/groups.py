@@ -28,6 +28,8 @@ _PLAIN_SETTINGS = (
     "deepmd_kit_arithmetic",
 )
 _LISTS = ("adam_patterns", "adamw_patterns", "expert_patterns", "splits")
+# Frames from a warning up to who calls the constructor: its decorator is one of them.
+_CONSTRUCTOR = 4
 
 
 def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[Any]:
@@ -56,7 +58,9 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
     ]
     omitted = [name for p, name in names.items() if p not in used and p.requires_grad]
     if omitted:
-        warnings.warn(f"not optimized, though named_parameters lists them: {', '.join(omitted)}", stacklevel=3)
+        warnings.warn(
+            f"not optimized, though named_parameters lists them: {', '.join(omitted)}", stacklevel=_CONSTRUCTOR
+        )
     return named
 
 
@@ -99,7 +103,7 @@ def warn_of_idle_rules(groups: Sequence[Mapping[str, Any]], new: int = 0) -> Non
         warnings.warn(
             "HybridMuon got parameters without names, so its rules on names (biases, adam_, adamw_, patterns) are off; "
             "pass model.named_parameters()",
-            stacklevel=3,
+            stacklevel=3 if new else _CONSTRUCTOR,
         )
     used: dict[tuple[str, str], bool] = {}
     for number, group in enumerate(groups):
@@ -115,7 +119,7 @@ def warn_of_idle_rules(groups: Sequence[Mapping[str, Any]], new: int = 0) -> Non
         example = next(canonical_name(name) for group in groups for name in group.get("param_names", ()))
         warnings.warn(
             f"no parameter matches {', '.join(idle)}; patterns must match a whole name, such as {example!r}",
-            stacklevel=3,
+            stacklevel=3 if new else _CONSTRUCTOR,
         )
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from deepmd_muon.optim.beside import Beside
 from deepmd_muon.optim.capture import refuse_capture
-from deepmd_muon.optim.config import Layout, MuonMode, NonFinite, Precision, RouteChange, Scaling
+from deepmd_muon.optim.config import Layout, MuonMode, NonFinite, Precision, RouteChange, Scaling, older_names
 from deepmd_muon.optim.errors import InvalidSettingError, NonFiniteGradientError
 from deepmd_muon.optim.gradients import StepControl, gradients_of, nonfinite
 from deepmd_muon.optim.groups import (
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.sharded.step import ShardedStep
 
 
+@older_names
 class HybridMuon(Optimizer):
     r"""Muon on every matrix, Adam on vectors and biases, AdamW on what the mode does not see as a matrix.
 

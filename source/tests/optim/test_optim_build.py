@@ -130,6 +130,22 @@ def test_all_bad_settings_are_named_together():
         HybridMuonConfig(momentum=-3, muon_mode="3d", on_nonfinite="perhaps")
 
 
+@pytest.mark.parametrize("kind", [HybridMuon, HybridMuonConfig])
+def test_an_older_name_is_answered_with_todays(kind):
+    params = [[("w", nn.Parameter(torch.ones(3, 3)))]] if kind is HybridMuon else []
+    with pytest.raises(InvalidSettingError) as error:
+        kind(*params, min_2d_dim=2, muon_2d_only=True, momentum=0.9)
+    assert str(error.value) == (
+        f'{kind.__name__}: muon_2d_only is now muon_mode: "2d" for true, "flat" for false; '
+        "min_2d_dim is now min_matrix_dim"
+    )
+    with pytest.raises(InvalidSettingError, match="muon_min_2d_dim is now min_matrix_dim"):
+        kind(*params, muon_min_2d_dim=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'min_3d_dim'"):
+        kind(*params, min_3d_dim=2)
+    assert "muon_mode" in inspect.signature(kind).parameters
+
+
 @pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig, AdamConfig, AdamWConfig, ShardedSettings])
 def test_every_setting_is_explained(config):
     for field in dataclasses.fields(config):
