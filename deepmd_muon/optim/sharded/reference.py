@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -13,26 +14,46 @@ from deepmd_muon.optim.gradients import StepControl, waves
 from deepmd_muon.optim.groups import group_settings
 from deepmd_muon.optim.muon import muon_
 from deepmd_muon.optim.sharded.members import Member, muon_state
+from deepmd_muon.optim.sharded.plan import Plan
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon
 
 
-def step_everywhere(optimizer: HybridMuon, members: Sequence[Member], control: StepControl) -> None:
+def step_everywhere(
+    optimizer: HybridMuon,
+    plan: Plan,
+    members: Sequence[Member],
+    groups: Sequence[dist.ProcessGroup | None],
+    control: StepControl,
+) -> None:
     """Take the Muon step of these parameters on full tensors, and keep of the results what this rank holds.
 
-    Gradients must be there on all ranks or on none.
+    A gradient that is missing here and is there on another rank counts as zeros.
+
+    Parameters
+    ----------
+    optimizer
+        Whose groups and state are used.
+    plan
+        Of the members, in this order.
+    members
+        The parameters.
+    groups
+        Process groups of the plan's domains.
+    control
+        Scale of the gradients, and whether the step is left out.
     """
+    there = _somewhere(plan, members, groups)
     for number, group in enumerate(optimizer.param_groups):
         settings = group_settings(group)
-        mine = [member for member in members if member.group == number and member.p.grad is not None]
+        mine = [member for member, found in zip(members, there, strict=True) if member.group == number and found]
         for wave in waves([(member.p, member) for member in mine], optimizer.workspace):
             chosen = [member for _, member in wave]
             states = [muon_state(optimizer, member, damped=settings.magma_muon) for member in chosen]
             params = [_full(member.p.detach()) for member in chosen]
             for p, member in zip(params, chosen, strict=True):
-                assert member.p.grad is not None
-                p.grad = _full(member.p.grad)
+                p.grad = _full(torch.zeros_like(member.p.detach()) if member.p.grad is None else member.p.grad)
             momenta = [_full(state["momentum_buffer"]) for state in states]
             scores = [_full(state["magma_score"]) for state in states] if settings.magma_muon else []
             muon_(
@@ -50,6 +71,19 @@ def step_everywhere(optimizer: HybridMuon, members: Sequence[Member], control: S
                 _keep(state["momentum_buffer"], m)
             for state, score in zip(states, scores, strict=False):
                 _keep(state["magma_score"], score)
+
+
+def _somewhere(plan: Plan, members: Sequence[Member], groups: Sequence[dist.ProcessGroup | None]) -> list[bool]:
+    """Return of each member whether any rank has its gradient; one small all-reduce a domain."""
+    found = [member.p.grad is not None for member in members]
+    for domain, group in zip(plan.domains, groups, strict=True):
+        if group is None:
+            continue
+        flags = torch.tensor([float(found[i]) for i in domain.parameters], device=members[0].device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        for i, flag in zip(domain.parameters, flags.tolist(), strict=True):
+            found[i] = flag > 0.0
+    return found
 
 
 def _full(x: Tensor) -> Tensor:

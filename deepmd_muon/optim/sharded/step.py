@@ -220,7 +220,7 @@ class ShardedStep:
         if run is not None:
             run.finish()
         elif self._muon:
-            step_everywhere(self._optimizer, self._muon, control)
+            step_everywhere(self._optimizer, self.plan, self._muon, self._groups or [], control)
         for _ in moments or ():  # the last lot goes home
             pass
         finish()
@@ -239,14 +239,16 @@ class ShardedStep:
 
     def _watch(self) -> Presence:
         """Return what compares gradients among ranks, where replicas would differ if one were missing on some."""
-        members = self._members if self._repeating else [m for m in self._members if m.entry.route != "muon"]
+        everywhere = self._settings.exchange == "reference"
+        still = self._repeating or everywhere
+        members = self._members if still else [m for m in self._members if m.entry.route != "muon"]
         watched = [
             Watched(member.p, f"{member} (route {member.entry.route})", tuple(sorted(member.layout.ranks)))
             for member in members
             if len(member.layout.replicas()) > 1
         ]
         known = [tuple(sorted(member.layout.ranks)) for member in self._members]
-        return Presence(watched, known, self._members[0].device)
+        return Presence(watched, known, self._members[0].device, late=False if everywhere else None)
 
     def _control(self) -> StepControl:
         """Decide on all ranks alike whether there is a step, and on the device whether it is left out."""

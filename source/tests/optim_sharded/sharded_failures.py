@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import os
 
@@ -31,8 +30,9 @@ from deepmd_muon.optim.sharded.presence import Presence
 def missing_gradients():
     """A gradient missing on one rank counts as zero; missing everywhere, the block is left alone."""
     mesh = mesh_of((dist.get_world_size(),))
-    for magma in (True, False):
-        twins = Twins(SHAPES["even"], mesh, [Shard(0)], magma_muon=magma)
+    for magma, exchange in itertools.product((True, False), ("owners", "reference")):
+        sharded = ShardedSettings(exchange=exchange)
+        twins = Twins(SHAPES["even"], mesh, [Shard(0)], magma_muon=magma, sharded=sharded)
         twins.step()
         twins.step(without=(1, 3))
         twins.step(nowhere=(0, 4))
@@ -61,7 +61,8 @@ def finished_step(optimizer):
 def gradients_that_do_not_agree():
     """What does not travel must have a gradient on all ranks or on none: all ranks say so, and nothing changes."""
     mesh, last = mesh_of((dist.get_world_size(),)), dist.get_world_size() - 1
-    for sharded, names in WAYS.values():
+    everywhere = ShardedSettings(exchange="reference", replication="spread"), ("weight", "bias")
+    for sharded, names in (*WAYS.values(), everywhere):
         torch.manual_seed(0)
         model = nn.Linear(16, 16)
         optimizer = HybridMuon(model.named_parameters(), lr=0.1, replicas=mesh, sharded=sharded)
@@ -88,7 +89,7 @@ def gradients_compared_late():
         model = nn.Linear(8, 8)
         optimizer = HybridMuon(model.named_parameters(), lr=0.1, replicas=mesh, sharded=sharded)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step, "Presence", functools.partial(Presence, late=True))
+            patch.setattr(step, "Presence", lambda *args, **_: Presence(*args, late=True))
             ones(model)
             optimizer.step()
         state = optimizer.state_dict()
