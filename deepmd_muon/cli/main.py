@@ -8,6 +8,7 @@ as `dp`, because that name may be ours.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -97,9 +98,22 @@ def _guarded(options: argparse.Namespace) -> int:
         expected = type(error).__module__.startswith("deepmd_muon") or isinstance(error, OSError)
         if not expected or options.log_level <= logging.DEBUG:
             raise
-        # In one piece: several ranks write to one terminal.
-        sys.stderr.write(f"dp {options.command}: {error}\n")
+        with _telling(options.command, error) as mine:
+            if mine:
+                # In one piece: several ranks write to one terminal.
+                sys.stderr.write(f"dp {options.command}: {error}\n")
         return 2
+
+
+def _telling(command: str, error: Exception) -> contextlib.AbstractContextManager[bool]:
+    """Return a context that says whether to tell an error: one that all ranks find in their input is told once."""
+    from deepmd_muon.argcheck import InputError
+
+    if command != "train" or not isinstance(error, InputError):
+        return contextlib.nullcontext(True)
+    from deepmd_muon.train.parallel import first_tells
+
+    return first_tells(str(error))
 
 
 def split_backend(words: Sequence[str]) -> tuple[str | None, list[str]]:

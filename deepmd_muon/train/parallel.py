@@ -25,6 +25,8 @@ from deepmd_muon.train.watch import WAITING, Watch, end_process, is_lost_connect
 TIMEOUT = datetime.timedelta(seconds=60)
 # Processes of a large job may start this far apart.
 _MEETING_TIMEOUT = datetime.timedelta(minutes=5)
+# How long ranks that cannot begin wait to hear whether rank 0 has told why.
+_TELLING_TIMEOUT = datetime.timedelta(seconds=20)
 # Ten times as long as a thread may keep the interpreter's lock from another [s].
 _HANDOVER = 0.05
 # Exchanges that gloo's threads shall not be the last to let go of.
@@ -169,7 +171,9 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
     device = _device_of(place)
     on_gpu = device.type == "cuda"
     timeout = datetime.timedelta(seconds=seconds)
-    store = _meet(place)
+    store = _meet(place, _MEETING_TIMEOUT)
+    # Whoever cannot begin (`first_tells`) learns at once that this rank can.
+    store.set(f"told{place.rank}", "")
     notes = PrefixStore("watch", store)
     watch = Watch(notes, place.rank, place.size, seconds, end_process, errors_come=not on_gpu)
     # NCCL's own watch ends a process without a word; ours should come first.
@@ -201,6 +205,35 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
             time.sleep(_HANDOVER)  # see `_take_leave`, for what was exchanged before
 
 
+@contextlib.contextmanager
+def first_tells(message: str) -> Iterator[bool]:
+    """Say whether this process is to tell, in a `with` block, an error that has come before the ranks have `joined`.
+
+    What several ranks have found alike is told by rank 0 alone, at once. The others wait until it has, and tell what it
+    has not; all do so when they do not hear of each other in time.
+    """
+    try:
+        place = find_place()
+    except TrainingError:  # nobody knows who this process is
+        place = None
+    if place is None:
+        yield True
+        return
+    told = ""
+    if place.rank == 0:
+        yield True
+    with contextlib.suppress(TrainingError, RuntimeError):
+        store = _meet(place, _TELLING_TIMEOUT)
+        store.set_timeout(_TELLING_TIMEOUT)
+        if place.rank:
+            told = store.get("told0").decode()
+        store.set(f"told{place.rank}", message)
+        if place.rank == 0:  # it keeps the store
+            store.wait([f"told{rank}" for rank in range(place.size)])
+    if place.rank:
+        yield told != message
+
+
 def _take_leave() -> None:
     """Wait until all ranks have come here.
 
@@ -213,15 +246,15 @@ def _take_leave() -> None:
     _HELD.append(farewell)
 
 
-def _meet(place: Place) -> Store:
+def _meet(place: Place, timeout: datetime.timedelta) -> Store:
     """Return the store through which the processes reach each other, once all have come."""
     try:
-        store, _, _ = next(rendezvous(place.meeting, place.rank, place.size, timeout=_MEETING_TIMEOUT))
+        store, _, _ = next(rendezvous(place.meeting, place.rank, place.size, timeout=timeout))
     except (dist.DistError, RuntimeError) as error:
         where = "MASTER_ADDR and MASTER_PORT" if place.meeting == "env://" else place.meeting
         raise TrainingError(
             f"rank {place.rank} has not met all {place.size} processes at {where} within "
-            f"{_MEETING_TIMEOUT.total_seconds():g} s: {reason(error)}"
+            f"{timeout.total_seconds():g} s: {reason(error)}"
         ) from error
     assert isinstance(store, Store)
     return store

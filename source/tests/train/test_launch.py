@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import socket
+import time
 
 import pytest
 import torch.distributed as dist
@@ -95,6 +96,25 @@ def test_processes_that_do_not_come_are_missed(monkeypatch, rank):
     message = f"rank {rank} has not met all 2 processes at MASTER_ADDR and MASTER_PORT within 1 s"
     with pytest.raises(TrainingError, match=message), parallel.joined():
         pass
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_who_hears_nothing_of_the_others_tells_what_is_wrong(monkeypatch, rank):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(parallel, "_TELLING_TIMEOUT", datetime.timedelta(seconds=1))
+    begin = time.monotonic()
+    with parallel.first_tells("wrong") as mine:
+        waited = time.monotonic() - begin
+    assert mine
+    assert (waited > 0.5) == (rank == "1")
+    monkeypatch.delenv("RANK")  # nor does who does not know who it is
+    with parallel.first_tells("wrong") as mine:
+        assert mine
 
 
 def test_the_last_exchange_of_ranks_outlives_the_run(monkeypatch):

@@ -444,12 +444,48 @@ def test_rank_0_that_is_stopped_ends_the_others(place, accident, opening, seen):
         assert f"through which they reach each other, is dead or stopped, {seen}" in ends[rank]
 
 
-def test_torchrun_trains_and_logs_once(place, tmp_path):
-    (tmp_path / "input.json").write_text(json.dumps(content(place, 1, 1, numb_steps=2, seed=None)))
+def torchrun(folder):
+    """Train on two ranks in a folder."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--master-port", str(free_ports(1)[0]), "-m", "deepmd_muon", "--pt", "train", "input.json"]
     environment = {**os.environ, "DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_torchrun_tells_a_wrong_input_once(place, tmp_path):
+    (tmp_path / "input.json").write_text(json.dumps(content(place, 1, numb_steps=-1)))
+    done = torchrun(tmp_path)
+    message = "dp train: 1 problem in input.json:\n  training/numb_steps: must be >= 0; found -1\n"
+    assert done.stderr.count(message) == 1
+    assert done.stderr.count("dp train") == 1
+    assert "exitcode  : 2" in done.stderr
+
+
+def test_a_wrong_input_of_one_rank_is_told_by_it(place, tmp_path):
+    """Two pairs of processes, each rank in a folder of its own: both inputs are wrong, or that of rank 1 alone."""
+    found = []
+    for pair, numbers in (("both", (-1, -2)), ("second", (2, -2))):
+        port = str(free_ports(1)[0])
+        for rank, number in enumerate(numbers):
+            folder = tmp_path / f"{pair}{rank}"
+            folder.mkdir()
+            (folder / "input.json").write_text(json.dumps(content(place, 1, numb_steps=number, rank_timeout=1.0)))
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+            environment = {**os.environ, **variables, "MASTER_PORT": port, "DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "deepmd_muon", "train", "input.json"]
+            found.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True))
+    told = [process.communicate(timeout=60)[1] for process in found]
+    assert [process.returncode for process in found] == [2, 2, 2, 2]
+    message = "dp train: 1 problem in input.json:\n  training/numb_steps: must be >= 0; found {}\n"
+    lost = "dp train: rank 0 has lost the others: rank 1 has never reported"
+    for text, expected in zip(told, (message.format(-1), message.format(-2), lost, message.format(-2)), strict=True):
+        assert expected in text
+        assert text.count("dp train:") == 1
+
+
+def test_torchrun_trains_and_logs_once(place, tmp_path):
+    (tmp_path / "input.json").write_text(json.dumps(content(place, 1, 1, numb_steps=2, seed=None)))
+    done = torchrun(tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("training done; the model is model.ckpt-2.pt") == 1
     assert read_checkpoint(tmp_path / "model.ckpt.pt")["deepmd_muon"]["step"] == 2
