@@ -8,8 +8,8 @@ float32 unless --dtype says otherwise. `eager`: median of CUDA events around one
 median time in which the call returns. `renewed`: eager, where every step finds its gradients at other addresses, as
 after zero_grad(set_to_none=True). `captured`: median of graph replays. `launches`: kernels and copies of an eager
 step with gradients in place, by the profiler. `peak`: memory that a step allocates beside parameters, gradients and
-state, the buffers kept between steps included. `reserved`: memory that the device keeps for the optimizer after three
-steps, in whole pieces of 2 MiB: its state, buffers and recorded graphs.
+state, the buffers kept between steps included. `reserved`: what torch has taken from the device for the optimizer after
+three steps, in its pieces of 2 to 20 MiB: state, buffers, recorded graphs, and what is left over of the pieces.
 
 On a CPU: `step`, a whole step, and `products`, the same step's matrix products alone, each written to a buffer that was
 made before; shortest and median of rounds in which all optimizers take turns. The load of the machine is printed.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from deepmd_muon.optim.capture import record
 from deepmd_muon.optim.polar.cooperative import MOST, strips, tiles
 from deepmd_muon.optim.polar.dispatch import Geometry
 from deepmd_muon.optim.polar.kernels import TILES, small_matrices, write_addresses
+from deepmd_muon.optim.polar.plans import Inputs, Launch, Piece, Plan, Span, Start
 from deepmd_muon.optim.polar.schedules import Coefficients
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -29,104 +29,6 @@ _RECORDED = 4 * 2**20
 # Of one plan: where more shapes take turns than are kept, recording again and again would cost more.
 _MOST_RECORDINGS = 8
 _LOG = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """One matrix: which tensor, where in it, its shape with the smaller dimension as rows.
-
-    `stride` is that of the rows, or of the columns when the matrix is turned, that is contiguous along them.
-    """
-
-    tensor: int
-    kind: int
-    offset: int
-    rows: int
-    columns: int
-    stride: int
-    turned: bool
-    out: int
-    out_row: int
-    out_column: int
-
-    def row(self, tile: int = 0, single: int = 0, half: int = 0) -> list[int]:
-        """Return the table row that the kernels read."""
-        place = [self.tensor, self.kind, self.offset, self.rows, self.columns, self.stride, int(self.turned)]
-        return [tile, *place, self.out, self.out_row, self.out_column, single, half]
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """Tables on the device and the sizes of one launch."""
-
-    grid: int
-    matrices: int
-    table: Tensor
-    programs: Tensor | None
-    constants: dict[str, Any]
-    single: int = 0
-    half: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """The matrices of one tensor in a batch.
-
-    Attributes
-    ----------
-    tensor
-        Its number.
-    count
-        How many.
-    place
-        Where their results lie, one after the other, in elements.
-    turned
-        Whether results have the smaller dimension as columns.
-    """
-
-    tensor: int
-    count: int
-    place: int
-    turned: bool
-
-
-class Inputs(NamedTuple):
-    """Where launches find the matrices.
-
-    Attributes
-    ----------
-    addresses
-        Of the tensors, on the device, int64.
-    tensors
-        These themselves; None in a recording, which will find others at the addresses.
-    """
-
-    addresses: Tensor
-    tensors: Sequence[Tensor] | None
-
-
-# Starts one launch: name, launch, inputs, coefficients, result.
-Start = Callable[[str, Launch, Inputs, Coefficients, Tensor], None]
-
-
-@dataclasses.dataclass(eq=False)  # hashed by identity
-class Plan:
-    """All launches for one set of shapes, and what each stream last wrote for it."""
-
-    name: str
-    launches: list[Launch]
-    out_size: int
-    out_places: list[int]
-    count: int
-    addresses: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-    written: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    seen: set[tuple[int, Coefficients]] = dataclasses.field(default_factory=set)
-    recordings: int = 0
-
-    def results(self, out: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Cut what the launches wrote into the results, shapes as given."""
-        places = zip(self.out_places, matrices, strict=True)
-        return [out[place : place + x.numel()].view(x.shape) for place, x in places]
 
 
 # Graphs, of which nobody tells how long they live, read the tables of these whenever they are replayed.
@@ -189,7 +91,7 @@ def _launch_all(plan: Plan, start: Start, inputs: Inputs, coefficients: Coeffici
     return out
 
 
-@functools.lru_cache(maxsize=8)  # each holds its workspace: at most 100 MiB
+@functools.lru_cache(maxsize=8)  # each holds its workspace, a few hundred MiB at most
 def _recording(
     plan: Plan, start: Start, coefficients: Coefficients, stream: int
 ) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:

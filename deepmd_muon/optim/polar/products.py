@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,17 +12,18 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deepmd_muon.optim.polar.launches import Inputs, Launch, Span, on_device, run
+from deepmd_muon.optim.polar.launches import on_device, run
+from deepmd_muon.optim.polar.plans import Inputs, Launch, Span
 from deepmd_muon.optim.polar.schedules import Coefficients
 from deepmd_muon.optim.polar.symmetric import (
     ANYWHERE,
+    IN_TILES,
+    IN_TURNED_TILES,
     INPUT,
     NEXT,
     PRESENT,
     SQUARE,
-    TILES,
     TURNED_INPUT,
-    TURNED_TILES,
     measure,
     normalize,
     symmetric_product,
@@ -70,11 +72,10 @@ _WIDE = 1.5  # columns / rows from which steps share products with X
 _GROWTH = 12.0
 _FIRST_STEPS = ((512, 4), (256, 3))
 _LONG = 4  # steps of a segment whose matrices are all fine; of shorter ones the first R is
-_NARROW = 5.0  # D is multiplied with the fp16 X where later steps enlarge what is small by more than this
 _KEEP = 50.0  # X stays in fp32 where later steps enlarge what is small by more than this
 _MULTIPROCESSORS = 132
 _MOST_SPANS = 2  # tensors of a batch for each of which the first and the last update are launched
-_MOST_SHARES = (64, 512)  # programs that measure or copy a matrix: of many, of few
+_SHARES = (64, 512)  # least and most programs that measure or copy a matrix
 
 
 @functools.lru_cache(maxsize=256)
@@ -176,8 +177,8 @@ def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coeffici
     Returns
     -------
     list of Tensor
-        float32 results (b, m, n), parts of one new tensor. The workspace, 8 bytes an element of X and up to 16 an
-        element of X Xᵀ, is freed on return.
+        float32 results (b, m, n), parts of one new tensor. The workspace is freed on return: 4 bytes an element of X, 8
+        where X stays in fp32, and up to 16 an element of X Xᵀ, both padded to whole tiles.
     """
     return run("symmetric", _run, matrices, coefficients)
 
@@ -195,13 +196,14 @@ def _run(_name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients,
 
 
 def _lift(products: Sequence[Product]) -> float:
-    """Return how many times these launches enlarge what is small in X."""
-    return math.prod(product.weights[0] for product in products if product.target == "X")
+    """Return how many times these launches enlarge what is small in X, at the most on the way."""
+    factors = (abs(product.weights[0]) for product in products if product.target == "X")
+    return max(itertools.accumulate(factors, operator.mul, initial=1.0))
 
 
 def _shares(count: int) -> int:
     """Return how many programs measure and copy each of so many matrices, a power of two."""
-    return 1 << (max(_MOST_SHARES[0], min(_MOST_SHARES[1], 1024 // count)).bit_length() - 1)
+    return 1 << (max(_SHARES[0], min(_SHARES[1], 1024 // count)).bit_length() - 1)
 
 
 class _Work:
@@ -221,11 +223,11 @@ class _Work:
         shares = _shares(count) if out.is_cuda else 4  # an interpreter runs programs one after the other
         sums = torch.empty(count, shares, 2, dtype=torch.float64, device=out.device)
         self.factors = single(count, 2)
-        self.wide = _lift(products) > _KEEP  # whether X is there in fp32
+        self.single = _lift(products) > _KEEP  # whether X is there in fp32
         spans = launch.constants["spans"]
         self.spans: Sequence[Span] = spans if len(spans) <= _MOST_SPANS else ()
-        self.inputs = self._inputs(inputs.tensors) if self.wide else []
-        keep = self.wide and not self.inputs
+        self.inputs = self._inputs(inputs.tensors) if self.single else []
+        keep = self.single and not self.inputs
         kept = keep or any(_lift(products[k + 1 :]) > _KEEP for k, each in enumerate(products) if each.target == "X")
         iterates = half(2, count * order, width)
         master = single(count * order, width) if kept else iterates[1]
@@ -269,15 +271,16 @@ class _Work:
         tiled = self._in_tiles(results, size, turned=span.turned)
         if tiled is None:
             return ANYWHERE.value, self.master
-        return (TURNED_TILES if span.turned else TILES).value, tiled
+        return (IN_TURNED_TILES if span.turned else IN_TILES).value, tiled
 
     def _in_tiles(self, x: Tensor, size: Sequence[int], *, turned: bool) -> Any:
         """Describe fp32 matrices of one size that lie one after the other in tiles of updates; None where that fails.
 
-        Rows must begin at multiples of 16 bytes, and what tiles hold beyond the last row must not be the next matrix.
+        Rows must begin at multiples of 16 bytes, and what tiles hold beyond the last row must not be another matrix.
         """
         rows, columns = size
-        if rows != (self.width if turned else self.order) or columns % 4 or x.data_ptr() % 16:
+        padded = rows != (self.width if turned else self.order)
+        if (padded and x.numel() > rows * columns) or columns % 4 or x.data_ptr() % 16:
             return None
         block = self.tiles.update.rows, self.tiles.update.columns // 2
         return _tiled(x.view(-1, columns), *(reversed(block) if turned else block))
@@ -307,25 +310,27 @@ class _Work:
         """
         tile, keep = self.tiles.update, lift > _KEEP
         across = self.order // tile.rows * (self.width // tile.columns)
+        results = [self._results(span) for span in self.spans] if last else []
+        if all(way == ANYWHERE.value for way, _ in results):
+            results = []
         first = 0
-        spans = self.spans if self.inputs or last else ()
-        for i, span in enumerate(spans or [None]):
-            count = self.count if span is None else span.count
-            read, present = PRESENT.value, self.master if self.wide else self.copies[0]
-            write, wide = (ANYWHERE if last else NEXT).value, self.master
+        counts = [span.count for span in self.spans] if self.inputs or results else [self.count]
+        for i, count in enumerate(counts):
+            read, present = PRESENT.value, self.master if self.single else self.copies[0]
+            write, target = (ANYWHERE if last else NEXT).value, self.master
             if self.inputs:
                 read, present = self.inputs[i]
-            if last and span is not None:
-                write, wide = self._results(span)
+            if results:
+                write, target = results[i]
             update[across, count](
-                self.lefts[product.left], self.rights[0], present, self.factors, wide, self.copies[1],
+                self.lefts[product.left], self.rights[0], present, self.factors, target, self.copies[1],
                 self.diagonals[product.left], self.table, self.weights, self.out, k, first, self.order, self.width,
                 READ=read, WRITE=write, KEEP=keep, CHUNK=_CHUNK if self.exact and lift > _LIFT else 0,
-                NARROW=self.wide and lift > _NARROW, T=tile.rows, N=tile.columns, K=_DEPTH,
-                num_warps=_LAST_WARPS if write == ANYWHERE.value else tile.warps, num_stages=tile.stages,
+                T=tile.rows, N=tile.columns, K=_DEPTH, num_stages=tile.stages,
+                num_warps=_LAST_WARPS if write == ANYWHERE.value else tile.warps,
             )  # fmt: skip
             first += count
-        self.wide, self.inputs = keep, []
+        self.single, self.inputs = keep, []
         for each in (self.sources, self.rights, self.copies):
             each.reverse()  # the copy that was written is the next to be read
 

@@ -6,8 +6,7 @@ as later steps would enlarge what 16 bits leave out of it.
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 # ruff: noqa: ANN001, ANN201
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and an
-# `if` on a constant must stand alone to leave code out.
+# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's.
 
 from __future__ import annotations
 
@@ -65,27 +64,27 @@ def normalize(
     matrix = tl.program_id(1)
     row = table + matrix.to(tl.int64) * ROW
     joint, norm = norm_of_all(sums, matrix * SHARES, SHARES, SHARES)
-    wide = tl.load(row + KIND) == 1
+    is_double = tl.load(row + KIND) == 1
     # A power of two that fp32 holds, and the rest: their product may be out of its range.
     inverse = 1.0 / norm
     power = (inverse.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
     power = tl.minimum(tl.maximum(power, 2.0**-126), 2.0**126)
-    first = power.to(tl.float32)
-    second = (inverse / power).to(tl.float32)
+    rest = (inverse / power).to(tl.float32)
+    power = power.to(tl.float32)
     if tl.program_id(0) == 0:
-        tl.store(factors + 2 * matrix, first)
-        tl.store(factors + 2 * matrix + 1, second)
+        tl.store(factors + 2 * matrix, power)
+        tl.store(factors + 2 * matrix + 1, rest)
     t = tl.arange(0, T)
     down = order // T
     base = matrix.to(tl.int64) * order * width
     for number in range(tl.program_id(0), down * (width // T), SHARES):
         r = number % down * T + t
         c = number // down * T + t
-        if wide:
+        if is_double:
             x, peak = load_matrix(row, addresses, r, c)
             x = x * (peak / joint / norm).to(tl.float32)
         else:
-            x = load_upright(row, addresses, r, c) * first * second
+            x = load_upright(row, addresses, r, c) * power * rest
         where = base + r[:, None].to(tl.int64) * width + c[None, :]
         if KEEP:
             tl.store(master + where, x)
@@ -184,21 +183,21 @@ def precise(squares, rest, r, c, FINE: tl.constexpr):
 # What an update reads: X as it was left, or the input in tiles where it lies in memory as X does, or turned.
 PRESENT, INPUT, TURNED_INPUT = (tl.constexpr(i) for i in range(3))
 # What an update writes: the next X, or the result, in tiles where it lies in memory as X does or turned, or anywhere.
-NEXT, ANYWHERE, TILES, TURNED_TILES = (tl.constexpr(i) for i in range(4))
+NEXT, ANYWHERE, IN_TILES, IN_TURNED_TILES = (tl.constexpr(i) for i in range(4))
 
 
 @triton.jit(do_not_specialize=["step", "first"])
 def update(
     polynomial, current, present, factors, master, following, diagonal, table, weights, out, step, first, order,
-    width, READ: tl.constexpr, WRITE: tl.constexpr, KEEP: tl.constexpr, CHUNK: tl.constexpr, NARROW: tl.constexpr,
+    width, READ: tl.constexpr, WRITE: tl.constexpr, KEEP: tl.constexpr, CHUNK: tl.constexpr,
     T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Do X ← w₀ X + (D + E) X and write its fp16 copy, with KEEP in fp32, too; the last step writes the result.
 
     The grid's second axis counts matrices from the `first` on.
 
-    E is multiplied with the fp16 copy. With NARROW, D is, too: where X has no part, a polynomial in X Xᵀ has none
-    either, but only as a whole. Otherwise D is multiplied with the fp32 X, which saves most of the copy's error.
+    D and E are multiplied with the fp16 copy: where X has no part, a polynomial in X Xᵀ has none either, but only as a
+    whole.
 
     Tensor cores truncate their sums, and the error of a long one grows with its length; later steps lift what of it
     lies outside of the range of X. With CHUNK > 0 they sum so many terms at a time, and fp32 units add these up.
@@ -234,14 +233,14 @@ def update(
     for side in tl.static_range(2):
         finish(
             halves[side], a, d, present, factors, master, following, table, matrix, out, order, i * T,
-            j * N + side * (N // 2), width, READ, WRITE, KEEP, NARROW,
+            j * N + side * (N // 2), width, READ, WRITE, KEEP,
         )  # fmt: skip
 
 
 @triton.jit
 def finish(
     product, a, d, present, factors, master, following, table, matrix, out, order, r, c, width, READ: tl.constexpr,
-    WRITE: tl.constexpr, KEEP: tl.constexpr, NARROW: tl.constexpr,
+    WRITE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Add a X + D X to half a tile of the product and write it."""
     top = matrix * order
@@ -255,10 +254,10 @@ def finish(
     if READ != PRESENT:
         x = x * tl.load(factors + 2 * matrix) * tl.load(factors + 2 * matrix + 1)
     # Sums are rounded alike in all variants of the kernel.
-    x = tl.fma(x, a, tl.fma(x.to(tl.float16).to(tl.float32) if NARROW else x, d, product))
-    if WRITE == TILES:
+    x = tl.fma(x, a, tl.fma(x.to(tl.float16).to(tl.float32), d, product))
+    if WRITE == IN_TILES:
         master.store([here + r, c], x)
-    elif WRITE == TURNED_TILES:
+    elif WRITE == IN_TURNED_TILES:
         master.store([tl.program_id(1) * width + c, r], x.T)
     elif WRITE == ANYWHERE:
         down = r + tl.arange(0, product.shape[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from kernel_cases import COEFFICIENTS, fits, forget_workspaces
-from offline import MULTIPROCESSORS, Recorded, recorded_launches, resources
+from offline import MULTIPROCESSORS, Recorded, Recorder, recorded_launches, resources
 
 from deepmd_muon.optim import fused
 from deepmd_muon.optim.config import HybridMuonConfig
@@ -34,10 +35,10 @@ SPILLED = {
     "small_matrices(MASK=32,": 256,
     "strips(MASK=4, WIDE=64,": 16,
     "strips(MASK=4, WIDE=32,": 16,  # none with Triton 3.6
-    "update(READ=0, WRITE=1, KEEP=False, CHUNK=0, NARROW=False, T=128, N=256,": 384,
-    "update(READ=0, WRITE=0, KEEP=True, CHUNK=1024, NARROW=True, T=128, N=256,": 64,
-    "update(READ=1, WRITE=0, KEEP=True, CHUNK=1024, NARROW=True, T=128, N=256,": 96,
-    "update(READ=2, WRITE=0, KEEP=True, CHUNK=1024, NARROW=True, T=128, N=256,": 96,
+    "update(READ=0, WRITE=1, KEEP=False, CHUNK=0, T=128, N=256,": 384,
+    "update(READ=0, WRITE=0, KEEP=True, CHUNK=1024, T=128, N=256,": 64,
+    "update(READ=1, WRITE=0, KEEP=True, CHUNK=1024, T=128, N=256,": 96,
+    "update(READ=2, WRITE=0, KEEP=True, CHUNK=1024, T=128, N=256,": 96,
 }
 # Shapes and batches that reach every tile of every implementation.
 CASES = {
@@ -89,6 +90,23 @@ def test_orthogonalization(name, tmp_path, listing):
     if name == "symmetric":  # inputs and results were in tiles, turned or not, and elsewhere
         assert all(f"READ={i}" in "".join(map(str, found)) for i in range(3))
         assert all(f"WRITE={i}" in "".join(map(str, found)) for i in range(4))
+
+
+def test_the_search_of_tiles_launches_what_there_is(monkeypatch):
+    """The benchmark passes kernels their arguments itself."""
+    path = Path(__file__).parents[2] / "benchmarks" / "kernel_tiles.py"
+    spec = importlib.util.spec_from_file_location("kernel_tiles", path)
+    search = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(search)
+    monkeypatch.setattr(search, "timed", lambda run: (run(), 1.0)[1])
+    with recorded_launches() as found:
+        for name in ("symmetric_product", "update"):
+            monkeypatch.setattr(search, name, Recorder(getattr(search, name), found))
+        rows = list(search.products("1x256x512"))
+    launched = [launch.kernel.__name__ for launch in found]
+    assert launched.count("symmetric_product") == 2 * len(search.SYMMETRIC)
+    assert launched.count("update") == 2 * len(search.UPDATE)
+    assert len(rows) == len(search.SYMMETRIC) + 2 * len(search.UPDATE)
 
 
 def test_streams_have_their_own_addresses_and_recordings_come_to_an_end(monkeypatch):

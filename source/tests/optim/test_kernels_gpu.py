@@ -14,6 +14,7 @@ from kernel_cases import (
     check_quality,
     check_repeats,
     check_scales,
+    check_schedules,
     check_signs,
     check_special_values,
     check_tiles,
@@ -72,6 +73,11 @@ def test_views(case):
 @pytest.mark.parametrize("shape", [(2, 128, 128), (2, 256, 768), (8, 1024, 4096), (1, 4096, 4096), (3, 2048, 8192)])
 def test_results_and_inputs_in_tiles(shape):
     check_tiles(Way("symmetric", "cuda"), shape[1:], shape[0], (1.0, 2.0**-100, 1e30))
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (256, 768), (300, 1000)])
+def test_schedules(shape):
+    check_schedules(Way("symmetric", "cuda"), shape)
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)

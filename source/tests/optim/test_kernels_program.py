@@ -13,7 +13,7 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install deepmd-muon[gpu])", allow_module_level=True)
 
-from deepmd_muon.optim.polar import SCHEDULES, launches
+from deepmd_muon.optim.polar import SCHEDULES, launches, products
 from deepmd_muon.optim.polar.products import program, segments
 
 WIDE = [(256, 768), (511, 2000), (512, 768), (2048, 8192)]
@@ -85,6 +85,23 @@ def test_products_are_the_steps(name, shape):
             held[target] = w0 * held[left] + w1 * held[right] + w2 * held[left] @ held[right]
     assert torch.linalg.matrix_norm(held["X"] - expected) <= 1e-11 * torch.linalg.matrix_norm(expected)
     assert math.isfinite(float(expected.sum()))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16, 100, 1025, 100_000])
+def test_a_power_of_two_of_programs_measures_a_matrix(count):
+    shares = products._shares(count)
+    assert shares & (shares - 1) == 0
+    assert 64 <= shares <= 512
+    assert shares * count >= 512
+
+
+@pytest.mark.parametrize(
+    ("later", "lift"),
+    [([], 1.0), ([3.0, 2.0], 6.0), ([3.0, 1e-3], 3.0), ([-3.0, 0.0, 5.0], 3.0), ([0.1, 100.0], 10.0)],
+)
+def test_the_lift_is_the_largest_on_the_way(later, lift):
+    launched = [products.Product(target, "A", "X", (a, 0.0, 1.0)) for a in later for target in ("R", "X")]
+    assert products._lift(launched) == pytest.approx(lift)
 
 
 def test_what_graphs_read_outlives_the_caches(monkeypatch):

@@ -479,3 +479,26 @@ def test_the_default_device_does_not_matter(settings):
         results.append([p.detach() for p in params.values()])
     for p, q in zip(*results, strict=True):
         assert torch.equal(p, q)
+
+
+def test_the_default_device_does_not_matter_to_a_state_that_changes_route_or_view():
+    named = {"a": (8, 16), "b": (16,), "e": (3, 4, 6)}
+
+    def made(**settings):
+        return HybridMuon([(k, torch.nn.Parameter(torch.ones(s, device="cpu"))) for k, s in named.items()], **settings)
+
+    first = made(muon_mode="slice")
+    for p in first.param_groups[0]["params"]:
+        p.grad = torch.arange(float(p.numel())).view(p.shape)
+    first.step()
+    loaded = []
+    for default in ("cpu", "meta"):
+        with torch.device(default):
+            for settings in ({"muon_mode": "2d"}, {"muon_mode": "flat"}, {"splits": ["a: columns 4"]}):
+                second = made(**settings, on_route_change="migrate")
+                second.load_state_dict(copy.deepcopy(first.state_dict()))
+                state = second.state_dict()["state"]
+                loaded.append({(i, key): value for i, values in state.items() for key, value in values.items()})
+    for one, other in zip(loaded[:3], loaded[3:], strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)

@@ -1,0 +1,109 @@
+"""What a launch is: matrices, their places, and what the host keeps from call to call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from deepmd_muon.optim.polar.schedules import Coefficients
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One matrix: which tensor, where in it, its shape with the smaller dimension as rows.
+
+    `stride` is that of the rows, or of the columns when the matrix is turned, that is contiguous along them.
+    """
+
+    tensor: int
+    kind: int
+    offset: int
+    rows: int
+    columns: int
+    stride: int
+    turned: bool
+    out: int
+    out_row: int
+    out_column: int
+
+    def row(self, tile: int = 0, single: int = 0, half: int = 0) -> list[int]:
+        """Return the table row that the kernels read."""
+        place = [self.tensor, self.kind, self.offset, self.rows, self.columns, self.stride, int(self.turned)]
+        return [tile, *place, self.out, self.out_row, self.out_column, single, half]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Tables on the device and the sizes of one launch."""
+
+    grid: int
+    matrices: int
+    table: Tensor
+    programs: Tensor | None
+    constants: dict[str, Any]
+    single: int = 0
+    half: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The matrices of one tensor in a batch.
+
+    Attributes
+    ----------
+    tensor
+        Its number.
+    count
+        How many.
+    place
+        Where their results lie, one after the other, in elements.
+    turned
+        Whether results have the smaller dimension as columns.
+    """
+
+    tensor: int
+    count: int
+    place: int
+    turned: bool
+
+
+class Inputs(NamedTuple):
+    """Where launches find the matrices.
+
+    Attributes
+    ----------
+    addresses
+        Of the tensors, on the device, int64.
+    tensors
+        These themselves; None in a recording, which will find others at the addresses.
+    """
+
+    addresses: Tensor
+    tensors: Sequence[Tensor] | None
+
+
+# Starts one launch: name, launch, inputs, coefficients, result.
+Start = Callable[[str, Launch, Inputs, Coefficients, Tensor], None]
+
+
+@dataclasses.dataclass(eq=False)  # hashed by identity
+class Plan:
+    """All launches for one set of shapes, and what each stream last wrote for it."""
+
+    name: str
+    launches: list[Launch]
+    out_size: int
+    out_places: list[int]
+    count: int
+    addresses: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    written: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    seen: set[tuple[int, Coefficients]] = dataclasses.field(default_factory=set)
+    recordings: int = 0
+
+    def results(self, out: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Cut what the launches wrote into the results, shapes as given."""
+        places = zip(self.out_places, matrices, strict=True)
+        return [out[place : place + x.numel()].view(x.shape) for place, x in places]
