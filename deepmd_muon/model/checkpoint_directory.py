@@ -161,8 +161,17 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) in _HARMLESS:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 write a member of an enumeration
+            return _member
         if module.startswith("torch.distributed.checkpoint."):
             found = super().find_class(module, name)
             if dataclasses.is_dataclass(found) or (isinstance(found, type) and issubclass(found, enum.Enum)):
                 return found
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into the description of a checkpoint")
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """Return a member of an enumeration, and nothing of anything else."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind[name]
+    raise pickle.UnpicklingError(f"{name!r} of {kind!r} does not belong into the description of a checkpoint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -13,10 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from deepmd_muon.infer import Predictor
-from deepmd_muon.model.checkpoint_directory import put_together, take_apart
+from deepmd_muon.model.checkpoint_directory import _Unpickler, put_together, take_apart
 from deepmd_muon.model.checkpoint_file import read_checkpoint
 from deepmd_muon.train import CheckpointError, TrainingError
 from deepmd_muon.train.checkpoint import read_into
@@ -211,6 +213,26 @@ def test_nothing_in_a_directory_is_executed(small_input, train, file):
     with pytest.raises(CheckpointError, match="cannot be read as a checkpoint"):
         train(small_input(), restart="model.ckpt-1.dcp")
     assert not Path("executed").exists()
+
+
+class Attribute:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an enumeration, whatever has the attribute."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_members_of_enumerations_are_read_by_name_and_nothing_else_is():
+    encoding = metadata._MEM_FORMAT_ENCODING
+    member = encoding.TORCH_CHANNELS_LAST
+    written = pickle.dumps(Attribute(encoding, "TORCH_CHANNELS_LAST"))
+    assert _Unpickler(io.BytesIO(written)).load() is member
+    for owner, name in ((metadata.Metadata, "__init__"), (torch.Size, "numel")):
+        with pytest.raises(pickle.UnpicklingError, match="does not belong"):
+            _Unpickler(io.BytesIO(pickle.dumps(Attribute(owner, name)))).load()
 
 
 def test_a_directory_without_its_end_is_no_checkpoint(small_input, train):
