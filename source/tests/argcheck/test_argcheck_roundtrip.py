@@ -39,7 +39,7 @@ def descriptors(ntypes):
                 st.just("auto"), st.just("auto:1.3"), st.lists(st.integers(1, 90), min_size=ntypes, max_size=ntypes)
             ),
             rcut=st.floats(3, 9) | st.integers(3, 9),
-            rcut_smth=st.floats(0, 3),
+            rcut_smth=st.floats(0, 2.9),
             seed=st.none() | st.integers(0, 2**32),
             exclude_types=st.lists(st.lists(st.integers(0, ntypes - 1), min_size=2, max_size=2), max_size=2),
             activation_function=st.sampled_from(["tanh", "None", "silut:3.0", "gelu_tf"]),
