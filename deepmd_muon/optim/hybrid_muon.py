@@ -363,10 +363,9 @@ class HybridMuon(Optimizer):
           whose number has changed;
         - nothing where the shape changed.
 
-        Magma scores are dropped where Magma is off.
-
-        One warning per parameter says what happened. States of deepmd-kit's HybridMuon load too; where such a
-        route differs because its version routed otherwise, it is migrated under every policy.
+        Magma scores are dropped where Magma is off. One warning per parameter says what happened. States of
+        deepmd-kit's HybridMuon load too; where such a route differs because its version routed otherwise, it is
+        migrated under every policy.
 
         Parameters
         ----------

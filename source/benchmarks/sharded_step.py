@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,11 @@ class Parameters(torch.nn.Module):
     def named(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters under their own names."""
         return list(zip(self.names, self.parameters(), strict=True))
+
+
+def sharded(shapes: Shapes, mesh: Any, device: torch.device) -> Parameters:
+    """Return parameters of given shapes, cut by FSDP2."""
+    return fully_shard(Parameters(shapes, device), mesh=mesh)  # type: ignore[return-value]  # the same module
 
 
 def gradient(shape: torch.Size, index: int, device: torch.device) -> torch.Tensor:
@@ -154,16 +160,15 @@ def contestants(model: Parameters, *, peers: bool) -> dict[str, Callable[[], Cal
 
 def disagreement(shapes: Shapes, mesh: Any, device: torch.device) -> float:
     """Return the largest relative difference of a parameter's update between sharded and whole after two steps."""
-    sharded, whole = Parameters(shapes, device), Parameters(shapes, device)
+    many, whole = sharded(shapes, mesh, device), Parameters(shapes, device)
     start = [p.detach().clone() for p in whole.parameters()]
-    fully_shard(sharded, mesh=mesh)
-    pairs = [(model, HybridMuon(model.named(), lr=1e-3)) for model in (sharded, whole)]
+    pairs = [(model, HybridMuon(model.named(), lr=1e-3)) for model in (many, whole)]
     for model, optimizer in pairs:
         for _ in range(2):
             give_gradients(model, device)
             optimizer.step()
     worst = 0.0
-    for p, q, s in zip(sharded.parameters(), whole.parameters(), start, strict=True):
+    for p, q, s in zip(many.parameters(), whole.parameters(), start, strict=True):
         moved = (q.detach() - s).norm()
         worst = max(worst, float((p.detach().full_tensor() - q.detach()).norm() / moved))
     return worst
@@ -265,18 +270,13 @@ def counted() -> Iterator[dict[str, int]]:
 
         return call
 
-    for name in names:
-        setattr(dist, name, counting(name))
-    try:
+    with mock.patch.multiple(dist, **{name: counting(name) for name in names}):
         yield counts
-    finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
 
 
 def wire(name: str, shapes: Shapes, mesh: Any, device: torch.device) -> list[dict[str, Any]]:
     """Return each rank's bytes and collectives of a step, counted and planned."""
-    model = _sharded(shapes, mesh, device)
+    model = sharded(shapes, mesh, device)
     give_gradients(model, device)
     found: list[Any] = []
     for title, settings in (("full", {}), ("16-bit return", {"return_dtype": "bfloat16"})):
@@ -307,7 +307,7 @@ def step_times(name: str, shapes: Shapes, args: argparse.Namespace, mesh: Any, d
     difference = disagreement(shapes if name != "llm" else llm(min(2, args.layers), args.width), mesh, device)
     results = []
     for title in contestants(Parameters([], device), peers=args.peers):
-        model = _sharded(shapes, mesh, device)
+        model = sharded(shapes, mesh, device)
         give_gradients(model, device)
         before = torch.cuda.memory_allocated() if on_gpu else 0
         held = gpu = host = returned = peak = float("nan")
@@ -322,11 +322,11 @@ def step_times(name: str, shapes: Shapes, args: argparse.Namespace, mesh: Any, d
             peak = (torch.cuda.max_memory_allocated() - before) / 2**20 - held if on_gpu else float("nan")
         except (RuntimeError, NotImplementedError, AssertionError, TypeError) as error:
             title = f"{title} ({str(error).splitlines()[0][:80]})"
-        entry = {"set": name, "ranks": dist.get_world_size(), "optimizer": title, "gpu_ms": gpu, "host_ms": host}
-        entry["returned_ms"] = returned
-        results.append({**entry, "held_mib": held, "peak_mib": peak, "disagreement": difference})
+        entry = {"set": name, "ranks": dist.get_world_size(), "optimizer": title, "disagreement": difference}
+        times = {"gpu_ms": gpu, "host_ms": host, "returned_ms": returned}
+        results.append({**entry, **times, "held_mib": held, "peak_mib": peak})
         del model
-    plan = HybridMuon(_sharded(shapes, mesh, device).named(), lr=1e-3).plan
+    plan = HybridMuon(sharded(shapes, mesh, device).named(), lr=1e-3).plan
     if dist.get_rank() == 0:
         print(f"\n{name}, {dist.get_world_size()} ranks:\n{plan.describe()}", flush=True)
     return results
@@ -377,9 +377,7 @@ def main() -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     sets = {name: llm(args.layers, args.width) if name == "llm" else molecular(name) for name in args.sets}
-    steps: list[Any] = []
-    wires: list[Any] = []
-    loops: list[Any] = []
+    steps, wires, loops = (list[Any]() for _ in range(3))
     for name, shapes in sets.items():
         if "wire" in args.parts:
             wires += wire(name, shapes, mesh, device)
@@ -395,12 +393,6 @@ def main() -> None:
             about = {"machine": machine, "torch": torch.__version__, "ranks": dist.get_world_size()}
             args.out.write_text(json.dumps({**about, "results": steps, "wire": wires, "loops": loops}, indent=1))
     dist.destroy_process_group()
-
-
-def _sharded(shapes: Shapes, mesh: Any, device: torch.device) -> Parameters:
-    model = Parameters(shapes, device)
-    fully_shard(model, mesh=mesh)
-    return model
 
 
 if __name__ == "__main__":

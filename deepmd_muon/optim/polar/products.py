@@ -276,11 +276,10 @@ class _Work:
     def _in_tiles(self, x: Tensor, size: Sequence[int], *, turned: bool) -> Any:
         """Describe fp32 matrices of one size that lie one after the other in tiles of updates; None where that fails.
 
-        Rows must begin at multiples of 16 bytes, and what tiles hold beyond the last row must not be another matrix.
+        Rows must begin at multiples of 16 bytes, and what tiles hold beyond the last row must not be the next matrix.
         """
         rows, columns = size
-        padded = rows != (self.width if turned else self.order)
-        if (padded and x.numel() > rows * columns) or columns % 4 or x.data_ptr() % 16:
+        if rows != (self.width if turned else self.order) or columns % 4 or x.data_ptr() % 16:
             return None
         block = self.tiles.update.rows, self.tiles.update.columns // 2
         return _tiled(x.view(-1, columns), *(reversed(block) if turned else block))

@@ -84,14 +84,19 @@ def test_first_node(nodes, first):
     assert first_node(nodes) == first
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_processes_that_do_not_come_are_missed(monkeypatch, rank):
+def become_one_of_two(monkeypatch, rank):
+    """Set what torchrun would tell this process, where the other one never comes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in {**place, "DEVICE": "cpu"}.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_processes_that_do_not_come_are_missed(monkeypatch, rank):
+    become_one_of_two(monkeypatch, rank)
     monkeypatch.setattr(parallel, "_MEETING_TIMEOUT", datetime.timedelta(seconds=1))
     message = f"rank {rank} has not met all 2 processes at MASTER_ADDR and MASTER_PORT within 1 s"
     with pytest.raises(TrainingError, match=message), parallel.joined():
@@ -100,12 +105,7 @@ def test_processes_that_do_not_come_are_missed(monkeypatch, rank):
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_who_hears_nothing_of_the_others_tells_what_is_wrong(monkeypatch, rank):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
+    become_one_of_two(monkeypatch, rank)
     monkeypatch.setattr(parallel, "_TELLING_TIMEOUT", datetime.timedelta(seconds=1))
     begin = time.monotonic()
     with parallel.first_tells("wrong") as mine:
