@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from deepmd_muon.argcheck.errors import Problem
 from deepmd_muon.argcheck.schema import Foreign, Key, foreign_of, rules_of, tree
-from deepmd_muon.argcheck.values import Mismatch, convert, describe, shown
-from deepmd_muon.optim.setting import Setting, one_of
+from deepmd_muon.setting import Mismatch, Setting, convert, describe, one_of, shown
 
 T = TypeVar("T")
 Path = tuple[str, ...]

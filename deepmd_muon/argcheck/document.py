@@ -13,8 +13,7 @@ from deepmd_muon.argcheck.json_schema import json_schema
 from deepmd_muon.argcheck.legacy import OLDER_SPELLINGS
 from deepmd_muon.argcheck.schema import Key, foreign_of, thaw, tree
 from deepmd_muon.argcheck.settings import Settings
-from deepmd_muon.argcheck.values import describe
-from deepmd_muon.optim.setting import Setting
+from deepmd_muon.setting import Setting, describe
 
 __all__ = ["Format", "json_schema", "reference"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from deepmd_muon.argcheck.errors import InputError, Problem
-from deepmd_muon.argcheck.values import shown
+from deepmd_muon.setting import shown
 
 
 class _Object(dict[Any, Any]):

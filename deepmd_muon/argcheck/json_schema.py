@@ -7,8 +7,7 @@ from typing import Any
 
 from deepmd_muon.argcheck.schema import Key, foreign_of, summary, thaw, tree
 from deepmd_muon.argcheck.settings import Settings
-from deepmd_muon.argcheck.values import alternatives_of
-from deepmd_muon.optim.setting import Setting
+from deepmd_muon.setting import Setting, alternatives_of
 
 _SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 

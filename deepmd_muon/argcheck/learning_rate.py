@@ -10,7 +10,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from deepmd_muon.argcheck.schema import Foreign, Rule, Section
-from deepmd_muon.optim.setting import setting
+from deepmd_muon.setting import setting
 
 DEFAULT_STOP_LR = 5e-8
 """Last rate when neither `stop_lr` nor `stop_lr_ratio` is given (deepmd-kit)."""

@@ -7,8 +7,8 @@ import dataclasses
 from typing import Any
 
 from deepmd_muon.argcheck.errors import Problem
-from deepmd_muon.argcheck.values import shown
 from deepmd_muon.optim.config import OLDER_NAMES
+from deepmd_muon.setting import shown
 
 _DATA_KEYS = ("systems", "set_prefix", "batch_size", "auto_prob", "auto_prob_style", "sys_probs", "sys_weights")
 _WARMUP_KEYS = ("warmup_steps", "warmup_ratio", "warmup_start_factor")

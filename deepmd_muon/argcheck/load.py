@@ -15,7 +15,7 @@ from deepmd_muon.argcheck.files import read
 from deepmd_muon.argcheck.legacy import upgrade
 from deepmd_muon.argcheck.schema import thaw
 from deepmd_muon.argcheck.settings import Settings
-from deepmd_muon.argcheck.values import shown
+from deepmd_muon.setting import shown
 from deepmd_muon.whole_file import whole_file
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 from deepmd_muon.argcheck.schema import Foreign, Rule, Section
-from deepmd_muon.optim.setting import setting
+from deepmd_muon.setting import setting
 
 
 def _prefactor(default: float, *, what: str, end: str) -> Any:

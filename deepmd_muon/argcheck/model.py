@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 from deepmd_muon.argcheck.schema import Foreign, Rule, Section, Variants, keys_of, section
-from deepmd_muon.optim.setting import setting
+from deepmd_muon.setting import setting
 
 Precision = Literal["default", "float64", "float32", "double", "single"]
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from dargs import Argument, Variant
 
-from deepmd_muon.argcheck.values import alternatives_of, dargs_types
-from deepmd_muon.optim.setting import Setting, setting_of
+from deepmd_muon.setting import Setting, alternatives_of, setting_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _key(field: dataclasses.Field[Any], annotation: Any) -> Key:
         optional = optional and {"optional": True, "default": None if field.default is None else {}}
     key = Key(
         field.name,
-        [dict] if choices else dargs_types(annotation, setting),
+        [dict] if choices else list(_dargs_types(annotation, setting)),
         sub_fields=keys_of(nested) if nested else None,
         sub_variants=[_variant(variants)] if variants else None,
         alias=setting.alias,
@@ -185,6 +185,27 @@ def _key(field: dataclasses.Field[Any], annotation: Any) -> Key:
     key.setting, key.annotation, key.value = setting, annotation, field.default
     key.section, key.variants = nested, variants
     return key
+
+
+def _dargs_types(annotation: Any, setting: Setting) -> Iterator[Any]:
+    """Yield the types under which dargs checks plain values of an annotation."""
+    for kind in alternatives_of(annotation):
+        if typing.get_origin(kind) is tuple:
+            yield _list_type(kind)
+            if setting.lone:
+                yield typing.get_args(kind)[0]
+        elif typing.get_origin(kind) is typing.Literal:
+            yield from {type(choice) for choice in typing.get_args(kind)}
+        else:
+            yield kind
+
+
+def _list_type(annotation: Any) -> Any:
+    """Return a tuple annotation as the list annotation of its JSON form."""
+    element = typing.get_args(annotation)[0]
+    if typing.get_origin(element) is tuple:
+        element = _list_type(element)
+    return types.GenericAlias(list, (element,))
 
 
 def _variant(variants: Variants) -> Variant:

@@ -7,7 +7,7 @@ import math
 from typing import ClassVar
 
 from deepmd_muon.argcheck.schema import Foreign, Rule, Section, section
-from deepmd_muon.optim.setting import setting
+from deepmd_muon.setting import setting
 
 _SYSTEMS = (
     "Systems of data: folders, HDF5 files or groups in them (file.hdf5#/group), or folders in which to look for "

@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from deepmd_muon.argcheck.schema import Foreign, Section
-from deepmd_muon.optim.setting import setting
+from deepmd_muon.setting import setting
 
 _NOTE = "choosing checkpoints by a pass over all validation data is not available; use dp test on them"
 _UNUSED = "it belongs to full_validation"

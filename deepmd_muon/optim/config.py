@@ -11,8 +11,8 @@ import re
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from deepmd_muon.optim.errors import InvalidSettingError
-from deepmd_muon.optim.setting import check_settings, setting
 from deepmd_muon.optim.sharded.settings import ShardedSettings
+from deepmd_muon.setting import check_settings, setting
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

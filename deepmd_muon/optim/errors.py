@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
-class InvalidSettingError(ValueError):
-    """A setting is out of its range or not among its choices."""
+from deepmd_muon.setting import InvalidSettingError as InvalidSettingError  # one of optim's public names
 
 
 class InvalidParameterError(ValueError):

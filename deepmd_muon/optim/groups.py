@@ -17,8 +17,8 @@ from deepmd_muon.optim.config import USUAL_ADAMW_PATTERNS, HybridMuonConfig, Non
 from deepmd_muon.optim.errors import InvalidParameterError, InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
 from deepmd_muon.optim.routing import canonical_name, unnamed
-from deepmd_muon.optim.setting import check_settings, setting
 from deepmd_muon.optim.views import Split
+from deepmd_muon.setting import check_settings, setting
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from deepmd_muon.optim.setting import check_settings, setting
+from deepmd_muon.setting import check_settings, setting
 
 Exchange = Literal["owners", "reference"]
 Replication = Literal["auto", "spread", "repeat"]

@@ -21,7 +21,9 @@ ARROWS = {
     "train": {"argcheck", "data", "loss", "model", "optim"},
 }
 # Of optim, the input check may read only what does not import torch.
-TORCH_FREE = {"deepmd_muon.optim.config", "deepmd_muon.optim.setting"}
+TORCH_FREE = {"deepmd_muon.optim.config"}
+# Every room may import these; they import nothing of the package.
+GROUND = {"deepmd_muon.setting"}
 THIRD_PARTY = {
     "argcheck": {"dargs", "yaml"},
     "data": {"numpy", "h5py", "vesin"},
@@ -56,6 +58,12 @@ def test_arrows_run_one_way(room):
                     assert module in TORCH_FREE, where
             if parts[0] not in STANDARD and room in THIRD_PARTY:
                 assert parts[0] in THIRD_PARTY[room], where
+
+
+@pytest.mark.parametrize("module", sorted(GROUND))
+def test_the_ground_imports_only_the_standard_library(module):
+    path = PACKAGE.parent / (module.replace(".", "/") + ".py")
+    assert {name.split(".")[0] for name, _ in imports(path)} <= set(sys.stdlib_module_names)
 
 
 def test_every_room_is_known():

@@ -13,7 +13,7 @@ from deepmd_muon.argcheck import InputError, Section, normalize, register_model_
 from deepmd_muon.argcheck.document import reference
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model import Described, register_descriptor
-from deepmd_muon.optim.setting import setting
+from deepmd_muon.setting import setting
 
 
 @dataclasses.dataclass(frozen=True)

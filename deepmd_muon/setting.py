@@ -1,0 +1,291 @@
+"""How a setting is declared, and the one check of a value against its annotated type, with its words.
+
+A setting's default, meaning, choices and range stand on the dataclass field itself. This module imports nothing of
+the package and no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import types
+import typing
+from collections.abc import Collection
+from numbers import Integral, Real
+from typing import Any
+
+
+class InvalidSettingError(ValueError):
+    """A setting is of a wrong type, out of its range or not among its choices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a reader, a checker and a reference page need to know about one field.
+
+    Attributes
+    ----------
+    doc
+        What the setting does, in one or two sentences, with units.
+    alias
+        Other spellings that an input may use.
+    choices
+        Every allowed value, or None when the type alone decides.
+    minimum, maximum
+        Inclusive bounds.
+    above, below
+        Exclusive bounds.
+    pattern, forms
+        Regular expression that a string must match in full, and the same in words for messages.
+    note
+        Why the rules are as they are; stands behind the message when a value breaks them.
+    lone
+        Whether a single value stands for a list of one.
+    """
+
+    doc: str
+    alias: tuple[str, ...] = ()
+    choices: tuple[Any, ...] | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    pattern: str | None = None
+    forms: str = ""
+    note: str = ""
+    lone: bool = False
+
+    def problem(self, value: Any) -> str | None:
+        """Say in one phrase what is wrong with `value`, or return None when nothing is.
+
+        Bounds, choices and pattern hold for a scalar and for every element of a list.
+        """
+        if isinstance(value, (tuple, list)):
+            return next((found for found in map(self.problem, value) if found), None)
+        rule = self._broken_rule(value)
+        return f"must be {rule}; found {literal(value)}" + (f" ({self.note})" if self.note else "") if rule else None
+
+    def _broken_rule(self, value: Any) -> str | None:
+        """Return the words for the rule that a scalar breaks, if any."""
+        if value is None:
+            return None
+        if self.choices is not None and value not in self.choices:
+            return one_of(self.choices)
+        if self.pattern is not None and isinstance(value, str) and not re.fullmatch(self.pattern, value):
+            return self.forms or f"a match of {self.pattern}"
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return None
+        bounds = (
+            (self.minimum, lambda b: value >= b, ">="),
+            (self.maximum, lambda b: value <= b, "<="),
+            (self.above, lambda b: value > b, ">"),
+            (self.below, lambda b: value < b, "<"),
+        )
+        broken = [f"{sign} {bound:g}" for bound, holds, sign in bounds if bound is not None and not holds(bound)]
+        return " and ".join(broken) or None
+
+
+def setting(default: Any = dataclasses.MISSING, *, doc: str, **rules: Any) -> Any:
+    """Declare a dataclass field that carries its `Setting`.
+
+    Parameters
+    ----------
+    default
+        The field's default; a mutable one is not allowed. Left out, the field is required.
+    doc, **rules
+        As in `Setting`.
+    """
+    return dataclasses.field(default=default, metadata={"setting": Setting(doc, **rules)})
+
+
+def setting_of(field: dataclasses.Field[Any]) -> Setting:
+    """Return the `Setting` that `setting` attached to a dataclass field."""
+    found = field.metadata["setting"]
+    assert isinstance(found, Setting)
+    return found
+
+
+def check_settings(settings: Any, of: str = "") -> None:
+    """Raise `InvalidSettingError` naming every field of a settings dataclass that breaks its type or its own rules.
+
+    The message starts with `of`, or the dataclass's name.
+    """
+    own: Any = type(settings)
+    annotations = annotations_of(own)
+    problems = []
+    for field in dataclasses.fields(settings):
+        if "setting" in field.metadata:
+            value = getattr(settings, field.name)
+            own_setting, fitted = setting_of(field), convert(value, annotations[field.name], exact=True)
+            if not isinstance(fitted, Mismatch):
+                problem = own_setting.problem(value)
+            elif own_setting.choices:
+                problem = f"must be {one_of(own_setting.choices)}; found {shown(value)}"
+            else:
+                problem = fitted.words
+            if problem:
+                problems.append(f"{field.name}: {problem}")
+    if problems:
+        raise InvalidSettingError(f"{of or type(settings).__name__}: " + "; ".join(problems))
+
+
+@functools.cache
+def annotations_of(settings: type) -> dict[str, Any]:
+    """Return the evaluated annotations of a settings dataclass."""
+    return typing.get_type_hints(settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+    """Why a value is not of the type its setting asks for.
+
+    Attributes
+    ----------
+    faults
+        Expected type and found value in words, each with the indices that lead to it inside a list.
+    """
+
+    faults: tuple[tuple[tuple[int, ...], str], ...]
+
+    @property
+    def words(self) -> str:
+        """The first fault, with its place inside a list."""
+        where, message = self.faults[0]
+        return f"element {'/'.join(map(str, where))} {message}" if where else message
+
+
+def convert(value: Any, annotation: Any, *, exact: bool = False) -> Any:
+    """Return `value` as the annotated type, or a `Mismatch` when it does not fit.
+
+    A list becomes a tuple, a whole number stands for a float, and a float without a fraction (1e6) for a whole
+    number unless `exact`. A truth value is never a number, and NaN and infinity are no values. A Literal asks for the
+    type of its members only: the setting's `choices` name them. Annotations of other kinds take any value.
+    """
+    members = alternatives_of(annotation)
+    if len(members) > 1:
+        return _convert_any(value, members, annotation, exact=exact)
+    if typing.get_origin(annotation) is tuple:
+        return _convert_list(value, annotation, exact=exact)
+    fitted = _scalar(value, annotation, exact=exact)
+    if fitted is None and not (value is None and annotation is type(None)):
+        return _mismatch(value, annotation)
+    return fitted
+
+
+def _scalar(value: Any, kind: Any, *, exact: bool) -> Any:
+    """Return a scalar as the annotated type, or None when it does not fit."""
+    if typing.get_origin(kind) is typing.Literal:
+        return value if any(type(value) is type(choice) for choice in typing.get_args(kind)) else None
+    if kind is bool or (isinstance(value, bool) and kind in _NAMES):
+        return value if kind is bool and isinstance(value, bool) else None
+    if kind is int and isinstance(value, Real):
+        number = float(value) if not isinstance(value, Integral) else value
+        whole = isinstance(number, Integral) or (not exact and number.is_integer())
+        return int(number) if whole else None
+    if kind is float and isinstance(value, Real):
+        return _finite(value)
+    if kind in _NAMES or dataclasses.is_dataclass(kind):
+        return value if isinstance(value, kind) else None
+    return value
+
+
+def _finite(value: Real) -> float | None:
+    """Return a number as a float, or None when a float cannot hold it."""
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _convert_any(value: Any, members: tuple[Any, ...], annotation: Any, *, exact: bool) -> Any:
+    """Return the value as the first member of a union that it fits."""
+    lists = [member for member in members if typing.get_origin(member) is tuple]
+    if isinstance(value, (list, tuple)) and len(lists) == 1:
+        # The wrong element of a list says more than that no member fits.
+        return convert(value, lists[0], exact=exact)
+    attempts = (convert(value, member, exact=exact) for member in members)
+    return next((fitted for fitted in attempts if not isinstance(fitted, Mismatch)), _mismatch(value, annotation))
+
+
+def _convert_list(value: Any, annotation: Any, *, exact: bool) -> Any:
+    """Return a list as a tuple of the annotated element types."""
+    elements = typing.get_args(annotation)
+    fixed = not (len(elements) == 2 and elements[1] is Ellipsis)
+    if not isinstance(value, (list, tuple)) or (fixed and len(value) != len(elements)):
+        return _mismatch(value, annotation)
+    kinds = elements if fixed else (elements[0],) * len(value)
+    converted = tuple(convert(element, kind, exact=exact) for element, kind in zip(value, kinds, strict=True))
+    faults = tuple(
+        ((index, *where), message)
+        for index, element in enumerate(converted)
+        if isinstance(element, Mismatch)
+        for where, message in element.faults
+    )
+    return Mismatch(faults) if faults else converted
+
+
+def _mismatch(value: Any, annotation: Any) -> Mismatch:
+    return Mismatch((((), f"must be {describe(annotation)}; found {shown(value)}"),))
+
+
+_NAMES: dict[Any, tuple[str, str]] = {
+    bool: ("true or false", "truth values"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("a string", "strings"),
+    type(None): ("null", "nulls"),
+}
+
+
+def describe(annotation: Any, *, plural: bool = False) -> str:
+    """Say in words what values an annotation allows; null, which means left out, is not named."""
+    members = [member for member in alternatives_of(annotation) if member is not type(None)]
+    if len(members) > 1:
+        return " or ".join(describe(member, plural=plural) for member in members)
+    kind = members[0] if members else type(None)
+    if typing.get_origin(kind) is typing.Literal:
+        return describe(type(typing.get_args(kind)[0]), plural=plural)
+    if typing.get_origin(kind) is not tuple:
+        return _NAMES[kind][plural] if kind in _NAMES else kind.__name__
+    elements = typing.get_args(kind)
+    inner = describe(elements[0], plural=True)
+    if type(None) in alternatives_of(elements[0]):
+        inner += " or nulls"
+    many = elements[1] is Ellipsis
+    head = ("lists of " if plural else "a list of ") + ("" if many else f"{len(elements)} ")
+    return head + inner
+
+
+def alternatives_of(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the annotation itself."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def shown(value: Any) -> str:
+    """Return a value as it would stand in JSON, with its kind, shortened when long."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return literal(value)
+    if isinstance(value, dict):
+        return "an object"
+    text = repr(value)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    kind = "the string " if isinstance(value, str) else "the list " if isinstance(value, (list, tuple)) else ""
+    return kind + text
+
+
+def literal(value: Any) -> str:
+    """Return a value as it would be written: truth values and whole numbers as in JSON."""
+    return str(value).lower() if isinstance(value, bool) else repr(value).removesuffix(".0")
+
+
+def one_of(choices: Collection[Any]) -> str:
+    """Return the words for what a value must be where these are all there are: a single one stands for itself."""
+    words = ", ".join(map(literal, choices))
+    return f"one of {words}" if len(choices) > 1 else words
