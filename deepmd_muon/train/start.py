@@ -120,6 +120,8 @@ def run(
         leave = ("optimizer", "ema") if init_model or ranks.size > 1 else ()
         source = Source.read(found, leave) if found else None
         if ranks.first:  # the others learn of an error as of any that ends a rank
+            for notice in given.notices:
+                log.warning("%s", notice)
             _check_reports(given, output)
         given = _complete_input(given, source, use_pretrain_script=use_pretrain_script)
         trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
@@ -136,13 +138,11 @@ def _check_reports(given: Input, output: str) -> None:
 
 
 def _complete_input(given: Input, source: Source | None, *, use_pretrain_script: bool) -> Input:
-    """Take the model section of a checkpoint if asked to, and show what is to be said about the input."""
+    """Take the model section of a checkpoint if asked to, and refuse a `stat_file` that cannot be written."""
     if source and use_pretrain_script:
         given = dataclasses.replace(
             normalize({**given.normalized, "model": dict(source.model_section)}), notices=given.notices
         )
-    for notice in given.notices:
-        log.warning("%s", notice)
     if given.settings.training.stat_file:
         StatFile(given.settings.training.stat_file)  # refuses a folder before the long work begins
     return given

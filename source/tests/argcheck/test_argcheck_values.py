@@ -313,3 +313,27 @@ def test_importing_the_room_does_not_import_torch():
     code = "import sys, deepmd_muon.argcheck.document; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "start_lr", "advised"),
+    [
+        ({"type": "HybridMuon"}, 1e-3, "8.64"),
+        ({"type": "HybridMuon", "scaling": "match_rms", "lr_adjust": 10.0}, 5e-4, "17.3"),
+        ({"type": "HybridMuon", "lr_adjust_coeff": 0.18}, 1e-3, None),
+        ({"type": "HybridMuon", "lr_adjust": 10.0}, 1e-3, None),
+        ({"type": "HybridMuon", "scaling": "rectangular"}, 1e-3, None),
+        ({"type": "HybridMuon", "adam_lr_ratio": 0.02}, 0.048, None),
+        ({"type": "Adam"}, 1e-3, None),
+    ],
+)
+def test_an_open_scale_of_muon_is_noticed_where_its_step_is_small(water, optimizer, start_lr, advised):
+    water["optimizer"] = optimizer
+    water["learning_rate"]["start_lr"] = start_lr
+    checked = normalize(water)
+    assert len(checked.notices) == (advised is not None)
+    if advised:
+        assert "optimizer/lr_adjust_coeff" in checked.notices[0]
+        assert f"set lr_adjust_coeff to {advised} " in checked.notices[0]
+        assert checked.settings.optimizer.lr_adjust_coeff == 0.18
+    assert normalize(checked.normalized).notices == ()

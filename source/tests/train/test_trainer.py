@@ -445,3 +445,10 @@ def test_what_reports_need_is_looked_at_before_the_data(small_input, train, monk
 def test_the_folder_of_the_normalised_input_is_made(small_input, train):
     assert train(small_input(training={"numb_steps": 1}), output="new/folder/out.json") == 0
     assert Path("new/folder/out.json").exists()
+
+
+def test_an_open_scale_of_muon_is_warned_of_once(small_input, train, caplog):
+    content = small_input(training={"numb_steps": 1})
+    assert train(content) == 0
+    warned = [record for record in caplog.records if "lr_adjust_coeff" in record.message]
+    assert [record.levelname for record in warned] == ["WARNING"]

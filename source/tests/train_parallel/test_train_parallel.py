@@ -488,4 +488,5 @@ def test_torchrun_trains_and_logs_once(place, tmp_path):
     done = torchrun(tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("training done; the model is model.ckpt-2.pt") == 1
+    assert done.stderr.count("optimizer/lr_adjust_coeff is not given") == 1
     assert read_checkpoint(tmp_path / "model.ckpt.pt")["deepmd_muon"]["step"] == 2
