@@ -6,8 +6,6 @@ in torch's own files, whole or cut over the ranks that wrote them.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import pickle
 import warnings
 from collections.abc import Collection, Mapping
@@ -17,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deepmd_muon.model.dcp_metadata import METADATA, open_regular, read_metadata
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 SUFFIX = ".dcp"
 CONTENT = "content.pt"
-_METADATA = ".metadata"
 # What reading a checkpoint that is incomplete or damaged, or none at all, may raise.
 READ_ERRORS = (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, OSError)
-_HARMLESS = {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 
 _Keys = tuple[str | int, ...]
 """From the top of the content down to a tensor."""
@@ -33,7 +31,7 @@ _Keys = tuple[str | int, ...]
 
 def is_directory(path: Path) -> bool:
     """Return whether a path is such a checkpoint, complete."""
-    return (path / CONTENT).is_file() and (path / _METADATA).is_file()
+    return (path / CONTENT).is_file() and (path / METADATA).is_file()
 
 
 def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -82,6 +80,8 @@ def put_together(parts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dic
 def read_directory(path: Path, leave: Collection[str] = ()) -> dict[str, Any]:
     """Read a directory onto the CPU; nothing in it is executed, and no other process takes part.
 
+    Every file is looked at once, and what was checked is what is used.
+
     Parameters
     ----------
     path
@@ -96,15 +96,15 @@ def read_directory(path: Path, leave: Collection[str] = ()) -> dict[str, Any]:
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    parts = torch.load(path / CONTENT, map_location="cpu", weights_only=True)
+    parts = _read_content(path)
     wanted = {name for name, place in parts["tensors"] if place[0] not in leave}
-    entries = _metadata(path).state_dict_metadata
+    metadata = read_metadata(path)
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu" if name in wanted else "meta")
-        for name, entry in entries.items()
+        for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    _read(path, {name: tensor for name, tensor in tensors.items() if name in wanted})
+    _read(path, metadata, {name: tensor for name, tensor in tensors.items() if name in wanted})
     return put_together(parts, tensors)
 
 
@@ -122,56 +122,26 @@ def read_into(path: Path, targets: Mapping[_Keys, Tensor]) -> None:
     ------
     As `read_directory`.
     """
-    parts = torch.load(path / CONTENT, map_location="cpu", weights_only=True)
-    names = {tuple(place): name for name, place in parts["tensors"]}
-    _read(path, {names[place]: target for place, target in targets.items()})
+    names = {tuple(place): name for name, place in _read_content(path)["tensors"]}
+    _read(path, read_metadata(path), {names[place]: target for place, target in targets.items()})
 
 
-def _metadata(path: Path) -> Metadata:
-    """Read torch's description of the parts without running anything."""
-    with (path / _METADATA).open("rb") as file:
-        metadata: Metadata = _Unpickler(file).load()
-    return metadata
+def _read_content(path: Path) -> dict[str, Any]:
+    with open_regular(path / CONTENT) as file:
+        parts: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    return parts
 
 
-def _read(path: Path, tensors: dict[str, Tensor]) -> None:
+def _read(path: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            return _metadata(path)
+    from deepmd_muon.model.dcp_reader import TensorReader
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # no other process: as intended
         try:
-            load(tensors, storage_reader=Reader(path), no_dist=True)
+            load(tensors, storage_reader=TensorReader(path, metadata), no_dist=True)
         except CheckpointException as error:  # which is no Exception
             causes = "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
             raise RuntimeError(causes) from error
-
-
-class _Unpickler(pickle.Unpickler):
-    """Builds plain values and the dataclasses and enumerations of torch.distributed.checkpoint, nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what may be built."""
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return getattr(torch, name)
-        if (module, name) in _HARMLESS:
-            return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 write a member of an enumeration
-            return _member
-        if module.startswith("torch.distributed.checkpoint."):
-            found = super().find_class(module, name)
-            if dataclasses.is_dataclass(found) or (isinstance(found, type) and issubclass(found, enum.Enum)):
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into the description of a checkpoint")
-
-
-def _member(kind: Any, name: Any) -> Any:
-    """Return a member of an enumeration, and nothing of anything else."""
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return kind[name]
-    raise pickle.UnpicklingError(f"{name!r} of {kind!r} does not belong into the description of a checkpoint")

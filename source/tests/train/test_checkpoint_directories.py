@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -14,11 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from deepmd_muon.infer import Predictor
-from deepmd_muon.model.checkpoint_directory import _Unpickler, put_together, take_apart
+from deepmd_muon.model.checkpoint_directory import put_together, take_apart
 from deepmd_muon.model.checkpoint_file import read_checkpoint
 from deepmd_muon.train import CheckpointError, TrainingError
 from deepmd_muon.train.checkpoint import read_into
@@ -79,7 +77,7 @@ def test_a_damaged_part_is_an_error_that_names_the_directory(small_input, train)
     train(given)
     (part,) = Path("model.ckpt-10.dcp").glob("*.distcp")
     os.truncate(part, part.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match=r"model.ckpt-10.dcp cannot be read as a checkpoint: \w+: "):
+    with pytest.raises(CheckpointError, match=r"model.ckpt-10.dcp cannot be read as a checkpoint: .*__0_0.distcp"):
         train(given, restart="model.ckpt-10.dcp")
     places = read_checkpoint("model.ckpt-5.dcp", leave=("ema",))["ema"]["model"]
     assert all(x.is_meta for x in places.values() if x.numel())
@@ -87,7 +85,7 @@ def test_a_damaged_part_is_an_error_that_names_the_directory(small_input, train)
     read_into(Path("model.ckpt-5.dcp"), targets)
     for (*_, name), x in targets.items():
         assert torch.equal(x, read_checkpoint("model.ckpt-5.dcp")["ema"]["model"][name])
-    with pytest.raises(CheckpointError, match=r"model.ckpt-10.dcp cannot be read as a checkpoint: \w+: "):
+    with pytest.raises(CheckpointError, match=r"model.ckpt-10.dcp cannot be read as a checkpoint: .*__0_0.distcp"):
         read_into(Path("model.ckpt-10.dcp"), targets)
 
 
@@ -213,26 +211,6 @@ def test_nothing_in_a_directory_is_executed(small_input, train, file):
     with pytest.raises(CheckpointError, match="cannot be read as a checkpoint"):
         train(small_input(), restart="model.ckpt-1.dcp")
     assert not Path("executed").exists()
-
-
-class Attribute:
-    """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an enumeration, whatever has the attribute."""
-
-    def __init__(self, owner, name):
-        self.owner, self.name = owner, name
-
-    def __reduce__(self):
-        return getattr, (self.owner, self.name)
-
-
-def test_members_of_enumerations_are_read_by_name_and_nothing_else_is():
-    encoding = metadata._MEM_FORMAT_ENCODING
-    member = encoding.TORCH_CHANNELS_LAST
-    written = pickle.dumps(Attribute(encoding, "TORCH_CHANNELS_LAST"))
-    assert _Unpickler(io.BytesIO(written)).load() is member
-    for owner, name in ((metadata.Metadata, "__init__"), (torch.Size, "numel")):
-        with pytest.raises(pickle.UnpicklingError, match="does not belong"):
-            _Unpickler(io.BytesIO(pickle.dumps(Attribute(owner, name)))).load()
 
 
 def test_a_directory_without_its_end_is_no_checkpoint(small_input, train):

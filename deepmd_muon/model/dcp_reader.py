@@ -1,0 +1,89 @@
+"""Reading the parts of tensors for torch.distributed.checkpoint, and nothing but tensors."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from deepmd_muon.model.dcp_metadata import open_regular
+
+
+class TensorReader(StorageReader):
+    """Reads tensors from the files of a folder; other values, which torch would unpickle, are refused.
+
+    Parameters
+    ----------
+    folder
+        Where the files lie.
+    metadata
+        What `read_metadata` returned for it; it is not read again.
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        self._folder = folder
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the description that has been checked."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all parts of a plan into the tensors that the planner names."""
+        for item in plan.items:
+            part = self._read(item)
+            for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                part = part.narrow(dimension, offset, length)
+            target = planner.resolve_tensor(item).detach()
+            if target.shape != part.shape or target.dtype != part.dtype:
+                raise pickle.UnpicklingError(
+                    f"a part of {item.storage_index.fqn} is {part.dtype} of shape {tuple(part.shape)}, "
+                    f"expected {target.dtype} of shape {tuple(target.shape)}"
+                )
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, item: ReadItem) -> Tensor:
+        """Return the part of a tensor as it was written."""
+        name = item.storage_index.fqn
+        if item.type is not LoadItemType.TENSOR:
+            raise pickle.UnpicklingError(f"{name} is not a tensor")
+        place = self._metadata.storage_data[item.storage_index]
+        with open_regular(self._folder / place.relative_path) as file:
+            file.seek(place.offset)
+            content = file.read(place.length)
+        part = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if type(part) is not Tensor or part.layout is not torch.strided:
+            raise pickle.UnpicklingError(f"{place.relative_path} holds a {type(part).__name__} for {name}")
+        return part
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: all is known."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: a reader is for one folder."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether a folder could be read."""
+        return Path(checkpoint_id).is_dir()
