@@ -12,8 +12,8 @@ import torch
 
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
-from deepmd_muon.train.checkpoint import read_into
-from deepmd_muon.train.parallel import cut_as, local_part
+from deepmd_muon.train.checkpoint.reading import read_into
+from deepmd_muon.train.parallel import local_part, shard_like
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Ema:
         if left and path is not None:
             read_into(path, {("ema", "model", name): x for name, x in left.items()})
         for name, average in self._average.items():
-            value = left[name] if name in left else cut_as(stored[name], average)
+            value = left[name] if name in left else shard_like(stored[name], average)
             local_part(average).copy_(local_part(value))
         if state.get("decay", self.decay) != self.decay:
             log.warning("ema_decay is %g here and was %g before the restart", self.decay, state["decay"])

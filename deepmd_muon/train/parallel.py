@@ -295,10 +295,10 @@ def training_device() -> torch.device:
     return torch.device("cuda" if there and wanted != "cpu" else "cpu")
 
 
-def whole(content: Any) -> Any:
-    """Put the DTensors in nested dicts, lists and tuples together; all ranks must ask for it.
+def gather_whole(content: Any) -> Any:
+    """Gather the DTensors in nested dicts, lists and tuples into full tensors; a collective of all ranks.
 
-    Each tensor is gathered once, however often it appears; what is no DTensor stays as it is.
+    Each tensor is gathered once, however often it appears; everything else stays as it is.
     """
     known: dict[int, Tensor] = {}
 
@@ -323,8 +323,8 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def cut_as(tensor: Tensor, pattern: Tensor) -> Tensor:
-    """Return of a full tensor what `pattern` is on this rank: a DTensor laid out alike, or the tensor itself."""
+def shard_like(tensor: Tensor, pattern: Tensor) -> Tensor:
+    """Shard a full tensor like `pattern` where that is a DTensor; otherwise return the tensor itself."""
     if not isinstance(pattern, DTensor):
         return tensor
     tensor = tensor.to(pattern.device)

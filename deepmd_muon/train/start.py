@@ -14,7 +14,7 @@ from deepmd_muon.argcheck import Input, dump, load, normalize
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, from_deepmd_kit
-from deepmd_muon.train import checkpoint
+from deepmd_muon.train.checkpoint.reading import read
 from deepmd_muon.train.errors import CheckpointError, TrainingError
 from deepmd_muon.train.parallel import Ranks, joined
 from deepmd_muon.train.report import set_up_logging
@@ -58,7 +58,7 @@ class Source:
     @classmethod
     def read(cls, path: str, leave: Collection[str] = ()) -> Source:
         """Read a checkpoint of ours or of deepmd-kit; `leave` as in `read_checkpoint`."""
-        content = checkpoint.read(path, leave)
+        content = read(path, leave)
         section, weights = from_deepmd_kit(content["model"])
         return cls(Path(path), content, section, weights)
 

@@ -13,10 +13,8 @@ from deepmd_muon.train.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from deepmd_muon.loss import EnergyLoss
-    from deepmd_muon.model import EnergyModel
     from deepmd_muon.train.batch import TrainingBatch
-    from deepmd_muon.train.stages import Replicated
-
+    from deepmd_muon.train.strategy import Strategy
 
 log = logging.getLogger(__name__)
 
@@ -27,19 +25,18 @@ class TrainingStep:
 
     Attributes
     ----------
-    model, loss, optimizer
-        The parts; the optimizer's groups share one learning rate.
+    strategy
+        The model, and how gradients are combined.
+    loss, optimizer
+        The other parts; the optimizer's groups share one learning rate.
     max_norm
         Largest norm of the gradient; 0 for no limit.
-    shared
-        What several ranks do together; None for a single process.
     """
 
-    model: EnergyModel
+    strategy: Strategy
     loss: EnergyLoss
     optimizer: torch.optim.Optimizer
     max_norm: float = 0.0
-    shared: Replicated | None = None
 
     def __call__(self, batch: TrainingBatch, lr: float, lr_fraction: float) -> dict[str, Tensor]:
         """Update the parameters once.
@@ -65,7 +62,7 @@ class TrainingStep:
             optimizer state are untouched either way.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        prediction = self.model(batch.structures, force=self.loss.needs_force, virial=self.loss.needs_virial)
+        prediction = self.strategy.model(batch.structures, force=self.loss.needs_force, virial=self.loss.needs_virial)
         value, metrics = self.loss(prediction, batch.labels, lr_fraction, batch.structures.natoms, batch.mask)
         value.backward()
         if self._finite_and_clipped(value.detach(), batch.system):
@@ -76,14 +73,10 @@ class TrainingStep:
 
     def _finite_and_clipped(self, loss: Tensor, system: str) -> bool:
         """Shorten a gradient that is too long; refuse one that is not finite, or leave its step out if asked to."""
-        if self.shared is None:
-            grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(grads)
-        else:
-            grads, norm, loss = self.shared.average(loss)
+        grads, norm, loss = self.strategy.reduce(loss)
         # One read of the device a step: the price of never writing a NaN into the weights.
         if not bool(torch.isfinite(norm + loss)):
-            where = system if self.shared is None else ", ".join(self.shared.ranks.gather_objects(system))
+            where = ", ".join(self.strategy.ranks.gather_objects(system))
             problem = f"the loss is {float(loss):g} and the norm of its gradient {float(norm):g} on a batch of {where}"
             if getattr(self.optimizer, "on_nonfinite", "error") != "skip":
                 raise NonFiniteError(problem)

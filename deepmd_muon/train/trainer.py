@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import signal
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.argcheck import Input
-from deepmd_muon.data import SamplerStateError
 from deepmd_muon.loss import EnergyLoss, check_labels
 from deepmd_muon.model import EnergyModel, build_model
-from deepmd_muon.model.checkpoint_directory import is_directory
-from deepmd_muon.model.checkpoint_file import FORMAT_VERSION, OWN_KEY, checkpoint_path
-from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, to_deepmd_kit
-from deepmd_muon.train import checkpoint
+from deepmd_muon.model.checkpoint_file import OWN_KEY
+from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.train.batch import TrainingBatch, to_device
+from deepmd_muon.train.checkpoint.content import RunState
+from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import CheckpointError, NonFiniteError, TrainingError
 from deepmd_muon.train.learning_rate import learning_rate
-from deepmd_muon.train.optimizers import build_optimizer, load_optimizer_state, read_state_part
+from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.train.report import Reports, open_reports
-from deepmd_muon.train.saving import Checkpoints
 from deepmd_muon.train.setup import Data, number_of_steps
 from deepmd_muon.train.step import TrainingStep
+from deepmd_muon.train.strategy import choose_strategy
 from deepmd_muon.train.validate import mean_metrics, metric_weights, validate
 from deepmd_muon.train.watch import STEPPING
-
-if TYPE_CHECKING:
-    from deepmd_muon.train.stages import Replicated
 
 log = logging.getLogger(__name__)
 
@@ -80,29 +75,21 @@ class Trainer:
         self.given = given
         self.model = model
         self.data = data
-        self.min_nbor_dist = min_nbor_dist
         self.num_steps = number_of_steps(training, data.training)
         self.rate = learning_rate(settings.learning_rate, self.num_steps)
         self.loss = EnergyLoss(**dataclasses.asdict(settings.loss))
         self._check_labels()
         self._device = next(model.parameters()).device
         self.ranks = ranks or Ranks(self._device)
-        self._shared: Replicated | None = None
         with self.ranks.together("laying out the model"):
-            if self.ranks.size > 1:
-                from deepmd_muon.train.stages import distribute  # brings FSDP along, which one process does not need
-
-                degree = training.data_parallel_replicate_degree
-                self._shared = distribute(training.zero_stage, self.ranks, model, degree)
-                self.optimizer = self._shared.optimizer(settings.optimizer, self.rate(0))
-            else:
-                self.optimizer = build_optimizer(settings.optimizer, model, self.rate(0))
+            self.strategy = choose_strategy(training, self.ranks, model)
+            self.optimizer = self.strategy.build_optimizer(settings.optimizer, self.rate(0))
             self.ema = Ema(model, training.ema_decay) if training.enable_ema else None
         self.checkpoints = Checkpoints(training, self.ranks)
         self.step = 0
         self.source: Path | None = None
-        self._update = TrainingStep(model, self.loss, self.optimizer, training.gradient_max_norm, self._shared)
-        self._interrupted: int | None = None
+        self._update = TrainingStep(self.strategy, self.loss, self.optimizer, training.gradient_max_norm)
+        self._state = RunState(given, model, self.optimizer, data, self.ema, min_nbor_dist)
 
     def _check_labels(self) -> None:
         """Warn of terms of the loss that no system has labels for; refuse systems that have none for any."""
@@ -144,10 +131,11 @@ class Trainer:
                 self.data.validation.close()
         self.checkpoints.complete(self.step, self._content)
         newest = self.checkpoints.files.newest
-        if self._interrupted is not None:
-            name = signal.Signals(self._interrupted).name
+        number = self.strategy.stop_signal
+        if number is not None:
+            name = signal.Signals(number).name
             log.warning("stopped by %s after step %d; continue with --restart %s", name, self.step, newest)
-            return 128 + self._interrupted
+            return 128 + number
         log.info("training done; the model is %s", newest)
         return 0
 
@@ -156,7 +144,7 @@ class Trainer:
         training = self.given.settings.training
         recent: list[tuple[Mapping[str, Tensor], Mapping[str, float]]] = []
         dropped = False
-        while self.step < self.num_steps and self._interrupted is None:
+        while self.step < self.num_steps and self.strategy.stop_signal is None:
             lr = self.rate(self.step)
             fraction = lr / self.given.settings.learning_rate.start_lr
             self.ranks.doing("reading its batch", self.step + 1)
@@ -165,14 +153,13 @@ class Trainer:
             metrics = self._update(batch, lr, fraction)
             if self.ema:
                 self.ema.update()
-            if self._shared is not None:
-                self._interrupted = self._shared.agreed
             self.step += 1
             due = reports.due(self.step)
             if training.disp_avg or due:
                 recent.append((metrics, metric_weights(self.loss, batch)))
             if due:
-                averaged = mean_metrics(recent, self._add_up) if len(recent) > 1 or self._add_up else metrics
+                several = len(recent) > 1 or self.ranks.size > 1
+                averaged = mean_metrics(recent, self.ranks.sum) if several else metrics
                 recent.clear()
                 shown = self._validate(fraction) if reports.due_validation(self.step) else None
                 with self.ranks.waiting():  # on a GPU, reading them waits for the sum over ranks
@@ -186,10 +173,6 @@ class Trainer:
             if self.step % training.save_freq == 0:
                 self.save()
 
-    @property
-    def _add_up(self) -> Callable[[Tensor], Tensor] | None:
-        return None if self._shared is None else self.ranks.sum
-
     def _next_batch(self) -> TrainingBatch:
         return to_device(self.data.training.next(), self.model.ntypes, self._device)
 
@@ -200,16 +183,17 @@ class Trainer:
         if section is None or loader is None:
             return None
         dealt = loader.deal_all() if section.numb_btch == "all" else loader.deal(int(section.numb_btch))
-        batches = ((to_device(batch, self.model.ntypes, self._device), counts) for batch, counts in self._told(dealt))
-        metrics = validate(self.model, self.loss, batches, lr_fraction, self._add_up)
+        batches = (
+            (to_device(batch, self.model.ntypes, self._device), counts) for batch, counts in self._announced(dealt)
+        )
+        metrics = validate(self.model, self.loss, batches, lr_fraction, self.ranks.sum)
         with self.ranks.waiting():
             found = _numbers(metrics)
-        if self._shared is not None:
-            self._shared.rest()
+        self.strategy.reshard()
         return found
 
-    def _told(self, batches: Iterable[T]) -> Iterator[T]:
-        """Let the other ranks know of every validation batch, as all of them may take longer than they wait."""
+    def _announced(self, batches: Iterable[T]) -> Iterator[T]:
+        """Tell the other ranks of every validation batch, because all of them may take longer than the ranks wait."""
         for batch in batches:
             self.ranks.doing("validating", self.step)
             yield batch
@@ -221,27 +205,7 @@ class Trainer:
 
     def _content(self) -> dict[str, Any]:
         """Return what a checkpoint of the present step holds, laid out over the ranks as it is."""
-        lr = self.rate(max(0, self.step - 1))
-        content: dict[str, Any] = {
-            "model": to_deepmd_kit(
-                self.model,
-                self.given.normalized["model"],
-                {"lr": lr, "step": self.step - 1},  # deepmd-kit counts from 0
-                min_nbor_dist=self.min_nbor_dist,
-            ),
-            "optimizer": self.optimizer.state_dict(),
-            OWN_KEY: {
-                "version": FORMAT_VERSION,
-                "step": self.step,
-                "settings": json.dumps(self.given.normalized),
-                "torch_rng": torch.get_rng_state(),
-                "training_data": self.data.training.state_dict(),
-                "validation_data": self.data.validation.state_dict() if self.data.validation else {},
-            },
-        }
-        if self.ema:
-            content["ema"] = self.ema.state_dict()
-        return content
+        return self._state.content(self.step, self.rate(max(0, self.step - 1)))
 
     def restart(self, content: Mapping[str, Any], source: Path) -> None:
         """Continue from a checkpoint: optimizer, averages, data order and random numbers; the weights are loaded.
@@ -249,7 +213,7 @@ class Trainer:
         Parameters
         ----------
         content
-            What `checkpoint.read` returned; of a directory, tensors of optimizer and average may have been left.
+            What `read` returned; of a directory, tensors of optimizer and average may have been left.
         source
             The file, for messages.
 
@@ -260,71 +224,29 @@ class Trainer:
         RoutingMismatchError
             When a parameter's route or matrix view has changed.
         """
-        own = content.get(OWN_KEY)
-        self._load_optimizer(content, source)
+        self.strategy.load_optimizer_state(self.optimizer, content, source, self._build_whole)
         self.source = source
-        if own is None:
-            infos = content["model"]["_extra_state"]["train_infos"]
-            self.step = int(infos["step"]) + 1
-            log.warning(
-                "%s comes from deepmd-kit, which keeps neither data order nor random numbers: they start anew", source
-            )
-        else:
-            self._restore_own(own, source)
+        self.step = self._state.restore(content, source)
         if self.step > self.num_steps:
             raise CheckpointError(
                 f"{source} is at step {self.step}, beyond the last step {self.num_steps} of this input: "
                 "raise training/numb_steps, or start from its weights with --init-model"
             )
-        if self.ema:
-            if "ema" in content:
-                self.ema.load_state_dict(content["ema"], checkpoint_path(source))
-            else:
-                log.warning("%s has no averaged parameters: the average starts from its weights", source)
+        if OWN_KEY in content:
+            self.checkpoints.adopt(content[OWN_KEY], source.resolve().parent)
         log.info("restarting from %s at step %d", source, self.step)
 
-    def _load_optimizer(self, content: Mapping[str, Any], source: Path) -> None:
-        """Load the optimizer's state, of which several ranks each keep a part."""
-        if self._shared is None:
-            load_optimizer_state(self.optimizer, self.model, content, source)
-            return
-        path = checkpoint_path(source)
-        if is_directory(path):
-            if read_state_part(self.optimizer, content, path):
-                return
-            content = checkpoint.read(path)
-        # An optimizer of one process reads it, with all checks and conversions; the ranks take their parts of that.
+    def _build_whole(self) -> tuple[EnergyModel, torch.optim.Optimizer]:
+        """Make model and optimizer as a single process has them."""
         model = build_model(self.given.normalized["model"])
-        reader = build_optimizer(self.given.settings.optimizer, model, self.rate(0))
-        load_optimizer_state(reader, model, content, source)
-        with self.ranks.together("loading optimizer state"):
-            self._shared.load_optimizer_state(self.optimizer, reader.state_dict())
-
-    def _restore_own(self, own: Mapping[str, Any], source: Path) -> None:
-        """Restore what only our checkpoints hold: step, random numbers, data order, the series of files."""
-        self.step = int(own["step"])
-        torch.set_rng_state(own["torch_rng"])
-        for change in changed_settings(json.loads(own["settings"]), self.given.normalized):
-            log.info("since %s was written: %s", source, change)
-        loaders = {"training_data": self.data.training, "validation_data": self.data.validation}
-        for name, loader in loaders.items():
-            if loader is None or not own[name]:
-                continue
-            try:
-                loader.load_state_dict(own[name])
-            except SamplerStateError:
-                log.warning("%s is not that of %s: its order starts anew from training/seed", name, source)
-        self.checkpoints.adopt(own, source.resolve().parent)
+        return model, build_optimizer(self.given.settings.optimizer, model, self.rate(0))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """Turn the first SIGINT or SIGTERM into the end of the loop; a second one ends the process as usual."""
 
         def stop(number: int, frame: types.FrameType | None) -> None:
-            if self._shared is None:
-                self._interrupted = number
-            else:
-                self._shared.request = number
+            self.strategy.request_stop(number)
             signal.signal(number, previous[signal.Signals(number)])
             log.warning("%s: finishing the step and saving", signal.Signals(number).name)
 
@@ -339,21 +261,6 @@ class Trainer:
         finally:
             for caught, handler in previous.items():
                 signal.signal(caught, handler)
-
-
-def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> list[str]:
-    """Say for every setting that differs what it was and what it is, by its path in the input."""
-    changes = []
-    for key in sorted({*saved, *present}):
-        where = f"{path}{key}"
-        old, new = saved.get(key), present.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            changes += changed_settings(old, new, f"{where}/")
-        elif where == "training/seed" and old != new:
-            changes.append(f"{where} was {old}, is {new} (without effect while the saved order of the data continues)")
-        elif old != new:
-            changes.append(f"{where} was {old!r}, is {new!r}")
-    return changes
 
 
 def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:

@@ -19,10 +19,10 @@ from deepmd_muon.infer import Predictor
 from deepmd_muon.model.checkpoint_directory import put_together, take_apart
 from deepmd_muon.model.checkpoint_file import read_checkpoint
 from deepmd_muon.train import CheckpointError, TrainingError
-from deepmd_muon.train.checkpoint import read_into
-from deepmd_muon.train.directories import DirectorySeries
+from deepmd_muon.train.checkpoint.directories import DirectorySeries
+from deepmd_muon.train.checkpoint.reading import read_into
+from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.parallel import Ranks
-from deepmd_muon.train.saving import Checkpoints
 
 
 def names(folder="."):

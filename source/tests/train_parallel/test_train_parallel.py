@@ -23,7 +23,7 @@ from deepmd_muon.model.checkpoint_file import read_checkpoint
 from deepmd_muon.optim.offload import MOVED
 from deepmd_muon.train import TrainingError
 from deepmd_muon.train.parallel import Ranks
-from deepmd_muon.train.stages import FullySharded
+from deepmd_muon.train.strategy.fully_sharded import FullySharded
 
 STEPS, HALF = 6, 3
 STAGES = (0, 1, 2, 3)

@@ -23,7 +23,9 @@ from deepmd_muon.train.parallel import local_part
 
 # Imported once, and not by every rank of every spawn.
 PRELOADED = [
-    *("deepmd_muon.train.start", "deepmd_muon.train.stages", "deepmd_muon.train.directories"),
+    "deepmd_muon.train.start",
+    *("deepmd_muon.train.strategy.replicated", "deepmd_muon.train.strategy.fully_sharded"),
+    "deepmd_muon.train.checkpoint.directories",
     *("deepmd_muon.optim.sharded.step", "numpy.random", "torch._dynamo"),
 ]
 # How long a rank is stuck [s]: longer than the others wait for it and need to say so.

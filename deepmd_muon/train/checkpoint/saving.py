@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmd_muon.model.checkpoint_file import OWN_KEY
-from deepmd_muon.train.checkpoint import CheckpointSeries
+from deepmd_muon.train.checkpoint.files import FileSeries
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.parallel import Ranks, whole
+from deepmd_muon.train.parallel import Ranks, gather_whole
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck import TrainingSettings
-    from deepmd_muon.train.directories import DirectorySeries
+    from deepmd_muon.train.checkpoint.directories import DirectorySeries
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +39,18 @@ class Checkpoints:
 
     def __init__(self, training: TrainingSettings, ranks: Ranks) -> None:
         prefix, keep = Path(training.save_ckpt), training.max_ckpt_keep
-        ranks.from_first("making the folder of checkpoints", lambda: _see_that_one_can_write(prefix.parent))
-        self.files = CheckpointSeries(prefix, keep)
+        ranks.from_first("making the folder of checkpoints", lambda: _require_writable(prefix.parent))
+        self.files = FileSeries(prefix, keep)
         self.directories: DirectorySeries | None = None
         self._ranks = ranks
         self._always_files = training.checkpoint_format != "dcp"
         if training.checkpoint_format != "file":
-            from deepmd_muon.train.directories import DirectorySeries  # brings torch.distributed.checkpoint along
+            from deepmd_muon.train.checkpoint.directories import (
+                DirectorySeries,  # brings torch.distributed.checkpoint along
+            )
 
             with ranks.together("trying to write checkpoints"):
-                _see_that_all_can_write(prefix.parent, ranks)
+                _require_writable_everywhere(prefix.parent, ranks)
                 self.directories = DirectorySeries(prefix, keep, ranks, pointer=not self._always_files)
 
     @property
@@ -118,7 +120,7 @@ class Checkpoints:
         return {**content, OWN_KEY: {**content[OWN_KEY], "series": self.files.written, "directories": directories}}
 
     def _save_file(self, step: int, content: Mapping[str, Any]) -> None:
-        log.info("saved %s", self.files.save(step, whole(content), write=self._ranks.first))
+        log.info("saved %s", self.files.save(step, gather_whole(content), write=self._ranks.first))
 
 
 def _step(path: Path) -> int:
@@ -126,7 +128,7 @@ def _step(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def _see_that_one_can_write(folder: Path) -> None:
+def _require_writable(folder: Path) -> None:
     """Make the folder of the checkpoints and write to it, so that a run does not fail at its first save."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +137,7 @@ def _see_that_one_can_write(folder: Path) -> None:
         raise TrainingError(f"training/save_ckpt: cannot write checkpoints to {folder}: {error}") from error
 
 
-def _see_that_all_can_write(folder: Path, ranks: Ranks) -> None:
+def _require_writable_everywhere(folder: Path, ranks: Ranks) -> None:
     """Let all ranks write to the folder that rank 0 has made, which the machine of another may not reach."""
     problem = None
     try:

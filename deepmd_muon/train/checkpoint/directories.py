@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from deepmd_muon.model.checkpoint_directory import CONTENT, SUFFIX, take_apart
-from deepmd_muon.train.checkpoint import replace_link, replace_text
+from deepmd_muon.train.checkpoint.files import replace_link, replace_text
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.whole_file import whole_file

@@ -9,24 +9,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from deepmd_muon.model import CheckpointFileError, checkpoint_directory
-from deepmd_muon.model.checkpoint_directory import READ_ERRORS
-from deepmd_muon.model.checkpoint_file import OWN_KEY, read_checkpoint
-from deepmd_muon.train.errors import CheckpointError
+from deepmd_muon.model.checkpoint_file import OWN_KEY
 from deepmd_muon.whole_file import whole_file
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class CheckpointSeries:
+class FileSeries:
     """The checkpoints of one run: ``prefix-N.pt``, the link ``prefix.pt`` and the text file ``checkpoint``.
 
     Attributes
@@ -76,34 +72,6 @@ class CheckpointSeries:
         while len(self.written) > self.keep:
             (self.prefix.parent / self.written.pop(0)).unlink(missing_ok=True)
         return path
-
-
-def read(path: str | os.PathLike[str], leave: Collection[str] = ()) -> dict[str, Any]:
-    """Read a checkpoint of ours or of deepmd-kit onto the CPU, see `read_checkpoint`; nothing in it is executed.
-
-    Raises
-    ------
-    CheckpointError
-        When there is no such file, or it is no checkpoint.
-    """
-    try:
-        return read_checkpoint(path, leave)
-    except CheckpointFileError as error:
-        raise CheckpointError(str(error)) from error
-
-
-def read_into(path: Path, targets: Mapping[tuple[str | int, ...], Tensor]) -> None:
-    """Read tensors of a directory, see `checkpoint_directory.read_into`.
-
-    Raises
-    ------
-    CheckpointError
-        When the directory is incomplete or damaged.
-    """
-    try:
-        checkpoint_directory.read_into(path, targets)
-    except READ_ERRORS as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
 
 
 def replace_link(link: Path, target: str) -> None:

@@ -1,0 +1,135 @@
+"""What a checkpoint of a run holds, and how a run continues from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepmd_muon.argcheck import Input
+from deepmd_muon.data import SamplerStateError
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.checkpoint_file import FORMAT_VERSION, OWN_KEY, checkpoint_path
+from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+from deepmd_muon.train.ema import Ema
+from deepmd_muon.train.setup import Data
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """The parts of a run whose state a checkpoint keeps.
+
+    Attributes
+    ----------
+    given
+        The checked input.
+    model, optimizer, data
+        The parts themselves.
+    ema
+        The averaged parameters; None without.
+    min_nbor_dist
+        Shortest distance in the training data [Å], which deepmd-kit keeps in its checkpoints.
+    """
+
+    given: Input
+    model: EnergyModel
+    optimizer: torch.optim.Optimizer
+    data: Data
+    ema: Ema | None
+    min_nbor_dist: float
+
+    def content(self, step: int, lr: float) -> dict[str, Any]:
+        """Return the keys of a checkpoint, tensors laid out over the ranks as they are.
+
+        Parameters
+        ----------
+        step
+            Updates done.
+        lr
+            Learning rate of the last update.
+        """
+        content: dict[str, Any] = {
+            "model": to_deepmd_kit(
+                self.model,
+                self.given.normalized["model"],
+                {"lr": lr, "step": step - 1},  # deepmd-kit counts from 0
+                min_nbor_dist=self.min_nbor_dist,
+            ),
+            "optimizer": self.optimizer.state_dict(),
+            OWN_KEY: {
+                "version": FORMAT_VERSION,
+                "step": step,
+                "settings": json.dumps(self.given.normalized),
+                "torch_rng": torch.get_rng_state(),
+                "training_data": self.data.training.state_dict(),
+                "validation_data": self.data.validation.state_dict() if self.data.validation else {},
+            },
+        }
+        if self.ema:
+            content["ema"] = self.ema.state_dict()
+        return content
+
+    def restore(self, content: Mapping[str, Any], source: Path) -> int:
+        """Restore random numbers, data order and average; return the number of updates done.
+
+        Weights and optimizer state are restored elsewhere. What is missing in the checkpoint starts anew, with a
+        warning.
+
+        Parameters
+        ----------
+        content
+            A checkpoint of ours or of deepmd-kit.
+        source
+            Its path.
+        """
+        own = content.get(OWN_KEY)
+        if own is None:
+            step = int(content["model"]["_extra_state"]["train_infos"]["step"]) + 1
+            log.warning(
+                "%s comes from deepmd-kit, which keeps neither data order nor random numbers: they start anew", source
+            )
+        else:
+            step = int(own["step"])
+            self._restore_own(own, source)
+        if self.ema:
+            if "ema" in content:
+                self.ema.load_state_dict(content["ema"], checkpoint_path(source))
+            else:
+                log.warning("%s has no averaged parameters: the average starts from its weights", source)
+        return step
+
+    def _restore_own(self, own: Mapping[str, Any], source: Path) -> None:
+        """Restore what only our checkpoints hold: random numbers and data order; log settings that changed."""
+        torch.set_rng_state(own["torch_rng"])
+        for change in changed_settings(json.loads(own["settings"]), self.given.normalized):
+            log.info("since %s was written: %s", source, change)
+        loaders = {"training_data": self.data.training, "validation_data": self.data.validation}
+        for name, loader in loaders.items():
+            if loader is None or not own[name]:
+                continue
+            try:
+                loader.load_state_dict(own[name])
+            except SamplerStateError:
+                log.warning("%s is not that of %s: its order starts anew from training/seed", name, source)
+
+
+def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> list[str]:
+    """Say for every setting that differs what it was and what it is, by its path in the input."""
+    changes = []
+    for key in sorted({*saved, *present}):
+        where = f"{path}{key}"
+        old, new = saved.get(key), present.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changes += changed_settings(old, new, f"{where}/")
+        elif where == "training/seed" and old != new:
+            changes.append(f"{where} was {old}, is {new} (without effect while the saved order of the data continues)")
+        elif old != new:
+            changes.append(f"{where} was {old!r}, is {new!r}")
+    return changes

@@ -1,0 +1,130 @@
+"""The optimizer's state in checkpoints: checked against the present optimizer and converted where it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
+from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
+from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
+from deepmd_muon.optim.foreign import is_deepmd_kit
+from deepmd_muon.optim.routing import canonical_name
+from deepmd_muon.train.checkpoint.reading import read_into
+from deepmd_muon.train.errors import CheckpointError
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, model: EnergyModel, content: Mapping[str, Any], source: Path
+) -> None:
+    """Load the optimizer state of a checkpoint after checking that it belongs to this optimizer.
+
+    Parameters
+    ----------
+    optimizer
+        The run's optimizer.
+    model
+        The model it moves.
+    content
+        The checkpoint, ours or deepmd-kit's.
+    source
+        Its file, for messages.
+
+    Raises
+    ------
+    CheckpointError
+        When there is no optimizer state, it is of another kind, or routes or matrix views differ.
+    """
+    state = content.get("optimizer")
+    advice = f"to start from its weights with a fresh optimizer, use --init-model {source}"
+    if not state:
+        raise CheckpointError(f"{source} holds no optimizer state, so training cannot continue from it; {advice}")
+    try:
+        if not isinstance(optimizer, HybridMuon):
+            _load_adam_state(optimizer, state, model)
+        elif is_deepmd_kit(state["param_groups"]) and "routes" not in state["param_groups"][0]:
+            step = int(content["model"]["_extra_state"]["train_infos"]["step"]) + 1
+            names = deepmd_kit_parameter_names(model)
+            optimizer.load_state_dict(name_deepmd_kit_state(state, names, step))
+        else:
+            optimizer.load_state_dict(state)
+    except ForeignStateError as error:
+        raise CheckpointError(f"{source}: {error}; {advice}") from error
+    except RoutingMismatchError as error:
+        raise CheckpointError(f"{source}: {error}") from error
+
+
+def read_state_part(optimizer: torch.optim.Optimizer, content: Mapping[str, Any], path: Path) -> bool:
+    """Load the optimizer state of a directory, reading of every tensor only what this rank holds.
+
+    Parameters
+    ----------
+    optimizer
+        The run's, on several ranks, before its first step.
+    content
+        Of the directory, with meta tensors in the optimizer's state.
+    path
+        The directory.
+
+    Returns
+    -------
+    bool
+        Whether that was possible: parameters, routes, views, shapes and types are those that were saved. Nothing has
+        been changed otherwise, and the state is to be read whole.
+    """
+    saved = content.get("optimizer")
+    if not saved or len(saved["param_groups"]) != 1 or "param_names" not in saved["param_groups"][0]:
+        return False
+    (group,) = saved["param_groups"]
+    if isinstance(optimizer, HybridMuon):
+        if any(group.get(key) != value for key, value in optimizer.routing.manifest().items()):
+            return False
+        fresh = optimizer.fresh_state()
+    else:
+        (here,) = optimizer.param_groups
+        pairs = zip(here["param_names"], here["params"], strict=True)
+        fresh = {n: {"step": torch.zeros(()), **{k: torch.empty_like(p) for k in _MOMENTS}} for n, p in pairs}
+    names = {i: canonical_name(name) for i, name in zip(group["params"], group["param_names"], strict=True)}
+    numbers = {names[i]: i for i in saved["state"]}
+    if _kinds(fresh) != _kinds({names[i]: values for i, values in saved["state"].items()}):
+        return False
+    targets = {("optimizer", "state", numbers[n], key): x for n, state in fresh.items() for key, x in state.items()}
+    read_into(path, {place: x for place, x in targets.items() if x.numel()})
+    if isinstance(optimizer, HybridMuon):
+        optimizer.load_state_dict({"state": {numbers[name]: x for name, x in fresh.items()}, "param_groups": [group]})
+    else:
+        present = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": dict(enumerate(fresh.values())), "param_groups": present})
+    return True
+
+
+def _kinds(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
+    return {name: {key: (x.shape, x.dtype) for key, x in values.items()} for name, values in state.items()}
+
+
+def _load_adam_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: EnergyModel) -> None:
+    """Load torch's Adam state; its own loading is by position, so names are compared first."""
+    groups = state["param_groups"]
+    if any("routes" in group for group in groups) or is_deepmd_kit(groups):
+        raise ForeignStateError(f"the optimizer state is HybridMuon's, the input asks for {type(optimizer).__name__}")
+    keys = [key for group in groups for key in group["params"]]
+    saved = [name for group in groups for name in group.get("param_names", [])]
+    if not saved and len(keys) == len(names := deepmd_kit_parameter_names(model)):
+        saved = names  # deepmd-kit's own state: by position, empty parameters included
+    present = [name for group in optimizer.param_groups for name in group["param_names"]]
+    missing = sorted(set(present) - set(saved))
+    if missing or len(saved) != len(keys):
+        raise ForeignStateError(
+            f"the optimizer state is not of these parameters: {len(keys)} were saved, {len(saved)} of them with a "
+            f"name, {len(present)} are here; without state: {missing[:5]}"
+        )
+    key_of = dict(zip(saved, keys, strict=True))
+    values = {i: state["state"][key_of[name]] for i, name in enumerate(present) if key_of[name] in state["state"]}
+    here = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": values, "param_groups": here})

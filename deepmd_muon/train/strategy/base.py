@@ -1,0 +1,98 @@
+"""What the training loop asks of a way of training."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.optim.config import OptimizerConfig
+from deepmd_muon.train.parallel import Ranks
+
+
+class Reduced(NamedTuple):
+    """Gradients and loss of a step over the batches of all ranks.
+
+    Attributes
+    ----------
+    gradients
+        What the optimizer will use, as far as this rank holds it.
+    norm
+        Norm of the whole gradient, the same on all ranks; not finite where any rank's gradient is not.
+    loss
+        Mean of the ranks' losses, the same on all ranks; not finite where any rank's loss is not.
+    """
+
+    gradients: list[Tensor]
+    norm: Tensor
+    loss: Tensor
+
+
+class Strategy(ABC):
+    """Who holds model, gradients and optimizer state, and how gradients are combined.
+
+    Parameters
+    ----------
+    ranks
+        The processes that train together.
+    model
+        What they train, on its device.
+
+    Attributes
+    ----------
+    stop_signal
+        Number of the signal that ends the run after this step, the same on all ranks; None to go on.
+    """
+
+    def __init__(self, ranks: Ranks, model: EnergyModel) -> None:
+        self.ranks = ranks
+        self.model = model
+        self.stop_signal: int | None = None
+
+    @abstractmethod
+    def build_optimizer(self, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+        """Make the run's optimizer."""
+
+    @abstractmethod
+    def load_optimizer_state(
+        self,
+        optimizer: torch.optim.Optimizer,
+        content: Mapping[str, Any],
+        source: Path,
+        build_whole: Callable[[], tuple[EnergyModel, torch.optim.Optimizer]],
+    ) -> None:
+        """Load the optimizer's state from a checkpoint.
+
+        Parameters
+        ----------
+        optimizer
+            Made by `build_optimizer`, before its first step.
+        content
+            The checkpoint; tensors of a directory may be meta tensors.
+        source
+            Its path.
+        build_whole
+            Makes the model and an optimizer as a single process has them, for a state that must be converted whole.
+        """
+
+    @abstractmethod
+    def reduce(self, loss: Tensor) -> Reduced:
+        """Combine gradients and loss of all ranks after the backward pass.
+
+        Parameters
+        ----------
+        loss
+            Of this rank's batch.
+        """
+
+    @abstractmethod
+    def request_stop(self, number: int) -> None:
+        """Ask for the end of the run because this process received a signal."""
+
+    def reshard(self) -> None:  # noqa: B027 (nothing to do where parameters are never gathered)
+        """Free parameters that a forward-only pass has gathered."""

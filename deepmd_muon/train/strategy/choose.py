@@ -1,0 +1,40 @@
+"""Which strategy a run takes."""
+
+from __future__ import annotations
+
+from deepmd_muon.argcheck import TrainingSettings
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.strategy.alone import Alone
+from deepmd_muon.train.strategy.base import Strategy
+
+
+def choose_strategy(training: TrainingSettings, ranks: Ranks, model: EnergyModel) -> Strategy:
+    """Make the strategy that `zero_stage` and the number of processes ask for.
+
+    Parameters
+    ----------
+    training
+        The input's section: `zero_stage` and `data_parallel_replicate_degree` count.
+    ranks
+        The processes of the run; a single one trains alone whatever the stage.
+    model
+        Equal on all ranks, on its device; stages 2 and 3 cut its parameters in place.
+
+    Raises
+    ------
+    TrainingError
+        When the ranks cannot form the groups that are asked for.
+    """
+    if ranks.size == 1:
+        return Alone(ranks, model)
+    stage = training.zero_stage
+    # Imported here because one process needs none of it, and FSDP takes a second to import.
+    if stage < 2:
+        from deepmd_muon.train.strategy.replicated import Replicated
+
+        return Replicated(ranks, model, state_in_parts=stage == 1)
+    from deepmd_muon.train.strategy.fully_sharded import FullySharded, sharding_mesh
+
+    mesh = sharding_mesh(ranks, training.data_parallel_replicate_degree)
+    return FullySharded(ranks, model, mesh, reshard_after_forward=stage == 3)

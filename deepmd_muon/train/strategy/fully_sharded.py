@@ -1,0 +1,128 @@
+"""Stages 2 and 3: torch's FSDP2, which keeps between steps only a part of the model on each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_map
+
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.optim.config import OptimizerConfig
+from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.optimizers import build_optimizer
+from deepmd_muon.train.parallel import Ranks, local_part
+from deepmd_muon.train.strategy.agreement import SeveralRanks
+from deepmd_muon.train.strategy.base import Reduced
+
+
+def sharding_mesh(ranks: Ranks, replicate_degree: int = 1) -> DeviceMesh:
+    """Make the mesh that a model is sharded over.
+
+    Parameters
+    ----------
+    ranks
+        At least two processes.
+    replicate_degree
+        Number of groups of ranks that each hold the whole model (HSDP).
+
+    Raises
+    ------
+    TrainingError
+        When the ranks cannot form that many groups of equal size.
+    """
+    size = ranks.size
+    if size % replicate_degree:
+        raise TrainingError(
+            f"training/data_parallel_replicate_degree is {replicate_degree}, which does not divide {size} processes"
+        )
+    # Neighbouring ranks share a model: on most machines they sit in one node.
+    shape, names = (replicate_degree, size // replicate_degree), ("replicate", "shard")
+    hybrid = replicate_degree > 1
+    mesh = init_device_mesh(
+        ranks.device.type, shape if hybrid else (size,), mesh_dim_names=names if hybrid else names[1:]
+    )
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(ranks.timeout, group)  # a mesh makes groups that wait for ten minutes and more
+    return mesh
+
+
+class FullySharded(SeveralRanks):
+    """FSDP2 in two units.
+
+    On a mesh of two dimensions (HSDP) the model is cut along the second and repeated along the first.
+
+    The fitting net gives energies and their slopes in one forward pass, so it is a unit of its own: its parameters
+    are gathered while the descriptor works, and its gradients are scattered while the descriptor's are computed. The
+    rest belongs to the root: the descriptor's second half, the pull-back of the slopes to the edges, is called after
+    its forward pass, when FSDP2 would have freed a unit of its own.
+
+    Parameters
+    ----------
+    ranks, model, mesh
+        The processes, what they train (its parameters are cut in place), and their device mesh.
+    reshard_after_forward
+        Whether the gathered parameters are freed between forward and backward pass (stage 3).
+    """
+
+    def __init__(self, ranks: Ranks, model: EnergyModel, mesh: DeviceMesh, *, reshard_after_forward: bool) -> None:
+        super().__init__(ranks, model)
+        fitting = model.atomic_model.fitting_net
+        own = set(fitting.parameters())
+        for unit, params in (("fitting net", own), ("descriptor", set(model.parameters()) - own)):
+            dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in params if p.requires_grad})
+            if len(dtypes) > 1:
+                raise TrainingError(
+                    f"the parameters of the {unit} are {' and '.join(dtypes)}; zero_stage 2 and 3 need one precision "
+                    "for each of descriptor and fitting net: use zero_stage 0 or 1"
+                )
+        self._mesh = mesh
+        self._units: list[FSDPModule] = []
+        for module in (fitting, model):
+            # FSDP2 hooks onto what a forward pass returns, which must not be views; this hook runs before its own.
+            module.register_forward_hook(_without_views)
+            self._units.append(fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward))
+        fit, root = self._units
+        root.set_modules_to_forward_prefetch([fit])
+        root.set_modules_to_backward_prefetch([fit])
+
+    def build_optimizer(self, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+        """Make the run's optimizer, on this rank's parts."""
+        return build_optimizer(config, self.model, lr)
+
+    def reduce(self, loss: Tensor) -> Reduced:
+        """Return the gradients, which FSDP2 has averaged in the backward pass."""
+        grads = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
+        square = torch.nn.utils.get_total_norm(grads).double().square()
+        summed = self.ranks.sum(torch.cat([self._loss_and_requests(loss.double()), square.reshape(1)]))
+        with self.ranks.waiting():
+            numbers = summed.tolist()
+        self._agree(numbers)
+        # Under HSDP every element is held, and counted, once in each group.
+        replicas = self._mesh.size(0) if self._mesh.ndim > 1 else 1
+        return Reduced(grads, (summed[-1] / replicas).sqrt(), summed[0] / self.ranks.size)
+
+    def reshard(self) -> None:
+        """Free the parameters that a forward-only pass has gathered."""
+        for unit in self._units:
+            unit.reshard()
+
+    def _take_state(self, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> None:
+        """Take this rank's part of the state, by torch's own naming of parts."""
+        groups, state = [], {}
+        for group in whole["param_groups"]:
+            names = list(group["param_names"])
+            groups.append({**group, "params": names})
+            numbered = zip(group["params"], names, strict=True)
+            state.update({name: whole["state"][i] for i, name in numbered if i in whole["state"]})
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(self.model, optimizer, {"state": state, "param_groups": groups}, options=options)
+
+
+def _without_views(module: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x._is_view() else x, out)
