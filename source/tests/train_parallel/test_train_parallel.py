@@ -474,7 +474,7 @@ def test_a_wrong_input_of_one_rank_is_told_by_it(place, tmp_path):
             environment = {**os.environ, **variables, "MASTER_PORT": port, "DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
             command = [sys.executable, "-m", "deepmd_muon", "train", "input.json"]
             found.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True))
-    told = [process.communicate(timeout=60)[1] for process in found]
+    told = [process.communicate(timeout=900)[1] for process in found]
     assert [process.returncode for process in found] == [2, 2, 2, 2]
     message = "dp train: 1 problem in input.json:\n  training/numb_steps: must be >= 0; found {}\n"
     lost = "dp train: rank 0 has lost the others: rank 1 has never reported"
