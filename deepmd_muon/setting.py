@@ -12,13 +12,23 @@ import math
 import re
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 
 class InvalidSettingError(ValueError):
-    """A setting is of a wrong type, out of its range or not among its choices."""
+    """Settings are unknown, of a wrong type, out of their range or not among their choices.
+
+    Attributes
+    ----------
+    problems
+        One phrase per setting that is wrong.
+    """
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        self.problems = tuple(problems) or (message,)
+        super().__init__(message)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +138,7 @@ def check_settings(settings: Any, of: str = "") -> None:
             if problem:
                 problems.append(f"{field.name}: {problem}")
     if problems:
-        raise InvalidSettingError(f"{of or type(settings).__name__}: " + "; ".join(problems))
+        raise InvalidSettingError(f"{of or type(settings).__name__}: " + "; ".join(problems), problems)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from operator import itemgetter
 from typing import Any
@@ -17,6 +17,7 @@ from deepmd_muon.optim.config import USUAL_ADAMW_PATTERNS, HybridMuonConfig, Non
 from deepmd_muon.optim.errors import InvalidParameterError, InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
 from deepmd_muon.optim.routing import canonical_name, unnamed
+from deepmd_muon.optim.sharded.settings import ShardedSettings
 from deepmd_muon.optim.views import Split
 from deepmd_muon.setting import check_settings, setting
 
@@ -137,9 +138,13 @@ class _Arguments:
     offload_bytes: int = setting(1, minimum=1, doc="Bytes of moments that travel together.")
     on_route_change: RouteChange = setting("error", choices=("error", "migrate", "reset"), doc="At a load.")
     on_nonfinite: NonFinite = setting("ignore", choices=("ignore", "skip", "error"), doc="At a step.")
+    differentiable: bool = setting(
+        False, choices=(False,), note="HybridMuon is not differentiable", doc="Whether gradients flow through steps."
+    )
+    sharded: ShardedSettings | None = setting(None, doc="How several processes share the step.")
 
     def __post_init__(self) -> None:
-        check_settings(self, "HybridMuon")
+        check_settings(self)
 
 
 def check_group(given: Mapping[str, Any]) -> None:
@@ -151,13 +156,33 @@ def check_group(given: Mapping[str, Any]) -> None:
         Naming every setting that is of a wrong type or out of its range.
     """
     values = {field.name: given[field.name] for field in dataclasses.fields(_Arguments) if field.name in given}
-    if isinstance(lr := given["lr"], Tensor):
-        if lr.numel() != 1 or not lr.is_floating_point():
-            raise InvalidSettingError(f"lr must hold one real number; found {lr.dtype} of shape {tuple(lr.shape)}")
-        # Reading a tensor on a GPU would wait for it.
-        values["lr"] = float(lr) if lr.device.type == "cpu" else 0.0
-    _Arguments(**values)
-    group_settings(given)
+    checked = dict(given)
+    values["lr"], problems = _plain_lr(given["lr"])
+
+    def check(make: Callable[[], Any]) -> None:
+        try:
+            make()
+        except InvalidSettingError as error:
+            problems.extend(error.problems)
+
+    check(lambda: _Arguments(**values))
+    check(lambda: frozen_schedule(given["schedule"]))
+    # What has been reported must not keep the rest from being checked.
+    stand_ins = {"adam_betas": (0.0, 0.0), "schedule": "8+2"}
+    checked |= {key: x for key, x in stand_ins.items() if any(problem.startswith(key) for problem in problems)}
+    check(lambda: group_settings(checked))
+    if problems:
+        raise InvalidSettingError(f"HybridMuon: {'; '.join(problems)}", problems)
+
+
+def _plain_lr(lr: Any) -> tuple[Any, list[str]]:
+    """Return a learning rate as the number to check, and what is wrong with it as a tensor."""
+    if not isinstance(lr, Tensor):
+        return lr, []
+    if lr.numel() != 1 or not lr.is_floating_point():
+        return 0.0, [f"lr: a tensor must hold one real number; found {lr.dtype} of shape {tuple(lr.shape)}"]
+    # Reading a tensor on a GPU would wait for it.
+    return float(lr) if lr.device.type == "cpu" else 0.0, []
 
 
 def group_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +234,7 @@ def frozen_schedule(schedule: AnySchedule) -> str | Steps:
     try:
         return schedule if isinstance(schedule, str) else coefficients_of(schedule)
     except TypeError:
-        raise InvalidSettingError(f"schedule must be a name or a list of triples; found {schedule!r}") from None
+        raise InvalidSettingError(f"schedule: must be a name or a list of triples; found {schedule!r}") from None
 
 
 def update_scale(shape: tuple[int, int], settings: HybridMuonConfig) -> float:

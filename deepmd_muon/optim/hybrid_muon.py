@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from deepmd_muon.optim.beside import Beside
 from deepmd_muon.optim.capture import refuse_capture
 from deepmd_muon.optim.config import Layout, MuonMode, NonFinite, Precision, RouteChange, Scaling, older_names
-from deepmd_muon.optim.errors import InvalidSettingError, NonFiniteGradientError
+from deepmd_muon.optim.errors import NonFiniteGradientError
 from deepmd_muon.optim.gradients import StepControl, gradients_of, nonfinite
 from deepmd_muon.optim.groups import (
     Params,
@@ -165,8 +165,6 @@ class HybridMuon(Optimizer):
         sharded: ShardedSettings | None = None,
     ) -> None:
         defaults = group_defaults(locals())
-        if differentiable:
-            raise InvalidSettingError("HybridMuon is not differentiable; use torch.func with an optimizer of its own")
         self.on_route_change: RouteChange = on_route_change
         self.on_nonfinite: NonFinite = on_nonfinite
         self.workspace = workspace
@@ -174,10 +172,6 @@ class HybridMuon(Optimizer):
         if offload:
             self._offload = Offload(offload_bytes)
         self.replicas = replicas
-        if not isinstance(sharded, ShardedSettings | None):
-            raise InvalidSettingError(
-                f"sharded: must be None or deepmd_muon.optim.sharded.ShardedSettings(...); found {sharded!r}"
-            )
         self.sharded = sharded or ShardedSettings()
         self.routing = RouteTable(())
         super().__init__(with_names(params, named_parameters), defaults)

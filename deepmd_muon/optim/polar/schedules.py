@@ -119,5 +119,7 @@ def coefficients_of(schedule: AnySchedule) -> Coefficients:
         return SCHEDULES[schedule].coefficients
     steps = tuple(tuple(step) for step in schedule)
     if not steps or not all(len(step) == 3 and all(map(math.isfinite, step)) for step in steps):
-        raise InvalidSettingError(f"a schedule is one triple (a, b, c) of finite numbers per step; found {schedule!r}")
+        raise InvalidSettingError(
+            f"schedule: must be one triple (a, b, c) of finite numbers per step; found {schedule!r}"
+        )
     return tuple((float(a), float(b), float(c)) for a, b, c in steps)

@@ -189,5 +189,5 @@ def test_custom_schedules():
         optimizer.step()
     assert torch.equal(p, q)
     for bad in ([], [(1.0, 2.0)], [(1.0, 2.0, float("nan"))]):
-        with pytest.raises(ValueError, match="one triple"):
+        with pytest.raises(ValueError, match="triple"):
             HybridMuon([("w", p)], schedule=bad)
