@@ -313,6 +313,11 @@ class HybridMuon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with torch._C._DisableAutocast():  # the closure alone sees the caller's autocast
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         work = self._work
         if work is None or not work.holds(self):
             self._keep_up()
@@ -323,7 +328,6 @@ class HybridMuon(Optimizer):
         else:
             members, control = self._shared.step(work.members)
         step_waves(self, work, members, control)
-        return loss
 
     def _control(self, work: Work) -> StepControl:
         """Decide, on the device, whether this step is left out."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import Precision
 from deepmd_muon.optim.errors import InvalidShapeError
+from deepmd_muon.optim.polar.arithmetic import promised_precision
 from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, orthogonalize_with_kernels
 from deepmd_muon.optim.polar.schedules import AnySchedule, Coefficients, coefficients_of
 
@@ -80,6 +81,7 @@ def orthogonalize(
 
 
 @torch.no_grad()
+@promised_precision()
 def orthogonalize_matrices(
     matrices: Sequence[Tensor],
     schedule: AnySchedule,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from polar_oracle import error_inside, matrices, noise_fraction, oracle, spectrum
 
-from deepmd_muon.optim import orthogonalize
+from deepmd_muon.optim import HybridMuon, orthogonalize
 from deepmd_muon.optim.polar import SCHEDULES, orthogonalize_matrices
 from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
 from deepmd_muon.optim.polar.newton_schulz import arrange
@@ -239,3 +239,52 @@ def test_spectra_are_what_their_names_say():
     x = matrices("log5", 1, 30, 40)
     s = torch.linalg.svdvals(x.double())[0]
     assert (s[0] / s[-1]).item() == pytest.approx(1e5, rel=0.05)
+
+
+@pytest.fixture(params=["autocast", "high", "medium", "newer interface"])
+def reduced_precision(request):
+    """Let torch multiply float32 matrices in fewer bits, and expect to find the setting again afterwards."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    if request.param == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
+    elif request.param == "newer interface":
+        matmul.fp32_precision = "bf16"
+        yield
+        assert matmul.fp32_precision == "bf16"
+        torch.set_float32_matmul_precision("highest")
+    else:
+        torch.set_float32_matmul_precision(request.param)
+        yield
+        assert torch.get_float32_matmul_precision() == request.param
+        torch.set_float32_matmul_precision("highest")
+    matmul.fp32_precision = before
+
+
+def test_reduced_precision_of_the_caller_does_not_matter(reduced_precision):
+    """On the Gram matrix of a matrix of rank 1, products in bf16 end in NaN."""
+    x = torch.outer(torch.arange(1.0, 25.0), torch.arange(1.0, 65.0).cos())
+    u = x / torch.linalg.vector_norm(x)
+    assert torch.allclose(orthogonalize(x), u, atol=1e-3)
+
+    def stepped(*, wrapped):
+        named = {"wide": (24, 64), "square": (32, 32), "bias": (8,)}
+        params = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in named.items()}
+        optimizer = HybridMuon(params.items(), lr=0.1)
+
+        def closure():
+            for p in params.values():
+                p.grad = torch.arange(float(p.numel())).view(p.shape)
+            return torch.mm(params["square"], params["square"]).dtype
+
+        with torch.autocast("cpu", enabled=torch.is_autocast_enabled("cpu") and wrapped):
+            seen = [optimizer.step(closure) for _ in range(3)][-1]
+        return seen, [p.detach() for p in params.values()]
+
+    (seen, inside), (_, outside) = stepped(wrapped=True), stepped(wrapped=False)
+    assert seen == (torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32)
+    for p, q in zip(inside, outside, strict=True):
+        assert p.isfinite().all()
+        assert torch.equal(p, q)
