@@ -14,6 +14,7 @@ import numpy as np
 
 from deepmd_muon.data.errors import DataError
 from deepmd_muon.data.system import System
+from deepmd_muon.whole_file import replacement
 
 
 def energy_bias(
@@ -100,11 +101,11 @@ class StatFile:
         """Keep arrays under `key`, in place of what was there."""
         name, text = self._name(key)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            if self.path.is_file():
+        with replacement(self.path) as temporary:
+            known = self.path.is_file()
+            if known:
                 shutil.copyfile(self.path, temporary)
-            with self._open(temporary, "a") as file:
+            with self._open(temporary, "r+" if known else "w") as file:
                 group = file.require_group(self.GROUP)
                 if name in group:
                     del group[name]
@@ -112,9 +113,6 @@ class StatFile:
                 entry.attrs["key"] = text
                 for k, v in arrays.items():
                     entry[k] = np.asarray(v)
-            os.replace(temporary, self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def _open(self, path: Path, mode: str) -> h5py.File:
         try:

@@ -9,6 +9,7 @@ import numpy as np
 from deepmd_muon.data import Frames
 from deepmd_muon.infer.metrics import volumes
 from deepmd_muon.infer.predictor import Prediction
+from deepmd_muon.whole_file import append_to, fresh_file
 
 _PAIRS = tuple(f"{row}{column}" for row in "xyz" for column in "xyz")
 
@@ -51,8 +52,9 @@ class DetailFiles:
 
     def _write(self, kind: str, title: str, columns: tuple[str, ...], rows: np.ndarray) -> None:
         names = [f"{source}_{column}" for source in ("data", "pred") for column in columns]
-        mode = "a" if kind in self._begun else "w"
+        path = Path(f"{self._prefix}.{kind}.out")
+        begun = kind in self._begun
         header = "" if self._begun.get(kind) == title else f"{title}: {' '.join(names)}"
         self._begun[kind] = title
-        with open(f"{self._prefix}.{kind}.out", mode, encoding="utf-8") as file:
-            np.savetxt(file, rows, header=header)
+        with append_to(path) if begun else fresh_file(path) as file:
+            np.savetxt(file, rows, header=header, encoding="utf-8")

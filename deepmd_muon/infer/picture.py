@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from deepmd_muon.infer.errors import PictureError
+from deepmd_muon.whole_file import whole_file
 
 
 def check_ending(path: Path) -> None:
@@ -21,4 +22,5 @@ def check_ending(path: Path) -> None:
 def write(figure: Figure, path: Path) -> None:
     """Write a figure; missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=150, format=path.suffix.removeprefix(".").lower())

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from deepmd_muon.whole_file import fresh_file, is_special
+
 _NOTE = "# If there is no available reference data, rmse_*_{val,trn} will print nan"
 
 
@@ -38,7 +40,7 @@ class LearningCurveFile:
     Parameters
     ----------
     path
-        The file.
+        The file. A device or FIFO is written to from here on, whatever `start_step`.
     frequency
         Every how many steps.
     start_step
@@ -51,13 +53,10 @@ class LearningCurveFile:
         self.frequency = frequency
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _rows_until(path, start_step) if start_step and path.exists() else []
+        kept = _rows_until(path, start_step) if start_step and path.is_file() and not is_special(path) else []
         headers = [line for line in kept if line.startswith("# step")]
         self._header = headers[-1] if headers else None
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        partial.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = fresh_file(path, "".join(line + "\n" for line in kept).encode())
         self._names: list[str] = []
         self._validation = False
 
@@ -67,8 +66,9 @@ class LearningCurveFile:
             self._names, self._validation = sorted(train), bool(valid)
             wanted = header(self._names, validation=self._validation)
             if wanted.rstrip() != (self._header or "").rstrip():
-                self._file.write(f"{wanted}\n{_NOTE}\n")
-        self._file.write(row(step, lr, self._names, train, valid if self._validation else None) + "\n")
+                self._file.write(f"{wanted}\n{_NOTE}\n".encode())
+        line = row(step, lr, self._names, train, valid if self._validation else None)
+        self._file.write(f"{line}\n".encode())
         self._file.flush()
 
     def close(self) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
+
+from deepmd_muon.whole_file import fresh_file
 
 # The line form of deepmd-kit's log, so that scripts which read it read ours.
 _CONSOLE = "[%(asctime)s] DEEPMD {rank}%(levelname)-7s %(message)s"
@@ -28,6 +31,15 @@ class _StderrHandler(_Handler):
     @stream.setter
     def stream(self, value: TextIO) -> None:
         """Ignore the stream that `StreamHandler.__init__` sets."""
+
+
+class _FileHandler(_Handler):
+    """Write to a file of its own; `logging.FileHandler` would open it through a link."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self.stream.close()
+        super().close()
 
 
 def set_up_logging(
@@ -61,7 +73,7 @@ def set_up_logging(
         handlers[0].setLevel(logging.WARNING)
     if path is not None and not rank:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path, mode="w", encoding="utf-8")
+        file = _FileHandler(io.TextIOWrapper(fresh_file(Path(path)), encoding="utf-8"))
         file.setFormatter(logging.Formatter(_FILE.format(rank=prefix)))
         handlers.append(file)
     for handler in handlers:

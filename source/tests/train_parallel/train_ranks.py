@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from deepmd_muon.model.dcp_reader import TensorReader
 from deepmd_muon.optim.offload import MOVED
 from deepmd_muon.train.parallel import local_part
 
@@ -349,16 +349,16 @@ def tell_state(rank):
 
 def tell_reading(rank):
     """Every rank writes down how many elements it reads from a directory, each time that it does."""
-    original, found = FileSystemReader.read_data, []
+    original, found = TensorReader.read_data, []
 
     def read_data(self, plan, planner):
         found.append(sum(item.lengths.numel() for item in plan.items))
         Path(f"read{rank}.txt").write_text(json.dumps(found))
         return original(self, plan, planner)
 
-    FileSystemReader.read_data = read_data
+    TensorReader.read_data = read_data
 
     def undo():
-        FileSystemReader.read_data = original
+        TensorReader.read_data = original
 
     return undo

@@ -1,0 +1,173 @@
+"""Files that are written: prepared links lead nowhere, devices and FIFOs stay what they are."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import threading
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from deepmd_muon.data import Frames, StatFile
+from deepmd_muon.infer import picture
+from deepmd_muon.infer.details import DetailFiles
+from deepmd_muon.infer.predictor import Prediction
+from deepmd_muon.train.report.lcurve import LearningCurveFile
+from deepmd_muon.train.report.logs import set_up_logging
+from deepmd_muon.whole_file import append_to, fresh_file, hidden_name, is_special, replace_link, whole_file
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("victim").write_text("precious")
+
+
+def write_whole(path):
+    with whole_file(Path(path)) as file:
+        file.write(b"new")
+
+
+def write_fresh(path):
+    with fresh_file(Path(path), b"n") as file:
+        file.write(b"ew")
+
+
+def write_learning_curve(path):
+    curve = LearningCurveFile(path, 1)
+    curve.step(1, 1e-3, {"rmse": 1.0}, {})
+    curve.close()
+
+
+def write_log(path):
+    set_up_logging("INFO", path)
+    logging.getLogger("deepmd_muon.test").info("a line")
+    set_up_logging("INFO")
+
+
+def write_picture(path):
+    picture.write(Figure(), Path(path))
+
+
+WRITERS = [write_whole, write_fresh, write_learning_curve, write_log, write_picture]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_link_in_the_place_of_a_file_is_replaced(write):
+    Path("out.png").symlink_to("victim")
+    write("out.png")
+    assert Path("victim").read_text() == "precious"
+    assert stat.S_ISREG(Path("out.png").lstat().st_mode)
+    assert Path("out.png").stat().st_size
+    assert sorted(os.listdir()) == ["out.png", "victim"]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_fifo_is_written_to_and_stays(write):
+    os.mkfifo("fifo.png")
+    found = []
+    reader = threading.Thread(target=lambda: found.append(Path("fifo.png").read_bytes()))
+    reader.start()
+    write("fifo.png")
+    reader.join(20)
+    assert found[0]
+    assert stat.S_ISFIFO(Path("fifo.png").lstat().st_mode)
+    assert sorted(os.listdir()) == ["fifo.png", "victim"]
+
+
+def test_devices_are_written_to_and_stay():
+    before = os.lstat("/dev/null")
+    for path in ("/dev/null", "/dev/stdout", "/dev/fd/1"):
+        assert is_special(Path(path))
+    Path("link").symlink_to("/dev/null")
+    for write in (write_whole, write_fresh, write_learning_curve, write_log):
+        write("/dev/null")
+        write("link")
+    assert os.lstat("/dev/null") == before
+    assert stat.S_ISLNK(os.lstat("link").st_mode)
+    assert not is_special(Path("victim"))
+    assert not is_special(Path("/dev/shm/anything"))
+
+
+def test_a_file_that_fails_leaves_the_old_one():
+    Path("out").write_text("old")
+
+    def fail():
+        with whole_file(Path("out")) as file:
+            file.write(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert Path("out").read_text() == "old"
+    assert sorted(os.listdir()) == ["out", "victim"]
+
+
+def test_new_files_have_the_permissions_that_the_user_wants():
+    before = os.umask(0o027)
+    try:
+        write_whole("out")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(Path("out").stat().st_mode) == 0o640
+
+
+def test_names_of_temporary_files_cannot_be_guessed(monkeypatch):
+    """If someone guesses them all the same, the writing fails, and nothing is overwritten."""
+    assert len({hidden_name(Path("a/out.pt")) for _ in range(100)}) == 100
+    assert hidden_name(Path("a/out.pt")).suffix == ".pt"
+    monkeypatch.setattr("secrets.token_hex", lambda length: "guessed")
+    Path(".out.guessed").symlink_to("victim")
+    for write in (write_whole, write_fresh, write_learning_curve, lambda path: replace_link(Path(path), "victim")):
+        with pytest.raises(FileExistsError):
+            write("out")
+    assert Path("victim").read_text() == "precious"
+
+
+def test_a_link_put_in_the_place_of_an_open_file_is_not_followed():
+    fresh_file(Path("out")).close()
+    Path("out").unlink()
+    Path("out").symlink_to("victim")
+    with pytest.raises(OSError, match="out"):
+        append_to(Path("out"))
+
+
+def test_links_are_replaced():
+    replace_link(Path("newest"), "a")
+    replace_link(Path("newest"), "b")
+    assert os.readlink("newest") == "b"
+    Path("folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        replace_link(Path("folder"), "a")
+    assert sorted(os.listdir()) == ["folder", "newest", "victim"]
+
+
+def test_statistics_do_not_follow_a_prepared_link():
+    Path(f".stat.hdf5.{os.getpid()}").symlink_to("victim")
+    Path("stat.hdf5").symlink_to("other.hdf5")
+    with h5py.File("other.hdf5", "w") as file:
+        file["theirs"] = 1
+    StatFile("stat.hdf5").save({"a": 1}, {"x": np.arange(3)})
+    StatFile("stat.hdf5").save({"a": 2}, {"x": np.arange(4)})
+    assert Path("victim").read_text() == "precious"
+    with h5py.File("other.hdf5") as file:
+        assert list(file) == ["theirs"]
+    with h5py.File("stat.hdf5") as file:
+        assert sorted(file) == ["deepmd_muon", "theirs"]
+    assert np.array_equal(StatFile("stat.hdf5").load({"a": 1})["x"], np.arange(3))
+
+
+def test_details_do_not_follow_links():
+    Path("detail.e.out").symlink_to("victim")
+    frames = Frames(np.zeros((2, 1), int), np.zeros((2, 1, 3)), None, energy=np.array([1.0, 2.0]))
+    prediction = Prediction(np.array([1.5, 2.5]), np.zeros((2, 1, 3)), np.zeros((2, 9)), np.zeros((2, 1)))
+    details = DetailFiles("detail")
+    details.add("a", frames, prediction)
+    details.add("b", frames, prediction)
+    assert Path("victim").read_text() == "precious"
+    assert np.loadtxt("detail.e.out").tolist() == [[1.0, 1.5], [2.0, 2.5]] * 2
