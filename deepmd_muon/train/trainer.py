@@ -33,6 +33,7 @@ from deepmd_muon.train.step import TrainingStep
 from deepmd_muon.train.strategy import choose_strategy
 from deepmd_muon.train.validate import mean_metrics, metric_weights, validate
 from deepmd_muon.train.watch import STEPPING
+from deepmd_muon.whole_file import is_special, replacement
 
 log = logging.getLogger(__name__)
 
@@ -277,4 +278,8 @@ def _profiler(enabled: bool, path: str) -> Iterator[None]:
         return
     with torch.profiler.profile() as profile:
         yield
-    profile.export_chrome_trace(path)
+    if is_special(Path(path)):
+        profile.export_chrome_trace(path)
+        return
+    with replacement(Path(path)) as temporary:
+        profile.export_chrome_trace(str(temporary))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import secrets
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -19,12 +20,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from deepmd_muon.model.checkpoint_directory import CONTENT, SUFFIX, take_apart
-from deepmd_muon.train.checkpoint.files import replace_link, replace_text
+from deepmd_muon.train.checkpoint.files import write_pointer
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.parallel import Ranks
-from deepmd_muon.whole_file import whole_file
+from deepmd_muon.whole_file import hidden_name, replace_link, whole_file
 
 log = logging.getLogger(__name__)
+
+_REMOVED = "removed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +69,12 @@ class DirectorySeries:
         self._ranks = ranks
         self._pointer = pointer
         self._under_way: _Write | None = None
+        self._token = ranks.gather_objects(secrets.token_hex(8))[0]
         self._group: dist.ProcessGroup | None = None
         if ranks.first:
             # Of a run of this prefix that was killed: others in this folder, such as prefix-2, may be writing theirs.
-            own = re.compile(rf"\.{re.escape(prefix.name)}-([0-9]+|replaced){re.escape(SUFFIX)}")
+            name = rf"\.{re.escape(prefix.name)}-([0-9]+|{_REMOVED})(\.[0-9a-f]+)?{re.escape(SUFFIX)}"
+            own = re.compile(name)
             for rest in prefix.parent.iterdir():
                 if own.fullmatch(rest.name):
                     shutil.rmtree(rest)
@@ -98,7 +103,7 @@ class DirectorySeries:
         self.finish()
         parts, tensors = take_apart(content)
         name = f"{self.prefix.name}-{step}{SUFFIX}"
-        place = self.prefix.parent / f".{name}"
+        place = self.prefix.parent / f".{self.prefix.name}-{step}.{self._token}{SUFFIX}"
         if self._ranks.first:
             place.mkdir(parents=True, exist_ok=True)  # another rank may have been first
             with whole_file(place / CONTENT) as file:
@@ -135,14 +140,20 @@ class DirectorySeries:
         if not self._ranks.first:
             return
         folder = self.prefix.parent
-        replaced = folder / f".{self.prefix.name}-replaced{SUFFIX}"
-        if (folder / write.name).exists():  # the same step of an earlier run
-            (folder / write.name).rename(replaced)
+        self._remove(write.name)  # the same step of an earlier run
         write.place.rename(folder / write.name)
-        shutil.rmtree(replaced, ignore_errors=True)
         replace_link(folder / f"{self.prefix.name}{SUFFIX}", write.name)
         if self._pointer:
-            replace_text(folder / "checkpoint", f"{write.name}\n")
+            write_pointer(folder, write.name)
         for name in surplus:
-            shutil.rmtree(folder / name, ignore_errors=True)
+            self._remove(name)
         log.info("saved %s", folder / write.name)
+
+    def _remove(self, name: str) -> None:
+        """Delete a directory if it exists; what is half deleted no longer bears a checkpoint's name."""
+        removed = hidden_name(self.prefix.with_name(f"{self.prefix.name}-{_REMOVED}{SUFFIX}"))
+        try:
+            (self.prefix.parent / name).rename(removed)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(removed, ignore_errors=True)

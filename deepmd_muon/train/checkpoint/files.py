@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from deepmd_muon.model.checkpoint_file import OWN_KEY
-from deepmd_muon.whole_file import whole_file
+from deepmd_muon.whole_file import replace_link, whole_file
 
 log = logging.getLogger(__name__)
 
@@ -68,22 +67,13 @@ class FileSeries:
             torch.save({**content, OWN_KEY: own}, file)
         self.written = written
         replace_link(self.prefix.parent / f"{self.prefix.name}.pt", path.name)
-        replace_text(self.prefix.parent / "checkpoint", f"{path.name}\n")
+        write_pointer(self.prefix.parent, path.name)
         while len(self.written) > self.keep:
             (self.prefix.parent / self.written.pop(0)).unlink(missing_ok=True)
         return path
 
 
-def replace_link(link: Path, target: str) -> None:
-    """Point a symbolic link at a file in the same folder, without a moment in which there is none."""
-    temporary = link.with_name(f".{link.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
-    os.replace(temporary, link)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small text file in one piece."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+def write_pointer(folder: Path, name: str) -> None:
+    """Write deepmd-kit's text file ``checkpoint``, which names the newest one."""
+    with whole_file(folder / "checkpoint") as file:
+        file.write(f"{name}\n".encode())
