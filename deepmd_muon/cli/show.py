@@ -98,7 +98,7 @@ def _input_routing(path: Path) -> str:
 def _checkpoint_routing(path: Path) -> str:
     """Return the routing that is recorded in a checkpoint."""
     from deepmd_muon.model.checkpoint_file import read_checkpoint
-    from deepmd_muon.optim.routing import RouteTable
+    from deepmd_muon.optim.routing.rules import RouteTable
 
     checkpoint = read_checkpoint(path)
     if "optimizer" not in checkpoint:

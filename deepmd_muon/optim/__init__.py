@@ -16,11 +16,11 @@ if TYPE_CHECKING:
         NonFiniteGradientError,
         RoutingMismatchError,
     )
-    from deepmd_muon.optim.foreign import name_deepmd_kit_state
     from deepmd_muon.optim.hybrid_muon import HybridMuon
     from deepmd_muon.optim.polar import SCHEDULES, Schedule, orthogonalize
     from deepmd_muon.optim.polar.dispatch import describe as describe_kernels
-    from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules
+    from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, RoutingRules
+    from deepmd_muon.optim.state.deepmd_kit import name_deepmd_kit_state
 
 _HOMES = {
     "AdamConfig": "config",
@@ -35,14 +35,14 @@ _HOMES = {
     "InvalidShapeError": "errors",
     "MuonConfig": "config",
     "NonFiniteGradientError": "errors",
-    "RouteEntry": "routing",
-    "RouteTable": "routing",
+    "RouteEntry": "routing.rules",
+    "RouteTable": "routing.rules",
     "RoutingMismatchError": "errors",
-    "RoutingRules": "routing",
+    "RoutingRules": "routing.rules",
     "SCHEDULES": "polar",
     "Schedule": "polar",
     "describe_kernels": "polar.dispatch:describe",
-    "name_deepmd_kit_state": "foreign",
+    "name_deepmd_kit_state": "state.deepmd_kit",
     "orthogonalize": "polar",
 }
 

@@ -17,7 +17,7 @@ from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig, 
 from deepmd_muon.optim.hybrid_muon import HybridMuon
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.sharded.members import Replicas
+    from deepmd_muon.optim.sharded.params import Replicas
 
 log = logging.getLogger(__name__)
 

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from deepmd_muon.optim.errors import InvalidSettingError
-from deepmd_muon.optim.sharded.settings import ShardedSettings
+from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.setting import check_settings, setting
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from deepmd_muon.optim.sharded.members import Replicas
+    from deepmd_muon.optim.sharded.params import Replicas
 
 MuonMode = Literal["2d", "flat", "slice"]
 Scaling = Literal["none", "match_rms", "rectangular", "spectral"]
@@ -333,3 +334,22 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "Adam": AdamConfig,
     "AdamW": AdamWConfig,
 }
+
+
+def update_scale(shape: tuple[int, int], settings: HybridMuonConfig) -> float:
+    """Return the factor of lr · O for a matrix of (rows, columns)."""
+    rows, columns = shape
+    scaling = settings.scaling or ("match_rms" if settings.lr_adjust <= 0 else "rectangular")
+    if scaling == "none":
+        return 1.0
+    if scaling == "match_rms":
+        return settings.lr_adjust_coeff * math.sqrt(max(rows, columns))
+    out_over_in = columns / rows if settings.layout == "in_out" else rows / columns
+    return math.sqrt(max(1.0, out_over_in) if scaling == "rectangular" else out_over_in)
+
+
+def adam_lr_ratio(settings: HybridMuonConfig) -> float:
+    """Return the learning rate of the Adam routes divided by that of the Muon route."""
+    if settings.adam_lr_ratio is not None:
+        return settings.adam_lr_ratio
+    return 1.0 if settings.lr_adjust <= 0 else 1.0 / settings.lr_adjust

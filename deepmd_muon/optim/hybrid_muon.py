@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepmd_muon.optim.beside import Beside
-from deepmd_muon.optim.capture import refuse_capture
 from deepmd_muon.optim.config import Layout, MuonMode, NonFinite, Precision, RouteChange, Scaling, older_names
+from deepmd_muon.optim.cuda import SideStream, refuse_capture
 from deepmd_muon.optim.errors import NonFiniteGradientError
-from deepmd_muon.optim.gradients import StepControl, gradients_of, nonfinite
-from deepmd_muon.optim.groups import (
+from deepmd_muon.optim.polar.schedules import AnySchedule
+from deepmd_muon.optim.routing.param_groups import (
     Params,
     check_group,
     check_parameters,
@@ -25,26 +24,26 @@ from deepmd_muon.optim.groups import (
     warn_of_idle_rules,
     with_names,
 )
-from deepmd_muon.optim.offload import Offload
-from deepmd_muon.optim.polar.schedules import AnySchedule
-from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules, choose_route, unnamed
+from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, RoutingRules, choose_route, unnamed
 from deepmd_muon.optim.sharded.plan import Plan
-from deepmd_muon.optim.sharded.settings import ShardedSettings
-from deepmd_muon.optim.state import drop_unfit, load_checked_state
-from deepmd_muon.optim.watched import seen_when_watched
-from deepmd_muon.optim.work import Work, step_waves
+from deepmd_muon.optim.sharded_config import ShardedSettings
+from deepmd_muon.optim.state.host_memory import Offload
+from deepmd_muon.optim.state.load import drop_unfit, load_checked_state
+from deepmd_muon.optim.step import Work, step_waves
+from deepmd_muon.optim.torch_hooks import seen_when_watched
+from deepmd_muon.optim.update.gradients import StepControl, gradients_of, nonfinite
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.fused import FusedSteps
-    from deepmd_muon.optim.sharded.members import Replicas
+    from deepmd_muon.optim.sharded.params import Replicas
     from deepmd_muon.optim.sharded.step import ShardedStep
+    from deepmd_muon.optim.update.fused import FusedSteps
 
 
 @older_names
 class HybridMuon(Optimizer):
     r"""Muon on every matrix, Adam on vectors and biases, AdamW on what the mode does not see as a matrix.
 
-    One step of the Muon route, for a parameter seen as matrices (`deepmd_muon.optim.views`)::
+    One step of the Muon route, for a parameter seen as matrices (`deepmd_muon.optim.routing.views`)::
 
         m ← β m + (1 − β) g
         u = β m + (1 − β) g                       (nesterov; else u = m)
@@ -122,7 +121,7 @@ class HybridMuon(Optimizer):
     _step_supports_amp_scaling = True
     _fused: FusedSteps | None = None  # made by the first step that needs it
     _offload: Offload | None = None
-    _beside: Beside | None = None
+    _beside: SideStream | None = None
     _shared: ShardedStep | None = None
 
     def __init__(

@@ -1,7 +1,7 @@
 """Search the tiles, warps and pipeline stages of the orthogonalization kernels on a GPU.
 
-The constants in `deepmd_muon.optim.polar.products` and `launches` were chosen from this table: nothing is tuned when an
-optimizer runs. Times are medians over replays of a captured graph of ten launches.
+The constants in `deepmd_muon.optim.polar.symmetric_launch` and `one_launch` were chosen from this table: nothing is
+tuned when an optimizer runs. Times are medians over replays of a captured graph of ten launches.
 
     python source/benchmarks/kernel_tiles.py [--out tiles.md] [--shapes 1x4096x4096,16x1024x4096]
 
@@ -26,9 +26,9 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from deepmd_muon.optim.polar import SCHEDULES
-from deepmd_muon.optim.polar.launches import orthogonalize_in_one_launch, plan_for
-from deepmd_muon.optim.polar.products import Tile, _tiled, tiles_for
-from deepmd_muon.optim.polar.symmetric import NEXT, PRESENT, SQUARE, symmetric_product, update
+from deepmd_muon.optim.polar.kernels.symmetric import NEXT, PRESENT, SQUARE, symmetric_product, update
+from deepmd_muon.optim.polar.one_launch import orthogonalize_in_one_launch, plan_for
+from deepmd_muon.optim.polar.symmetric_launch import Tile, _tiled, tiles_for
 
 SHAPES = "1x1024x1024,1x2048x2048,1x4096x4096,1x8192x8192,16x1024x4096,4x2048x8192,64x768x2048"
 SYMMETRIC = tuple(

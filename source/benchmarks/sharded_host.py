@@ -31,7 +31,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.offload import local_of, with_local
+from deepmd_muon.optim.state.host_memory import local_of, with_local
 
 LARGEST = 16
 REPEATS = 200
@@ -123,11 +123,11 @@ def _leave_out_collectives(waited: list[float]) -> None:
 
 def _leave_out_orthogonalization() -> None:
     """Orthogonalization is a copy; Magma's sums are those of a GPU, in few operations."""
-    import deepmd_muon.optim.muon as muon
-    from deepmd_muon.optim.sharded import magma_sums
+    import deepmd_muon.optim.update.muon as muon
+    from deepmd_muon.optim.update import magma
 
-    joined = functools.partial(magma_sums.piece_sums_of_many, joined=True)
-    magma_sums.piece_sums_of_many = joined
+    joined = functools.partial(magma.piece_sums_of_many, joined=True)
+    magma.piece_sums_of_many = joined
 
     muon.polar_factors = lambda matrices, settings: list(torch._foreach_mul(list(matrices), 1.0))
 

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.sharded import Layout, Plan, PlannedParameter, ShardedSettings, Split, make_plan
-from deepmd_muon.optim.views import MatrixView
 
 STEPS = 10
 ELEMENT = 4  # bytes

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
-import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
-
-from deepmd_muon.optim.polar.schedules import Coefficients
 
 Implementation = Literal["whole", "strips", "tiles", "symmetric", "torch"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
-_LOG = logging.getLogger(__name__)
 _READABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MOST_STRIPS = 128  # programs that share a matrix
 _TILE = 64
@@ -115,13 +109,13 @@ def choose(problem: Problem, allowed: Collection[str] = IMPLEMENTATIONS) -> Impl
     raise AssertionError("the last rule of the table fits everything")
 
 
-_COUNTS: Counter[tuple[str, int, int]] = Counter()
-_FAILED: dict[str, str] = {}
+COUNTS: Counter[tuple[str, int, int]] = Counter()
+FAILED: dict[str, str] = {}
 
 
 def counts() -> dict[tuple[str, int, int], int]:
     """Return how many matrices went to each (implementation, rows, columns) since the start."""
-    return dict(_COUNTS)
+    return dict(COUNTS)
 
 
 def describe() -> str:
@@ -129,8 +123,8 @@ def describe() -> str:
     lines = [f"{rule.implementation:10} {rule.shapes:56} {rule.means}" for rule in TABLE]
     reason = unavailable()
     lines.append(f"kernels: {'not used, ' + reason if reason else 'Triton on ' + torch.cuda.get_device_name()}")
-    lines += [f"{name} is off: {why}" for name, why in _FAILED.items()]
-    ran = sorted(_COUNTS.items())
+    lines += [f"{name} is off: {why}" for name, why in FAILED.items()]
+    ran = sorted(COUNTS.items())
     lines += [f"ran: {name} for {number} matrices of {m} × {n}" for (name, m, n), number in ran]
     return "\n".join(lines)
 
@@ -142,124 +136,3 @@ def unavailable() -> str:
     if not torch.cuda.is_available():
         return "torch finds no GPU"
     return ""
-
-
-@functools.lru_cache(maxsize=1)
-def _kernels_available() -> bool:
-    reason = unavailable()
-    if reason:
-        level = logging.WARNING if torch.cuda.is_available() else logging.INFO
-        _LOG.log(level, "matrices are orthogonalized by torch: %s", reason)
-    return not reason
-
-
-def orthogonalize_with_kernels(
-    matrices: Sequence[Tensor], coefficients: Coefficients, operand: torch.dtype, allowed: Collection[str]
-) -> list[Tensor | None]:
-    """Orthogonalize by kernels what the table gives them.
-
-    Parameters
-    ----------
-    matrices
-        Batches (b, m, n) on one device.
-    coefficients
-        One (a, b, c) a step.
-    operand
-        Dtype of the operands of matrix products.
-    allowed
-        Implementations that may be used.
-
-    Returns
-    -------
-    list
-        float32 results (b, m, n); None for what is torch's.
-    """
-    nothing: list[Tensor | None] = [None] * len(matrices)
-    device = matrices[0].device
-    if not allowed or not _kernels_available() or device.type != "cuda":
-        return nothing
-    usable = tuple(name for name in allowed if name not in _FAILED)
-    geometry = tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices)
-    capability = torch.cuda.get_device_capability(device)
-    chosen = _choose_all(geometry, capability, operand, usable)
-    results = nothing
-    for name in dict.fromkeys(chosen):
-        members = [i for i, c in enumerate(chosen) if c == name]
-        if name == "torch":
-            continue
-        done = _attempt(name, [matrices[i] for i in members], coefficients)
-        if done is None:  # it has just been switched off: ask the table again
-            return orthogonalize_with_kernels(matrices, coefficients, operand, allowed)
-        for i, x in zip(members, done, strict=True):
-            results[i] = x
-            _COUNTS[name, min(x.shape[1:]), max(x.shape[1:])] += x.shape[0]
-    return results
-
-
-Geometry = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-
-
-@functools.lru_cache(maxsize=64)
-def _choose_all(
-    geometry: Geometry, capability: tuple[int, int], operand: torch.dtype, allowed: tuple[str, ...]
-) -> tuple[Implementation, ...]:
-    """Choose for each tensor, equal shapes counted together, and log it."""
-    sizes = [(shape[0], min(shape[1:]), max(shape[1:])) for shape, _, _ in geometry]
-    count: Counter[tuple[int, int]] = Counter()
-    for b, m, n in sizes:
-        count[m, n] += b
-    chosen: list[Implementation] = []
-    for (b, m, n), (_, _, dtype) in zip(sizes, geometry, strict=True):
-        problem = Problem(m, n, count[m, n], dtype, "cuda", capability, operand)
-        chosen.append("torch" if b * m * n == 0 else choose(problem, allowed))
-    lines = Counter((name, m, n) for name, (_, m, n) in zip(chosen, sizes, strict=True))
-    for (name, m, n), number in sorted(lines.items()):
-        _LOG.info("%d tensors of %d × %d matrices are orthogonalized by %r", number, m, n, name)
-    return tuple(chosen)
-
-
-def _attempt(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor] | None:
-    """Run one implementation; on its first use check it against torch; on failure switch it off and say so."""
-    try:
-        _check(name, matrices[0].device)
-        return _run(name, matrices, coefficients)
-    except Exception as error:  # whatever a compiler or driver raises must not end a training run
-        if torch.cuda.is_current_stream_capturing():
-            raise
-        _FAILED[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-        _LOG.warning("%r is switched off and torch takes over: %s", name, _FAILED[name])
-        return None
-
-
-def _run(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
-    if name == "symmetric":
-        from deepmd_muon.optim.polar.products import orthogonalize_by_products as run
-    else:
-        from deepmd_muon.optim.polar.launches import orthogonalize_in_one_launch
-
-        run = functools.partial(orthogonalize_in_one_launch, name)
-    done: list[Tensor] = run(matrices, coefficients)
-    return done
-
-
-class KernelError(RuntimeError):
-    """A kernel's result differs from torch's."""
-
-
-@functools.lru_cache(maxsize=64)
-def _check(name: str, device: torch.device) -> None:
-    """Compare an implementation with plain torch on matrices of low rank, in all ways that it reads and writes."""
-    from deepmd_muon.optim.polar.newton_schulz import orthogonalize_matrices
-    from deepmd_muon.optim.polar.schedules import coefficients_of
-
-    shapes = {"whole": [(24, 40)], "strips": [(100, 400)], "tiles": [(270, 290)], "symmetric": [(150, 170), (128, 256)]}
-    coefficients = coefficients_of("8+2")
-    for m, n in shapes[name]:
-        i = torch.arange(2 * m * n, device=device, dtype=torch.float32).view(2, m, n)
-        x = torch.cos(0.3 * i) + torch.eye(m, n, device=device)
-        (expected,) = orthogonalize_matrices([x], coefficients, flash=False)
-        for y in (x, x.mT, x.mT.contiguous().mT):
-            (found,) = _run(name, [y], coefficients)
-            error = float(((found if found.shape == x.shape else found.mT) - expected).norm() / expected.norm())
-            if not error < 5e-3:
-                raise KernelError(f"its result is {error:.1e} from torch's")

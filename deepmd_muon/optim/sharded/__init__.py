@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepmd_muon.optim.sharded.layout import Layout, Split
     from deepmd_muon.optim.sharded.plan import Plan, PlannedParameter, make_plan, plan_from_routes
-    from deepmd_muon.optim.sharded.settings import ShardedSettings
+    from deepmd_muon.optim.sharded_config import ShardedSettings
 
 _HOMES = {
-    "Layout": "layout",
-    "Plan": "plan",
-    "PlannedParameter": "plan",
-    "ShardedSettings": "settings",
-    "Split": "layout",
-    "make_plan": "plan",
-    "plan_from_routes": "plan",
+    "Layout": f"{__name__}.layout",
+    "Plan": f"{__name__}.plan",
+    "PlannedParameter": f"{__name__}.plan",
+    "ShardedSettings": "deepmd_muon.optim.sharded_config",
+    "Split": f"{__name__}.layout",
+    "make_plan": f"{__name__}.plan",
+    "plan_from_routes": f"{__name__}.plan",
 }
 
 __all__ = ["Layout", "Plan", "PlannedParameter", "ShardedSettings", "Split", "make_plan", "plan_from_routes"]
@@ -27,5 +27,5 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         from importlib import import_module
 
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

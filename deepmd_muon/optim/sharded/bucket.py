@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.sharded import magma_sums
+from deepmd_muon.optim.sharded.messages import Piece, Target, local_shape, piece_of, score_index, targets
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan
-from deepmd_muon.optim.sharded.routes import Piece, Target, local_shape, piece_of, score_index, targets
 from deepmd_muon.optim.sharded.transport import Exchange, Slot
+from deepmd_muon.optim.update import magma
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Bucket:
         directions
             What is to be orthogonalized on this rank, by parameter of the plan, shaped like its momentum here.
         sums
-            float64 (…, 5), what `magma_sums` gave for the pieces of all parameters.
+            float64 (…, 5), what `magma.table_of_sums` gave for the pieces of all parameters.
         absent
             Parameters that have no gradient here.
         """
@@ -283,7 +283,7 @@ class Bucket:
         if not self.damped:
             return Owned(present, None, None)
         # Every sender has the same score.
-        return Owned(present, magma_sums.cosines(padded[:, :, 2:]), padded[:, :, 1].amax(dim=1).float())
+        return Owned(present, magma.cosines(padded[:, :, 2:]), padded[:, :, 1].amax(dim=1).float())
 
     def unpack(self, updates: Sequence[Tensor], owned: Owned) -> None:
         """Write every holder's piece of the updates, one tensor per stack, into the buffer for the holders."""

@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.gradients import StepControl, waves
-from deepmd_muon.optim.offload import Lot, local_of
-from deepmd_muon.optim.routing import Route
-from deepmd_muon.optim.sharded.groups import group_of
+from deepmd_muon.optim.dtensors import local_of
+from deepmd_muon.optim.routing.rules import Route
 from deepmd_muon.optim.sharded.layout import held, total
-from deepmd_muon.optim.sharded.members import Member, StateCut, element_state
+from deepmd_muon.optim.sharded.params import Member, StateCut, element_state
+from deepmd_muon.optim.sharded.process_groups import group_of
 from deepmd_muon.optim.sharded.transport import Lane
-from deepmd_muon.optim.work import States, elements_at_a_time, lot_of, on_device, step_elements
+from deepmd_muon.optim.state.host_memory import Lot
+from deepmd_muon.optim.state.schema import States
+from deepmd_muon.optim.step import elements_at_a_time, lot_of, on_device, step_elements
+from deepmd_muon.optim.update.gradients import StepControl, waves
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from deepmd_muon.optim.views import MatrixView
+from deepmd_muon.optim.routing.views import MatrixView
 
 Runs = tuple[tuple[int, int], ...]
 

@@ -7,8 +7,8 @@ import functools
 import heapq
 from collections.abc import Iterator, Mapping
 
+from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.sharded.layout import Layout, cut, region_of_rank, score_layout, scores_of_rank, spans
-from deepmd_muon.optim.views import MatrixView
 
 # Ranks that would do the same work, one in each replica; one rank alone where replicas share the work.
 Slot = tuple[int, ...]

@@ -16,17 +16,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim import magma
-from deepmd_muon.optim.gradients import StepControl
-from deepmd_muon.optim.groups import group_settings
-from deepmd_muon.optim.muon import advance_momenta, apply_updates, directions_of, running_lr, scaled_polar_factors
-from deepmd_muon.optim.offload import Lot, local_of
-from deepmd_muon.optim.sharded import magma_sums
+from deepmd_muon.optim.dtensors import local_of
+from deepmd_muon.optim.routing.param_groups import group_settings
 from deepmd_muon.optim.sharded.bucket import Bucket, Kind, Local, Owned
-from deepmd_muon.optim.sharded.members import Member, muon_state
+from deepmd_muon.optim.sharded.messages import local_parts, local_shape, piece_of, staying_routes, travelling_route
+from deepmd_muon.optim.sharded.params import Member, muon_state
 from deepmd_muon.optim.sharded.plan import Plan
-from deepmd_muon.optim.sharded.routes import local_parts, local_shape, piece_of, staying_routes, travelling_route
 from deepmd_muon.optim.sharded.transport import Exchange, Lane, Slot
+from deepmd_muon.optim.state.host_memory import Lot
+from deepmd_muon.optim.update import magma
+from deepmd_muon.optim.update.gradients import StepControl
+from deepmd_muon.optim.update.muon import (
+    advance_momenta,
+    apply_updates,
+    directions_of,
+    running_lr,
+    scaled_polar_factors,
+)
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon
@@ -64,11 +70,11 @@ class Preparation:
         self.advances = [
             Advance(
                 group,
-                chosen,
-                [local_shape(plan, i, rank, "gather") for i in chosen],
-                [local_parts(plan, i, rank) for i in chosen],
+                some,
+                [local_shape(plan, i, rank, "gather") for i in some],
+                [local_parts(plan, i, rank) for i in some],
             )
-            for (group, _), chosen in kinds.items()
+            for (group, _), some in kinds.items()
         ]
         self.order = [i for advance in self.advances for i in advance.parameters]
         self.rows: dict[int, int] = {}  # where a parameter's sums begin
@@ -92,10 +98,8 @@ class Pipeline:
         Of `members`, in the same order.
     members
         The parameters of the Muon route that live on several ranks; at least one.
-    groups
-        Of the plan's domains.
-    lane
-        Where collectives run.
+    groups, lane
+        Process groups of the plan's domains; where collectives run.
 
     Attributes
     ----------
@@ -284,7 +288,7 @@ class Run:
     def _advance(self, preparation: Preparation, buffers: Sequence[Tensor]) -> Tensor:
         """Advance momenta; return Magma's sums of this rank's pieces of their blocks, float64 (pieces, 5)."""
         start = 0
-        pairs: list[magma_sums.Pair] = []
+        pairs: list[magma.Pair] = []
         for advance in preparation.advances:
             settings, group = self._settings[advance.group], self._optimizer.param_groups[advance.group]
             members = [self._pipeline.members[i] for i in advance.parameters]
@@ -308,7 +312,7 @@ class Run:
             if self._pipeline.plan.settings.free_gradients:
                 for member in members:
                     member.p.grad = None
-        return magma_sums.table(pairs, self._pipeline.device)
+        return magma.table_of_sums(pairs, self._pipeline.device)
 
     def _orthogonalize(
         self, bucket: Bucket, arrived: Callable[[], Any], *, meanwhile: bool = False
@@ -381,15 +385,15 @@ class Run:
                     old.copy_(torch.where(self._moved[i, block], new, old.to(new.device)))
 
 
-def _pairs(momenta: Sequence[Tensor], gradients: Sequence[Tensor], advance: Advance) -> list[magma_sums.Pair]:
+def _pairs(momenta: Sequence[Tensor], gradients: Sequence[Tensor], advance: Advance) -> list[magma.Pair]:
     """Return momentum and gradient of every part of every parameter."""
     pairs = []
     for m, g, shape, parts in zip(momenta, gradients, advance.shapes, advance.parts, strict=True):
         if len(parts) == 1:
-            pairs.append(magma_sums.Pair(m, g, (shape[0], shape[1] * shape[2])))
+            pairs.append(magma.Pair(m, g, (shape[0], shape[1] * shape[2])))
             continue
         views = m.reshape(shape), g.reshape(shape)
         for r, c in parts:
             a, b = (x[:, r, c].flatten(1) for x in views)
-            pairs.append(magma_sums.Pair(a, b, (a.shape[0], a.shape[1])))
+            pairs.append(magma.Pair(a, b, (a.shape[0], a.shape[1])))
     return pairs

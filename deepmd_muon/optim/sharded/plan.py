@@ -17,11 +17,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from deepmd_muon.optim.routing import RouteEntry
+from deepmd_muon.optim.routing.rules import RouteEntry
+from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.sharded.layout import Layout
 from deepmd_muon.optim.sharded.owners import Balance, Holders, holders_of_blocks
-from deepmd_muon.optim.sharded.settings import ShardedSettings
-from deepmd_muon.optim.views import MatrixView
+from deepmd_muon.optim.sharded_config import ShardedSettings
 
 Leg = Literal["gather", "return"]
 LEGS: tuple[Leg, Leg] = ("gather", "return")
@@ -221,8 +221,6 @@ class Plan:
 
     def describe(self, *, owners: bool = False) -> str:
         """Return the plan as text: balance, bytes and collectives of every domain; with `owners` every block."""
-        from deepmd_muon.optim.sharded.describe import describe
-
         return describe(self, owners=owners)
 
 
@@ -331,3 +329,56 @@ def _domain(
     damped = any(parameters[i].damped for i in positions)
     work_here = {rank: balance.loads[rank] - loads[rank] for rank in ranks}
     return Domain(ranks, tuple(positions), itemsize, damped, spread, tuple(jobs), count, work_here)
+
+
+def describe(plan: Plan, *, owners: bool = False) -> str:
+    """Return balance, bytes and collectives of every domain; with `owners` also every block's owner."""
+    lines = []
+    if plan.settings.exchange == "reference" and plan.domains:
+        lines.append("exchange 'reference' gathers everything on every rank; 'owners' would do this:")
+    for number, domain in enumerate(plan.domains):
+        lines += [f"domain {number}: {_describe_domain(plan, domain)}", *_costs(plan, domain)]
+        if owners:
+            lines += _owners(plan, domain)
+    return "\n".join(lines) or "no parameter of the Muon route is sharded or replicated"
+
+
+def _describe_domain(plan: Plan, domain: Domain) -> str:
+    blocks = len({(job.parameter, job.block) for job in domain.jobs})
+    staying = sum(job.bucket is None for job in domain.jobs)
+    layouts = sorted({str(plan.parameters[i].layout) for i in domain.parameters})
+    shared = any(len(plan.parameters[i].layout.replicas()) > 1 for i in domain.parameters)
+    replicas = f", replicas {'share' if domain.spread else 'repeat'} the work" if shared else ""
+    return (
+        f"{len(domain.ranks)} ranks; {len(domain.parameters)} parameters, {blocks} matrices on {'; '.join(layouts)}"
+        f"{replicas}; {staying} jobs stay, {len(domain.jobs) - staying} travel in {domain.buckets} buckets"
+    )
+
+
+def _costs(plan: Plan, domain: Domain) -> list[str]:
+    exchanges = domain.exchanges()
+    sent = domain.sent(plan.settings)
+    return [
+        f"  collectives a step: {len(exchanges['gather'])} to the owners, {len(exchanges['return'])} back",
+        f"  FLOPs a rank: {_spread(list(domain.work.values()))}",
+        f"  bytes sent a rank: {_spread(list(sent.values()))}",
+        f"  digest {plan.digest(domain).hex()[:16]}",
+    ]
+
+
+def _spread(values: Sequence[int]) -> str:
+    mean = sum(values) / len(values)
+    if not mean:
+        return "none"
+    most = max(values)
+    return f"mean {mean:.4g}, largest {most:.4g}, least {min(values):.4g}; largest / mean {most / mean:.3f}"
+
+
+def _owners(plan: Plan, domain: Domain) -> list[str]:
+    lines = []
+    for job in domain.jobs:
+        p = plan.parameters[job.parameter]
+        rows, columns = p.view.block_shapes[job.block % len(p.view.block_shapes)]
+        way = "stays" if job.bucket is None else f"bucket {job.bucket}"
+        lines.append(f"  rank {job.owner}: {p.name} block {job.block} ({rows}x{columns}), {way}")
+    return lines

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.sharded.errors import MissingGradientError
-from deepmd_muon.optim.sharded.groups import agreeing_groups, check_names
+from deepmd_muon.optim.errors import MissingGradientError
+from deepmd_muon.optim.sharded.process_groups import agreeing_groups, check_names
 
 
 class Watched(NamedTuple):

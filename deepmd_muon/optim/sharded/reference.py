@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from deepmd_muon.optim.gradients import StepControl, waves
-from deepmd_muon.optim.groups import group_settings
-from deepmd_muon.optim.muon import muon_
-from deepmd_muon.optim.sharded.members import Member, muon_state
+from deepmd_muon.optim.routing.param_groups import group_settings
+from deepmd_muon.optim.sharded.params import Member, muon_state
 from deepmd_muon.optim.sharded.plan import Plan
+from deepmd_muon.optim.update.gradients import StepControl, waves
+from deepmd_muon.optim.update.muon import muon_
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon

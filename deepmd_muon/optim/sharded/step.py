@@ -10,17 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from deepmd_muon.optim.adam import moment_dtype
-from deepmd_muon.optim.errors import CaptureError, InvalidSettingError, NonFiniteGradientError
-from deepmd_muon.optim.gradients import StepControl, nonfinite
-from deepmd_muon.optim.groups import group_settings
-from deepmd_muon.optim.offload import local_of
+from deepmd_muon.optim.dtensors import local_of
+from deepmd_muon.optim.errors import (
+    CaptureError,
+    InvalidSettingError,
+    NonFiniteGradientError,
+    ShardingError,
+    UnsupportedTransportError,
+)
 from deepmd_muon.optim.polar.schedules import coefficients_of
-from deepmd_muon.optim.routing import RouteEntry
+from deepmd_muon.optim.routing.param_groups import group_settings
+from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.sharded.elements import Elements
-from deepmd_muon.optim.sharded.errors import ShardingError, UnsupportedTransportError
-from deepmd_muon.optim.sharded.groups import check_agreement, group_of
-from deepmd_muon.optim.sharded.members import (
+from deepmd_muon.optim.sharded.params import (
     DTYPES,
     Member,
     Replicas,
@@ -35,9 +37,12 @@ from deepmd_muon.optim.sharded.members import (
 from deepmd_muon.optim.sharded.pipeline import Pipeline, Run
 from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
 from deepmd_muon.optim.sharded.presence import Presence, Watched
+from deepmd_muon.optim.sharded.process_groups import check_agreement, group_of
 from deepmd_muon.optim.sharded.reference import step_everywhere
-from deepmd_muon.optim.sharded.settings import ShardedSettings
 from deepmd_muon.optim.sharded.transport import Lane
+from deepmd_muon.optim.sharded_config import ShardedSettings
+from deepmd_muon.optim.update.adam import moment_dtype
+from deepmd_muon.optim.update.gradients import StepControl, nonfinite
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon

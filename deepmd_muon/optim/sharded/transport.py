@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepmd_muon.optim.sharded.messages import Message, Route, header_words, payload_starts
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan
-from deepmd_muon.optim.sharded.routes import Message, Route, header_words, payload_starts
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from deepmd_muon.optim.errors import ReshardedParameterError, ShardingError
 from deepmd_muon.optim.sharded.elements import Parts
-from deepmd_muon.optim.sharded.errors import ReshardedParameterError, ShardingError
-from deepmd_muon.optim.sharded.members import Replicas, StateCut, layout_of, state_cut
+from deepmd_muon.optim.sharded.params import Replicas, StateCut, layout_of, state_cut
 from deepmd_muon.optim.sharded.presence import Presence, Watched
 from deepmd_muon.optim.sharded.transport import Lane
 

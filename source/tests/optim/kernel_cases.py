@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmd_muon.optim.polar import SCHEDULES, dispatch, orthogonalize_matrices
+from deepmd_muon.optim.polar.run import choose_all, run_kernels
 
 SHAPES = (
     *((1, 1), (1, 8), (2, 1), (5, 7), (16, 16), (17, 33), (25, 50), (63, 65), (65, 64), (127, 129), (128, 384)),
@@ -43,9 +44,9 @@ class Way:
         if self.device == "cuda" and self.name == "default":
             return orthogonalize_matrices(xs, COEFFICIENTS)
         if self.name != "default":
-            return dispatch._run(self.name, xs, COEFFICIENTS)
+            return run_kernels(self.name, xs, COEFFICIENTS)
         geometry = tuple((tuple(x.shape), x.stride(), x.dtype) for x in xs)
-        chosen = dispatch._choose_all(geometry, (9, 0), torch.float16, dispatch.IMPLEMENTATIONS)
+        chosen = choose_all(geometry, (9, 0), torch.float16, dispatch.IMPLEMENTATIONS)
         results: dict[int, Tensor] = {}
         for name in dict.fromkeys(chosen):
             members = [i for i, c in enumerate(chosen) if c == name]
@@ -53,7 +54,7 @@ class Way:
             done = (
                 orthogonalize_matrices(some, COEFFICIENTS, "float16", flash=False)
                 if name == "torch"
-                else dispatch._run(name, some, COEFFICIENTS)
+                else run_kernels(name, some, COEFFICIENTS)
             )
             results.update(zip(members, done, strict=True))
         return [results[i] for i in range(len(xs))]
@@ -90,7 +91,7 @@ def check_schedules(way: Way, shape: tuple[int, int], kinds: tuple[str, ...] = (
     for name in (*SCHEDULES, *changed):
         coefficients = changed[name] if name in changed else SCHEDULES[name].coefficients
         x = torch.cat([matrices(kind, 1, *shape, seed=i) for i, kind in enumerate(kinds)])
-        (o,) = dispatch._run(way.name, [x.to(way.device)], coefficients)
+        (o,) = run_kernels(way.name, [x.to(way.device)], coefficients)
         for i, noise in enumerate(Oracle(x).noise(o.cpu())):
             assert noise <= OUTSIDE, (name, kinds[i], noise)
 

@@ -18,13 +18,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from kernel_cases import COEFFICIENTS, fits, forget_workspaces
 from offline import MULTIPROCESSORS, Recorded, Recorder, recorded_launches, resources
 
-from deepmd_muon.optim import fused
 from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.fused import FusedMuon
-from deepmd_muon.optim.gradients import StepControl
-from deepmd_muon.optim.magma import initial_scores
-from deepmd_muon.optim.polar import dispatch, launches, products  # noqa: F401 (their kernels are recorded)
-from deepmd_muon.optim.views import MatrixView
+from deepmd_muon.optim.polar import dispatch, one_launch, symmetric_launch  # noqa: F401 (their kernels are recorded)
+from deepmd_muon.optim.polar.run import run_kernels
+from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.update import fused
+from deepmd_muon.optim.update.fused import FusedMuon
+from deepmd_muon.optim.update.gradients import StepControl
+from deepmd_muon.optim.update.magma import initial_scores
 
 REGISTERS, SHARED = 65536, 228 * 1024  # of a multiprocessor; a program has 1 KiB of shared memory less
 # Spills that are known, all outside of the loops [bytes]: the two largest tiles of whole matrices (with 16 warps the
@@ -84,7 +85,7 @@ def test_orthogonalization(name, tmp_path, listing):
     assert shapes
     with recorded_launches() as found:
         for shape in shapes:
-            dispatch._run(name, [torch.empty(shape)], COEFFICIENTS)
+            run_kernels(name, [torch.empty(shape)], COEFFICIENTS)
     forget_workspaces()
     check(found, tmp_path, listing)
     if name == "symmetric":  # inputs and results were in tiles, turned or not, and elsewhere
@@ -120,23 +121,23 @@ def test_streams_have_their_own_addresses_and_recordings_come_to_an_end(monkeypa
     forget_workspaces()
     xs = [torch.randn(2, 20, 30), torch.randn(2, 20, 30)]
     with recorded_launches() as found, monkeypatch.context() as patch:
-        patch.setattr(launches, "record", record)
+        patch.setattr(one_launch, "record", record)
         for stream in (1, 2):
             patch.setattr(torch.cuda, "current_stream", lambda device=None, s=stream: mock.Mock(cuda_stream=s))
             for calls, x in enumerate((xs[0], xs[0], xs[1])):
                 before = len(found)
-                dispatch._run("whole", [x], COEFFICIENTS)
+                run_kernels("whole", [x], COEFFICIENTS)
                 names = [launch.kernel.__name__ for launch in found[before:]]
                 # The first call launches, the second records, the third replays, from other addresses.
                 assert names == [["write_addresses", "small_matrices"], ["small_matrices"], ["write_addresses"]][calls]
         assert len(made) == 2
-        plan = launches.plan_for("whole", ((tuple(xs[0].shape), xs[0].stride(), xs[0].dtype),), made[0])
+        plan = one_launch.plan_for("whole", ((tuple(xs[0].shape), xs[0].stride(), xs[0].dtype),), made[0])
         assert plan.addresses[1] is not plan.addresses[2]
         assert plan.written[1] == plan.written[2] == (xs[1].data_ptr(),)
         for i in range(20):  # as many schedules take turns as are not kept
             for _ in range(2):
-                dispatch._run("whole", [xs[0]], ((1.0, 0.5, 0.1 * i),))
-        assert len(made) == plan.recordings == launches._MOST_RECORDINGS + 1
+                run_kernels("whole", [xs[0]], ((1.0, 0.5, 0.1 * i),))
+        assert len(made) == plan.recordings == one_launch._MOST_RECORDINGS + 1
     forget_workspaces()
 
 

@@ -27,7 +27,7 @@ from deepmd_muon.optim.polar import orthogonalize_matrices
 from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, counts
 
 if torch.cuda.is_available():
-    from deepmd_muon.optim.polar.launches import _recording, plan_for
+    from deepmd_muon.optim.polar.one_launch import _recording, plan_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
 

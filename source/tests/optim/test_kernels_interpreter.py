@@ -63,7 +63,7 @@ if INSIDE:
         check_views,
     )
 
-    from deepmd_muon.optim.polar import products
+    from deepmd_muon.optim.polar import symmetric_launch
     from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS
 
     SMALL = tuple(shape for shape in SHAPES if max(shape) <= 65)
@@ -116,10 +116,10 @@ def test_schedules():
 @pytest.mark.parametrize(("steps", "kind"), [(3, "rank8"), (4, "gaussian")])
 def test_steps_that_share_products(steps, kind, monkeypatch):
     # From 512 rows on four do, which would take long here.
-    monkeypatch.setattr(products, "_FIRST_STEPS", ((256, steps),))
-    products.program.cache_clear()
+    monkeypatch.setattr(symmetric_launch, "_FIRST_STEPS", ((256, steps),))
+    symmetric_launch.program.cache_clear()
     check_quality(SYMMETRIC, (256, 400), (kind,))
-    products.program.cache_clear()
+    symmetric_launch.program.cache_clear()
 
 
 @interpreted

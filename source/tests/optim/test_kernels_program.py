@@ -13,8 +13,8 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install deepmd-muon[gpu])", allow_module_level=True)
 
-from deepmd_muon.optim.polar import SCHEDULES, launches, products
-from deepmd_muon.optim.polar.products import program, segments
+from deepmd_muon.optim.polar import SCHEDULES, one_launch, symmetric_launch
+from deepmd_muon.optim.polar.symmetric_launch import program, segments
 
 WIDE = [(256, 768), (511, 2000), (512, 768), (2048, 8192)]
 NARROW = [(255, 4096), (128, 384), (1024, 1024), (512, 767)]
@@ -89,7 +89,7 @@ def test_products_are_the_steps(name, shape):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16, 100, 1025, 100_000])
 def test_a_power_of_two_of_programs_measures_a_matrix(count):
-    shares = products._shares(count)
+    shares = symmetric_launch._shares(count)
     assert shares & (shares - 1) == 0
     assert 64 <= shares <= 512
     assert shares * count >= 512
@@ -100,8 +100,8 @@ def test_a_power_of_two_of_programs_measures_a_matrix(count):
     [([], 1.0), ([3.0, 2.0], 6.0), ([3.0, 1e-3], 3.0), ([-3.0, 0.0, 5.0], 3.0), ([0.1, 100.0], 10.0)],
 )
 def test_the_lift_is_the_largest_on_the_way(later, lift):
-    launched = [products.Product(target, "A", "X", (a, 0.0, 1.0)) for a in later for target in ("R", "X")]
-    assert products._lift(launched) == pytest.approx(lift)
+    launched = [symmetric_launch.Product(target, "A", "X", (a, 0.0, 1.0)) for a in later for target in ("R", "X")]
+    assert symmetric_launch._lift(launched) == pytest.approx(lift)
 
 
 def test_what_graphs_read_outlives_the_caches(monkeypatch):
@@ -109,14 +109,14 @@ def test_what_graphs_read_outlives_the_caches(monkeypatch):
     read = []
 
     def start(name, launch, inputs, coefficients, out):
-        read.extend(weakref.ref(x) for x in (launch.table, launches.on_device(coefficients, out.device)))
+        read.extend(weakref.ref(x) for x in (launch.table, one_launch.on_device(coefficients, out.device)))
 
     def run(shape, coefficients, *, capturing):
-        monkeypatch.setattr(launches, "_capturing", lambda _: capturing)
-        launches.run("whole", start, [torch.ones(shape)], coefficients)
+        monkeypatch.setattr(one_launch, "_capturing", lambda _: capturing)
+        one_launch.run("whole", start, [torch.ones(shape)], coefficients)
         return read[-2:]
 
-    monkeypatch.setattr(launches, "current_addresses", lambda plan, *_, **__: torch.zeros(plan.count))
+    monkeypatch.setattr(one_launch, "current_addresses", lambda plan, *_, **__: torch.zeros(plan.count))
     captured = run((1, 7, 9), ((1.5, -0.5, 0.0),), capturing=True)
     eager = run((1, 6, 9), ((1.5, -0.5, 0.0),), capturing=False)
     for k in range(200):

@@ -10,9 +10,9 @@ from polar_oracle import oracle
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidShapeError, RoutingRules
-from deepmd_muon.optim.groups import update_scale
-from deepmd_muon.optim.routing import choose_route
-from deepmd_muon.optim.views import MatrixView, Split
+from deepmd_muon.optim.config import update_scale
+from deepmd_muon.optim.routing.rules import choose_route
+from deepmd_muon.optim.routing.views import MatrixView, Split
 
 
 def random(*shape, seed=0):

@@ -16,11 +16,11 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in the interpreter's process", allow_module_level=True)
 
 from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.fused import FusedMuon, FusedSteps
-from deepmd_muon.optim.gradients import StepControl
-from deepmd_muon.optim.magma import initial_scores
-from deepmd_muon.optim.muon import muon_
-from deepmd_muon.optim.views import MatrixView
+from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.update.fused import FusedMuon, FusedSteps
+from deepmd_muon.optim.update.gradients import StepControl
+from deepmd_muon.optim.update.magma import initial_scores
+from deepmd_muon.optim.update.muon import muon_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.gpu if torch.cuda.is_available() else []

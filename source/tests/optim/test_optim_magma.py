@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepmd_muon.optim import magma
+from deepmd_muon.optim.update import magma
 
 SHAPES = [(1, 700), (3, 64), (1, 64), (2, 64), (1, 1), (4, 700), (5, 33), (1, 64)]
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidSettingError
-from deepmd_muon.optim.offload import MOVED, Lot, Offload, Ring
+from deepmd_muon.optim.state.host_memory import MOVED, Lot, Offload, Ring
 
 SHAPES = {
     "a.weight": (12, 20),

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from deepmd_muon.optim import RouteTable, RoutingRules
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.routing import canonical_name, choose_route, leaf_name
-from deepmd_muon.optim.views import MatrixView, effective_shape, matrix_view
+from deepmd_muon.optim.routing.rules import canonical_name, choose_route, leaf_name
+from deepmd_muon.optim.routing.views import MatrixView, effective_shape, matrix_view
 
 MODES = ("2d", "flat", "slice")
 shapes = st.lists(st.integers(1, 9), min_size=0, max_size=5).map(tuple)

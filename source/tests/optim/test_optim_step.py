@@ -12,7 +12,7 @@ from torch import nn
 
 from deepmd_muon.optim import AdamConfig, HybridMuon, HybridMuonConfig, MuonConfig
 from deepmd_muon.optim.errors import InvalidGradientError, InvalidSettingError
-from deepmd_muon.optim.sharded.settings import ShardedSettings
+from deepmd_muon.optim.sharded_config import ShardedSettings
 
 
 def parameter(*shape, seed=0, dtype=torch.float32):

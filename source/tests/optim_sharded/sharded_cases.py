@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.sharded import ShardedSettings
 from deepmd_muon.optim.sharded.layout import held, total
-from deepmd_muon.optim.sharded.members import layout_of
+from deepmd_muon.optim.sharded.params import layout_of
 
 SHAPES = {
     "even": [(16, 16)] * 3 + [(16, 48), (48, 16)],

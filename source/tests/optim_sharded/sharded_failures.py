@@ -15,8 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from deepmd_muon.optim import HybridMuon, NonFiniteGradientError
-from deepmd_muon.optim.sharded import ShardedSettings, step
-from deepmd_muon.optim.sharded.errors import (
+from deepmd_muon.optim.errors import (
     GradientPlacementError,
     MissingGradientError,
     PartialPlacementError,
@@ -24,6 +23,7 @@ from deepmd_muon.optim.sharded.errors import (
     ReshardedParameterError,
     UnsupportedTransportError,
 )
+from deepmd_muon.optim.sharded import ShardedSettings, step
 from deepmd_muon.optim.sharded.presence import Presence
 
 

@@ -15,10 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from deepmd_muon.optim import AdamConfig, AdamWConfig, HybridMuon, InvalidSettingError
-from deepmd_muon.optim.offload import MOVED, local_of
-from deepmd_muon.optim.sharded import ShardedSettings, elements, step
-from deepmd_muon.optim.sharded.bucket import Bucket
-from deepmd_muon.optim.sharded.errors import (
+from deepmd_muon.optim.errors import (
     GradientPlacementError,
     MissingGradientError,
     PlanMismatchError,
@@ -26,7 +23,10 @@ from deepmd_muon.optim.sharded.errors import (
     ShardingError,
     UnsupportedTransportError,
 )
+from deepmd_muon.optim.sharded import ShardedSettings, elements, step
+from deepmd_muon.optim.sharded.bucket import Bucket
 from deepmd_muon.optim.sharded.transport import Exchange
+from deepmd_muon.optim.state.host_memory import MOVED, local_of
 
 
 def offloaded():

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepmd_muon.optim.errors import InvalidSettingError
+from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.sharded import Layout, PlannedParameter, ShardedSettings, Split, make_plan
 from deepmd_muon.optim.sharded.layout import cut, held, regions, replicated, score_layout, spans
 from deepmd_muon.optim.sharded.plan import LEGS, newton_schulz_flops
-from deepmd_muon.optim.views import MatrixView, matrix_view
 
 
 def fsdp(ranks, dim=0):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from spawn_ranks import free_port, join, run_cases
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from deepmd_muon.optim.sharded.groups import group_of
+from deepmd_muon.optim.sharded.process_groups import group_of
 
 # Where a state is saved, and where it is restored.
 MOVES = [

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepmd_muon.optim.magma import alignment
-from deepmd_muon.optim.sharded.magma_sums import Pair, cosines, piece_sums, piece_sums_of_many, table
+from deepmd_muon.optim.update.magma import Pair, alignment, cosines, piece_sums, piece_sums_of_many, table_of_sums
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -37,4 +36,4 @@ def test_many_are_summed_as_each(joined):
     for some in (pairs, pairs[:4]):
         found = torch.cat(piece_sums_of_many([Pair(m, g, m.shape) for m, g in some], joined=joined))
         torch.testing.assert_close(found, expected[: len(found)], rtol=1e-13, atol=1e-13)
-    assert table([], torch.device("cpu")).shape == (0, 5)
+    assert table_of_sums([], torch.device("cpu")).shape == (0, 5)

@@ -20,7 +20,7 @@ from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.plan import plan_page
 from deepmd_muon.model import build_model
 from deepmd_muon.model.checkpoint_file import read_checkpoint
-from deepmd_muon.optim.offload import MOVED
+from deepmd_muon.optim.state.host_memory import MOVED
 from deepmd_muon.train import TrainingError
 from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.train.strategy.fully_sharded import FullySharded

@@ -18,7 +18,7 @@ import torch
 import torch.multiprocessing as mp
 
 from deepmd_muon.model.dcp_reader import TensorReader
-from deepmd_muon.optim.offload import MOVED
+from deepmd_muon.optim.state.host_memory import MOVED
 from deepmd_muon.train.parallel import local_part
 
 # Imported once, and not by every rank of every spawn.

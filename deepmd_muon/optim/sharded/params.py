@@ -14,16 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from deepmd_muon.optim import magma
-from deepmd_muon.optim.adam import moment_dtype
-from deepmd_muon.optim.offload import local_of, whole
-from deepmd_muon.optim.routing import RouteEntry
-from deepmd_muon.optim.sharded.errors import (
+from deepmd_muon.optim.dtensors import local_of, whole
+from deepmd_muon.optim.errors import (
     GradientPlacementError,
     PartialPlacementError,
     ReshardedParameterError,
     ShardingError,
 )
+from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.sharded.layout import (
     Layout,
     Split,
@@ -34,7 +32,9 @@ from deepmd_muon.optim.sharded.layout import (
     state_layout,
     total,
 )
-from deepmd_muon.optim.state import state_of
+from deepmd_muon.optim.state.schema import state_of
+from deepmd_muon.optim.update import magma
+from deepmd_muon.optim.update.adam import moment_dtype
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon

@@ -1,6 +1,6 @@
 """The Muon route in few launches: momentum, damping and update of all parameters of a wave by one kernel each.
 
-`deepmd_muon.optim.muon` is the definition; these launches equal it up to rounding. What depends only on the
+`deepmd_muon.optim.update.muon` is the definition; these launches equal it up to rounding. What depends only on the
 parameters (tables on the device, buffers, and for small models a recorded graph of all launches, orthogonalization
 included) is made once and kept while their addresses stay; a step then checks the addresses and starts one launch. New
 addresses of gradients, as after ``zero_grad(set_to_none=True)``, cost one small copy from pinned memory, and a new
@@ -21,17 +21,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from deepmd_muon.optim.adam import moment_dtype
-from deepmd_muon.optim.beside import Beside
-from deepmd_muon.optim.capture import record
-from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.fused_kernels import SUMS, advance, apply, damp
-from deepmd_muon.optim.fused_tables import Addresses, Block, Numbers, blocks_of, cut, halves
-from deepmd_muon.optim.gradients import StepControl, gradients_of
-from deepmd_muon.optim.groups import update_scale
-from deepmd_muon.optim.muon import muon_, polar_factors
+from deepmd_muon.optim.config import HybridMuonConfig, update_scale
+from deepmd_muon.optim.cuda import SideStream, record
 from deepmd_muon.optim.polar.dispatch import Problem, choose
-from deepmd_muon.optim.views import MatrixView
+from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.update.adam import moment_dtype
+from deepmd_muon.optim.update.fused_kernels import SUMS, advance, apply, damp
+from deepmd_muon.optim.update.fused_tables import Addresses, Block, Numbers, blocks_of, cut, halves
+from deepmd_muon.optim.update.gradients import StepControl, gradients_of
+from deepmd_muon.optim.update.muon import muon_, polar_factors
 
 _LOG = logging.getLogger(__name__)
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -56,7 +54,7 @@ class _Variant(NamedTuple):
 
 
 class FusedMuon:
-    """One Muon step of a fixed list of parameters, as `deepmd_muon.optim.muon.muon_` defines it.
+    """One Muon step of a fixed list of parameters, as `deepmd_muon.optim.update.muon.muon_` defines it.
 
     Parameters
     ----------
@@ -114,7 +112,7 @@ class FusedMuon:
         self._first = [i for i in range(len(self._shapes)) if i not in self._second]
         if not self._first:
             self._first, self._second = self._second, []
-        self._beside = Beside(self._device) if self._device.type == "cuda" else None
+        self._beside = SideStream(self._device) if self._device.type == "cuda" else None
         self._numbers = Numbers(self._device)
         self._recorded: dict[_Variant, torch.cuda.CUDAGraph] = {}
         self._record_launches = recording and self._keep and self._device.type == "cuda"

@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deepmd_muon.optim.polar.cooperative import merge, norm_of_all
-from deepmd_muon.optim.polar.kernels import (
+from deepmd_muon.optim.polar.kernels.shared import merge, norm_of_all
+from deepmd_muon.optim.polar.kernels.whole import (
     COLUMNS,
     KIND,
     ROW,

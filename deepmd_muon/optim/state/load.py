@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim import magma
-from deepmd_muon.optim.adam import moment_dtype
+from deepmd_muon.optim.dtensors import whole
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
-from deepmd_muon.optim.foreign import is_deepmd_kit, read_deepmd_kit
-from deepmd_muon.optim.migrate import Saved, migrate
-from deepmd_muon.optim.offload import MOVED, whole
-from deepmd_muon.optim.routing import RouteEntry, RouteTable, RoutingRules, canonical_name
+from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, RoutingRules, canonical_name
+from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit, read_deepmd_kit
+from deepmd_muon.optim.state.migrate import Saved, migrate
+from deepmd_muon.optim.state.schema import KEYS_OF_ROUTE, MOVED, STATE_KEYS
+from deepmd_muon.optim.update.adam import moment_dtype
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon
@@ -25,35 +25,12 @@ log = logging.getLogger(__name__)
 # Group keys that describe the parameters or the run rather than the user's settings.
 _NOT_SETTINGS = {"params", "param_names", "lr", "initial_lr", "routing_version", "routes", "views", "shapes"}
 
-_KEYS_OF_ROUTE = {
-    "muon": {"momentum_buffer", "magma_score"},
-    "adam": {"step", "exp_avg", "exp_avg_sq"},
-    "adamw": {"step", "exp_avg", "exp_avg_sq"},
-}
-_STATE_KEYS = set[str]().union(*_KEYS_OF_ROUTE.values())
 
 _ADVICE = (
     "Restore the settings the state was saved with (muon_mode, min_matrix_dim, patterns, parameter names and shapes), "
     "set on_route_change to 'migrate' or 'reset', or start from the weights alone with a fresh optimizer state "
     "(dp train --init-model)."
 )
-
-
-def state_of(optimizer: HybridMuon, p: Tensor, entry: RouteEntry, *, damped: bool) -> dict[str, Tensor]:
-    """Return a parameter's state, made on first use."""
-    state: dict[str, Tensor] = optimizer.state[p]
-    if entry.route == "muon":
-        assert entry.view is not None
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        if damped and "magma_score" not in state:
-            state["magma_score"] = magma.initial_scores(entry.view.blocks, p.device)
-    elif "exp_avg" not in state:
-        dtype = moment_dtype(p.dtype)
-        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-        state["exp_avg"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-        state["exp_avg_sq"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-    return state
 
 
 def drop_unfit(optimizer: HybridMuon) -> None:
@@ -64,7 +41,7 @@ def drop_unfit(optimizer: HybridMuon) -> None:
     """
     for p, entry, group in _parameters(optimizer):
         state = optimizer.state.get(p, {})
-        unfit = [key for key in _STATE_KEYS & set(state) if not _fits(key, state[key], entry, group)]
+        unfit = [key for key in STATE_KEYS & set(state) if not _fits(key, state[key], entry, group)]
         for key in unfit:
             del state[key]
         if unfit:
@@ -79,7 +56,7 @@ def _fits(key: str, value: Tensor, entry: RouteEntry, group: Mapping[str, Any]) 
     if entry.route == "frozen":
         return True
     blocks = entry.view.blocks if entry.view else 0
-    return key in _KEYS_OF_ROUTE[entry.route] and (key != "magma_score" or tuple(value.shape) == (blocks,))
+    return key in KEYS_OF_ROUTE[entry.route] and (key != "magma_score" or tuple(value.shape) == (blocks,))
 
 
 def load_checked_state(optimizer: HybridMuon, state_dict: Mapping[str, Any]) -> None:
@@ -207,7 +184,7 @@ def _damage(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
     """List what does not fit between a parameter's saved state and its route."""
     # A frozen parameter keeps the state of the route it had before.
     before = "muon" if "momentum_buffer" in values else "adam"
-    expected = _KEYS_OF_ROUTE[before if entry.route == "frozen" else entry.route]
+    expected = KEYS_OF_ROUTE[before if entry.route == "frozen" else entry.route]
     problems = [
         f"{entry.name}: unexpected state {key!r} on route {entry.route}" for key in sorted(set(values) - expected)
     ]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
-from deepmd_muon.optim.gradients import StepControl, in_dtype, ready_gradients
+from deepmd_muon.optim.update.gradients import StepControl, in_dtype, ready_gradients
 
 EPSILON = 1e-20
 

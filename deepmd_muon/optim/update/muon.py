@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim import magma
-from deepmd_muon.optim.adam import moment_dtype
-from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.gradients import StepControl, gradients_of, in_dtype, ready_gradients
-from deepmd_muon.optim.groups import update_scale
+from deepmd_muon.optim.config import HybridMuonConfig, update_scale
 from deepmd_muon.optim.polar import orthogonalize_matrices
 from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
-from deepmd_muon.optim.views import MatrixView
+from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.update import magma
+from deepmd_muon.optim.update.adam import moment_dtype
+from deepmd_muon.optim.update.gradients import StepControl, gradients_of, in_dtype, ready_gradients
 
 
 def muon_(

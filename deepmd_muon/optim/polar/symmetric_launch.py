@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deepmd_muon.optim.polar.launches import on_device, run
-from deepmd_muon.optim.polar.plans import Inputs, Launch, Span
-from deepmd_muon.optim.polar.schedules import Coefficients
-from deepmd_muon.optim.polar.symmetric import (
+from deepmd_muon.optim.polar.kernels.symmetric import (
     ANYWHERE,
     IN_TILES,
     IN_TURNED_TILES,
@@ -29,6 +26,9 @@ from deepmd_muon.optim.polar.symmetric import (
     symmetric_product,
     update,
 )
+from deepmd_muon.optim.polar.one_launch import on_device, run
+from deepmd_muon.optim.polar.schedules import Coefficients
+from deepmd_muon.optim.polar.tables import Inputs, Launch, Span
 
 
 class Tile(NamedTuple):

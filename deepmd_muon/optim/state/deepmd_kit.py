@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.migrate import Saved
-from deepmd_muon.optim.routing import Route, RouteEntry, RouteTable, RoutingRules, canonical_name, choose_route
-from deepmd_muon.optim.views import MatrixView, matrix_view
+from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name, choose_route
+from deepmd_muon.optim.routing.views import MatrixView, matrix_view
+from deepmd_muon.optim.state.migrate import Saved
 
 # Below this, the power of a decay no longer tells the number of steps; 1 minus it is 1 in float64 long before.
 _LEAST_POWER = 1e-300

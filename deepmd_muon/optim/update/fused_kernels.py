@@ -16,7 +16,7 @@ import math
 import triton
 import triton.language as tl
 
-from deepmd_muon.optim import magma
+from deepmd_muon.optim.update import magma
 
 # Columns of a chunk's row, int64. Parameter, momentum and gradient of a tensor lie alike, so one offset serves all.
 ROW = tl.constexpr(13)
@@ -148,7 +148,7 @@ def advance(
 
 @triton.jit
 def damp(blocks, sums, scales, factors, skip, PEAKS: tl.constexpr, WIDTH: tl.constexpr):
-    """Advance each block's Magma score and write scale · damping; see `deepmd_muon.optim.magma`."""
+    """Advance each block's Magma score and write scale · damping; see `deepmd_muon.optim.update.magma`."""
     number = tl.program_id(0)
     row = blocks + number * BLOCK_ROW
     first = sums + tl.load(row) * SUMS

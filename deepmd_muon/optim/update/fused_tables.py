@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.fused_kernels import ROW
-from deepmd_muon.optim.gradients import StepControl
-from deepmd_muon.optim.polar.kernels import write_addresses
-from deepmd_muon.optim.views import MatrixView
+from deepmd_muon.optim.polar.kernels.whole import write_addresses
+from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.update.fused_kernels import ROW
+from deepmd_muon.optim.update.gradients import StepControl
 
 _AT_ONCE = 16  # addresses that `write_addresses` takes
 

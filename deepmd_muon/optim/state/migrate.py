@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.routing import RouteEntry
-from deepmd_muon.optim.views import MatrixView
+from deepmd_muon.optim.routing.rules import RouteEntry
+from deepmd_muon.optim.routing.views import MatrixView
 
 
 @dataclasses.dataclass(frozen=True)

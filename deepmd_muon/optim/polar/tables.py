@@ -6,9 +6,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from deepmd_muon.optim.polar.schedules import Coefficients
+
+# Shape, strides and dtype of each tensor.
+Geometry = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
 
 @dataclasses.dataclass(frozen=True)

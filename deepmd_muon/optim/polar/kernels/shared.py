@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deepmd_muon.optim.polar.kernels import (
+from deepmd_muon.optim.polar.kernels.whole import (
     COLUMNS,
     HALF,
     ROW,

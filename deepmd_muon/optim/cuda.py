@@ -1,8 +1,9 @@
-"""CUDA graphs: what must hold before a step is captured, and recording launches that will be repeated."""
+"""CUDA streams and graphs: a side stream, recording launches, and refusing captures that could not be replayed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -14,6 +15,39 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.hybrid_muon import HybridMuon
 
 T = TypeVar("T")
+
+
+class SideStream:
+    """A second stream of a device.
+
+    Work launched inside ``with side_stream:`` waits for the work that the current stream held at the last `open`, and
+    not for later work; on exit the current stream waits for it. A captured graph contains both the fork and the join.
+
+    Parameters
+    ----------
+    device
+        A CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._inside = torch.cuda.stream(self._stream)
+        self._opened = torch.cuda.Event()
+
+    def open(self) -> None:
+        """Let what is launched inside wait for everything up to here."""
+        self._opened.record(torch.cuda.current_stream(self.device))
+
+    def __enter__(self) -> None:
+        self._stream.wait_event(self._opened)
+        self._inside.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inside.__exit__(kind, error, trace)
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
 
 def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:

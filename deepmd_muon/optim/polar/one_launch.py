@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.capture import record
-from deepmd_muon.optim.polar.cooperative import MOST, strips, tiles
-from deepmd_muon.optim.polar.dispatch import Geometry
-from deepmd_muon.optim.polar.kernels import TILES, small_matrices, write_addresses
-from deepmd_muon.optim.polar.plans import Inputs, Launch, Piece, Plan, Span, Start
+from deepmd_muon.optim.cuda import record
+from deepmd_muon.optim.polar.kernels.shared import MOST, strips, tiles
+from deepmd_muon.optim.polar.kernels.whole import TILES, small_matrices, write_addresses
 from deepmd_muon.optim.polar.schedules import Coefficients
+from deepmd_muon.optim.polar.tables import Geometry, Inputs, Launch, Piece, Plan, Span, Start
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _ADDRESSES = 16  # arguments of `write_addresses`

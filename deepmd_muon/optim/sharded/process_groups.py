@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from deepmd_muon.optim.sharded import errors
-from deepmd_muon.optim.sharded.errors import PlanMismatchError, ShardingError, UnsupportedTransportError
+from deepmd_muon.optim import errors
+from deepmd_muon.optim.errors import PlanMismatchError, ShardingError, UnsupportedTransportError
 from deepmd_muon.optim.sharded.plan import Domain, Plan
 
 T = TypeVar("T")

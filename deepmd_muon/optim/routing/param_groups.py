@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -16,9 +15,9 @@ from torch import Tensor
 from deepmd_muon.optim.config import USUAL_ADAMW_PATTERNS, HybridMuonConfig, NonFinite, RouteChange, Steps
 from deepmd_muon.optim.errors import InvalidParameterError, InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
-from deepmd_muon.optim.routing import canonical_name, unnamed
-from deepmd_muon.optim.sharded.settings import ShardedSettings
-from deepmd_muon.optim.views import Split
+from deepmd_muon.optim.routing.rules import canonical_name, unnamed
+from deepmd_muon.optim.routing.views import Split
+from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.setting import check_settings, setting
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -235,22 +234,3 @@ def frozen_schedule(schedule: AnySchedule) -> str | Steps:
         return schedule if isinstance(schedule, str) else coefficients_of(schedule)
     except TypeError:
         raise InvalidSettingError(f"schedule: must be a name or a list of triples; found {schedule!r}") from None
-
-
-def update_scale(shape: tuple[int, int], settings: HybridMuonConfig) -> float:
-    """Return the factor of lr · O for a matrix of (rows, columns)."""
-    rows, columns = shape
-    scaling = settings.scaling or ("match_rms" if settings.lr_adjust <= 0 else "rectangular")
-    if scaling == "none":
-        return 1.0
-    if scaling == "match_rms":
-        return settings.lr_adjust_coeff * math.sqrt(max(rows, columns))
-    out_over_in = columns / rows if settings.layout == "in_out" else rows / columns
-    return math.sqrt(max(1.0, out_over_in) if scaling == "rectangular" else out_over_in)
-
-
-def adam_lr_ratio(settings: HybridMuonConfig) -> float:
-    """Return the learning rate of the Adam routes divided by that of the Muon route."""
-    if settings.adam_lr_ratio is not None:
-        return settings.adam_lr_ratio
-    return 1.0 if settings.lr_adjust <= 0 else 1.0 / settings.lr_adjust

@@ -15,33 +15,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.adam import adam_, moment_dtype
-from deepmd_muon.optim.beside import Beside
-from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.config import HybridMuonConfig, adam_lr_ratio
+from deepmd_muon.optim.cuda import SideStream
 from deepmd_muon.optim.errors import InvalidGradientError
-from deepmd_muon.optim.gradients import StepControl, gradients_of, waves
-from deepmd_muon.optim.groups import adam_lr_ratio, given_settings, group_settings
-from deepmd_muon.optim.muon import muon_
-from deepmd_muon.optim.offload import Lot
 from deepmd_muon.optim.polar.dispatch import unavailable
-from deepmd_muon.optim.routing import Route, RouteEntry
-from deepmd_muon.optim.state import state_of
-from deepmd_muon.optim.views import MatrixView
+from deepmd_muon.optim.routing.param_groups import given_settings, group_settings
+from deepmd_muon.optim.routing.rules import Route, RouteEntry
+from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.state.host_memory import Lot
+from deepmd_muon.optim.state.schema import MOMENTS, States, state_of
+from deepmd_muon.optim.update.adam import adam_, moment_dtype
+from deepmd_muon.optim.update.gradients import StepControl, gradients_of, waves
+from deepmd_muon.optim.update.muon import muon_
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.fused import FusedSteps
     from deepmd_muon.optim.hybrid_muon import HybridMuon
+    from deepmd_muon.optim.update.fused import FusedSteps
 
-States = list[dict[str, Tensor]]
 
 _SMALL = 4 * 2**20  # elements
-
-# What of a route's state has the size of its parameters.
-MOMENTS: dict[Route, tuple[str, ...]] = {
-    "muon": ("momentum_buffer",),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
-}
 
 
 Members = list[tuple[Tensor, RouteEntry]]
@@ -91,7 +83,7 @@ class Work:
         self._layouts = [None if (g := p.grad) is None else g.layout for p in self._all]
         self.members = [_with_gradient(group, optimizer._entries[i]) for i, group in enumerate(groups)]
         self.params = [p for members in self.members for p, _ in members]
-        self.beside: Beside | None = None
+        self.beside: SideStream | None = None
         self._waves: list[Wave] | None = None
         self._states: list[dict[str, Tensor]] = []
 
@@ -185,7 +177,7 @@ def on_device(states: States, route: Route, moments: Sequence[Tensor]) -> States
     return [{**state, **{key: next(found) for key in keys}} for state in states]
 
 
-def _beside(optimizer: HybridMuon, waves: Sequence[Wave]) -> Beside | None:
+def _beside(optimizer: HybridMuon, waves: Sequence[Wave]) -> SideStream | None:
     """Return where the Adam routes run beside the other: on one GPU, if they are small.
 
     (The memory that a stream once took is no other's, and large work leaves no room on the device anyway.)
@@ -196,7 +188,7 @@ def _beside(optimizer: HybridMuon, waves: Sequence[Wave]) -> Beside | None:
         return None
     (device,) = devices
     if device.type == "cuda" and (optimizer._beside is None or optimizer._beside.device != device):
-        optimizer._beside = Beside(device)
+        optimizer._beside = SideStream(device)
     return optimizer._beside if device.type == "cuda" else None
 
 
@@ -264,7 +256,7 @@ def _fused_steps(optimizer: HybridMuon, device: torch.device, settings: HybridMu
     if device.type != "cuda" or not settings.flash_muon or settings.deepmd_kit_arithmetic:
         return None
     if optimizer._fused is None and not unavailable():
-        from deepmd_muon.optim.fused import FusedSteps
+        from deepmd_muon.optim.update.fused import FusedSteps
 
         optimizer._fused = FusedSteps()
     return optimizer._fused

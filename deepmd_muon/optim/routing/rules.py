@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 
 from deepmd_muon.optim.config import HybridMuonConfig, MuonMode
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.views import MatrixView, Split, effective_shape, matrix_view
+from deepmd_muon.optim.routing.views import MatrixView, Split, effective_shape, matrix_view
 
 Route = Literal["muon", "adam", "adamw", "frozen"]
 ROUTES: tuple[Route, ...] = ("muon", "adam", "adamw", "frozen")
@@ -31,7 +31,7 @@ class RoutingRules:
     Attributes
     ----------
     muon_mode
-        See `deepmd_muon.optim.views.matrix_view`.
+        See `deepmd_muon.optim.routing.views.matrix_view`.
     min_matrix_dim
         Matrices whose smaller dimension is below this take the Adam route.
     adam_patterns, adamw_patterns
@@ -39,7 +39,7 @@ class RoutingRules:
     expert_patterns
         Shell patterns on full names of parameters whose first dimension counts experts.
     splits
-        Fused weights and how they are cut, in the form of `deepmd_muon.optim.views.Split`.
+        Fused weights and how they are cut, in the form of `deepmd_muon.optim.routing.views.Split`.
     """
 
     muon_mode: MuonMode = "slice"

@@ -1,0 +1,1 @@
+"""Which update each parameter gets, and its matrix view."""

@@ -1,0 +1,1 @@
+"""State tensors of the parameters: how they are made, loaded and kept."""
