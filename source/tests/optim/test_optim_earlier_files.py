@@ -1,0 +1,91 @@
+"""Files written before the optimizer was cut into layers load bitwise, and training goes on from them as before."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from make_earlier_files import SETTINGS, TRAINING_DATA, make_groups, make_parameters, set_gradients, training_input
+
+from deepmd_muon.optim import HybridMuon
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def named_state(state_dict):
+    """Return the state tensors of a state dict by (parameter name, key)."""
+    groups = state_dict["param_groups"]
+    names = {i: name for group in groups for i, name in zip(group["params"], group["param_names"], strict=True)}
+    return {(names[i], key): x for i, values in state_dict["state"].items() for key, x in values.items()}
+
+
+def assert_bitwise(found, expected):
+    assert found.keys() == expected.keys()
+    for key, x in expected.items():
+        assert found[key].dtype == x.dtype, key
+        assert torch.equal(found[key], x), key
+
+
+def test_an_earlier_state_loads_bitwise_and_steps_on():
+    saved = torch.load(HERE / "earlier_state.pt", weights_only=True)
+    parameters = make_parameters()
+    parameters["net.frozen_later.weight"].requires_grad_(False)
+    with torch.no_grad():
+        for name, p in parameters.items():
+            p.copy_(saved["parameters"][name])
+    optimizer = HybridMuon(make_groups(parameters), lr=0.01, **SETTINGS)
+    optimizer.load_state_dict(saved["optimizer"])
+    assert_bitwise(named_state(optimizer.state_dict()), named_state(saved["optimizer"]))
+    manifest = ("routing_version", "routes", "views", "shapes", "param_names")
+    for here, there in zip(optimizer.state_dict()["param_groups"], saved["optimizer"]["param_groups"], strict=True):
+        assert [here[key] for key in manifest] == [there[key] for key in manifest]
+        assert here.keys() == there.keys()
+    set_gradients(parameters, 3)
+    optimizer.step()
+    for name, p in parameters.items():
+        torch.testing.assert_close(p.detach(), saved["after_one_more_step"][name], rtol=2e-6, atol=1e-7)
+
+
+def test_training_goes_on_from_an_earlier_checkpoint(tmp_path, monkeypatch):
+    from deepmd_muon.train import run
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DEVICE", "cpu")
+    logger = logging.getLogger("deepmd_muon")  # a run sets its level and handlers
+    monkeypatch.setattr(logger, "handlers", list(logger.handlers))
+    level = logger.level
+    loaded = []
+    load = HybridMuon.load_state_dict
+
+    def recording(self, state_dict):
+        load(self, state_dict)
+        loaded.append({key: x.clone() for key, x in named_state(self.state_dict()).items()})
+
+    monkeypatch.setattr(HybridMuon, "load_state_dict", recording)
+    shutil.copytree(TRAINING_DATA, "train")
+    Path("input.json").write_text(json.dumps(training_input()))
+    try:
+        assert run("input.json", log_level="WARNING", restart=str(HERE / "earlier_checkpoint.pt")) == 0
+    finally:
+        logger.setLevel(level)
+    checkpoint = torch.load(HERE / "earlier_checkpoint.pt", weights_only=True)
+    assert_bitwise(loaded[0], named_state(checkpoint["optimizer"]))
+    expected = torch.load(HERE / "earlier_state.pt", weights_only=True)["training_state_after_8_steps"]
+    last = torch.load("model.ckpt-8.pt", weights_only=True)["optimizer"]["state"]
+    assert last.keys() == expected.keys()
+    for i, values in expected.items():
+        assert last[i].keys() == values.keys()
+        for key, x in values.items():
+            torch.testing.assert_close(last[i][key], x, rtol=1e-7, atol=1e-9)
