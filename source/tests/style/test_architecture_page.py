@@ -1,0 +1,34 @@
+"""doc/architecture.md is about the tree that is there."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).parents[3]
+PACKAGE = TOP / "deepmd_muon"
+PAGE = (TOP / "doc" / "architecture.md").read_text()
+LISTED = set(re.findall(r"^\| `([\w/.]+)` \|", PAGE, re.MULTILINE))
+MENTIONED = sorted(set(re.findall(r"`([\w/]+\.py)(?:::([\w.]+))?`", PAGE)))
+
+
+def test_every_room_has_its_line():
+    rooms = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    modules = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    missing = (rooms | modules) - LISTED
+    assert not missing, f"add a line to doc/architecture.md for {sorted(missing)}"
+
+
+def test_every_line_has_its_place():
+    gone = [name for name in LISTED if not (PACKAGE / name).exists()]
+    assert not gone, f"doc/architecture.md lists {gone}, which do not exist in deepmd_muon/"
+
+
+@pytest.mark.parametrize(("file", "name"), MENTIONED)
+def test_every_name_on_the_page_exists(file, name):
+    node = ast.parse((PACKAGE / file).read_text())
+    for part in filter(None, name.split(".")):
+        found = [child for child in node.body if getattr(child, "name", None) == part]
+        assert found, f"doc/architecture.md names {file}::{name}, which does not exist"
+        (node,) = found
