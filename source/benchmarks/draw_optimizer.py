@@ -32,7 +32,7 @@ def draw_schedules(file: Path) -> None:
 
 
 def draw_spectra(name: str, x: torch.Tensor, file: Path) -> None:
-    """Draw singular values of a momentum before, and of its update in three arithmetics."""
+    """Draw singular values of a momentum before, and of its update for three precisions."""
     figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
     before = torch.linalg.svdvals(x.double())
     axes.semilogy(before / before[0], "k", label="momentum, relative")

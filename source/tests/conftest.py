@@ -1,12 +1,44 @@
-"""Property tests draw the same examples in every run; with HYPOTHESIS_PROFILE=default they draw others each time."""
+"""Tiers of the tests and the order of their files; property tests draw the same examples in every run.
+
+With HYPOTHESIS_PROFILE=default property tests draw others each time.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported: tests run beside each other, and sums have one order. Processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 with contextlib.suppress(ImportError):
     from hypothesis import settings
 
     settings.register_profile("repeatable", derandomize=True, database=None)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+TESTS = Path(__file__).parent
+# Files of `pytest -m quick`: less than a minute together, on one core. A test says that each pattern finds files.
+QUICK = (
+    *("argcheck/*.py", "loss/*.py", "style/*.py"),
+    *("data/test_data_sampling.py", "data/test_data_systems.py", "data/test_data_statistics.py"),
+    *("model/test_model_build.py", "model/test_checkpoint_file.py"),
+    *("optim/test_*routing*.py", "optim/test_*build*.py"),
+    *("train/test_learning_rate.py", "train/test_ema.py", "train/test_report.py"),
+)
+# Files that take minutes come first, so that parallel workers end together.
+LONGEST = ("train_parallel/*.py", "optim_sharded/test_sharded_step.py", "optim/test_kernels_interpreter.py")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the quick tests, and bring the longest files to the front."""
+    for item in items:
+        path = item.path.relative_to(TESTS)
+        apart = any(item.get_closest_marker(name) for name in ("slow", "gpu", "deepmd_kit"))
+        if not apart and any(path.match(pattern) for pattern in QUICK):
+            item.add_marker(pytest.mark.quick)
+    items.sort(key=lambda item: not any(item.path.relative_to(TESTS).match(pattern) for pattern in LONGEST))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TOP = Path(__file__).parents[3]
-PAGES = [TOP / "README.md", *sorted((TOP / "doc").rglob("*.md")), *sorted((TOP / "examples").rglob("*.md"))]
+PAGES = [*sorted(TOP.glob("*.md")), *sorted((TOP / "doc").rglob("*.md")), *sorted((TOP / "examples").rglob("*.md"))]
 
 
 def blocks(page, language):

@@ -33,6 +33,10 @@ def test_every_file_is_formatted():
     check(tool("ruff"), "format", "--no-cache", "--check", ".")
 
 
+def test_words_are_spelled_right():
+    check(tool("codespell"))
+
+
 def test_types_fit():
     if find_spec("mypy") is None:
         pytest.skip("mypy is not installed; pip install -c constraints.txt '.[test]' brings it")

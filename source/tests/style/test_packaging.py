@@ -1,0 +1,81 @@
+"""What is distributed: the files of a source distribution, the package's metadata, the versions that are pinned."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepmd_muon import __version__
+
+TOP = Path(__file__).parents[3]
+WORK = shutil.ignore_patterns(
+    *(".git", ".venv", "dist", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "runs"),
+    *("*.ckpt*", "checkpoint", "lcurve.*", "out.json", "parity.png"),
+)
+
+
+def files_below(folder):
+    paths = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    return {str(path) for path in paths if not path.parts[0].endswith(".egg-info")}
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """Build a source distribution from a copy of this tree and unpack it: (file names, folder)."""
+    setuptools = pytest.importorskip("setuptools")
+    if int(setuptools.__version__.split(".")[0]) < 77:
+        pytest.skip("needs setuptools 77, which pip install -c constraints.txt '.[test]' brings")
+    place = tmp_path_factory.mktemp("sdist")
+    shutil.copytree(TOP, place / "checkout", ignore=WORK)
+    code = "from setuptools.build_meta import build_sdist; print(build_sdist('..'))"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, "-W", "error::DeprecationWarning:setuptools", "-c", code]
+    done = subprocess.run(command, cwd=place / "checkout", env=environment, capture_output=True, text=True, check=True)
+    shutil.unpack_archive(place / done.stdout.split()[-1], place)
+    (folder,) = place.glob("deepmd_muon-*/")
+    return files_below(folder), folder
+
+
+def test_a_source_distribution_holds_what_a_checkout_holds(sdist):
+    names, folder = sdist
+    checkout = files_below(folder.parent / "checkout")
+    assert checkout <= names, sorted(checkout - names)
+    assert names - checkout == {"PKG-INFO", "setup.cfg"}
+    assert (folder / "examples/water_xtb/input.json").read_bytes() == (
+        TOP / "examples/water_xtb/input.json"
+    ).read_bytes()
+
+
+def test_the_metadata_are_complete(sdist):
+    metadata = (sdist[1] / "PKG-INFO").read_text()
+    for line in (
+        "Name: deepmd-muon",
+        f"Version: {__version__}",
+        "License-Expression: Apache-2.0",
+        "License-File: LICENSE",
+        "Requires-Python: >=3.10",
+        "Provides-Extra: test",
+    ):
+        assert f"\n{line}\n" in metadata
+    assert "License ::" not in metadata
+    assert f"\nversion: {__version__}\n" in (TOP / "CITATION.cff").read_text()
+    assert f"\n## [{__version__}] - " in (TOP / "CHANGELOG.md").read_text()
+
+
+def test_every_pattern_of_a_tier_finds_tests(request):
+    tests = TOP / "source" / "tests"
+    (conftest,) = (p for p in request.config.pluginmanager.get_plugins() if hasattr(p, "QUICK"))
+    assert [pattern for pattern in (*conftest.QUICK, *conftest.LONGEST) if not list(tests.glob(pattern))] == []
+
+
+def test_every_dependency_is_pinned():
+    text = (TOP / "pyproject.toml").read_text()
+    parts = re.findall(r"^(?:dependencies|gpu|examples|tensorboard|test) = (\[.*?\]$)", text, re.DOTALL | re.MULTILINE)
+    named = {name.lower() for part in parts for name in re.findall(r'"([\w-]+)>=', part)}
+    pinned = {name.lower() for name in re.findall(r"^([\w-]+)==", (TOP / "constraints.txt").read_text(), re.MULTILINE)}
+    assert "torch" in named
+    assert named <= pinned, sorted(named - pinned)
