@@ -110,10 +110,12 @@ def setting(default: Any = dataclasses.MISSING, *, doc: str, **rules: Any) -> An
     return dataclasses.field(default=default, metadata={"setting": Setting(doc, **rules)})
 
 
-def setting_of(field: dataclasses.Field[Any]) -> Setting:
-    """Return the `Setting` that `setting` attached to a dataclass field."""
+def setting_of(field: dataclasses.Field[Any], annotation: Any = None) -> Setting:
+    """Return the `Setting` that `setting` attached to a dataclass field; a Literal annotation gives its choices."""
     found = field.metadata["setting"]
     assert isinstance(found, Setting)
+    if found.choices is None and typing.get_origin(annotation) is typing.Literal:
+        return dataclasses.replace(found, choices=typing.get_args(annotation))
     return found
 
 
@@ -128,7 +130,8 @@ def check_settings(settings: Any, of: str = "") -> None:
     for field in dataclasses.fields(settings):
         if "setting" in field.metadata:
             value = getattr(settings, field.name)
-            own_setting, fitted = setting_of(field), convert(value, annotations[field.name], exact=True)
+            annotation = annotations[field.name]
+            own_setting, fitted = setting_of(field, annotation), convert(value, annotation, exact=True)
             if not isinstance(fitted, Mismatch):
                 problem = own_setting.problem(value)
             elif own_setting.choices:

@@ -7,23 +7,19 @@ from deepmd_muon.argcheck.errors import InputError, Problem
 from deepmd_muon.argcheck.learning_rate import CosineSettings, ExpSettings, LearningRateSettings, WSDSettings
 from deepmd_muon.argcheck.load import Input, dump, load, normalize
 from deepmd_muon.argcheck.loss import EnerLossSettings
-from deepmd_muon.argcheck.model import EnerSettings, ModelSettings, SeE2ASettings, register_model_settings
-from deepmd_muon.argcheck.schema import Section
 from deepmd_muon.argcheck.settings import Settings
 from deepmd_muon.argcheck.training import TrainingDataSettings, TrainingSettings, ValidationDataSettings
 from deepmd_muon.argcheck.validating import ValidatingSettings
+from deepmd_muon.section import Section
 
 __all__ = [
     "CosineSettings",
     "EnerLossSettings",
-    "EnerSettings",
     "ExpSettings",
     "Input",
     "InputError",
     "LearningRateSettings",
-    "ModelSettings",
     "Problem",
-    "SeE2ASettings",
     "Section",
     "Settings",
     "TrainingDataSettings",
@@ -34,5 +30,4 @@ __all__ = [
     "dump",
     "load",
     "normalize",
-    "register_model_settings",
 ]

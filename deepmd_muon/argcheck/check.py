@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from deepmd_muon.argcheck.errors import Problem
-from deepmd_muon.argcheck.schema import Foreign, Key, foreign_of, rules_of, tree
+from deepmd_muon.argcheck.schema import Key, foreign_of, rules_of, tree
+from deepmd_muon.section import Foreign
 from deepmd_muon.setting import Mismatch, Setting, convert, describe, one_of, shown
 
 T = TypeVar("T")
@@ -154,17 +155,25 @@ class _Walk:
     def rules(self, found: _Found, path: Path) -> None:
         """Report broken rules over several values, as far as those values are good themselves."""
         for rule in rules_of(found.section):
-            values = [_look(found, name.split("/")) for name in rule.reads]
+            values = [self.look(found, name.split("/"), path) for name in rule.reads]
             if any(value is _WRONG for value in values):
                 continue
             problem = rule.check(*values)
             if problem:
                 self.problem((*path, *_spelled(found, rule.reads[0].split("/"))), problem)
 
+    def look(self, found: _Found, names: list[str], path: Path) -> Any:
+        """Return the good value that a rule's path names, a section as its settings; `_WRONG` when it is not good."""
+        value = _look(found, names)
+        if not isinstance(value, _Found):
+            return value
+        place = "/".join((*path, *_spelled(found, names)))
+        wrong = any(f"{problem.path}/".startswith(f"{place}/") for problem in self.problems)
+        return _WRONG if wrong else _freeze(value)
+
     def foreign(self, key: Foreign, value: Any, path: Path) -> None:
         """Judge a key of deepmd-kit that has no counterpart here."""
-        neutral = any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in key.neutral)
-        if neutral or value is None:
+        if key.accepts(value):
             return
         if key.inert:
             self.notices.append(f"{'/'.join(path)} has no effect here and is left out: {key.what}")

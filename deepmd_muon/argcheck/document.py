@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from deepmd_muon.argcheck.json_schema import json_schema
 from deepmd_muon.argcheck.legacy import OLDER_SPELLINGS
-from deepmd_muon.argcheck.schema import Key, foreign_of, thaw, tree
+from deepmd_muon.argcheck.schema import Key, foreign_of, tree
 from deepmd_muon.argcheck.settings import Settings
+from deepmd_muon.section import thaw
 from deepmd_muon.setting import Setting, describe
 
 __all__ = ["Format", "json_schema", "reference"]

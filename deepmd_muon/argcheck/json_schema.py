@@ -5,8 +5,9 @@ from __future__ import annotations
 import typing
 from typing import Any
 
-from deepmd_muon.argcheck.schema import Key, foreign_of, summary, thaw, tree
+from deepmd_muon.argcheck.schema import Key, foreign_of, summary, tree
 from deepmd_muon.argcheck.settings import Settings
+from deepmd_muon.section import thaw
 from deepmd_muon.setting import Setting, alternatives_of
 
 _SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}

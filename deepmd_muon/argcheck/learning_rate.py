@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from deepmd_muon.argcheck.schema import Foreign, Rule, Section
+from deepmd_muon.section import Foreign, Rule, Section
 from deepmd_muon.setting import setting
 
 DEFAULT_STOP_LR = 5e-8

@@ -13,9 +13,9 @@ from deepmd_muon.argcheck.check import check
 from deepmd_muon.argcheck.errors import InputError, Problem
 from deepmd_muon.argcheck.files import read
 from deepmd_muon.argcheck.legacy import upgrade
-from deepmd_muon.argcheck.schema import thaw
 from deepmd_muon.argcheck.settings import Settings
 from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.section import thaw
 from deepmd_muon.setting import shown
 from deepmd_muon.whole_file import whole_file
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-from deepmd_muon.argcheck.schema import Foreign, Rule, Section
+from deepmd_muon.section import Foreign, Rule, Section
 from deepmd_muon.setting import setting
 
 

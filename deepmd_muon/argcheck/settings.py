@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from deepmd_muon.argcheck.learning_rate import CosineSettings, ExpSettings, LearningRateSettings, WSDSettings
 from deepmd_muon.argcheck.loss import EnerLossSettings
-from deepmd_muon.argcheck.model import ModelSettings
-from deepmd_muon.argcheck.schema import Foreign, Rule, Section, Variants, section
 from deepmd_muon.argcheck.training import TrainingSettings
 from deepmd_muon.argcheck.validating import ValidatingSettings
+from deepmd_muon.model.settings import ModelSettings
 from deepmd_muon.optim.config import OPTIMIZERS, AdamConfig, OptimizerConfig
+from deepmd_muon.section import Foreign, Rule, Section, Variants, section
 
 
 def _warmup_fits(warmup_steps: int, numb_steps: int | None) -> str | None:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from deepmd_muon.argcheck.schema import Foreign, Rule, Section, section
+from deepmd_muon.section import Foreign, Rule, Section, section
 from deepmd_muon.setting import setting
 
 _SYSTEMS = (

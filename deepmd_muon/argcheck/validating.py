@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from deepmd_muon.argcheck.schema import Foreign, Section
+from deepmd_muon.section import Foreign, Section
 from deepmd_muon.setting import setting
 
 _NOTE = "choosing checkpoints by a pass over all validation data is not available; use dp test on them"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,14 +83,16 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
 
 def optimizer_of(given: Input) -> torch.optim.Optimizer:
     """Build the model and the optimizer of an input without looking at data."""
+    from deepmd_muon.data import NeighborStatistics
     from deepmd_muon.model import build_model
     from deepmd_muon.train.optimizers import build_optimizer
 
-    section = given.normalized["model"]
-    if isinstance(section["descriptor"].get("sel"), str):
-        # "auto" needs the data, and the number of neighbours is in no parameter's shape.
-        section["descriptor"]["sel"] = [1] * len(section["type_map"])
-    return build_optimizer(given.settings.optimizer, build_model(section), given.settings.learning_rate.start_lr)
+    settings = given.settings.model
+    # "auto" needs the data, and the number of neighbours is in no parameter's shape.
+    one = NeighborStatistics(math.inf, (1,) * len(settings.type_map), 1)
+    descriptor = settings.descriptor.with_counts(lambda rcut: one)
+    model = build_model(dataclasses.replace(settings, descriptor=descriptor))
+    return build_optimizer(given.settings.optimizer, model, given.settings.learning_rate.start_lr)
 
 
 def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:

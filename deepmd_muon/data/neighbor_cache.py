@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
+from typing import Protocol
 
 import numpy as np
 
@@ -25,6 +26,30 @@ from deepmd_muon.data.system import System
 
 #: Frames read at once while going through a system.
 CHUNK = 64
+
+
+class NeighborRequest(Protocol):
+    """The neighbour lists that a descriptor reads; attributes as the parameters of `NeighborCache`."""
+
+    @property
+    def rcut(self) -> float:
+        """Cutoff radius [Å]."""
+
+    @property
+    def sel(self) -> Sequence[int]:
+        """Most neighbours kept per type."""
+
+    @property
+    def by_type(self) -> bool:
+        """Whether the columns are grouped by the neighbour's type."""
+
+    @property
+    def inner(self) -> Sequence[tuple[float, int]]:
+        """Shorter cutoffs [Å] and the most neighbours within each."""
+
+    @property
+    def flat(self) -> bool:
+        """Whether edges and angles are wanted as flat lists."""
 
 
 class NeighborCache:
@@ -46,6 +71,10 @@ class NeighborCache:
         Memory budget.
     ntypes : int, optional
         Number of types of the model; ``len(sel)`` when left out.
+    inner : sequence of (float, int)
+        Shorter cutoffs, see `build_neighbors`.
+    flat : bool
+        Handed on with every batch, see `NeighborList`.
 
     Attributes
     ----------
@@ -62,6 +91,8 @@ class NeighborCache:
         by_type: bool,
         max_bytes: int = 2 << 30,
         ntypes: int | None = None,
+        inner: Sequence[tuple[float, int]] = (),
+        flat: bool = False,
     ) -> None:
         if not rcut > 0:
             raise NeighborError(f"rcut must be positive, found {rcut}")
@@ -74,11 +105,20 @@ class NeighborCache:
         self.by_type = by_type
         self.max_bytes = max_bytes
         self.ntypes = ntypes
+        self.inner = tuple(inner)
+        self.flat = flat
         self.nbytes = 0
         self.dropped = 0
         group_limits(sel, by_type, ntypes)  # refuses a sel that does not fit the types
         self._frames: dict[tuple[str, int], FrameNeighbors] = {}
         self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, request: NeighborRequest, ntypes: int, max_bytes: int = 2 << 30) -> NeighborCache:
+        """Return the cache of the lists that a descriptor reads."""
+        return cls(
+            request.rcut, request.sel, request.by_type, max_bytes, ntypes, inner=request.inner, flat=request.flat
+        )
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -98,7 +138,7 @@ class NeighborCache:
         box = frames.box[row] if system.pbc and frames.box is not None else None
         try:
             built = build_neighbors(
-                frames.coord[row], box, frames.atype[row], self.rcut, self.sel, self.by_type, self.ntypes
+                frames.coord[row], box, frames.atype[row], self.rcut, self.sel, self.by_type, self.ntypes, self.inner
             )
         except (NeighborError, RuntimeError) as error:
             raise NeighborError(f"system {system.name}, frame {number}: {error}") from error
@@ -114,7 +154,7 @@ class NeighborCache:
 
         A batch of one frame is a view of the cache: do not write into it.
         """
-        return stack_neighbors([self.frame(system, int(n), frames, row) for row, n in enumerate(indices)])
+        return stack_neighbors([self.frame(system, int(n), frames, row) for row, n in enumerate(indices)], self.flat)
 
 
 def neighbor_statistics(

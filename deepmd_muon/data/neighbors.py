@@ -26,11 +26,17 @@ class NeighborList:
     sections : tuple of int
         Columns are grouped by the neighbour's type, `sections[t]` columns for type t (one group for all types
         when the list is not by type). Real neighbours come first in each section, nearest first.
+    inner : ndarray of int32, (nframes, ninner, natoms)
+        How many leading columns of an atom lie within each shorter cut-off that was asked for.
+    flat : bool
+        Whether edges and angles are wanted as flat lists, too; see `deepmd_muon.model`.
     """
 
     index: np.ndarray
     shift: np.ndarray
     sections: tuple[int, ...]
+    inner: np.ndarray
+    flat: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ class FrameNeighbors:
     shift : ndarray of int8, int16 or int32, (natoms, nnei, 3)
     sections : tuple of int
         As in `NeighborList`, each as wide as this frame needs.
+    inner : ndarray of int32, (ninner, natoms)
+        As in `NeighborList`.
     statistics : NeighborStatistics
         Of this frame, before truncation.
     dropped : int
@@ -79,13 +87,14 @@ class FrameNeighbors:
     index: np.ndarray
     shift: np.ndarray
     sections: tuple[int, ...]
+    inner: np.ndarray
     statistics: NeighborStatistics
     dropped: int
 
     @property
     def nbytes(self) -> int:
         """Memory of the arrays."""
-        return self.index.nbytes + self.shift.nbytes
+        return self.index.nbytes + self.shift.nbytes + self.inner.nbytes
 
 
 @dataclass(frozen=True)
@@ -154,6 +163,7 @@ def build_neighbors(
     sel: Sequence[int] | None,
     by_type: bool,
     ntypes: int | None = None,
+    inner: Sequence[tuple[float, int]] = (),
 ) -> FrameNeighbors:
     """Find the neighbours of every atom of one frame.
 
@@ -174,6 +184,8 @@ def build_neighbors(
         Group the columns by the neighbour's type.
     ntypes : int, optional
         Number of types; taken from `sel`, else from `atype` when left out.
+    inner : sequence of (float, int)
+        Shorter cutoffs [Å] of a list that is not by type, each with the most neighbours counted within it.
 
     Raises
     ------
@@ -184,10 +196,23 @@ def build_neighbors(
     if ntypes is None:
         ntypes = len(sel) if sel is not None and by_type else int(atype.max(initial=-1)) + 1
     pairs = _find_pairs(coord, box, atype, rcut)
-    return _lay_out(pairs, len(atype), rcut, group_limits(sel, by_type, ntypes), by_type, ntypes)
+    limits = group_limits(sel, by_type, ntypes)
+    counts = _count_inner(pairs, len(atype), [(short, min(most, limits[0])) for short, most in inner])
+    return _lay_out(pairs, len(atype), rcut, limits, by_type, ntypes, counts)
 
 
-def _lay_out(pairs: _Pairs, natoms: int, rcut: float, limits: np.ndarray, by_type: bool, ntypes: int) -> FrameNeighbors:
+def _count_inner(pairs: _Pairs, natoms: int, inner: Sequence[tuple[float, int]]) -> np.ndarray:
+    """Count the neighbours of every atom within shorter cutoffs, at most so many: int32 (ninner, natoms)."""
+    counts = np.zeros((len(inner), natoms), dtype=np.int32)
+    for row, (short, most) in zip(counts, inner, strict=True):
+        near = pairs.real[pairs.i[pairs.distance < short]]
+        np.minimum(np.bincount(near, minlength=natoms), most, out=row, casting="unsafe")
+    return counts
+
+
+def _lay_out(
+    pairs: _Pairs, natoms: int, rcut: float, limits: np.ndarray, by_type: bool, ntypes: int, inner: np.ndarray
+) -> FrameNeighbors:
     """Sort pairs into rows of atoms and columns of groups, nearest first, at most `limits` a group."""
     nreal, ngroups = len(pairs.real), len(limits)
     group = pairs.types[pairs.j] if by_type else np.zeros_like(pairs.i)
@@ -211,6 +236,7 @@ def _lay_out(pairs: _Pairs, natoms: int, rcut: float, limits: np.ndarray, by_typ
         index=index,
         shift=shift,
         sections=tuple(int(w) for w in widths),
+        inner=inner,
         statistics=pairs.statistics(ntypes),
         dropped=len(kept) - len(order),
     )
@@ -240,23 +266,26 @@ def group_limits(sel: Sequence[int] | None, by_type: bool, ntypes: int) -> np.nd
     return np.array(sel if by_type else [sum(sel)], dtype=np.int64)
 
 
-def stack_neighbors(parts: Sequence[FrameNeighbors]) -> NeighborList:
+def stack_neighbors(parts: Sequence[FrameNeighbors], flat: bool = False) -> NeighborList:
     """Put frames into one batch, each section as wide as the widest frame needs.
 
-    One frame is not copied. Frames of fewer atoms are padded with atoms that have no neighbours.
+    One frame is not copied. Frames of fewer atoms are padded with atoms that have no neighbours. `flat` is carried.
     """
     if len(parts) == 1:
         only = parts[0]
-        return NeighborList(only.index[None], only.shift[None], only.sections)
+        return NeighborList(only.index[None], only.shift[None], only.sections, only.inner[None], flat)
     sections = tuple(max(widths) for widths in zip(*(p.sections for p in parts), strict=True))
     if all(p.sections == sections and p.index.shape == parts[0].index.shape for p in parts):
-        return NeighborList(np.stack([p.index for p in parts]), np.stack([p.shift for p in parts]), sections)
+        arrays = [np.stack([getattr(p, name) for p in parts]) for name in ("index", "shift", "inner")]
+        return NeighborList(arrays[0], arrays[1], sections, arrays[2], flat)
     natoms = max(p.index.shape[0] for p in parts)
     index = np.full((len(parts), natoms, sum(sections)), -1, dtype=np.int32)
     shift = np.zeros((*index.shape, 3), dtype=np.result_type(*(p.shift.dtype for p in parts)))
+    inner = np.zeros((len(parts), len(parts[0].inner), natoms), dtype=np.int32)
     for k, part in enumerate(parts):
         _copy_sections(part, index[k], shift[k], sections)
-    return NeighborList(index, shift, sections)
+        inner[k, :, : part.inner.shape[1]] = part.inner
+    return NeighborList(index, shift, sections, inner, flat)
 
 
 def _copy_sections(frame: FrameNeighbors, index: np.ndarray, shift: np.ndarray, sections: tuple[int, ...]) -> None:

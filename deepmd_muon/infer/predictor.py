@@ -177,14 +177,14 @@ class Predictor:
                     model.rcut,
                     model.sel,
                     model.by_type,
-                    ntypes=len(model.type_map),
+                    len(model.type_map),
+                    model.neighbors.inner,
                 )
                 for k in range(len(coord))
-            ]
+            ],
+            model.neighbors.flat,
         )
-        structures = Structures.from_numpy(
-            coord, atype, box, neighbors.index, neighbors.shift, neighbors.sections, len(model.type_map), self.device
-        )
+        structures = Structures.of(Frames(atype=atype, coord=coord, box=box), neighbors, model.ntypes, self.device)
         with torch.no_grad():
             output = model(structures, force=True, virial=True)
         return Prediction(**{f.name: output[f.name].detach().double().cpu().numpy() for f in fields(Prediction)})

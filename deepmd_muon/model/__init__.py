@@ -1,26 +1,64 @@
-"""Energy models: from structures to energies, forces and virial, with deepmd-kit's parameter names."""
+"""Energy models: from structures to energies, forces and virial, with deepmd-kit's parameter names.
 
-from deepmd_muon.model.descriptor.se_e2_a import SeE2A
-from deepmd_muon.model.energy_model import EnergyModel, build_model
-from deepmd_muon.model.errors import CheckpointError, CheckpointFileError, ModelError
-from deepmd_muon.model.fitting import EnergyFitting
-from deepmd_muon.model.registry import Described, Descriptor, Fitting, register_descriptor, register_fitting
-from deepmd_muon.model.statistics import environment_statistics
-from deepmd_muon.model.structures import Structures
+Importing this package imports no torch: the input check reads the settings of the parts.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepmd_muon.model.descriptor.interface import Described, Descriptor, describe_by_autograd
+    from deepmd_muon.model.descriptor.settings import DescriptorSettings, NeighborRequest
+    from deepmd_muon.model.energy_model import EnergyModel, build_model
+    from deepmd_muon.model.errors import CheckpointError, CheckpointFileError, ModelError
+    from deepmd_muon.model.fitting.interface import Fitting
+    from deepmd_muon.model.registry import register_descriptor, register_fitting
+    from deepmd_muon.model.settings import ModelSettings
+    from deepmd_muon.model.statistics import environment_statistics
+    from deepmd_muon.model.structures import Structures
+
+_HOME = {
+    "CheckpointError": "errors",
+    "CheckpointFileError": "errors",
+    "Described": "descriptor.interface",
+    "Descriptor": "descriptor.interface",
+    "DescriptorSettings": "descriptor.settings",
+    "EnergyModel": "energy_model",
+    "Fitting": "fitting.interface",
+    "ModelError": "errors",
+    "ModelSettings": "settings",
+    "NeighborRequest": "descriptor.settings",
+    "Structures": "structures",
+    "build_model": "energy_model",
+    "describe_by_autograd": "descriptor.interface",
+    "environment_statistics": "statistics",
+    "register_descriptor": "registry",
+    "register_fitting": "registry",
+}
 
 __all__ = [
     "CheckpointError",
     "CheckpointFileError",
     "Described",
     "Descriptor",
-    "EnergyFitting",
+    "DescriptorSettings",
     "EnergyModel",
     "Fitting",
     "ModelError",
-    "SeE2A",
+    "ModelSettings",
+    "NeighborRequest",
     "Structures",
     "build_model",
+    "describe_by_autograd",
     "environment_statistics",
     "register_descriptor",
     "register_fitting",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

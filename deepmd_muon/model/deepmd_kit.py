@@ -6,50 +6,23 @@ network a second time under `_networks`, empty `compress_…` parameters, `min_n
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from deepmd_muon.model.descriptor.se_e2_a import SeE2A
 from deepmd_muon.model.energy_model import EnergyModel
-from deepmd_muon.model.errors import CheckpointError
-from deepmd_muon.model.registry import known_descriptors
+from deepmd_muon.model.errors import CheckpointError, ModelError
+from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
+from deepmd_muon.model.settings import ModelSettings, model_settings
+from deepmd_muon.model.translation import PLAIN, Translation
+from deepmd_muon.section import thaw
 
 PREFIX = "model.Default."
 UNKNOWN_DISTANCE = -1.0  # deepmd-kit's min_nbor_dist of a model that never saw its data's
-_SEA = "atomic_model.descriptor.sea."
-_SE_E2_A = ("se_e2_a", "se_a")
+_PARTS = {"descriptor": DESCRIPTORS, "fitting_net": FITTING_NETS}
 
-_DESCRIPTOR_DEFAULTS: dict[str, Any] = {
-    "sel": None,
-    "rcut": 6.0,
-    "rcut_smth": 0.5,
-    "neuron": [10, 20, 40],
-    "axis_neuron": 4,
-    "activation_function": "tanh",
-    "resnet_dt": False,
-    "type_one_side": False,
-    "precision": "default",
-    "trainable": True,
-    "seed": None,
-    "exclude_types": [],
-    "env_protection": 0.0,
-    "set_davg_zero": False,
-}
-_FITTING_DEFAULTS: dict[str, Any] = {
-    "neuron": [120, 120, 120],
-    "resnet_dt": True,
-    "activation_function": "tanh",
-    "precision": "default",
-    "trainable": True,
-    "seed": None,
-    "atom_ener": [],
-    "rcond": None,
-    "numb_fparam": 0,
-    "numb_aparam": 0,
-}
-_STATISTICS_DEFAULTS: dict[str, Any] = {"data_stat_nbatch": 10, "data_stat_protect": 0.01}
 # What deepmd-kit's argument check adds to a model section; its builder reads some of them without a default.
 _ONLY_THEIRS: dict[str, Any] = {
     "data_bias_nsample": 10,
@@ -66,7 +39,6 @@ _ONLY_THEIRS: dict[str, Any] = {
 }
 _ONLY_THEIR_FITTING: dict[str, Any] = {
     "default_fparam": None,
-    "dim_case_embd": 0,
     "use_aparam_as_mask": False,
 }
 
@@ -78,16 +50,9 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _compress_names(model: EnergyModel) -> list[str]:
-    nets = len(_descriptor(model).sea.filter_layers.networks)
-    return [f"{_SEA}compress_{what}.{i}" for what in ("info", "data") for i in range(nets)]
-
-
-def _descriptor(model: EnergyModel) -> SeE2A:
-    descriptor = model.atomic_model.descriptor
-    if not isinstance(descriptor, SeE2A):
-        raise CheckpointError(f"deepmd-kit has no descriptor for {type(descriptor).__name__}; only se_e2_a translates")
-    return descriptor
+def _translations(settings: ModelSettings) -> dict[str, Translation]:
+    """Return the translation of each part, by the part's name in the state dict."""
+    return {part: table.translation(getattr(settings, part)) or PLAIN for part, table in _PARTS.items()}
 
 
 def deepmd_kit_parameter_names(model: EnergyModel) -> list[str]:
@@ -100,9 +65,14 @@ def deepmd_kit_parameter_names(model: EnergyModel) -> list[str]:
     CheckpointError
         When deepmd-kit has no such model.
     """
-    names = [name for name, _ in model.named_parameters()]
-    fitting = [name for name in names if name.startswith("atomic_model.fitting_net.")]
-    return [name for name in names if name not in set(fitting)] + _compress_names(model) + fitting
+    names = []
+    for part, table in _PARTS.items():
+        settings, module = getattr(model.settings, part), getattr(model.atomic_model, part)
+        translation = table.translation(settings)
+        if translation is None:
+            raise CheckpointError(f"deepmd-kit has no {table.what} like {type(module).__name__}")
+        names += [f"atomic_model.{part}.{name}" for name in translation.parameters(module)]
+    return names
 
 
 def to_deepmd_kit(
@@ -127,18 +97,19 @@ def to_deepmd_kit(
     min_nbor_dist
         Smallest distance in the training data [Å]; model compression wants it.
     """
-    descriptor = model.atomic_model.descriptor
     own = {name: value.detach() for name, value in model.state_dict().items()}
     state: dict[str, Any] = {f"{PREFIX}min_nbor_dist": torch.tensor(min_nbor_dist, dtype=torch.float64)}
     for name, value in own.items():
         state[PREFIX + name] = value
         if ".filter_layers.networks." in name:
             state[PREFIX + name.replace(".networks.", "._networks.")] = value
-    if isinstance(descriptor, SeE2A):
-        for name in _compress_names(model):
-            state[PREFIX + name] = torch.zeros(0, dtype=descriptor.sea.mean.dtype)
+    for part, translation in _translations(model.settings).items():
+        module = getattr(model.atomic_model, part)
+        for name in translation.empty(module):
+            dtype = next(module.parameters()).dtype
+            state[f"{PREFIX}atomic_model.{part}.{name}"] = torch.zeros(0, dtype=dtype)
     params = _plain(model_section)
-    params = {**_ONLY_THEIRS, **_STATISTICS_DEFAULTS, **params}
+    params = {**_ONLY_THEIRS, **_plain(_defaults(ModelSettings)), **params}
     params["fitting_net"] = {**_ONLY_THEIR_FITTING, **params["fitting_net"]}
     state["_extra_state"] = {"model_params": params, "train_infos": dict(train_infos)}
     return state
@@ -165,8 +136,11 @@ def from_deepmd_kit(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict
     problems = list(_foreign(params))
     if problems:
         raise CheckpointError("the checkpoint's model cannot be built here: " + "; ".join(problems))
-    plain_se_e2_a = params["descriptor"]["type"] in _SE_E2_A
-    section = _own_section(params) if plain_se_e2_a else _third_party_section(params)
+    try:
+        settings = model_settings(_own_section(params))
+    except ModelError as error:
+        raise CheckpointError(f"the checkpoint's model cannot be built here: {error}") from error
+    translations = _translations(settings)
     own: dict[str, torch.Tensor] = {}
     for name, value in state_dict.items():
         if name == "_extra_state" or "._networks." in name or name == f"{PREFIX}min_nbor_dist":
@@ -174,65 +148,63 @@ def from_deepmd_kit(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict
         if not name.startswith(PREFIX):
             raise CheckpointError(f"the checkpoint holds {name!r}; names must begin with {PREFIX!r}")
         short = name[len(PREFIX) :]
-        if short.startswith(f"{_SEA}compress_"):
+        _, part, below = short.split(".", 2) if short.count(".") > 1 else ("", "", "")
+        if part in translations and translations[part].is_empty(below):
             if value.numel():
                 raise CheckpointError("the checkpoint holds a compressed model; give the one it was compressed from")
             continue
         own[short] = value
-    for what in ("mean", "stddev") if plain_se_e2_a else ():
-        values = own[f"{_SEA}{what}"]
-        if not torch.equal(values, values[:, :1].expand_as(values)):
-            raise CheckpointError(f"the descriptor's {what} differs between neighbour slots of one centre type")
-    return section, own
+    for part, translation in translations.items():
+        prefix = f"atomic_model.{part}."
+        translation.check({name[len(prefix) :]: value for name, value in own.items() if name.startswith(prefix)})
+    return thaw(settings), own
 
 
 def _foreign(params: Mapping[str, Any]) -> list[str]:
     """Say what in deepmd-kit's model parameters has no counterpart here."""
     if "model_dict" in params:
         return [f"it has several branches ({', '.join(params['model_dict'])})"]
-    problems = [
-        f"{key} is {params[key]!r}"
-        for key in ("spin", "use_srtab", "lora", "modifier", "hessian_mode", "type_embedding")
-        if params.get(key)
-    ]
-    problems += [f"{key} is {params[key]!r}" for key in ("pair_exclude_types", "atom_exclude_types") if params.get(key)]
-    if str(params.get("bridging_method", "none")).lower() not in ("none", ""):
-        problems.append(f"bridging_method is {params['bridging_method']!r}")
+    problems = [f"{key} is {params[key]!r}" for key in ("lora", "hessian_mode") if params.get(key)]
+    problems += _refused(ModelSettings, params, "")
     if params.get("type", "standard") != "standard":
         problems.append(f"the model's type is {params['type']!r}, not 'standard'")
-    descriptor = params.get("descriptor", {}).get("type")
-    if descriptor not in known_descriptors():
-        problems.append(f"the descriptor's type is {descriptor!r}; known are {', '.join(known_descriptors())}")
-    fitting = params.get("fitting_net", {})
-    if fitting.get("type", "ener") != "ener":
-        problems.append(f"the fitting net's type is {fitting['type']!r}, not 'ener'")
-    problems += [
-        f"fitting_net.{key} is {fitting[key]}"
-        for key in ("numb_fparam", "numb_aparam", "dim_case_embd")
-        if fitting.get(key)
-    ]
+    for part, table in _PARTS.items():
+        section = params.get(part, {})
+        kind = section.get("type", "ener" if part == "fitting_net" else None)
+        if kind not in table.names():
+            problems.append(f"the {table.what}'s type is {kind!r}; known are {', '.join(table.names())}")
+        else:
+            problems += _refused(table.settings_class(kind), section, f"{part}.")
     return problems
 
 
-def _third_party_section(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section of a model whose descriptor only we know: what `to_deepmd_kit` was given."""
-    section = {key: _plain(value) for key, value in params.items() if key not in _ONLY_THEIRS}
-    fitting = {key: value for key, value in section["fitting_net"].items() if key not in _ONLY_THEIR_FITTING}
-    return {"type": "standard", **section, "fitting_net": fitting}
+def _refused(settings: type[Any], section: Mapping[str, Any], where: str) -> list[str]:
+    """Name the keys of deepmd-kit that ask for what a part does not have here."""
+    return [
+        f"{where}{key} is {section[key]!r}"
+        for key, foreign in settings.foreign.items()
+        if key in section and section[key] and not foreign.inert and not foreign.accepts(section[key])
+    ]
 
 
 def _own_section(params: Mapping[str, Any]) -> dict[str, Any]:
-    def keep(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: _plain(given.get(key, value)) for key, value in defaults.items()}
+    """Return deepmd-kit's model section with the keys we have, in our spelling."""
+    section = {key: params[key] for key in _defaults(ModelSettings) if key in params}
+    section["type_map"] = list(params["type_map"])
+    for part, table in _PARTS.items():
+        given = params.get(part, {})
+        kind = given.get("type", "ener")
+        own = table.settings_class(kind)
+        translation = table.translation(own) or PLAIN
+        known = {field.name for field in dataclasses.fields(own)}
+        section[part] = {"type": kind, **{k: v for k, v in translation.section(given).items() if k in known}}
+    return section
 
-    fitting = keep(params.get("fitting_net", {}), _FITTING_DEFAULTS)
-    if isinstance(fitting["trainable"], list):
-        fitting["trainable"] = all(fitting["trainable"])
-    fitting["atom_ener"] = fitting["atom_ener"] or []
+
+def _defaults(settings: type[Any]) -> dict[str, Any]:
+    """Return the keys of a section that have a plain default."""
     return {
-        "type": "standard",
-        "type_map": list(params["type_map"]),
-        **keep(params, _STATISTICS_DEFAULTS),
-        "descriptor": {"type": "se_e2_a", **keep(params["descriptor"], _DESCRIPTOR_DEFAULTS)},
-        "fitting_net": {"type": "ener", **fitting},
+        field.name: field.default
+        for field in dataclasses.fields(settings)
+        if field.default is not dataclasses.MISSING and not dataclasses.is_dataclass(field.default)
     }

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+from deepmd_muon.model.descriptor.interface import Described, Standardised
 from deepmd_muon.model.errors import ModelError
-from deepmd_muon.model.registry import Described, Standardised, descriptor_class, fitting_class
+from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
+from deepmd_muon.model.settings import ModelSettings, model_settings
 from deepmd_muon.model.structures import Structures
+from deepmd_muon.setting import InvalidSettingError
 
 
 class AtomicModel(torch.nn.Module):
@@ -18,14 +21,14 @@ class AtomicModel(torch.nn.Module):
     out_bias: torch.Tensor
     out_std: torch.Tensor
 
-    def __init__(self, section: Mapping[str, Any], type_map: Sequence[str], seed: int | Sequence[int] | None) -> None:
+    def __init__(self, settings: ModelSettings, seed: int | Sequence[int] | None) -> None:
         super().__init__()
+        type_map, describe, fit = settings.type_map, settings.descriptor, settings.fitting_net
         self.register_buffer("out_bias", torch.zeros(1, len(type_map), 1, dtype=torch.float64))
         self.register_buffer("out_std", torch.ones(1, len(type_map), 1, dtype=torch.float64))
-        describe = section["descriptor"]
-        self.descriptor = descriptor_class(describe)(describe, type_map, seed)
-        fit = section["fitting_net"]
-        self.fitting_net = fitting_class(fit)(fit, type_map, self.descriptor.dim_out, seed)
+        self.descriptor = DESCRIPTORS.module(describe)(describe, type_map, seed)
+        make_fitting = FITTING_NETS.module(fit)
+        self.fitting_net = make_fitting(fit, type_map, self.descriptor.dim_out, describe.one_fitting_net, seed)
 
 
 class EnergyModel(torch.nn.Module):
@@ -33,27 +36,38 @@ class EnergyModel(torch.nn.Module):
 
     Attributes
     ----------
+    settings
+        What the model was built from.
     type_map
         Element symbol of every type.
-    rcut
-        Cutoff radius [Å].
-    sel
-        Neighbour slots per type.
-    by_type
-        Whether the neighbour columns have to be grouped by type.
+    neighbors
+        The neighbour list it reads.
     ntypes
         Number of types.
     """
 
-    def __init__(self, section: Mapping[str, Any], seed: int | Sequence[int] | None = None) -> None:
+    def __init__(self, settings: ModelSettings, seed: int | Sequence[int] | None = None) -> None:
         super().__init__()
-        self.type_map: tuple[str, ...] = tuple(section["type_map"])
-        self.atomic_model = AtomicModel(section, self.type_map, seed)
-        descriptor = self.atomic_model.descriptor
-        self.rcut: float = descriptor.rcut
-        self.sel: tuple[int, ...] = tuple(descriptor.sel)
-        self.by_type: bool = descriptor.by_type
+        self.settings = settings
+        self.type_map = settings.type_map
         self.ntypes = len(self.type_map)
+        self.neighbors = settings.descriptor.neighbors()
+        self.atomic_model = AtomicModel(settings, seed)
+
+    @property
+    def rcut(self) -> float:
+        """Cut-off radius [Å]."""
+        return self.neighbors.rcut
+
+    @property
+    def sel(self) -> tuple[int, ...]:
+        """Neighbour slots: one number for each type when `by_type`, else one for all."""
+        return self.neighbors.sel
+
+    @property
+    def by_type(self) -> bool:
+        """Whether the neighbour columns have to be grouped by type."""
+        return self.neighbors.by_type
 
     def forward(self, structures: Structures, *, force: bool = True, virial: bool = True) -> dict[str, torch.Tensor]:
         """Predict a batch; every output is differentiable once with respect to the parameters.
@@ -96,10 +110,11 @@ class EnergyModel(torch.nn.Module):
     def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
         """Set the descriptor's standardisation, values `(ntypes, 4)` from `environment_statistics`.
 
-        A descriptor that standardises nothing is left as it is.
+        A descriptor that takes nothing from the data is left as it is.
         """
-        if isinstance(self.atomic_model.descriptor, Standardised):
-            self.atomic_model.descriptor.set_statistics(mean, stddev)
+        descriptor = self.atomic_model.descriptor
+        if isinstance(descriptor, Standardised) and descriptor.needs_statistics:
+            descriptor.set_statistics(mean, stddev)
 
     def set_energy_bias(self, bias: torch.Tensor | Sequence[float]) -> None:
         """Set the energy per atom of each type `(ntypes,)` [eV] that is added to the fitting net's output."""
@@ -144,13 +159,13 @@ def _virial(structures: Structures, slope: torch.Tensor, edges: torch.Tensor) ->
     return zeros.index_add(0, structures.sorted_frame, per_atom, alpha=-1)
 
 
-def build_model(section: Mapping[str, Any], seed: int | Sequence[int] | None = None) -> EnergyModel:
-    """Build the model that a normalised `model` section describes.
+def build_model(section: ModelSettings | Mapping[str, Any], seed: int | Sequence[int] | None = None) -> EnergyModel:
+    """Build the model that a `model` section describes.
 
     Parameters
     ----------
     section
-        Keys `type_map`, `descriptor` and `fitting_net` with all settings, as argcheck and checkpoints give them.
+        The settings, or their plain form as a normalised input and a checkpoint hold it.
     seed
         Start of the random stream of weights whose section has `seed` null; None draws fresh entropy.
 
@@ -159,4 +174,8 @@ def build_model(section: Mapping[str, Any], seed: int | Sequence[int] | None = N
     ModelError
         When a type is not registered or a setting cannot be used.
     """
-    return EnergyModel(section, seed)
+    settings = section if isinstance(section, ModelSettings) else model_settings(section)
+    try:
+        return EnergyModel(settings, seed)
+    except InvalidSettingError as error:
+        raise ModelError(str(error)) from error

@@ -46,6 +46,8 @@ class Stream:
     many others exist. Seed None draws fresh entropy.
     """
 
+    draw_dtype: torch.dtype | None = torch.float64  # equal numbers in every precision
+
     def __init__(self, seed: int | Sequence[int] | None) -> None:
         self._sequence = np.random.SeedSequence(seed)
 
@@ -61,6 +63,43 @@ class Stream:
         """Return a CPU generator at the start of this stream."""
         state = self._sequence.generate_state(1, np.uint64)[0]
         return torch.Generator().manual_seed(int(state >> np.uint64(1)))
+
+
+class SeedPath:
+    """Random numbers that start a network as deepmd-kit 3.2 starts it on the same kind of device.
+
+    deepmd-kit seeds one generator a layer with a hash of the path of numbers that leads to the layer, innermost
+    first, the input's seed last (`deepmd/dpmodel/utils/seed.py`, `mix_entropy` in `deepmd/pt/utils/utils.py`). Seed
+    None draws fresh entropy.
+    """
+
+    draw_dtype: torch.dtype | None = None  # numbers are drawn in the parameter's own precision
+
+    def __init__(self, seed: int | Sequence[int] | None, path: tuple[int, ...] = ()) -> None:
+        if seed is None:
+            seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
+        self.path = (*path, *([seed] if isinstance(seed, int) else seed))
+
+    def child(self, *path: int) -> SeedPath:
+        """Return the seed below this one, by numbers from the outermost to the innermost."""
+        return SeedPath(self.path, path[::-1])
+
+    def generator(self) -> torch.Generator:
+        """Return a CPU generator seeded with the hash of the path."""
+        mixed = _hash(self.path[0])
+        for number in self.path[1:]:
+            mixed = (_MIX_LEFT * mixed - _MIX_RIGHT * _hash(number)) & _WORD
+            mixed ^= mixed >> 16
+        return torch.Generator().manual_seed(mixed if len(self.path) > 1 else self.path[0])
+
+
+_WORD = 0xFFFF_FFFF_FFFF_FFFF
+_HASH, _MIX_LEFT, _MIX_RIGHT = 0x43B0D7E5, 0xCA01F9DD, 0x4973F715  # numpy's SeedSequence constants
+
+
+def _hash(number: int) -> int:
+    number = ((number ^ _HASH) * _HASH) & _WORD
+    return number ^ (number >> 16)
 
 
 class LayerTensors(NamedTuple):
@@ -80,24 +119,34 @@ class Layer(torch.nn.Module):
     """Parameters of one dense layer.
 
     Weights start as DeePMD's: normal with deviation 1/√(in + out), bias normal with deviation 1, time step
-    normal around 0.1.
+    normal around 0.1. Without `bias` the layer is linear: x·matrix.
     """
 
-    def __init__(self, n_in: int, n_out: int, *, timestep: bool, dtype: torch.dtype, stream: Stream) -> None:
+    def __init__(
+        self,
+        n_in: int,
+        n_out: int,
+        *,
+        timestep: bool,
+        dtype: torch.dtype,
+        stream: Stream | SeedPath,
+        bias: bool = True,
+    ) -> None:
         super().__init__()
         generator = stream.generator()
 
         def normal(shape: tuple[int, ...], mean: float, std: float) -> torch.nn.Parameter:
-            drawn = torch.empty(shape, dtype=torch.float64).normal_(mean, std, generator=generator)
+            drawn = torch.empty(shape, dtype=stream.draw_dtype or dtype).normal_(mean, std, generator=generator)
             return torch.nn.Parameter(drawn.to(dtype))
 
         self.matrix = normal((n_in, n_out), 0.0, 1.0 / math.sqrt(n_in + n_out))
-        self.bias = normal((n_out,), 0.0, 1.0)
+        self.bias = normal((n_out,), 0.0, 1.0) if bias else None
         self.idt = normal((n_out,), IDT_MEAN, IDT_STD) if timestep else None
 
     @property
     def tensors(self) -> LayerTensors:
         """The layer's parameters in a fixed order."""
+        assert self.bias is not None  # those of a `Network` have one
         return LayerTensors(self.matrix, self.bias, self.idt)
 
 
@@ -119,7 +168,13 @@ class Network(torch.nn.Module):
     """
 
     def __init__(
-        self, widths: Sequence[int], n_out: int | None, *, timestep: bool, dtype: torch.dtype, stream: Stream
+        self,
+        widths: Sequence[int],
+        n_out: int | None,
+        *,
+        timestep: bool,
+        dtype: torch.dtype,
+        stream: Stream | SeedPath,
     ) -> None:
         super().__init__()
         pairs = list(pairwise(widths))

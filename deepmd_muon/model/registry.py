@@ -1,135 +1,164 @@
-"""Descriptors and fitting nets by the name that `type` has in a model section.
+"""The parts a model is made of, by the `type` they have in an input; torch-free.
 
-A third party adds its own kind without touching this package::
+A part is named by strings `"module:attribute"` or by the objects themselves; strings are imported at first use, so
+that reading an input imports no torch and a model imports only what it consists of. A third party adds a part of its
+own without touching this package::
 
     from deepmd_muon.model import register_descriptor
 
-    @register_descriptor("radial")
-    class Radial(torch.nn.Module): ...
-
-`Descriptor` and `Fitting` say what such a class must offer.
+    register_descriptor("radial", settings="my_package.settings:RadialSettings", module="my_package.radial:Radial")
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+import dataclasses
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
 
-import torch
-
-from deepmd_muon.model.descriptor.environment import Environment
 from deepmd_muon.model.errors import ModelError
-from deepmd_muon.model.structures import Structures
-
-Pullback = Callable[[torch.Tensor], torch.Tensor]
-"""Maps dE/dD `(nreal, dim_out)` to dE/dr_ij `(nreal, nnei, 3)` [eV/Å]; differentiable once."""
 
 
-class Described(NamedTuple):
-    """What a descriptor says about every atom, and how its energy derivative reaches the edges.
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Where one kind of descriptor or fitting net is defined.
 
     Attributes
     ----------
-    descriptor
-        Shape `(nreal, dim_out)`, atoms in the order of `Structures.order`.
-    pullback
-        See `Pullback`; None when the call asked for no forces.
+    settings
+        Frozen dataclass of its section in the input.
+    module
+        `torch.nn.Module` that is built from these settings.
+    deepmd_kit
+        `Translation` between its state dict and deepmd-kit's; None when deepmd-kit has no such part.
     """
 
-    descriptor: torch.Tensor
-    pullback: Pullback | None
+    settings: str | type
+    module: str | type
+    deepmd_kit: str | Any | None = None
 
 
-class Descriptor(Protocol):
-    """A `torch.nn.Module` built as `cls(section, type_map, seed)` with these attributes."""
-
-    rcut: float
-    sel: tuple[int, ...]
-    by_type: bool
-    dim_out: int
-
-    def __call__(self, structures: Structures, edges: torch.Tensor, *, force: bool) -> Described:
-        """Describe every atom from its edge vectors `(nreal, nnei, 3)` [Å], float64."""
+def _found(reference: Any) -> Any:
+    """Return what a reference `"module:attribute"` names, or the object itself."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
 
 
-@runtime_checkable
-class Standardised(Protocol):
-    """What a descriptor offers besides when its environment rows are standardised with figures of the data."""
+class Registry:
+    """The kinds of one part of a model.
 
-    def environment(self, structures: Structures, edges: torch.Tensor) -> Environment:
-        """Return the rows of every edge before standardisation."""
+    Attributes
+    ----------
+    settings
+        Live view: name of each kind and its settings class.
+    aliases
+        Live view: other spellings and the name they stand for.
+    """
 
-    def used_slots(self, structures: Structures) -> torch.Tensor | None:
-        """Tell which slots count as they are `(nreal, nnei)`, the others as zero; None when all do."""
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._parts: dict[str, Part] = {}
+        self.aliases: dict[str, str] = {}
+        self.settings: Mapping[str, type] = _SettingsView(self._parts)
 
-    def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
-        """Take mean and deviation of the rows per centre type `(ntypes, 4)`."""
+    def register(self, name: str, part: Part, aliases: tuple[str, ...] = ()) -> None:
+        """Add a kind.
 
+        Raises
+        ------
+        ModelError
+            When a name is taken by another part.
+        """
+        for wanted in (name, *aliases):
+            taken = self._parts.get(self.aliases.get(wanted, wanted))
+            if taken is not None and taken != part:
+                raise ModelError(f"the {self.what} name {wanted!r} is taken by {taken.module}; choose another")
+        self._parts[name] = part
+        self.aliases.update(dict.fromkeys(aliases, name))
 
-class Fitting(Protocol):
-    """A `torch.nn.Module` built as `cls(section, type_map, dim_in, seed)`."""
+    def names(self) -> tuple[str, ...]:
+        """Return every name and alias, sorted."""
+        return tuple(sorted({*self._parts, *self.aliases}))
 
-    def __call__(
-        self, descriptor: torch.Tensor, type_counts: tuple[int, ...], *, force: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return atomic energies `(nreal,)` [eV], float64, and dE/dD like `descriptor` (None without force)."""
+    def module(self, settings: Any) -> Any:
+        """Return the module class that is built from these settings."""
+        return _found(self._parts[self.name_of(settings)].module)
 
+    def translation(self, settings: Any) -> Any:
+        """Return the part's `Translation` to deepmd-kit, None when deepmd-kit has no such part."""
+        return _found(self._parts[self.name_of(settings)].deepmd_kit)
 
-_Kind = TypeVar("_Kind", bound=type)
-_DESCRIPTORS: dict[str, type] = {}
-_FITTINGS: dict[str, type] = {}
+    def settings_class(self, name: str) -> Any:
+        """Return the settings class behind a name or an alias."""
+        return self.settings[self.aliases.get(name, name)]
 
-
-def _register(table: dict[str, type], names: tuple[str, ...]) -> Callable[[_Kind], _Kind]:
-    def add(cls: _Kind) -> _Kind:
-        for name in names:
-            if name in table and table[name] is not cls:
-                raise ModelError(f"the name {name!r} is taken by {table[name].__qualname__}; choose another")
-            table[name] = cls
-        return cls
-
-    return add
-
-
-def register_descriptor(*names: str) -> Callable[[_Kind], _Kind]:
-    """Class decorator: make a descriptor available as `model.descriptor.type` under these names."""
-    return _register(_DESCRIPTORS, names)
-
-
-def register_fitting(*names: str) -> Callable[[_Kind], _Kind]:
-    """Class decorator: make a fitting net available as `model.fitting_net.type` under these names."""
-    return _register(_FITTINGS, names)
-
-
-def _find(table: dict[str, type], what: str, section: Mapping[str, Any], default: str | None) -> type:
-    name = section.get("type", default)
-    if name not in table:
-        raise ModelError(f"{what} of type {name!r} is not known; known are {', '.join(sorted(table))}")
-    return table[name]
+    def name_of(self, settings: Any) -> str:
+        """Return the name of the kind that these settings belong to."""
+        own = settings if isinstance(settings, type) else type(settings)
+        return next(name for name in self._parts if self.settings[name] is own)
 
 
-def descriptor_class(section: Mapping[str, Any]) -> type[Any]:
-    """Return the class that builds this descriptor section.
+class _SettingsView(Mapping[str, type]):
+    """Settings classes by name, imported when they are looked up."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, name: str) -> type:
+        found: type = _found(self._parts[name].settings)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def _own(folder: str, settings: str, module: str) -> Part:
+    """Return a part of this package, from its folder and the names of its classes."""
+    place = f"deepmd_muon.model.{folder}"
+    return Part(f"{place}.settings:{settings}", f"{place}.module:{module}", f"{place}.deepmd_kit:TRANSLATION")
+
+
+DESCRIPTORS = Registry("descriptor")
+DESCRIPTORS.register("se_e2_a", _own("descriptor.se_e2_a", "SeE2ASettings", "SeE2A"), aliases=("se_a",))
+
+FITTING_NETS = Registry("fitting net")
+FITTING_NETS.register("ener", _own("fitting.ener", "EnerSettings", "EnergyFitting"))
+
+
+def register_descriptor(
+    name: str, *, settings: str | type, module: str | type, aliases: tuple[str, ...] = (), deepmd_kit: Any = None
+) -> None:
+    """Make a descriptor available as `model/descriptor` of type `name`.
+
+    Parameters
+    ----------
+    name, aliases
+        Values of the key `type`.
+    settings
+        Frozen dataclass derived from `DescriptorSettings`.
+    module
+        A `Descriptor`: see `deepmd_muon.model.descriptor.interface`.
+    deepmd_kit
+        A `Translation`, when deepmd-kit has the same descriptor.
 
     Raises
     ------
     ModelError
-        When its `type` is not registered.
+        When a name is taken.
     """
-    return _find(_DESCRIPTORS, "a descriptor", section, None)
+    DESCRIPTORS.register(name, Part(settings, module, deepmd_kit), aliases)
 
 
-def known_descriptors() -> tuple[str, ...]:
-    """Return the registered names of descriptors."""
-    return tuple(sorted(_DESCRIPTORS))
+def register_fitting(
+    name: str, *, settings: str | type, module: str | type, aliases: tuple[str, ...] = (), deepmd_kit: Any = None
+) -> None:
+    """Make a fitting net available as `model/fitting_net` of type `name`; arguments as in `register_descriptor`.
 
-
-def fitting_class(section: Mapping[str, Any]) -> type:
-    """Return the class that builds this fitting section (`ener` when it names no type).
-
-    Raises
-    ------
-    ModelError
-        When its `type` is not registered.
+    `settings` derives from `Section`, `module` is a `Fitting`: see `deepmd_muon.model.fitting.interface`.
     """
-    return _find(_FITTINGS, "a fitting net", section, "ener")
+    FITTING_NETS.register(name, Part(settings, module, deepmd_kit), aliases)

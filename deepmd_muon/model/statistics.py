@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from deepmd_muon.model.descriptor.interface import Standardised
 from deepmd_muon.model.energy_model import EnergyModel, edge_vectors
-from deepmd_muon.model.registry import Standardised
 from deepmd_muon.model.structures import Structures
 
 ABSENT_DEVIATION = 0.1  # deepmd-kit's deviation of a type that the data do not contain
@@ -38,7 +38,7 @@ def environment_statistics(
         descriptor that standardises nothing.
     """
     descriptor = model.atomic_model.descriptor
-    if not isinstance(descriptor, Standardised):
+    if not isinstance(descriptor, Standardised) or not descriptor.needs_statistics:
         return torch.zeros(model.ntypes, 4, dtype=torch.float64), torch.ones(model.ntypes, 4, dtype=torch.float64)
     slots = sum(model.sel)
     device = model.atomic_model.out_bias.device

@@ -4,12 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.flat_lists import FlatLists, flat_lists
+
+
+class Frames(Protocol):
+    """Frames as arrays; shapes as in `Structures.from_numpy`."""
+
+    @property
+    def coord(self) -> np.ndarray:
+        """Positions [Å]."""
+
+    @property
+    def atype(self) -> np.ndarray:
+        """Types, −1 for padding."""
+
+    @property
+    def box(self) -> np.ndarray | None:
+        """Cell vectors [Å], None without periodicity."""
+
+
+class Neighbors(Protocol):
+    """Neighbour lists of frames; shapes as in `Structures.from_numpy`."""
+
+    @property
+    def index(self) -> np.ndarray:
+        """Neighbour's atom in its frame, −1 for an empty slot."""
+
+    @property
+    def shift(self) -> np.ndarray:
+        """Cell translations."""
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Column widths."""
+
+    @property
+    def inner(self) -> np.ndarray:
+        """Leading columns within shorter cut-offs."""
+
+    @property
+    def flat(self) -> bool:
+        """Whether flat lists are wanted."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +83,11 @@ class Structures:
     filled
         How many leading columns of each section hold all neighbours of a sorted atom `(len(sections), nreal)`,
         on the host.
+    inner
+        How many leading columns of a sorted atom lie within each shorter cut-off that the descriptor asked for
+        `(ninner, nreal)`, on the host.
+    flat
+        Edges and angles as flat lists, where the descriptor asked for them.
     """
 
     coord: torch.Tensor
@@ -55,6 +101,8 @@ class Structures:
     sections: tuple[int, ...]
     type_counts: tuple[int, ...]
     filled: np.ndarray
+    inner: np.ndarray
+    flat: FlatLists | None = None
 
     @property
     def nframes(self) -> int:
@@ -71,7 +119,7 @@ class Structures:
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=non_blocking)
             for field in fields(self)
-            if isinstance(value := getattr(self, field.name), torch.Tensor)
+            if isinstance(value := getattr(self, field.name), (torch.Tensor, FlatLists))
         }
         return replace(self, **moved)
 
@@ -86,6 +134,8 @@ class Structures:
         sections: Sequence[int],
         ntypes: int,
         device: torch.device | str = "cpu",
+        inner: np.ndarray | None = None,
+        flat: bool = False,
     ) -> Structures:
         """Sort and flatten a batch given frame by frame.
 
@@ -108,6 +158,10 @@ class Structures:
             Number of types of the model.
         device
             Where the tensors go.
+        inner
+            How many leading columns lie within each shorter cut-off `(nframes, ninner, natoms)`.
+        flat
+            Whether to list edges and angles flat; needs neighbours in one section without holes, and `inner`.
 
         Raises
         ------
@@ -123,11 +177,33 @@ class Structures:
         }
         real = np.split(host["neighbor"] >= 0, np.cumsum(sections)[:-1], axis=1)
         type_counts = np.bincount(host["sorted_type"], minlength=ntypes).tolist()
+        filled = np.array([_last_true(section) for section in real])
+        counts = np.zeros((0, len(host["order"])), dtype=np.int64)
+        if inner is not None:
+            counts = inner.swapaxes(0, 1).reshape(inner.shape[1], atype.size)[:, host["order"]].astype(np.int64)
         return cls(
             **tensors,
             sections=tuple(sections),
             type_counts=tuple(type_counts),
-            filled=np.array([_last_true(section) for section in real]),
+            filled=filled,
+            inner=counts,
+            flat=flat_lists(filled[0], counts[0], neighbor.shape[2]).to(device) if flat else None,
+        )
+
+    @classmethod
+    def of(cls, frames: Frames, neighbors: Neighbors, ntypes: int, device: torch.device | str = "cpu") -> Structures:
+        """Return the batch of frames and neighbour lists as the data room makes them; see `from_numpy`."""
+        return cls.from_numpy(
+            frames.coord,
+            frames.atype,
+            frames.box,
+            neighbors.index,
+            neighbors.shift,
+            neighbors.sections,
+            ntypes,
+            device,
+            neighbors.inner,
+            neighbors.flat,
         )
 
 

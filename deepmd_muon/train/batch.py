@@ -61,10 +61,8 @@ def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:
     device
         Where the tensors go.
     """
-    frames, neighbors = batch.frames, batch.neighbors
-    structures = Structures.from_numpy(
-        frames.coord, frames.atype, frames.box, neighbors.index, neighbors.shift, neighbors.sections, ntypes, device
-    )
+    frames = batch.frames
+    structures = Structures.of(frames, batch.neighbors, ntypes, device)
 
     def tensor(values: np.ndarray | None) -> Tensor | None:
         return None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(device)

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepmd_muon.argcheck import Input, ModelSettings, TrainingDataSettings, TrainingSettings, normalize
+from deepmd_muon.argcheck import Input, TrainingDataSettings, TrainingSettings, normalize
 from deepmd_muon.data import (
-    Batch,
     DataLoader,
     NeighborCache,
     NeighborStatistics,
@@ -24,8 +23,10 @@ from deepmd_muon.data import (
     neighbor_statistics,
     open_systems,
 )
-from deepmd_muon.model import EnergyModel, Structures
+from deepmd_muon.model import EnergyModel, ModelSettings, Structures
+from deepmd_muon.model.descriptor.settings import DescriptorSettings
 from deepmd_muon.model.statistics import environment_statistics
+from deepmd_muon.section import thaw
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.parallel import Ranks
 
@@ -77,7 +78,7 @@ def open_training_systems(settings: ModelSettings, training: TrainingSettings) -
 
 
 def resolve_sel(given: Input, systems: list[System], *, count: bool) -> tuple[Input, NeighborStatistics | None]:
-    """Replace ``sel: "auto"`` by numbers.
+    """Replace what the descriptor leaves to the data, such as ``sel: "auto"``, by numbers.
 
     Parameters
     ----------
@@ -91,24 +92,28 @@ def resolve_sel(given: Input, systems: list[System], *, count: bool) -> tuple[In
     Returns
     -------
     tuple
-        The input with numbers in `sel`, and the neighbour statistics where they were needed.
+        The input with numbers, and the neighbour statistics within the model's cut-off where they were needed.
 
     Raises
     ------
     TrainingError
-        When `sel` is "auto" and counting is switched off.
+        When the descriptor needs counts and counting is switched off.
     """
-    sel = getattr(given.settings.model.descriptor, "sel", None)
-    if not isinstance(sel, str):
+    descriptor = given.settings.model.descriptor
+    if not descriptor.needs_counts:
         return given, None
     if not count:
         raise TrainingError('model/descriptor/sel is "auto", which needs the neighbour statistics: give numbers')
-    found = _count_neighbors(systems, given.settings.model.descriptor.rcut, None)
-    # The factor, truncation and rounding of deepmd-kit.
-    factor = float(sel.partition(":")[2] or 1.1)
-    numbers = [max(4, (int(n * factor) + 3) // 4 * 4) for n in found.max_neighbors]
-    log.info('sel "%s" becomes %s', sel, numbers)
-    return with_sel(given, numbers), found
+    counted: dict[float, NeighborStatistics] = {}
+
+    def within(rcut: float) -> NeighborStatistics:
+        counted[rcut] = _count_neighbors(systems, rcut, None)
+        return counted[rcut]
+
+    resolved = with_descriptor(given, descriptor.with_counts(within))
+    neighbors = resolved.settings.model.descriptor.neighbors()
+    log.info("sel of model/descriptor becomes %s", list(neighbors.sel))
+    return resolved, counted.get(neighbors.rcut)
 
 
 def check_sel(model: EnergyModel, systems: list[System], cache: NeighborCache) -> NeighborStatistics:
@@ -133,10 +138,10 @@ def _count_neighbors(systems: list[System], rcut: float, cache: NeighborCache | 
     return found
 
 
-def with_sel(given: Input, sel: list[int]) -> Input:
-    """Return the input with these numbers in `sel`."""
-    model = {**given.normalized["model"], "descriptor": {**given.normalized["model"]["descriptor"], "sel": sel}}
-    return dataclasses.replace(normalize({**given.normalized, "model": model}), notices=given.notices)
+def with_descriptor(given: Input, descriptor: DescriptorSettings) -> Input:
+    """Return the input with other settings of the descriptor."""
+    model = dataclasses.replace(given.settings.model, descriptor=descriptor)
+    return dataclasses.replace(normalize({**given.normalized, "model": thaw(model)}), notices=given.notices)
 
 
 def new_seed() -> int:
@@ -189,7 +194,7 @@ def set_model_statistics(
     """Standardise the descriptor's input and set the energy bias, from samples of the data or from `stat_file`."""
     settings = model_section
     key = {
-        "descriptor": {name: settings["descriptor"].get(name) for name in _STATISTICS_DEPEND_ON},
+        "descriptor": model.settings.descriptor.statistics_key(),
         "type_map": list(settings["type_map"]),
         "data": data_fingerprint(data.training_systems),
         "data_stat_nbatch": settings["data_stat_nbatch"],
@@ -215,17 +220,12 @@ def set_model_statistics(
         log.warning("no training system has energies: the energy bias stays 0")
 
 
-_STATISTICS_DEPEND_ON = (
-    *("type", "sel", "rcut", "rcut_smth", "type_one_side", "exclude_types", "set_davg_zero", "env_protection"),
-)
-
-
 def _compute(model: EnergyModel, data: Data, settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
     batches = list(data.training.sample_batches(settings["data_stat_nbatch"]))
 
     def structures() -> Iterator[Structures]:
         for batch in batches:
-            yield _structures(batch, model.ntypes)
+            yield Structures.of(batch.frames, batch.neighbors, model.ntypes)
 
     mean, stddev = environment_statistics(model, structures(), protection=settings["data_stat_protect"])
     arrays = {"mean": mean.numpy(), "stddev": stddev.numpy()}
@@ -244,10 +244,3 @@ def fixed_energies(atom_ener: list[float | None] | None, ntypes: int) -> np.ndar
         return None
     values = [math.nan if value is None else float(value) for value in atom_ener]
     return np.array(values + [math.nan] * (ntypes - len(values)))
-
-
-def _structures(batch: Batch, ntypes: int) -> Structures:
-    frames, neighbors = batch.frames, batch.neighbors
-    return Structures.from_numpy(
-        frames.coord, frames.atype, frames.box, neighbors.index, neighbors.shift, neighbors.sections, ntypes
-    )

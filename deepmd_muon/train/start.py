@@ -14,6 +14,7 @@ from deepmd_muon.argcheck import Input, dump, load, normalize
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, from_deepmd_kit
+from deepmd_muon.model.settings import model_settings
 from deepmd_muon.train.checkpoint.reading import read
 from deepmd_muon.train.errors import CheckpointError, TrainingError
 from deepmd_muon.train.parallel import Ranks, joined
@@ -27,7 +28,7 @@ from deepmd_muon.train.setup import (
     open_training_systems,
     resolve_sel,
     set_model_statistics,
-    with_sel,
+    with_descriptor,
 )
 from deepmd_muon.train.trainer import Trainer
 
@@ -153,16 +154,16 @@ def _prepare(
 ) -> Trainer:
     """Open the data, build the model with its statistics or weights, and make the trainer."""
     train, valid = open_training_systems(given.settings.model, given.settings.training)
-    sel = getattr(given.settings.model.descriptor, "sel", None)
-    if source and isinstance(sel, str):
-        given = with_sel(given, list(source.model_section["descriptor"]["sel"]))
-        log.info('sel "%s" becomes %s, as in %s', sel, source.model_section["descriptor"]["sel"], source.path)
+    if source and given.settings.model.descriptor.needs_counts:
+        saved = model_settings(source.model_section).descriptor
+        given = with_descriptor(given, given.settings.model.descriptor.with_counts_of(saved))
+        log.info("sel of model/descriptor becomes %s, as in %s", list(saved.neighbors().sel), source.path)
     given, statistics = ranks.from_first("counting neighbours", lambda: resolve_sel(given, train, count=count))
     if ranks.first:
         dump(given.normalized, output)
 
     model = build_model(given.normalized["model"])
-    cache = NeighborCache(model.rcut, model.sel, model.by_type, CACHE_BYTES, model.ntypes)
+    cache = NeighborCache.of(model.neighbors, model.ntypes, CACHE_BYTES)
     if statistics is None and count:
         statistics = ranks.from_first("counting neighbours", lambda: check_sel(model, train, cache))
     if not any(p.requires_grad for p in model.parameters()):
@@ -213,8 +214,8 @@ def load_weights(model: EnergyModel, source: Source, *, force: bool) -> None:
         if name in present and tensor.shape != present[name].shape
     ]
     if problems and not force:
-        saved = source.model_section["descriptor"].get("sel")
-        if saved is not None and list(saved) != list(model.sel):
+        saved = model_settings(source.model_section).descriptor.neighbors().sel
+        if saved != model.sel:
             problems.insert(0, f"model/descriptor/sel: {list(saved)} in the checkpoint, {list(model.sel)} here")
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointError(

@@ -14,12 +14,12 @@ from deepmd_muon.argcheck import (
     EnerLossSettings,
     ExpSettings,
     InputError,
-    SeE2ASettings,
     WSDSettings,
     dump,
     load,
     normalize,
 )
+from deepmd_muon.model.descriptor.se_e2_a.settings import SeE2ASettings
 from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig
 from deepmd_muon.optim.sharded import ShardedSettings
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -11,16 +12,20 @@ from model_batches import make_batch, read_fixture, section
 
 from deepmd_muon.model import (
     CheckpointError,
-    Described,
+    DescriptorSettings,
     ModelError,
+    NeighborRequest,
     Structures,
     build_model,
+    describe_by_autograd,
     environment_statistics,
     register_descriptor,
     register_fitting,
 )
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.model.networks import Layer, Network, Stream
+from deepmd_muon.model.registry import DESCRIPTORS
+from deepmd_muon.setting import setting
 
 STRUCTURES = read_fixture()["structures"]
 
@@ -260,16 +265,17 @@ def test_impossible_batches_are_refused():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"descriptor": {"type": "unheard"}}, "known are .*se_e2_a"),
-        ({"fitting_net": {"type": "dipole"}}, "known are ener"),
-        ({"descriptor": {"sel": "auto"}}, "neighbour statistics"),
-        ({"descriptor": {"sel": [10]}}, "one number for each type"),
-        ({"descriptor": {"rcut_smth": 4.0}}, "rcut_smth must be below"),
-        ({"descriptor": {"axis_neuron": 17}}, "axis_neuron 17"),
-        ({"descriptor": {"precision": "bfloat16"}}, "precision 'bfloat16'"),
-        ({"descriptor": {"activation_function": "tanh:2"}}, "activation_function 'tanh:2'"),
-        ({"fitting_net": {"numb_fparam": 2}}, "numb_fparam must be 0, found 2"),
-        ({"fitting_net": {"atom_ener": [1.0]}}, "per type: 2, found 1"),
+        ({"descriptor": {"type": "unheard"}}, "type must be .*'se_e2_a'.*'unheard'"),
+        ({"fitting_net": {"type": "dipole"}}, "type must be 'ener'; found .*'dipole'"),
+        ({"descriptor": {"sel": "auto"}}, "sel .* count the neighbours"),
+        ({"descriptor": {"sel": [10]}}, "sel: .*one number for each of the 2 types"),
+        ({"descriptor": {"rcut_smth": 4.0}}, "rcut_smth: must be below rcut"),
+        ({"descriptor": {"axis_neuron": 17}}, "axis_neuron: .*found 17"),
+        ({"descriptor": {"precision": "bfloat16"}}, "precision: .*'bfloat16'"),
+        ({"descriptor": {"activation_function": "tanh:2"}}, "activation_function: .*'tanh:2'"),
+        ({"descriptor": {"rcutt": 2.0}}, "rcutt: is not a known key"),
+        ({"fitting_net": {"numb_fparam": 2}}, "numb_fparam: must be 0; found 2"),
+        ({"fitting_net": {"atom_ener": [1.0]}}, "atom_ener: .*each of the 2 types.*found 1"),
     ],
 )
 def test_impossible_sections_are_refused(changes, words):
@@ -277,32 +283,45 @@ def test_impossible_sections_are_refused(changes, words):
         build_model(section(**changes))
 
 
-@register_descriptor("mean_distance")
+@dataclasses.dataclass(frozen=True)
+class MeanDistanceSettings(DescriptorSettings):
+    """Settings of `MeanDistance`."""
+
+    type: ClassVar[str] = "mean_distance"
+    rcut: float = setting(2.0, above=0.0, doc="Cut-off radius [Å].")
+
+    def neighbors(self):
+        return NeighborRequest(self.rcut, (20,), by_type=False)
+
+
 class MeanDistance(torch.nn.Module):
     """A third party's descriptor: one trainable power of the distances, derivatives left to autograd."""
 
-    by_type = False
-
-    def __init__(self, section, type_map, seed=None):
+    def __init__(self, settings, type_map, seed=None):
         super().__init__()
-        self.rcut, self.sel, self.dim_out = section["rcut"], (20,), 1
+        self.rcut, self.dim_out = settings.rcut, 1
         self.power = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
 
     def forward(self, structures, edges, *, force=True):
-        with torch.enable_grad():
-            edges = edges.detach().requires_grad_()
+        def power_sum(edges):
             r = torch.where(structures.neighbor >= 0, edges.norm(dim=-1), self.rcut)
-            described = ((self.rcut - r) ** self.power).sum(1, keepdim=True)
+            return ((self.rcut - r) ** self.power).sum(1, keepdim=True)
 
-        def pullback(adjoint):
-            return torch.autograd.grad(described, edges, adjoint, create_graph=True)[0]
-
-        return Described(described, pullback)
+        return describe_by_autograd(power_sum, edges, force=force)
 
 
+@pytest.fixture
+def mean_distance():
+    register_descriptor("mean_distance", settings=MeanDistanceSettings, module=MeanDistance, aliases=("mean",))
+    yield
+    del DESCRIPTORS._parts["mean_distance"], DESCRIPTORS.aliases["mean"]
+
+
+@pytest.mark.usefixtures("mean_distance")
 def test_a_third_party_descriptor_runs_and_trains():
     made = build_model({**section(), "descriptor": {"type": "mean_distance", "rcut": 2.5}})
     assert not made.by_type
+    assert len(made.atomic_model.fitting_net.filter_layers.networks) == 2
     coord = np.array([[[0.0, 0, 0], [1.1, 0, 0], [0, 1.3, 0.2]]])
     neighbor = np.array([[[1, 2], [0, 2], [0, 1]]])
 
@@ -326,20 +345,25 @@ def test_a_third_party_descriptor_runs_and_trains():
     build_model(again).load_state_dict(weights)
 
 
+@pytest.mark.usefixtures("mean_distance")
 def test_a_taken_name_is_refused():
-    with pytest.raises(ModelError, match="'se_e2_a' is taken by SeE2A"):
-        register_descriptor("se_e2_a")(MeanDistance)
+    own = {"settings": MeanDistanceSettings, "module": MeanDistance}
+    register_descriptor("mean_distance", **own)  # again the same
+    with pytest.raises(ModelError, match=r"'se_e2_a' is taken by .*SeE2A"):
+        register_descriptor("se_e2_a", **own)
+    with pytest.raises(ModelError, match=r"'se_a' is taken by .*SeE2A"):
+        register_descriptor("another", **own, aliases=("se_a",))
     with pytest.raises(ModelError, match="'ener' is taken"):
-        register_fitting("ener")(MeanDistance)
+        register_fitting("ener", **own)
 
 
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
         (lambda p: p.update(model_dict={"a": {}, "b": {}}), r"several branches \(a, b\)"),
-        (lambda p: p["descriptor"].update(type="dpa3"), "descriptor's type is 'dpa3'"),
+        (lambda p: p["descriptor"].update(type="se_t"), "descriptor's type is 'se_t'"),
         (lambda p: p["fitting_net"].update(type="dipole"), "fitting net's type is 'dipole'"),
-        (lambda p: p["fitting_net"].update(numb_aparam=2), "numb_aparam is 2"),
+        (lambda p: p["fitting_net"].update(numb_aparam=2), "numb_aparam: must be 0; found 2"),
         (lambda p: p.update(spin={"use_spin": [True]}), "spin is"),
         (lambda p: p.update(pair_exclude_types=[[0, 1]]), "pair_exclude_types is"),
         (lambda p: p.update(bridging_method="zbl"), "bridging_method is 'zbl'"),

@@ -7,11 +7,11 @@ from model_batches import make_batch, read_fixture, section
 
 from deepmd_muon.model import build_model
 from deepmd_muon.model.activation import activation
-from deepmd_muon.model.descriptor import embedding
-from deepmd_muon.model.descriptor.embedding import Tape, gather, plan_blocks, spread
 from deepmd_muon.model.descriptor.environment import edge_derivative, environment
+from deepmd_muon.model.descriptor.se_e2_a import embedding
+from deepmd_muon.model.descriptor.se_e2_a.embedding import Tape, gather, plan_blocks, spread
 from deepmd_muon.model.energy_model import edge_vectors
-from deepmd_muon.model.fitting import energy_and_slope
+from deepmd_muon.model.fitting.ener.module import energy_and_slope
 from deepmd_muon.model.networks import Network, Stream
 
 NAMES = [

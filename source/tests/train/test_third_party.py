@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from deepmd_muon import plugins
-from deepmd_muon.argcheck import InputError, Section, normalize, register_model_settings
+from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.argcheck.document import reference
 from deepmd_muon.infer import Predictor
-from deepmd_muon.model import Described, register_descriptor
+from deepmd_muon.model import Described, DescriptorSettings, NeighborRequest, register_descriptor
+from deepmd_muon.model.registry import DESCRIPTORS
 from deepmd_muon.setting import setting
 
 
 @dataclasses.dataclass(frozen=True)
-class CoordinationSettings(Section):
+class CoordinationSettings(DescriptorSettings):
     """Smooth number of neighbours within several radii."""
 
     type: ClassVar[str] = "coordination"
@@ -25,16 +26,16 @@ class CoordinationSettings(Section):
     rcut: float = setting(5.0, above=0.0, doc="Cut-off radius [Å].")
     powers: tuple[int, ...] = setting((2, 3, 4), minimum=2, doc="Exponents of 1 − r/rcut.")
 
+    def neighbors(self):
+        return NeighborRequest(self.rcut, (80,), by_type=False)
+
 
 class Coordination(torch.nn.Module):
-    by_type = False
-
-    def __init__(self, section, type_map, seed=None):
+    def __init__(self, settings, type_map, seed=None):
         super().__init__()
-        self.rcut, self.sel = section["rcut"], (80,)
-        self.register_buffer("powers", torch.tensor(section["powers"], dtype=torch.float64))
-        self.mix = torch.nn.Parameter(torch.eye(len(section["powers"]), dtype=torch.float64))
-        self.dim_out = len(section["powers"])
+        self.rcut, self.dim_out = settings.rcut, len(settings.powers)
+        self.register_buffer("powers", torch.tensor(settings.powers, dtype=torch.float64))
+        self.mix = torch.nn.Parameter(torch.eye(self.dim_out, dtype=torch.float64))
 
     def forward(self, structures, edges, *, force=True):
         r = torch.where(structures.neighbor >= 0, edges.norm(dim=-1), self.rcut)
@@ -50,15 +51,9 @@ class Coordination(torch.nn.Module):
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered():
-    register_descriptor("coordination")(Coordination)
-    register_model_settings("descriptor", "coordination", CoordinationSettings)
+    register_descriptor("coordination", settings=CoordinationSettings, module=Coordination)
     yield
-    # Other tests of this process look at the package as it comes.
-    from deepmd_muon.argcheck.model import DESCRIPTORS
-    from deepmd_muon.argcheck.schema import keys_of
-
-    del DESCRIPTORS["coordination"]
-    keys_of.cache_clear()
+    del DESCRIPTORS._parts["coordination"]  # other tests of this process look at the package as it comes
 
 
 def test_its_settings_are_checked_and_documented(small_input):
@@ -71,8 +66,6 @@ def test_its_settings_are_checked_and_documented(small_input):
         "model/descriptor/rcutt",
     }
     assert "Exponents of 1 − r/rcut." in reference("text")
-    with pytest.raises(ValueError, match="'se_e2_a' is taken by SeE2ASettings"):
-        register_model_settings("descriptor", "se_e2_a", CoordinationSettings)
 
 
 def test_it_trains_restarts_and_predicts(small_input, train, load):

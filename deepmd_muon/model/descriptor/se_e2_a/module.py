@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from deepmd_muon.model.activation import activation
-from deepmd_muon.model.descriptor.embedding import Tape, gather, plan_blocks, spread
 from deepmd_muon.model.descriptor.environment import Environment, edge_derivative, environment
+from deepmd_muon.model.descriptor.interface import Described, Pullback
+from deepmd_muon.model.descriptor.se_e2_a.embedding import Tape, gather, plan_blocks, spread
+from deepmd_muon.model.descriptor.se_e2_a.settings import SeE2ASettings
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.networks import Network, NetworkCollection, Stream, dtype_of
-from deepmd_muon.model.registry import Described, Pullback, register_descriptor
 from deepmd_muon.model.structures import Structures
 
 
@@ -23,19 +23,19 @@ class EmbeddingBlock(torch.nn.Module):
     mean: torch.Tensor
     stddev: torch.Tensor
 
-    def __init__(self, section: Mapping[str, Any], sel: tuple[int, ...], stream: Stream) -> None:
+    def __init__(self, settings: SeE2ASettings, sel: tuple[int, ...], stream: Stream) -> None:
         super().__init__()
-        dtype = dtype_of(section["precision"])
+        dtype = dtype_of(settings.precision)
         ntypes = len(sel)
-        nets = ntypes if section["type_one_side"] else ntypes * ntypes
+        nets = ntypes if settings.type_one_side else ntypes * ntypes
         self.register_buffer("mean", torch.zeros(ntypes, sum(sel), 4, dtype=dtype))
         self.register_buffer("stddev", torch.ones(ntypes, sum(sel), 4, dtype=dtype))
         self.filter_layers = NetworkCollection(
             [
                 Network(
-                    (1, *section["neuron"]),
+                    (1, *settings.neuron),
                     None,
-                    timestep=section["resnet_dt"],
+                    timestep=settings.resnet_dt,
                     dtype=dtype,
                     stream=stream.child(index),
                 )
@@ -44,7 +44,6 @@ class EmbeddingBlock(torch.nn.Module):
         )
 
 
-@register_descriptor("se_e2_a", "se_a")
 class SeE2A(torch.nn.Module):
     """D_i = (RᵀG/N)ᵀ(RᵀG_axis/N) with G = embedding(s), R the standardised environment rows, N = sum(sel).
 
@@ -52,56 +51,48 @@ class SeE2A(torch.nn.Module):
 
     Parameters
     ----------
-    section
-        The normalised `model.descriptor` section, `sel` as numbers per type.
+    settings
+        With `sel` as numbers per type.
     type_map
         Element symbols.
     seed
-        Used when the section names no seed of its own.
+        Used when the settings name no seed of their own.
 
     Raises
     ------
-    ModelError
-        When `sel` does not fit `type_map` or a setting is out of range.
+    InvalidSettingError
+        When `sel` is still "auto".
     """
 
-    by_type = True
+    needs_statistics = True
 
     def __init__(
-        self, section: Mapping[str, Any], type_map: Sequence[str], seed: int | Sequence[int] | None = None
+        self, settings: SeE2ASettings, type_map: Sequence[str], seed: int | Sequence[int] | None = None
     ) -> None:
         super().__init__()
-        self.sel = _sel(section["sel"], type_map)
+        self.settings = settings
+        self.sel = settings.neighbors().sel
         self.type_map = tuple(type_map)
-        self.rcut = float(section["rcut"])
-        self.rcut_smth = float(section["rcut_smth"])
-        if not self.rcut_smth < self.rcut:
-            raise ModelError(f"rcut_smth must be below rcut, found {self.rcut_smth} and {self.rcut}")
-        self.axis = int(section["axis_neuron"])
-        self.width = int(section["neuron"][-1])
-        if self.axis > self.width:
-            raise ModelError(f"axis_neuron {self.axis} exceeds the last embedding layer's width {self.width}")
+        self.axis = settings.axis_neuron
+        self.width = settings.neuron[-1]
         self.dim_out = self.width * self.axis
-        self.one_side = bool(section["type_one_side"])
-        self.protection = float(section["env_protection"])
-        self.keep_mean_zero = bool(section["set_davg_zero"])
-        self.excluded = frozenset(
-            pair for a, b in section["exclude_types"] for pair in ((int(a), int(b)), (int(b), int(a)))
-        )
-        self.activation = activation(section["activation_function"])
-        own = section["seed"]
-        self.sea = EmbeddingBlock(section, self.sel, Stream(seed if own is None else own).child(0))
-        self.requires_grad_(bool(section["trainable"]))
+        self.one_side = settings.type_one_side
+        self.excluded = frozenset(pair for a, b in settings.exclude_types for pair in ((a, b), (b, a)))
+        self.activation = activation(settings.activation_function)
+        stream = Stream(seed if settings.seed is None else settings.seed).child(0)
+        self.sea = EmbeddingBlock(settings, self.sel, stream)
+        self.requires_grad_(settings.trainable)
 
     def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
         """Standardise environment rows by these values `(ntypes, 4)`; `set_davg_zero` leaves the mean alone."""
-        if not self.keep_mean_zero:
+        if not self.settings.set_davg_zero:
             self.sea.mean.copy_(mean[:, None, :].expand_as(self.sea.mean))
         self.sea.stddev.copy_(stddev[:, None, :].expand_as(self.sea.stddev))
 
     def environment(self, structures: Structures, edges: torch.Tensor) -> Environment:
         """Environment of every edge, not standardised; rows of excluded pairs are not removed."""
-        return environment(edges, structures.neighbor < 0, self.rcut, self.rcut_smth, self.protection)
+        own = self.settings
+        return environment(edges, structures.neighbor < 0, own.rcut, own.rcut_smth, own.env_protection)
 
     def forward(self, structures: Structures, edges: torch.Tensor, *, force: bool = True) -> Described:
         """Describe every atom; see `Descriptor`.
@@ -206,11 +197,3 @@ def _ranges(widths: Sequence[int]) -> list[slice]:
     for width in widths:
         ends.append(ends[-1] + width)
     return [slice(a, b) for a, b in pairwise(ends)]
-
-
-def _sel(sel: Any, type_map: Sequence[str]) -> tuple[int, ...]:
-    if isinstance(sel, str) or not all(isinstance(n, int) for n in sel):
-        raise ModelError(f"sel must be numbers by now, found {sel!r}; resolve 'auto' from neighbour statistics first")
-    if len(sel) != len(type_map):
-        raise ModelError(f"sel {list(sel)} needs one number for each type of type_map {list(type_map)}")
-    return tuple(sel)

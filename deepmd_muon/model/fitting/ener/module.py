@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from deepmd_muon.model.activation import Activation, activation
 from deepmd_muon.model.errors import ModelError
-from deepmd_muon.model.networks import Copies, LayerTensors, Network, NetworkCollection, Stream, dtype_of, unflatten
-from deepmd_muon.model.registry import register_fitting
+from deepmd_muon.model.fitting.ener.settings import EnerSettings
+from deepmd_muon.model.networks import (
+    Copies,
+    LayerTensors,
+    Network,
+    NetworkCollection,
+    SeedPath,
+    Stream,
+    dtype_of,
+    unflatten,
+)
 
 
 def _skip(x: torch.Tensor, copies: Copies) -> torch.Tensor:
@@ -101,94 +110,132 @@ def _energy(f: Activation, copies: tuple[Copies, ...], x: torch.Tensor, layers: 
     return torch.addmm(layers[-1].bias, x, layers[-1].matrix)
 
 
-@register_fitting("ener")
 class EnergyFitting(torch.nn.Module):
-    """One network per centre type from descriptor to atomic energy.
+    """Networks from descriptor to atomic energy: one for each centre type, or one for all.
 
     Parameters
     ----------
-    section
-        The normalised `model.fitting_net` section.
+    settings
+        Widths, activation, precision, vacuum energies.
     type_map
         Element symbols.
     dim_in
         Length of the descriptor.
+    mixed_types
+        One network for all types. Its weights then start as deepmd-kit's from the same seed.
     seed
-        Used when the section names no seed of its own.
+        Used when the settings name no seed of their own.
 
     Raises
     ------
     ModelError
-        When frame or atomic parameters are asked for, or `atom_ener` does not fit `type_map`.
+        When `atom_ener` does not fit `type_map`.
     """
 
     bias_atom_e: torch.Tensor
+    case_embd: torch.Tensor | None
 
     def __init__(
         self,
-        section: Mapping[str, Any],
+        settings: EnerSettings,
         type_map: Sequence[str],
         dim_in: int,
+        mixed_types: bool = False,
         seed: int | Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        for key in ("numb_fparam", "numb_aparam"):
-            if section[key]:
-                raise ModelError(f"fitting_net.{key} must be 0, found {section[key]}")
         ntypes = len(type_map)
-        self.vacuum = _vacuum(section["atom_ener"], ntypes)
-        self.activation = activation(section["activation_function"])
-        self.dtype = dtype_of(section["precision"])
-        stream = Stream(seed if section["seed"] is None else section["seed"]).child(1)
+        self.mixed_types = mixed_types
+        self.vacuum = _vacuum(settings.atom_ener, ntypes)
+        self.activation = activation(settings.activation_function)
+        self.dtype = dtype_of(settings.precision)
+        own = seed if settings.seed is None else settings.seed
+        stream: Stream | SeedPath = SeedPath(own) if mixed_types else Stream(own).child(1)
         self.register_buffer("bias_atom_e", torch.zeros(ntypes, 1, dtype=torch.float64))
+        branches = settings.dim_case_embd
+        self.register_buffer("case_embd", torch.zeros(branches, dtype=self.dtype) if branches else None)
         self.filter_layers = NetworkCollection(
             [
                 Network(
-                    (dim_in, *section["neuron"]),
+                    (dim_in + branches, *settings.neuron),
                     1,
-                    timestep=section["resnet_dt"],
+                    timestep=settings.resnet_dt,
                     dtype=self.dtype,
                     stream=stream.child(index),
                 )
-                for index in range(ntypes)
+                for index in range(1 if mixed_types else ntypes)
             ]
         )
-        flags = section["trainable"]
-        self.requires_grad_(all(flags) if isinstance(flags, Sequence) else bool(flags))
+        flags = settings.trainable
+        self.requires_grad_(all(flags) if isinstance(flags, tuple) else flags)
 
     def forward(
         self, descriptor: torch.Tensor, type_counts: tuple[int, ...], *, force: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return atomic energies `(nreal,)` [eV] and dE/dD `(nreal, dim_in)`; see `Fitting`."""
+        x = self._with_branch(descriptor.to(self.dtype))
+        energy, slope = (self._one_net if self.mixed_types else self._net_per_type)(x, type_counts, force=force)
+        energy = energy + torch.cat([bias.expand(n) for bias, n in zip(self.bias_atom_e, type_counts, strict=True)])
+        if slope is None:
+            return energy, None
+        return energy, slope[:, : descriptor.shape[1]].to(descriptor.dtype)
+
+    def _with_branch(self, x: torch.Tensor) -> torch.Tensor:
+        """Append the row that says which branch of a multi-task model this is."""
+        return x if self.case_embd is None else torch.cat([x, self.case_embd.expand(len(x), -1)], dim=1)
+
+    def _vacuum_row(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the network's input of an atom without descriptor `(1, columns of x)`."""
+        branches = 0 if self.case_embd is None else len(self.case_embd)
+        return self._with_branch(x.new_zeros(1, x.shape[1] - branches))
+
+    def _one_net(
+        self, x: torch.Tensor, type_counts: tuple[int, ...], *, force: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Energies and slopes of all atoms from the one network.
+
+        As in deepmd-kit, one given vacuum energy removes the network's value in vacuum from the atoms of all types.
+        """
+        energy, slope = self._evaluate(self.filter_layers[0], x, force=force)
+        if any(value is not None for value in self.vacuum):
+            energy = energy - self._evaluate(self.filter_layers[0], self._vacuum_row(x), force=False)[0]
+        return energy.double().squeeze(1), slope
+
+    def _net_per_type(
+        self, x: torch.Tensor, type_counts: tuple[int, ...], *, force: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Energies and slopes, each type by its own network."""
         energies, slopes = [], []
-        x = descriptor.to(self.dtype)
         for index, part in enumerate(torch.split(x, list(type_counts))):
             energy, slope = self._one_type(index, part, force=force)
-            energies.append(energy.double() + self.bias_atom_e[index])
+            energies.append(energy.double())
             slopes.append(slope)
         total = torch.cat(energies).squeeze(1)
-        return total, torch.cat(slopes).to(descriptor.dtype) if force else None  # type: ignore[arg-type]  # no None then
+        return total, torch.cat(slopes) if force else None  # type: ignore[arg-type]  # no None then
 
     def _one_type(self, index: int, x: torch.Tensor, *, force: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Energies and slopes of the atoms of one type, the net's value in vacuum removed where one is set."""
-        network = self.filter_layers[index]
-        flat = [part for layer in network.tensors for part in layer]
         in_vacuum = self.vacuum[index] is not None
-        rows = torch.cat([x, x.new_zeros(1, x.shape[1])]) if in_vacuum else x
-        slope = None
-        if force:
-            energy, slope = energy_and_slope(self.activation, network.copies, rows, *flat)
-        else:
-            energy = _energy(self.activation, network.copies, rows, network.tensors)
+        rows = torch.cat([x, self._vacuum_row(x)]) if in_vacuum else x
+        energy, slope = self._evaluate(self.filter_layers[index], rows, force=force)
         if in_vacuum:
             energy = energy[:-1] - energy[-1:]
         return energy, slope if slope is None or not in_vacuum else slope[:-1]
 
+    def _evaluate(
+        self, network: Network, rows: torch.Tensor, *, force: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a network's output `(nrows, 1)` and, with `force`, its slope like `rows`."""
+        if not force:
+            return _energy(self.activation, network.copies, rows, network.tensors), None
+        flat = [part for layer in network.tensors for part in layer]
+        return energy_and_slope(self.activation, network.copies, rows, *flat)
 
-def _vacuum(atom_ener: Sequence[float | Sequence[float] | None], ntypes: int) -> tuple[float | None, ...]:
-    """One energy or None per type from `atom_ener`, whose entries may be lists of one number."""
+
+def _vacuum(atom_ener: Sequence[float | None], ntypes: int) -> tuple[float | None, ...]:
+    """One energy or None per type from `atom_ener`."""
     if not atom_ener:
         return (None,) * ntypes
     if len(atom_ener) != ntypes:
         raise ModelError(f"atom_ener needs one entry (a number or null) per type: {ntypes}, found {len(atom_ener)}")
-    return tuple(None if e is None else float(e[0] if isinstance(e, Sequence) else e) for e in atom_ener)
+    return tuple(atom_ener)

@@ -1,0 +1,100 @@
+"""What a descriptor is: the contract between its folder and every other room.
+
+A descriptor's folder holds `settings.py` (a `DescriptorSettings`: keys, defaults, rules, the neighbour list it reads,
+how "auto" resolves), `module.py` (a `Descriptor`, built from these settings) and `deepmd_kit.py` (a `Translation`).
+`deepmd_muon.model.registry` names them by the `type` of the input; nothing outside of the folder mentions them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from deepmd_muon.model.descriptor.environment import Environment
+from deepmd_muon.model.structures import Structures
+
+Pullback = Callable[[torch.Tensor], torch.Tensor]
+"""Maps dE/dD `(nreal, dim_out)` to dE/dr_ij `(nreal, nnei, 3)` [eV/Å]; differentiable once."""
+
+
+class Described(NamedTuple):
+    """A descriptor of every atom, and how its energy derivative reaches the edges.
+
+    Attributes
+    ----------
+    descriptor
+        Shape `(nreal, dim_out)`, atoms in the order of `Structures.order`.
+    pullback
+        See `Pullback`; None when the call asked for no forces.
+    """
+
+    descriptor: torch.Tensor
+    pullback: Pullback | None
+
+
+class Descriptor(Protocol):
+    """A `torch.nn.Module`, built as `cls(settings, type_map, seed)`.
+
+    `settings` is the frozen `DescriptorSettings` with numbers for every "auto"; `type_map` the element symbols;
+    `seed` an int, a sequence of ints or None, used when the settings have no seed of their own.
+
+    Attributes
+    ----------
+    dim_out
+        Length of the descriptor of one atom.
+    """
+
+    dim_out: int
+
+    def __call__(self, structures: Structures, edges: torch.Tensor, *, force: bool) -> Described:
+        """Describe every atom from its edge vectors `(nreal, nnei, 3)` [Å], float64.
+
+        `structures` holds the neighbour list that the settings request. A slot without neighbour has `neighbor` −1
+        and an arbitrary edge: mask it before a root or a division, so that no second derivative becomes NaN.
+        """
+
+
+@runtime_checkable
+class Standardised(Protocol):
+    """What a descriptor offers besides when the data give mean and deviation of its environment rows."""
+
+    needs_statistics: bool
+
+    def environment(self, structures: Structures, edges: torch.Tensor) -> Environment:
+        """Return the rows of every edge before standardisation."""
+
+    def used_slots(self, structures: Structures) -> torch.Tensor | None:
+        """Return which slots count as they are `(nreal, nnei)`, the others as zero; None when all do."""
+
+    def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
+        """Take mean and deviation of the rows per centre type `(ntypes, 4)`."""
+
+
+def describe_by_autograd(
+    function: Callable[[torch.Tensor], torch.Tensor], edges: torch.Tensor, *, force: bool
+) -> Described:
+    """Describe atoms with the pullback that autograd finds: the default for a descriptor without a faster one.
+
+    Parameters
+    ----------
+    function
+        Maps edge vectors `(nreal, nnei, 3)` [Å] to the descriptor `(nreal, dim_out)`; twice differentiable.
+    edges
+        The edge vectors.
+    force
+        Whether the pullback is wanted.
+    """
+    if not force:
+        return Described(function(edges), None)
+    training = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaf = edges.detach().requires_grad_()
+        descriptor = function(leaf)
+
+    def pullback(adjoint: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(descriptor, leaf, adjoint, create_graph=training)
+        return slope
+
+    return Described(descriptor if training else descriptor.detach(), pullback)

@@ -1,0 +1,1 @@
+"""The smooth two-body embedding descriptor `se_e2_a`."""

@@ -1,0 +1,35 @@
+"""`se_e2_a` in deepmd-kit's checkpoints: statistics per slot, and empty `compress_…` parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from deepmd_muon.model.descriptor.se_e2_a.module import SeE2A
+from deepmd_muon.model.errors import CheckpointError
+from deepmd_muon.model.translation import Translation, own_parameters
+
+
+def _empty(descriptor: SeE2A) -> list[str]:
+    nets = len(descriptor.sea.filter_layers.networks)
+    return [f"sea.compress_{what}.{i}" for what in ("info", "data") for i in range(nets)]
+
+
+def _parameters(descriptor: SeE2A) -> list[str]:
+    return own_parameters(descriptor) + _empty(descriptor)
+
+
+def _check(state: Mapping[str, torch.Tensor]) -> None:
+    for what in ("mean", "stddev"):
+        values = state[f"sea.{what}"]
+        if not torch.equal(values, values[:, :1].expand_as(values)):
+            raise CheckpointError(f"the descriptor's {what} differs between neighbour slots of one centre type")
+
+
+TRANSLATION = Translation(
+    empty=_empty,
+    is_empty=lambda name: name.startswith("sea.compress_"),
+    parameters=_parameters,
+    check=_check,
+)

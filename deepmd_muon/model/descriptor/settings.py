@@ -1,0 +1,96 @@
+"""What the settings of every descriptor answer; torch-free, so that the input check can read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from deepmd_muon.section import Section, thaw
+
+Self = TypeVar("Self", bound="DescriptorSettings")
+
+
+@dataclasses.dataclass(frozen=True)
+class NeighborRequest:
+    """The neighbour list that a descriptor reads.
+
+    A row of the list holds the neighbours of one atom, nearest first, in one section (mixed types) or one section for
+    each type. In a mixed list the neighbours within a shorter cut-off are the first columns of the row, so that a
+    descriptor with several cut-offs needs one list and the counts of `inner`.
+
+    Attributes
+    ----------
+    rcut
+        Cut-off radius [Å].
+    sel
+        Most neighbours kept: for each type when `by_type`, else one number for all.
+    by_type
+        Whether the columns are grouped by the neighbour's type.
+    inner
+        Shorter cut-offs [Å] of a mixed list, each with the most neighbours kept within it. `Structures.inner` then
+        counts for every atom the leading columns inside.
+    flat
+        Whether `Structures.flat` lists the edges, and the angles between the edges of the first inner list, as flat
+        indices: what dynamic selection reads.
+    """
+
+    rcut: float
+    sel: tuple[int, ...]
+    by_type: bool
+    inner: tuple[tuple[float, int], ...] = ()
+    flat: bool = False
+
+
+class NeighborCounts(Protocol):
+    """Most neighbours that an atom of the training data has within some cut-off."""
+
+    @property
+    def max_neighbors(self) -> tuple[int, ...]:
+        """Of each type `(ntypes,)`."""
+
+    @property
+    def max_total(self) -> int:
+        """Of all types together."""
+
+
+class DescriptorSettings(Section):
+    """Base of the settings of a descriptor: its keys, and what follows from them before a module exists."""
+
+    type: ClassVar[str]
+    one_fitting_net: ClassVar[bool] = False
+    """Whether the descriptor tells the types of the centre apart, so that one fitting net serves all types."""
+
+    def neighbors(self) -> NeighborRequest:
+        """Return the neighbour list the descriptor reads.
+
+        Raises
+        ------
+        InvalidSettingError
+            When `needs_counts` still holds.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.neighbors")
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether a setting such as `sel: "auto"` waits for the neighbours in the training data."""
+        return False
+
+    def with_counts(self: Self, count: Callable[[float], NeighborCounts]) -> Self:
+        """Return the settings with numbers in place of "auto".
+
+        Parameters
+        ----------
+        count
+            Counts the neighbours in the training data within a cut-off [Å]; called only when `needs_counts`.
+        """
+        return self
+
+    def with_counts_of(self: Self, saved: DescriptorSettings) -> Self:
+        """Return the settings with the numbers of a checkpoint's descriptor in place of "auto"."""
+        return self
+
+    def statistics_key(self) -> dict[str, Any]:
+        """Return what the descriptor's statistics depend on, as plain values; every setting unless overridden."""
+        plain: dict[str, Any] = {"type": self.type, **thaw(self)}
+        return plain

@@ -1,0 +1,1 @@
+"""The fitting net `ener`: the energy of an atom from its descriptor."""

@@ -1,0 +1,62 @@
+"""Settings of the fitting net `ener`; torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from deepmd_muon.model.shared_settings import ACTIVATION, PRECISION, Precision
+from deepmd_muon.section import Foreign, Rule, Section
+from deepmd_muon.setting import setting
+
+
+def _one_flag_a_layer(trainable: bool | tuple[bool, ...], neuron: tuple[int, ...]) -> str | None:
+    if isinstance(trainable, tuple) and len(trainable) != len(neuron) + 1:
+        return f"must have one value for each of the {len(neuron) + 1} layers; found {len(trainable)}"
+    return None
+
+
+_NO_PARAMETERS = "frame and atomic parameters are not available"
+
+
+@dataclasses.dataclass(frozen=True)
+class EnerSettings(Section):
+    """Fitting net of the energy, its outputs summed over the atoms.
+
+    One net for each type; one for all types after a descriptor whose neighbour list mixes them.
+    """
+
+    type: ClassVar[str] = "ener"
+
+    neuron: tuple[int, ...] = setting(
+        (120, 120, 120),
+        minimum=1,
+        alias=("n_neuron",),
+        doc="Widths of the hidden layers. A layer as wide as the one before it adds its input to its output.",
+    )
+    resnet_dt: bool = setting(True, doc="Scale what a layer adds to its input by a trainable vector.")
+    activation_function: str = setting("tanh", **ACTIVATION)
+    precision: Precision = setting("default", **PRECISION)
+    trainable: bool | tuple[bool, ...] = setting(
+        True, doc="Train the parameters; a list, one value a layer, trains the net only when all are true."
+    )
+    seed: int | None = setting(None, minimum=0, doc="Seed of the initial parameters; left out, they are random.")
+    atom_ener: tuple[float | None, ...] = setting(
+        (), doc="Energy [eV] of a free atom of each type; null leaves a type to the statistics of the data."
+    )
+    rcond: float | None = setting(
+        None, minimum=0.0, doc="Relative cut-off of singular values in the least squares fit of the energy biases."
+    )
+    numb_fparam: int = setting(0, choices=(0,), note=_NO_PARAMETERS, doc="Number of frame parameters.")
+    numb_aparam: int = setting(0, choices=(0,), note=_NO_PARAMETERS, doc="Number of atomic parameters.")
+
+    dim_case_embd: int = setting(
+        0, minimum=0, doc="Branches of the multi-task model that these parameters come from; 0 without branches."
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("trainable", "neuron"), _one_flag_a_layer),)
+    foreign: ClassVar[dict[str, Foreign]] = {
+        "default_fparam": Foreign("default frame parameters"),
+        "layer_name": Foreign("layers shared by name"),
+        "use_aparam_as_mask": Foreign("masked atoms", (False,)),
+    }

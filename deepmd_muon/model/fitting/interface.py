@@ -1,0 +1,23 @@
+"""What a fitting net is: the contract between its folder and the energy model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Fitting(Protocol):
+    """A `torch.nn.Module`, built as `cls(settings, type_map, dim_in, mixed_types, seed)`.
+
+    `settings` is the frozen dataclass of its section, `dim_in` the length of the descriptor; `mixed_types` asks for
+    one net for all types; `seed` is used when the settings have no seed of their own.
+    """
+
+    def __call__(
+        self, descriptor: torch.Tensor, type_counts: tuple[int, ...], *, force: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return atomic energies `(nreal,)` [eV], float64, and dE/dD like `descriptor` (None without force).
+
+        Atoms are sorted by type; `type_counts` says how many there are of each, on the host.
+        """

@@ -1,0 +1,105 @@
+"""Section `model`: how positions become energies; torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from deepmd_muon.model.descriptor.settings import DescriptorSettings
+from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.fitting.ener.settings import EnerSettings
+from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
+from deepmd_muon.section import Foreign, Rule, Section, Variants, freeze, section
+from deepmd_muon.setting import InvalidSettingError, setting
+
+
+def _a_sel_for_each_type(sel: Any, descriptor: DescriptorSettings, type_map: tuple[str, ...]) -> str | None:
+    if descriptor.needs_counts or not (request := descriptor.neighbors()).by_type or len(request.sel) == len(type_map):
+        return None
+    return f"must have one number for each of the {len(type_map)} types in type_map; found {len(request.sel)}"
+
+
+def _known_types(exclude_types: tuple[tuple[int, int], ...] | None, type_map: tuple[str, ...]) -> str | None:
+    unknown = sorted({index for pair in exclude_types or () for index in pair if index >= len(type_map)})
+    if unknown:
+        return f"names type {unknown[0]}, but type_map has types 0 to {len(type_map) - 1}"
+    return None
+
+
+def _an_energy_for_each_type(atom_ener: tuple[float | None, ...], type_map: tuple[str, ...]) -> str | None:
+    if atom_ener and len(atom_ener) != len(type_map):
+        return f"must have one energy for each of the {len(type_map)} types in type_map; found {len(atom_ener)}"
+    return None
+
+
+def _distinct_names(type_map: tuple[str, ...]) -> str | None:
+    if not type_map:
+        return "must name at least one type; found an empty list"
+    double = [name for index, name in enumerate(type_map) if name in type_map[:index]]
+    return f"names {double[0]!r} twice" if double else None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSettings(Section):
+    """What maps positions to energy: a descriptor of each atom's neighbourhood and a fitting net."""
+
+    type_map: tuple[str, ...] = setting(doc="Names of the types of atoms, such as ['O', 'H'].")
+    descriptor: DescriptorSettings = section(
+        doc="Descriptor of the neighbourhood of an atom.",
+        variants=Variants(DESCRIPTORS.settings, alias=DESCRIPTORS.aliases),
+    )
+    fitting_net: Section = section(
+        EnerSettings(),
+        doc="Net that maps a descriptor to the energy of an atom.",
+        variants=Variants(FITTING_NETS.settings, default="ener", alias=FITTING_NETS.aliases),
+    )
+    type: Literal["standard"] = setting("standard", doc="Kind of model: one descriptor and one fitting net.")
+    data_stat_nbatch: int = setting(
+        10, minimum=1, doc="Batches of each system from which means and deviations of the descriptor are taken."
+    )
+    data_stat_protect: float = setting(0.01, above=0.0, doc="Smallest deviation that the environment is divided by.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("type_map",), _distinct_names),
+        Rule(("descriptor/sel", "descriptor", "type_map"), _a_sel_for_each_type),
+        Rule(("descriptor/exclude_types", "type_map"), _known_types),
+        Rule(("fitting_net/atom_ener", "type_map"), _an_energy_for_each_type),
+    )
+    foreign: ClassVar[dict[str, Foreign]] = {
+        "data_bias_nsample": Foreign("it serves the change of the bias of an existing model", (10,), inert=True),
+        "use_srtab": Foreign("a tabulated short-range potential"),
+        "smin_alpha": Foreign("a tabulated short-range potential"),
+        "sw_rmin": Foreign("a tabulated short-range potential"),
+        "sw_rmax": Foreign("a tabulated short-range potential"),
+        "srtab_add_bias": Foreign("it belongs to use_srtab", (True,), inert=True),
+        "pair_exclude_types": Foreign("excluded pairs beside the descriptor's exclude_types", ([],)),
+        "atom_exclude_types": Foreign("types without energy", ([],)),
+        "preset_out_bias": Foreign("a preset bias (see fitting_net/atom_ener)"),
+        "type_embedding": Foreign("a type embedding outside the descriptor"),
+        "modifier": Foreign("a modifier of the model's output"),
+        "compress": Foreign("model compression"),
+        "spin": Foreign("atomic spins"),
+        "finetune_head": Foreign("multi-task fine-tuning"),
+        "model_branch_alias": Foreign("multi-task training", ([],)),
+        "model_dict": Foreign("multi-task training"),
+        "shared_dict": Foreign("multi-task training"),
+        "info": Foreign("metadata are not carried", ({},), inert=True),
+        "bridging_method": Foreign("an analytical short-range potential", ("None", "none")),
+        "bridging_r_inner": Foreign("it belongs to bridging_method", (0.5,), inert=True),
+        "bridging_r_outer": Foreign("it belongs to bridging_method", (0.8,), inert=True),
+    }
+
+
+def model_settings(plain: Mapping[str, Any]) -> ModelSettings:
+    """Return a normalised section `model`, as plain objects, as settings.
+
+    Raises
+    ------
+    ModelError
+        Naming every setting that is wrong.
+    """
+    try:
+        return freeze(ModelSettings, plain)
+    except InvalidSettingError as error:
+        raise ModelError(f"model section: {error}") from error

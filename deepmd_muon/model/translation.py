@@ -1,0 +1,45 @@
+"""How deepmd-kit's state dict and section of one part of a model differ from ours."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def own_parameters(part: torch.nn.Module) -> list[str]:
+    """Return the names of a part's parameters in our order."""
+    return [name for name, _ in part.named_parameters()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """What `model.deepmd_kit` needs to know of one kind of descriptor or fitting net.
+
+    Names are those below the part, without the prefix up to `descriptor.` or `fitting_net.`.
+
+    Attributes
+    ----------
+    section
+        Changes deepmd-kit's normalised section to today's keys and spellings of ours, where they differ.
+    empty
+        Names of the entries without elements that deepmd-kit's state dict has besides ours, parameters or buffers.
+    is_empty
+        Whether a name of deepmd-kit's state dict is such an entry.
+    parameters
+        Names of all parameters in the order of deepmd-kit's `named_parameters`, empty ones included.
+    check
+        Raises `CheckpointError` when weights of deepmd-kit do not fit our form of the part.
+    """
+
+    section: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda section: section
+    empty: Callable[[Any], list[str]] = lambda part: []
+    is_empty: Callable[[str], bool] = lambda name: False
+    parameters: Callable[[Any], list[str]] = own_parameters
+    check: Callable[[Mapping[str, torch.Tensor]], None] = lambda state: None
+
+
+PLAIN = Translation()
+"""Of a part that deepmd-kit does not have, or stores as we do."""

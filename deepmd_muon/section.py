@@ -1,0 +1,201 @@
+"""How a section of input.json is declared: a frozen dataclass of settings and sub-sections, and its plain form.
+
+A section is a dataclass whose fields are declared with `setting` (a value) or `section` (a sub-section). Its defaults,
+ranges and rules hold wherever it is built: by the input check, from a checkpoint or by hand. This module imports
+`setting` alone and no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from deepmd_muon.setting import (
+    InvalidSettingError,
+    Mismatch,
+    Setting,
+    annotations_of,
+    check_settings,
+    convert,
+    one_of,
+    setting_of,
+    shown,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule over several values of a section.
+
+    Attributes
+    ----------
+    reads
+        Paths of the values below the section, such as `descriptor/sel`. A problem is reported at the first one;
+        the rule is left out when one of the values is itself wrong.
+    check
+        Takes the values in that order and returns what is wrong, or None.
+    """
+
+    reads: tuple[str, ...]
+    check: Callable[..., str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """A key that deepmd-kit knows and this package does not carry.
+
+    Attributes
+    ----------
+    what
+        What the key asks for, in words.
+    neutral
+        Values beside null that ask for nothing: accepted and left out of the normalised input.
+    inert
+        Whether every other value is left out too, with a notice, because it changes no result.
+    """
+
+    what: str
+    neutral: tuple[Any, ...] = ()
+    inert: bool = False
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a value asks for nothing."""
+        same = any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in self.neutral)
+        return same or value is None
+
+
+class Section:
+    """Base of the settings dataclasses of input.json: they hold to their own rules when built by hand, too.
+
+    Raises
+    ------
+    InvalidSettingError
+        Naming every setting that breaks its type, its range or a rule.
+    """
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    foreign: ClassVar[Mapping[str, Foreign]] = {}
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        # Only values that are good themselves can be compared with each other.
+        found = [(rule.reads[0], rule.check(*(_attribute(self, path) for path in rule.reads))) for rule in self.rules]
+        broken = [f"{name}: {problem}" for name, problem in found if problem]
+        if broken:
+            raise InvalidSettingError(f"{type(self).__name__}: " + "; ".join(broken))
+
+
+@dataclasses.dataclass(frozen=True)
+class Variants:
+    """The kinds of a sub-section; its key `type` chooses one.
+
+    Attributes
+    ----------
+    choices
+        Name of each kind and its dataclass.
+    default
+        The kind of a section without `type`; None when `type` is required.
+    alias
+        Other names and the kind they stand for.
+    """
+
+    choices: Mapping[str, type]
+    default: str | None = None
+    alias: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def name_of(self, section: type) -> str:
+        """Return the name under which a dataclass is chosen."""
+        return next(name for name, choice in self.choices.items() if choice is section)
+
+    def choose(self, name: Any) -> type:
+        """Return the dataclass of a `type`, None for the default.
+
+        Raises
+        ------
+        InvalidSettingError
+            When no kind has this name.
+        """
+        wanted = self.default if name is None else self.alias.get(name, name)
+        if wanted is None or wanted not in self.choices:
+            raise InvalidSettingError(f"type must be {one_of(self.choices)}; found {shown(name)}")
+        return self.choices[wanted]
+
+
+def section(default: Any = dataclasses.MISSING, *, doc: str, variants: Variants | None = None) -> Any:
+    """Declare a dataclass field that is a sub-section.
+
+    Parameters
+    ----------
+    default
+        What an absent section means; left out, the section is required.
+    doc
+        What the section is for.
+    variants
+        The kinds it comes in; None when the annotation names a single dataclass.
+    """
+    metadata = {"setting": Setting(doc), "variants": variants}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def thaw(value: Any) -> Any:
+    """Return settings as the plain objects of JSON."""
+    if isinstance(value, tuple):
+        return [thaw(element) for element in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    plain = {}
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        variants: Variants | None = field.metadata.get("variants")
+        kind = {"type": variants.name_of(type(inner))} if variants and inner is not None else {}
+        plain[field.name] = {**kind, **thaw(inner)} if kind else thaw(inner)
+    return plain
+
+
+T = TypeVar("T")
+
+
+def freeze(section: type[T], plain: Mapping[str, Any]) -> T:
+    """Build settings from their plain objects, the inverse of `thaw`; absent keys take their defaults.
+
+    Unlike `argcheck.check`, which serves people, it knows today's spellings only and stops at the first section with
+    problems.
+
+    Raises
+    ------
+    InvalidSettingError
+        Naming every key of a section that is unknown, missing or wrong.
+    """
+    declared: Any = section
+    annotations = annotations_of(declared)
+    fields = {field.name: field for field in dataclasses.fields(declared)}
+    problems = [f"{name}: is not a known key" for name in plain if name not in fields and name != "type"]
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in plain:
+            values[name] = _frozen(field, annotations[name], plain[name])
+            if isinstance(values[name], Mismatch):
+                problems.append(f"{name}: {values[name].words}")
+        elif field.default is dataclasses.MISSING:
+            problems.append(f"{name}: is missing")
+    if problems:
+        raise InvalidSettingError(f"{section.__name__}: " + "; ".join(problems))
+    return section(**values)
+
+
+def _frozen(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
+    """Return one plain value as its field wants it, or a `Mismatch`."""
+    variants: Variants | None = field.metadata.get("variants")
+    if isinstance(value, Mapping):
+        return freeze(variants.choose(value.get("type")) if variants else annotation, value)
+    if setting_of(field).lone and not isinstance(value, (list, tuple)):
+        value = [value]
+    return value if variants else convert(value, annotation)
+
+
+def _attribute(settings: Any, path: str) -> Any:
+    """Return the value below settings that a path names, None below an absent section."""
+    for name in path.split("/"):
+        settings = getattr(settings, name, None)
+    return settings
