@@ -21,6 +21,7 @@ from deepmd_muon.optim.routing.param_groups import (
     check_parameters,
     group_defaults,
     group_settings,
+    tensor_rate,
     warn_of_idle_rules,
     with_names,
 )
@@ -189,7 +190,7 @@ class HybridMuon(Optimizer):
             group = self.param_groups[-1]
             check_group(group)
             if group["capturable"] and not isinstance(group["lr"], Tensor) and group["params"]:
-                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
+                group["lr"] = tensor_rate(group)
             if self.routing:
                 self._route_parameters()
                 warn_of_idle_rules(self.param_groups, new=len(self.param_groups) - 1)

@@ -19,7 +19,7 @@ from deepmd_muon.optim.config import HybridMuonConfig, adam_lr_ratio
 from deepmd_muon.optim.cuda import SideStream
 from deepmd_muon.optim.errors import InvalidGradientError
 from deepmd_muon.optim.polar.dispatch import unavailable
-from deepmd_muon.optim.routing.param_groups import given_settings, group_settings
+from deepmd_muon.optim.routing.param_groups import given_settings, group_settings, rate_of
 from deepmd_muon.optim.routing.rules import Route, RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.state.host_memory import Lot
@@ -221,7 +221,7 @@ def _step_matrices(optimizer: HybridMuon, wave: Wave, states: States, control: S
     buffers = [state["momentum_buffer"] for state in states]
     scores = [state["magma_score"] for state in states] if wave.settings.magma_muon else []
     lists = wave.params, buffers, scores, wave.views
-    lr, settings, maximize = wave.group["lr"], wave.settings, wave.group["maximize"]
+    lr, settings, maximize = rate_of(wave.group), wave.settings, wave.group["maximize"]
     fused = _fused_steps(optimizer, wave.device, settings)
     if fused is None or not fused.step(*lists, lr=lr, settings=settings, control=control, maximize=maximize):
         muon_(*lists, lr=lr, settings=settings, control=control, maximize=maximize)
@@ -238,12 +238,12 @@ def step_elements(
 ) -> None:
     """Take a step of one of the Adam routes, on parameters of one group, device and dtype."""
     settings = settings or group_settings(group)
-    ratio = adam_lr_ratio(settings)
+    lr, ratio = rate_of(group), adam_lr_ratio(settings)
     adam_(
         params,
         grads,
         *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
-        lr=group["lr"] if ratio == 1.0 else group["lr"] * ratio,
+        lr=lr if ratio == 1.0 else lr * ratio,
         betas=(settings.adam_beta1, settings.adam_beta2),
         weight_decay=settings.weight_decay if route == "adamw" else 0.0,
         control=control,

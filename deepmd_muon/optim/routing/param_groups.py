@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import USUAL_ADAMW_PATTERNS, HybridMuonConfig, NonFinite, RouteChange, Steps
@@ -69,7 +70,7 @@ def _as_list(params: Any) -> list[Any]:
 
 
 def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse, by name, parameters of the last group that are complex or given twice, and names that are.
+    """Refuse, by name, parameters that are complex, overlap themselves or are given twice, and names that are.
 
     Raises
     ------
@@ -84,6 +85,11 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
             name = canonical_name(given)
             if p.is_complex():
                 raise InvalidParameterError(f"HybridMuon needs real parameters; {name!r} is {p.dtype}")
+            if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+                raise InvalidParameterError(
+                    f"{name!r} of shape {tuple(p.shape)} and strides {p.stride()} has elements that share memory, "
+                    "which no step can change one by one; make it of a copy: nn.Parameter(x.clone())"
+                )
             if p in seen:
                 raise InvalidParameterError(
                     f"{name!r} and {seen[p]!r} are the same parameter; give it once (model.named_parameters() does)"
@@ -182,6 +188,21 @@ def _plain_lr(lr: Any) -> tuple[Any, list[str]]:
         return 0.0, [f"lr: a tensor must hold one real number; found {lr.dtype} of shape {tuple(lr.shape)}"]
     # Reading a tensor on a GPU would wait for it.
     return float(lr) if lr.device.type == "cpu" else 0.0, []
+
+
+def rate_of(group: Mapping[str, Any]) -> float | Tensor:
+    """Return a group's learning rate: a number, read where that waits for nothing, or a 0-dim tensor."""
+    lr: float | Tensor = group["lr"]
+    if isinstance(lr, Tensor):
+        return float(lr) if lr.device.type == "cpu" else lr.view(())
+    return lr
+
+
+def tensor_rate(group: Mapping[str, Any]) -> Tensor:
+    """Return a group's learning rate as a tensor beside its parameters, which a captured step reads."""
+    params: list[Tensor] = group["params"]
+    wide = any(p.dtype == torch.float64 for p in params)
+    return torch.tensor(group["lr"], dtype=torch.float64 if wide else torch.float32, device=params[0].device)
 
 
 def group_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

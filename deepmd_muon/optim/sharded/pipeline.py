@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepmd_muon.optim.dtensors import local_of
-from deepmd_muon.optim.routing.param_groups import group_settings
+from deepmd_muon.optim.routing.param_groups import group_settings, rate_of
 from deepmd_muon.optim.sharded.bucket import Bucket, Kind, Local, Owned
 from deepmd_muon.optim.sharded.messages import local_parts, local_shape, piece_of, staying_routes, travelling_route
 from deepmd_muon.optim.sharded.params import Member, muon_state
@@ -357,7 +357,7 @@ class Run:
             before = {k: targets[k].clone() for k in undecided if k in targets}
         for number, kind in bucket.kinds:
             group = self._optimizer.param_groups[number]
-            lr = running_lr(group["lr"], self._control)
+            lr = running_lr(rate_of(group), self._control)
             apply_updates(kind.targets, kind.updates, lr, self._settings[number].weight_decay)
             self._take_back(bucket, kind, before)
 

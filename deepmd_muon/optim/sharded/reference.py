@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from deepmd_muon.optim.routing.param_groups import group_settings
+from deepmd_muon.optim.routing.param_groups import group_settings, rate_of
 from deepmd_muon.optim.sharded.params import Member, muon_state
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.update.gradients import StepControl, waves
@@ -61,7 +61,7 @@ def step_everywhere(
                 momenta,
                 scores,
                 [member.entry.view for member in chosen if member.entry.view is not None],
-                lr=group["lr"],
+                lr=rate_of(group),
                 settings=settings,
                 control=control.on(params[0].device),
                 maximize=group["maximize"],

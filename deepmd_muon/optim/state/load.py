@@ -216,6 +216,9 @@ def _placed(optimizer: HybridMuon, key: str, value: Tensor, p: Tensor) -> Tensor
     if key in MOVED:
         device = torch.device("cpu") if optimizer._offload is not None else device
         value = _laid_out(optimizer, value, p)
+        if not hasattr(value, "device_mesh"):
+            # With the parameter's strides, whatever the saved ones were, as a first step would make it.
+            return torch.empty_like(p, dtype=dtype, device=device, requires_grad=False).copy_(value.detach())
     return value.detach().to(device, dtype, copy=True)
 
 
@@ -246,7 +249,7 @@ def _restore_learning_rates(optimizer: HybridMuon, groups: list[dict[str, Any]])
             # A scheduler made after the load starts from the present setting, never from the saved one.
             present.setdefault("initial_lr", float(present["lr"]))
         if isinstance(present["lr"], Tensor):
-            present["lr"].fill_(saved["lr"])
+            present["lr"].fill_(float(saved["lr"]))
         else:
             present["lr"] = float(saved["lr"])
         for key in sorted(set(present) & set(saved) - _NOT_SETTINGS):

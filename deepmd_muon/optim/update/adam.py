@@ -6,7 +6,9 @@ The rule is that of D. P. Kingma and J. Ba (arXiv:1412.6980), with the decay of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from torch.optim.adam import adam as torch_adam
 from deepmd_muon.optim.update.gradients import StepControl, in_dtype, ready_gradients
 
 EPSILON = 1e-20
+
+# Targets, gradients, first and second moments.
+Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 
 def moment_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -60,27 +65,54 @@ def adam_(
         Climb instead of descend.
     """
     wide = moment_dtype(params[0].dtype)
+    grads = ready_gradients(grads, wide, control.scale, maximize=maximize)
     # The parameters themselves unless they are 16 bits wide.
     targets = list(params) if params[0].dtype is wide else in_dtype(params, wide)
-    grads = ready_gradients(grads, wide, control.scale, maximize=maximize)
+    on_gpu = targets[0].is_cuda
+    if isinstance(lr, Tensor) and not (on_gpu and lr.is_cuda):
+        lr = float(lr)
+    # On a GPU the fused kernel reads a tensor in float32 alone.
+    exact = lr if isinstance(lr, Tensor) and lr.dtype == wide == torch.float64 else None
+    before = [] if exact is None else list(map(torch.clone, targets))
     values: dict[str, Any] = {
         "beta1": betas[0],
         "beta2": betas[1],
-        "lr": lr.float() if isinstance(lr, Tensor) else lr,  # the fused kernel takes no other dtype
+        "lr": lr.float() if isinstance(lr, Tensor) else lr,
         "weight_decay": weight_decay,
         "eps": EPSILON,
         "amsgrad": False,
         "maximize": False,
         "found_inf": control.skip,
     }
-    nothing: list[Tensor] = []  # no maxima: this is not AMSGrad
-    tensors = (targets, grads, list(exp_avgs), list(exp_avg_sqs), nothing, list(steps))
-    if targets[0].is_cuda and not (isinstance(lr, Tensor) and not lr.is_cuda):
-        _fused_on_gpu(*tensors, **values)
-    else:
-        torch_adam(*tensors, fused=True, decoupled_weight_decay=True, **values)
+    tensors = targets, grads, list(exp_avgs), list(exp_avg_sqs)
+    (_fused_on_gpu if on_gpu else _fused_on_cpu)(*tensors, list(steps), **values)
+    if exact is not None:
+        make_up_for_rounded_rate(targets, before, exact)
     if wide != params[0].dtype:
         torch._foreach_copy_(list(params), targets)
+
+
+def make_up_for_rounded_rate(targets: list[Tensor], before: list[Tensor], lr: Tensor) -> None:
+    """Turn a step that was taken with ``lr.float()`` into one with float64 `lr`: the change is proportional to it."""
+    rate = lr.float().double()
+    change = torch._foreach_sub(targets, before)
+    torch._foreach_mul_(change, torch.where(rate > 0, (lr - rate) / rate, 0.0))
+    torch._foreach_add_(targets, change)
+
+
+def _fused_on_cpu(
+    targets: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    **values: Any,
+) -> None:
+    """Call torch's kernel on tensors with the strides it takes for granted."""
+    tensors = targets, grads, exp_avgs, exp_avg_sqs
+    alike = _alike(tensors)
+    torch_adam(*alike, [], steps, fused=True, decoupled_weight_decay=True, **values)
+    _copy_back(tensors, alike)
 
 
 def _fused_on_gpu(
@@ -88,7 +120,6 @@ def _fused_on_gpu(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    nothing: list[Tensor],
     steps: list[Tensor],
     *,
     found_inf: Tensor | None,
@@ -98,9 +129,52 @@ def _fused_on_gpu(
 
     For 88 parameters grouping takes longer on the host than the launches.
     """
+    nothing: list[Tensor] = []  # no maxima: this is not AMSGrad
+    values |= {"grad_scale": None, "found_inf": found_inf}
+    tensors = targets, grads, exp_avgs, exp_avg_sqs
     torch._foreach_add_(steps, 1)
-    torch._fused_adamw_(
-        targets, grads, exp_avgs, exp_avg_sqs, nothing, steps, grad_scale=None, found_inf=found_inf, **values
-    )
+    try:
+        torch._fused_adamw_(*tensors, nothing, steps, **values)
+    except RuntimeError:  # of strides that differ: torch compares them before it launches anything
+        alike = _alike(tensors)
+        if all(map(is_, itertools.chain(*tensors), itertools.chain(*alike))):
+            raise
+        torch._fused_adamw_(*alike, nothing, steps, **values)
+        _copy_back(tensors, alike)
     if found_inf is not None:
         torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+
+def _alike(several: Lists) -> Lists:
+    """Return lists whose i-th tensors have equal strides and no gaps, which torch's fused kernels take for granted.
+
+    Tensors that are so already are returned themselves; of the others, contiguous copies.
+    """
+    if all(map(Tensor.is_contiguous, itertools.chain(*several))):
+        return several
+    rows = []
+    for row in zip(*several, strict=True):
+        same = len({x.stride() for x in row}) == 1 and _is_dense(row[0])
+        rows.append(row if same else [x.contiguous() for x in row])
+    targets, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*rows, strict=True))
+    return targets, grads, exp_avgs, exp_avg_sqs
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the elements of a tensor fill its memory in some order of the dimensions, each element once."""
+    expected = 1
+    for stride, size in sorted(pair for pair in zip(x.stride(), x.shape, strict=True) if pair[1] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _copy_back(originals: Lists, results: Lists) -> None:
+    """Write what a kernel did to copies into their originals; gradients, the second list, stay as they are."""
+    if originals is results:
+        return
+    for number in (0, 2, 3):
+        for original, result in zip(originals[number], results[number], strict=True):
+            if original is not result:
+                original.copy_(result)

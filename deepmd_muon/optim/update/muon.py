@@ -157,8 +157,8 @@ def apply_updates(params: Sequence[Tensor], updates: Sequence[Tensor], lr: float
     targets = in_dtype(params, wide)  # the parameters themselves unless they are 16 bits wide
     if weight_decay:
         torch._foreach_mul_(targets, 1.0 - lr * weight_decay)
-    # A CPU widens them while it adds, which saves the memory.
-    steps = in_dtype(updates, wide) if targets[0].is_cuda else updates
+    # A CPU widens them while it adds a multiple, which saves the memory.
+    steps = in_dtype(updates, wide) if targets[0].is_cuda or isinstance(lr, Tensor) else updates
     steps = [u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(steps, params, strict=True)]
     if isinstance(lr, Tensor):
         torch._foreach_sub_(targets, torch._foreach_mul(steps, lr))

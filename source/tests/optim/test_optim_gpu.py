@@ -166,3 +166,34 @@ def test_parameters_may_live_on_another_device_than_the_current_one():
             optimizer.step()
         results.append([p.detach().cpu() for p in params.values()])
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("settings", [{"adam_patterns": ["*"]}, {"adamw_patterns": ["*"]}, {}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_strides_do_not_matter_and_a_float64_learning_rate_is_read_exactly(settings, dtype):
+    lr = 0.1 if dtype == torch.float32 else torch.tensor(0.1, dtype=torch.float64, device="cuda")
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        p = nn.Parameter(torch.linspace(-1, 1, 144, dtype=dtype, device="cuda").view(4, 6, 3, 2))
+        optimizer = HybridMuon([("w", p)], lr, precision="float64", **settings)
+        for step in range(3):
+            p.data = p.data.contiguous(memory_format=layout)
+            grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            p.grad = grad.to("cuda", dtype)
+            optimizer.step()
+        found.append(p.detach().cpu())
+    q = nn.Parameter(torch.linspace(-1, 1, 144, dtype=dtype).view(4, 6, 3, 2))
+    on_cpu = HybridMuon([("w", q)], 0.1, precision="float64", **settings)
+    for step in range(3):
+        q.grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(dtype)
+        on_cpu.step()
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    for p in found:
+        assert torch.allclose(p, q.detach(), rtol=tolerance, atol=tolerance)
+
+
+def test_a_captured_step_of_float64_parameters_keeps_the_learning_rate_in_float64():
+    p = nn.Parameter(torch.ones(4, 6, dtype=torch.float64, device="cuda"))
+    (group,) = HybridMuon([("w", p)], 0.1, capturable=True).param_groups
+    assert group["lr"].dtype == torch.float64
+    assert float(group["lr"]) == 0.1
