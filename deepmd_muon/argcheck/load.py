@@ -14,10 +14,10 @@ from deepmd_muon.argcheck.errors import InputError, Problem
 from deepmd_muon.argcheck.files import read
 from deepmd_muon.argcheck.legacy import upgrade
 from deepmd_muon.argcheck.settings import Settings
+from deepmd_muon.files import whole_file
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import shown
-from deepmd_muon.whole_file import whole_file
 
 # start_lr · lr_adjust_coeff, the root-mean-square step of a matrix entry: within 9 % of the best of a scan after 3000
 # and after 18,000 steps, and the smallest value within 25 % of it (doc/benchmarks/convergence.md).

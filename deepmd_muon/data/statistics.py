@@ -14,7 +14,7 @@ import numpy as np
 
 from deepmd_muon.data.errors import DataError
 from deepmd_muon.data.system import System
-from deepmd_muon.whole_file import replacement
+from deepmd_muon.files import replacement
 
 
 def energy_bias(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from deepmd_muon.files import whole_file
 from deepmd_muon.infer.errors import PictureError
-from deepmd_muon.whole_file import whole_file
 
 
 def check_ending(path: Path) -> None:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepmd_muon.model.dcp_metadata import METADATA, open_regular, read_metadata
+from deepmd_muon.files import open_regular
+from deepmd_muon.model.checkpoint_archive import ArchiveError, load_archive
+from deepmd_muon.model.dcp_metadata import METADATA, read_metadata
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -23,7 +25,16 @@ if TYPE_CHECKING:
 SUFFIX = ".dcp"
 CONTENT = "content.pt"
 # What reading a checkpoint that is incomplete or damaged, or none at all, may raise.
-READ_ERRORS = (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, OSError)
+READ_ERRORS = (
+    ArchiveError,
+    RuntimeError,
+    pickle.UnpicklingError,
+    EOFError,
+    LookupError,
+    ValueError,
+    TypeError,
+    OSError,
+)
 
 _Keys = tuple[str | int, ...]
 """From the top of the content down to a tensor."""
@@ -127,9 +138,24 @@ def read_into(path: Path, targets: Mapping[_Keys, Tensor]) -> None:
 
 
 def _read_content(path: Path) -> dict[str, Any]:
-    with open_regular(path / CONTENT) as file:
-        parts: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    """Read the content without its tensors, and see that it is made as `take_apart` makes it."""
+    try:
+        with open_regular(path / CONTENT) as file:
+            parts: dict[str, Any] = load_archive(file)
+    except ArchiveError as error:
+        raise ArchiveError(f"{CONTENT}: {error}") from error
+    places = parts.get("tensors") if isinstance(parts, dict) else None
+    if not isinstance(places, list) or not all(_is_place(place) for place in places):
+        raise ArchiveError(f"{CONTENT}: it does not say where the tensors belong")
     return parts
+
+
+def _is_place(found: Any) -> bool:
+    """Return whether something is the name of a tensor and the keys that lead to it."""
+    if not isinstance(found, tuple) or len(found) != 2:
+        return False
+    name, keys = found
+    return isinstance(name, str) and isinstance(keys, tuple) and bool(keys) and all(type(k) in (str, int) for k in keys)
 
 
 def _read(path: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
@@ -143,5 +169,5 @@ def _read(path: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
         try:
             load(tensors, storage_reader=TensorReader(path, metadata), no_dist=True)
         except CheckpointException as error:  # which is no Exception
-            causes = "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
+            causes = "; ".join(str(cause) or type(cause).__name__ for cause, _ in error.failures.values())
             raise RuntimeError(causes) from error

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
-import zipfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from deepmd_muon.files import open_regular
+from deepmd_muon.model.checkpoint_archive import load_archive
 from deepmd_muon.model.checkpoint_directory import READ_ERRORS, SUFFIX, is_directory, read_directory
 from deepmd_muon.model.errors import CheckpointFileError
 
@@ -57,9 +55,9 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about files that are refused below, with a reason
-            content = read_directory(path, leave) if parted else torch.load(path, map_location="cpu", weights_only=True)
+            content = read_directory(path, leave) if parted else _read_file(path)
     except READ_ERRORS as error:
-        raise CheckpointFileError(f"{path} cannot be read as a checkpoint: {_reason(path, error)}") from error
+        raise CheckpointFileError(f"{path} cannot be read as a checkpoint: {_reason(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointFileError(f"{path} is no checkpoint: it holds a {type(content).__name__}")
     if "model" not in content and "_extra_state" in content:
@@ -76,20 +74,13 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
     return content
 
 
-def _reason(path: Path, error: Exception) -> str:
-    """Say in our words why a file cannot be read; torch's advice would be to run the code in it."""
-    if isinstance(error, PermissionError):
-        return "permission denied"
-    if path.is_dir():
-        return str(error).splitlines()[0]
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, OSError):
-        return "it is damaged, or torch.save did not write it"
-    if any("/code/" in name for name in names):
-        return "it is a frozen model (TorchScript)"
-    if damaged is None and isinstance(error, pickle.UnpicklingError):
-        return "it holds Python objects besides tensors and plain values, and loading those could run any code"
-    return "it is damaged or incomplete"
+def _read_file(path: Path) -> Any:
+    with open_regular(path) as file:
+        return load_archive(file)
+
+
+def _reason(error: Exception) -> str:
+    """Say in one line why a file cannot be read."""
+    if isinstance(error, OSError):
+        return (error.strerror or str(error)).lower()
+    return (str(error) or type(error).__name__).splitlines()[0]

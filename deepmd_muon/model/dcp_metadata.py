@@ -10,13 +10,13 @@ import math
 import os
 import pickle
 import re
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from deepmd_muon.files import open_regular
 from deepmd_muon.model.pickle_as_data import Name, Pairs, Record, read_pickle
 
 if TYPE_CHECKING:
@@ -91,21 +91,6 @@ def read_metadata(folder: Path) -> Metadata:
         size = os.fstat(file.fileno()).st_size
         _expect(size <= _MAX_BYTES, f"{size} bytes")
         return _metadata(read_pickle(file.read(_MAX_BYTES), _ALLOWED), folder)
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading.
-
-    Raises
-    ------
-    OSError
-        When it is something else; a FIFO would keep its reader waiting.
-    """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(f"{path} is not a regular file")
-    return os.fdopen(handle, "rb")
 
 
 def _metadata(found: Any, folder: Path) -> Metadata:

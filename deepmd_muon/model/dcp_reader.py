@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from deepmd_muon.model.dcp_metadata import open_regular
+from deepmd_muon.files import open_regular
+from deepmd_muon.model.checkpoint_archive import ArchiveError, load_archive
 
 
 class TensorReader(StorageReader):
@@ -64,7 +65,10 @@ class TensorReader(StorageReader):
         with open_regular(self._folder / place.relative_path) as file:
             file.seek(place.offset)
             content = file.read(place.length)
-        part = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        try:
+            part = load_archive(io.BytesIO(content))
+        except ArchiveError as error:
+            raise ArchiveError(f"{place.relative_path}, {name}: {error}") from error
         if type(part) is not Tensor or part.layout is not torch.strided:
             raise pickle.UnpicklingError(f"{place.relative_path} holds a {type(part).__name__} for {name}")
         return part

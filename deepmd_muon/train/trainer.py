@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.argcheck import Input
+from deepmd_muon.files import is_special, replacement
 from deepmd_muon.loss import EnergyLoss, check_labels
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.checkpoint_file import OWN_KEY
@@ -33,7 +34,6 @@ from deepmd_muon.train.step import TrainingStep
 from deepmd_muon.train.strategy import choose_strategy
 from deepmd_muon.train.validate import mean_metrics, metric_weights, validate
 from deepmd_muon.train.watch import STEPPING
-from deepmd_muon.whole_file import is_special, replacement
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from deepmd_muon.files import hidden_name, replace_link, whole_file
 from deepmd_muon.model.checkpoint_directory import CONTENT, SUFFIX, take_apart
 from deepmd_muon.train.checkpoint.files import write_pointer
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.parallel import Ranks
-from deepmd_muon.whole_file import hidden_name, replace_link, whole_file
 
 log = logging.getLogger(__name__)
 

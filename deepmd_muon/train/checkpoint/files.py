@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from deepmd_muon.files import replace_link, whole_file
 from deepmd_muon.model.checkpoint_file import OWN_KEY
-from deepmd_muon.whole_file import replace_link, whole_file
 
 log = logging.getLogger(__name__)
 

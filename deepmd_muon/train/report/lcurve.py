@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepmd_muon.whole_file import fresh_file, is_special
+from deepmd_muon.files import fresh_file, is_special
 
 _NOTE = "# If there is no available reference data, rmse_*_{val,trn} will print nan"
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from deepmd_muon.whole_file import fresh_file
+from deepmd_muon.files import fresh_file
 
 # The line form of deepmd-kit's log, so that scripts which read it read ours.
 _CONSOLE = "[%(asctime)s] DEEPMD {rank}%(levelname)-7s %(message)s"

@@ -1,11 +1,15 @@
 """What is no checkpoint is refused with a reason in our words, never with advice to run its code."""
 
 import pickle
+import zipfile
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
+from deepmd_muon.model.checkpoint_directory import take_apart
 from deepmd_muon.model.checkpoint_file import FORMAT_VERSION, OWN_KEY, checkpoint_path, read_checkpoint
 from deepmd_muon.model.errors import CheckpointFileError
 
@@ -48,6 +52,69 @@ def write_script(path):
 def write_truncated(path):
     torch.save({"model": {"weight": torch.zeros(1000)}}, path)
     path.write_bytes(path.read_bytes()[:2000])
+
+
+def flip_bits(path, places):
+    content = bytearray(path.read_bytes())
+    for place in places:
+        content[place // 8] ^= 1 << place % 8
+    path.write_bytes(content)
+
+
+def same(first, second):
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    return first == second
+
+
+def changed_bits(tmp_path, name, tries, read):
+    """Flip one bit at a time; return how many changes were found, the others having changed nothing that is read."""
+    path = tmp_path / name
+    original, expected = path.read_bytes(), read()
+    random = np.random.default_rng(tries)
+    found = 0
+    for place in random.integers(8 * len(original), size=tries).tolist():
+        flip_bits(path, [place])
+        try:
+            content = read()
+        except CheckpointFileError:
+            found += 1
+        else:
+            assert same(content, expected), place
+        path.write_bytes(original)
+    return found
+
+
+CONTENT = {
+    "model": {"a": torch.rand(20, 20), "b": torch.rand(300, dtype=torch.float64), "_extra_state": {"x": [1, "y"]}}
+}
+
+
+def test_changed_bits_of_a_file_are_found_or_harmless(tmp_path):
+    torch.save(CONTENT, tmp_path / "a.pt")
+    assert changed_bits(tmp_path, "a.pt", 300, lambda: read_checkpoint(tmp_path / "a.pt")) > 200
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "content.pt"])
+def test_changed_bits_of_a_directory_are_found_or_harmless(tmp_path, file):
+    (tmp_path / "a.dcp").mkdir()
+    parts, tensors = take_apart(CONTENT)
+    torch.save(parts, tmp_path / "a.dcp/content.pt")
+    save(tensors, storage_writer=FileSystemWriter(tmp_path / "a.dcp"), no_dist=True)
+    assert changed_bits(tmp_path, f"a.dcp/{file}", 100, lambda: read_checkpoint(tmp_path / "a.dcp")) > 30
+
+
+def test_a_member_that_is_there_twice_or_compressed_is_refused(tmp_path):
+    torch.save({"model": {"a": torch.zeros(3)}}, tmp_path / "a.pt")
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(tmp_path / "a.pt", "a") as archive:
+        archive.writestr("a/data/0", bytes(12))
+    assert "there twice" in refused(tmp_path / "a.pt")
+    torch.save({"model": {"a": torch.zeros(3)}}, tmp_path / "b.pt")
+    with zipfile.ZipFile(tmp_path / "b.pt", "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("b/more", bytes(1 << 20))
+    assert "compressed" in refused(tmp_path / "b.pt")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

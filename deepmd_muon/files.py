@@ -1,7 +1,8 @@
-"""Writing files: in one piece, never through a link that someone has put there, and into devices as they are."""
+"""Opening files: written in one piece, never through a link that someone has put there; read if they are files."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -96,3 +97,18 @@ def is_special(path: Path) -> bool:
     except OSError:
         return False
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises
+    ------
+    OSError
+        When it cannot be opened or is something else: a FIFO would keep its reader waiting, a device may have no end.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return os.fdopen(handle, "rb")

@@ -14,12 +14,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from deepmd_muon.data import Frames, StatFile
+from deepmd_muon.files import append_to, fresh_file, hidden_name, is_special, replace_link, whole_file
 from deepmd_muon.infer import picture
 from deepmd_muon.infer.details import DetailFiles
 from deepmd_muon.infer.predictor import Prediction
 from deepmd_muon.train.report.lcurve import LearningCurveFile
 from deepmd_muon.train.report.logs import set_up_logging
-from deepmd_muon.whole_file import append_to, fresh_file, hidden_name, is_special, replace_link, whole_file
 
 
 @pytest.fixture(autouse=True)

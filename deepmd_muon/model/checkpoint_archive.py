@@ -1,0 +1,73 @@
+"""Reading what torch.save wrote: the checksum of every member is compared first, and nothing in it is executed."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import zipfile
+import zlib
+from typing import Any, BinaryIO
+
+import torch
+
+_CHUNK = 1 << 20
+
+
+class ArchiveError(Exception):
+    """An archive is damaged, or holds what is not read; the message says so and does not name the file."""
+
+
+def load_archive(file: BinaryIO) -> Any:
+    """Return what torch.save wrote into a file, on the CPU.
+
+    torch itself does not compare the checksums that it writes, so that a changed byte is a changed weight.
+
+    Parameters
+    ----------
+    file
+        Open for reading, at its beginning.
+
+    Raises
+    ------
+    ArchiveError
+        When a member does not fit its checksum, or the archive holds other than tensors and plain values.
+    """
+    _check(file)
+    file.seek(0)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # torch's own message advises to run the code in the file.
+        reason = "it holds Python objects besides tensors and plain values, and loading those could run any code"
+        raise ArchiveError(reason) from error
+    except MemoryError as error:
+        raise ArchiveError("it does not fit into memory") from error
+    except Exception as error:  # what torch raises for archives of other contents is not documented
+        raise ArchiveError("torch.save did not write it like this: it is damaged or made by other means") from error
+
+
+def _check(file: BinaryIO) -> None:
+    """Compare all members with their checksums."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            names = {member.filename for member in members}
+            if any("/code/" in name for name in names):
+                raise ArchiveError("it is a frozen model (TorchScript)")
+            if len(names) != len(members) or any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                raise ArchiveError("torch.save did not write it: members are compressed or there twice")
+            for member in members:
+                _check_member(archive, member)
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, LookupError, OSError, struct.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise ArchiveError("it is damaged, or torch.save did not write it") from error
+
+
+def _check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+    try:
+        with archive.open(member) as content:
+            while content.read(_CHUNK):
+                pass
+    except (zipfile.BadZipFile, EOFError, RuntimeError, zlib.error) as error:
+        raise ArchiveError(f"it is damaged: its part {member.filename} does not fit its checksum") from error
