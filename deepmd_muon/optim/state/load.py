@@ -143,7 +143,12 @@ def _read_own(groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]])
                 f"the state dict lists {len(keys)} parameters but routes {len(table)} of them: it is damaged"
             )
         by_name = {entry.name: key for entry, key in zip(table, keys, strict=True)}
-    return {entry.name: Saved(entry, dict(state.get(by_name[entry.name], {}))) for entry in table}
+    return {entry.name: Saved(entry, _without_powers(state.get(by_name[entry.name], {}))) for entry in table}
+
+
+def _without_powers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a state carries for deepmd-kit's class alone, which counts no steps."""
+    return {key: value for key, value in values.items() if key not in ("beta1_pow", "beta2_pow")}
 
 
 def _kind(state: Mapping[Any, Mapping[str, Any]]) -> str:
@@ -157,10 +162,15 @@ def _kind(state: Mapping[Any, Mapping[str, Any]]) -> str:
 
 
 def _differences(saved: Mapping[str, Saved], present: RouteTable) -> dict[str, str]:
-    """Return one line for each parameter that is on one side only or whose shape, route or view differs."""
+    """Return one line for each parameter that is on one side only or whose shape, route or view differs.
+
+    A parameter without elements may be missing: deepmd-kit's models have some that ours do not.
+    """
     differences = {}
     for entry in present:
         if entry.name not in saved:
+            if 0 in entry.shape:
+                continue
             differences[entry.name] = f"{entry.name}: not in the saved state; present: {_describe(entry)}"
             continue
         old = saved[entry.name].entry
@@ -168,8 +178,8 @@ def _differences(saved: Mapping[str, Saved], present: RouteTable) -> dict[str, s
             differences[entry.name] = f"{entry.name}: saved: {_describe(old)}; present: {_describe(entry)}"
     names = {entry.name for entry in present}
     for name in saved:
-        if name not in names:
-            old = saved[name].entry
+        old = saved[name].entry
+        if name not in names and 0 not in old.shape:
             differences[name] = f"{name}: saved: {_describe(old)}; not among the present parameters"
     return differences
 
