@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "deepmd_muon"
-ROOMS = ("argcheck", "cli", "data", "infer", "loss", "model", "optim", "train")
+ROOMS = ("argcheck", "cli", "data", "deepmd_kit", "infer", "loss", "model", "optim", "train")
 # Which rooms a room may import from, beside itself.
 ARROWS = {
     "argcheck": {"model", "optim"},
     "cli": {"argcheck", "data", "infer", "model", "optim", "train"},
     "data": set(),
+    "deepmd_kit": {"argcheck", "optim"},
     "infer": {"data", "model"},
     "loss": set(),
     "model": set(),
@@ -27,6 +28,7 @@ GROUND = ("setting", "section")
 THIRD_PARTY = {
     "argcheck": {"dargs", "yaml"},
     "data": {"numpy", "h5py", "vesin"},
+    "deepmd_kit": {"dargs", "deepmd", "torch"},
     "loss": {"torch"},
     "model": {"torch", "numpy"},
     "optim": {"torch", "triton"},
@@ -77,6 +79,7 @@ def test_every_room_is_known():
     [
         ("import deepmd_muon", ("torch", "triton", "numpy")),
         ("import deepmd_muon.argcheck", ("torch", "triton")),
+        ("import deepmd_muon.deepmd_kit.entry", ("torch", "triton", "numpy", "dargs")),
         ("import deepmd_muon.data", ("torch", "triton")),
         ("import deepmd_muon.cli.main", ("torch", "triton", "h5py", "matplotlib")),
         ("from deepmd_muon.optim import HybridMuon", ("triton", "dargs", "h5py", "vesin")),

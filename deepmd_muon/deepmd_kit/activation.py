@@ -1,0 +1,63 @@
+"""Whether HybridMuon of this package trains inside deepmd-kit, and how it gets there."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+VARIABLE = "DEEPMD_MUON"
+# The trainers of `dp --pt` and `dp --pt-expt`.
+TRAINERS = ("deepmd.pt.train.training", "deepmd.pt_expt.train.training")
+
+
+class ActivationError(ValueError):
+    """The environment variable DEEPMD_MUON has a value without a meaning."""
+
+
+def wanted(environment: Mapping[str, str]) -> bool:
+    """Whether the user asks for this package's optimizer inside deepmd-kit: ``DEEPMD_MUON=1``.
+
+    Raises
+    ------
+    ActivationError
+        When the variable is neither 1, 0 nor empty.
+    """
+    value = environment.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ActivationError(
+            f"the environment variable {VARIABLE} must be 1 (deepmd-muon's HybridMuon inside deepmd-kit) or 0; "
+            f"found {value!r}"
+        )
+    return value == "1"
+
+
+def activate() -> None:
+    """Extend deepmd-kit's trainers when it imports them; deepmd-kit loads its plugins before."""
+    sys.meta_path.insert(0, TrainerFinder())
+
+
+class TrainerFinder(importlib.abc.MetaPathFinder):
+    """Finds deepmd-kit's trainer modules as Python does, and extends each after its import."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the module's own spec with a last step added to its execution; None for all other modules."""
+        if fullname not in TRAINERS:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_extend(module: ModuleType) -> None:
+            from deepmd_muon.deepmd_kit.trainer import extend
+
+            execute(module)
+            extend(module)
+
+        spec.loader.exec_module = execute_and_extend  # type: ignore[method-assign]
+        return spec

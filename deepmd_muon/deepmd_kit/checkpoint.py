@@ -1,0 +1,97 @@
+"""Optimizer states between the checkpoints of deepmd-kit's trainers, at any `zero_stage`, and HybridMuon.
+
+A state dict lists its parameters as numbers (`zero_stage` 0 and 1) or by name (2 and 3, by torch.distributed). Ours
+carries names and routes in its groups, deepmd-kit's own class writes neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
+from deepmd_muon.optim.routing.rules import canonical_name
+
+# The lists of a group with one entry per parameter.
+PER_PARAMETER = ("params", "param_names", "routes", "views", "shapes")
+
+
+def with_powers(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Add to Adam's state the powers of both decays, from which deepmd-kit's class corrects its bias."""
+    state = dict(state_dict["state"])
+    for group in state_dict["param_groups"]:
+        beta1, beta2 = group["adam_betas"]
+        for key in group["params"]:
+            if "step" in state.get(key, {}):
+                steps = float(state[key]["step"])
+                state[key] = {**state[key], "beta1_pow": beta1**steps, "beta2_pow": beta2**steps}
+    return {**state_dict, "state": state}
+
+
+def with_names(state_dict: Mapping[str, Any], names: Sequence[str], step: int) -> dict[str, Any]:
+    """Return a state dict whose groups name their parameters.
+
+    Parameters
+    ----------
+    state_dict
+        ``optimizer`` of a checkpoint that deepmd-kit's trainer or this package's wrote.
+    names
+        Of the present parameters, in the trainer's order; they are taken where the state dict has none.
+    step
+        Steps taken, for the bias correction where a state of deepmd-kit's class no longer tells it.
+    """
+    groups = state_dict["param_groups"]
+    if all("param_names" in group for group in groups):
+        return dict(state_dict)
+    if all(isinstance(key, str) for group in groups for key in group["params"]):
+        names = [key for group in groups for key in group["params"]]
+    return name_deepmd_kit_state(state_dict, names, step)
+
+
+def of_parameters(state_dict: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the part of a state dict with names that belongs to some of its parameters."""
+    wanted = {canonical_name(name) for name in names}
+    groups, state = [], {}
+    for group in state_dict["param_groups"]:
+        kept = [i for i, name in enumerate(group["param_names"]) if canonical_name(name) in wanted]
+        lists = {key: [group[key][i] for i in kept] for key in PER_PARAMETER if key in group}
+        groups.append({**group, **lists})
+        state.update({key: state_dict["state"][key] for key in lists["params"] if key in state_dict["state"]})
+    return {"state": state, "param_groups": groups}
+
+
+def laid_out(state_dict: Mapping[str, Any], optimizer: HybridMuon) -> dict[str, Any]:
+    """Cut the whole tensors of a state dict with names as the optimizer lays out its state, without communication.
+
+    Parameters
+    ----------
+    state_dict
+        With whole tensors, the same on every rank.
+    optimizer
+        Its parameters are DTensors, or plain.
+    """
+    fresh = optimizer.fresh_state()
+    parameters = {
+        canonical_name(name): p
+        for group in optimizer.param_groups
+        for name, p in zip(group["param_names"], group["params"], strict=True)
+    }
+    state = dict(state_dict["state"])
+    for group in state_dict["param_groups"]:
+        for key, given in zip(group["params"], group["param_names"], strict=True):
+            name = canonical_name(given)
+            if name in parameters:
+                values, patterns = state.get(key, {}), fresh.get(name, {})
+                state[key] = {k: _cut(value, patterns.get(k, parameters[name])) for k, value in values.items()}
+    return {**state_dict, "state": state}
+
+
+def _cut(value: Any, pattern: Tensor) -> Any:
+    """Return a whole tensor laid out as a DTensor of the same shape is; anything else as it is."""
+    if not (isinstance(value, Tensor) and isinstance(pattern, DTensor) and value.shape == pattern.shape):
+        return value
+    value = value.to(pattern.device)
+    return distribute_tensor(value, pattern.device_mesh, pattern.placements, src_data_rank=None)

@@ -1,0 +1,62 @@
+"""HybridMuon's settings in the ``optimizer`` section of deepmd-kit's input."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dargs import Argument
+
+from deepmd_muon.argcheck import InputError, Problem
+from deepmd_muon.argcheck.check import check
+from deepmd_muon.argcheck.schema import keys_of
+from deepmd_muon.optim.config import HybridMuonConfig
+
+# The keys of deepmd-kit 3.2.0, which its trainers hand to the optimizer themselves.
+KEYS_OF_DEEPMD_KIT = frozenset(
+    {
+        *("momentum", "adam_beta1", "adam_beta2", "weight_decay", "lr_adjust", "lr_adjust_coeff"),
+        *("muon_mode", "enable_gram", "flash_muon", "magma_muon"),
+    }
+)
+_ALL_KEYS = [field.name for field in dataclasses.fields(HybridMuonConfig)]
+FURTHER_KEYS = tuple(key for key in _ALL_KEYS if key not in KEYS_OF_DEEPMD_KIT)
+
+
+def accept_further_keys(registry: Any) -> None:
+    """Let deepmd-kit's strict check of its input accept the settings that its own HybridMuon does not have.
+
+    Parameters
+    ----------
+    registry
+        ``deepmd.utils.argcheck.opt_args_plugin``.
+    """
+    theirs: Argument = registry.get_argument("HybridMuon")
+    further = [key for key in keys_of(HybridMuonConfig) if key.name not in theirs.sub_fields]
+
+    def arguments() -> list[Argument]:
+        return [*theirs.sub_fields.values(), *further]
+
+    # The registry keeps one entry per name, aliases and text, so this takes the place of deepmd-kit's.
+    register: Callable[..., Callable[..., Any]] = registry.register
+    register("HybridMuon", theirs.alias or None, theirs.doc)(arguments)
+
+
+def further_settings(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what HybridMuon takes beside the keys of deepmd-kit.
+
+    Parameters
+    ----------
+    section
+        ``optimizer`` of the input, after deepmd-kit's own check.
+
+    Raises
+    ------
+    InputError
+        Naming every key, deepmd-kit's included, whose value is out of its range.
+    """
+    checked = check(HybridMuonConfig, {key: value for key, value in section.items() if key != "type"})
+    if checked.settings is None:
+        raise InputError(Problem(f"optimizer/{p.path}", p.message) for p in checked.problems)
+    return {key: getattr(checked.settings, key) for key in FURTHER_KEYS}

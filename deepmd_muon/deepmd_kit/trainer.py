@@ -1,0 +1,100 @@
+"""What changes in deepmd-kit's trainers: the optimizer they make for HybridMuon, and how its state is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from deepmd_muon import __version__
+from deepmd_muon.deepmd_kit.checkpoint import laid_out, with_names
+from deepmd_muon.deepmd_kit.optimizer import DeepmdKitHybridMuon
+from deepmd_muon.deepmd_kit.settings import accept_further_keys, further_settings
+from deepmd_muon.deepmd_kit.zero_redundancy import ZeroRedundancyHybridMuon
+
+log = logging.getLogger(__name__)
+
+_Trainer: Any = object
+
+
+class UnsupportedDeepmdKitError(RuntimeError):
+    """The installed deepmd-kit is built otherwise than those this package knows."""
+
+
+class HybridMuonTrainer(_Trainer):
+    """Mixed into a trainer of deepmd-kit, before its own class."""
+
+    def __init__(self, config: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        section = config.get("optimizer", {})
+        _share_log()
+        self._further: dict[str, Any] = {}
+        if section.get("type") == "HybridMuon":
+            self._further = further_settings(section)
+        else:
+            log.warning("DEEPMD_MUON=1 changes nothing: the optimizer is %s", section.get("type", "Adam"))
+        super().__init__(config, *args, **kwargs)
+
+    def _create_optimizer(self, optimizer_class: type, **settings: Any) -> torch.optim.Optimizer:
+        """Make this package's optimizer where deepmd-kit asks for its HybridMuon."""
+        if optimizer_class.__name__ != "HybridMuonOptimizer":
+            made: torch.optim.Optimizer = super()._create_optimizer(optimizer_class, **settings)
+            return made
+        settings.pop("use_foreach")  # a way around gaps of torch that HybridMuon does not need
+        named = list(self.wrapper.named_parameters())
+        if self.sharding.stage == 1:
+            shared = ZeroRedundancyHybridMuon(named, **settings, **self._further)
+            optimizer: torch.optim.Optimizer = shared
+            routing = shared.optim.routing
+        else:
+            optimizer = own = DeepmdKitHybridMuon(named, **settings, **self._further)
+            routing = own.routing
+        if self.rank == 0:
+            of = "parameters of the first rank" if self.sharding.stage == 1 else "all parameters"
+            log.info("HybridMuon of deepmd-muon %s in place of deepmd-kit's (DEEPMD_MUON=1)", __version__)
+            log.info("routing of %s: %s", of, routing.summary())
+            log.debug("routes of %s:\n%s", of, routing)
+        return optimizer
+
+    def _load_optimizer_state(self, optimizer_state_dict: Mapping[str, Any] | None) -> None:
+        """Load the state of a checkpoint of either class, saved at any `zero_stage`."""
+        ours = isinstance(self.optimizer, (DeepmdKitHybridMuon, ZeroRedundancyHybridMuon))
+        if not ours or optimizer_state_dict is None or not self.restart_training:
+            super()._load_optimizer_state(optimizer_state_dict)
+            return
+        names = [name for name, _ in self.wrapper.named_parameters()]
+        state = with_names(optimizer_state_dict, names, self.start_step + 1)
+        if isinstance(self.optimizer, DeepmdKitHybridMuon):
+            state = laid_out(state, self.optimizer)
+        self.optimizer.load_state_dict(state)
+
+
+def extend(module: ModuleType) -> None:
+    """Put a trainer that makes this package's HybridMuon in the place of a module's ``Trainer``.
+
+    Raises
+    ------
+    UnsupportedDeepmdKitError
+        When the module's trainer lacks what `HybridMuonTrainer` builds on.
+    """
+    theirs: Any = getattr(module, "Trainer", None)
+    missing = [name for name in ("_create_optimizer", "_load_optimizer_state") if not hasattr(theirs, name)]
+    if missing:
+        raise UnsupportedDeepmdKitError(
+            f"{module.__name__}.Trainer has no {' and no '.join(missing)}: DEEPMD_MUON=1 works with deepmd-kit 3.2; "
+            "install that, or unset DEEPMD_MUON to train with deepmd-kit's own optimizer"
+        )
+    from deepmd.utils.argcheck import opt_args_plugin
+
+    accept_further_keys(opt_args_plugin)
+    module.Trainer = type("Trainer", (HybridMuonTrainer, theirs), {"__module__": module.__name__})  # type: ignore[attr-defined]
+
+
+def _share_log() -> None:
+    """Show this package's messages where deepmd-kit shows its own."""
+    theirs, ours = logging.getLogger("deepmd"), logging.getLogger("deepmd_muon")
+    ours.setLevel(theirs.getEffectiveLevel())
+    for handler in theirs.handlers:
+        ours.addHandler(handler)

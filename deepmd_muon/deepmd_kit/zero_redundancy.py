@@ -1,0 +1,87 @@
+"""`zero_stage` 1 of deepmd-kit: torch's ZeroRedundancyOptimizer around HybridMuon."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from deepmd_muon.deepmd_kit.checkpoint import PER_PARAMETER, of_parameters
+from deepmd_muon.deepmd_kit.optimizer import DeepmdKitHybridMuon
+
+
+class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
+    """Each rank steps some of the parameters and keeps their state; its checkpoints are those of one process.
+
+    torch's class copies every key of its groups to and from the rank's own optimizer, which holds other parameters
+    than its groups list. Here names and routes stay where they belong, and a state dict gets those of all ranks.
+
+    Parameters
+    ----------
+    named_parameters
+        Of the whole model, in the same order on all ranks.
+    lr
+        Learning rate.
+    settings
+        Of `DeepmdKitHybridMuon`.
+    """
+
+    def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], lr: float, **settings: Any) -> None:
+        self._names = {p: name for name, p in named_parameters}
+        make = functools.partial(_make_local, self._names, settings)
+        super().__init__([p for _, p in named_parameters], optimizer_class=make, lr=lr)  # type: ignore[arg-type]
+        self._manifests: list[Mapping[str, Sequence[str]]] = []
+
+    @staticmethod
+    def _sync_param_groups(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+        for group, other in zip(source, target, strict=True):
+            other.update({key: value for key, value in group.items() if key not in PER_PARAMETER})
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collect the state and the routes of all ranks on rank `to`; all ranks call it."""
+        super().consolidate_state_dict(to)
+        own = [{name: entry for name, *entry in _rows(group)} for group in self.optim.param_groups]
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, own, group=self.process_group)
+        self._manifests = [
+            {name: entry for part in of_group for name, entry in part.items()}
+            for of_group in zip(*gathered, strict=True)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `consolidate_state_dict` collected, as HybridMuon of a single process would."""
+        found = super().state_dict()
+        for group, present, manifest in zip(found["param_groups"], self.param_groups, self._manifests, strict=True):
+            names = [self._names[p] for p in present["params"]]
+            columns = zip(*(manifest[name] for name in names), strict=True)
+            group.update(param_names=names, **dict(zip(PER_PARAMETER[2:], map(list, columns), strict=True)))
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the part of a whole state dict that belongs to this rank's parameters.
+
+        Parameters
+        ----------
+        state_dict
+            Its groups name their parameters; see `deepmd_muon.deepmd_kit.checkpoint.with_names`.
+        """
+        mine = [self._names[p] for group in self.optim.param_groups for p in group["params"]]
+        self.optim.load_state_dict(of_parameters(state_dict, mine))
+        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+
+
+def _make_local(
+    names: Mapping[Tensor, str], settings: Mapping[str, Any], groups: list[dict[str, Any]], lr: float
+) -> DeepmdKitHybridMuon:
+    """Make the optimizer of one rank's parameters, which torch's class gives without names."""
+    named = [{**group, "params": [(names[p], p) for p in group["params"]]} for group in groups]
+    return DeepmdKitHybridMuon(named, lr, **settings)
+
+
+def _rows(group: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Return name, route, view and shape of each parameter of a group."""
+    return list(zip(*(group[key] for key in PER_PARAMETER[1:]), strict=True))
