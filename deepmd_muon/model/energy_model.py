@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.model.descriptor.interface import Described, Standardised
+from deepmd_muon.model import kernels
+from deepmd_muon.model.descriptor.interface import Described, Interpolated, Standardised
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
@@ -107,6 +108,24 @@ class EnergyModel(torch.nn.Module):
             out["virial"] = _virial(structures, slope, edges)
         return out
 
+    @property
+    def pieces(self) -> int:
+        """Pieces of the interpolation that training steps use, where the descriptor knows one; 0 for none."""
+        descriptor = self.atomic_model.descriptor
+        return descriptor.pieces if isinstance(descriptor, Interpolated) else 0
+
+    @pieces.setter
+    def pieces(self, pieces: int) -> None:
+        descriptor = self.atomic_model.descriptor
+        if isinstance(descriptor, Interpolated):
+            descriptor.pieces = pieces
+
+    def tune(self, structures: Structures) -> None:
+        """Let the descriptor choose `pieces` for the present weights and batches like this one."""
+        descriptor = self.atomic_model.descriptor
+        if isinstance(descriptor, Interpolated):
+            descriptor.tune(structures, edge_vectors(structures))
+
     def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
         """Set the descriptor's standardisation, values `(ntypes, 4)` from `environment_statistics`.
 
@@ -133,6 +152,11 @@ class EnergyModel(torch.nn.Module):
 
 def edge_vectors(structures: Structures) -> torch.Tensor:
     """Return r_ij = coord[j] + S·box − coord[i] `(nreal, nnei, 3)` [Å]; arbitrary in empty slots."""
+    if kernels.usable(structures.coord.device):
+        from deepmd_muon.model.descriptor import environment_kernels
+
+        atoms = structures.coord, structures.box, structures.order, structures.sorted_frame
+        return environment_kernels.edge_vectors(*atoms, structures.neighbor, structures.shift)
     coord = structures.coord.reshape(-1, 3)
     neighbor = structures.neighbor.clamp(min=0)
     edges = coord.index_select(0, neighbor.view(-1)).view(*neighbor.shape, 3)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepmd_muon.model import kernels
+
 
 class Environment(NamedTuple):
     """Environment rows of every edge and the three scalars that their derivative consists of.
@@ -47,6 +49,11 @@ def environment(
     protection
         `env_protection`, added to the distance in denominators [Å].
     """
+    if kernels.usable(edges.device):
+        from deepmd_muon.model.descriptor import environment_kernels
+
+        masked, rows, scalars = environment_kernels.environment(edges, empty, rcut, rcut_smth, protection)
+        return Environment(masked, rows, *scalars)
     edges = torch.where(empty.unsqueeze(-1), rcut, edges)
     square = (edges * edges).sum(-1)
     distance = square.sqrt()
@@ -80,6 +87,10 @@ class EdgeDerivative(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return dE/dr_ij `(nreal, nnei, 3)` [eV/Å] from dE/drow `(nreal, nnei, 4)`."""
         ctx.save_for_backward(edges, radial, isotropic, bend)
+        if kernels.usable(edges.device):
+            from deepmd_muon.model.descriptor import environment_kernels
+
+            return environment_kernels.pull(row_adjoint, edges, radial, isotropic, bend)
         along = (row_adjoint[..., 1:] * edges).sum(-1)
         scale = torch.addcmul(radial * row_adjoint[..., 0], bend, along)
         return torch.addcmul(isotropic.unsqueeze(-1) * row_adjoint[..., 1:], scale.unsqueeze(-1), edges)
@@ -89,6 +100,10 @@ class EdgeDerivative(torch.autograd.Function):
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
         """Return the Jacobian times the cotangent."""
         edges, radial, isotropic, bend = ctx.saved_tensors
+        if kernels.usable(edges.device):
+            from deepmd_muon.model.descriptor import environment_kernels
+
+            return environment_kernels.push(cotangent, edges, radial, isotropic, bend), None, None, None, None
         along = (cotangent * edges).sum(-1)
         out = torch.empty((*along.shape, 4), dtype=cotangent.dtype, device=cotangent.device)
         torch.mul(radial, along, out=out[..., 0])

@@ -72,6 +72,22 @@ class Standardised(Protocol):
         """Take mean and deviation of the rows per centre type `(ntypes, 4)`."""
 
 
+@runtime_checkable
+class Interpolated(Protocol):
+    """What a descriptor offers besides when training steps may interpolate its networks.
+
+    Attributes
+    ----------
+    pieces
+        Into how many pieces the interval of a network's argument is cut; 0 evaluates the networks themselves.
+    """
+
+    pieces: int
+
+    def tune(self, structures: Structures, edges: torch.Tensor) -> None:
+        """Choose `pieces` for the present weights and batches like this one."""
+
+
 def describe_by_autograd(
     function: Callable[[torch.Tensor], torch.Tensor], edges: torch.Tensor, *, force: bool
 ) -> Described:

@@ -30,7 +30,7 @@ THIRD_PARTY = {
     "data": {"numpy", "h5py", "vesin"},
     "deepmd_kit": {"dargs", "deepmd", "torch"},
     "loss": {"torch"},
-    "model": {"torch", "numpy"},
+    "model": {"torch", "numpy", "triton"},
     "optim": {"torch", "triton"},
 }
 STANDARD = set(sys.stdlib_module_names) | {"deepmd_muon"}

@@ -10,6 +10,7 @@ import torch
 from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.environment import Environment, edge_derivative, environment
 from deepmd_muon.model.descriptor.interface import Described, Pullback
+from deepmd_muon.model.descriptor.se_e2_a import interpolation
 from deepmd_muon.model.descriptor.se_e2_a.embedding import Tape, gather, plan_blocks, spread
 from deepmd_muon.model.descriptor.se_e2_a.settings import SeE2ASettings
 from deepmd_muon.model.errors import ModelError
@@ -65,6 +66,8 @@ class SeE2A(torch.nn.Module):
     """
 
     needs_statistics = True
+    #: Pieces into which training steps cut the interval of an embedding net; 0 evaluates it at every edge.
+    pieces = 0
 
     def __init__(
         self, settings: SeE2ASettings, type_map: Sequence[str], seed: int | Sequence[int] | None = None
@@ -108,20 +111,47 @@ class SeE2A(torch.nn.Module):
         """
         self._check(structures)
         env = self.environment(structures, edges)
-        dtype = self.sea.mean.dtype
-        inverse = 1.0 / self.sea.stddev[:, 0]
-        empty_row = (-self.sea.mean[:, 0] * inverse)[structures.sorted_type]
-        scale = inverse[structures.sorted_type]
-        rows = torch.addcmul(empty_row[:, None], env.rows.to(dtype), scale[:, None])
         used = self.used_slots(structures)
-        if used is not None:
-            rows = rows * used.unsqueeze(-1).to(dtype)
-        parts = _Contractions(self, structures, rows, empty_row, force=force)
+        rows, empty_row, scale = self._standardised(structures, env, used)
+        parts: _Contractions | _Interpolated
+        if self.pieces and torch.is_grad_enabled():
+            parts = _Interpolated(self, structures, rows, empty_row)
+        else:
+            parts = _Contractions(self, structures, rows, empty_row, force=force)
         a = parts.gathered / sum(self.sel)
         d = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis])
         if not force:
             return Described(d.flatten(1), None)
         return Described(d.flatten(1), self._pullback(env, a, parts, scale, used))
+
+    def _standardised(
+        self, structures: Structures, env: Environment, used: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return R `(nreal, nnei, 4)`, R of an empty slot and dR/drow `(nreal, 4)`."""
+        dtype = self.sea.mean.dtype
+        inverse = 1.0 / self.sea.stddev[:, 0]
+        empty_row = (-self.sea.mean[:, 0] * inverse)[structures.sorted_type]
+        scale = inverse[structures.sorted_type]
+        rows = torch.addcmul(empty_row[:, None], env.rows.to(dtype), scale[:, None])
+        if used is not None:
+            rows = rows * used.unsqueeze(-1).to(dtype)
+        return rows, empty_row, scale
+
+    def networks(self) -> list[list[Network]]:
+        """Return the network of each neighbour type, for each centre type unless all centres share them."""
+        ntypes, nets = len(self.sel), self.sea.filter_layers
+        if self.one_side:
+            return [[nets[other] for other in range(ntypes)]]
+        return [[nets[other * ntypes + centre] for other in range(ntypes)] for centre in range(ntypes)]
+
+    @torch.no_grad()
+    def tune(self, structures: Structures, edges: torch.Tensor) -> None:
+        """Choose `pieces` for the present weights and batches like this one; it waits for the device."""
+        used = self.used_slots(structures)
+        rows, empty_row, _ = self._standardised(structures, self.environment(structures, edges), used)
+        self.pieces = interpolation.fewest_pieces(
+            self.networks(), self.activation, rows, empty_row, structures.sections, self.sel
+        )
 
     def _check(self, structures: Structures) -> None:
         for width, sel, name in zip(structures.sections, self.sel, self.type_map, strict=True):
@@ -129,7 +159,12 @@ class SeE2A(torch.nn.Module):
                 raise ModelError(f"the batch has {width} columns for neighbours of type {name}, more than sel {sel}")
 
     def _pullback(
-        self, env: Environment, a: torch.Tensor, parts: _Contractions, scale: torch.Tensor, used: torch.Tensor | None
+        self,
+        env: Environment,
+        a: torch.Tensor,
+        parts: _Contractions | _Interpolated,
+        scale: torch.Tensor,
+        used: torch.Tensor | None,
     ) -> Pullback:
         def pullback(adjoint: torch.Tensor) -> torch.Tensor:
             d_bar = adjoint.view(-1, self.width, self.axis)
@@ -164,12 +199,11 @@ class _Contractions:
     ) -> None:
         self.parts: list[list[tuple[slice, Tape, torch.Tensor]]] = []
         atoms = [slice(None)] if model.one_side else _ranges(structures.type_counts)
-        ntypes = len(model.sel)
         sums: list[torch.Tensor] = []
-        for centre, here in enumerate(atoms):
+        for here, networks in zip(atoms, model.networks(), strict=True):
             gathered, parts = [], []
             for other, columns in enumerate(_ranges(structures.sections)):
-                network = model.sea.filter_layers[other if model.one_side else other * ntypes + centre]
+                network = networks[other]
                 tape = Tape(
                     plan_blocks(structures.filled[other, here], structures.sections[other], rows.device),
                     model.sel[other],
@@ -184,12 +218,33 @@ class _Contractions:
                 parts.append((here, tape, link))
             sums.append(sum(gathered[1:], start=gathered[0]))
             self.parts.append(parts)
-        self.gathered = sums[0] if len(sums) == 1 else torch.cat(sums)
+        self.gathered = _join(sums)
 
     def spread(self, adjoint: torch.Tensor) -> torch.Tensor:
         """Return dE/drow `(nreal, nnei, 4)` from dE/dA `(nreal, 4, M)`."""
         joined = [torch.cat([spread(tape, adjoint[here], link) for here, tape, link in row], 1) for row in self.parts]
-        return joined[0] if len(joined) == 1 else torch.cat(joined)
+        return _join(joined)
+
+
+class _Interpolated:
+    """The same sums over interpolated networks; see `interpolation`."""
+
+    def __init__(self, model: SeE2A, structures: Structures, rows: torch.Tensor, empty_row: torch.Tensor) -> None:
+        self.edges = interpolation.cut(rows, empty_row, model.pieces, structures.sections, model.sel)
+        atoms = [slice(None)] if model.one_side else _ranges(structures.type_counts)
+        coefficients = [interpolation.coefficients(nets, model.activation, self.edges) for nets in model.networks()]
+        self.blocks = list(zip(atoms, coefficients, strict=True))
+        expanded = interpolation.expand(self.edges)
+        self.gathered = _join([torch.matmul(expanded[here], c) for here, c in self.blocks])
+
+    def spread(self, adjoint: torch.Tensor) -> torch.Tensor:
+        """Return dE/drow `(nreal, nnei, 4)` from dE/dA `(nreal, 4, M)`."""
+        products = _join([torch.matmul(adjoint[here], c.t()) for here, c in self.blocks])
+        return interpolation.evaluate(self.edges, products)
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _ranges(widths: Sequence[int]) -> list[slice]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from deepmd_muon.model import layers
 from deepmd_muon.model.activation import Activation, activation
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.ener.settings import EnerSettings
@@ -22,14 +23,11 @@ from deepmd_muon.model.networks import (
 )
 
 
-def _skip(x: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """Return copies of x side by side, as a residual layer adds them."""
-    return torch.cat([x, x], dim=1) if copies == 2 else x
-
-
-def _unskip(x: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """Apply the transpose of `_skip`."""
-    return x.view(x.shape[0], 2, -1).sum(1) if copies == 2 else x
+def _down(of_h: torch.Tensor, layer: LayerTensors, above: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """Return the cotangent of a layer's input from those of h and of its output."""
+    if not copies:
+        return torch.mm(of_h, layer.matrix.t())
+    return torch.addmm(layers.fold(above, copies), of_h, layer.matrix.t())
 
 
 class EnergyAndSlope(torch.autograd.Function):
@@ -50,16 +48,15 @@ class EnergyAndSlope(torch.autograd.Function):
         *hidden, last = unflatten(flat)
         inputs, keeps = [x], []
         for layer, kind in zip(hidden, copies, strict=True):
-            value, keep = f(torch.addmm(layer.bias, inputs[-1], layer.matrix))
-            out = value if layer.idt is None else value * layer.idt
-            inputs.append(out + _skip(inputs[-1], kind) if kind else out)
+            h = torch.addmm(layer.bias, inputs[-1], layer.matrix)
+            out, keep = layers.forward(f, h, layer.idt, inputs[-1], kind)
+            inputs.append(out)
             keeps.append(keep)
         adjoints = [last.matrix.t().expand(x.shape[0], -1)]
         for layer, kind, keep in zip(reversed(hidden), reversed(copies), reversed(keeps), strict=True):
             above = adjoints[-1]
-            h_bar = f.times_slope(keep, above if layer.idt is None else above * layer.idt)
-            below = torch.mm(h_bar, layer.matrix.t())
-            adjoints.append(below.add_(_unskip(above, kind)) if kind else below)
+            h_bar = layers.slope(f, keep, layer.idt, above)
+            adjoints.append(_down(h_bar, layer, above, kind))
         ctx.activation, ctx.copies = f, copies
         ctx.save_for_backward(*inputs, *keeps, *adjoints[:-1], *flat)
         slope = adjoints[-1] if hidden else adjoints[-1].clone()
@@ -74,40 +71,33 @@ class EnergyAndSlope(torch.autograd.Function):
         inputs, rest = ctx.saved_tensors[: depth + 1], ctx.saved_tensors[depth + 1 :]
         keeps, adjoints, flat = rest[:depth], rest[depth : 2 * depth], rest[2 * depth :]
         *hidden, last = unflatten(flat)
-        tangents, before, moved = [slope_cotangent], [], []
+        tangents, before = [slope_cotangent], []
         for layer, kind, keep in zip(hidden, ctx.copies, keeps, strict=True):
             before.append(torch.mm(tangents[-1], layer.matrix))
-            moved.append(f.times_slope(keep, before[-1]))
-            out = moved[-1] if layer.idt is None else moved[-1] * layer.idt
-            tangents.append(out + _skip(tangents[-1], kind) if kind else out)
+            tangents.append(layers.tangent(f, keep, layer.idt, before[-1], tangents[-1], kind))
         last_matrix = torch.addmm(tangents[-1].sum(0).unsqueeze(1), inputs[-1].t(), energy_cotangent)
         gradients = [None, energy_cotangent.sum(0), last_matrix]
         down = torch.mm(energy_cotangent, last.matrix.t())
         for index in reversed(range(depth)):
             layer, keep, kind = hidden[index], keeps[index], ctx.copies[index]
-            cotangent = torch.stack([down, adjoints[depth - 1 - index]])
-            idt_gradient = None
-            if layer.idt is not None:
-                idt_gradient = torch.addcmul(f.value_of(keep) * down, moved[index], cotangent[1]).sum(0)
-                cotangent *= layer.idt
-            f.pull_back_(keep, before[index], cotangent)
+            adjoint = adjoints[depth - 1 - index]
+            pair, of_bias, of_idt = layers.cotangents(f, keep, layer.idt, before[index], down, adjoint)
             both = torch.cat([inputs[index], tangents[index]])
-            gradients += [idt_gradient, cotangent[0].sum(0), torch.mm(both.t(), cotangent.flatten(0, 1))]
-            below = torch.mm(cotangent[0], layer.matrix.t())
-            down = below.add_(_unskip(down, kind)) if kind else below
+            gradients += [of_idt, of_bias, torch.mm(both.t(), pair.flatten(0, 1))]
+            down = _down(pair[0], layer, down, kind)
         return (None, None, down, *reversed(gradients))
 
 
 energy_and_slope: Callable[..., tuple[torch.Tensor, torch.Tensor]] = EnergyAndSlope.apply  # torch leaves it untyped
 
 
-def _energy(f: Activation, copies: tuple[Copies, ...], x: torch.Tensor, layers: Sequence[LayerTensors]) -> torch.Tensor:
+def _energy(f: Activation, copies: tuple[Copies, ...], x: torch.Tensor, stack: Sequence[LayerTensors]) -> torch.Tensor:
     """E alone, as `EnergyAndSlope` returns it, left to autograd."""
-    for layer, kind in zip(layers[:-1], copies, strict=True):
+    for layer, kind in zip(stack[:-1], copies, strict=True):
         value = f.value(torch.addmm(layer.bias, x, layer.matrix))
         out = value if layer.idt is None else value * layer.idt
-        x = out + _skip(x, kind) if kind else out
-    return torch.addmm(layers[-1].bias, x, layers[-1].matrix)
+        x = out + layers.repeat(x, kind) if kind else out
+    return torch.addmm(stack[-1].bias, x, stack[-1].matrix)
 
 
 class EnergyFitting(torch.nn.Module):

@@ -1,0 +1,207 @@
+"""Triton kernels of edge vectors, environment rows and their derivative, one launch each.
+
+`environment` and `deepmd_muon.model.energy_model.edge_vectors` define the results.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+# ruff: noqa: ANN001, ANN202
+# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
+# branch that is decided at compile time must be a statement.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 256
+
+
+@triton.jit
+def _edge_vectors_kernel(
+    out,
+    coord,
+    box,
+    order,
+    frame,
+    neighbor,
+    shift,
+    count,
+    nnei,
+    periodic: tl.constexpr,
+    block: tl.constexpr,
+):
+    """r_ij = coord[j] + S·box − coord[i]."""
+    edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = edge < count
+    atom = edge // nnei
+    here = tl.load(order + atom, real, 0) * 3
+    there = tl.maximum(tl.load(neighbor + edge, real, 0), 0) * 3
+    if periodic:
+        cell = tl.load(frame + atom, real, 0) * 9
+        s0 = tl.load(shift + edge * 3, real, 0).to(tl.float64)
+        s1 = tl.load(shift + edge * 3 + 1, real, 0).to(tl.float64)
+        s2 = tl.load(shift + edge * 3 + 2, real, 0).to(tl.float64)
+    for k in tl.static_range(3):
+        x = tl.load(coord + there + k, real, 0.0) - tl.load(coord + here + k, real, 0.0)
+        if periodic:
+            x += s0 * tl.load(box + cell + k, real, 0.0)
+            x += s1 * tl.load(box + cell + 3 + k, real, 0.0)
+            x += s2 * tl.load(box + cell + 6 + k, real, 0.0)
+        tl.store(out + edge * 3 + k, x, real)
+
+
+@triton.jit
+def _environment_kernel(
+    masked,
+    rows,
+    scalars,
+    edges,
+    empty,
+    count,
+    rcut: tl.constexpr,
+    rcut_smth: tl.constexpr,
+    protection: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Rows, and the three scalars of their derivative one after another in `scalars` (3, count)."""
+    edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = edge < count
+    none = tl.load(empty + edge, real, 1) != 0
+    x = tl.where(none, rcut, tl.load(edges + edge * 3, real, 1.0))
+    y = tl.where(none, rcut, tl.load(edges + edge * 3 + 1, real, 1.0))
+    z = tl.where(none, rcut, tl.load(edges + edge * 3 + 2, real, 1.0))
+    distance = tl.sqrt(x * x + y * y + z * z)
+    u = tl.minimum(tl.maximum((distance - rcut_smth) / (rcut - rcut_smth), 0.0), 1.0)
+    switch = u * u * u * ((15.0 - 6.0 * u) * u - 10.0) + 1.0
+    bump = u * (u - 1.0)
+    slope = bump * bump * (-30.0 / (rcut - rcut_smth))
+    t = 1.0 / (distance + protection)
+    per_distance = 1.0 / distance
+    isotropic = switch * t * t
+    slope_t = slope * t
+    tl.store(masked + edge * 3, x, real)
+    tl.store(masked + edge * 3 + 1, y, real)
+    tl.store(masked + edge * 3 + 2, z, real)
+    tl.store(rows + edge * 4, switch * t, real)
+    tl.store(rows + edge * 4 + 1, isotropic * x, real)
+    tl.store(rows + edge * 4 + 2, isotropic * y, real)
+    tl.store(rows + edge * 4 + 3, isotropic * z, real)
+    tl.store(scalars + edge, (slope_t - isotropic) * per_distance, real)
+    tl.store(scalars + count + edge, isotropic, real)
+    tl.store(scalars + 2 * count + edge, (slope_t - 2.0 * isotropic) * t * per_distance, real)
+
+
+@triton.jit
+def _pull_kernel(
+    out,
+    adjoint,
+    edges,
+    radial,
+    isotropic,
+    bend,
+    count,
+    block: tl.constexpr,
+):
+    """dE/dr_ij from dE/drow."""
+    edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = edge < count
+    x, y = tl.load(edges + edge * 3, real, 0.0), tl.load(edges + edge * 3 + 1, real, 0.0)
+    z = tl.load(edges + edge * 3 + 2, real, 0.0)
+    a0, a1 = tl.load(adjoint + edge * 4, real, 0.0), tl.load(adjoint + edge * 4 + 1, real, 0.0)
+    a2, a3 = tl.load(adjoint + edge * 4 + 2, real, 0.0), tl.load(adjoint + edge * 4 + 3, real, 0.0)
+    iso = tl.load(isotropic + edge, real, 0.0)
+    scale = tl.load(radial + edge, real, 0.0) * a0 + tl.load(bend + edge, real, 0.0) * (a1 * x + a2 * y + a3 * z)
+    tl.store(out + edge * 3, iso * a1 + scale * x, real)
+    tl.store(out + edge * 3 + 1, iso * a2 + scale * y, real)
+    tl.store(out + edge * 3 + 2, iso * a3 + scale * z, real)
+
+
+@triton.jit
+def _push_kernel(
+    out,
+    cotangent,
+    edges,
+    radial,
+    isotropic,
+    bend,
+    count,
+    block: tl.constexpr,
+):
+    """Apply the transpose of `_pull_kernel`."""
+    edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = edge < count
+    x, y = tl.load(edges + edge * 3, real, 0.0), tl.load(edges + edge * 3 + 1, real, 0.0)
+    z = tl.load(edges + edge * 3 + 2, real, 0.0)
+    c1, c2 = tl.load(cotangent + edge * 3, real, 0.0), tl.load(cotangent + edge * 3 + 1, real, 0.0)
+    c3 = tl.load(cotangent + edge * 3 + 2, real, 0.0)
+    along = c1 * x + c2 * y + c3 * z
+    iso, turn = tl.load(isotropic + edge, real, 0.0), tl.load(bend + edge, real, 0.0) * along
+    tl.store(out + edge * 4, tl.load(radial + edge, real, 0.0) * along, real)
+    tl.store(out + edge * 4 + 1, iso * c1 + turn * x, real)
+    tl.store(out + edge * 4 + 2, iso * c2 + turn * y, real)
+    tl.store(out + edge * 4 + 3, iso * c3 + turn * z, real)
+
+
+def edge_vectors(
+    coord: torch.Tensor,
+    box: torch.Tensor | None,
+    order: torch.Tensor,
+    frame: torch.Tensor,
+    neighbor: torch.Tensor,
+    shift: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return r_ij `(nreal, nnei, 3)` [Å]; arguments as in `Structures`."""
+    out = coord.new_empty(*neighbor.shape, 3)
+    periodic = box is not None and shift is not None
+    _edge_vectors_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
+        out,
+        coord.contiguous(),
+        box.contiguous() if box is not None else coord,
+        order,
+        frame,
+        neighbor.contiguous(),
+        shift.contiguous() if shift is not None else neighbor,
+        neighbor.numel(),
+        neighbor.shape[1],
+        periodic=periodic,
+        block=BLOCK,
+    )
+    return out
+
+
+def environment(
+    edges: torch.Tensor, empty: torch.Tensor, rcut: float, rcut_smth: float, protection: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return edges with empty slots at the cutoff, rows, and `(3, nreal, nnei)` radial, isotropic, bend."""
+    masked, rows = torch.empty_like(edges), edges.new_empty(*empty.shape, 4)
+    scalars = edges.new_empty(3, *empty.shape)
+    _environment_kernel[(triton.cdiv(empty.numel(), BLOCK),)](
+        masked,
+        rows,
+        scalars,
+        edges.contiguous(),
+        empty.contiguous(),
+        empty.numel(),
+        rcut=rcut,
+        rcut_smth=rcut_smth,
+        protection=protection,
+        block=BLOCK,
+    )
+    return masked, rows, scalars
+
+
+def pull(adjoint: torch.Tensor, edges: torch.Tensor, *scalars: torch.Tensor) -> torch.Tensor:
+    """Return dE/dr_ij `(nreal, nnei, 3)` from dE/drow `(nreal, nnei, 4)`."""
+    out = torch.empty_like(edges)
+    count = out.numel() // 3
+    _pull_kernel[(triton.cdiv(count, BLOCK),)](out, adjoint.contiguous(), edges, *scalars, count, block=BLOCK)
+    return out
+
+
+def push(cotangent: torch.Tensor, edges: torch.Tensor, *scalars: torch.Tensor) -> torch.Tensor:
+    """Apply the transpose of `pull` `(nreal, nnei, 4)`."""
+    out = edges.new_empty(*edges.shape[:-1], 4)
+    count = out.numel() // 4
+    _push_kernel[(triton.cdiv(count, BLOCK),)](out, cotangent.contiguous(), edges, *scalars, count, block=BLOCK)
+    return out

@@ -1,0 +1,191 @@
+"""Triton kernels of what a tanh layer does between its matrix products; `layers` defines their results."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+# ruff: noqa: ANN001, ANN202
+# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
+# branch that is decided at compile time must be a statement.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 512
+
+
+@triton.jit
+def _tanh(x):
+    """As torch on CPUs here: 1 − 2/(e^2x + 1), off by 2e-16 at most in float64."""
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def _forward_kernel(
+    out,
+    keep,
+    z,
+    idt,
+    x,
+    count,
+    width,
+    n_in,
+    scaled: tl.constexpr,
+    residual: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Store keep = tanh z and out = keep·idt + copies of x."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = at < count
+    row, column = at // width, at % width
+    value = _tanh(tl.load(z + at, real, 0.0))
+    tl.store(keep + at, value, real)
+    if scaled:
+        value *= tl.load(idt + column, real, 0.0)
+    if residual:
+        value += tl.load(x + row * n_in + column % n_in, real, 0.0)
+    tl.store(out + at, value, real)
+
+
+@triton.jit
+def _slope_kernel(
+    out,
+    keep,
+    idt,
+    above,
+    count,
+    width,
+    stride,
+    scaled: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Store out = (1 − keep²)·idt·above; `stride` 0 reads one row of `above` for all."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = at < count
+    row, column = at // width, at % width
+    value = tl.load(keep + at, real, 0.0)
+    moved = tl.load(above + row * stride + column, real, 0.0)
+    if scaled:
+        moved *= tl.load(idt + column, real, 0.0)
+    tl.store(out + at, (1.0 - value * value) * moved, real)
+
+
+@triton.jit
+def _tangent_kernel(
+    out,
+    keep,
+    idt,
+    before,
+    tangent,
+    count,
+    width,
+    n_in,
+    scaled: tl.constexpr,
+    residual: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Store out = (1 − keep²)·before·idt + copies of the tangent below."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = at < count
+    row, column = at // width, at % width
+    value = tl.load(keep + at, real, 0.0)
+    result = (1.0 - value * value) * tl.load(before + at, real, 0.0)
+    if scaled:
+        result *= tl.load(idt + column, real, 0.0)
+    if residual:
+        result += tl.load(tangent + row * n_in + column % n_in, real, 0.0)
+    tl.store(out + at, result, real)
+
+
+@triton.jit
+def _cotangent_kernel(
+    out,
+    keep,
+    idt,
+    before,
+    down,
+    adjoint,
+    count,
+    width,
+    stride,
+    scaled: tl.constexpr,
+    block: tl.constexpr,
+):
+    """If `scaled`, the cotangent of idt per row; then those of h and of its tangent: `out` (2 or 3, rows, width)."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = at < count
+    row, column = at // width, at % width
+    value, tangent = tl.load(keep + at, real, 0.0), tl.load(before + at, real, 0.0)
+    up, along = tl.load(down + at, real, 0.0), tl.load(adjoint + row * stride + column, real, 0.0)
+    slope = 1.0 - value * value
+    if scaled:
+        tl.store(out + at, value * up + slope * tangent * along, real)
+        out += count
+        scale = tl.load(idt + column, real, 0.0)
+        up *= scale
+        along *= scale
+    tl.store(out + at, slope * (up - 2.0 * value * tangent * along), real)
+    tl.store(out + count + at, slope * along, real)
+
+
+def _grid(keep: torch.Tensor) -> tuple[int]:
+    return (triton.cdiv(keep.numel(), BLOCK),)
+
+
+def forward(
+    z: torch.Tensor, idt: torch.Tensor | None, x: torch.Tensor, *, residual: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `layers.forward`."""
+    out, keep = torch.empty_like(z), torch.empty_like(z)
+    scaled = idt is not None
+    sizes = z.numel(), z.shape[1], x.shape[1]
+    _forward_kernel[_grid(z)](
+        out, keep, z, idt if scaled else z, x, *sizes, scaled=scaled, residual=residual, block=BLOCK
+    )
+    return out, keep
+
+
+def _row_stride(above: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return a tensor whose rows are dense, and the distance between rows, 0 where all are one."""
+    if above.stride(1) != 1 or above.stride(0) not in (0, above.shape[1]):
+        above = above.contiguous()
+    return above, above.stride(0)
+
+
+def slope(keep: torch.Tensor, idt: torch.Tensor | None, above: torch.Tensor) -> torch.Tensor:
+    """See `layers.slope`."""
+    out = torch.empty_like(keep)
+    scaled = idt is not None
+    above, stride = _row_stride(above)
+    sizes = keep.numel(), keep.shape[1], stride
+    _slope_kernel[_grid(keep)](out, keep, idt if scaled else keep, above, *sizes, scaled=scaled, block=BLOCK)
+    return out
+
+
+def tangent(
+    keep: torch.Tensor, idt: torch.Tensor | None, before: torch.Tensor, below: torch.Tensor, *, residual: bool
+) -> torch.Tensor:
+    """See `layers.tangent`."""
+    out = torch.empty_like(keep)
+    scaled = idt is not None
+    sizes = keep.numel(), keep.shape[1], below.shape[1]
+    below = below.contiguous()
+    _tangent_kernel[_grid(keep)](
+        out, keep, idt if scaled else keep, before, below, *sizes, scaled=scaled, residual=residual, block=BLOCK
+    )
+    return out
+
+
+def cotangents(
+    keep: torch.Tensor, idt: torch.Tensor | None, before: torch.Tensor, down: torch.Tensor, adjoint: torch.Tensor
+) -> torch.Tensor:
+    """See `layers.cotangents`."""
+    scaled = idt is not None
+    out = keep.new_empty(2 + scaled, *keep.shape)
+    adjoint, stride = _row_stride(adjoint)
+    sizes = keep.numel(), keep.shape[1], stride
+    down = down.contiguous()
+    _cotangent_kernel[_grid(keep)](
+        out, keep, idt if scaled else keep, before, down, adjoint, *sizes, scaled=scaled, block=BLOCK
+    )
+    return out

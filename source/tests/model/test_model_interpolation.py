@@ -1,0 +1,148 @@
+"""Interpolated embedding nets against the nets themselves."""
+
+import numpy as np
+import pytest
+import torch
+from model_batches import make_batch, section
+
+from deepmd_muon.model import build_model
+from deepmd_muon.model.descriptor.se_e2_a import interpolation
+from deepmd_muon.model.energy_model import edge_vectors
+
+
+def batch(nframes=2, natoms=12):
+    rng = np.random.default_rng(5)
+    coord = rng.uniform(0.0, 7.0, (nframes, natoms, 3))
+    atype = np.tile(np.arange(natoms) % 2, (nframes, 1))
+    atype[0, -1] = -1  # padding
+    box = np.tile(np.array([[7.0, 0, 0], [1.0, 7.5, 0], [0, 0.5, 6.5]]), (nframes, 1, 1))
+    return make_batch(coord, atype, box, 4.0, [40, 30], widths=(38, 30))
+
+
+def model(**descriptor):
+    built = build_model(
+        section(descriptor=descriptor, fitting_net={"precision": descriptor.get("precision", "default")})
+    )
+    mean = torch.tensor([[0.05, 0, 0, 0], [0.07, 0, 0, 0]], dtype=torch.float64)
+    built.set_statistics(mean, torch.full((2, 4), 0.15, dtype=torch.float64))
+    return built
+
+
+def results(built, structures, pieces):
+    built.pieces = pieces
+    built.zero_grad()
+    out = built(structures)
+    weights = torch.linspace(0.5, 1.5, out["force"].numel(), dtype=torch.float64).view(out["force"].shape)
+    (out["energy"].sum() + (out["force"] * weights).square().sum() + out["virial"].square().sum()).backward()
+    gradient = torch.cat([p.grad.flatten().double() for p in built.parameters()])
+    return out["energy"].detach(), out["force"].detach(), out["virial"].detach(), gradient
+
+
+@pytest.mark.parametrize("pieces", [16, 32, 64])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"type_one_side": False},
+        {"exclude_types": [[0, 1]]},
+        {"activation_function": "gelu", "resnet_dt": True, "neuron": [5, 5, 10]},
+        {"precision": "float32"},
+        {"set_davg_zero": True, "env_protection": 0.01},
+    ],
+    ids=lambda settings: ",".join(settings) or "default",
+)
+def test_interpolated_model_equals_the_exact_one(settings, pieces):
+    built, structures = model(**settings), batch()
+    single = settings.get("precision") == "float32"
+    for name, wanted, found in zip(
+        ("energy", "force", "virial", "gradient"),
+        results(built, structures, 0),
+        results(built, structures, pieces),
+        strict=True,
+    ):
+        error = float((found - wanted).norm() / wanted.norm())
+        assert error < (1e-5 if single else 1e-9), f"{name}: {error:.1e}"
+
+
+def test_forces_are_the_derivative_of_the_interpolated_energy():
+    built, structures = model(), batch(1)
+    built.pieces = 16
+    coord, step = structures.coord.clone(), 1e-5
+    out = built(structures)
+    for atom, axis in ((0, 0), (3, 1), (7, 2)):
+        energies = []
+        for sign in (1, -1):
+            structures.coord.copy_(coord)
+            structures.coord[0, atom, axis] += sign * step
+            energies.append(built(structures)["energy"].item())
+        structures.coord.copy_(coord)
+        slope = (energies[0] - energies[1]) / (2 * step)
+        assert out["force"][0, atom, axis].item() == pytest.approx(-slope, rel=1e-6, abs=1e-8)
+
+
+def test_only_steps_that_train_interpolate():
+    built, structures = model(activation_function="relu"), batch()
+    exact = built(structures)["energy"].detach()
+    built.pieces = 16
+    assert float((built(structures)["energy"].detach() - exact).abs().max()) > 1e-9
+    with torch.no_grad():
+        torch.testing.assert_close(built(structures)["energy"], exact, rtol=1e-14, atol=0)
+
+
+def test_evaluate_and_spread_are_transposes():
+    generator = torch.Generator().manual_seed(6)
+    rows = torch.randn(2, 9, 4, dtype=torch.float64, generator=generator)
+    edges = interpolation.cut(rows, rows[:, 0], 16, (4, 5), (4, 6))
+    product = torch.randn(2, 4, edges.terms, dtype=torch.float64, generator=generator, requires_grad=True)
+    moved = torch.randn(rows.shape, dtype=torch.float64, generator=generator)
+    slope = interpolation.evaluate(edges, product)
+    (back,) = torch.autograd.grad(slope, product, moved)
+    assert float((slope * moved).sum()) == pytest.approx(float((product * back).sum()), rel=1e-11)
+    torch.testing.assert_close(back, interpolation.spread_reference(edges, moved))
+
+
+def test_the_tail_tells_the_error():
+    built, structures = model().requires_grad_(False), batch()
+    descriptor = built.atomic_model.descriptor
+    (nets,) = descriptor.networks()
+    for scale in (1.0, 1.5, 1.5):  # each on top of the ones before
+        with torch.no_grad():
+            for p in nets[0].parameters():
+                p.mul_(scale)
+        env = descriptor.environment(structures, edge_vectors(structures))
+        rows, empty, _ = descriptor._standardised(structures, env, None)
+        edges = interpolation.cut(rows, empty, 16, structures.sections, descriptor.sel)
+        found = interpolation.coefficients(nets, descriptor.activation, edges)
+        s = rows[:, : structures.sections[0], 0].flatten()
+        exact = interpolation.layers.values(
+            descriptor.activation,
+            nets[0].copies,
+            s[:, None],
+            *(t for layer in nets[0].tensors for t in layer),
+        )
+        cell, basis, _ = interpolation._edge_basis(edges)
+        terms = found.unflatten(0, (-1, interpolation.ORDERS))[cell.view(rows.shape[:2]) % (2 * 16)]
+        features = torch.einsum("aem,aemf->aef", basis, terms)[:, : structures.sections[0]].flatten(0, 1)
+        error = float((features - exact).abs().max() / exact.abs().max())
+        assert error <= max(10.0 * float(interpolation.tail(found, 16)), 1e-13)
+
+
+@pytest.mark.parametrize(
+    ("scale", "activation", "wanted"),
+    [(1.0, "tanh", 16), (2.0, "tanh", 32), (3.0, "tanh", 64), (1.0, "relu", 0), (1e3, "tanh", 0)],
+)
+def test_tuning_takes_as_many_pieces_as_the_networks_need(scale, activation, wanted, monkeypatch):
+    monkeypatch.setattr(interpolation, "EDGES_PER_NODE", 0)
+    built = model(activation_function=activation)
+    with torch.no_grad():
+        for p in built.atomic_model.descriptor.sea.parameters():
+            p.mul_(scale)
+    built.tune(batch())
+    assert built.pieces == wanted
+
+
+def test_tuning_leaves_small_batches_exact():
+    built = model()
+    built.pieces = 16
+    built.tune(batch(1, 4))
+    assert built.pieces == 0

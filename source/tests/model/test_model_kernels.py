@@ -1,0 +1,118 @@
+"""The model's Triton kernels in Triton's interpreter, against torch's operations, which define their results."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed (pip install deepmd-muon[gpu])", allow_module_level=True)
+
+
+@pytest.mark.skipif(INSIDE, reason="this is the interpreter's own process")
+@pytest.mark.timeout(900)
+def test_kernels_in_the_interpreter():
+    # Triton reads the variable when a kernel is defined, so the cases run in a process of their own.
+    paths = os.pathsep.join([str(HERE.parent / "optim"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "interpreted", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None, done.stdout[-6000:]
+    assert int(passed[1]) == 14
+
+
+if INSIDE:
+    from deepmd_muon.model import layer_kernels, layers
+    from deepmd_muon.model.activation import activation
+    from deepmd_muon.model.descriptor import environment, environment_kernels
+    from deepmd_muon.model.descriptor.se_e2_a import interpolation, interpolation_kernels
+
+    DTYPES = [torch.float64, torch.float32]
+
+    def close(found, wanted):
+        """Compare relative to the largest element."""
+        limit = 1e-13 if wanted.dtype == torch.float64 else 2e-6
+        assert found.shape == wanted.shape
+        assert float((found - wanted).abs().max()) <= limit * float(wanted.abs().max())
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("pieces", [16, 32])
+    def test_interpolation_kernels(dtype, pieces):
+        generator = torch.Generator().manual_seed(1)
+        rows = torch.randn(3, 7 + 40, 4, dtype=dtype, generator=generator)
+        empty = torch.randn(3, 4, dtype=dtype, generator=generator)
+        edges = interpolation.cut(rows, empty, pieces, (7, 40), (9, 40))
+        close(interpolation_kernels.expand(edges), interpolation.expand_reference(edges))
+        product = torch.randn(3, 4, edges.terms, dtype=dtype, generator=generator)
+        close(interpolation_kernels.evaluate(edges, product), interpolation.evaluate_reference(edges, product))
+        moved = torch.randn(rows.shape, dtype=dtype, generator=generator)
+        close(interpolation_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved))
+
+    @pytest.mark.parametrize("protection", [0.0, 0.01])
+    def test_environment_kernels(protection):
+        generator = torch.Generator().manual_seed(2)
+        vectors = 3.0 * torch.randn(5, 60, 3, dtype=torch.float64, generator=generator)
+        empty = torch.rand(5, 60, generator=generator) < 0.2
+        env = environment.environment(vectors, empty, 6.0, 0.5, protection)
+        masked, rows, scalars = environment_kernels.environment(vectors, empty, 6.0, 0.5, protection)
+        for found, wanted in zip((masked, rows, *scalars), env, strict=True):
+            close(found, wanted)
+        adjoint = torch.randn(5, 60, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+        data = env.edges, env.radial, env.isotropic, env.bend
+        slope = environment.edge_derivative(adjoint, *data)
+        close(environment_kernels.pull(adjoint.detach(), *data), slope.detach())
+        moved = torch.randn(slope.shape, dtype=torch.float64, generator=generator)
+        close(environment_kernels.push(moved, *data), torch.autograd.grad(slope, adjoint, moved)[0])
+
+    @pytest.mark.parametrize("periodic", [False, True])
+    def test_edge_vectors_kernel(periodic):
+        generator = torch.Generator().manual_seed(3)
+        coord = torch.randn(2, 4, 3, dtype=torch.float64, generator=generator)
+        box = torch.randn(2, 3, 3, dtype=torch.float64, generator=generator) if periodic else None
+        neighbor = torch.randint(-1, 8, (6, 5), generator=generator)
+        shift = torch.randint(-2, 3, (6, 5, 3), generator=generator).to(torch.int16) if periodic else None
+        order, frame = torch.tensor([0, 1, 3, 4, 6, 7]), torch.tensor([0, 0, 0, 1, 1, 1])
+        flat = coord.view(-1, 3)
+        wanted = flat[neighbor.clamp(min=0)] - flat[order][:, None]
+        if periodic:
+            wanted = wanted + torch.bmm(shift.double(), box[frame])
+        close(environment_kernels.edge_vectors(coord, box, order, frame, neighbor, shift), wanted)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("copies", "n_in"), [(0, 7), (1, 6), (2, 3)])
+    def test_layer_kernels(dtype, copies, n_in):
+        generator, f, n = torch.Generator().manual_seed(4), activation("tanh"), 6
+
+        def normal(*shape):
+            return torch.randn(*shape, dtype=dtype, generator=generator)
+
+        for idt in (None, normal(n)):
+            h, x, before, down = normal(5, n), normal(5, n_in), normal(5, n), normal(5, n)
+            wanted, keep = layers.forward(f, h.clone(), idt, x, copies)
+            found = layer_kernels.forward(h, idt, x, residual=copies > 0)
+            close(found[0], wanted)
+            close(found[1], keep)
+            for above in (normal(5, n), normal(1, n).expand(5, n), normal(n, 5).t()):
+                close(layer_kernels.slope(keep, idt, above), layers.slope(f, keep, idt, above))
+                pair, of_bias, of_idt = layers.cotangents(f, keep, idt, before, down, above)
+                stacked = layer_kernels.cotangents(keep, idt, before, down, above)
+                close(stacked[-2:], pair)
+                close(stacked[-2].sum(0), of_bias)
+                if idt is not None:
+                    close(stacked[0].sum(0), of_idt)
+            wanted = layers.tangent(f, keep, idt, before, x, copies)
+            close(layer_kernels.tangent(keep, idt, before, x, residual=copies > 0), wanted)
