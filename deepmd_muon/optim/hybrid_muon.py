@@ -31,7 +31,7 @@ from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import Offload
 from deepmd_muon.optim.state.load import drop_unfit, load_checked_state
 from deepmd_muon.optim.step import Work, step_waves
-from deepmd_muon.optim.torch_hooks import seen_when_watched
+from deepmd_muon.optim.torch_hooks import asked_by_grad_scaler, seen_when_watched
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of, nonfinite
 
 if TYPE_CHECKING:
@@ -118,8 +118,7 @@ class HybridMuon(Optimizer):
     scalable for LLM training", arXiv:2502.16982 (matching the update's RMS).
     """
 
-    # torch.amp.GradScaler then leaves unscaling and skipping to `step`, through two attributes.
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = property(lambda _: asked_by_grad_scaler())
     _fused: FusedSteps | None = None  # made by the first step that needs it
     _offload: Offload | None = None
     _beside: SideStream | None = None

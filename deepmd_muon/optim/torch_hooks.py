@@ -1,8 +1,9 @@
-"""A step that profilers and hooks see, and that does not pay for them where there are none."""
+"""What torch asks of an optimizer: a step that profilers and hooks see, and support of gradient scalers."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -12,6 +13,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 Step = TypeVar("Step", bound=Callable[..., Any])
+
+
+def asked_by_grad_scaler() -> bool:
+    """Whether torch.amp.GradScaler reads the property that calls this.
+
+    The scaler then leaves unscaling and skipping to `step`, through the attributes `grad_scale` and `found_inf`. Others
+    take a true value for "gradients are still scaled before the step": Lightning refuses to clip them, also in bf16,
+    where no scaler is used.
+    """
+    # Frames: this function, the property, its reader.
+    return sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"
 
 
 def seen_when_watched(step: Step) -> Step:

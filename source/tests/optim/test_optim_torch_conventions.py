@@ -307,6 +307,19 @@ def test_a_gradient_scaler_with_clipping_in_between():
         assert torch.allclose(p, q, atol=1e-6)
 
 
+def test_only_the_gradient_scaler_leaves_unscaling_to_the_step():
+    """Lightning refuses to clip the gradients of an optimizer with this attribute, also in bf16 without a scaler."""
+    model = make_model()
+    optimizer = HybridMuon(model.named_parameters(), **SETTINGS)
+    assert getattr(optimizer, "_step_supports_amp_scaling", False) is False
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(loss_of(model)).backward()
+    scaled = model[0].weight.grad.clone()
+    scaler.step(optimizer)
+    assert torch.equal(model[0].weight.grad, scaled)  # unscaled inside of the step alone, without waiting for it
+    assert not hasattr(optimizer, "grad_scale")
+
+
 def overflow(model, value):
     loss_of(model).backward()
     model[2].weight.grad[0, 0] = value
