@@ -424,7 +424,7 @@ def test_restart_says_where_an_automatic_sel_comes_from_and_names_another_one(sm
         from deepmd_muon.train import run
 
         assert run("input.json", restart="model.ckpt-5.pt", log_level="INFO") == 0
-    assert f'sel "auto" becomes {saved}, as in model.ckpt-5.pt' in caplog.text
+    assert f"sel of model/descriptor becomes {saved}, as in model.ckpt-5.pt" in caplog.text
     content["model"]["descriptor"]["sel"] = [saved[0] + 4]
     with pytest.raises(
         CheckpointError, match=rf"model/descriptor/sel: \[{saved[0]}\] in the checkpoint, \[{saved[0] + 4}\] here"
