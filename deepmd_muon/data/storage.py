@@ -1,7 +1,7 @@
-"""Where the arrays of a system lie: a folder of npy files or a group of an HDF5 file.
+"""What `System` asks of the place where its arrays lie, and what both kinds of places need for the answers.
 
-Both kinds answer the same few questions, so that `System` does not know which one it reads. Nothing stays
-open in a pickle, and after a fork the child opens its own handles.
+`NpyStore` is a folder, `HDF5Store` a group of a file. Nothing stays open in a pickle, and after a fork the child opens
+its own handles.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
-import h5py
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError
@@ -74,128 +72,53 @@ class Store(Protocol):
         """Read the words of a text file, e.g. ``type.raw``."""
 
     def shape(self, path: str) -> tuple[int, ...]:
-        """Shape of an array, read from its header; raises when the file is shorter than its header says."""
+        """Shape of an array of real numbers, read from its header; anything else is an error."""
 
     def rows(self, path: str, indices: np.ndarray, single: bool) -> np.ndarray:
         """Rows `indices` (any order) of an array; `single`: the file has no frame axis and is row 0."""
 
 
-class NpyStore:
-    """A system as a folder of ``type.raw``, ``set.000/coord.npy`` and so on."""
+class FileWatch:
+    """Size and time stamp of files when they were first looked at.
 
-    def __init__(self, root: str, handles: HandleCache) -> None:
-        self._root = root
-        self._handles = handles
+    A file that is rewritten during a run would change the data without a word, one that is cut short would end the
+    process: its pages are mapped.
+    """
 
-    @property
-    def root(self) -> str:
-        """Name of the system, its folder."""
-        return self._root
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, int]] = {}
 
-    def sets(self) -> list[str]:
-        """Names of the ``set.*`` folders, sorted."""
-        return sorted(p.name for p in Path(self.root).glob("set.*") if p.is_dir())
+    def check(self, system: str, path: str) -> None:
+        """Compare a file with what it was at first.
 
-    def names(self, folder: str) -> frozenset[str]:
-        """Names of the files in `folder`."""
-        return frozenset(os.listdir(os.path.join(self.root, folder)))
-
-    def words(self, path: str) -> list[str]:
-        """Read the words of a text file."""
-        return Path(self.root, path).read_text(encoding="utf-8").split()
-
-    def _map(self, path: str) -> np.ndarray:
-        full = os.path.join(self.root, path)
+        Raises
+        ------
+        SystemFormatError
+            When it has changed or is gone.
+        """
         try:
-            array: np.ndarray = np.load(full, mmap_mode="r", allow_pickle=False)
-            return array
-        except (ValueError, EOFError, OSError) as error:
-            raise SystemFormatError(self.root, path, self._diagnose(full, error)) from error
-
-    @staticmethod
-    def _diagnose(full: str, error: Exception) -> str:
-        """Say what a file that cannot be mapped should have held, from its header."""
-        try:
-            with open(full, "rb") as file:
-                version = np.lib.format.read_magic(file)
-                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, _, dtype = read(file)
-                expected = int(np.prod(shape)) * dtype.itemsize
-                found = os.path.getsize(full) - file.tell()
-        except (ValueError, EOFError, OSError):
-            return f"cannot be read as an npy array ({error}); write it again with numpy.save"
-        if found < expected:
-            return (
-                f"truncated: its header says shape {shape} of {dtype} ({expected} bytes), "
-                f"{found} bytes of data are there; copy or write it again"
+            status = os.stat(path)
+        except OSError as error:
+            raise SystemFormatError(system, path, f"cannot be looked at: {error.strerror}") from error
+        found = (status.st_size, status.st_mtime_ns)
+        first = self._seen.setdefault(path, found)
+        if found != first:
+            change = f"{first[0]} bytes, now {found[0]}" if found[0] != first[0] else f"{found[0]} bytes, written again"
+            raise SystemFormatError(
+                system, path, f"has changed while it was in use ({change}); start again with data that stay as they are"
             )
-        return f"cannot be read as an npy array: {error}"
-
-    def _open(self, path: str) -> np.ndarray:
-        array: np.ndarray = self._handles.get(os.path.join(self.root, path), lambda: self._map(path))
-        return array
-
-    def shape(self, path: str) -> tuple[int, ...]:
-        """Shape of an array; mapping it fails when the file is shorter than its header says."""
-        return self._map(path).shape
-
-    def rows(self, path: str, indices: np.ndarray, single: bool) -> np.ndarray:
-        """Rows of an array; only their pages are read."""
-        array = self._open(path)
-        taken: np.ndarray = np.asarray(array[None] if single else array)[indices]
-        return taken
 
 
-class HDF5Store:
-    """A system as a group of an HDF5 file: the same names as datasets."""
+def check_array(system: str, path: str, shape: tuple[int, ...] | None, dtype: np.dtype) -> tuple[int, ...]:
+    """Return the shape of an array that holds real numbers.
 
-    def __init__(self, file: str, group: str, handles: HandleCache) -> None:
-        self.file = file
-        self.group = group.strip("/")
-        self._handles = handles
-
-    @property
-    def root(self) -> str:
-        """Name of the system, ``file.hdf5#/group``."""
-        return f"{self.file}#/{self.group}"
-
-    def _node(self, path: str) -> Any:
-        name = "/".join(part for part in (self.group, path) if part) or "/"
-
-        def open_node() -> Any:
-            file = self._handles.get(self.file, lambda: h5py.File(self.file, "r"))
-            return file[name]
-
-        return self._handles.get(f"{self.file}#/{name}", open_node)
-
-    def sets(self) -> list[str]:
-        """Names of the ``set.*`` groups, sorted."""
-        group = self._node("")
-        return sorted(name for name in group if name.startswith("set.") and isinstance(group[name], h5py.Group))
-
-    def names(self, folder: str) -> frozenset[str]:
-        """Names of the datasets in `folder`."""
-        return frozenset(self._node(folder))
-
-    def words(self, path: str) -> list[str]:
-        """Read the entries of a dataset that stands for a text file: numbers, strings, or one text."""
-        values = np.atleast_1d(self._node(path)[()]).ravel().tolist()
-        return [word for v in values for word in (v.decode() if isinstance(v, bytes) else str(v)).split()]
-
-    def shape(self, path: str) -> tuple[int, ...]:
-        """Shape of a dataset."""
-        node = self._node(path)
-        if not isinstance(node, h5py.Dataset):
-            raise SystemFormatError(self.root, path, f"is a {type(node).__name__.lower()}, not a dataset")
-        return tuple(node.shape)
-
-    def rows(self, path: str, indices: np.ndarray, single: bool) -> np.ndarray:
-        """Rows of a dataset: one slice where they are neighbours, else row by row."""
-        dataset = self._node(path)
-        if single:
-            return np.asarray(np.asarray(dataset[()])[None][indices])
-        first, last = int(indices.min()), int(indices.max())
-        # Read the span when at least half of it is wanted: one call of HDF5 costs as much as many rows.
-        if last - first + 1 <= 2 * len(indices):
-            return np.asarray(dataset[first : last + 1][indices - first])
-        return np.stack([dataset[int(k)] for k in indices])
+    Raises
+    ------
+    SystemFormatError
+        For values of other kinds, whose conversion would drop imaginary parts or read text, and for none at all.
+    """
+    if dtype.kind not in "fiu":
+        raise SystemFormatError(system, path, f"expected real numbers, found values of dtype {dtype}")
+    if shape is None:
+        raise SystemFormatError(system, path, "expected an array, found an empty dataset")
+    return shape

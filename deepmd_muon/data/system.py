@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
-import h5py
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError, TypeMapError
 from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, Frames, label_shape
-from deepmd_muon.data.storage import HandleCache, HDF5Store, NpyStore, Store
+from deepmd_muon.data.hdf5_store import hdf5_stores
+from deepmd_muon.data.npy_store import npy_stores
+from deepmd_muon.data.storage import HandleCache, Store
+
+#: Positions and cells beyond it [Å] are mistakes; the neighbour list counts cells with 32 bits.
+MAX_LENGTH = 1e7
 
 
 class System:
@@ -87,10 +90,20 @@ class System:
         try:
             types = np.array([float(word) for word in self._store.words("type.raw")])
         except ValueError as error:
+            if isinstance(error, SystemFormatError):
+                raise
             raise SystemFormatError(self.name, "type.raw", f"expected one integer per atom: {error}") from error
-        if len(types) == 0 or (types % 1 != 0).any():
-            raise SystemFormatError(self.name, "type.raw", f"expected one integer per atom, found {types}")
-        return types.astype(np.int32)
+        if len(types) == 0:
+            raise SystemFormatError(self.name, "type.raw", "expected one integer per atom, found none")
+        return self._as_types(types, "type.raw")
+
+    def _as_types(self, values: np.ndarray, file: str) -> np.ndarray:
+        """Convert numbers that must be whole and fit into int32."""
+        limit = np.iinfo(np.int32).max
+        wrong = ~(np.abs(values) <= limit) | (values % 1 != 0)
+        if wrong.any():
+            raise SystemFormatError(self.name, file, f"expected one integer per atom, found {values[wrong].flat[0]:g}")
+        return values.astype(np.int32)
 
     def _is_mixed(self, contents: list[frozenset[str]]) -> bool:
         flags = ["real_atom_types.npy" in names for names in contents]
@@ -104,6 +117,9 @@ class System:
     def _translate(self, type_map: Sequence[str] | None) -> tuple[tuple[str, ...] | None, np.ndarray | None]:
         """Find how the system's type numbers become indices into `type_map`."""
         own = self._own_types
+        if own is not None and len(set(own)) < len(own):
+            twice = sorted({name for name in own if own.count(name) > 1})
+            raise TypeMapError(f"system {self.name}: type_map.raw has {twice} more than once: their types are mixed up")
         if type_map is None or len(type_map) == 0:
             if own is None and self.mixed:
                 raise TypeMapError(f"system {self.name}: a mixed-type system needs type_map.raw or a type map")
@@ -149,6 +165,8 @@ class System:
                 hint = "; a system without periodic boundaries needs a file nopbc" if required == "box.npy" else ""
                 raise SystemFormatError(self.name, f"{folder}/{required}", f"missing{hint}")
         coord = self._store.shape(f"{folder}/coord.npy")
+        if not coord:
+            raise SystemFormatError(self.name, f"{folder}/coord.npy", "expected frames of positions, found one number")
         nframes = 1 if len(coord) == 1 else coord[0]
         widths = {"coord.npy": 3 * self.natoms}
         if self.pbc:
@@ -211,7 +229,7 @@ class System:
         if self._atype is not None:
             return np.tile(self._atype, (len(indices), 1))
         files = ["real_atom_types.npy"] * len(self._sets)
-        raw = self._read(files, indices).astype(np.int32).reshape(len(indices), self.natoms)
+        raw = self._as_types(self._read(files, indices).reshape(len(indices), self.natoms), "real_atom_types.npy")
         return self._apply_translation(raw, "real_atom_types.npy")
 
     def _set_of(self, wanted: np.ndarray) -> np.ndarray:
@@ -233,6 +251,8 @@ class System:
             if not np.isfinite(values).all():
                 bad = local[mine][~np.isfinite(values).all(axis=1)]
                 raise SystemFormatError(self.name, path, f"value that is not finite in frame {bad[0]} of this set")
+            if files[k] in ("coord.npy", "box.npy") and np.abs(values).max(initial=0.0) > MAX_LENGTH:
+                raise SystemFormatError(self.name, path, f"a length of {np.abs(values).max():g} Å; check the units")
             if len(values) == len(wanted):
                 return values
             if result is None:
@@ -310,55 +330,6 @@ def check_type_maps(systems: Sequence[System]) -> tuple[str, ...] | None:
 def _stores(path: str, handles: HandleCache) -> Iterator[Store]:
     """Find all systems at or below a path."""
     if "#" in path or os.path.isfile(path):
-        yield from _hdf5_stores(path, handles)
-        return
-    if not os.path.isdir(path):
-        raise SystemNotFoundError(f"system {path} does not exist (relative paths start at {os.getcwd()})")
-    found = _folders(path)
-    if not found:
-        raise SystemNotFoundError(f"no system found in {path}: neither it nor a folder below has a type.raw")
-    for folder in found:
-        yield NpyStore(folder, handles)
-
-
-def _folders(root: str) -> list[str]:
-    """Folders with a ``type.raw`` at or below `root`, sorted; links are followed, circles are not."""
-    seen: set[str] = set()
-    found: list[str] = []
-    for folder, below, files in os.walk(root, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:
-            below.clear()
-            continue
-        seen.add(real)
-        below[:] = sorted(name for name in below if not name.startswith("set."))
-        if "type.raw" in files:
-            found.append(folder)
-    return sorted(found)
-
-
-def _hdf5_stores(path: str, handles: HandleCache) -> Iterator[Store]:
-    file, _, group = path.partition("#")
-    if not os.path.isfile(file):
-        raise SystemNotFoundError(f"system {path}: the file {file} does not exist")
-    if not h5py.is_hdf5(file):
-        raise SystemNotFoundError(f"system {path}: {Path(file).name} is neither a folder nor an HDF5 file")
-    groups: list[str] = []
-
-    def visit(name: str, node: object) -> None:
-        if isinstance(node, h5py.Dataset) and name.rpartition("/")[2] == "type.raw":
-            groups.append(name.rpartition("/")[0])
-
-    start = group.strip("/")
-    try:
-        root = h5py.File(file, "r")
-    except OSError as error:
-        raise SystemFormatError(path, file, f"cannot be opened as HDF5 ({error}); copy it again") from error
-    with root:
-        if start and start not in root:
-            raise SystemNotFoundError(f"system {path}: {file} has no group {group}; it has {sorted(root)}")
-        (root[start] if start else root).visititems(visit)
-    if not groups:
-        raise SystemNotFoundError(f"system {path}: no group of {file} has a type.raw")
-    for name in sorted(groups):
-        yield HDF5Store(file, "/".join(part for part in (start, name) if part), handles)
+        yield from hdf5_stores(path, handles)
+    else:
+        yield from npy_stores(path, handles)

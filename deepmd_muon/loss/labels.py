@@ -40,25 +40,39 @@ def check_labels(loss: EnergyLoss, systems: Iterable[Labelled]) -> LabelCheck:
     Returns
     -------
     LabelCheck
-        A warning for each term that no system has labels for; an error for each system that has labels for no term,
-        as steps on it would teach nothing, or one error when no term is switched on at all.
+        A warning for each term that some systems have no labels for. An error when no system has energies though the
+        loss compares them, for each system that has labels for no term, as steps on it would teach nothing, or when
+        no term is switched on at all.
     """
     terms = loss.terms
     if not terms:
         return LabelCheck((), ("every term of the loss has a prefactor of 0 at its start or limit: nothing to learn",))
     every = [(system.name, system.labels) for system in systems]
     needed = {term: loss.needed_labels(term) for term in terms}
-    warnings = tuple(
-        f"no system has {' and '.join(f'{label}.npy' for label in sorted(labels))}: "
-        f"loss/start_pref_{term} and loss/limit_pref_{term} have no effect"
-        for term, labels in needed.items()
-        if not any(labels <= found for _, found in every)
-    )
-    errors = tuple(
+    warnings: list[str] = []
+    errors: list[str] = []
+    for term, labels in needed.items():
+        files = " and ".join(f"{label}.npy" for label in sorted(labels))
+        prefactors = f"loss/start_pref_{term} and loss/limit_pref_{term}"
+        without = [name for name, found in every if not labels <= found]
+        if len(without) < len(every):
+            if without:
+                named = ", ".join(without[:3]) + (", …" if len(without) > 3 else "")
+                warnings.append(
+                    f"{len(without)} of {len(every)} systems have no {files} and no part in {prefactors}: {named}"
+                )
+        elif term == "e":
+            errors.append(
+                f"no system has {files}, without which a model has no energies: "
+                f"add it, or set {prefactors} to 0 to train without"
+            )
+        else:
+            warnings.append(f"no system has {files}: {prefactors} have no effect")
+    errors += [
         f"system {name} has no label that the loss compares with: its terms need "
         f"{' or '.join(' + '.join(sorted(labels)) for labels in needed.values())}, "
         f"it has {', '.join(sorted(found)) or 'none'}; leave it out or change the prefactors"
         for name, found in every
         if not any(labels <= found for labels in needed.values())
-    )
-    return LabelCheck(warnings, errors)
+    ]
+    return LabelCheck(tuple(warnings), tuple(errors))

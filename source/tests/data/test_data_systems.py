@@ -25,7 +25,9 @@ from deepmd_muon.data import (
     open_systems,
 )
 from deepmd_muon.data.frames import LABELS
-from deepmd_muon.data.storage import HandleCache, HDF5Store, NpyStore
+from deepmd_muon.data.hdf5_store import HDF5Store
+from deepmd_muon.data.npy_store import NpyStore
+from deepmd_muon.data.storage import HandleCache
 
 TYPES = [1, 0, 0, 1]
 

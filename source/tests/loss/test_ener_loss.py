@@ -163,12 +163,20 @@ class System(NamedTuple):
     ("settings", "labels", "warnings", "errors"),
     [
         ({}, [{"energy", "force"}], [], []),
-        ({}, [{"energy"}, {"force", "virial"}], [], []),
+        (
+            {},
+            [{"energy"}, {"force", "virial"}],
+            [r"1 of 2 systems have no energy\.npy .*: s1", r"1 of 2 systems have no force\.npy .*: s0"],
+            [],
+        ),
+        ({}, [{"force"}] * 2, [], [r"no system has energy\.npy, .* set loss/start_pref_e and loss/limit_pref_e to 0"]),
+        ({"start_pref_e": 0.0}, [{"force"}] * 2, [], []),
+        ({}, [{"energy"}] + [{"energy", "force"}] * 9 + [{"energy"}] * 9, ["10 of 19 .*: s0, s10, s11, …"], []),
         ({}, [{"energy"}], ["no system has force.npy: loss/start_pref_f and loss/limit_pref_f have no effect"], []),
         (
             {"start_pref_v": 1.0, "limit_pref_v": 1.0},
             [{"energy", "force"}, {"atom_ener"}, set()],
-            ["no system has virial.npy: loss/start_pref_v"],
+            ["2 of 3 .* energy", "2 of 3 .* force", "no system has virial.npy: loss/start_pref_v"],
             ["system s1 .* need energy or force or virial, it has atom_ener;", "system s2 .* it has none;"],
         ),
         (
