@@ -198,7 +198,15 @@ class TrainingSettings(Section):
             "group, of neighbouring processes, holds the whole model in parts. A single process ignores it."
         ),
     )
-
+    capture: str = setting(
+        "auto",
+        choices=("auto", "on", "off"),
+        doc=(
+            "Record the training step in a CUDA graph for each shape of batches and replay it: the host then launches "
+            "one graph instead of hundreds of kernels. 'auto': where one process trains on a GPU; 'on': the same, but "
+            "an error elsewhere; 'off': never. What cannot be recorded is launched kernel by kernel; the log says why."
+        ),
+    )
     rank_timeout: float = setting(
         60.0,
         above=0.0,

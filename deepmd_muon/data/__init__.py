@@ -20,9 +20,11 @@ from deepmd_muon.data.neighbors import (
     NeighborList,
     NeighborStatistics,
     build_neighbors,
+    group_limits,
     stack_neighbors,
+    widen_sections,
 )
-from deepmd_muon.data.sampling import BatchRule, Sampler, system_probabilities
+from deepmd_muon.data.sampling import BatchRule, Plan, Sampler, system_probabilities
 from deepmd_muon.data.statistics import (
     StatFile,
     data_fingerprint,
@@ -41,6 +43,7 @@ __all__ = [
     "NeighborError",
     "NeighborList",
     "NeighborStatistics",
+    "Plan",
     "Sampler",
     "SamplerStateError",
     "SamplingError",
@@ -53,8 +56,10 @@ __all__ = [
     "check_type_maps",
     "data_fingerprint",
     "energy_bias",
+    "group_limits",
     "neighbor_statistics",
     "open_systems",
     "stack_neighbors",
     "system_probabilities",
+    "widen_sections",
 ]

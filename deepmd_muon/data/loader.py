@@ -120,19 +120,28 @@ class DataLoader:
     def next(self) -> Batch:
         """Return the next random batch of this rank."""
         if self._thread is None:
-            batch = self.build(self._draw())
+            batch = self.build(self.draw())
         else:
-            ahead = self._ahead if self._ahead is not None else self._thread.submit(self.build, self._draw())
+            ahead = self._ahead if self._ahead is not None else self._thread.submit(self.build, self.draw())
             self._ahead = None
             batch = ahead.result()
-            self._ahead = self._thread.submit(self.build, self._draw())
-        self._step += self.world_size
+            self._ahead = self._thread.submit(self.build, self.draw())
+        self.advance()
         return batch
 
-    def _draw(self) -> Plan:
-        """Draw one batch for every rank and return that of this one."""
+    @property
+    def mixes_systems(self) -> bool:
+        """Whether the frames of a batch may come from several systems."""
+        return self._sampler.mixed > 0
+
+    def draw(self) -> Plan:
+        """Draw the next batch of this rank without reading its frames, any number ahead of `advance`."""
         plans = [self._sampler.next() for _ in range(self.world_size)]
         return plans[self.rank]
+
+    def advance(self) -> None:
+        """Move the position that `state_dict` saves behind the next batch, which has been drawn."""
+        self._step += self.world_size
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the position after the last batch of `next`: plain values, equal on all ranks."""

@@ -120,6 +120,11 @@ class NeighborCache:
             request.rcut, request.sel, request.by_type, max_bytes, ntypes, inner=request.inner, flat=request.flat
         )
 
+    @property
+    def static_shapes(self) -> bool:
+        """Whether batches of equal atoms can be padded to equal shapes: no shorter cut-offs, no flat lists."""
+        return not self.inner and not self.flat
+
     def __len__(self) -> int:
         return len(self._frames)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -286,6 +286,29 @@ def stack_neighbors(parts: Sequence[FrameNeighbors], flat: bool = False) -> Neig
         _copy_sections(part, index[k], shift[k], sections)
         inner[k, :, : part.inner.shape[1]] = part.inner
     return NeighborList(index, shift, sections, inner, flat)
+
+
+def widen_sections(neighbors: NeighborList, sections: Sequence[int]) -> NeighborList:
+    """Return the same neighbours in sections that are at least as wide, filled up with empty slots.
+
+    Parameters
+    ----------
+    neighbors : NeighborList
+        Of a batch.
+    sections : sequence of int
+        The new widths.
+    """
+    if tuple(sections) == neighbors.sections:
+        return neighbors
+    index = np.full((*neighbors.index.shape[:2], sum(sections)), -1, dtype=neighbors.index.dtype)
+    shift = np.zeros((*index.shape, 3), dtype=neighbors.shift.dtype)
+    source = target = 0
+    for own, width in zip(neighbors.sections, sections, strict=True):
+        index[..., target : target + own] = neighbors.index[..., source : source + own]
+        shift[..., target : target + own, :] = neighbors.shift[..., source : source + own, :]
+        source += own
+        target += width
+    return replace(neighbors, index=index, shift=shift, sections=tuple(sections))
 
 
 def _copy_sections(frame: FrameNeighbors, index: np.ndarray, shift: np.ndarray, sections: tuple[int, ...]) -> None:

@@ -84,6 +84,11 @@ class System:
     def __len__(self) -> int:
         return self.nframes
 
+    @property
+    def uniform_labels(self) -> bool:
+        """Whether every frame has the same labels."""
+        return all(None not in files for files in self._files.values())
+
     # -- opening ---------------------------------------------------------------------------------------------
 
     def _read_types(self) -> np.ndarray:

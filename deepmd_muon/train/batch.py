@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from deepmd_muon.data import Batch
 from deepmd_muon.model import Structures
 
-_LABELS = ("energy", "force", "virial", "atom_ener", "atom_pref", "atom_ener_coeff")
+T = TypeVar("T")
+
+LABELS = ("energy", "force", "virial", "atom_ener", "atom_pref", "atom_ener_coeff")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +72,7 @@ def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:
 
     real = frames.atype >= 0
     labels: dict[str, Tensor | None] = {}
-    present = {name: frames.present(name) for name in _LABELS}
+    present = {name: frames.present(name) for name in LABELS}
     for name, found in present.items():
         values = getattr(frames, name)
         if values is not None and not found.all():
@@ -77,3 +80,34 @@ def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:
         labels[name] = tensor(values)
     mask = None if real.all() else tensor(real)
     return TrainingBatch(structures, labels, mask, batch.system, real.sum(1), present)
+
+
+def map_tensors(content: T, function: Callable[[Tensor], Tensor]) -> T:
+    """Apply a function to every tensor in nested dataclasses, dicts, lists and tuples; keep everything else."""
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            return function(node)
+        if dataclasses.is_dataclass(node) and not isinstance(node, type):
+            fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+            return dataclasses.replace(node, **{name: walk(value) for name, value in fields.items()})
+        if isinstance(node, dict):
+            return {key: walk(value) for key, value in node.items()}
+        if isinstance(node, (list, tuple)):
+            return type(node)(map(walk, node))
+        return node
+
+    found: T = walk(content)
+    return found
+
+
+def tensors_of(content: Any) -> list[Tensor]:
+    """Return the tensors in nested dataclasses, dicts, lists and tuples, in a fixed order."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(content, keep)
+    return found

@@ -49,10 +49,24 @@ class Ema:
         self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take the parameters of this moment into the average."""
+    def update(self, weight: float | torch.Tensor | None = None) -> None:
+        """Take the parameters of this moment into the average.
+
+        Parameters
+        ----------
+        weight
+            Of the parameters, 1 − decay when left out; a float64 scalar is read on its device.
+        """
         averages, parameters = self._local()
-        torch._foreach_lerp_(averages, parameters, 1.0 - self.decay)
+        if weight is None:
+            weight = 1.0 - self.decay
+        if isinstance(weight, torch.Tensor):
+            steps = torch._foreach_sub(parameters, averages)
+            widest = max((x.dtype for x in steps), key=lambda dtype: dtype.itemsize)
+            torch._foreach_mul_(steps, weight.to(widest))  # fast where all are of that dtype
+            torch._foreach_add_(averages, steps)
+        else:
+            torch._foreach_lerp_(averages, parameters, weight)
 
     def averages(self) -> Mapping[str, torch.Tensor]:
         """Return the averaged parameters by name; they change with the next `update`."""

@@ -12,4 +12,16 @@ class CheckpointError(TrainingError):
 
 
 class NonFiniteError(TrainingError):
-    """Loss or gradient is no longer a finite number; the parameters are those before the step."""
+    """Loss or gradient is no longer a finite number; the parameters are those before the step.
+
+    Parameters
+    ----------
+    message
+        What was found.
+    update
+        1-based number of the step, where it is not the present one.
+    """
+
+    def __init__(self, message: str, update: int | None = None) -> None:
+        super().__init__(message)
+        self.update = update

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.train.errors import NonFiniteError
-
-if TYPE_CHECKING:
-    from deepmd_muon.loss import EnergyLoss
-    from deepmd_muon.train.batch import TrainingBatch
-    from deepmd_muon.train.strategy import Strategy
-
-log = logging.getLogger(__name__)
+from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.train.batch import TrainingBatch
+from deepmd_muon.train.ema import Ema
+from deepmd_muon.train.guard import Guard
+from deepmd_muon.train.strategy import Reduced, Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,24 +24,30 @@ class TrainingStep:
         The model, and how gradients are combined.
     loss, optimizer
         The other parts; the optimizer's groups share one learning rate.
+    guard
+        Keeps numbers that are not finite out of the weights.
     max_norm
         Largest norm of the gradient; 0 for no limit.
+    ema
+        The averaged parameters; None without.
     """
 
     strategy: Strategy
     loss: EnergyLoss
     optimizer: torch.optim.Optimizer
+    guard: Guard
     max_norm: float = 0.0
+    ema: Ema | None = None
 
-    def __call__(self, batch: TrainingBatch, lr: float, lr_fraction: float) -> dict[str, Tensor]:
-        """Update the parameters once.
+    def __call__(self, batch: TrainingBatch, lr: float | Tensor, lr_fraction: float | Tensor) -> dict[str, Tensor]:
+        """Update the parameters and their average once.
 
         Parameters
         ----------
         batch
             Structures and labels on the model's device.
         lr
-            Learning rate of the update.
+            Learning rate of the update; a tensor is read on its device.
         lr_fraction
             Learning rate divided by the first one, which the prefactors of the loss follow.
 
@@ -58,30 +59,24 @@ class TrainingStep:
         Raises
         ------
         NonFiniteError
-            When loss or gradient is not finite, unless the optimizer's `on_nonfinite` is "skip"; parameters and
-            optimizer state are untouched either way.
+            As the guard decides, when loss or gradient is not finite; parameters and optimizer state are untouched.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        prediction = self.strategy.model(batch.structures, force=self.loss.needs_force, virial=self.loss.needs_virial)
-        value, metrics = self.loss(prediction, batch.labels, lr_fraction, batch.structures.natoms, batch.mask)
+        structures = batch.structures
+        prediction = self.strategy.model(structures, force=self.loss.needs_force, virial=self.loss.needs_virial)
+        value, metrics = self.loss(prediction, batch.labels, lr_fraction, structures.natoms, batch.mask)
         value.backward()
-        if self._finite_and_clipped(value.detach(), batch.system):
+        reduced = self.strategy.reduce(value.detach())
+        if self.guard.admits(reduced, lambda: ", ".join(self.strategy.ranks.gather_objects(batch.system))):
+            self._clip(reduced)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update(self.guard.weight(1.0 - self.ema.decay))
         return metrics
 
-    def _finite_and_clipped(self, loss: Tensor, system: str) -> bool:
-        """Shorten a gradient that is too long; refuse one that is not finite, or leave its step out if asked to."""
-        grads, norm, loss = self.strategy.reduce(loss)
-        # One read of the device a step: the price of never writing a NaN into the weights.
-        if not bool(torch.isfinite(norm + loss)):
-            where = ", ".join(self.strategy.ranks.gather_objects(system))
-            problem = f"the loss is {float(loss):g} and the norm of its gradient {float(norm):g} on a batch of {where}"
-            if getattr(self.optimizer, "on_nonfinite", "error") != "skip":
-                raise NonFiniteError(problem)
-            log.warning("%s: the step is left out", problem)
-            return False
+    def _clip(self, reduced: Reduced) -> None:
+        """Scale a gradient that is longer than `max_norm` down to it."""
         if self.max_norm > 0:
-            torch._foreach_mul_(grads, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return True
+            torch._foreach_mul_(reduced.gradients, (self.max_norm / (reduced.norm + 1e-6)).clamp(max=1.0))

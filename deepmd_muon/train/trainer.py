@@ -20,7 +20,8 @@ from deepmd_muon.loss import EnergyLoss, check_labels
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.checkpoint_file import OWN_KEY
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
-from deepmd_muon.train.batch import TrainingBatch, to_device
+from deepmd_muon.train.batch import to_device
+from deepmd_muon.train.batches import BatchSource
 from deepmd_muon.train.checkpoint.content import RunState
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.ema import Ema
@@ -30,7 +31,7 @@ from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.train.report import Reports, open_reports
 from deepmd_muon.train.setup import Data, number_of_steps
-from deepmd_muon.train.step import TrainingStep
+from deepmd_muon.train.stepper import build_stepper
 from deepmd_muon.train.strategy import choose_strategy
 from deepmd_muon.train.validate import mean_metrics, metric_weights, validate
 from deepmd_muon.train.watch import STEPPING
@@ -89,7 +90,8 @@ class Trainer:
         self.checkpoints = Checkpoints(training, self.ranks)
         self.step = 0
         self.source: Path | None = None
-        self._update = TrainingStep(self.strategy, self.loss, self.optimizer, training.gradient_max_norm)
+        parts = self.strategy, self.loss, self.optimizer, self.ema
+        self._stepper = build_stepper(*parts, training, self._rate_and_fraction)
         self._state = RunState(given, model, self.optimizer, data, self.ema, min_nbor_dist)
 
     def _check_labels(self) -> None:
@@ -117,16 +119,20 @@ class Trainer:
         with self.ranks.together("starting"):
             log.info("training from step %d to step %d", self.step, self.num_steps)
         reports = open_reports(training, num_steps=self.num_steps, start_step=self.step, silent=not self.ranks.first)
+        batches = self._stepper.open_batches(self.data.training, self.model.ntypes, self.num_steps - self.step)
         try:
             with self._signals(), _profiler(training.profiling and self.ranks.first, training.profiling_file):
-                self._steps(reports)
+                self._steps(reports, batches)
+                self._stepper.check(self.step)
         except NonFiniteError as error:
             self.checkpoints.finish()
             good = self.checkpoints.newest or self.source
             advice = f"the last good checkpoint is {good}" if good else "no checkpoint has been written yet"
-            raise NonFiniteError(f"training stopped before update {self.step + 1}: {error}; {advice}") from error
+            update = error.update or self.step + 1
+            raise NonFiniteError(f"training stopped before update {update}: {error}; {advice}", update) from error
         finally:
             reports.close()
+            batches.close()
             self.data.training.close()
             if self.data.validation:
                 self.data.validation.close()
@@ -140,25 +146,23 @@ class Trainer:
         log.info("training done; the model is %s", newest)
         return 0
 
-    def _steps(self, reports: Reports) -> None:
+    def _steps(self, reports: Reports, batches: BatchSource) -> None:
         """Go through the steps, reporting and saving on the way."""
         training = self.given.settings.training
         recent: list[tuple[Mapping[str, Tensor], Mapping[str, float]]] = []
         dropped = False
         while self.step < self.num_steps and self.strategy.stop_signal is None:
-            lr = self.rate(self.step)
-            fraction = lr / self.given.settings.learning_rate.start_lr
+            lr, fraction = self._rate_and_fraction(self.step)
             self.ranks.doing("reading its batch", self.step + 1)
-            batch = self._next_batch()
+            batch = batches.next()
             self.ranks.doing(STEPPING, self.step + 1)
-            metrics = self._update(batch, lr, fraction)
-            if self.ema:
-                self.ema.update()
+            metrics = self._stepper(batch, self.step)
             self.step += 1
             due = reports.due(self.step)
             if training.disp_avg or due:
                 recent.append((metrics, metric_weights(self.loss, batch)))
             if due:
+                self._stepper.check(self.step)
                 several = len(recent) > 1 or self.ranks.size > 1
                 averaged = mean_metrics(recent, self.ranks.sum) if several else metrics
                 recent.clear()
@@ -174,8 +178,10 @@ class Trainer:
             if self.step % training.save_freq == 0:
                 self.save()
 
-    def _next_batch(self) -> TrainingBatch:
-        return to_device(self.data.training.next(), self.model.ntypes, self._device)
+    def _rate_and_fraction(self, step: int) -> tuple[float, float]:
+        """Return the learning rate of a 0-based step, and its fraction of the first one."""
+        lr = self.rate(step)
+        return lr, lr / self.given.settings.learning_rate.start_lr
 
     def _validate(self, lr_fraction: float) -> dict[str, float] | None:
         """Return the metrics of the present weights on the next validation batches."""
@@ -201,6 +207,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the present step; all ranks must call it."""
+        self._stepper.check(self.step)
         self.ranks.doing("saving", self.step)
         self.checkpoints.save(self.step, self._content())
 

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from deepmd_muon.loss import EnergyLoss
     from deepmd_muon.model import EnergyModel
     from deepmd_muon.train.batch import TrainingBatch
+    from deepmd_muon.train.batches import Feed
 
 
-def metric_weights(loss: EnergyLoss, batch: TrainingBatch) -> dict[str, float]:
+def metric_weights(loss: EnergyLoss, batch: TrainingBatch | Feed) -> dict[str, float]:
     """Return what each metric of a batch weighs in a mean over batches: the atoms of the frames that it compares."""
     kind = "rmse" if loss.loss_func == "mse" else "mae"
     weights = {f"{kind}_{term}": batch.labelled_atoms(loss.needed_labels(term)) for term in loss.terms}

@@ -1,11 +1,16 @@
 """Time of one training step, ours against deepmd-kit's, on the same input, data and machine.
 
     python source/benchmarks/training_step.py --data WATER --deepmd-kit /path/to/other/venv/bin/dp
+    python source/benchmarks/training_step.py --data WATER --cases f64-b1 f32-b1 --inspect --log steps.jsonl
 
-WATER holds DeePMD's example water systems (data_0 … data_3, 192 atoms). deepmd-kit 3.2.0 lives in an environment of
-its own; without --deepmd-kit only our times are shown. Each trainer runs as its own process and is timed by the
-steps' own log lines: the first `--warm-up` steps (imports, compilation, first allocation) are not counted. The two
-take turns, so that a drift of the machine's speed meets both.
+WATER holds DeePMD's example water systems (data_0, data_1, data_2, 192 atoms). deepmd-kit 3.2.0 lives in an
+environment of its own; without --deepmd-kit only our times are shown.
+
+Milliseconds a step are the slope of wall time between two lengths of `dp train`, display, validation and checkpoints
+off: start-up is thus excluded, and everything that a user waits for is counted. Start-up itself is what the line
+leaves at no steps. The trainers take turns, so that a drift of the machine's speed meets all. With --inspect one more
+run of each of our cases tells, on a GPU, the time that the host takes for a step when nothing makes it wait, how long
+the device is busy in a step and with how many kernels, and the peak of its memory with and without resident data.
 """
 
 from __future__ import annotations
@@ -14,51 +19,69 @@ import argparse
 import json
 import os
 import platform
-import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-# The network of DeePMD's water example (se_e2_a, 1.01 million weights), float64.
-INPUT: dict[str, Any] = {
-    "model": {
-        "type_map": ["O", "H"],
-        "descriptor": {
-            "type": "se_e2_a",
-            "sel": [46, 92],
-            "rcut_smth": 0.5,
-            "rcut": 6.0,
-            "neuron": [25, 50, 100],
-            "axis_neuron": 16,
-            "type_one_side": True,
-            "seed": 1,
-        },
-        "fitting_net": {"neuron": [240, 240, 240], "resnet_dt": True, "seed": 1},
+# The network of DeePMD's water example (se_e2_a, 1.01 million weights).
+MODEL: dict[str, Any] = {
+    "type_map": ["O", "H"],
+    "descriptor": {
+        "type": "se_e2_a",
+        "sel": [46, 92],
+        "rcut_smth": 0.5,
+        "rcut": 6.0,
+        "neuron": [25, 50, 100],
+        "axis_neuron": 16,
+        "type_one_side": True,
+        "seed": 1,
     },
-    "learning_rate": {"type": "exp", "decay_steps": 5000, "start_lr": 1e-3, "stop_lr": 1e-6},
-    "loss": {"type": "ener"},
+    "fitting_net": {"neuron": [240, 240, 240], "resnet_dt": True, "seed": 1},
 }
+SCHEDULE = {"type": "exp", "decay_steps": 5000, "start_lr": 1e-3, "stop_lr": 1e-6}
+PRECISIONS = {"f64": "float64", "f32": "float32"}
 
 
-def seconds_per_step(command: list[str], optimizer: dict[str, Any], args: argparse.Namespace) -> float:
-    """Train and return the mean time of the counted steps [s], from the log."""
+def make_input(case: str, optimizer: str, steps: int, data: Path, capture: str | None) -> dict[str, Any]:
+    """Return the input of a case such as f64-b8: precision and frames in a batch."""
+    precision, batch = case.split("-b")
+    model = json.loads(json.dumps(MODEL))
+    for section in ("descriptor", "fitting_net"):
+        model[section]["precision"] = PRECISIONS[precision]
+    training: dict[str, Any] = {
+        "training_data": {"systems": [str(data.resolve() / f"data_{i}") for i in range(3)], "batch_size": int(batch)},
+        "numb_steps": steps,
+        "seed": 1,
+        "disp_training": False,
+        "save_freq": 100_000_000,
+    }
+    if capture is not None:
+        training["capture"] = capture
+    section = {"type": optimizer}
+    if optimizer == "HybridMuon" and capture is not None:
+        section["lr_adjust_coeff"] = 8.64
+    return {
+        "model": model,
+        "learning_rate": SCHEDULE,
+        "loss": {"type": "ener"},
+        "optimizer": section,
+        "training": training,
+    }
+
+
+def seconds_of_run(command: list[str], content: dict[str, Any], threads: int) -> float:
+    """Train from the command line and return the wall time [s]."""
     with tempfile.TemporaryDirectory() as folder:
-        systems = [str(args.data.resolve() / f"data_{i}") for i in range(3)]
-        training = {
-            "training_data": {"systems": systems, "batch_size": 1},
-            "numb_steps": args.warm_up + args.steps,
-            "seed": 1,
-            "disp_freq": args.warm_up,
-            "save_freq": 1000000,
-        }
-        Path(folder, "input.json").write_text(json.dumps({**INPUT, "optimizer": optimizer, "training": training}))
-        environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "DP_INTRA_OP_PARALLELISM_THREADS": "0"}
+        Path(folder, "input.json").write_text(json.dumps(content))
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DP_INTRA_OP_PARALLELISM_THREADS": "0"}
+        start = time.perf_counter()
         done = subprocess.run(
             [*command, "--pt", "train", "--skip-neighbor-stat", "input.json"],
             cwd=folder,
@@ -67,12 +90,100 @@ def seconds_per_step(command: list[str], optimizer: dict[str, Any], args: argpar
             text=True,
             check=False,
         )
-        log = done.stdout + done.stderr
-        found = re.findall(r"Batch +(\d+): total wall time = ([\d.]+) s", log)
-        counted = [float(seconds) for step, seconds in found if int(step) > args.warm_up]
-        if done.returncode or not counted:
-            raise SystemExit(f"{' '.join(command)} failed:\n{log[-2000:]}")
-        return sum(counted) / args.steps
+        seconds = time.perf_counter() - start
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+    for line in (done.stdout + done.stderr).splitlines():
+        if "WARNING" in line or "streamed" in line:
+            print(f"    {line.split('DEEPMD')[-1].strip()[:200]}")
+    return seconds
+
+
+def inspect(content: dict[str, Any]) -> dict[str, float]:
+    """Train in this process and return what the device and the host do in a step."""
+    from deepmd_muon.train import run
+    from deepmd_muon.train.trainer import Trainer
+
+    found: dict[str, float] = {}
+
+    def steps(trainer: Any, reports: Any, batches: Any) -> None:
+        def go(count: int) -> float:
+            start = time.perf_counter()
+            for _ in range(count):
+                trainer._stepper(batches.next(), trainer.step)
+                trainer.step += 1
+            return (time.perf_counter() - start) / count
+
+        go(60)
+        torch.cuda.synchronize()
+        found["resident and static MiB"] = torch.cuda.memory_allocated() / 2**20
+        found["host ms"] = 1e3 * go(100)  # the queue of the device takes some hundred launches before it makes one wait
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        go(300)
+        torch.cuda.synchronize()
+        wall = (time.perf_counter() - start) / 300
+        found["in-process ms"] = 1e3 * wall
+        found["peak allocated MiB"] = torch.cuda.max_memory_allocated() / 2**20
+        found["peak reserved MiB"] = torch.cuda.max_memory_reserved() / 2**20
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            go(50)
+            torch.cuda.synchronize()
+        kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        busy = sum(event.device_time for event in kernels) / 50 * 1e-3
+        found["kernels"] = len(kernels) / 50
+        found["device ms"] = busy
+        found["idle %"] = 100 * max(0.0, 1 - busy / (1e3 * wall))
+        names: dict[str, list[float]] = {}
+        for event in kernels:
+            names.setdefault(event.name[:90], []).append(event.device_time / 50)
+        for name, times in sorted(names.items(), key=lambda item: -sum(item[1]))[:25]:
+            print(f"      {sum(times):8.1f} µs a step in {len(times) / 50:5.1f} × {name}")
+
+    Trainer._steps = steps  # type: ignore[method-assign]  # the same run, looked at
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path.cwd()
+        os.chdir(folder)
+        try:
+            Path("input.json").write_text(json.dumps(content))
+            run("input.json", skip_neighbor_stat=True, log_level="WARNING")
+        finally:
+            os.chdir(here)
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[tuple[float, float]]]:
+    """Return (ms a step, start-up in s) of every trainer, case and optimizer."""
+    ours = [sys.executable, "-m", "deepmd_muon"]
+    trainers: dict[str, tuple[list[str], str | None]] = {f"ours, capture {mode}": (ours, mode) for mode in args.capture}
+    if args.deepmd_kit:
+        trainers["deepmd-kit"] = ([shutil.which(args.deepmd_kit) or args.deepmd_kit], None)
+    found: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    for number in range(args.rounds):
+        for case in args.cases:
+            for optimizer in args.optimizers:
+                for name, (command, capture) in trainers.items():
+                    seconds = [
+                        seconds_of_run(command, make_input(case, optimizer, n, args.data, capture), args.threads)
+                        for n in args.steps
+                    ]
+                    slope = (seconds[1] - seconds[0]) / (args.steps[1] - args.steps[0])
+                    start_up = seconds[0] - slope * args.steps[0]
+                    found.setdefault((name, case, optimizer), []).append((1e3 * slope, start_up))
+                    report(args.log, round=number, trainer=name, case=case, optimizer=optimizer, seconds=seconds)
+                    print(
+                        f"round {number}: {name}, {case}, {optimizer}: {1e3 * slope:.3f} ms a step, "
+                        f"start-up {start_up:.1f} s",
+                        flush=True,
+                    )
+    return found
+
+
+def report(log: Path | None, **values: Any) -> None:
+    """Append a line to the raw log."""
+    if log is not None:
+        with log.open("a") as file:
+            file.write(json.dumps(values) + "\n")
 
 
 def main() -> None:
@@ -80,32 +191,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with data_0, data_1, data_2")
     parser.add_argument("--deepmd-kit", help="the dp command of deepmd-kit 3.2.0")
-    parser.add_argument("--steps", type=int, default=20, help="counted steps; a multiple of --warm-up")
-    parser.add_argument("--warm-up", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--cases", nargs="+", default=["f64-b1", "f64-b8", "f64-b32", "f32-b1"], help="precision-bFRAMES"
+    )
+    parser.add_argument("--capture", nargs="+", default=["auto"], choices=("auto", "on", "off"))
+    parser.add_argument("--steps", type=int, nargs=2, default=(500, 2500), help="two lengths of a run")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--optimizers", nargs="+", default=["Adam", "HybridMuon"])
+    parser.add_argument("--optimizers", nargs="+", default=["HybridMuon"])
+    parser.add_argument("--inspect", action="store_true", help="one more run of each of our cases in this process")
+    parser.add_argument("--log", type=Path, help="file for the raw times, JSON lines")
     args = parser.parse_args()
-    commands = {"deepmd_muon": [sys.executable, "-m", "deepmd_muon"]}
-    if args.deepmd_kit:
-        commands["deepmd-kit"] = [shutil.which(args.deepmd_kit) or args.deepmd_kit]
-    times: dict[tuple[str, str], list[float]] = {}
-    for round_number in range(args.rounds):
-        for optimizer in args.optimizers:
-            for name, command in commands.items():
-                taken = seconds_per_step(command, {"type": optimizer}, args)
-                times.setdefault((name, optimizer), []).append(taken)
-                print(f"round {round_number}: {name} {optimizer}: {taken * 1e3:.1f} ms a step", flush=True)
+    found = measure(args)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
     print(
-        f"\n{device}, {args.threads} threads, torch {torch.__version__}, {args.rounds} rounds of {args.steps} steps\n"
+        f"\n{device}, {args.threads} threads, torch {torch.__version__}, slopes between {args.steps[0]} and "
+        f"{args.steps[1]} steps, {args.rounds} rounds\n"
     )
-    print("| trainer | optimizer | median ms a step | range | of deepmd-kit's |\n|---|---|---|---|---|")
-    for (name, optimizer), taken in times.items():
-        other = times.get(("deepmd-kit", optimizer))
-        ratio = f"{statistics.median(taken) / statistics.median(other):.3f}" if other else "–"
-        span = f"{min(taken) * 1e3:.1f}–{max(taken) * 1e3:.1f}"
-        print(f"| {name} | {optimizer} | {statistics.median(taken) * 1e3:.1f} | {span} | {ratio} |")
+    print("| trainer | case | optimizer | median ms a step | range | start-up s | of deepmd-kit's |")
+    print("|---|---|---|---|---|---|---|")
+    for (name, case, optimizer), pairs in found.items():
+        times = [ms for ms, _ in pairs]
+        other = found.get(("deepmd-kit", case, optimizer))
+        median = statistics.median(times)
+        ratio = f"{median / statistics.median(ms for ms, _ in other):.3f}" if other else "–"
+        start_up = statistics.median(s for _, s in pairs)
+        print(
+            f"| {name} | {case} | {optimizer} | {median:.3f} | {min(times):.3f}–{max(times):.3f} "
+            f"| {start_up:.1f} | {ratio} |"
+        )
+    if args.inspect and torch.cuda.is_available():
+        for case in args.cases:
+            for optimizer in args.optimizers:
+                print(f"\n{case}, {optimizer}, in this process:")
+                values = inspect(make_input(case, optimizer, 10_000, args.data, args.capture[0]))
+                report(args.log, case=case, optimizer=optimizer, inspected=values)
+                print("   ", ", ".join(f"{name} {value:.3g}" for name, value in values.items()), flush=True)
 
 
 if __name__ == "__main__":

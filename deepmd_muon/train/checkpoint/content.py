@@ -62,7 +62,7 @@ class RunState:
                 {"lr": lr, "step": step - 1},  # deepmd-kit counts from 0
                 min_nbor_dist=self.min_nbor_dist,
             ),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": _with_plain_rates(self.optimizer.state_dict()),
             OWN_KEY: {
                 "version": FORMAT_VERSION,
                 "step": step,
@@ -118,6 +118,15 @@ class RunState:
                 loader.load_state_dict(own[name])
             except SamplerStateError:
                 log.warning("%s is not that of %s: its order starts anew from training/seed", name, source)
+
+
+def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict whose learning rates are numbers, as on a CPU, not tensors on a device."""
+    groups = state["param_groups"]
+    if not any(isinstance(group["lr"], torch.Tensor) for group in groups):
+        return state
+    plain = [{**group, "lr": float(group["lr"]), "capturable": False} for group in groups]
+    return {**state, "param_groups": plain}
 
 
 def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> list[str]:

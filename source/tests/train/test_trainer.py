@@ -15,6 +15,7 @@ from deepmd_muon.optim import RouteTable
 from deepmd_muon.train import CheckpointError, NonFiniteError, TrainingError, trainer
 from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.train.report import TensorBoardError
+from deepmd_muon.train.step import TrainingStep
 
 
 def tensors(content):
@@ -62,7 +63,7 @@ def test_restart_is_bitwise(small_input, train, load, optimizer, precision):
     assert Path("lcurve.out").read_text() == curve
 
 
-def test_restart_after_interruption_equals_a_run_in_one_go(small_input, train, load):
+def test_restart_after_interruption_equals_a_run_in_one_go(small_input, train, load, monkeypatch):
     content = small_input()
     train(content)
     whole = load()
@@ -70,24 +71,18 @@ def test_restart_after_interruption_equals_a_run_in_one_go(small_input, train, l
     # The schedule depends on the length of the run; the first half is cut out of the whole by a signal instead.
     half["training"]["numb_steps"] = 10
     half["training"]["save_freq"] = 100
-    from deepmd_muon.train.step import TrainingStep
+    calls = []
 
-    class Interrupting(TrainingStep):
-        def __call__(self, batch, lr, lr_fraction):
-            found = super().__call__(batch, lr, lr_fraction)
-            Interrupting.calls += 1
-            if Interrupting.calls == 4:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return found
+    def interrupting(step, batch, lr, lr_fraction, original=TrainingStep.__call__):
+        found = original(step, batch, lr, lr_fraction)
+        calls.append(lr)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
 
-    Interrupting.calls = 0
-    import deepmd_muon.train.trainer as trainer
-
-    original, trainer.TrainingStep = trainer.TrainingStep, Interrupting
-    try:
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainingStep, "__call__", interrupting)
         assert train(half) == 128 + signal.SIGTERM
-    finally:
-        trainer.TrainingStep = original
     assert load("half.pt")["deepmd_muon"]["step"] == 4
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert train(half, restart="half-4.pt") == 0

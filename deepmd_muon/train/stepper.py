@@ -1,0 +1,170 @@
+"""How a run takes its steps: reading loss and gradient on the host, or without waiting for the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.argcheck import TrainingSettings
+from deepmd_muon.data import DataLoader
+from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.optim import HybridMuon
+from deepmd_muon.train.batches import BatchSource, Feed, HostBatches, StreamedBatches
+from deepmd_muon.train.captured_step import CapturedStep, RateTable
+from deepmd_muon.train.ema import Ema
+from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.guard import DeviceGuard, HostGuard, on_nonfinite
+from deepmd_muon.train.resident import ResidentBatches, why_not_resident
+from deepmd_muon.train.step import TrainingStep
+from deepmd_muon.train.strategy import Strategy
+
+log = logging.getLogger(__name__)
+
+Scalars: TypeAlias = Callable[[int], tuple[float, float]]
+"""Maps the 0-based step to its learning rate and the fraction of the first one."""
+
+# Training data live on the device when they take no more than this, and no more than a quarter of what is free there.
+_RESIDENT_BYTES = 8 << 30
+
+
+class Stepper(Protocol):
+    """Takes the steps of a run."""
+
+    def __call__(self, feed: Feed, done: int) -> dict[str, Tensor]:
+        """Update the parameters once, after `done` updates; return metrics from before the update."""
+
+    def check(self, done: int) -> None:
+        """Raise what steps have found and not yet raised, before anything is built on `done` updates."""
+
+    def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
+        """Return where the batches of a run of so many steps come from."""
+
+
+class HostStepper:
+    """Reads loss and gradient norm in every step: on CPUs, and on several ranks.
+
+    Parameters
+    ----------
+    step
+        With a `HostGuard`.
+    scalars
+        The schedule.
+    device
+        Where the steps run.
+    """
+
+    def __init__(self, step: TrainingStep, scalars: Scalars, device: torch.device) -> None:
+        self._step = step
+        self._scalars = scalars
+        self._device = device
+
+    def __call__(self, feed: Feed, done: int) -> dict[str, Tensor]:
+        """Update the parameters once; see `Stepper`."""
+        return self._step(feed.read(), *self._scalars(done))
+
+    def check(self, done: int) -> None:
+        """Do nothing: steps raise themselves."""
+
+    def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
+        """Return batches that are converted one by one."""
+        return HostBatches(loader, ntypes, self._device)
+
+
+class DeviceStepper:
+    """Waits for nothing in a step, and captures it where it may.
+
+    Parameters
+    ----------
+    step
+        With a `DeviceGuard`.
+    scalars
+        The schedule.
+    device
+        Where the steps run.
+    capture
+        Whether to capture.
+    keep_metrics
+        Return metrics that the next step does not overwrite.
+    """
+
+    def __init__(
+        self, step: TrainingStep, scalars: Scalars, device: torch.device, *, capture: bool, keep_metrics: bool = False
+    ) -> None:
+        assert isinstance(step.guard, DeviceGuard)
+        # torch's fused Adam reads no other dtype.
+        dtype = torch.float64 if isinstance(step.optimizer, HybridMuon) else torch.float32
+        self._guard = step.guard
+        self._captured = CapturedStep(step, RateTable(scalars, dtype, device), capture=capture)
+        self._device = device
+        self._captures = capture
+        self._keep = keep_metrics
+        self._fresh = True
+
+    def __call__(self, feed: Feed, done: int) -> dict[str, Tensor]:
+        """Update the parameters once; see `Stepper`."""
+        if self._fresh:
+            self._fresh = False
+            self._guard.begin(done)
+        metrics = self._captured(feed, done)
+        return {name: value.clone() for name, value in metrics.items()} if self._keep else metrics
+
+    def check(self, done: int) -> None:
+        """Wait for the device and report steps that were not finite."""
+        self._guard.check(done)
+
+    def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
+        """Return batches gathered from data on the device, or streamed there where the data cannot live there."""
+        reason = why_not_resident(loader, self._budget(), steps)
+        if reason is None:
+            return ResidentBatches(loader, ntypes, self._device)
+        log.info("training data are streamed to the device, not kept there: %s", reason)
+        if self._captures and not loader.cache.static_shapes:
+            log.info("training steps are launched one kernel at a time: the shapes of the descriptor's lists vary")
+        return StreamedBatches(loader, ntypes, self._device)
+
+    def _budget(self) -> int:
+        """Return the bytes that training data may take on the device."""
+        if self._device.type != "cuda":
+            return _RESIDENT_BYTES
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return min(_RESIDENT_BYTES, free // 4)
+
+
+def build_stepper(
+    strategy: Strategy,
+    loss: EnergyLoss,
+    optimizer: torch.optim.Optimizer,
+    ema: Ema | None,
+    training: TrainingSettings,
+    scalars: Scalars,
+) -> Stepper:
+    """Make the stepper of a run.
+
+    Parameters
+    ----------
+    strategy, loss, optimizer, ema
+        What a step works with.
+    training
+        The input's section: `capture`, `gradient_max_norm` and `disp_avg` count.
+    scalars
+        The schedule.
+
+    Raises
+    ------
+    TrainingError
+        When `capture` is 'on' where steps cannot be captured.
+    """
+    device, policy, size = strategy.ranks.device, on_nonfinite(optimizer), strategy.ranks.size
+    obstacle = "there is no GPU" if device.type != "cuda" else f"{size} processes train together" if size > 1 else None
+    if obstacle and training.capture == "on":
+        raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto", or train in one process on a GPU')
+    if obstacle:
+        step = TrainingStep(strategy, loss, optimizer, HostGuard(policy), training.gradient_max_norm, ema)
+        return HostStepper(step, scalars, device)
+    guard = DeviceGuard(policy, optimizer, device)
+    step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema)
+    return DeviceStepper(step, scalars, device, capture=training.capture != "off", keep_metrics=training.disp_avg)

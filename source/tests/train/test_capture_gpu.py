@@ -1,0 +1,217 @@
+"""Captured training steps on a GPU: the same weights as eager ones, and everything around them as before.
+
+Sums over neighbours use atomic additions, whose order varies from run to run; torch's deterministic algorithms give
+them one order here, so that equality can be exact.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deepmd_muon.train import NonFiniteError, trainer
+from deepmd_muon.train.captured_step import MOST_GRAPHS
+from deepmd_muon.train.resident import ResidentSystem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def _on_gpu(monkeypatch):
+    monkeypatch.setenv("DEVICE", "cuda")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        yield
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def steppers(monkeypatch):
+    """The steppers that runs have made."""
+    found, original = [], trainer.build_stepper
+
+    def build(*args):
+        found.append(original(*args))
+        return found[-1]
+
+    monkeypatch.setattr(trainer, "build_stepper", build)
+    return found
+
+
+def graphs(stepper):
+    return stepper._captured._graphs
+
+
+def write_system(folder: Path, natoms: int, nframes: int, seed: int) -> str:
+    """Write random copper clusters without a cell, energies and forces random, too."""
+    random = np.random.default_rng(seed)
+    grid = np.stack(np.meshgrid(*[np.arange(4)] * 3, indexing="ij"), -1).reshape(-1, 3)[:natoms]
+    coord = 2.4 * grid + random.normal(0, 0.1, (nframes, natoms, 3))
+    (folder / "set.000").mkdir(parents=True)
+    (folder / "type.raw").write_text("0\n" * natoms)
+    (folder / "type_map.raw").write_text("Cu\n")
+    (folder / "nopbc").write_text("")
+    np.save(folder / "set.000/coord.npy", coord.reshape(nframes, -1))
+    np.save(folder / "set.000/energy.npy", random.normal(-natoms, 0.1, nframes))
+    np.save(folder / "set.000/force.npy", random.normal(0, 0.5, (nframes, 3 * natoms)))
+    return str(folder)
+
+
+def assert_equal_weights(first, second):
+    for part in ("model", "ema"):
+        one, other = (content.get(part, {}).get("model", content.get(part, {})) for content in (first, second))
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize(
+    "optimizer", [{"type": "HybridMuon"}, {"type": "HybridMuon", "magma_muon": False}, {"type": "Adam"}]
+)
+def test_captured_steps_give_the_weights_of_eager_ones(small_input, train, load, steppers, optimizer, precision):
+    content = small_input(
+        optimizer=optimizer,
+        training={"numb_steps": STEPS, "enable_ema": True, "ema_decay": 0.9, "gradient_max_norm": 5.0},
+    )
+    content["model"]["descriptor"]["precision"] = content["model"]["fitting_net"]["precision"] = precision
+    content["optimizer"] = optimizer
+    found = []
+    for capture in ("off", "off", "auto"):
+        content["training"]["capture"] = capture
+        assert train(content) == 0
+        found.append((load(), Path("lcurve.out").read_text()))
+    (first, curve), (again, _), (captured, captured_curve) = found
+    assert_equal_weights(first, again)  # the eager step itself must be reproducible
+    assert_equal_weights(first, captured)
+    assert captured_curve == curve
+    assert len(graphs(steppers[-1])) >= 1
+    assert not graphs(steppers[0])
+    assert steppers[-1]._captured.eager_reason is None
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_restart_is_bitwise(small_input, train, load, monkeypatch, resident):
+    if not resident:
+        monkeypatch.setattr("deepmd_muon.train.stepper.why_not_resident", lambda *args: "a test wants it")
+    content = small_input(training={"enable_ema": True})
+    train(content)
+    whole = load("model.ckpt-10.pt")
+    train({**content, "training": {**content["training"], "save_ckpt": "again"}}, restart="model.ckpt-5.pt")
+    assert_equal_weights(whole, load("again-10.pt"))
+
+
+def test_the_weights_are_those_of_the_cpu(small_input, train, load, monkeypatch):
+    content = small_input(optimizer={"type": "Adam"})
+    train(content)
+    on_gpu = load()
+    monkeypatch.setenv("DEVICE", "cpu")
+    train(content)
+    for name, value in load()["model"].items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(on_gpu["model"][name], value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, "auto:40", "max:40", "mixed:3"])
+def test_systems_of_several_sizes(small_input, train, load, steppers, tmp_path, batch_size):
+    systems = [write_system(tmp_path / f"system{n}", n, 5, n) for n in (8, 12, 27)]
+    content = small_input(loss={"start_pref_v": 0.0, "limit_pref_v": 0.0})
+    content["training"]["training_data"] = {"systems": systems, "batch_size": batch_size}
+    content["training"].pop("validation_data")
+    content["training"]["numb_steps"] = 40
+    found = []
+    for capture in ("off", "auto"):
+        content["training"]["capture"] = capture
+        assert train(content) == 0
+        found.append(load())
+    assert_equal_weights(*found)
+    assert 1 <= len(graphs(steppers[-1])) <= MOST_GRAPHS
+
+
+@pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
+def test_from_the_first_bad_step_on_nothing_changes_and_that_step_is_named(
+    small_input, train, load, monkeypatch, optimizer
+):
+    content = small_input(optimizer={"type": optimizer}, training={"disp_freq": 100, "save_freq": 100})
+    content["training"]["numb_steps"] = 30
+    original = ResidentSystem.__init__
+
+    def poisoned(self, system, *args):
+        original(self, system, *args)
+        self._frames["energy"][3] = float("inf")
+
+    monkeypatch.setattr(ResidentSystem, "__init__", poisoned)
+    with pytest.raises(NonFiniteError, match=r"before update \d+: the loss is inf") as caught:
+        train(content)
+    update = caught.value.update
+    # The same order of data on the CPU: frame 3 is drawn in that step first.
+    from deepmd_muon.data import DataLoader, open_systems
+
+    path = content["training"]["training_data"]["systems"][0]
+    loader = DataLoader(open_systems([path], ["Cu"]), 2, seed=3, rcut=4.5, sel=(60,))
+    drawn = [set(loader.draw().parts[0][1].tolist()) for _ in range(30)]
+    assert update == next(i for i, numbers in enumerate(drawn, 1) if 3 in numbers)
+
+
+def test_skip_leaves_bad_steps_out(small_input, train, load, monkeypatch, caplog):
+    content = small_input(optimizer={"on_nonfinite": "skip"}, training={"disp_freq": 100, "numb_steps": 30})
+    original = ResidentSystem.__init__
+
+    def poisoned(self, system, *args):
+        original(self, system, *args)
+        self._frames["energy"][3] = float("inf")
+
+    monkeypatch.setattr(ResidentSystem, "__init__", poisoned)
+    with caplog.at_level(logging.WARNING, logger="deepmd_muon"):
+        assert train(content) == 0
+    assert "left out" in caplog.text
+    for name, value in load()["model"].items():
+        if isinstance(value, torch.Tensor):
+            assert torch.isfinite(value).all(), name
+
+
+def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(small_input, train, monkeypatch, caplog, steppers):
+    from deepmd_muon.train.step import TrainingStep
+
+    original = TrainingStep.__call__
+
+    def waits(self, *args):
+        metrics = original(self, *args)
+        float(metrics["rmse"])  # reading the device cannot be captured
+        return metrics
+
+    monkeypatch.setattr(TrainingStep, "__call__", waits)
+    with caplog.at_level(logging.WARNING, logger="deepmd_muon"):
+        assert train(small_input()) == 0
+    assert caplog.text.count("cannot be captured") == 1
+    assert steppers[-1]._captured.eager_reason
+    assert not graphs(steppers[-1])
+
+
+def test_a_step_launches_without_waiting(small_input, train, monkeypatch, steppers):
+    """torch reports every operation that waits for the device: there is none in the replayed steps."""
+    from deepmd_muon.train.captured_step import CapturedStep
+
+    original, calls = CapturedStep.__call__, []
+
+    def watched(self, feed, done):
+        calls.append(done)
+        torch.cuda.set_sync_debug_mode("error" if len(calls) > 6 else "default")
+        try:
+            return original(self, feed, done)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(CapturedStep, "__call__", watched)
+    assert train(small_input(training={"numb_steps": STEPS})) == 0
+    assert len(calls) == STEPS

@@ -1,0 +1,204 @@
+"""Steps that wait for nothing, run eagerly on the CPU: what a CUDA graph replays is the same function."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deepmd_muon.data import DataLoader, open_systems
+from deepmd_muon.train import NonFiniteError, TrainingError, trainer
+from deepmd_muon.train.batch import tensors_of, to_device
+from deepmd_muon.train.batches import StreamedBatches, with_full_sections
+from deepmd_muon.train.captured_step import RateTable
+from deepmd_muon.train.guard import DeviceGuard, on_nonfinite
+from deepmd_muon.train.resident import ResidentBatches, why_not_resident
+from deepmd_muon.train.step import TrainingStep
+from deepmd_muon.train.stepper import DeviceStepper
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """A function after which runs take their steps as on a GPU, from resident or streamed data."""
+
+    def switch(*, streamed=False):
+        def build(strategy, loss, optimizer, ema, training, scalars):
+            guard = DeviceGuard(on_nonfinite(optimizer), optimizer, CPU)
+            step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema)
+            return DeviceStepper(step, scalars, CPU, capture=False, keep_metrics=training.disp_avg)
+
+        monkeypatch.setattr(trainer, "build_stepper", build)
+        if streamed:
+            monkeypatch.setattr("deepmd_muon.train.stepper.why_not_resident", lambda *args: "a test wants it")
+
+    return switch
+
+
+def weights(content):
+    return {name: x for name, x in content["model"].items() if isinstance(x, torch.Tensor)}
+
+
+def poison(monkeypatch, *numbers):
+    """Make the energies of some steps of a run infinite."""
+    original, count = TrainingStep.__call__, 0
+
+    def call(self, batch, lr, lr_fraction):
+        nonlocal count
+        count += 1
+        if count in numbers:
+            batch.labels["energy"][:] = float("inf")
+        return original(self, batch, lr, lr_fraction)
+
+    monkeypatch.setattr(TrainingStep, "__call__", call)
+
+
+@pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_weights_are_those_of_steps_that_read_on_the_host(small_input, train, load, on_device, optimizer, streamed):
+    content = small_input(
+        optimizer={"type": optimizer},
+        training={"enable_ema": True, "ema_decay": 0.9, "gradient_max_norm": 5.0, "disp_avg": True},
+    )
+    train(content)
+    host, curve = load(), np.loadtxt("lcurve.out", comments="#")
+    on_device(streamed=streamed)
+    train(content)
+    device = load()
+    for name, expected in weights(host).items():
+        # Other widths of neighbour sections and a float32 learning rate move the last bits.
+        torch.testing.assert_close(device["model"][name], expected, rtol=1e-6, atol=1e-6)
+    for name, expected in host["ema"]["model"].items():
+        torch.testing.assert_close(device["ema"]["model"][name], expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(np.loadtxt("lcurve.out", comments="#"), curve, rtol=0.02)
+    assert device["deepmd_muon"]["training_data"] == host["deepmd_muon"]["training_data"]
+    group = device["optimizer"]["param_groups"][0]
+    assert type(group["lr"]) is float
+    assert group["lr"] == pytest.approx(host["optimizer"]["param_groups"][0]["lr"], rel=1e-6)
+
+
+def test_restart_is_bitwise(small_input, train, load, on_device):
+    on_device()
+    content = small_input(training={"enable_ema": True})
+    train(content)
+    whole = load("model.ckpt-10.pt")
+    train({**content, "training": {**content["training"], "save_ckpt": "again"}}, restart="model.ckpt-5.pt")
+    parted = load("again-10.pt")
+    for name, expected in weights(whole).items():
+        assert torch.equal(parted["model"][name], expected), name
+    assert whole["deepmd_muon"]["training_data"] == parted["deepmd_muon"]["training_data"]
+
+
+def test_from_the_first_bad_step_on_everything_is_frozen_and_that_step_is_named(
+    small_input, train, load, on_device, monkeypatch
+):
+    on_device()
+    content = small_input(training={"enable_ema": True, "disp_freq": 100, "save_freq": 6, "numb_steps": 20})
+    states = []
+    original = DeviceStepper.check
+
+    def check(self, done):
+        optimizer = self._captured._step.optimizer
+        params = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+        moments = [x.clone() for state in optimizer.state.values() for x in state.values()]
+        ema = [x.clone() for x in self._captured._step.ema.averages().values()]
+        states.append((done, [*params, *moments, *ema]))
+        return original(self, done)
+
+    monkeypatch.setattr(DeviceStepper, "check", check)
+    poison(monkeypatch, 7)
+    with pytest.raises(NonFiniteError, match=r"before update 7: the loss is inf .*cu_emt.*model\.ckpt-6\.pt") as caught:
+        train(content)
+    assert caught.value.update == 7
+    at_six, at_twelve = states[-2:]
+    assert (at_six[0], at_twelve[0]) == (6, 12)
+    for before, after in zip(at_six[1], at_twelve[1], strict=True):
+        assert torch.equal(before, after)
+    assert not Path("model.ckpt-12.pt").exists()
+
+
+def test_skip_leaves_bad_steps_out_and_counts_them(small_input, train, load, on_device, monkeypatch, caplog):
+    content = small_input(optimizer={"on_nonfinite": "skip"}, training={"numb_steps": 6, "disp_freq": 100})
+    with monkeypatch.context() as patched:
+        poison(patched, 3, 4)
+        train(content)
+    host = load()
+    on_device()
+    poison(monkeypatch, 3, 4)
+    caplog.clear()
+    train({**content, "training": {**content["training"], "save_ckpt": "device"}})
+    device = load("device.pt")
+    for name, expected in weights(host).items():
+        torch.testing.assert_close(device["model"][name], expected, rtol=1e-6, atol=1e-6)
+    assert "2 steps since update 1 are left out" in caplog.text
+
+
+def loader(systems, **options):
+    options = {"batch_size": 2, "seed": 5, "rcut": 4.5, "sel": (60,), **options}
+    return DataLoader(systems, **options)
+
+
+def test_resident_and_streamed_batches_are_those_of_the_loader():
+    systems = open_systems([str(EXAMPLE / "train")], ["Cu"])
+    plain, resident, streamed = (loader(systems) for _ in range(3))
+    sources = ResidentBatches(resident, 1, CPU), StreamedBatches(streamed, 1, CPU)
+    for _ in range(7):
+        expected = plain.next()
+        for source in sources:
+            feed = source.next()
+            batch = feed.read()
+            assert feed.system == batch.system == expected.system
+            for name in ("energy", "force", "virial"):
+                label = getattr(expected.frames, name)
+                assert (batch.labels[name] is None) == (label is None)
+                if label is not None:
+                    np.testing.assert_array_equal(batch.labels[name], label)
+            wanted = to_device(expected, 1, CPU).structures
+            found = batch.structures
+            width = wanted.neighbor.shape[1]
+            assert torch.equal(found.neighbor[:, :width].long(), wanted.neighbor)
+            assert (found.neighbor[:, width:] == -1).all()
+            for name in ("coord", "order", "sorted_type", "sorted_frame", "atype"):
+                assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+            if wanted.box is None:
+                assert found.box is found.shift is None
+            else:
+                assert torch.equal(found.box, wanted.box)
+                assert torch.equal(found.shift[:, :width], wanted.shift)
+            assert feed.labelled_atoms({"energy", "force"}) == expected.frames.atype.size
+        assert plain.state_dict() == resident.state_dict() == streamed.state_dict()
+    for source in sources:
+        source.close()
+
+
+def test_what_keeps_data_from_living_on_the_device():
+    systems = open_systems([str(EXAMPLE / "train")], ["Cu"])
+    assert why_not_resident(loader(systems), 2**30, 1000) is None
+    assert "MiB" in why_not_resident(loader(systems), 1000, 1000)
+    assert "frames" in why_not_resident(loader(systems), 2**30, 1)
+    assert "mix" in why_not_resident(loader(systems, batch_size="mixed:2"), 2**30, 1000)
+
+
+def test_the_schedule_on_the_device_is_that_of_the_host():
+    def scalars(step):
+        return 1.0 / (step + 1), 0.5**step
+
+    table = RateTable(scalars, torch.float64, CPU)
+    for step in (*range(1000, 1003), *range(2020, 2030), 7, 8):
+        table.expect(step)
+        table.read()
+        assert (table.lr.item(), table.lr_fraction.item()) == scalars(step)
+
+
+def test_capture_needs_a_gpu(small_input, train):
+    with pytest.raises(TrainingError, match=r"capture.*no GPU"):
+        train(small_input(training={"capture": "on"}))
+
+
+def test_full_sections_change_no_tensor():
+    batch = to_device(loader(open_systems([str(EXAMPLE / "train")], ["Cu"])).next(), 1, CPU)
+    full = with_full_sections(batch)
+    assert (full.structures.filled == batch.structures.sections[0]).all()
+    assert all(a is b for a, b in zip(tensors_of(full), tensors_of(batch), strict=True))
