@@ -149,6 +149,13 @@ class TrainingSettings(Section):
     seed: int | None = setting(None, minimum=0, doc="Seed of the order of the data; left out, it is random.")
     disp_file: str = setting("lcurve.out", doc="File of the learning curve.")
     disp_freq: int = setting(1000, minimum=1, doc="Steps between two rows of the learning curve.")
+    jsonl_file: str | None = setting(
+        None,
+        doc=(
+            "File with a line of JSON for every row of the learning curve: step, time [s], lr and all errors. None is "
+            "written when left out."
+        ),
+    )
     disp_training: bool = setting(True, doc="Write the learning curve and show its rows.")
     time_training: bool = setting(True, doc="Show the time of the steps.")
     disp_avg: bool = setting(

@@ -35,13 +35,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "topic",
         metavar="TOPIC",
         action=_Topic,
-        help="routing (of an input file or a checkpoint), plan (of its step on several processes), lcurve (draw it) or "
+        help="routing (of an input file or a checkpoint), plan (of its step on several processes), lcurve (draw one or "
+        "more) or "
         "kernels (which orthogonalize what here); anything else is a model's file, and deepmd-kit shows what follows "
         "of it",
     )
     assert isinstance(topic, _Topic)
     topic.file = parser.add_argument("file", metavar="FILE", nargs="+", help="input.json, model.ckpt.pt or lcurve.out")
-    parser.add_argument("-o", "--output", metavar="FILE", default="lcurve.png", help="picture of lcurve [%(default)s]")
+    curve = parser.add_argument_group("lcurve", "several files, one a run, are drawn in one picture")
+    curve.add_argument("-o", "--output", metavar="FILE", default="lcurve.png", help="picture [%(default)s]")
+    curve.add_argument("--label", metavar="NAME", nargs="+", help="name of every run")
+    curve.add_argument(
+        "--against", choices=("step", "time"), default="step", help="axis; time needs logs of training.jsonl_file"
+    )
     plan = parser.add_argument_group("plan", "left out, zero_stage and hsdp are those of the input")
     plan.add_argument("--world-size", type=int, metavar="N", help="processes")
     plan.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), help="training.zero_stage")
@@ -60,16 +66,16 @@ def run(options: argparse.Namespace) -> int:
 
         print(describe_kernels())
         return 0
+    if options.topic == "lcurve":
+        from deepmd_muon.infer.learning_curve import plot_learning_curves
+
+        plot_learning_curves(options.file, options.output, options.label, options.against)
+        print(f"{options.output}: drawn")
+        return 0
     if len(options.file) != 1:
         found = ", ".join(options.file) or "none"
         raise CommandError(f"show {options.topic} takes one file; found {found}")
     path = Path(options.file[0])
-    if options.topic == "lcurve":
-        from deepmd_muon.infer.learning_curve import plot_learning_curve
-
-        plot_learning_curve(path, options.output)
-        print(f"{options.output}: drawn")
-        return 0
     if options.topic == "plan":
         from deepmd_muon.cli.plan import plan_page
 

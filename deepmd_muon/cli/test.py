@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
 
 if TYPE_CHECKING:
     from deepmd_muon.data import System
+    from deepmd_muon.infer.details import DetailFiles
+    from deepmd_muon.infer.evaluation import ComparedFrames
     from deepmd_muon.infer.metrics import Errors
     from deepmd_muon.infer.parity import ParityPicture
 
@@ -24,10 +27,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options; names and meaning are deepmd-kit's, `--plot` and `--ema` are ours."""
     parser.add_argument("-m", "--model", required=True, metavar="CKPT", help="checkpoint, ours or deepmd-kit's")
     data = parser.add_mutually_exclusive_group()
-    data.add_argument("-s", "--system", default=".", help="system, or a folder or HDF5 file of systems [%(default)s]")
+    data.add_argument("-s", "--system", help="system, or a folder or HDF5 file of systems [.]")
     data.add_argument("-f", "--datafile", metavar="LIST", help="text file with one system a line")
-    data.add_argument("--train-data", metavar="INPUT", help="test on the training data of an input file")
-    data.add_argument("--valid-data", metavar="INPUT", help="test on the validation data of an input file")
+    both = parser.add_argument_group("data of an input file", "both may be given, then each has its errors and color")
+    both.add_argument("--train-data", metavar="INPUT", help="test on the training data of an input file")
+    both.add_argument("--valid-data", metavar="INPUT", help="test on the validation data of an input file")
     parser.add_argument(
         "-n", "--numb-test", type=int, default=0, metavar="N", help="most frames of each system; 0 takes all [0]"
     )
@@ -35,7 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-r", "--rand-seed", type=int, metavar="SEED", help="seed of that order")
     parser.add_argument("-d", "--detail-file", metavar="PREFIX", help="write every value and its prediction")
     parser.add_argument("-a", "--atomic", action="store_true", help="compare atomic energies as well")
-    parser.add_argument("--plot", metavar="FILE", help="draw predictions against reference values (.png, .pdf, …)")
+    parser.add_argument(
+        "--plot", metavar="FILE", nargs="+", help="draw predictions against reference values (.png, .pdf, …)"
+    )
     parser.add_argument("--ema", action="store_true", help="use the averaged weights of the checkpoint")
     parser.add_argument(
         "--head", "--model-branch", metavar="NAME", action=DeepmdKitOption, help="branch of a multi-task model"
@@ -65,37 +71,47 @@ def run(options: argparse.Namespace) -> int:
     details = DetailFiles(options.detail_file) if options.detail_file else None
     picture = _picture(options.plot)
     shuffle = np.random.default_rng(options.rand_seed) if options.shuffle_test else None
-    total: Errors = {}
-    systems = _open(options, predictor.type_map)
-    for system in systems:
-        log.info("# testing system : %s", system.name)
-        errors: Errors = {}
-        frames = 0
-        for part in evaluate_system(
-            predictor, system, limit=options.numb_test or None, shuffle=shuffle, atomic=options.atomic
-        ):
-            errors = add_errors(errors, part.errors)
-            frames += part.reference.nframes
-            if details is not None:
-                details.add(system.name, part.reference, part.prediction)
-            if picture is not None:
-                picture.add(part.reference, part.prediction)
-        _report(errors, f"# number of test data : {frames}")
-        total = add_errors(total, errors)
-    log.info("# ----------weighted average of errors-----------")
-    _report(total, f"# number of systems : {len(systems)}")
+    for name, systems in _open(options, predictor.type_map).items():
+        total: Errors = {}
+        for system in systems:
+            log.info("# testing system : %s", system.name)
+            parts = evaluate_system(
+                predictor, system, limit=options.numb_test or None, shuffle=shuffle, atomic=options.atomic
+            )
+            total = add_errors(total, _test_system(parts, name, details, picture))
+        log.info("# ----------weighted average of errors%s-----------", f" of {name} data" if name else "")
+        _report(total, f"# number of systems : {len(systems)}")
     if picture is not None:
         picture.save()
     return 0
 
 
-def _picture(path: str | None) -> ParityPicture | None:
+def _test_system(
+    parts: Iterable[ComparedFrames], series: str, details: DetailFiles | None, picture: ParityPicture | None
+) -> Errors:
+    """Report the errors of one system, and hand its frames to files and picture."""
+    from deepmd_muon.infer.metrics import add_errors
+
+    errors: Errors = {}
+    frames = 0
+    for part in parts:
+        errors = add_errors(errors, part.errors)
+        frames += part.reference.nframes
+        if details is not None:
+            details.add(part.system, part.reference, part.prediction)
+        if picture is not None:
+            picture.add(part.reference, part.prediction, series)
+    _report(errors, f"# number of test data : {frames}")
+    return errors
+
+
+def _picture(paths: list[str] | None) -> ParityPicture | None:
     """Return the picture to fill, checked before the work begins; matplotlib is imported for it alone."""
-    if path is None:
+    if paths is None:
         return None
     from deepmd_muon.infer.parity import ParityPicture
 
-    return ParityPicture(Path(path))
+    return ParityPicture([Path(path) for path in paths])
 
 
 def _report(errors: Errors, title: str) -> None:
@@ -106,28 +122,32 @@ def _report(errors: Errors, title: str) -> None:
         log.info(line)
 
 
-def _open(options: argparse.Namespace, type_map: tuple[str, ...]) -> list[System]:
-    """Open the systems that the options name, with the model's types."""
+def _open(options: argparse.Namespace, type_map: tuple[str, ...]) -> dict[str, list[System]]:
+    """Open the systems that the options name, with the model's types, by the name of their series."""
     from deepmd_muon.data import open_systems
 
+    inputs = {"training": options.train_data, "validation": options.valid_data}
+    given = {name: path for name, path in inputs.items() if path}
+    if given:
+        if options.system or options.datafile:
+            raise CommandError("-s and -f exclude --train-data and --valid-data; give one of both kinds")
+        series = {name: open_systems(_systems_of_input(Path(path), name), type_map) for name, path in given.items()}
+        return series if len(series) > 1 else {"": next(iter(series.values()))}
     if options.datafile:
         path = Path(options.datafile)
         if not path.exists():
             raise CommandError(f"there is no list of systems {path}")
         names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        return open_systems([name for name in names if name and not name.startswith("#")], type_map)
-    if options.train_data or options.valid_data:
-        return open_systems(_systems_of_input(options), type_map)
-    return open_systems([options.system], type_map)
+        return {"": open_systems([name for name in names if name and not name.startswith("#")], type_map)}
+    return {"": open_systems([options.system or "."], type_map)}
 
 
-def _systems_of_input(options: argparse.Namespace) -> list[str]:
+def _systems_of_input(path: Path, name: str) -> list[str]:
     """Return the systems that an input file names; they are relative to the file's folder, as in deepmd-kit."""
     from deepmd_muon.argcheck import load
 
-    path = Path(options.train_data or options.valid_data)
     training = load(path).settings.training
-    data = training.training_data if options.train_data else training.validation_data
+    data = training.training_data if name == "training" else training.validation_data
     if data is None:
         raise CommandError(f"{path} has no validation data")
     return [str(path.parent / system) for system in data.systems]

@@ -5,6 +5,7 @@ them to `step`, and calls `close` at the end. Steps are 1-based here, as in DeeP
 """
 
 from deepmd_muon.train.report.console import ConsoleReport
+from deepmd_muon.train.report.json_lines import JsonLinesFile
 from deepmd_muon.train.report.lcurve import LearningCurveFile
 from deepmd_muon.train.report.logs import set_up_logging
 from deepmd_muon.train.report.reports import Report, Reports, open_reports
@@ -12,6 +13,7 @@ from deepmd_muon.train.report.tensorboard import TensorBoardError, TensorBoardRe
 
 __all__ = [
     "ConsoleReport",
+    "JsonLinesFile",
     "LearningCurveFile",
     "Report",
     "Reports",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from deepmd_muon.train.report.console import ConsoleReport, ProgressLine
+from deepmd_muon.train.report.json_lines import JsonLinesFile
 from deepmd_muon.train.report.lcurve import LearningCurveFile
 from deepmd_muon.train.report.tensorboard import TensorBoardReport
 
@@ -116,7 +117,8 @@ def open_reports(training: TrainingSettings, *, num_steps: int, start_step: int 
     Parameters
     ----------
     training
-        The section; `disp_training` switches log lines and learning curve, `time_training` the timing lines.
+        The section; `disp_training` switches log lines and learning curve, `time_training` the timing lines,
+        `jsonl_file` names a log of JSON lines.
     num_steps
         Last 1-based step of the run.
     start_step
@@ -130,7 +132,8 @@ def open_reports(training: TrainingSettings, *, num_steps: int, start_step: int 
         When `tensorboard` is on and the package is not installed.
     """
     if silent:
-        curve = [_Silent(training.disp_freq, validates=True)] * training.disp_training
+        shown = training.disp_training or training.jsonl_file is not None
+        curve = [_Silent(training.disp_freq, validates=True)] * shown
         return Reports([*curve, *[_Silent(training.tensorboard_freq, validates=False)] * training.tensorboard])
     reports: list[Report] = []
     if training.tensorboard:
@@ -141,4 +144,6 @@ def open_reports(training: TrainingSettings, *, num_steps: int, start_step: int 
         timing = training.time_training
         reports.append(ConsoleReport(training.disp_freq, num_steps, start_step=start_step, timing=timing))
         reports.append(LearningCurveFile(training.disp_file, training.disp_freq, start_step=start_step))
+    if training.jsonl_file is not None:
+        reports.append(JsonLinesFile(training.jsonl_file, training.disp_freq, start_step=start_step))
     return Reports(reports, ProgressLine.on_terminal(num_steps, start_step))

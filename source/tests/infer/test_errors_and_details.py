@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from deepmd_muon.data import Frames
+from deepmd_muon.infer import parity
 from deepmd_muon.infer.details import DetailFiles
 from deepmd_muon.infer.errors import PictureError
 from deepmd_muon.infer.metrics import ErrorSum, add_errors, frame_errors, report_lines
@@ -132,10 +133,10 @@ def test_a_new_test_overwrites_old_detail_files(tmp_path):
 
 
 def test_parity_picture_has_a_panel_for_each_label(tmp_path):
-    picture = ParityPicture(tmp_path / "pictures" / "parity.png", max_points=10)
+    picture = ParityPicture([tmp_path / "pictures" / "parity.png", tmp_path / "parity.pdf"], max_points=10)
     picture.add(*compared(5))
     picture.save()
-    only_force = ParityPicture(tmp_path / "force.png")
+    only_force = ParityPicture([tmp_path / "force.png"])
     only_force.add(*compared(5, labels=("force",)))
     only_force.save()
     from matplotlib.image import imread
@@ -143,10 +144,36 @@ def test_parity_picture_has_a_panel_for_each_label(tmp_path):
     wide, narrow = imread(tmp_path / "pictures" / "parity.png"), imread(tmp_path / "force.png")
     assert wide.shape[1] == 3 * narrow.shape[1]
     assert wide.std() > 0.01
+    assert (tmp_path / "parity.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_parity_picture_shows_energies_without_the_offset_of_the_elements(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(parity, "write", lambda figure, path: drawn.append(figure))
+    picture = ParityPicture([tmp_path / "parity.png"])
+    rng = np.random.default_rng(5)
+    for series, types in (("training", [0, 0, 1]), ("validation", [0, 1, 1, 1])):
+        atype = np.tile(np.array(types, dtype=np.int32), (3, 1))
+        offset = np.array([-2000.0, -30.0])[types].sum()
+        energy = offset + rng.normal(size=3) * 0.01
+        reference = Frames(atype=atype, coord=np.zeros((3, len(types), 3)), energy=energy)
+        zeros = np.zeros((3, len(types), 3))
+        prediction = Prediction(energy + 0.002, zeros, np.zeros((3, 9)), zeros[..., 0])
+        picture.add(reference, prediction, series)
+    picture.save()
+    upper, lower = drawn[0].axes
+    points = np.concatenate([series.get_offsets() for series in upper.collections])
+    assert np.abs(points).max() < 0.02
+    differences = np.concatenate([series.get_offsets()[:, 1] for series in lower.collections])
+    np.testing.assert_allclose(differences, [0.002 / 3] * 3 + [0.002 / 4] * 3, rtol=1e-6)
+    assert [text.get_text().split(",")[0] for text in upper.texts] == [
+        "training: MAE 0.00067",
+        "validation: MAE 0.0005",
+    ]
 
 
 def test_a_picture_that_cannot_be_drawn(tmp_path):
     with pytest.raises(PictureError, match="none of the systems has a label"):
-        ParityPicture(tmp_path / "nothing.png").save()
+        ParityPicture([tmp_path / "nothing.png"]).save()
     with pytest.raises(PictureError, match=r"no picture can be written to .*parity\.doc; use one of .*\.png"):
-        ParityPicture(tmp_path / "parity.doc")
+        ParityPicture([tmp_path / "parity.doc"])

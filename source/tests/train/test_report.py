@@ -1,4 +1,5 @@
 import datetime
+import json
 import logging
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from deepmd_muon.train.report import (
+    JsonLinesFile,
     LearningCurveFile,
     Reports,
     TensorBoardError,
@@ -30,6 +32,7 @@ def training(**changes):
         "time_training": True,
         "disp_file": "lcurve.out",
         "disp_freq": 100,
+        "jsonl_file": None,
     }
     return SimpleNamespace(**(section | changes))
 
@@ -238,3 +241,28 @@ def test_tensorboard_tags(tmp_path):
     assert [event.value for event in events.Scalars("Default/lr")] == pytest.approx([1e-3, 5e-4])
     assert [event.step for event in events.Scalars("Default/rmse_f")] == [1, 2]
     assert [event.value for event in events.Scalars("Default/rmse_f_val")] == pytest.approx([0.702])
+
+
+def test_json_lines_keep_every_metric_and_continue_at_a_restart(tmp_path):
+    path = tmp_path / "log.jsonl"
+    file = JsonLinesFile(path, 5)
+    file.step(1, 1e-3, {"rmse_f": 0.5}, {"rmse_f": float("nan")})
+    file.step(5, 9e-4, {"rmse_f": 0.25}, {"rmse_f": 0.75})
+    file.step(10, 8e-4, {"rmse_f": 0.2}, {})
+    file.close()
+    with path.open("a") as tail:
+        tail.write('{"step": 15, "lr"')
+    before = [json.loads(line) for line in path.read_text().splitlines()[:2]]
+    file = JsonLinesFile(path, 5, start_step=5)
+    file.step(10, 8e-4, {"rmse_f": 0.125}, {"rmse_f": 0.5})
+    file.close()
+    first, second, third = (json.loads(line) for line in path.read_text().splitlines())
+    assert [first, second] == before
+    assert {key: value for key, value in first.items() if key != "time"} == {
+        "step": 1,
+        "lr": 1e-3,
+        "rmse_f_trn": 0.5,
+        "rmse_f_val": None,
+    }
+    assert third["rmse_f_trn"] == 0.125
+    assert third["time"] >= second["time"]

@@ -1,0 +1,67 @@
+"""A log of JSON lines: one object a reported step, for scripts and pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from deepmd_muon.files import fresh_file, is_special
+
+
+class JsonLinesFile:
+    """Append one JSON object at every reported step.
+
+    Its keys are "step", "time" [s] in training since the run began (of all parts of a restarted run), "lr", and every
+    metric with the ending "_trn" or "_val"; a value that is not finite is null. At a restart, lines beyond the restart
+    step are dropped.
+
+    Parameters
+    ----------
+    path
+        The file. A device or FIFO is written to from here on, whatever `start_step`.
+    frequency
+        Every how many steps.
+    start_step
+        Steps already done; 0 begins a new file.
+    """
+
+    validates = True
+
+    def __init__(self, path: str | os.PathLike[str], frequency: int, *, start_step: int = 0) -> None:
+        self.frequency = frequency
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _lines_until(path, start_step) if start_step and path.is_file() and not is_special(path) else []
+        before = float(json.loads(kept[-1]).get("time") or 0.0) if kept else 0.0
+        self._begin = time.perf_counter() - before
+        self._file = fresh_file(path, "".join(f"{line}\n" for line in kept).encode())
+
+    def step(self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]) -> None:
+        """Write the line of the 1-based `step` and flush it."""
+        record: dict[str, float | None] = {"step": step, "time": round(time.perf_counter() - self._begin, 3), "lr": lr}
+        for ending, metrics in (("trn", train), ("val", valid)):
+            for name, value in metrics.items():
+                record[f"{name}_{ending}"] = value if math.isfinite(value) else None
+        self._file.write(f"{json.dumps(record)}\n".encode())
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _lines_until(path: Path, last_step: int) -> list[str]:
+    """Return the lines of steps up to `last_step`; one that a crash cut short is dropped."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= last_step:
+            kept.append(line)
+    return kept
