@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from deepmd_muon.optim.dtensors import local_of, whole
 from deepmd_muon.optim.routing.param_groups import group_settings, rate_of
 from deepmd_muon.optim.sharded.params import Member, muon_state
 from deepmd_muon.optim.sharded.plan import Plan
@@ -44,6 +45,8 @@ def step_everywhere(
     control
         Scale of the gradients, and whether the step is left out.
     """
+    if optimizer._offload is not None:
+        optimizer._offload.wait()
     there = _somewhere(plan, members, groups)
     for number, group in enumerate(optimizer.param_groups):
         settings = group_settings(group)
@@ -51,10 +54,12 @@ def step_everywhere(
         for wave in waves([(member.p, member) for member in mine], optimizer.workspace):
             chosen = [member for _, member in wave]
             states = [muon_state(optimizer, member, damped=settings.magma_muon) for member in chosen]
+            if optimizer._offload is not None:
+                optimizer._offload.house(optimizer.state, [(member.p, "momentum_buffer") for member in chosen])
             params = [_full(member.p.detach()) for member in chosen]
             for p, member in zip(params, chosen, strict=True):
                 p.grad = _full(torch.zeros_like(member.p.detach()) if member.p.grad is None else member.p.grad)
-            momenta = [_full(state["momentum_buffer"]) for state in states]
+            momenta = [_full(s["momentum_buffer"]).to(p.device) for s, p in zip(states, params, strict=True)]
             scores = [_full(state["magma_score"]) for state in states] if settings.magma_muon else []
             muon_(
                 params,
@@ -88,7 +93,7 @@ def _somewhere(plan: Plan, members: Sequence[Member], groups: Sequence[dist.Proc
 
 def _full(x: Tensor) -> Tensor:
     """Gather a tensor, as a copy."""
-    return x.full_tensor().clone() if isinstance(x, DTensor) else x.clone()
+    return whole(x).clone()
 
 
 def _keep(mine: Tensor, full: Tensor) -> None:
@@ -96,6 +101,5 @@ def _keep(mine: Tensor, full: Tensor) -> None:
     if isinstance(mine, DTensor):
         everywhere = DTensor.from_local(full, mine.device_mesh, [Replicate()] * mine.device_mesh.ndim, run_check=False)
         full = everywhere.redistribute(placements=mine.placements).to_local()
-        mine = mine.to_local()
     with torch.no_grad():
-        mine.copy_(full)
+        local_of(mine).copy_(full)  # which may be in host memory

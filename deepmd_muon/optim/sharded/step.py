@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.errors import (
     CaptureError,
-    InvalidSettingError,
     NonFiniteGradientError,
     ShardingError,
     UnsupportedTransportError,
@@ -192,8 +191,6 @@ class ShardedStep:
             self._settled = None
             problem = problem_of(self._optimizer, self._members)
         self._agree(problem)
-        if self._settings.exchange == "reference" and self._optimizer._offload is not None:
-            raise InvalidSettingError("exchange='reference' gathers state where it is; call optimizer.offload(False)")
         control = self._control()
         if self._repeating:
             return work, control

@@ -368,3 +368,14 @@ def test_moments_widen_for_float64_models():
     state = optimizer.state[params[0][1]]
     assert state["exp_avg"].dtype == torch.float64
     assert torch.equal(state["exp_avg"], saved["state"][0]["exp_avg"].double())
+
+
+@pytest.mark.parametrize("saved_has_it", [True, False])
+def test_parameters_without_elements_may_come_and_go(saved_has_it, caplog):
+    """deepmd-kit's models hold empty ``compress_*``, which ours do not: they carry no state."""
+    w, empty = nn.Parameter(random(4, 6)), nn.Parameter(torch.zeros(0, 4))
+    sides = [("w", w)], [("w", w), ("compress_data.0", empty)]
+    saved = stepped(sides[saved_has_it])
+    loaded = reloaded(sides[not saved_has_it], saved, policy="error")
+    assert torch.equal(loaded.state[w]["momentum_buffer"], saved.state[w]["momentum_buffer"])
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
