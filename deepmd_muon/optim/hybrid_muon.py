@@ -20,12 +20,12 @@ from deepmd_muon.optim.routing.param_groups import (
     check_group,
     check_parameters,
     group_defaults,
-    group_settings,
+    rules_of,
     tensor_rate,
     warn_of_idle_rules,
     with_names,
 )
-from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, RoutingRules, choose_route, unnamed
+from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, choose_route, unnamed
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import Offload
@@ -187,7 +187,7 @@ class HybridMuon(Optimizer):
         try:
             check_parameters(self.param_groups)
             group = self.param_groups[-1]
-            check_group(group)
+            check_group(group, self.defaults)
             if group["capturable"] and not isinstance(group["lr"], Tensor) and group["params"]:
                 group["lr"] = tensor_rate(group)
             if self.routing:
@@ -200,19 +200,19 @@ class HybridMuon(Optimizer):
     def _route_parameters(self) -> None:
         """Compute the routing anew from names, shapes and settings, and store its manifest in the groups."""
         self._finish_step()
-        entries: list[RouteEntry] = []
-        self._entries: dict[int, list[RouteEntry]] = {}
+        routed: dict[int, list[RouteEntry]] = {}
         for number, group in enumerate(self.param_groups):
-            rules = RoutingRules.of(group_settings(group))
+            rules = rules_of(group)
             names = group.get("param_names")
             chosen = []
             for i, p in enumerate(group["params"]):
                 entry = choose_route(names[i] if names else None, tuple(p.shape), rules, trainable=p.requires_grad)
                 chosen.append(entry if names else dataclasses.replace(entry, name=unnamed(number, i)))
-            self._entries[number] = chosen
-            group.update(RouteTable(chosen).manifest())
-            entries += chosen
-        self.routing = RouteTable(entries)
+            routed[number] = chosen
+        self._entries = routed  # all at once: a split that does not fit leaves everything as it was
+        for number, group in enumerate(self.param_groups):
+            group.update(RouteTable(routed[number]).manifest())
+        self.routing = RouteTable([entry for chosen in routed.values() for entry in chosen])
         self._routed_for = self._switches()
         drop_unfit(self)
         self._work: Work | None = None
@@ -235,9 +235,9 @@ class HybridMuon(Optimizer):
         self._keep_up()
         return self._shared.fresh_state() if self._shared else {}
 
-    def _switches(self) -> list[bool]:
-        """Return what a user may switch between steps that changes routes or the state they need."""
-        return [on for g in self.param_groups for on in (g["magma_muon"], *(p.requires_grad for p in g["params"]))]
+    def _switches(self) -> list[Any]:
+        """Return what a user may change between steps that changes routes or the state they need."""
+        return [(g["magma_muon"], rules_of(g), *(p.requires_grad for p in g["params"])) for g in self.param_groups]
 
     def _finish_step(self) -> None:
         """Raise what the last step on several ranks has found out too late, before anything builds on it."""
@@ -245,8 +245,11 @@ class HybridMuon(Optimizer):
             self._shared.finish()
 
     def _keep_up(self) -> None:
+        """Route parameters anew where a switch or a routing setting of a group has changed, and log new routes."""
         if self._switches() != self._routed_for:
+            before = self.routing
             self._route_parameters()
+            self.routing.log_changes(before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with its routing; a frozen parameter keeps the state it had before.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from operator import itemgetter
 from typing import Any
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.config import USUAL_ADAMW_PATTERNS, HybridMuonConfig, NonFinite, RouteChange, Steps
+from deepmd_muon.optim.config import OLDER_NAMES, USUAL_ADAMW_PATTERNS, HybridMuonConfig, NonFinite, RouteChange, Steps
 from deepmd_muon.optim.errors import InvalidParameterError, InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
-from deepmd_muon.optim.routing.rules import canonical_name, unnamed
+from deepmd_muon.optim.routing.rules import RouteTable, RoutingRules, canonical_name, unnamed
 from deepmd_muon.optim.routing.views import Split
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.setting import check_settings, setting
@@ -29,6 +29,11 @@ _PLAIN_SETTINGS = (
     "deepmd_kit_arithmetic",
 )
 _LISTS = ("adam_patterns", "adamw_patterns", "expert_patterns", "splits")
+# What else a new group may hold: parameters, a label for loggers, and what torch's schedulers leave in a group that is
+# given again.
+_MORE_KEYS = (
+    *("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"),
+)
 # Frames from a warning up to who calls the constructor: its decorator is one of them.
 _CONSTRUCTOR = 4
 
@@ -152,17 +157,30 @@ class _Arguments:
         check_settings(self)
 
 
-def check_group(given: Mapping[str, Any]) -> None:
-    """Check the constructor's arguments or a parameter group.
+def _unknown_keys(group: Mapping[str, Any], defaults: Collection[str]) -> list[str]:
+    """Return, in words, the keys of a parameter group that no code would read."""
+    known = {*defaults, *_MORE_KEYS, *RouteTable(()).manifest()}
+    unknown = [key for key in group if key not in known]
+    problems = [f"{key} is now {OLDER_NAMES[key]}" for key in unknown if key in OLDER_NAMES]
+    if others := ", ".join(repr(key) for key in unknown if key not in OLDER_NAMES):
+        problems.append(
+            f"{others}: unknown in a parameter group; known are {', '.join(sorted(('params', 'name', *defaults)))}"
+        )
+    return problems
+
+
+def check_group(given: Mapping[str, Any], defaults: Collection[str] | None = None) -> None:
+    """Check the constructor's arguments, or a parameter group, whose keys are then those of `defaults`.
 
     Raises
     ------
     InvalidSettingError
-        Naming every setting that is of a wrong type or out of its range.
+        Naming every setting that is unknown, of a wrong type or out of its range.
     """
     values = {field.name: given[field.name] for field in dataclasses.fields(_Arguments) if field.name in given}
     checked = dict(given)
     values["lr"], problems = _plain_lr(given["lr"])
+    problems += [] if defaults is None else _unknown_keys(given, defaults)
 
     def check(make: Callable[[], Any]) -> None:
         try:
@@ -188,6 +206,11 @@ def _plain_lr(lr: Any) -> tuple[Any, list[str]]:
         return 0.0, [f"lr: a tensor must hold one real number; found {lr.dtype} of shape {tuple(lr.shape)}"]
     # Reading a tensor on a GPU would wait for it.
     return float(lr) if lr.device.type == "cpu" else 0.0, []
+
+
+def rules_of(group: Mapping[str, Any]) -> RoutingRules:
+    """Return what of a group's settings decides routes."""
+    return RoutingRules.of(group_settings(group))
 
 
 def rate_of(group: Mapping[str, Any]) -> float | Tensor:

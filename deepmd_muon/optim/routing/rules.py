@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import re
 from collections import Counter
@@ -13,6 +14,8 @@ from typing import Any, Literal, overload
 from deepmd_muon.optim.config import HybridMuonConfig, MuonMode
 from deepmd_muon.optim.errors import ForeignStateError
 from deepmd_muon.optim.routing.views import MatrixView, Split, effective_shape, matrix_view
+
+log = logging.getLogger(__name__)
 
 Route = Literal["muon", "adam", "adamw", "frozen"]
 ROUTES: tuple[Route, ...] = ("muon", "adam", "adamw", "frozen")
@@ -114,6 +117,14 @@ class RouteTable(Sequence[RouteEntry]):
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]
         ]
         return "\n".join(line.rstrip() for line in lines)
+
+    def log_changes(self, before: RouteTable) -> None:
+        """Warn of each parameter whose route or view differs from an earlier one; freezing and thawing is no change."""
+        earlier = {entry.name: entry for entry in before}
+        for entry in self:
+            old = earlier.get(entry.name, entry)
+            if "frozen" not in (old.route, entry.route) and old.placement != entry.placement:
+                log.warning("%s: route %s from now on, %s before", entry.name, entry.placement, old.placement)
 
     def summary(self) -> str:
         """Return one line: parameters and share of the weights per route."""

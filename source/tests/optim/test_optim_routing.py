@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from deepmd_muon.optim import RouteTable, RoutingRules
+from deepmd_muon.optim import HybridMuon, InvalidSettingError, InvalidShapeError, RouteTable, RoutingRules
 from deepmd_muon.optim.errors import ForeignStateError
 from deepmd_muon.optim.routing.rules import canonical_name, choose_route, leaf_name
 from deepmd_muon.optim.routing.views import MatrixView, effective_shape, matrix_view
@@ -233,3 +235,60 @@ def test_manifests_of_later_versions_and_missing_ones_are_refused():
         RouteTable.from_manifest([{"params": [0], **manifest, "routing_version": 99}])
     with pytest.raises(ForeignStateError, match=r"param_groups\[0\] carries no routing manifest"):
         RouteTable.from_manifest([{"params": [0]}])
+
+
+def test_routing_settings_of_a_group_changed_later_are_honoured(caplog):
+    random = torch.Generator().manual_seed(0)
+    w, v = (nn.Parameter(torch.randn(3, 4, 6, generator=random)) for _ in range(2))
+    optimizer = HybridMuon([{"params": [("w", w)]}, {"params": [("v", v)]}], 0.1)
+    changed, other = optimizer.param_groups
+
+    def step():
+        for p in (w, v):
+            p.grad = torch.randn(p.shape, generator=random)
+        optimizer.step()
+
+    step()
+    changed["muon_mode"] = "flat"
+    step()
+    assert [entry.placement for entry in optimizer.routing] == ["muon 1x12x6", "muon 3x4x6"]
+    assert changed["views"] == ["1x12x6"]
+    assert optimizer.state[w]["magma_score"].shape == (1,)
+    changed["adam_patterns"] = ["w"]
+    assert optimizer.state_dict()["param_groups"][0]["routes"] == ["adam"]
+    step()
+    assert set(optimizer.state[w]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert set(optimizer.state[v]) == {"momentum_buffer", "magma_score"}
+    told = [record.getMessage() for record in caplog.records if " from now on, " in record.getMessage()]
+    assert told == [
+        "w: route muon 1x12x6 from now on, muon 3x4x6 before",
+        "w: route adam from now on, muon 1x12x6 before",
+    ]
+
+    changed["adam_patterns"], other["splits"] = [], ["v: rows 3"]
+    with pytest.raises(InvalidShapeError, match="4 rows"):
+        step()
+    changed["muon_mode"] = "3d"
+    with pytest.raises(InvalidSettingError, match="muon_mode"):
+        step()
+    assert [entry.placement for entry in optimizer.routing] == ["adam", "muon 3x4x6"]
+    changed["muon_mode"], other["splits"] = "slice", []
+    step()
+    assert [entry.placement for entry in optimizer.routing] == ["muon 3x4x6", "muon 3x4x6"]
+
+
+def test_unknown_keys_of_a_group_are_refused_with_the_known_ones():
+    w, v = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(4))
+    bad = {"params": [("w", w)], "use_muon": True, "muon_2d_only": True, "betas": (0.9, 0.95), "momentum": 2.0}
+    with pytest.raises(InvalidSettingError) as error:
+        HybridMuon([bad])
+    assert [problem[:30] for problem in error.value.problems] == [
+        "muon_2d_only is now muon_mode:",
+        "'use_muon', 'betas': unknown i",
+        "momentum: must be < 1; found 2",
+    ]
+    assert all(known in str(error.value) for known in ("adam_betas", "adamw_patterns", "min_matrix_dim"))
+    optimizer = HybridMuon([{"params": [("w", w)], "name": "body"}], 0.1)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 6, cycle_momentum=False)
+    optimizer.add_param_group({**optimizer.param_groups[0], "params": [("v", v)], "param_names": ["v"]})
+    assert [entry.route for entry in optimizer.routing] == ["muon", "adam"]
