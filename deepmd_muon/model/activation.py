@@ -55,6 +55,11 @@ class Activation:
         """Return f′·x in a new tensor."""
         return self.slope(keep).mul_(x)
 
+    def derivatives(self, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return f′ and f″ in new tensors."""
+        slope = self.slope(keep)
+        return slope, self.curvature(keep, slope)
+
     def pull_back_(self, keep: torch.Tensor, tangent: torch.Tensor | None, cotangent: torch.Tensor) -> None:
         """Turn cotangents of (f(h), f′(h)·tangent) into those of (h, tangent), in place.
 
@@ -141,7 +146,48 @@ def _gelu() -> Activation:
     return Activation(lambda h: torch.nn.functional.gelu(h, approximate="tanh"), slope, curvature)
 
 
-def _silu() -> Activation:
+@dataclass(frozen=True)
+class Silu(Activation):
+    """h·σ(h), with its passes over memory fused."""
+
+    def times_slope(self, keep: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """See `Activation`."""
+        out: torch.Tensor = torch.ops.aten.silu_backward(x, keep)
+        return out
+
+    def derivatives(self, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Activation`; with q = h·σ·(1 − σ), f′ = σ + q and f″ = 2·σ·(1 − σ) + q·(1 − 2σ)."""
+        sigmoid = torch.sigmoid(keep)
+        rest = 1.0 - sigmoid
+        q = (keep * sigmoid).mul_(rest)
+        curvature = (rest - sigmoid).mul_(q).addcmul_(sigmoid, rest, value=2.0)
+        return q.add_(sigmoid), curvature
+
+
+@dataclass(frozen=True)
+class Silut(Silu):
+    """SiLU up to a threshold, beyond it a tanh that continues value and slope (deepmd-kit's `silut:T`).
+
+    On a CPU, where asking costs little, a tensor that stays below the threshold takes the passes of SiLU.
+
+    Attributes
+    ----------
+    below
+        Whether no element of a tensor on a CPU reaches the threshold.
+    """
+
+    below: Callable[[torch.Tensor], bool] = lambda _: False
+
+    def times_slope(self, keep: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """See `Activation`."""
+        return super().times_slope(keep, x) if self.below(keep) else self.slope(keep).mul_(x)
+
+    def derivatives(self, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Activation`."""
+        return super().derivatives(keep) if self.below(keep) else Activation.derivatives(self, keep)
+
+
+def _silu() -> Silu:
     def slope(h: torch.Tensor) -> torch.Tensor:
         sigmoid = torch.sigmoid(h)
         return sigmoid * (1.0 + h * (1.0 - sigmoid))
@@ -150,21 +196,24 @@ def _silu() -> Activation:
         sigmoid = torch.sigmoid(h)
         return sigmoid * (1.0 - sigmoid) * (2.0 + h * (1.0 - 2.0 * sigmoid))
 
-    return Activation(torch.nn.functional.silu, slope, curvature)
+    return Silu(torch.nn.functional.silu, slope, curvature)
 
 
-def _silut(threshold: float) -> Activation:
-    """Build SiLU up to a threshold, beyond it a tanh that continues value and slope (deepmd-kit's `silut:T`)."""
+def _silut(threshold: float) -> Silut:
     sigmoid = 1.0 / (1.0 + math.exp(-threshold))
     start = threshold * sigmoid
     rate = sigmoid + threshold * sigmoid * (1.0 - sigmoid)
     silu = _silu()
 
+    def below(h: torch.Tensor) -> bool:
+        return h.device.type == "cpu" and h.numel() > 0 and bool(h.detach().amax() < threshold)
+
     def tail(h: torch.Tensor) -> torch.Tensor:
         return torch.tanh(rate * (h - threshold))
 
     def value(h: torch.Tensor) -> torch.Tensor:
-        return torch.where(h >= threshold, tail(h) + start, silu.value(h))
+        low = silu.value(h)
+        return low if below(h) else torch.where(h >= threshold, tail(h) + start, low)
 
     def slope(h: torch.Tensor) -> torch.Tensor:
         return torch.where(h >= threshold, rate * (1.0 - tail(h).square()), silu.slope(h))
@@ -173,7 +222,7 @@ def _silut(threshold: float) -> Activation:
         t = tail(h)
         return torch.where(h >= threshold, -2.0 * rate * rate * t * (1.0 - t * t), silu.curvature(h, low))
 
-    return Activation(value, slope, curvature)
+    return Silut(value, slope, curvature, below=below)
 
 
 _BY_NAME: dict[str, Callable[[], Activation]] = {
