@@ -18,6 +18,7 @@ from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
 from deepmd_muon.model.translation import PLAIN, Translation
 from deepmd_muon.section import thaw
+from deepmd_muon.setting import annotations_of
 
 PREFIX = "model.Default."
 UNKNOWN_DISTANCE = -1.0  # deepmd-kit's min_nbor_dist of a model that never saw its data's
@@ -180,11 +181,14 @@ def _foreign(params: Mapping[str, Any]) -> list[str]:
 
 def _refused(settings: type[Any], section: Mapping[str, Any], where: str) -> list[str]:
     """Name the keys of deepmd-kit that ask for what a part does not have here."""
-    return [
+    problems = [
         f"{where}{key} is {section[key]!r}"
         for key, foreign in settings.foreign.items()
         if key in section and section[key] and not foreign.inert and not foreign.accepts(section[key])
     ]
+    for key, below in _subsections(settings).items():
+        problems += _refused(below, section.get(key, {}), f"{where}{key}.")
+    return problems
 
 
 def _own_section(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,9 +200,21 @@ def _own_section(params: Mapping[str, Any]) -> dict[str, Any]:
         kind = given.get("type", "ener")
         own = table.settings_class(kind)
         translation = table.translation(own) or PLAIN
-        known = {field.name for field in dataclasses.fields(own)}
-        section[part] = {"type": kind, **{k: v for k, v in translation.section(given).items() if k in known}}
+        section[part] = {"type": kind, **_known(own, translation.section(given))}
     return section
+
+
+def _known(settings: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a section, and of its sub-sections, whose keys we have."""
+    below = _subsections(settings)
+    names = {field.name for field in dataclasses.fields(settings)}
+    return {key: _known(below[key], value) if key in below else value for key, value in given.items() if key in names}
+
+
+def _subsections(settings: type) -> dict[str, type[Any]]:
+    """Return the settings class of every sub-section of a part."""
+    annotations = annotations_of(settings).items()
+    return {name: kind for name, kind in annotations if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
 
 
 def _defaults(settings: type[Any]) -> dict[str, Any]:
