@@ -125,6 +125,7 @@ def _own(folder: str, settings: str, module: str) -> Part:
 
 DESCRIPTORS = Registry("descriptor")
 DESCRIPTORS.register("se_e2_a", _own("descriptor.se_e2_a", "SeE2ASettings", "SeE2A"), aliases=("se_a",))
+DESCRIPTORS.register("dpa3", _own("descriptor.dpa3", "DPA3Settings", "DPA3"))
 
 FITTING_NETS = Registry("fitting net")
 FITTING_NETS.register("ener", _own("fitting.ener", "EnerSettings", "EnergyFitting"))

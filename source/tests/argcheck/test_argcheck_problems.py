@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepmd_muon.argcheck import InputError, Problem, normalize
+from deepmd_muon.model.registry import DESCRIPTORS
 
 
 def test_all_problems_at_once(water, problems):
@@ -212,7 +213,7 @@ def test_unknown_keys_name_the_nearest(water, problems, path, hint):
         ("training", "is missing; give a section"),
         ("model/type_map", "is missing; give a list of strings"),
         ("model/descriptor", "is missing; give a section"),
-        ("model/descriptor/type", "is missing; give 'se_e2_a'"),
+        ("model/descriptor/type", f"is missing; give one of {', '.join(map(repr, DESCRIPTORS.settings))}"),
         ("learning_rate/start_lr", "is missing; give a number"),
         ("training/training_data", "is missing; give a section"),
         ("training/numb_steps", "is missing; give numb_steps or numb_epoch"),

@@ -177,7 +177,7 @@ def gradients(model: torch.nn.Module, batch: dict) -> dict:
         "settings": settings,
         "lr_fraction": 0.25,
         "loss": value.detach(),
-        "parameters": {key: p.grad.clone() for key, p in model.named_parameters() if p.numel()},
+        "parameters": {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None and p.numel()},
         "order": [key for key, _ in model.named_parameters()],
     }
 

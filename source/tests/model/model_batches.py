@@ -45,12 +45,17 @@ def neighbors_of_frame(coord, box, atype, rcut, sel):
     return out
 
 
-def make_batch(coord, atype, box, rcut, sel, *, widths=None, device="cpu") -> Structures:
-    """Batch of frames; columns as wide as the fullest atom needs, or `widths`."""
+def make_batch(coord, atype, box, rcut, sel, *, widths=None, ntypes=None, inner=(), device="cpu") -> Structures:
+    """Batch of frames; columns as wide as the fullest atom needs, or `widths`.
+
+    With `ntypes`, `sel` is one number for all types: the columns are not grouped. `inner` names shorter cut-offs and
+    the most neighbours within each.
+    """
     coord, atype = np.asarray(coord), np.asarray(atype)
+    group = atype if ntypes is None else np.minimum(atype, 0)
     box = None if box is None else np.asarray(box)
     frames = [
-        neighbors_of_frame(coord[f][atype[f] >= 0], None if box is None else box[f], atype[f][atype[f] >= 0], rcut, sel)
+        neighbors_of_frame(coord[f][atype[f] >= 0], None if box is None else box[f], group[f][atype[f] >= 0], rcut, sel)
         for f in range(len(coord))
     ]
     if widths is None:
@@ -66,7 +71,40 @@ def make_batch(coord, atype, box, rcut, sel, *, widths=None, device="cpu") -> St
                     neighbor[f, i, column] = real[j]
                     shift[f, i, column] = s
     return Structures.from_numpy(
-        coord, atype, box, neighbor, None if box is None else shift, widths, len(sel), device=device
+        coord,
+        atype,
+        box,
+        neighbor,
+        None if box is None else shift,
+        widths,
+        ntypes or len(sel),
+        device=device,
+        inner=count_inner(coord, box, neighbor, shift, inner),
+    )
+
+
+def count_inner(coord, box, neighbor, shift, inner):
+    """Count the neighbours within shorter cut-offs `(nframes, ninner, natoms)`."""
+    other = np.take_along_axis(coord[:, None], np.maximum(neighbor, 0)[..., None], axis=2)
+    moved = 0.0 if box is None else np.einsum("fnki,fij->fnkj", shift, box)
+    distance = np.linalg.norm(other + moved - coord[:, :, None], axis=-1)
+    distance[neighbor < 0] = np.inf
+    counts = [np.minimum((distance < short).sum(-1), most) for short, most in inner]
+    return np.stack(counts, axis=1) if counts else None
+
+
+def batch_of(model, data, **more) -> Structures:
+    """Return the batch that a model with a mixed neighbour list asks for."""
+    request = model.neighbors
+    return make_batch(
+        data["coord"],
+        data["atype"],
+        data["box"],
+        request.rcut,
+        request.sel,
+        ntypes=model.ntypes,
+        inner=request.inner,
+        **more,
     )
 
 

@@ -1,0 +1,21 @@
+"""`dpa3` in deepmd-kit's checkpoints: the names are ours; the statistics must be those of a centre type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from deepmd_muon.model.errors import CheckpointError
+from deepmd_muon.model.translation import Translation
+
+
+def _check(state: Mapping[str, torch.Tensor]) -> None:
+    if state["repflows.mean"].any():
+        raise CheckpointError("the descriptor's mean is not 0, which no DPA-3 of deepmd-kit has")
+    stddev = state["repflows.stddev"]
+    if not torch.equal(stddev, stddev[:, :1].expand_as(stddev)):
+        raise CheckpointError("the descriptor's stddev differs between neighbour slots of one centre type")
+
+
+TRANSLATION = Translation(check=_check)

@@ -1,0 +1,220 @@
+"""One layer of DPA-3: its parameters under deepmd-kit's names, and how it updates nodes, edges and angles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from deepmd_muon.model.activation import Activation
+from deepmd_muon.model.descriptor.dpa3.angles import AngleTape, angle_update
+from deepmd_muon.model.descriptor.dpa3.edges import EdgeTape, edge_update
+from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan
+from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
+from deepmd_muon.model.networks import Layer, SeedPath
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Edges and angles of a batch, and what they take from positions.
+
+    Attributes
+    ----------
+    neighbor
+        Number of each neighbour among the sorted atoms `(nreal, nnei)`, int64; any atom in empty slots.
+    edge_weight
+        Switch over the edge scale `(nreal, nnei)`; 0 in empty slots.
+    direction
+        Standardised x·w/r² times w over the root of the edge scale `(nreal, nnei, 3)`; 0 in empty slots.
+    plan
+        Storage order of angles.
+    angle_weight
+        Angular switch of the edges in angles, over the fourth root of the angle scale `(nslots,)`, so that products of
+        two are over its root; 0 in empty slots.
+    in_angle
+        Which of these edges take part in angles `(nslots,)`; None when all do.
+    """
+
+    neighbor: torch.Tensor
+    edge_weight: torch.Tensor
+    direction: torch.Tensor
+    plan: AnglePlan
+    angle_weight: torch.Tensor
+    in_angle: torch.Tensor | None
+
+
+class Features(NamedTuple):
+    """Nodes `(nreal, n_dim)`, edges `(nreal, nnei, e_dim)`, angles `(nangles, a_dim)`."""
+
+    node: torch.Tensor
+    edge: torch.Tensor
+    angle: torch.Tensor | None
+
+
+class Wanted(NamedTuple):
+    """Which features later layers still use; the others are not computed."""
+
+    edge: bool
+    angle: bool
+
+
+class RepflowLayer(torch.nn.Module):
+    """Updates all features from their values before the layer.
+
+    Every linear layer on the features of several things side by side is split by their rows in its matrix: the part
+    of an atom is computed once an atom and then gathered.
+
+    Parameters
+    ----------
+    repflow
+        Settings of the layers.
+    activation
+        f.
+    dtype
+        Precision of the parameters.
+    stream
+        Place of the layer in the model.
+    """
+
+    def __init__(
+        self, repflow: RepflowSettings, activation: Activation, *, dtype: torch.dtype, stream: SeedPath
+    ) -> None:
+        super().__init__()
+        self.repflow, self.activation = repflow, activation
+        n, e, a = repflow.n_dim, repflow.e_dim, repflow.a_dim
+        pair = 2 * n + e
+
+        def linear(n_in: int, n_out: int, place: int) -> Layer:
+            return Layer(n_in, n_out, timestep=False, dtype=dtype, stream=stream.child(place))
+
+        def residual(width: int, *place: int) -> torch.nn.Parameter:
+            if repflow.update_residual_init == "const":
+                return torch.nn.Parameter(torch.full((width,), repflow.update_residual, dtype=dtype))
+            generator = stream.child(*place).generator()
+            drawn = torch.empty(width, dtype=dtype).normal_(0.0, repflow.update_residual, generator=generator)
+            return torch.nn.Parameter(drawn)
+
+        trained = repflow.update_style == "res_residual"
+        self.node_self_mlp = linear(n, n, 0)
+        self.node_sym_linear = linear((n + e) * repflow.axis_neuron, n, 2)
+        self.node_edge_linear = linear(pair, n, 4)
+        self.edge_self_linear = linear(pair, e, 6)
+        n_residual = [residual(n, 1), residual(n, 3), residual(n, 5, 0)] if trained else []
+        e_residual = [residual(e, 7)] if trained else []
+        a_residual = []
+        if repflow.update_angle:
+            self.edge_angle_linear1 = linear(repflow.angle_input, e, 10)
+            self.edge_angle_linear2 = linear(e, e, 11)
+            self.angle_self_linear = linear(repflow.angle_input, a, 13)
+            if trained:
+                e_residual.append(residual(e, 12))
+                a_residual.append(residual(a, 14))
+        self.n_residual = torch.nn.ParameterList(n_residual)
+        self.e_residual = torch.nn.ParameterList(e_residual)
+        self.a_residual = torch.nn.ParameterList(a_residual)
+
+    def forward(self, features: Features, graph: Graph, wanted: Wanted, *, force: bool) -> Features:
+        """Return the features after the layer; see `Wanted` for those returned as they came."""
+        message, update, moment = self._edges(features, graph, wanted, force=force)
+        node = self._nodes(features.node, message, moment)
+        if update is None:
+            return Features(node, features.edge, features.angle)
+        updates = [update]
+        angle = features.angle
+        if angle is not None:
+            reduced, angle = self._angles(features, graph, wanted, force=force)
+            updates.append(self._edge_from_angles(features.edge, graph, reduced))
+        return Features(node, _residual_sum(self.repflow.update_style, features.edge, updates, self.e_residual), angle)
+
+    def _edges(
+        self, features: Features, graph: Graph, wanted: Wanted, *, force: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Return the message of all edges to their centre, the update of the edges, and H (see `edges`)."""
+        n, e = self.repflow.n_dim, self.repflow.e_dim
+        layers = [self.node_edge_linear, self.edge_self_linear] if wanted.edge else [self.node_edge_linear]
+        centre, other, own = torch.cat([layer.matrix for layer in layers], 1).split([n, n, e])
+        p = torch.addmm(torch.cat([layer.tensors.bias for layer in layers]), features.node, centre)
+        table = torch.cat([torch.mm(features.node, other), features.node], 1)
+        tape = EdgeTape(graph.neighbor, self.activation, n, force)
+        message, update, moment, _ = edge_update(tape, own, features.edge, p, table, graph.edge_weight, graph.direction)
+        return message, update, moment
+
+    def _nodes(self, node: torch.Tensor, message: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+        f = self.activation.value
+        repflow = self.repflow
+        symmetric = [
+            torch.bmm(part[..., : repflow.axis_neuron].transpose(1, 2), part).flatten(1) / 3.0
+            for part in moment.split([repflow.e_dim, repflow.n_dim], dim=2)
+        ]
+        updates = [
+            f(_apply(self.node_self_mlp, node)),
+            f(_apply(self.node_sym_linear, torch.cat(symmetric, 1))),
+            message,
+        ]
+        return _residual_sum(repflow.update_style, node, updates, self.n_residual)
+
+    def _angles(
+        self, features: Features, graph: Graph, wanted: Wanted, *, force: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the message of all angles to their first edge `(nslots, e_dim)`, and the angles after the layer."""
+        repflow = self.repflow
+        nodes, edges = repflow.angle_node, repflow.angle_edge
+        layers = [self.edge_angle_linear1, self.angle_self_linear] if wanted.angle else [self.edge_angle_linear1]
+        matrix = torch.cat([layer.matrix for layer in layers], 1)
+        own, centre, second, first = matrix.split([repflow.a_dim, nodes, edges, edges])
+        bias = torch.cat([layer.tensors.bias for layer in layers])
+        per_atom = torch.addmm(bias, features.node[:, :nodes], centre)
+        edge = features.edge.flatten(0, 1)[:, :edges].index_select(0, graph.plan.slot)
+        u = torch.addmm(per_atom.index_select(0, graph.plan.atom), edge, first)
+        t = torch.mm(edge, second)
+        carry, residual = _angle_residual(repflow.update_style, self.a_residual, features.angle)
+        tape = AngleTape(graph.plan, self.activation, repflow.e_dim, carry, force)
+        reduced, angle, _ = angle_update(
+            tape, features.angle, u, t, graph.angle_weight, own, residual if wanted.angle else None
+        )
+        return reduced, angle if wanted.angle else features.angle
+
+    def _edge_from_angles(self, edge: torch.Tensor, graph: Graph, reduced: torch.Tensor) -> torch.Tensor:
+        """Return the update of every edge by its angles; an edge without angles takes zero or its own features."""
+        f, linear = self.activation.value, self.edge_angle_linear2
+        rows = edge.flatten(0, 1)
+        if self.repflow.smooth_edge_update:
+            rest = f(linear.tensors.bias).expand_as(rows)
+            return rest.index_copy(0, graph.plan.slot, f(_apply(linear, reduced))).view_as(edge)
+        if graph.in_angle is not None:
+            own = rows.index_select(0, graph.plan.slot)
+            reduced = torch.where(graph.in_angle.unsqueeze(1), reduced, own)
+        return f(_apply(linear, rows.index_copy(0, graph.plan.slot, reduced))).view_as(edge)
+
+
+def _apply(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(layer.tensors.bias, x, layer.matrix)
+
+
+def _residual_sum(
+    style: str, x: torch.Tensor, updates: list[torch.Tensor], residuals: torch.nn.ParameterList
+) -> torch.Tensor:
+    """Return x with its updates added: weighted by trained vectors, averaged, or incremented."""
+    if style == "res_residual":
+        for weight, update in zip(residuals, updates, strict=True):
+            x = torch.addcmul(x, update, weight)
+        return x
+    total = updates[0]
+    for update in updates[1:]:
+        total = total + update
+    if style == "res_avg":
+        return (x + total) / math.sqrt(len(updates) + 1)
+    return x + total / math.sqrt(len(updates))
+
+
+def _angle_residual(
+    style: str, residuals: torch.nn.ParameterList, angle: torch.Tensor | None
+) -> tuple[float, torch.Tensor]:
+    """Return α and ρ of a′ = α·a + ρ∘y: the residual sum with one update."""
+    assert angle is not None
+    if style == "res_residual":
+        return 1.0, residuals[0]
+    factor = math.sqrt(0.5) if style == "res_avg" else 1.0
+    return factor, angle.new_full((angle.shape[1],), factor)

@@ -1,0 +1,151 @@
+"""The graph descriptor DPA-3: nodes, edges and angles that message each other over layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepmd_muon.model.activation import activation
+from deepmd_muon.model.descriptor.dpa3.geometry import DISTANCE_GUARD, cosines, plan_angles, switch
+from deepmd_muon.model.descriptor.dpa3.layer import Features, Graph, RepflowLayer, Wanted
+from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings
+from deepmd_muon.model.descriptor.environment import Environment, environment
+from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
+from deepmd_muon.model.networks import Layer, SeedPath, dtype_of
+from deepmd_muon.model.structures import Structures
+from deepmd_muon.model.type_embedding import TypeEmbedding
+
+
+class Repflows(torch.nn.Module):
+    """Holds what deepmd-kit keeps under `descriptor.repflows`: statistics, first embeddings and layers."""
+
+    mean: torch.Tensor
+    stddev: torch.Tensor
+
+    def __init__(self, settings: DPA3Settings, ntypes: int, stream: SeedPath) -> None:
+        super().__init__()
+        repflow, dtype = settings.repflow, dtype_of(settings.precision)
+        shape = (ntypes, repflow.slots[0], 4)
+        self.register_buffer("mean", torch.zeros(shape, dtype=dtype))
+        self.register_buffer("stddev", torch.full(shape, repflow.fix_stat_std or 1.0, dtype=dtype))
+        self.edge_embd = Layer(1, repflow.e_dim, timestep=False, dtype=dtype, stream=stream.child(0))
+        self.angle_embd = Layer(1, repflow.a_dim, timestep=False, bias=False, dtype=dtype, stream=stream.child(1))
+        f = activation(settings.activation_function)
+        layers = stream.child(1)
+        self.layers = torch.nn.ModuleList(
+            RepflowLayer(repflow, f, dtype=dtype, stream=layers.child(index)) for index in range(repflow.nlayers)
+        )
+
+
+class DPA3(torch.nn.Module):
+    """D_i: the features of node i after all layers, beside the vector of its type when `concat_output_tebd`.
+
+    Static and dynamic selection differ in the scale of sums alone: both compute on the real neighbours.
+
+    Parameters
+    ----------
+    settings
+        The section `model/descriptor`, numbers in place of "auto".
+    type_map
+        Element symbols.
+    seed
+        Used when the settings have no seed of their own.
+    """
+
+    def __init__(
+        self, settings: DPA3Settings, type_map: Sequence[str], seed: int | Sequence[int] | None = None
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        repflow = settings.repflow
+        dtype = dtype_of(settings.precision)
+        stream = SeedPath(seed if settings.seed is None else settings.seed)
+        self.repflows = Repflows(settings, len(type_map), stream.child(1))
+        self.type_embedding = TypeEmbedding(
+            len(type_map), repflow.n_dim, bias=settings.use_tebd_bias, dtype=dtype, stream=stream.child(2)
+        )
+        self.dim_out = repflow.n_dim * (2 if settings.concat_output_tebd else 1)
+        self.activation = activation(settings.activation_function)
+        self.edge_switch = switch(repflow.e_rcut_smth, repflow.e_rcut, exponential=repflow.use_exp_switch)
+        self.angle_switch = switch(repflow.a_rcut_smth, repflow.a_rcut, exponential=repflow.use_exp_switch)
+        self.needs_statistics = repflow.fix_stat_std == 0.0
+        self.requires_grad_(settings.trainable)
+
+    def environment(self, structures: Structures, edges: torch.Tensor) -> Environment:
+        """Environment of every edge, not standardised; statistics are always those of the quintic switch."""
+        repflow = self.settings.repflow
+        return environment(edges, structures.neighbor < 0, repflow.e_rcut, repflow.e_rcut_smth)
+
+    def used_slots(self, structures: Structures) -> torch.Tensor | None:
+        """Return None: every slot counts."""
+        return None
+
+    def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
+        """Divide environment rows by these deviations `(ntypes, 4)`; their mean stays 0."""
+        self.repflows.stddev.copy_(stddev[:, None, :].expand_as(self.repflows.stddev))
+
+    def forward(self, structures: Structures, edges: torch.Tensor, *, force: bool = True) -> Described:
+        """Describe every atom; see `Descriptor`."""
+
+        def describe(edges: torch.Tensor) -> torch.Tensor:
+            return self._describe(structures, edges, force=force)
+
+        return describe_by_autograd(describe, edges, force=force)
+
+    def _describe(self, structures: Structures, edges: torch.Tensor, *, force: bool) -> torch.Tensor:
+        repflow, f = self.settings.repflow, self.activation.value
+        empty = structures.neighbor < 0
+        edges = torch.where(empty.unsqueeze(-1), repflow.e_rcut, edges)
+        distance = edges.square().sum(-1).sqrt()
+        weight = self.edge_switch(distance).masked_fill(empty, 0.0)
+        graph, cosine, radial = self._graph(structures, edges, distance, weight)
+        types = self.type_embedding()[structures.sorted_type]
+        start = self.repflows.edge_embd
+        edge = radial.unsqueeze(-1) * start.matrix[0] + start.tensors.bias
+        features = Features(
+            f(types),
+            edge if repflow.edge_init_use_dist else f(edge),
+            cosine.unsqueeze(1) * self.repflows.angle_embd.matrix if repflow.update_angle else None,
+        )
+        last = repflow.nlayers - 1
+        for index, layer in enumerate(self.repflows.layers):
+            features = layer(features, graph, Wanted(edge=index < last, angle=index < last - 1), force=force)
+        return torch.cat([features.node, types], 1) if self.settings.concat_output_tebd else features.node
+
+    def _graph(
+        self, structures: Structures, edges: torch.Tensor, distance: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[Graph, torch.Tensor, torch.Tensor]:
+        """Return the graph, the cosine of every angle and the number that every edge starts from."""
+        repflow, dtype = self.settings.repflow, self.repflows.mean.dtype
+        edge_scale, angle_scale = repflow.scales
+        scale = (1.0 / self.repflows.stddev[:, 0].double())[structures.sorted_type].unsqueeze(1)
+        per_distance = weight / distance
+        direction = edges * (per_distance / distance).unsqueeze(-1) * scale[..., 1:]
+        radial = distance if repflow.edge_init_use_dist else per_distance * scale[..., 0]
+        plan = plan_angles(structures.inner[0], edges.shape[1], edges.device)
+        near = distance.flatten().index_select(0, plan.slot)
+        angle_weight = self.angle_switch(near)
+        in_angle = None
+        if not plan.exact:
+            rank = plan.slot % max(edges.shape[1], 1)
+            in_angle = (near < repflow.a_rcut) & (rank < repflow.slots[1])
+            in_angle &= structures.neighbor.flatten().index_select(0, plan.slot) >= 0
+            angle_weight = angle_weight.masked_fill(~in_angle, 0.0)
+        unit = edges.flatten(0, 1).index_select(0, plan.slot) / (near + DISTANCE_GUARD).unsqueeze(-1)
+        graph = Graph(
+            neighbor=_sorted_numbers(structures),
+            edge_weight=(weight / edge_scale).to(dtype),
+            direction=(direction * weight.unsqueeze(-1) * edge_scale**-0.5).to(dtype),
+            plan=plan,
+            angle_weight=(angle_weight * angle_scale**-0.25).to(dtype),
+            in_angle=in_angle,
+        )
+        return graph, cosines(unit, plan).to(dtype), radial.to(dtype)
+
+
+def _sorted_numbers(structures: Structures) -> torch.Tensor:
+    """Return the number of each neighbour among the sorted atoms; 0 in empty slots."""
+    place = structures.order.new_zeros(structures.atype.numel())
+    place[structures.order] = torch.arange(len(structures.order), device=place.device)
+    return place[structures.neighbor.clamp(min=0)]

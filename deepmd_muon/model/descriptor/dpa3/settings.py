@@ -1,0 +1,259 @@
+"""Settings of `dpa3`; torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+from deepmd_muon.model.descriptor.settings import DescriptorSettings, NeighborCounts, NeighborRequest
+from deepmd_muon.model.shared_settings import (
+    ACTIVATION,
+    AUTO_SEL,
+    PRECISION,
+    Precision,
+    slots_for,
+    smoothing_inside,
+    some_neighbors,
+)
+from deepmd_muon.section import Foreign, Rule, Section, section
+from deepmd_muon.setting import InvalidSettingError, setting
+
+UpdateStyle = Literal["res_residual", "res_avg", "res_incr"]
+OLD_FIXED_DEVIATION = 0.3  # what deepmd-kit's `skip_stat` stands for
+
+_SEL: dict[str, Any] = {"minimum": 1, "pattern": AUTO_SEL, "forms": '"auto", "auto:factor" or a whole number'}
+
+
+def _angles_inside(a_rcut: float, e_rcut: float) -> str | None:
+    if a_rcut > e_rcut:
+        return f"must not exceed e_rcut; found {a_rcut:g} with e_rcut {e_rcut:g}"
+    return None
+
+
+def _angle_slots_inside(a_sel: str | int, e_sel: str | int) -> str | None:
+    if isinstance(a_sel, int) and isinstance(e_sel, int) and a_sel > e_sel:
+        return f"must not exceed e_sel; found {a_sel} with e_sel {e_sel}"
+    return None
+
+
+def _axis_inside(axis_neuron: int, n_dim: int, e_dim: int) -> str | None:
+    if axis_neuron > min(n_dim, e_dim):
+        return f"must not exceed n_dim and e_dim; found {axis_neuron} with n_dim {n_dim} and e_dim {e_dim}"
+    return None
+
+
+def _compressible(rate: int, e_rate: int, a_dim: int) -> str | None:
+    if rate and (a_dim * e_rate) % (2 * rate):
+        return f"twice its value must divide a_dim · a_compress_e_rate; found {rate} with {a_dim} · {e_rate}"
+    return None
+
+
+def _by_split(rate: int, use_split: bool) -> str | None:
+    if rate and not use_split:
+        return (
+            f"needs a_compress_use_split true; found {rate} without: deepmd-kit has a compression by linear layers, "
+            "this package does not"
+        )
+    return None
+
+
+def _smooth_when_dynamic(use_dynamic_sel: bool, smooth_edge_update: bool) -> str | None:
+    if use_dynamic_sel and not smooth_edge_update:
+        return "needs smooth_edge_update true"
+    return None
+
+
+def _skip_stat_fixes(skip_stat: bool, fix_stat_std: float) -> str | None:
+    if skip_stat and fix_stat_std != OLD_FIXED_DEVIATION:
+        return f"stands for fix_stat_std {OLD_FIXED_DEVIATION}; found it with fix_stat_std {fix_stat_std:g}: remove it"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class RepflowSettings(Section):
+    """Layers that update nodes, edges and angles."""
+
+    e_rcut: float = setting(above=0.0, doc="Cut-off radius of edges [Å].")
+    e_rcut_smth: float = setting(above=0.0, doc="Radius [Å] from which the weight of an edge falls smoothly.")
+    e_sel: int | str = setting(
+        **_SEL,
+        doc=(
+            "Largest number of neighbours that an atom may have inside e_rcut; it scales the sums over edges. "
+            "'auto:factor' takes the largest number found in the training data, times factor, rounded up to a "
+            "multiple of 4; 'auto' is 'auto:1.1'."
+        ),
+    )
+    a_rcut: float = setting(above=0.0, doc="Cut-off radius of the edges that form angles [Å].")
+    a_rcut_smth: float = setting(
+        above=0.0, doc="Radius [Å] from which the weight of an edge in its angles falls smoothly."
+    )
+    a_sel: int | str = setting(**_SEL, doc="As e_sel, for the neighbours inside a_rcut and the sums over angles.")
+    n_dim: int = setting(128, minimum=1, doc="Features of a node (atom).")
+    e_dim: int = setting(64, minimum=1, doc="Features of an edge.")
+    a_dim: int = setting(64, minimum=1, doc="Features of an angle.")
+    nlayers: int = setting(6, minimum=1, doc="Number of layers.")
+    a_compress_rate: int = setting(
+        0,
+        minimum=0,
+        doc="Angles see a_dim/c features of their node and a_dim/(2c)·a_compress_e_rate of their edges; 0: all.",
+    )
+    a_compress_e_rate: int = setting(1, minimum=1, doc="Factor on the features of an edge that angles see.")
+    a_compress_use_split: bool = setting(
+        False, doc="Angles see the first features of node and edges, not a linear map of all."
+    )
+    axis_neuron: int = setting(
+        4, minimum=1, doc="Number of columns of the directional sums that the symmetric update multiplies them with."
+    )
+    fix_stat_std: float = setting(
+        OLD_FIXED_DEVIATION,
+        minimum=0.0,
+        doc="Deviation that the environment of an atom is divided by; 0 takes it from the training data.",
+    )
+    skip_stat: bool = setting(False, doc=f"Older way to say fix_stat_std {OLD_FIXED_DEVIATION}.")
+    update_angle: bool = setting(True, doc="Have angles; without them, only nodes and edges are updated.")
+    update_style: UpdateStyle = setting(
+        "res_residual",
+        doc=(
+            "How the updates u_1 … u_n are added to features x: 'res_residual' x + Σ r_k·u_k with trained r_k, "
+            "'res_avg' (x + Σ u_k)/√(n + 1), 'res_incr' x + Σ u_k/√n."
+        ),
+    )
+    update_residual: float = setting(0.1, minimum=0.0, doc="Start of the trained r_k: their value or deviation.")
+    update_residual_init: Literal["const", "norm"] = setting(
+        "const", doc="Start the r_k at update_residual ('const') or at random around 0 with this deviation ('norm')."
+    )
+    smooth_edge_update: bool = setting(
+        False, doc="Edges without angles take no message from angles; else they take their own features as message."
+    )
+    edge_init_use_dist: bool = setting(
+        False,
+        alias=("edge_use_dist",),
+        doc="Edges start from their length, without activation, instead of the weighted inverse length.",
+    )
+    use_exp_switch: bool = setting(
+        False,
+        alias=("use_env_envelope",),
+        doc="Weights fall as exp(−exp(20·(r − rcut_smth)/rcut_smth)) instead of the quintic polynomial.",
+    )
+    use_dynamic_sel: bool = setting(
+        False, doc="Divide e_sel and a_sel by sel_reduce_factor in the scales of sums, so that they may be generous."
+    )
+    sel_reduce_factor: float = setting(10.0, above=0.0, doc="See use_dynamic_sel.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("e_rcut_smth", "e_rcut"), smoothing_inside),
+        Rule(("a_rcut_smth", "a_rcut"), smoothing_inside),
+        Rule(("a_rcut", "e_rcut"), _angles_inside),
+        Rule(("a_sel", "e_sel"), _angle_slots_inside),
+        Rule(("e_sel",), some_neighbors),
+        Rule(("a_sel",), some_neighbors),
+        Rule(("axis_neuron", "n_dim", "e_dim"), _axis_inside),
+        Rule(("a_compress_rate", "a_compress_e_rate", "a_dim"), _compressible),
+        Rule(("a_compress_rate", "a_compress_use_split"), _by_split),
+        Rule(("use_dynamic_sel", "smooth_edge_update"), _smooth_when_dynamic),
+        Rule(("skip_stat", "fix_stat_std"), _skip_stat_fixes),
+    )
+    foreign: ClassVar[dict[str, Foreign]] = {
+        "n_multi_edge_message": Foreign("several heads of the message from edges to nodes", (1,)),
+        "sequential_update": Foreign("updates one after another within a layer", (False,)),
+        "optim_update": Foreign("an order of evaluation, always the fast one here", (True,), inert=True),
+    }
+
+    @property
+    def angle_node(self) -> int:
+        """Features of its node that an angle sees."""
+        return self.a_dim // self.a_compress_rate if self.a_compress_rate else self.n_dim
+
+    @property
+    def angle_edge(self) -> int:
+        """Features of each of its edges that an angle sees."""
+        if not self.a_compress_rate:
+            return self.e_dim
+        return self.a_dim // (2 * self.a_compress_rate) * self.a_compress_e_rate
+
+    @property
+    def angle_input(self) -> int:
+        """Features of an angle, its node and its two edges together."""
+        return self.a_dim + self.angle_node + 2 * self.angle_edge
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """`e_sel` and `a_sel` as numbers.
+
+        Raises
+        ------
+        InvalidSettingError
+            When one is still "auto".
+        """
+        if isinstance(self.e_sel, str) or isinstance(self.a_sel, str):
+            found = f"{self.e_sel!r} and {self.a_sel!r}"
+            raise InvalidSettingError(f"e_sel and a_sel must be numbers; found {found}: count the neighbours first")
+        return self.e_sel, self.a_sel
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """Numbers that sums over edges and over angles are divided by (or their roots)."""
+        factor = self.sel_reduce_factor if self.use_dynamic_sel else 1.0
+        edges, angles = self.slots
+        return edges / factor, angles / factor
+
+
+@dataclasses.dataclass(frozen=True)
+class DPA3Settings(DescriptorSettings):
+    """Graph descriptor DPA-3: atoms, edges and angles that message each other over layers."""
+
+    type: ClassVar[str] = "dpa3"
+    one_fitting_net: ClassVar[bool] = True
+
+    repflow: RepflowSettings = section(doc="The layers of the graph.")
+    concat_output_tebd: bool = setting(False, doc="Append the vector of an atom's type to its descriptor.")
+    activation_function: str = setting("silu", **ACTIVATION)
+    precision: Precision = setting("default", **PRECISION)
+    trainable: bool = setting(True, doc="Train the parameters of the descriptor.")
+    seed: int | None = setting(None, minimum=0, doc="Seed of the initial parameters; left out, they are random.")
+    use_tebd_bias: bool = setting(False, doc="Add a trained bias to the vectors of types.")
+
+    foreign: ClassVar[dict[str, Foreign]] = {
+        "add_chg_spin_ebd": Foreign("an embedding of charge and spin", (False,)),
+        "default_chg_spin": Foreign("an embedding of charge and spin"),
+        "exclude_types": Foreign("pairs of types that do not see each other in a mixed neighbour list", ([],)),
+        "env_protection": Foreign("a protected division by distances in this descriptor", (0.0, 0)),
+        "use_econf_tebd": Foreign("type vectors from electron configurations", (False,)),
+        "use_loc_mapping": Foreign("a way of indexing atoms", (True,), inert=True),
+    }
+
+    def neighbors(self) -> NeighborRequest:
+        """Return one mixed list, with the counts inside `a_rcut`."""
+        repflow = self.repflow
+        edges, angles = repflow.slots
+        return NeighborRequest(repflow.e_rcut, (edges,), by_type=False, inner=((repflow.a_rcut, angles),))
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether `e_sel` or `a_sel` is "auto"."""
+        return isinstance(self.repflow.e_sel, str) or isinstance(self.repflow.a_sel, str)
+
+    def with_counts(self, count: Callable[[float], NeighborCounts]) -> DPA3Settings:
+        """Return the settings with numbers in `e_sel` and `a_sel`."""
+        repflow = self.repflow
+        edges, angles = repflow.e_sel, repflow.a_sel
+        if isinstance(edges, str):
+            edges = slots_for(edges, count(repflow.e_rcut).max_total)
+        if isinstance(angles, str):
+            angles = slots_for(angles, count(repflow.a_rcut).max_total)
+        return dataclasses.replace(self, repflow=dataclasses.replace(repflow, e_sel=edges, a_sel=angles))
+
+    def with_counts_of(self, saved: DescriptorSettings) -> DPA3Settings:
+        """Return the settings with the numbers of a saved descriptor in place of "auto"."""
+        if not isinstance(saved, DPA3Settings):
+            return self
+        own = self.repflow
+        edges = saved.repflow.e_sel if isinstance(own.e_sel, str) else own.e_sel
+        angles = saved.repflow.a_sel if isinstance(own.a_sel, str) else own.a_sel
+        return dataclasses.replace(self, repflow=dataclasses.replace(own, e_sel=edges, a_sel=angles))
+
+    def statistics_key(self) -> dict[str, Any]:
+        """Return the settings behind the environment rows."""
+        keys = ("e_sel", "e_rcut", "e_rcut_smth", "use_exp_switch", "fix_stat_std")
+        return {"type": self.type, **{key: getattr(self.repflow, key) for key in keys}}
