@@ -213,8 +213,14 @@ class ResidentFeed:
         return float(self.atoms.sum()) if all(present[name][0] for name in needed) else 0.0
 
     def read(self) -> TrainingBatch:
+        """Gather the batch, and let the table move on."""
+        batch = self.peek()
+        self.numbers.advance()
+        return batch
+
+    def peek(self) -> TrainingBatch:
         """Gather the batch."""
-        return self.system_on_device.gather(self.numbers.read()[: self.nframes])
+        return self.system_on_device.gather(self.numbers.present()[: self.nframes])
 
 
 class _NumberTable:
@@ -233,11 +239,13 @@ class _NumberTable:
         self._table.copy_(torch.from_numpy(values))
         self._row.zero_()
 
-    def read(self) -> Tensor:
-        """Return the numbers of the present batch, and move on; on the device."""
-        found = self._table.index_select(0, self._row)[0]
+    def present(self) -> Tensor:
+        """Return the numbers of the present batch, on the device."""
+        return self._table.index_select(0, self._row)[0]
+
+    def advance(self) -> None:
+        """Go to the next batch, on the device."""
         self._row.add_(1)
-        return found
 
 
 class ResidentBatches:

@@ -210,6 +210,7 @@ class Trainer:
         self._stepper.check(self.step)
         self.ranks.doing("saving", self.step)
         self.checkpoints.save(self.step, self._content())
+        self._stepper.saved()
 
     def _content(self) -> dict[str, Any]:
         """Return what a checkpoint of the present step holds, laid out over the ranks as it is."""
