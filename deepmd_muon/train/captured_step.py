@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 #: Graphs that are kept at most; batches of further layouts are stepped eagerly.
 MOST_GRAPHS = 32
+# Steps after which the model is tuned anew; a multiple of the step's number, so that a continued run does the same.
+_TUNE_EVERY = 5000
 # Steps whose learning rates are copied to the device at once.
 _RATES = 1024
 
@@ -128,6 +130,8 @@ class CapturedStep:
         """
         self._rates.expect(done)
         self._guard.note(feed.system)
+        if done % _TUNE_EVERY == 0:
+            self.tune_anew()
         key = self._tuned(feed)
         graph = self._graphs.get(key)
         if graph is None and self._wants_graph(key):

@@ -6,20 +6,23 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.launch import Place, find_place
 from deepmd_muon.train.watch import WAITING, Watch, end_process, is_lost_connection, reason
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 #: A rank that has not answered for this long is given up, and the run ends.
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -295,6 +298,12 @@ def training_device() -> torch.device:
     return torch.device("cuda" if there and wanted != "cpu" else "cpu")
 
 
+def _is_dtensor(node: object) -> TypeGuard[DTensor]:
+    """Tell whether something is a DTensor; a single process never imports them, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(node, module.DTensor)
+
+
 def gather_whole(content: Any) -> Any:
     """Gather the DTensors in nested dicts, lists and tuples into full tensors; a collective of all ranks.
 
@@ -303,7 +312,7 @@ def gather_whole(content: Any) -> Any:
     known: dict[int, Tensor] = {}
 
     def walk(node: Any) -> Any:
-        if isinstance(node, DTensor):
+        if _is_dtensor(node):
             if id(node) not in known:
                 known[id(node)] = node.full_tensor().detach()
             return known[id(node)]
@@ -320,12 +329,14 @@ def gather_whole(content: Any) -> Any:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return the elements that this rank holds, sharing memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.to_local() if _is_dtensor(tensor) else tensor).detach()
 
 
 def shard_like(tensor: Tensor, pattern: Tensor) -> Tensor:
     """Shard a full tensor like `pattern` where that is a DTensor; otherwise return the tensor itself."""
-    if not isinstance(pattern, DTensor):
+    if not _is_dtensor(pattern):
         return tensor
+    from torch.distributed.tensor import distribute_tensor
+
     tensor = tensor.to(pattern.device)
     return distribute_tensor(tensor, pattern.device_mesh, pattern.placements, src_data_rank=None)

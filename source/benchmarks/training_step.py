@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -81,7 +82,7 @@ def seconds_of_run(command: list[str], content: dict[str, Any], threads: int) ->
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "input.json").write_text(json.dumps(content))
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DP_INTRA_OP_PARALLELISM_THREADS": "0"}
-        start = time.perf_counter()
+        begun, start = time.time(), time.perf_counter()
         done = subprocess.run(
             [*command, "--pt", "train", "--skip-neighbor-stat", "input.json"],
             cwd=folder,
@@ -93,10 +94,17 @@ def seconds_of_run(command: list[str], content: dict[str, Any], threads: int) ->
         seconds = time.perf_counter() - start
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
-    for line in (done.stdout + done.stderr).splitlines():
-        if "WARNING" in line or "streamed" in line:
-            print(f"    {line.split('DEEPMD')[-1].strip()[:200]}")
+    show_log(done.stdout + done.stderr, begun)
     return seconds
+
+
+def show_log(log: str, begun: float) -> None:
+    """Print the lines of a log that bear a time, with the seconds since the process was started."""
+    for line in log.splitlines():
+        found = re.match(r"\[([\d-]+ [\d:]+),(\d+)\] DEEPMD (.*)", line)
+        if found:
+            at = time.mktime(time.strptime(found[1], "%Y-%m-%d %H:%M:%S")) + int(found[2]) / 1e3
+            print(f"    {at - begun:7.2f} s  {found[3].strip()[:150]}")
 
 
 def inspect(content: dict[str, Any]) -> dict[str, float]:
