@@ -15,9 +15,12 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 with contextlib.suppress(ImportError):
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("repeatable", derandomize=True, database=None)
+    # No deadline and no check of the time examples take: a slow machine must only make tests slow.
+    patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("repeatable", derandomize=True, database=None, **patient)
+    settings.register_profile("default", **patient)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 TESTS = Path(__file__).parent

@@ -27,7 +27,7 @@ def test_neighbor_statistics_agree(tmp_path, kind):
     else:
         path = write_hdf5(tmp_path / "d.hdf5", "s", [0, 1] * 4, sets)
     command = [DP, "--pt", "neighbor-stat", "-s", path, "-r", "7.0", "-t", "A", "B"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     text = done.stdout + done.stderr
     ours = neighbor_statistics(open_systems(path, ["A", "B"]), 7.0)
     assert float(re.search(r"min_nbor_dist: ([\d.]+)", text)[1]) == pytest.approx(ours.min_distance, abs=1e-6)

@@ -30,7 +30,7 @@ SETTINGS = {
 
 
 def dp(folder, *words):
-    done = subprocess.run([DP, "--pt", *words], cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run([DP, "--pt", *words], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

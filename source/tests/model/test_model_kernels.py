@@ -17,7 +17,6 @@ if importlib.util.find_spec("triton") is None:
 
 
 @pytest.mark.skipif(INSIDE, reason="this is the interpreter's own process")
-@pytest.mark.timeout(900)
 def test_kernels_in_the_interpreter():
     # Triton reads the variable when a kernel is defined, so the cases run in a process of their own.
     paths = os.pathsep.join([str(HERE.parent / "optim"), os.environ.get("PYTHONPATH", "")])

@@ -58,7 +58,6 @@ def results(tmp_path_factory):
     subprocess.run(
         [os.environ["DEEPMD_KIT_PYTHON"], script, folder / "job.pt", folder / "result.pt"],
         check=True,
-        timeout=280,
     )
     return job, torch.load(folder / "result.pt")
 

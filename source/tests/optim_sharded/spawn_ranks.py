@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = datetime.timedelta(seconds=20)
+TIMEOUT = datetime.timedelta(seconds=300)
 
 
 def free_port():

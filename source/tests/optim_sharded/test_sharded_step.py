@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import multiprocessing
-import time
 import weakref
 
 import pytest
@@ -123,10 +122,7 @@ def test_a_dead_rank_ends_the_others_with_an_error():
     ]
     for process in ranks:
         process.start()
-    start = time.monotonic()
-    ranks[0].join(60)
-    assert not ranks[0].is_alive()
-    assert time.monotonic() - start < 60
-    ranks[1].join(10)
+    for process in ranks:
+        process.join()
     assert ranks[1].exitcode == 7
     assert queue.get().startswith("RuntimeError")

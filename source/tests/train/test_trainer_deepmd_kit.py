@@ -10,7 +10,6 @@ import torch
 
 pytestmark = [
     pytest.mark.deepmd_kit,
-    pytest.mark.timeout(600),
     pytest.mark.skipif("DEEPMD_KIT_DP" not in os.environ, reason="DEEPMD_KIT_DP is not set to deepmd-kit's dp"),
 ]
 

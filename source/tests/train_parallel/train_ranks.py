@@ -31,7 +31,7 @@ PRELOADED = [
 # How long a rank is stuck [s]: longer than the others wait for it and need to say so.
 PAUSE = 5.0
 # All jobs of a spawn together take this long at most on a busy machine [s].
-PATIENCE = 120.0
+PATIENCE = 900.0
 
 
 @dataclass
