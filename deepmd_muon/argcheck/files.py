@@ -13,6 +13,8 @@ import yaml
 from deepmd_muon.argcheck.errors import InputError, Problem
 from deepmd_muon.setting import shown
 
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
 
 class _Object(dict[Any, Any]):
     """An object of a file that remembers the keys it was given more than once."""
@@ -122,9 +124,38 @@ def _parse_json(text: str, source: str) -> Any:
         return json.loads(text, object_pairs_hook=_Object.of)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise InputError([Problem("", f"is not JSON: {error.msg} at {where}")], source) from error
+        problem = f"is not JSON: {_json_mistake(text, error)} at {where}{_marked(text, error)}"
+        raise InputError([Problem("", problem)], source) from error
     except RecursionError as error:
         raise InputError([Problem("", "is nested too deeply")], source) from error
+
+
+def _json_mistake(text: str, error: json.JSONDecodeError) -> str:
+    """Name the usual mistakes; return the parser's words for others."""
+    before, rest = text[: error.pos].rstrip(), text[error.pos :].lstrip()
+    trailing = before.endswith(",") and rest[:1] in ("]", "}")
+    # Newer parsers stop at the comma itself.
+    if trailing or (rest[:1] == "," and before[-1:] not in ("[", "{") and rest[1:].lstrip()[:1] in ("]", "}")):
+        return "a comma after the last entry (remove it)"
+    if rest.startswith(("//", "/*", "#")):
+        return 'a comment (JSON has none; write a key that starts with "_")'
+    if rest.startswith("'"):
+        return 'a single quote (write "…")'
+    if word := re.match(r"True|False|None", rest):
+        return f"Python's {word[0]} (write {_JSON_WORDS[word[0]]})"
+    if not rest:
+        return "the file ends before every bracket is closed,"
+    if error.msg == "Expecting ',' delimiter":
+        return "a comma is missing"
+    return error.msg
+
+
+def _marked(text: str, error: json.JSONDecodeError) -> str:
+    """Return the line of an error with a mark below its column; of a long line, the part around it."""
+    lines = text.splitlines()
+    line = lines[error.lineno - 1] if error.lineno <= len(lines) else ""
+    first = max(0, error.colno - 60)
+    return f"\n    {line[first : first + 110]}\n    {' ' * (error.colno - 1 - first)}^" if line.strip() else ""
 
 
 def _parse_yaml(text: str, source: str) -> Any:

@@ -17,7 +17,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-i", "--init-model", metavar="CKPT", help="start from the weights of this checkpoint, at step 0"
     )
     source.add_argument(
-        "-r", "--restart", metavar="CKPT", help="continue the run that wrote this checkpoint, step and state included"
+        "-r",
+        "--restart",
+        metavar="CKPT",
+        help="continue the run that wrote this checkpoint, step and state included; auto (or latest) takes the newest "
+        "of training.save_ckpt, and starts afresh when there is none",
     )
     source.add_argument("-t", "--finetune", metavar="MODEL", action=DeepmdKitOption, help="finetune a pretrained model")
     source.add_argument(
@@ -48,11 +52,15 @@ def run(options: argparse.Namespace) -> int:
     """Train."""
     from deepmd_muon.model.checkpoint_file import checkpoint_path
     from deepmd_muon.train import run as run_training
+    from deepmd_muon.train.start import AUTOMATIC
 
+    restart = options.restart
+    if restart and restart not in AUTOMATIC:
+        restart = str(checkpoint_path(restart))
     return run_training(
         options.INPUT,
         output=options.output,
-        restart=options.restart and str(checkpoint_path(options.restart)),
+        restart=restart,
         init_model=options.init_model and str(checkpoint_path(options.init_model)),
         skip_neighbor_stat=options.skip_neighbor_stat,
         force_load=options.force_load,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ from deepmd_muon.train.setup import (
 from deepmd_muon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+# Values of --restart that stand for the newest checkpoint, if there is one.
+AUTOMATIC = ("auto", "latest")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +89,8 @@ def run(
     output
         Where the normalised input goes.
     restart
-        Checkpoint to continue, step and optimizer state included.
+        Checkpoint to continue, step and optimizer state included. "auto" or "latest" is the newest of
+        `training/save_ckpt`; without one the run starts afresh.
     init_model
         Checkpoint to take the weights of; the run begins at step 0.
     skip_neighbor_stat
@@ -116,6 +121,8 @@ def run(
     given = load(input_path)
     with joined(given.settings.training.rank_timeout) as ranks:
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
+        if restart in AUTOMATIC:
+            restart = ranks.from_first("looking for a checkpoint", lambda: _newest(given.settings.training.save_ckpt))
         found = restart or init_model
         # Of a directory, several ranks read optimizer state and average later, each its part.
         leave = ("optimizer", "ema") if init_model or ranks.size > 1 else ()
@@ -129,6 +136,21 @@ def run(
         if restart and source:
             trainer.restart(source.content, source.path)
         return trainer.run()
+
+
+def _newest(save_ckpt: str) -> str | None:
+    """Return the newest checkpoint of a prefix, file or directory, or None; its links say which that is."""
+    links = [Path(f"{save_ckpt}{suffix}") for suffix in (".dcp", ".pt")]
+    found = [link for link in links if link.exists()]
+    if not found:
+        log.info("there is no %s: starting afresh", " or ".join(map(str, links)))
+        return None
+
+    def step(link: Path) -> int:
+        name = re.search(r"-(\d+)$", link.resolve().stem)
+        return int(name[1]) if name else 0
+
+    return str(max(found, key=step))  # of the same step, the directory
 
 
 def _check_reports(given: Input, output: str) -> None:

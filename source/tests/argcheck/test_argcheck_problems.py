@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepmd_muon.argcheck import InputError, Problem, normalize
+from deepmd_muon.argcheck import InputError, Problem, load, normalize
 from deepmd_muon.model.registry import DESCRIPTORS
 
 
@@ -317,3 +317,30 @@ def test_no_input_raises_anything_but_an_input_error(pristine_water, data):
         assert found.problems
         assert all(problem.message for problem in found.problems)
         assert len(str(found).split("\n  ")) == 1 + len(found.problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake", "line"),
+    [
+        ('{\n  "model": {"type_map": ["O", "H"],},\n  "loss": {}\n}', "a comma after the last entry", 2),
+        ('{\n  "a": [1, 2, ]}', "a comma after the last entry", 2),
+        ('{\n  "a": 1, // one\n  "b": 2}', "a comment", 2),
+        ('{\n  # one\n  "a": 1}', "a comment", 2),
+        ("{'a': 1}", "a single quote", 1),
+        ('{"a": True}', "write true", 1),
+        ('{"a": 1\n  "b": 2}', "a comma is missing", 2),
+        ('{"a": [1, 2', "before every bracket is closed", 1),
+    ],
+)
+def test_a_mistake_of_json_is_named_and_its_line_shown(tmp_path, text, mistake, line):
+    path = tmp_path / "input.json"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        load(path)
+    (problem,) = caught.value.problems
+    assert mistake in problem.message
+    assert f"line {line}" in problem.message
+    if "before every" not in mistake:
+        shown, mark = problem.message.splitlines()[1:]
+        assert shown.strip() == text.splitlines()[line - 1].strip()
+        assert mark.strip() == "^"

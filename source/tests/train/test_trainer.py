@@ -12,7 +12,7 @@ import torch
 
 from deepmd_muon.infer import Predictor
 from deepmd_muon.optim import RouteTable
-from deepmd_muon.train import CheckpointError, NonFiniteError, TrainingError, trainer
+from deepmd_muon.train import CheckpointError, NonFiniteError, TrainingError, start, trainer
 from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.train.report import TensorBoardError
 from deepmd_muon.train.step import TrainingStep
@@ -447,3 +447,30 @@ def test_an_open_scale_of_muon_is_warned_of_once(small_input, train, caplog):
     assert train(content) == 0
     warned = [record for record in caplog.records if "lr_adjust_coeff" in record.message]
     assert [record.levelname for record in warned] == ["WARNING"]
+
+
+def test_restart_auto_starts_afresh_and_then_continues(small_input, train, load, caplog):
+    for steps in (4, 10):
+        assert train(small_input(training={"numb_steps": steps, "save_freq": 2}), restart="auto") == 0
+    assert "starting afresh" not in caplog.text  # that is no warning
+    assert load()["deepmd_muon"]["step"] == 10
+    ours = load()["model"]
+    rows = np.loadtxt("lcurve.out", comments="#")
+    assert rows[:, 0].tolist() == [1, 2, 4, 6, 8, 10]
+    Path("whole").mkdir()
+    os.chdir("whole")
+    assert train(small_input(training={"numb_steps": 4, "save_freq": 2})) == 0
+    assert train(small_input(training={"numb_steps": 10, "save_freq": 2}), restart="model.ckpt.pt") == 0
+    for name, value in load()["model"].items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, ours[name]), name
+
+
+def test_restart_latest_takes_the_newest_of_file_and_directory(small_input, train, load):
+    settings = {"numb_steps": 4, "save_freq": 2, "checkpoint_format": "dcp"}
+    assert train(small_input(training=settings)) == 0
+    assert Path("model.ckpt.dcp").resolve().name == "model.ckpt-4.dcp"
+    settings.update(numb_steps=6, checkpoint_format="file")
+    assert train(small_input(training=settings), restart="latest") == 0
+    assert Path("model.ckpt.pt").resolve().name == "model.ckpt-6.pt"
+    assert start._newest("model.ckpt") == "model.ckpt.pt"
