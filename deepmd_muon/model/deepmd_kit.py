@@ -7,6 +7,7 @@ network a second time under `_networks`, empty `compress_…` parameters, `min_n
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,7 +103,7 @@ def to_deepmd_kit(
     state: dict[str, Any] = {f"{PREFIX}min_nbor_dist": torch.tensor(min_nbor_dist, dtype=torch.float64)}
     for name, value in own.items():
         state[PREFIX + name] = value
-        if ".filter_layers.networks." in name:
+        if re.search(r"\.filter_layers(_strip)?\.networks\.", name):
             state[PREFIX + name.replace(".networks.", "._networks.")] = value
     for part, translation in _translations(model.settings).items():
         module = getattr(model.atomic_model, part)

@@ -1,0 +1,252 @@
+"""The descriptor of DPA-1 (Zhang et al., arXiv:2208.08236): `se_atten` and `se_atten_v2`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from deepmd_muon.model import layers
+from deepmd_muon.model.activation import activation
+from deepmd_muon.model.descriptor.dpa1.attention import Gates, NeighborAttention
+from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings, SeAttenV2Settings
+from deepmd_muon.model.descriptor.environment import Environment, environment
+from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
+from deepmd_muon.model.networks import Copies, LayerTensors, Network, NetworkCollection, SeedPath, dtype_of
+from deepmd_muon.model.structures import Structures
+from deepmd_muon.model.type_embedding import TypeEmbedding
+
+
+class Neighborhood(NamedTuple):
+    """The environment of every atom, column by column.
+
+    With a mean to subtract, an empty slot is no zero: then a last column stands for all empty slots of its atom.
+
+    Attributes
+    ----------
+    rows
+        Standardised environment rows `(nreal, ncolumns, 4)`.
+    weight
+        How many slots a column stands for `(nreal, ncolumns)`.
+    real
+        Where a column holds a neighbour `(nreal, ncolumns)`.
+    kind
+        Type of the neighbour `(nreal, ncolumns)`; deepmd-kit gives empty slots that of the frame's first atom.
+    switch
+        Switch of every neighbour, 0 without `(nreal, ncolumns)`.
+    direction
+        Unit vectors to the neighbours, arbitrary without `(nreal, ncolumns, 3)`.
+    """
+
+    rows: torch.Tensor
+    weight: torch.Tensor
+    real: torch.Tensor
+    kind: torch.Tensor
+    switch: torch.Tensor
+    direction: torch.Tensor
+
+
+class AttentionBlock(torch.nn.Module):
+    """Holds what deepmd-kit keeps under `descriptor.se_atten`: statistics, attention and embedding nets."""
+
+    mean: torch.Tensor
+    stddev: torch.Tensor
+
+    def __init__(self, settings: DPA1Settings | SeAttenV2Settings, ntypes: int, slots: int, stream: SeedPath) -> None:
+        super().__init__()
+        dtype = dtype_of(settings.precision)
+        types = settings.tebd_dim * (1 if settings.type_one_side else 2)
+        strip = settings.tebd_input_mode == "strip"
+        self.register_buffer("mean", torch.zeros(ntypes, slots, 4, dtype=dtype))
+        self.register_buffer("stddev", torch.ones(ntypes, slots, 4, dtype=dtype))
+        self.dpa1_attention = NeighborAttention(settings, stream.child(0))
+
+        def network(n_in: int, place: int) -> NetworkCollection:
+            widths, start = (n_in, *settings.neuron), stream.child(place)
+            return NetworkCollection([Network(widths, None, timestep=settings.resnet_dt, dtype=dtype, stream=start)])
+
+        self.filter_layers = network(1 if strip else 1 + types, 1)
+        self.filter_layers_strip = network(types, 2) if strip else None
+
+
+class DPA1(torch.nn.Module):
+    """D_i = (RᵀG/N)ᵀ(RᵀG_axis/N), the type's vector behind it.
+
+    G = attention(embedding(s, types)) is a row for each neighbour, R their standardised environment rows, N = sel.
+
+    Parameters
+    ----------
+    settings
+        With `sel` as a number.
+    type_map
+        Element symbols.
+    seed
+        Used when the settings name no seed of their own.
+
+    Raises
+    ------
+    InvalidSettingError
+        When `sel` is still "auto".
+    """
+
+    needs_statistics = True
+
+    def __init__(
+        self,
+        settings: DPA1Settings | SeAttenV2Settings,
+        type_map: Sequence[str],
+        seed: int | Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        (self.slots,) = settings.neighbors().sel
+        self.axis, self.width = settings.axis_neuron, settings.neuron[-1]
+        self.dim_out = self.width * self.axis + (settings.tebd_dim if settings.concat_output_tebd else 0)
+        self.activation = activation(settings.activation_function)
+        ntypes, dtype = len(type_map), dtype_of(settings.precision)
+        stream = SeedPath(seed if settings.seed is None else settings.seed)
+        self.se_atten = AttentionBlock(settings, ntypes, self.slots, stream.child(1))
+        bias, width = settings.use_tebd_bias, settings.tebd_dim
+        self.type_embedding = TypeEmbedding(ntypes, width, bias=bias, dtype=dtype, stream=stream.child(2))
+        self.requires_grad_(settings.trainable)
+        if not settings.trainable_ln:
+            for layer in self.se_atten.dpa1_attention.attention_layers:
+                layer.attn_layer_norm.requires_grad_(False)
+
+    def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
+        """Standardise environment rows by these values `(ntypes, 4)`; `set_davg_zero` leaves the mean alone."""
+        block = self.se_atten
+        if not self.settings.set_davg_zero:
+            block.mean.copy_(mean[:, None, :].expand_as(block.mean))
+        block.stddev.copy_(stddev[:, None, :].expand_as(block.stddev))
+
+    def environment(self, structures: Structures, edges: torch.Tensor) -> Environment:
+        """Environment of every edge, not standardised."""
+        own = self.settings
+        return environment(edges, structures.neighbor < 0, own.rcut, own.rcut_smth, own.env_protection)
+
+    def used_slots(self, structures: Structures) -> None:
+        """Every slot counts."""
+
+    def forward(self, structures: Structures, edges: torch.Tensor, *, force: bool = True) -> Described:
+        """Describe every atom; see `Descriptor`."""
+        return describe_by_autograd(lambda leaf: self._describe(structures, leaf), edges, force=force)
+
+    def _describe(self, structures: Structures, edges: torch.Tensor) -> torch.Tensor:
+        near = self._neighborhood(structures, edges)
+        table = self.type_embedding()
+        features = self._embed(near, structures.sorted_type, table)
+        if self.settings.attn_layer:
+            features = self.se_atten.dpa1_attention(features, self._gates(near, structures))
+        weighted = near.rows * near.weight.unsqueeze(-1)
+        a = torch.bmm(weighted.transpose(1, 2), features) / self.slots
+        d = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis]).flatten(1)
+        return torch.cat([d, table[structures.sorted_type]], dim=1) if self.settings.concat_output_tebd else d
+
+    def _neighborhood(self, structures: Structures, edges: torch.Tensor) -> Neighborhood:
+        """Return the environment in the precision of the parameters."""
+        block, own, real = self.se_atten, self.settings, structures.neighbor >= 0
+        rows, switch, direction = _smooth_rows(edges, real, own.rcut, own.rcut_smth, own.env_protection)
+        dtype, atoms = block.mean.dtype, structures.sorted_type
+        mean, inverse = block.mean[:, 0][atoms], (1.0 / block.stddev[:, 0])[atoms]
+        rows = (rows.to(dtype) - mean.unsqueeze(1)) * inverse.unsqueeze(1)
+        kind = structures.atype.view(-1)[structures.neighbor.clamp(min=0)]
+        weight, switch, direction = real.to(dtype), switch.to(dtype), direction.to(dtype)
+        if own.set_davg_zero:
+            return Neighborhood(rows, weight, real, kind, switch, direction)
+        empty = (self.slots - real.sum(1, keepdim=True)).to(dtype)
+        first = structures.atype[structures.sorted_frame, 0].clamp(min=0).unsqueeze(1)
+        return Neighborhood(
+            torch.cat([rows, (-mean * inverse).unsqueeze(1)], dim=1),
+            torch.cat([weight, empty], dim=1),
+            torch.nn.functional.pad(real, (0, 1)),
+            torch.cat([kind, first], dim=1),
+            torch.nn.functional.pad(switch, (0, 1)),
+            torch.nn.functional.pad(direction, (0, 0, 0, 1)),
+        )
+
+    def _embed(self, near: Neighborhood, centre: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Return the features of every column `(nreal, ncolumns, width)` before attention."""
+        first, *others = self.se_atten.filter_layers[0].tensors
+        copies = self.se_atten.filter_layers[0].copies
+        radial = near.rows[..., :1]
+        if self.settings.tebd_input_mode == "concat":
+            h, inputs = self._concatenated(near.kind, centre, table, radial, first)
+        else:
+            h, inputs = radial * first.matrix[0] + first.bias, [radial]
+        value = self.activation.value(h)
+        x = value if first.idt is None else value * first.idt
+        if copies[0]:
+            x = x + torch.cat(inputs * copies[0], dim=-1)
+        features = self._hidden(x.flatten(0, 1), others, copies[1:]).view(*near.kind.shape, self.width)
+        if self.settings.tebd_input_mode == "concat":
+            return features
+        gate = self._type_gate(near.kind, centre, table)
+        if self.settings.smooth_type_embedding:
+            gate = gate * near.switch.unsqueeze(-1)
+        return features * (1.0 + gate)
+
+    def _concatenated(
+        self, kind: torch.Tensor, centre: torch.Tensor, table: torch.Tensor, radial: torch.Tensor, first: LayerTensors
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Apply the first layer to [s, T_j, T_i]: the products with type vectors are made once for each type.
+
+        Returns
+        -------
+        tuple
+            The layer before its activation, and its input in parts, where the residual needs it.
+        """
+        width = self.settings.tebd_dim
+        h = radial * first.matrix[0] + (table @ first.matrix[1 : 1 + width] + first.bias)[kind]
+        residual = self.se_atten.filter_layers[0].copies[0]
+        inputs = [radial, table[kind]] if residual else []
+        if not self.settings.type_one_side:
+            h = h + (table @ first.matrix[1 + width :])[centre].unsqueeze(1)
+            inputs += [table[centre].unsqueeze(1).expand(-1, kind.shape[1], -1)] if residual else []
+        return h, inputs
+
+    def _type_gate(self, kind: torch.Tensor, centre: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Return the output of the net of the types `(nreal, ncolumns, width)`, computed once for each pair."""
+        assert self.se_atten.filter_layers_strip is not None
+        network, ntypes = self.se_atten.filter_layers_strip[0], len(table)
+        if self.settings.type_one_side:
+            return self._hidden(table, network.tensors, network.copies)[kind]
+        pairs = torch.cat([table.repeat(ntypes, 1), table.repeat_interleave(ntypes, dim=0)], dim=1)
+        return self._hidden(pairs, network.tensors, network.copies)[centre.unsqueeze(1) * ntypes + kind]
+
+    def _hidden(self, x: torch.Tensor, stack: Sequence[LayerTensors], copies: Sequence[Copies]) -> torch.Tensor:
+        """Apply layers of an embedding net `(rows, n)`, left to autograd."""
+        for layer, kind in zip(stack, copies, strict=True):
+            value = self.activation.value(torch.addmm(layer.bias, x, layer.matrix))
+            out = value if layer.idt is None else value * layer.idt
+            x = out + layers.repeat(x, kind) if kind else out
+        return x
+
+    def _gates(self, near: Neighborhood, structures: Structures) -> Gates:
+        """Return what every attention layer does to its weights."""
+        real, dtype = near.real, near.rows.dtype
+        smooth = self.settings.smooth_type_embedding
+        columns = structures.neighbor.shape[1]
+        rows = near.switch if smooth else real.to(dtype)
+        switch = near.switch.unsqueeze(2) * near.switch.unsqueeze(1) if smooth else None
+        after = rows.unsqueeze(2) if switch is None else switch
+        if self.settings.attn_dotr:
+            after = after * torch.bmm(near.direction, near.direction.transpose(1, 2))
+        # In smooth attention an empty slot has a score, too; only the column that stands for all of them is hidden.
+        hidden = ~real if not smooth else torch.arange(real.shape[1], device=real.device).expand_as(real) >= columns
+        return Gates(hidden.unsqueeze(1), after, switch, self.slots - columns if smooth else 0)
+
+
+def _smooth_rows(
+    edges: torch.Tensor, real: torch.Tensor, rcut: float, rcut_smth: float, protection: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return environment rows `(nreal, nnei, 4)`, switch `(nreal, nnei)` and unit vectors, twice differentiable."""
+    edges = torch.where(real.unsqueeze(-1), edges, rcut)
+    distance = (edges * edges).sum(-1).sqrt()
+    u = ((distance - rcut_smth) / (rcut - rcut_smth)).clamp(0.0, 1.0)
+    switch = u * u * u * ((15.0 - 6.0 * u) * u - 10.0) + 1.0
+    switch = switch * real
+    t = 1.0 / (distance + protection)
+    rows = torch.cat([(switch * t).unsqueeze(-1), (switch * t * t).unsqueeze(-1) * edges], dim=-1)
+    return rows, switch, edges / distance.unsqueeze(-1)

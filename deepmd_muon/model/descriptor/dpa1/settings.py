@@ -1,0 +1,160 @@
+"""Settings of DPA-1 (`se_atten`, also called `dpa1`, and `se_atten_v2`); torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+from deepmd_muon.model.descriptor.settings import DescriptorSettings, NeighborCounts, NeighborRequest
+from deepmd_muon.model.shared_settings import (
+    ACTIVATION,
+    AUTO_SEL,
+    PRECISION,
+    Precision,
+    axis_inside,
+    slots_for,
+    smoothing_inside,
+    some_layer,
+    some_neighbors,
+)
+from deepmd_muon.section import Foreign, Rule, thaw
+from deepmd_muon.setting import InvalidSettingError, setting
+
+TebdInputMode = Literal["concat", "strip"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSettings(DescriptorSettings):
+    """What both forms of DPA-1 have in common."""
+
+    one_fitting_net: ClassVar[bool] = True
+
+    sel: str | int | tuple[int, ...] = setting(
+        "auto",
+        minimum=0,
+        pattern=AUTO_SEL,
+        forms='"auto", "auto:factor", a whole number or a list of whole numbers',
+        doc=(
+            "Largest number of neighbours of all types that an atom may have inside rcut; of a list, only the sum "
+            "counts. 'auto:factor' takes the largest number found in the training data, times factor, rounded up to a "
+            "multiple of 4; 'auto' is 'auto:1.1'."
+        ),
+    )
+    rcut: float = setting(6.0, above=0.0, doc="Cut-off radius [Å].")
+    rcut_smth: float = setting(
+        0.5, minimum=0.0, doc="Radius [Å] from which the weight of a neighbour falls smoothly to 0 at rcut."
+    )
+    neuron: tuple[int, ...] = setting(
+        (10, 20, 40),
+        minimum=1,
+        doc=(
+            "Widths of the embedding net. A layer as wide as the one before it, or twice as wide, adds its input "
+            "to its output."
+        ),
+    )
+    axis_neuron: int = setting(
+        4,
+        minimum=1,
+        alias=("n_axis_neuron",),
+        doc="Number of columns of the embedding matrix that the descriptor multiplies the whole matrix with.",
+    )
+    tebd_dim: int = setting(8, minimum=1, doc="Length of the trained vector of each type.")
+    type_one_side: bool = setting(False, doc="Embed the neighbour's type only, not that of the centre.")
+    attn: int = setting(128, minimum=1, doc="Width of queries, keys and values of the attention.")
+    attn_layer: int = setting(2, minimum=0, doc="Number of attention layers.")
+    attn_dotr: bool = setting(True, doc="Multiply attention weights by the cosine of the angle between neighbours.")
+    normalize: bool = setting(True, doc="Scale queries, keys and values to length 1.")
+    scaling_factor: float = setting(
+        1.0, above=0.0, doc="Without temperature, attention scores are divided by sqrt(attn · scaling_factor)."
+    )
+    temperature: float | None = setting(None, doc="Factor of the attention scores in place of the one above.")
+    concat_output_tebd: bool = setting(True, doc="Append the vector of the atom's type to the descriptor.")
+    activation_function: str = setting("tanh", **ACTIVATION)
+    resnet_dt: bool = setting(False, doc="Scale what a layer adds to its input by a trainable vector.")
+    precision: Precision = setting("default", **PRECISION)
+    trainable: bool = setting(True, doc="Train the parameters of the descriptor.")
+    trainable_ln: bool = setting(True, doc="Train scale and shift of the layer normalisation.")
+    ln_eps: float | None = setting(None, above=0.0, doc="ε of the layer normalisation; 1e-5 when left out.")
+    use_tebd_bias: bool = setting(False, doc="Add a trained vector to those of the types.")
+    seed: int | None = setting(
+        None,
+        minimum=0,
+        doc="Seed of the initial parameters, equal to deepmd-kit's from the same seed; left out, they are random.",
+    )
+    env_protection: float = setting(0.0, minimum=0.0, doc="Length [Å] added to every distance before dividing by it.")
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("rcut_smth", "rcut"), smoothing_inside),
+        Rule(("axis_neuron", "neuron"), axis_inside),
+        Rule(("neuron",), some_layer),
+        Rule(("sel",), some_neighbors),
+    )
+    foreign: ClassVar[dict[str, Foreign]] = {
+        "lmax": Foreign("angular moments beyond vectors, which deepmd-kit has", (1,)),
+        "exclude_types": Foreign("excluded pairs of types in a mixed neighbour list, which deepmd-kit has", ([],)),
+        "use_econf_tebd": Foreign("type vectors from electron configurations, which deepmd-kit has", (False,)),
+        "attn_mask": Foreign("a masked diagonal of the attention", (False,)),
+        "stripped_type_embedding": Foreign('the older spelling of tebd_input_mode ("strip" for true)'),
+        "spin": Foreign("atomic spins"),
+    }
+
+    def neighbors(self) -> NeighborRequest:
+        """Return one list of the neighbours of all types."""
+        if isinstance(self.sel, str):
+            raise InvalidSettingError(f"sel must be numbers by now; found {self.sel!r}: count the neighbours first")
+        slots = self.sel if isinstance(self.sel, int) else sum(self.sel)
+        return NeighborRequest(self.rcut, (slots,), by_type=False)
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether `sel` is "auto"."""
+        return isinstance(self.sel, str)
+
+    def with_counts(self, count: Callable[[float], NeighborCounts]) -> AttentionSettings:
+        """Return the settings with a number in `sel`."""
+        if not isinstance(self.sel, str):
+            return self
+        return dataclasses.replace(self, sel=slots_for(self.sel, count(self.rcut).max_total))
+
+    def with_counts_of(self, saved: DescriptorSettings) -> AttentionSettings:
+        """Return the settings with the `sel` of a checkpoint's descriptor."""
+        return dataclasses.replace(self, sel=sum(saved.neighbors().sel))
+
+    def statistics_key(self) -> dict[str, Any]:
+        """Return the settings behind the environment rows."""
+        keys = ("sel", "rcut", "rcut_smth", "set_davg_zero", "env_protection")
+        return {"type": self.type, **{key: thaw(getattr(self, key)) for key in keys}}
+
+
+@dataclasses.dataclass(frozen=True)
+class DPA1Settings(AttentionSettings):
+    """DPA-1: embedding of distances and types, then attention between the neighbours of an atom."""
+
+    type: ClassVar[str] = "se_atten"
+
+    tebd_input_mode: TebdInputMode = setting(
+        "concat",
+        doc=(
+            "How the types enter the embedding: 'concat' appends their vectors to the distance; 'strip' multiplies the "
+            "embedding of the distance by 1 + the output of a net of their own."
+        ),
+    )
+    smooth_type_embedding: bool = setting(
+        False,
+        alias=("smooth_type_embdding",),
+        doc="Let attention, and the net of the types in 'strip' mode, vanish smoothly at rcut.",
+    )
+    set_davg_zero: bool = setting(True, doc="Keep the mean of the environment at 0 instead of taking it from the data.")
+
+
+@dataclasses.dataclass(frozen=True)
+class SeAttenV2Settings(AttentionSettings):
+    """DPA-1 in its smooth form: 'se_atten' with tebd_input_mode 'strip' and smooth_type_embedding true."""
+
+    type: ClassVar[str] = "se_atten_v2"
+    tebd_input_mode: ClassVar[TebdInputMode] = "strip"
+    smooth_type_embedding: ClassVar[bool] = True
+
+    set_davg_zero: bool = setting(
+        False, doc="Keep the mean of the environment at 0 instead of taking it from the data."
+    )
