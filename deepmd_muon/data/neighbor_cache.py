@@ -122,8 +122,8 @@ class NeighborCache:
 
     @property
     def static_shapes(self) -> bool:
-        """Whether batches of equal atoms can be padded to equal shapes: no shorter cut-offs, no flat lists."""
-        return not self.inner and not self.flat
+        """Whether batches of equal atoms can be padded to equal shapes: no flat lists."""
+        return not self.flat
 
     def __len__(self) -> int:
         return len(self._frames)

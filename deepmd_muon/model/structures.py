@@ -85,7 +85,7 @@ class Structures:
         on the host.
     inner
         How many leading columns of a sorted atom lie within each shorter cut-off that the descriptor asked for
-        `(ninner, nreal)`, on the host.
+        `(ninner, nreal)`, on the host; in a batch of fixed shapes a bound, the same for all atoms.
     flat
         Edges and angles as flat lists, where the descriptor asked for them.
     """

@@ -16,6 +16,8 @@ from deepmd_muon.train.batch import TrainingBatch, map_tensors, tensors_of, to_d
 
 #: Neighbour sections are padded to multiples of this, so that few shapes of batches occur.
 SECTION_STEP = 8
+#: The same for the counts within shorter cut-offs: angles grow with their square.
+INNER_STEP = 4
 #: Layouts of streamed batches that get memory which stays.
 MOST_LAYOUTS = 64
 
@@ -206,10 +208,20 @@ def padded_widths(sections: Collection[int], limits: np.ndarray) -> tuple[int, .
 
 
 def with_full_sections(batch: TrainingBatch) -> TrainingBatch:
-    """Let every slot of the neighbour sections count as filled: how many are is not part of a layout."""
+    """Let every slot of the neighbour sections count as filled: how many are is not part of a layout.
+
+    The counts within shorter cut-offs become one bound for all atoms, which is part of a layout.
+    """
     structures = batch.structures
-    filled = np.repeat(np.array(structures.sections)[:, None], structures.filled.shape[1], axis=1)
-    return dataclasses.replace(batch, structures=dataclasses.replace(structures, filled=filled))
+    nreal = structures.filled.shape[1]
+    filled = np.repeat(np.array(structures.sections)[:, None], nreal, axis=1)
+    inner = np.repeat(bounds_of(structures.inner)[:, None], nreal, axis=1)
+    return dataclasses.replace(batch, structures=dataclasses.replace(structures, filled=filled, inner=inner))
+
+
+def bounds_of(inner: np.ndarray) -> np.ndarray:
+    """Return a bound of each row of counts `(ninner, …)`, rounded up so that few bounds occur `(ninner,)`, int64."""
+    return np.array([-(-int(row.max(initial=0)) // INNER_STEP) * INNER_STEP for row in inner], dtype=np.int64)
 
 
 def layout_of(batch: TrainingBatch) -> Hashable:
@@ -217,4 +229,6 @@ def layout_of(batch: TrainingBatch) -> Hashable:
     structures = batch.structures
     shapes = tuple((x.shape, x.dtype) for x in tensors_of(batch))
     labels = tuple(name for name, value in batch.labels.items() if value is not None)
-    return shapes, labels, batch.mask is None, structures.box is None, structures.sections, structures.type_counts
+    inner = tuple(structures.inner.max(axis=1, initial=0).tolist())
+    counts = (structures.sections, structures.type_counts, inner)
+    return shapes, labels, batch.mask is None, structures.box is None, counts

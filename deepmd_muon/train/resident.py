@@ -19,7 +19,7 @@ from torch import Tensor
 from deepmd_muon.data import DataLoader, Frames, NeighborCache, NeighborList, Plan, System, group_limits, widen_sections
 from deepmd_muon.model import Structures
 from deepmd_muon.train.batch import LABELS, TrainingBatch
-from deepmd_muon.train.batches import padded_widths
+from deepmd_muon.train.batches import bounds_of, padded_widths
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ class ResidentSystem:
             if (values := getattr(frames, name)) is not None
         }
         self._sections = neighbors.sections
+        self._inner = bounds_of(neighbors.inner.swapaxes(0, 1))
         # One row an atom, so that the rows of a batch are gathered in sorted order at once.
         self._index = torch.from_numpy(neighbors.index).to(device).flatten(0, 1)
         self._shift = torch.from_numpy(neighbors.shift).to(device).flatten(0, 1) if frames.box is not None else None
@@ -138,7 +139,7 @@ class ResidentSystem:
             sections=self._sections,
             type_counts=order.type_counts,
             filled=np.repeat(np.array(self._sections)[:, None], nreal, axis=1),
-            inner=np.zeros((0, nreal), dtype=np.int64),
+            inner=np.repeat(self._inner[:, None], nreal, axis=1),
         )
         labels: dict[str, Tensor | None] = {name: found.get(name) for name in LABELS}
         real = np.tile(self._atype >= 0, (nframes, 1))

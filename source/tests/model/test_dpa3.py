@@ -134,15 +134,18 @@ def test_state_dict_round_trip(name):
 
 
 @pytest.mark.parametrize("name", ["split", "truncated", "dynamic", "no_angles"])
-@pytest.mark.parametrize("way", ["padded", "small_blocks"])
+@pytest.mark.parametrize("way", ["padded", "small_blocks", "bounds"])
 def test_every_order_of_evaluation_gives_the_same(name, way, monkeypatch):
-    """One padded block, as on a GPU, and the smallest blocks agree with those of a CPU."""
+    """One padded block, as on a GPU, the smallest blocks, and bounds instead of counts agree with the usual way."""
     model, _ = load(name)
     data = FIXTURE["structures"]["orthorhombic"]
     energy, wanted = model(batch_of(model, data))["atom_energy"], gradients(model, data)
     if way == "padded":
         monkeypatch.setattr(module, "plan_angles", geometry.padded_angles)
         monkeypatch.setattr(edges, "EDGE_BLOCK_ROWS", 10**9)
+    elif way == "bounds":
+        exact = geometry.exact_angles
+        monkeypatch.setattr(module, "plan_angles", lambda counts, *more: exact(np.full_like(counts, 44), *more))
     else:
         monkeypatch.setattr(geometry, "ANGLE_BLOCK_ROWS", 1)
         monkeypatch.setattr(edges, "EDGE_BLOCK_ROWS", 1)

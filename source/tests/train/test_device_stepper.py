@@ -79,6 +79,22 @@ def test_weights_are_those_of_steps_that_read_on_the_host(small_input, train, lo
     assert group["lr"] == pytest.approx(host["optimizer"]["param_groups"][0]["lr"], rel=1e-6)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_graph_descriptor_steps_alike_from_bounds_and_counts(small_input, train, load, on_device, streamed):
+    """Batches of fixed shapes bound the neighbours in angles; on the host they are counted."""
+    content = small_input()
+    repflow = {"e_rcut": 4.5, "e_rcut_smth": 3.0, "e_sel": "auto", "a_rcut": 3.2, "a_rcut_smth": 2.0, "a_sel": "auto"}
+    repflow |= {"n_dim": 6, "e_dim": 4, "a_dim": 4, "nlayers": 3, "axis_neuron": 2}
+    content["model"]["descriptor"] = {"type": "dpa3", "repflow": repflow, "seed": 1}
+    content["training"] |= {"numb_steps": 3, "disp_freq": 3}
+    train(content)
+    host = load()
+    on_device(streamed=streamed)
+    train(content)
+    for name, expected in weights(host).items():
+        torch.testing.assert_close(load()["model"][name], expected, rtol=1e-6, atol=1e-6)
+
+
 def test_restart_is_bitwise(small_input, train, load, on_device):
     on_device()
     content = small_input(training={"enable_ema": True})

@@ -16,7 +16,6 @@ EXPONENT = 20.0  # steepness of the exponential switch, deepmd-kit's
 COSINE_SCALE = (1.0 - 1e-6) / math.sqrt(math.pi)  # deepmd-kit's guard of the arc cosine, and its normalisation
 DISTANCE_GUARD = 1e-6  # added to a distance before a vector is divided by it [Å]
 ANGLE_BLOCK_ROWS = 4096  # angles of a block on a CPU: with 96 features 1.5 MB, about a core's cache
-PADDED_STEP = 4  # widths of the padded block are multiples of this
 
 Switch = Callable[[torch.Tensor], torch.Tensor]
 
@@ -60,14 +59,11 @@ class AnglePlan:
         Row of every such edge among all edges `(nslots,)`, int64; the rows are distinct.
     atom
         Centre of every such edge `(nslots,)`, int64.
-    exact
-        Whether every slot is an edge near enough; else some are farther neighbours or empty.
     """
 
     blocks: tuple[AngleBlock, ...]
     slot: torch.Tensor
     atom: torch.Tensor
-    exact: bool
 
 
 def plan_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AnglePlan:
@@ -76,7 +72,7 @@ def plan_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AnglePla
     Parameters
     ----------
     counts
-        How many leading neighbours of each atom take part in angles `(nreal,)`, on the host.
+        How many leading neighbours of each atom may take part in angles `(nreal,)`, on the host.
     nnei
         Columns of the neighbour list.
     device
@@ -87,6 +83,7 @@ def plan_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AnglePla
 
 def exact_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AnglePlan:
     """Order angles in blocks of atoms with equal counts, small enough for a CPU's cache; arguments as `plan_angles`."""
+    counts = np.minimum(counts, nnei)
     blocks: list[AngleBlock] = []
     slots = [np.zeros(0, dtype=np.int64)]
     for count in sorted({int(n) for n in counts if n}, reverse=True):
@@ -95,19 +92,18 @@ def exact_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AnglePl
         room = max(1, ANGLE_BLOCK_ROWS // count**2)
         blocks += [AngleBlock(min(room, len(atoms) - first), count) for first in range(0, len(atoms), room)]
     slot = torch.from_numpy(np.concatenate(slots)).to(device)
-    return AnglePlan(tuple(blocks), slot, slot // max(nnei, 1), exact=True)
+    return AnglePlan(tuple(blocks), slot, slot // max(nnei, 1))
 
 
 def padded_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AnglePlan:
     """Order angles in one block as wide as the fullest atom needs; arguments as `plan_angles`.
 
-    The width grows in steps, so that shapes recur from batch to batch.
+    Its shapes follow from that width alone.
     """
-    widest = int(counts.max(initial=0))
-    width = min(-(-widest // PADDED_STEP) * PADDED_STEP, nnei)
+    width = min(int(counts.max(initial=0)), nnei)
     atoms = torch.arange(len(counts), device=device)
     slot = (atoms.unsqueeze(1) * nnei + torch.arange(width, device=device)).view(-1)
-    return AnglePlan((AngleBlock(len(counts), width),) if width else (), slot, slot // max(nnei, 1), exact=False)
+    return AnglePlan((AngleBlock(len(counts), width),) if width else (), slot, slot // max(nnei, 1))
 
 
 def cosines(directions: torch.Tensor, plan: AnglePlan) -> torch.Tensor:

@@ -34,7 +34,7 @@ class Graph:
         Angular switch of the edges in angles, over the fourth root of the angle scale `(nslots,)`, so that products of
         two are over its root; 0 in empty slots.
     in_angle
-        Which of these edges take part in angles `(nslots,)`; None when all do.
+        Which of these edges take part in angles `(nslots,)`.
     """
 
     neighbor: torch.Tensor
@@ -42,7 +42,7 @@ class Graph:
     direction: torch.Tensor
     plan: AnglePlan
     angle_weight: torch.Tensor
-    in_angle: torch.Tensor | None
+    in_angle: torch.Tensor
 
 
 class Features(NamedTuple):
@@ -183,9 +183,8 @@ class RepflowLayer(torch.nn.Module):
         if self.repflow.smooth_edge_update:
             rest = f(linear.tensors.bias).expand_as(rows)
             return rest.index_copy(0, graph.plan.slot, f(_apply(linear, reduced))).view_as(edge)
-        if graph.in_angle is not None:
-            own = rows.index_select(0, graph.plan.slot)
-            reduced = torch.where(graph.in_angle.unsqueeze(1), reduced, own)
+        own = rows.index_select(0, graph.plan.slot)
+        reduced = torch.where(graph.in_angle.unsqueeze(1), reduced, own)
         return f(_apply(linear, rows.index_copy(0, graph.plan.slot, reduced))).view_as(edge)
 
 

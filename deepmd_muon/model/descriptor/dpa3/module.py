@@ -125,13 +125,11 @@ class DPA3(torch.nn.Module):
         radial = distance if repflow.edge_init_use_dist else per_distance * scale[..., 0]
         plan = plan_angles(structures.inner[0], edges.shape[1], edges.device)
         near = distance.flatten().index_select(0, plan.slot)
-        angle_weight = self.angle_switch(near)
-        in_angle = None
-        if not plan.exact:
-            rank = plan.slot % max(edges.shape[1], 1)
-            in_angle = (near < repflow.a_rcut) & (rank < repflow.slots[1])
-            in_angle &= structures.neighbor.flatten().index_select(0, plan.slot) >= 0
-            angle_weight = angle_weight.masked_fill(~in_angle, 0.0)
+        # some slots may hold farther neighbours, or none
+        rank = plan.slot % max(edges.shape[1], 1)
+        in_angle = (near < repflow.a_rcut) & (rank < repflow.slots[1])
+        in_angle &= structures.neighbor.flatten().index_select(0, plan.slot) >= 0
+        angle_weight = self.angle_switch(near).masked_fill(~in_angle, 0.0)
         unit = edges.flatten(0, 1).index_select(0, plan.slot) / (near + DISTANCE_GUARD).unsqueeze(-1)
         graph = Graph(
             neighbor=_sorted_numbers(structures),
