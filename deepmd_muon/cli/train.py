@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force-load",
         action="store_true",
-        help="load what fits of the checkpoint and start the other parameters anew",
+        help="go on with a changed model section: load what fits and start the other parameters anew",
     )
 
 

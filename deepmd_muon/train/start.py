@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import re
@@ -16,6 +17,8 @@ from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, from_deepmd_kit
 from deepmd_muon.model.settings import model_settings
+from deepmd_muon.train.checkpoint.changes import check_model_section
+from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, remove_leftovers
 from deepmd_muon.train.checkpoint.reading import read
 from deepmd_muon.train.errors import CheckpointError, TrainingError
 from deepmd_muon.train.parallel import Ranks, joined
@@ -119,8 +122,11 @@ def run(
     Under torchrun or srun all processes train one model together, as `training/zero_stage` says.
     """
     given = load(input_path)
-    with joined(given.settings.training.rank_timeout) as ranks:
+    training = given.settings.training
+    with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
+        ranks.from_first("locking its files", lambda: stack.enter_context(held(training, input_path)))
+        ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training))
         if restart in AUTOMATIC:
             restart = ranks.from_first("looking for a checkpoint", lambda: _newest(given.settings.training.save_ckpt))
         found = restart or init_model
@@ -135,6 +141,8 @@ def run(
         trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
         if restart and source:
             trainer.restart(source.content, source.path)
+        else:
+            ranks.from_first("keeping the files of an earlier run", lambda: keep_earlier(training))
         return trainer.run()
 
 
@@ -181,6 +189,8 @@ def _prepare(
         given = with_descriptor(given, given.settings.model.descriptor.with_counts_of(saved))
         log.info("sel of model/descriptor becomes %s, as in %s", list(saved.neighbors().sel), source.path)
     given, statistics = ranks.from_first("counting neighbours", lambda: resolve_sel(given, train, count=count))
+    if source:
+        check_model_section(model_settings(source.model_section), given.settings.model, source.path, insist=force_load)
     if ranks.first:
         dump(given.normalized, output)
 

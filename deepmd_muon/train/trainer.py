@@ -22,6 +22,7 @@ from deepmd_muon.model.checkpoint_file import OWN_KEY
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.train.batch import to_device
 from deepmd_muon.train.batches import BatchSource
+from deepmd_muon.train.checkpoint.changes import report_rate
 from deepmd_muon.train.checkpoint.content import RunState
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.ema import Ema
@@ -236,13 +237,16 @@ class Trainer:
         self.strategy.load_optimizer_state(self.optimizer, content, source, self._build_whole)
         self.source = source
         self.step = self._state.restore(content, source)
+        if self.step:
+            rate = float(content["model"]["_extra_state"]["train_infos"]["lr"])
+            report_rate(rate, self.rate(self.step - 1), source)
         if self.step > self.num_steps:
             raise CheckpointError(
                 f"{source} is at step {self.step}, beyond the last step {self.num_steps} of this input: "
                 "raise training/numb_steps, or start from its weights with --init-model"
             )
         if OWN_KEY in content:
-            self.checkpoints.adopt(content[OWN_KEY], source.resolve().parent)
+            self.checkpoints.adopt(content[OWN_KEY], source)
         log.info("restarting from %s at step %d", source, self.step)
 
     def _build_whole(self) -> tuple[EnergyModel, torch.optim.Optimizer]:

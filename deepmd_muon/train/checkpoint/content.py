@@ -16,6 +16,7 @@ from deepmd_muon.data import SamplerStateError
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.checkpoint_file import FORMAT_VERSION, OWN_KEY, checkpoint_path
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+from deepmd_muon.train.checkpoint.changes import report_changes
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.setup import Data
 
@@ -108,8 +109,7 @@ class RunState:
     def _restore_own(self, own: Mapping[str, Any], source: Path) -> None:
         """Restore what only our checkpoints hold: random numbers and data order; log settings that changed."""
         torch.set_rng_state(own["torch_rng"])
-        for change in changed_settings(json.loads(own["settings"]), self.given.normalized):
-            log.info("since %s was written: %s", source, change)
+        report_changes(json.loads(own["settings"]), self.given.normalized, source)
         loaders = {"training_data": self.data.training, "validation_data": self.data.validation}
         for name, loader in loaders.items():
             if loader is None or not own[name]:
@@ -127,18 +127,3 @@ def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
         return state
     plain = [{**group, "lr": float(group["lr"]), "capturable": False} for group in groups]
     return {**state, "param_groups": plain}
-
-
-def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> list[str]:
-    """Say for every setting that differs what it was and what it is, by its path in the input."""
-    changes = []
-    for key in sorted({*saved, *present}):
-        where = f"{path}{key}"
-        old, new = saved.get(key), present.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            changes += changed_settings(old, new, f"{where}/")
-        elif where == "training/seed" and old != new:
-            changes.append(f"{where} was {old}, is {new} (without effect while the saved order of the data continues)")
-        elif old != new:
-            changes.append(f"{where} was {old!r}, is {new!r}")
-    return changes

@@ -98,17 +98,20 @@ class Checkpoints:
         if self.directories:
             self.directories.finish()
 
-    def adopt(self, own: Mapping[str, Any], folder: Path) -> None:
+    def adopt(self, own: Mapping[str, Any], source: Path) -> None:
         """Count the checkpoints of the run that is continued as this run's own.
 
         Parameters
         ----------
         own
             What the checkpoint keeps under our key.
-        folder
-            Where it lies; nothing happens unless this run saves there too.
+        source
+            The checkpoint; nothing happens unless this run saves in the same folder, or when it bears another name
+            than it was saved under: the others' names may then be those of another run.
         """
-        if folder.resolve() != self.files.prefix.parent.resolve():
+        source, names = source.resolve(), {*own["series"], *own.get("directories", [])}
+        folder = source.parent
+        if folder != self.files.prefix.parent.resolve() or source.name not in names:
             return
         self.files.written = [name for name in own["series"] if (folder / name).exists()]
         if self.directories:

@@ -28,7 +28,7 @@ from deepmd_muon.train.parallel import Ranks
 
 def names(folder="."):
     """Checkpoints in a folder; hidden ones without the part of their names that cannot be guessed."""
-    found = (path.name for path in Path(folder).iterdir() if "ckpt" in path.name)
+    found = (path.name for path in Path(folder).iterdir() if "ckpt" in path.name and path.suffix != ".lock")
     return sorted(re.sub(r"\.[0-9a-f]{16}\.dcp$", ".dcp", name) for name in found)
 
 

@@ -1,0 +1,157 @@
+"""Which run writes the files of a folder: one at a time, and none over those of an earlier one."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepmd_muon.files import is_special, replace_link
+from deepmd_muon.train.checkpoint.files import write_pointer
+from deepmd_muon.train.errors import TrainingError
+
+if TYPE_CHECKING:
+    from deepmd_muon.argcheck import TrainingSettings
+
+log = logging.getLogger(__name__)
+
+_NEW = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_SUFFIXES = (".pt", ".dcp")
+
+
+@contextlib.contextmanager
+def held(training: TrainingSettings, input_path: str) -> Iterator[None]:
+    """Hold the checkpoints and the learning curve of a run for the time of a `with` block.
+
+    The lock is the system's, which releases it however the process ends; a file beside each says who holds it.
+
+    Parameters
+    ----------
+    training
+        The input's section: `save_ckpt` and `disp_file` count.
+    input_path
+        The input file, for the message to others.
+
+    Raises
+    ------
+    TrainingError
+        When another run holds them.
+    """
+    with contextlib.ExitStack() as stack:
+        for setting, path in (("save_ckpt", Path(training.save_ckpt)), ("disp_file", _curve(training))):
+            if path is not None:
+                stack.enter_context(_lock(path, f"training/{setting}", input_path))
+        yield
+
+
+def _curve(training: TrainingSettings) -> Path | None:
+    path = Path(training.disp_file)
+    return path if training.disp_training and not is_special(path) else None
+
+
+@contextlib.contextmanager
+def _lock(path: Path, setting: str, input_path: str) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    place = path.with_name(f".{path.name}.lock")
+    handle = _open_locked(place, path, setting)
+    try:
+        os.truncate(handle, 0)
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        who = f"process {os.getpid()} on {socket.gethostname()}, started {started} with {os.path.abspath(input_path)}"
+        os.pwrite(handle, who.encode(), 0)
+        yield
+    finally:
+        place.unlink(missing_ok=True)  # before the lock is released, see _open_locked
+        os.close(handle)
+
+
+def _open_locked(place: Path, path: Path, setting: str) -> int:
+    """Return the handle of the lock's file, locked."""
+    while True:
+        try:
+            handle = os.open(place, _NEW, 0o666)
+        except OSError as error:
+            raise TrainingError(f"{setting}: cannot write beside {path}: {error}") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            who = os.pread(handle, 1000, 0).decode(errors="replace") or "another run"
+            os.close(handle)
+            raise TrainingError(
+                f"{setting}: {path} is being written by {who}; wait until it ends, or give this run another name"
+            ) from error
+        except OSError as error:  # a file system without locks
+            log.warning("%s cannot be locked (%s): see that no other run writes it", path, error.strerror)
+            return handle
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(place), os.fstat(handle)):
+                return handle
+        os.close(handle)  # its holder has just removed it
+
+
+def remove_leftovers(training: TrainingSettings) -> None:
+    """Delete what runs of the same names that were killed while they saved have left; call it while they are held."""
+    prefix = Path(training.save_ckpt)
+    own = re.compile(rf"\.{re.escape(prefix.name)}(-[0-9]+)?\.[0-9a-f]{{16}}\.pt")
+    for rest in _entries(prefix.parent):
+        if own.fullmatch(rest.name):
+            rest.unlink(missing_ok=True)
+            log.info("removed %s, which a run that was killed had begun to write", rest)
+
+
+def keep_earlier(training: TrainingSettings) -> None:
+    """Give the files of an earlier run of the same names a number, before a fresh run writes its own.
+
+    ``lcurve.out`` becomes ``lcurve.out.1``, ``model.ckpt-100.pt`` becomes ``model.ckpt.1-100.pt``; the first number
+    that is free for all of them is taken.
+    """
+    prefix, curve = Path(training.save_ckpt), _curve(training)
+    own = re.compile(rf"{re.escape(prefix.name)}-[0-9]+({'|'.join(map(re.escape, _SUFFIXES))})")
+    saved = sorted(path for path in _entries(prefix.parent) if own.fullmatch(path.name))
+    written = curve is not None and curve.is_file() and curve.stat().st_size > 0
+    if not saved and not written:
+        return
+    number = _free_number(prefix, curve)
+    renamed = {path.name: f"{prefix.name}.{number}{path.name[len(prefix.name) :]}" for path in saved}
+    links = {suffix: prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES}
+    targets = {suffix: os.readlink(link) for suffix, link in links.items() if link.is_symlink()}
+    for old, new in renamed.items():
+        (prefix.parent / old).rename(prefix.parent / new)
+    for suffix, target in targets.items():
+        if target in renamed:
+            replace_link(prefix.with_name(f"{prefix.name}.{number}{suffix}"), renamed[target])
+            links[suffix].unlink()
+    _rename_in_pointer(prefix.parent, renamed)
+    if curve is not None and written:
+        curve.rename(curve.with_name(f"{curve.name}.{number}"))
+    names = [*renamed.values(), *([f"{curve.name}.{number}"] if curve is not None and written else [])]
+    log.info("kept the files of an earlier run as %s", ", ".join(names))
+
+
+def _free_number(prefix: Path, curve: Path | None) -> int:
+    """Return the first number that no kept file has."""
+    taken = re.compile(rf"{re.escape(prefix.name)}\.([0-9]+)[-.].*")
+    numbers = [int(found[1]) for path in _entries(prefix.parent) if (found := taken.fullmatch(path.name))]
+    if curve is not None:
+        taken = re.compile(rf"{re.escape(curve.name)}\.([0-9]+)")
+        numbers += [int(found[1]) for path in _entries(curve.parent) if (found := taken.fullmatch(path.name))]
+    return max(numbers, default=0) + 1
+
+
+def _rename_in_pointer(folder: Path, renamed: dict[str, str]) -> None:
+    """Let the text file ``checkpoint`` name a kept checkpoint by its new name."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        name = (folder / "checkpoint").read_text(encoding="utf-8").strip()
+        if name in renamed:
+            write_pointer(folder, renamed[name])
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []

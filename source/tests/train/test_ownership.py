@@ -1,0 +1,150 @@
+"""One run writes a set of files at a time; a fresh run keeps what an earlier one wrote; changed physics is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepmd_muon.argcheck import load
+from deepmd_muon.cli.main import main
+from deepmd_muon.model.checkpoint_file import read_checkpoint
+from deepmd_muon.train import CheckpointError, TrainingError
+from deepmd_muon.train.checkpoint.ownership import held
+
+HOLD = """
+import sys, time
+from deepmd_muon.argcheck import load
+from deepmd_muon.train.checkpoint.ownership import held
+with held(load("input.json").settings.training, "input.json"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(small_input):
+    """Start another process that holds the files of the small input."""
+    Path("input.json").write_text(json.dumps(small_input()))
+    process = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_run_ends_and_names_the_first_and_a_killed_one_holds_nothing(holder, small_input, train, capfd):
+    before = sorted(os.listdir())
+    assert main(["train", "input.json"]) == 2
+    message = capfd.readouterr().err
+    assert f"process {holder.pid} on " in message
+    assert "input.json" in message
+    assert sorted(os.listdir()) == before
+    for changed in ({"save_ckpt": "other"}, {"disp_file": "other.out"}):
+        with pytest.raises(TrainingError, match="is being written by process"):
+            train(small_input(training=changed))
+    assert train(small_input(training={"save_ckpt": "other", "disp_file": "other.out", "numb_steps": 1})) == 0
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert train(small_input(training={"numb_steps": 1})) == 0
+    assert not list(Path().glob(".*.lock"))
+
+
+def test_locks_are_not_taken_through_links(small_input):
+    Path("victim").write_text("precious")
+    Path(".model.ckpt.lock").symlink_to("victim")
+    Path("input.json").write_text(json.dumps(small_input()))
+    with pytest.raises(TrainingError, match="save_ckpt"), held(load("input.json").settings.training, "input.json"):
+        pass
+    assert Path("victim").read_text() == "precious"
+
+
+def test_a_fresh_run_keeps_the_files_of_an_earlier_one(small_input, train):
+    content = small_input(training={"checkpoint_format": "both", "max_ckpt_keep": 1, "numb_steps": 5})
+    for run in range(3):
+        content["training"]["seed"] = run
+        train(content)
+    names = sorted(path.name for path in Path().iterdir() if path.name.startswith(("model", "lcurve", "checkpoint")))
+    numbered = [f"model.ckpt{number}" for number in ("", ".1", ".2")]
+    expected = [f"{name}{end}" for name in numbered for end in ("-5.dcp", "-5.pt", ".dcp", ".pt")]
+    assert names == sorted([*expected, "checkpoint", "lcurve.out", "lcurve.out.1", "lcurve.out.2"])
+    seeds = [json.loads(read_checkpoint(name)["deepmd_muon"]["settings"])["training"]["seed"] for name in numbered]
+    assert seeds == [2, 0, 1]
+    # A kept checkpoint continues as another run: the files of the last one are not its own.
+    content["training"].update(numb_steps=6, save_ckpt="model.ckpt", seed=1)
+    train(content, restart="model.ckpt.2-5.pt")
+    assert Path("model.ckpt-5.pt").exists()
+    assert Path("model.ckpt.2-5.pt").exists()
+
+
+def test_what_a_killed_save_left_is_removed(small_input, train):
+    hexadecimal = "0123456789abcdef"
+    mine = [f".model.ckpt-7.{hexadecimal}.pt", f".model.ckpt.{hexadecimal}.pt"]
+    others = [
+        f".model-7.{hexadecimal}.pt",
+        f".model.ckpt2-7.{hexadecimal}.pt",
+        ".model.ckpt-7.pt",
+        ".model.ckpt-7.x.pt",
+    ]
+    for name in (*mine, *others):
+        Path(name).write_text("half")
+    train(small_input(training={"numb_steps": 1}))
+    assert not [name for name in mine if Path(name).exists()]
+    assert all(Path(name).exists() for name in others)
+
+
+@pytest.mark.parametrize("way", ["restart", "init_model"])
+@pytest.mark.parametrize(
+    ("changed", "listed"),
+    [
+        ({"descriptor": {"rcut": 4.0}}, ["model/descriptor/rcut was 4.5, is 4.0"]),
+        (
+            {"descriptor": {"activation_function": "gelu"}, "fitting_net": {"activation_function": "relu"}},
+            [
+                "model/descriptor/activation_function was 'tanh'",
+                "model/fitting_net/activation_function was 'tanh', is 'relu'",
+            ],
+        ),
+    ],
+)
+def test_a_changed_model_is_an_error_that_lists_the_settings(small_input, train, caplog, way, changed, listed):
+    train(small_input(training={"numb_steps": 1}))
+    content = small_input(training={"numb_steps": 2})
+    for section, values in changed.items():
+        content["model"][section] = {**content["model"][section], **values}
+    with pytest.raises(CheckpointError) as error:
+        train(content, **{way: "model.ckpt-1.pt"})
+    assert all(line in str(error.value) for line in listed)
+    assert "--force-load" in str(error.value)
+    caplog.clear()
+    assert train(content, **{way: "model.ckpt-1.pt"}, force_load=True) == 0
+    assert all(f"--force-load: {line}" in caplog.text for line in listed)
+
+
+def test_seeds_statistics_and_what_is_trained_may_change(small_input, train):
+    train(small_input(training={"numb_steps": 1}))
+    content = small_input(training={"numb_steps": 2})
+    content["model"] |= {"data_stat_nbatch": 3}
+    content["model"]["fitting_net"] |= {"seed": 7, "precision": "float64", "rcond": 1e-6}
+    assert train(content, restart="model.ckpt-1.pt") == 0
+
+
+def test_changed_training_is_a_warning_that_lists_it(small_input, train, caplog):
+    train(small_input(training={"numb_steps": 5}))
+    content = small_input(loss={"start_pref_f": 7.0}, training={"numb_steps": 6, "disp_freq": 1})
+    content["learning_rate"] = {"type": "exp", "start_lr": 1e-2, "stop_lr": 1e-5}
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "deepmd_muon"):
+        train(content, restart="model.ckpt-5.pt")
+    assert "loss/start_pref_f was 1000.0, is 7.0" in caplog.text
+    assert "learning_rate/start_lr was 0.001, is 0.01" in caplog.text
+    assert "training/numb_steps was 5, is 6" in caplog.text
+    assert "the learning rate was 2.51e-05 when model.ckpt-5.pt was written and goes on from" in caplog.text
+    assert "disp_freq" not in caplog.text
