@@ -10,8 +10,9 @@ from deepmd_muon.section import Foreign, Rule, Section, section
 from deepmd_muon.setting import setting
 
 _SYSTEMS = (
-    "Systems of data: folders, HDF5 files or groups in them (file.hdf5#/group), or folders in which to look for "
-    "systems. A single string stands for a list of one."
+    "Systems of data: folders, HDF5 files or groups in them (file.hdf5#/group), folders in which to look for systems, "
+    "files that ASE reads (extended XYZ), or patterns of such paths (data/**/fcc*). A single string stands for a list "
+    "of one."
 )
 _NUMBER = r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?"
 
@@ -87,7 +88,7 @@ class TrainingDataSettings(Section):
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "set_prefix": Foreign("sets of frames with another prefix than 'set'", ("set",)),
-        "rglob_patterns": Foreign("own patterns to look for systems"),
+        "rglob_patterns": Foreign('patterns apart from systems (write "folder/**/pattern" into systems)'),
         "min_pair_dist": Foreign("frames left out for a small distance of atoms", (0,)),
     }
 

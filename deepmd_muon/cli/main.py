@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from deepmd_muon import __version__
-from deepmd_muon.cli import doc_train_input, neighbor_stat, show, test, train
+from deepmd_muon.cli import convert_data, doc_train_input, neighbor_stat, show, test, train
 from deepmd_muon.cli.handover import HandOver, choices, hand_over
 from deepmd_muon.plugins import load_plugins
 
@@ -23,6 +23,7 @@ COMMANDS = {
     "train": train,
     "test": test,
     "neighbor-stat": neighbor_stat,
+    "convert-data": convert_data,
     "doc-train-input": doc_train_input,
     "show": show,
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+from h5py import is_hdf5
 
+from deepmd_muon.data.ase_reading import LabelKeys, read_ase
 from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError, TypeMapError
 from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, Frames, label_shape
 from deepmd_muon.data.hdf5_store import hdf5_stores
@@ -279,16 +282,21 @@ class System:
         return digest.hexdigest()
 
 
-def open_systems(paths: str | Iterable[str], type_map: Sequence[str] | None = None) -> list[System]:
+def open_systems(
+    paths: str | Iterable[str], type_map: Sequence[str] | None = None, keys: LabelKeys | None = None
+) -> list[System]:
     """Open systems of any kind.
 
     Parameters
     ----------
     paths : str or iterable of str
         Each is a system folder; a folder above systems (searched for ``type.raw``, sorted); an HDF5 file (all
-        systems in it); or ``file.hdf5#/group`` (that system, or all systems below the group).
+        systems in it); ``file.hdf5#/group`` (that system, or all systems below the group); any other file that ASE
+        reads, e.g. extended XYZ; or a pattern with ``*``, ``?`` or ``[…]`` of such paths (``**`` crosses folders).
     type_map : sequence of str, optional
         Element names that types shall index.
+    keys : LabelKeys, optional
+        Names of the labels in files that ASE reads.
 
     Returns
     -------
@@ -305,7 +313,8 @@ def open_systems(paths: str | Iterable[str], type_map: Sequence[str] | None = No
     if isinstance(paths, (str, os.PathLike)):
         paths = [os.fspath(paths)]
     handles = HandleCache()
-    systems = [System(store, type_map) for path in paths for store in _stores(os.fspath(path), handles)]
+    found = (store for path in paths for one in _expanded(os.fspath(path)) for store in _stores(one, handles, keys))
+    systems = [System(store, type_map) for store in found]
     if not systems:
         raise SystemNotFoundError("no systems given")
     return systems
@@ -332,9 +341,20 @@ def check_type_maps(systems: Sequence[System]) -> tuple[str, ...] | None:
     return longest or None
 
 
-def _stores(path: str, handles: HandleCache) -> Iterator[Store]:
+def _expanded(path: str) -> list[str]:
+    """Return the paths that fit a pattern, sorted; a path that exists stands for itself."""
+    if not glob.has_magic(path) or os.path.exists(path.partition("#")[0]):
+        return [path]
+    if found := sorted(glob.glob(path, recursive=True)):
+        return found
+    raise SystemNotFoundError(f"no path fits the pattern {path} (relative patterns start at {os.getcwd()})")
+
+
+def _stores(path: str, handles: HandleCache, keys: LabelKeys | None) -> Iterator[Store]:
     """Find all systems at or below a path."""
-    if "#" in path or os.path.isfile(path):
+    if os.path.isfile(path) and not is_hdf5(path) and not path.endswith((".h5", ".hdf5")):
+        yield from read_ase(path, keys)
+    elif "#" in path or os.path.isfile(path):
         yield from hdf5_stores(path, handles)
     else:
         yield from npy_stores(path, handles)

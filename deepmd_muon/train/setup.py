@@ -23,6 +23,7 @@ from deepmd_muon.data import (
     neighbor_statistics,
     open_systems,
 )
+from deepmd_muon.data.plausible import suspicions
 from deepmd_muon.model import EnergyModel, ModelSettings, Structures
 from deepmd_muon.model.descriptor.settings import DescriptorSettings
 from deepmd_muon.model.statistics import environment_statistics
@@ -74,6 +75,8 @@ def open_training_systems(settings: ModelSettings, training: TrainingSettings) -
                 "periodic" if system.pbc else "no cell",
                 ", ".join(sorted(system.labels)) or "none",
             )
+            for suspicion in suspicions(system):
+                log.warning("%s data: %s: %s", kind, system.name, suspicion)
     return train, valid
 
 

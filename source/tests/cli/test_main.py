@@ -145,9 +145,13 @@ def test_without_deepmd_kit_such_an_input_is_refused_in_one_line(dpa4, no_deepmd
         (
             ["trian", "in.json"],
             "the command 'trian'",
-            "did you mean 'train'? There are: train, test, neighbor-stat, doc-train-input, show",
+            "did you mean 'train'? There are: train, test, neighbor-stat, convert-data, doc-train-input, show",
         ),
-        (["compress"], "the command 'compress'", "There are: train, test, neighbor-stat, doc-train-input, show"),
+        (
+            ["compress"],
+            "the command 'compress'",
+            "There are: train, test, neighbor-stat, convert-data, doc-train-input, show",
+        ),
         (
             ["-b", "Pytroch", "train", "in.json"],
             "the backend 'pytroch'",

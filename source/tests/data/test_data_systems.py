@@ -173,7 +173,7 @@ def test_paths_without_systems(tmp_path):
     for path, message in [
         (f"{tmp_path}/none", "does not exist"),
         (f"{tmp_path}/empty", "type.raw"),
-        (f"{tmp_path}/file", "neither a folder nor an HDF5 file"),
+        (f"{tmp_path}/file", "neither a folder, an HDF5 file nor a file that ASE reads"),
         (f"{tmp_path}/d.hdf5#/two", r"no group /two; it has \['one'\]"),
         (f"{tmp_path}/none.hdf5#/two", "does not exist"),
     ]:

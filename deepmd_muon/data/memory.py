@@ -1,0 +1,66 @@
+"""Systems whose arrays lie in memory, made from files of other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class MemoryStore:
+    """A system as arrays: the same names as in a folder of npy files.
+
+    Parameters
+    ----------
+    root
+        Name of the system, for messages.
+    symbols
+        Element of every atom.
+    sets
+        Arrays of each set by name without ".npy": "coord" (nframes, 3·natoms), "box" (nframes, 9), labels. Frames with
+        other labels are other sets.
+    pbc
+        Whether the frames have a cell.
+    """
+
+    def __init__(self, root: str, symbols: Sequence[str], sets: Sequence[Arrays], *, pbc: bool) -> None:
+        self._root = root
+        names = sorted(set(symbols))
+        self._words = {"type.raw": [str(names.index(s)) for s in symbols], "type_map.raw": names}
+        if not pbc:
+            self._words["nopbc"] = []
+        self._sets = {
+            f"set.{k:03d}": {f"{name}.npy": array for name, array in arrays.items()} for k, arrays in enumerate(sets)
+        }
+
+    @property
+    def root(self) -> str:
+        """Name of the system."""
+        return self._root
+
+    def sets(self) -> list[str]:
+        """Names of the sets."""
+        return sorted(self._sets)
+
+    def names(self, folder: str) -> frozenset[str]:
+        """Names in a set, or of the system itself."""
+        return frozenset(self._sets[folder] if folder else self._words)
+
+    def words(self, path: str) -> list[str]:
+        """Return the words of what would be a text file."""
+        return self._words[path]
+
+    def _array(self, path: str) -> np.ndarray:
+        folder, _, name = path.partition("/")
+        return self._sets[folder][name]
+
+    def shape(self, path: str) -> tuple[int, ...]:
+        """Shape of an array."""
+        return self._array(path).shape
+
+    def rows(self, path: str, indices: np.ndarray, single: bool) -> np.ndarray:
+        """Rows of an array, which always has an axis of frames."""
+        rows: np.ndarray = self._array(path)[indices]
+        return rows

@@ -1,0 +1,134 @@
+"""Writing systems: npy folders, HDF5 groups, extended XYZ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from deepmd_muon.data.errors import DataError
+from deepmd_muon.data.frames import LABELS, Frames
+from deepmd_muon.data.system import System
+
+
+def write_npy(systems: Sequence[System], folder: Path) -> list[str]:
+    """Write systems below a folder, which must be empty or absent; return their paths."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError(f"{folder} exists and is not empty; remove it or give another name")
+    names = []
+    for name, system in zip(_names(systems), systems, strict=True):
+        place = folder / name if name else folder
+        for path, content in _contents(system):
+            (place / path).parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, np.ndarray):
+                np.save(place / path, content)
+            else:
+                (place / path).write_text("".join(f"{word}\n" for word in content))
+        names.append(str(place))
+    return names
+
+
+def write_hdf5(systems: Sequence[System], path: Path) -> list[str]:
+    """Write systems as groups of a new HDF5 file; return ``file#/group`` of each."""
+    if path.exists():
+        raise DataError(f"{path} exists; remove it or give another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = []
+    with h5py.File(path, "w") as file:
+        for name, system in zip(_names(systems), systems, strict=True):
+            group = file.require_group(name or "/")
+            for inside, content in _contents(system):
+                if isinstance(content, np.ndarray):
+                    group[inside] = content
+                elif inside == "type_map.raw":
+                    group.create_dataset(inside, data=content, dtype=h5py.string_dtype())
+                else:
+                    group[inside] = np.array(content, dtype=np.int32)
+            names.append(f"{path}#/{name}" if name else str(path))
+    return names
+
+
+def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
+    """Write all frames of all systems into one extended XYZ file, with stress in ASE's sign; return its path."""
+    from ase import Atoms
+    from ase.calculators.singlepoint import SinglePointCalculator
+    from ase.io import write
+
+    if path.exists():
+        raise DataError(f"{path} exists; remove it or give another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    images = []
+    for system in systems:
+        if system.type_map is None:
+            raise DataError(f"system {system.name} has no type_map.raw, so its elements are unknown; give --type-map")
+        frames = system.frames(np.arange(system.nframes))
+        present = {label: frames.present(label) for label in ("energy", "force", "virial")}
+        for k in range(frames.nframes):
+            real = frames.atype[k] >= 0
+            symbols = [system.type_map[t] for t in frames.atype[k][real]]
+            box = None if frames.box is None else frames.box[k]
+            atoms = Atoms(symbols, positions=frames.coord[k][real], cell=box, pbc=box is not None)
+            results: dict[str, Any] = {}
+            if present["energy"][k] and frames.energy is not None:
+                results["energy"] = float(frames.energy[k])
+            if present["force"][k] and frames.force is not None:
+                results["forces"] = frames.force[k][real]
+            if present["virial"][k] and frames.virial is not None and box is not None:
+                stress = -frames.virial[k].reshape(3, 3) / abs(np.linalg.det(box))
+                results["stress"] = stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
+            atoms.calc = SinglePointCalculator(atoms, **results)
+            images.append(atoms)
+    write(path, images, format="extxyz")
+    return [str(path)]
+
+
+def _names(systems: Sequence[System]) -> list[str]:
+    """Name systems by their compositions, numbered where several share one; a lone system has no name."""
+    if len(systems) == 1:
+        return [""]
+    names: list[str] = []
+    for system in systems:
+        formula = formula_of(system)
+        used = sum(name.split(".")[0] == formula for name in names)
+        names.append(f"{formula}.{used}" if used else formula)
+    return names
+
+
+def formula_of(system: System) -> str:
+    """Return the composition of a system's first frame, e.g. ``H64O32``; "mixed" when frames differ."""
+    if system.mixed:
+        return "mixed"
+    (types,) = system.types(np.array([0]))
+    elements = system.type_map or [f"type{t}_" for t in range(int(types.max()) + 1)]
+    return "".join(f"{elements[t]}{(types == t).sum()}" for t in np.unique(types))
+
+
+def _contents(system: System) -> Iterator[tuple[str, np.ndarray | list[str]]]:
+    """Yield path and content of every file of a system; frames with the same labels are a set."""
+    frames = system.frames(np.arange(system.nframes))
+    yield "type.raw", [str(max(0, t)) for t in frames.atype[0].tolist()]
+    if system.type_map is not None:
+        yield "type_map.raw", list(system.type_map)
+    if not system.pbc:
+        yield "nopbc", []
+    present = np.stack([frames.present(label) for label in LABELS], axis=1)
+    for number, kind in enumerate(np.unique(present, axis=0)):
+        rows = np.flatnonzero((present == kind).all(axis=1))
+        yield from _set(f"set.{number:03d}", frames, rows, kind, mixed=system.mixed)
+
+
+def _set(
+    folder: str, frames: Frames, rows: np.ndarray, kind: np.ndarray, *, mixed: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+    yield f"{folder}/coord.npy", frames.coord[rows].reshape(len(rows), -1)
+    if frames.box is not None:
+        yield f"{folder}/box.npy", frames.box[rows].reshape(len(rows), 9)
+    if mixed:
+        yield f"{folder}/real_atom_types.npy", frames.atype[rows]
+    for label, there in zip(LABELS, kind, strict=True):
+        if there:
+            values: np.ndarray = getattr(frames, label)
+            yield f"{folder}/{label}.npy", values[rows].reshape(len(rows), -1)
