@@ -19,6 +19,7 @@ from torch import nn
 
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.routing.rules import canonical_name
+from deepmd_muon.train import run as train
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("train_in_deepmd_kit.py")
@@ -86,6 +87,16 @@ def job(name, family="se_e2_a", restart=None, backend="pt", training=None, steps
     return {"name": name, "content": content, "restart": restart and f"{restart}-3.pt", "backend": backend}
 
 
+def train_alone(folder, job, restart=None):
+    """Train the same input with this package's own trainer."""
+    job["content"]["training"]["save_ckpt"] = str(folder / job["name"])
+    job["content"]["training"]["disp_file"] = str(folder / f"{job['name']}.lcurve")
+    path = folder / f"{job['name']}.json"
+    path.write_text(json.dumps(job["content"]))
+    restart = restart and str(folder / f"{restart}-3.pt")
+    assert train(path, output=str(folder / "out.json"), restart=restart, log_level="WARNING") == 0
+
+
 @pytest.fixture(scope="module")
 def trainings(run):
     """Trainings on one rank: by ours, by deepmd-kit's class, and each continued by the other."""
@@ -102,8 +113,10 @@ def trainings(run):
     run("ours", first, ours=True)
     theirs = [job("theirs"), job("theirs-after-ours", restart="ours-se_e2_a", steps=4)]
     theirs += [job("theirs-float64", precision="float64")]
-    run("theirs", theirs, ours=False)
-    last = [job("ours-after-theirs", restart="theirs", steps=4)]
+    folder = run("theirs", theirs, ours=False)
+    train_alone(folder, job("alone"))
+    train_alone(folder, job("alone-after-ours", steps=4), restart="ours-se_e2_a")
+    last = [job("ours-after-theirs", restart="theirs", steps=4), job("ours-after-alone", restart="alone", steps=4)]
     last += [job("ours-after-theirs-float64", restart="theirs-float64", steps=4, precision="float64")]
     return run("ours-after", last, ours=True)
 
@@ -175,6 +188,26 @@ def test_the_compatible_arithmetic_gives_the_numbers_of_its_class(trainings):
     moved = {name: (weights[1][name] - p, others[1][name] - p) for name, p in others[0].items() if p.numel()}
     for name, (a, b) in moved.items():
         assert (a - b).norm() <= 2e-2 * b.norm(), name
+
+
+def test_a_checkpoint_of_our_trainer_continues_inside_deepmd_kit(trainings):
+    _, ours, after = replay(trainings, "ours-after-alone", saved_state(trainings, "alone"))
+    assert_equal(ours, after)
+
+
+def test_a_checkpoint_from_inside_deepmd_kit_continues_with_our_trainer(trainings):
+    before = saved_state(trainings, "ours-se_e2_a")
+    after = torch.load(trainings / "alone-after-ours-4.pt", weights_only=True)["optimizer"]
+    names = [group["param_names"] for state in (before, after) for group in state["param_groups"]]
+    old, new = ({canonical_name(name): i for i, name in enumerate(listed)} for listed in names)
+    assert len(new) == 11
+    for name, i in new.items():
+        values, previous = after["state"][i], before["state"][old[name]]
+        if "step" in values:
+            assert (int(previous["step"]), int(values["step"])) == (3, 4)
+        else:  # m4 = 0.95 m3 + 0.05 g4: it moved, and is of the size it had
+            m3, m4 = previous["momentum_buffer"], values["momentum_buffer"]
+            assert 0 < (m4 - 0.95 * m3).norm() < 4 * m3.norm()
 
 
 @pytest.mark.parametrize("name", ["", "-float64"])
