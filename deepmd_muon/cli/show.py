@@ -11,7 +11,13 @@ from deepmd_muon.cli.handover import HandOver, choices
 
 HELP = "show how the optimizer treats every parameter, on one process or many, or draw a learning curve"
 
-_TOPICS = ("routing", "plan", "lcurve", "kernels")
+# The file that each topic takes; the message of a missing one names it.
+_TOPICS = {
+    "routing": "input.json or model.ckpt.pt",
+    "plan": "input.json",
+    "lcurve": "lcurve.out",
+    "kernels": "no file",
+}
 
 
 class _Topic(argparse.Action):
@@ -24,6 +30,7 @@ class _Topic(argparse.Action):
     ) -> None:
         """Note the topic."""
         namespace.topic = values
+        self.file.metavar = _TOPICS.get(values, "FILE")
         if values == "kernels":
             # From the start '*' would end at the first option, and a file behind options be refused (Python 3.11).
             self.file.nargs, self.file.required = "*", False
@@ -58,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show."""
     if options.topic not in _TOPICS:
-        raise HandOver(f"'show {options.topic}'", choices(options.topic, _TOPICS))
+        raise HandOver(f"'show {options.topic}'", choices(options.topic, tuple(_TOPICS)))
     if options.topic == "kernels":
         if options.file:
             raise CommandError(f"show kernels takes no file; found {', '.join(options.file)}")
@@ -109,5 +116,8 @@ def _checkpoint_routing(path: Path) -> str:
     checkpoint = read_checkpoint(path)
     if "optimizer" not in checkpoint:
         raise CommandError(f"{path} holds no optimizer state, so no routing is recorded in it")
-    routing = RouteTable.from_manifest(checkpoint["optimizer"]["param_groups"])
+    groups = checkpoint["optimizer"]["param_groups"]
+    if not any("routes" in group or "lr_adjust" in group for group in groups):
+        return f"{path} holds the state of Adam or AdamW, which treat all parameters alike: there are no routes"
+    routing = RouteTable.from_manifest(groups)
     return f"{routing}\n\n{routing.summary()}"

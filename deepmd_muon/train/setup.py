@@ -126,7 +126,13 @@ def check_sel(model: EnergyModel, systems: list[System], cache: NeighborCache) -
     names = model.type_map if model.by_type else ("all types",)
     short = [f"{name}: {n} > {limit}" for name, n, limit in zip(names, most, model.sel, strict=True) if n > limit]
     if short:
-        log.warning("sel is smaller than the most neighbours found (%s): the farthest are left out", "; ".join(short))
+        enough = [-(-n // 4) * 4 for n in most]  # deepmd-kit rounds sel up to multiples of 4
+        log.warning(
+            "sel is smaller than the most neighbours found (%s): the farthest are left out; set model/descriptor/sel "
+            "to at least %s",
+            "; ".join(short),
+            enough if model.by_type else enough[0],
+        )
     return found
 
 

@@ -239,6 +239,16 @@ def test_routing_of_what_has_none(checkpoint, capsys):
     assert "holds no optimizer state, so no routing is recorded" in capsys.readouterr().err
     assert main(["show", "routing", "a.pt", "b.pt"]) == 2
     assert "takes one file; found a.pt, b.pt" in capsys.readouterr().err
+    for topic, file in (("plan", "input.json"), ("lcurve", "lcurve.out")):
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            main(["show", topic])
+        assert file in capsys.readouterr().err.splitlines()[-1]
+    content = torch.load("model.ckpt.pt", weights_only=True)
+    weight = torch.nn.Parameter(torch.zeros(2))
+    torch.save({**content, "optimizer": torch.optim.Adam([("weight", weight)]).state_dict()}, "adam.pt")
+    assert main(["show", "routing", "adam.pt"]) == 0
+    assert "no routes" in capsys.readouterr().out
 
 
 def test_learning_curve_is_drawn(capsys):

@@ -2,6 +2,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -470,3 +471,16 @@ def test_restart_latest_takes_the_newest_of_file_and_directory(small_input, trai
     assert train(small_input(training=settings), restart="latest") == 0
     assert Path("model.ckpt.pt").resolve().name == "model.ckpt-6.pt"
     assert start._newest("model.ckpt") == "model.ckpt.pt"
+
+
+def test_a_sel_that_is_too_small_is_answered_with_one_that_is_not(small_input, train, caplog):
+    content = small_input(training={"numb_steps": 1})
+    content["model"]["descriptor"]["sel"] = [8]
+    assert train(content) == 0
+    (warning,) = [r.getMessage() for r in caplog.records if "most neighbours found" in r.getMessage()]
+    enough = json.loads(re.search(r"at least (\[\d+\])", warning)[1])
+    assert enough[0] % 4 == 0
+    caplog.clear()
+    content["model"]["descriptor"]["sel"] = enough
+    assert train(content) == 0
+    assert "most neighbours found" not in caplog.text
