@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from deepmd_muon.optim.config import import_builders_with
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig, MuonConfig
@@ -71,11 +74,12 @@ __all__ = [
 ]
 
 
+import_builders_with(lambda: import_module(f"{__name__}.build"))
+
+
 def __getattr__(name: str) -> Any:
     # Settings are read by the input checker, which must not pay for importing torch.
     if name in _HOMES:
-        from importlib import import_module
-
         module, _, inside = _HOMES[name].partition(":")
         return getattr(import_module(f"{__name__}.{module}"), inside or name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
-from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig, MuonConfig
+from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig, MuonConfig, register_builder
 from deepmd_muon.optim.hybrid_muon import HybridMuon
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.sharded.params import Replicas
+    from deepmd_muon.optim.config import Replicas
 
 log = logging.getLogger(__name__)
 
 _Adam = TypeVar("_Adam", bound=torch.optim.Adam)  # AdamW is one
 
 
+@register_builder(HybridMuonConfig)
 def build_hybrid_muon(
     config: HybridMuonConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> HybridMuon:
@@ -39,6 +40,7 @@ def build_hybrid_muon(
     return optimizer
 
 
+@register_builder(MuonConfig)
 def build_muon(config: MuonConfig, model: nn.Module, lr: float | Tensor) -> HybridMuon:
     """Make a plain Muon, AdamW for the rest, for every named parameter of `model`."""
     optimizer = HybridMuon(
@@ -62,6 +64,7 @@ def build_muon(config: MuonConfig, model: nn.Module, lr: float | Tensor) -> Hybr
     return optimizer
 
 
+@register_builder(AdamConfig)
 def build_adam(
     config: AdamConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> torch.optim.Adam:
@@ -69,6 +72,7 @@ def build_adam(
     return _element_wise(torch.optim.Adam, config, model, lr, replicas)
 
 
+@register_builder(AdamWConfig)
 def build_adamw(
     config: AdamWConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> torch.optim.AdamW:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from deepmd_muon.optim.errors import InvalidSettingError
@@ -17,9 +18,11 @@ from deepmd_muon.setting import check_settings, setting
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from deepmd_muon.optim.sharded.params import Replicas
+    Replicas = DeviceMesh | ProcessGroup
 
 MuonMode = Literal["2d", "flat", "slice"]
 Scaling = Literal["none", "match_rms", "rectangular", "spectral"]
@@ -49,6 +52,34 @@ OLDER_NAMES = {
 }
 
 T = TypeVar("T")
+Builder = TypeVar("Builder", bound="Callable[..., Any]")
+
+# The function that makes an optimizer from each settings class. `deepmd_muon.optim.build` registers them; it needs
+# torch, and this module must not import it, so the package's __init__ says how to import it on first use.
+_BUILDERS: dict[type, Callable[..., Any]] = {}
+_IMPORT_BUILDERS: list[Callable[[], object]] = []
+
+
+def register_builder(settings: type) -> Callable[[Builder], Builder]:
+    """Decorate the function that makes the optimizer of a settings class."""
+
+    def register(build: Builder) -> Builder:
+        _BUILDERS[settings] = build
+        return build
+
+    return register
+
+
+def import_builders_with(load: Callable[[], object]) -> None:
+    """Call `load` when the first optimizer is built; it imports the modules that register builders."""
+    _IMPORT_BUILDERS.append(load)
+
+
+def _builder_of(settings: Any) -> Callable[..., Any]:
+    if type(settings) not in _BUILDERS:
+        for load in _IMPORT_BUILDERS:
+            load()
+    return _BUILDERS[type(settings)]
 
 
 def older_names(cls: type[T]) -> type[T]:
@@ -246,9 +277,7 @@ class HybridMuonConfig:
 
     def build(self, model: nn.Module, lr: float | Tensor = 5e-4, replicas: Replicas | None = None) -> Optimizer:
         """Make this optimizer for the named parameters of `model`, with learning rate `lr`; `replicas` as in it."""
-        from deepmd_muon.optim.build import build_hybrid_muon
-
-        return build_hybrid_muon(self, model, lr, replicas)
+        return _builder_of(self)(self, model, lr, replicas)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,9 +309,7 @@ class MuonConfig:
 
     def build(self, model: nn.Module, lr: float | Tensor | None = None) -> Optimizer:
         """Make this optimizer for the named parameters of `model`, with learning rate `lr` or the one set here."""
-        from deepmd_muon.optim.build import build_muon
-
-        return build_muon(self, model, self.lr if lr is None else lr)
+        return _builder_of(self)(self, model, self.lr if lr is None else lr)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,9 +328,7 @@ class AdamConfig:
 
         With `replicas`, ranks on which parameters and gradients are equal, each keeps a part of the state (ZeRO-1).
         """
-        from deepmd_muon.optim.build import build_adam
-
-        return build_adam(self, model, lr, replicas)
+        return _builder_of(self)(self, model, lr, replicas)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,9 +348,7 @@ class AdamWConfig:
 
         With `replicas`, ranks on which parameters and gradients are equal, each keeps a part of the state (ZeRO-1).
         """
-        from deepmd_muon.optim.build import build_adamw
-
-        return build_adamw(self, model, lr, replicas)
+        return _builder_of(self)(self, model, lr, replicas)
 
 
 OptimizerConfig = HybridMuonConfig | AdamConfig | AdamWConfig

@@ -35,7 +35,7 @@ from deepmd_muon.optim.torch_hooks import asked_by_grad_scaler, seen_when_watche
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of, nonfinite
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.sharded.params import Replicas
+    from deepmd_muon.optim.config import Replicas
     from deepmd_muon.optim.sharded.step import ShardedStep
     from deepmd_muon.optim.update.fused import FusedSteps
 
