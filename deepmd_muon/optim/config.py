@@ -56,7 +56,7 @@ Builder = TypeVar("Builder", bound="Callable[..., Any]")
 
 # The function that makes an optimizer from each settings class. `deepmd_muon.optim.build` registers them; it needs
 # torch, and this module must not import it, so the package's __init__ says how to import it on first use.
-_BUILDERS: dict[type, Callable[..., Any]] = {}
+_BUILDERS: dict[type, Callable[..., Optimizer]] = {}
 _IMPORT_BUILDERS: list[Callable[[], object]] = []
 
 
@@ -75,7 +75,7 @@ def import_builders_with(load: Callable[[], object]) -> None:
     _IMPORT_BUILDERS.append(load)
 
 
-def _builder_of(settings: Any) -> Callable[..., Any]:
+def _builder_of(settings: object) -> Callable[..., Optimizer]:
     if type(settings) not in _BUILDERS:
         for load in _IMPORT_BUILDERS:
             load()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.errors import CaptureError
-
-if TYPE_CHECKING:
-    from deepmd_muon.optim.hybrid_muon import HybridMuon
 
 T = TypeVar("T")
 
@@ -76,15 +73,26 @@ def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
     return graph, result
 
 
-def refuse_capture(optimizer: HybridMuon, params: Sequence[Tensor]) -> None:
-    """Raise when a capture is under way that could not be replayed rightly.
+def refuse_unsafe_capture(
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Tensor, Any],
+    params: Sequence[Tensor],
+    *,
+    offloaded: bool,
+    on_nonfinite: str,
+) -> None:
+    """Raise when a capture is under way whose replays would not repeat the step.
 
     Parameters
     ----------
-    optimizer
-        The optimizer whose step is called.
+    groups, state
+        The optimizer's parameter groups and state.
     params
         The parameters that have a gradient now.
+    offloaded
+        Whether moments are in host memory.
+    on_nonfinite
+        The setting of this name.
 
     Raises
     ------
@@ -94,16 +102,16 @@ def refuse_capture(optimizer: HybridMuon, params: Sequence[Tensor]) -> None:
     """
     if not params or not params[0].is_cuda or not torch.cuda.is_current_stream_capturing():
         return
-    if not all(group["capturable"] and isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+    if not all(group["capturable"] and isinstance(group["lr"], Tensor) for group in groups):
         raise CaptureError("a captured step would keep today's learning rate; make HybridMuon with capturable=True")
-    if optimizer._offload is not None:
+    if offloaded:
         raise CaptureError("moments in host memory travel on streams of their own; call optimizer.offload(False) first")
-    if optimizer.on_nonfinite == "error":
+    if on_nonfinite == "error":
         raise CaptureError("on_nonfinite='error' waits for the device, which a graph cannot; use 'skip'")
-    fresh = sum(p not in optimizer.state for p in params)
+    fresh = sum(p not in state for p in params)
     if fresh:
         raise CaptureError(f"{fresh} parameters have no state yet; take one step before the capture")
-    missing = len(optimizer.state) - len(params)
+    missing = len(state) - len(params)
     if missing > 0:
         raise CaptureError(
             f"{missing} parameters that were stepped before have no gradient now; replays would leave them out"

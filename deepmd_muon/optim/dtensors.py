@@ -36,3 +36,8 @@ def whole(x: Tensor) -> Tensor:
     device = sharded.device_mesh.device_type  # that its process groups serve
     gathered: Tensor = (sharded if sharded.device.type == device else sharded.to(device)).full_tensor()
     return gathered
+
+
+def spec_of(x: Tensor) -> Any:
+    """Return a DTensor's mesh, placements and shape as one object; None for a plain tensor."""
+    return getattr(x, "_spec", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,32 +12,33 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from deepmd_muon.optim.config import Layout, MuonMode, NonFinite, Precision, RouteChange, Scaling, older_names
-from deepmd_muon.optim.cuda import SideStream, refuse_capture
-from deepmd_muon.optim.errors import NonFiniteGradientError
+from deepmd_muon.optim.cuda import refuse_unsafe_capture
+from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.polar.schedules import AnySchedule
 from deepmd_muon.optim.routing.param_groups import (
+    Group,
     Params,
     check_group,
     check_parameters,
     group_defaults,
+    group_settings,
+    routes_of,
     rules_of,
     tensor_rate,
     warn_of_idle_rules,
     with_names,
 )
-from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, choose_route, unnamed
+from deepmd_muon.optim.routing.rules import RouteTable
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import Offload
-from deepmd_muon.optim.state.load import drop_unfit, load_checked_state
-from deepmd_muon.optim.step import Work, step_waves
+from deepmd_muon.optim.state.load import drop_unused, load_state, placed, restore_learning_rates
+from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.torch_hooks import asked_by_grad_scaler, seen_when_watched
-from deepmd_muon.optim.update.gradients import StepControl, gradients_of, nonfinite
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.config import Replicas
     from deepmd_muon.optim.sharded.step import ShardedStep
-    from deepmd_muon.optim.update.fused import FusedSteps
 
 
 @older_names
@@ -119,10 +120,7 @@ class HybridMuon(Optimizer):
     """
 
     _step_supports_amp_scaling = property(lambda _: asked_by_grad_scaler())
-    _fused: FusedSteps | None = None  # made by the first step that needs it
     _offload: Offload | None = None
-    _beside: SideStream | None = None
-    _shared: ShardedStep | None = None
 
     def __init__(
         self,
@@ -173,13 +171,14 @@ class HybridMuon(Optimizer):
         self.replicas = replicas
         self.sharded = sharded or ShardedSettings()
         self.routing = RouteTable(())
+        self._compiled = CompiledStep()
         super().__init__(with_names(params, named_parameters), defaults)
         self._route_parameters()
         warn_of_idle_rules(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings; a setting left out takes the constructor's value."""
-        self._finish_step()
+        self._compiled.finish()
         with warnings.catch_warnings():
             # torch only warns of duplicates; they are refused by name below.
             warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate")
@@ -199,33 +198,33 @@ class HybridMuon(Optimizer):
 
     def _route_parameters(self) -> None:
         """Compute the routing anew from names, shapes and settings, and store its manifest in the groups."""
-        self._finish_step()
-        routed: dict[int, list[RouteEntry]] = {}
-        for number, group in enumerate(self.param_groups):
-            rules = rules_of(group)
-            names = group.get("param_names")
-            chosen = []
-            for i, p in enumerate(group["params"]):
-                entry = choose_route(names[i] if names else None, tuple(p.shape), rules, trainable=p.requires_grad)
-                chosen.append(entry if names else dataclasses.replace(entry, name=unnamed(number, i)))
-            routed[number] = chosen
-        self._entries = routed  # all at once: a split that does not fit leaves everything as it was
-        for number, group in enumerate(self.param_groups):
-            group.update(RouteTable(routed[number]).manifest())
-        self.routing = RouteTable([entry for chosen in routed.values() for entry in chosen])
+        self._compiled.finish()
+        # All at once: a split that does not fit leaves everything as it was.
+        self._entries = [routes_of(group, number) for number, group in enumerate(self.param_groups)]
+        for group, entries in zip(self.param_groups, self._entries, strict=True):
+            group.update(RouteTable(entries).manifest())
+        self.routing = RouteTable([entry for entries in self._entries for entry in entries])
         self._routed_for = self._switches()
-        drop_unfit(self)
-        self._work: Work | None = None
-        self._shared = None
-        if self.replicas is not None or any(hasattr(p, "device_mesh") for g in self.param_groups for p in g["params"]):
-            from deepmd_muon.optim.sharded.step import sharded_step
+        groups = self._groups()
+        drop_unused(self.state, groups)
+        self._compiled.forget()
+        self._compiled.sharded = None
+        self._sharded: ShardedStep | None = None
+        if self.replicas is not None or any(spec_of(p) is not None for group in groups for p, _ in group.members):
+            from deepmd_muon.optim.sharded.step import sharded_step  # needs torch.distributed
 
-            self._shared = sharded_step(self, self.replicas, self.sharded)
+            self._sharded = sharded_step(groups, self.replicas, self.sharded)
+            self._compiled.sharded = self._sharded
+
+    def _groups(self) -> list[Group]:
+        """Return the parameter groups as a step reads them."""
+        groups = zip(self.param_groups, self._entries, strict=True)
+        return [Group(g, group_settings(g), tuple(zip(g["params"], some, strict=True))) for g, some in groups]
 
     @property
     def plan(self) -> Plan:
         """Who orthogonalizes what where parameters live on several ranks; `plan.describe()` says it in words."""
-        return self._shared.plan if self._shared else Plan((), self.sharded, ())
+        return self._sharded.plan if self._sharded else Plan((), self.sharded, ())
 
     def fresh_state(self) -> dict[str, dict[str, Tensor]]:
         """Return state as the first step would make it, by parameter name, for parameters that live on several ranks.
@@ -233,16 +232,11 @@ class HybridMuon(Optimizer):
         It tells how state is laid out, for a reader that fetches no more than this rank's part.
         """
         self._keep_up()
-        return self._shared.fresh_state() if self._shared else {}
+        return self._sharded.fresh_state(self._groups()) if self._sharded else {}
 
     def _switches(self) -> list[Any]:
         """Return what a user may change between steps that changes routes or the state they need."""
         return [(g["magma_muon"], rules_of(g), *(p.requires_grad for p in g["params"])) for g in self.param_groups]
-
-    def _finish_step(self) -> None:
-        """Raise what the last step on several ranks has found out too late, before anything builds on it."""
-        if self._shared is not None:
-            self._shared.finish()
 
     def _keep_up(self) -> None:
         """Route parameters anew where a switch or a routing setting of a group has changed, and log new routes."""
@@ -258,7 +252,7 @@ class HybridMuon(Optimizer):
         raises MissingGradientError where ranks did not have the same gradients in the last step; also call it after
         the last step of a run.
         """
-        self._finish_step()
+        self._compiled.finish()
         self._keep_up()
         found = super().state_dict()
         if self._offload is not None:
@@ -275,17 +269,14 @@ class HybridMuon(Optimizer):
         """
         if on and self._offload is None:
             self._offload = Offload(self.offload_bytes)
-            self._offload.house_all(self)
+            self._offload.house_all(self.state, self._params())
         elif not on and self._offload is not None:
-            self._offload.release(self)
+            self._offload.release(self.state)
             self._offload = None
-        self._forget_work()
+        self._compiled.forget()
 
-    def _forget_work(self) -> None:
-        """Let the next step look at parameters and state anew."""
-        self._work = None
-        if self._shared is not None:
-            self._shared.forget()
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     @seen_when_watched
     @torch.no_grad()
@@ -320,28 +311,17 @@ class HybridMuon(Optimizer):
         return loss
 
     def _step(self) -> None:
-        work = self._work
-        if work is None or not work.holds(self):
+        compiled, offloaded = self._compiled, self._offload is not None
+        if not compiled.holds(self.param_groups, self.state, self.workspace):
             self._keep_up()
-            work = self._work = Work(self)
-        refuse_capture(self, work.params)
-        if self._shared is None:
-            members, control = work.members, self._control(work)
-        else:
-            members, control = self._shared.step(work.members)
-        step_waves(self, work, members, control)
-
-    def _control(self, work: Work) -> StepControl:
-        """Decide, on the device, whether this step is left out."""
+            compiled.begin(self._groups(), self.state)
+        refuse_unsafe_capture(
+            self.param_groups, self.state, compiled.params, offloaded=offloaded, on_nonfinite=self.on_nonfinite
+        )
         # torch.amp.GradScaler sets these two for the time of the call.
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if self.on_nonfinite != "ignore" and work.params:
-            bad = nonfinite(gradients_of(work.params))
-            if self.on_nonfinite == "error" and skip is None and bad.any():
-                names = [entry.name for members in work.members for _, entry in members]
-                raise NonFiniteGradientError([name for name, b in zip(names, bad, strict=True) if b])
-            skip = bad.any().float() if skip is None else torch.maximum(skip.to(bad.device), bad.any().float())
-        return StepControl(skip, scale)
+        control = compiled.decide(self.on_nonfinite, scale, skip)
+        compiled.take(self.state, self._offload, self.workspace, control)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore state by parameter name, after checking that every route and view is the present one.
@@ -380,20 +360,32 @@ class HybridMuon(Optimizer):
         ForeignStateError
             When the state comes from another optimizer or carries no routing; nothing has been changed then.
         """
-        self._finish_step()
+        self._compiled.finish()
         self._keep_up()
-        load_checked_state(self, state_dict)
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = changed if changed is not None else state_dict
+        cut_of = None if self._sharded is None else self._sharded.cut_of
+        place = functools.partial(placed, offloaded=self._offload is not None, cut_of=cut_of)
+        state = load_state(state_dict, self._groups(), self.on_route_change, place)
+        restore_learning_rates(self.param_groups, state_dict["param_groups"])
+        self.state.clear()
+        self.state.update(state)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
         if self._offload is not None:
-            self._offload.house_all(self)
+            self._offload.house_all(self.state, self._params())
         self._route_parameters()
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("workspace", "offload_bytes", "_offload", "on_route_change", "on_nonfinite", "replicas", "sharded")
-        self._finish_step()
+        self._compiled.finish()
         if self._offload is not None:
             self._offload.wait()
         return {**super().__getstate__(), **{key: getattr(self, key) for key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._compiled = CompiledStep()
         self._route_parameters()

@@ -1,130 +1,225 @@
-"""What a step works on: parameters by route, device and dtype, remembered while they stay the same.
+"""One step: what is compiled, and how the parameters of this process are stepped.
 
-A small model's step is bound by the host, so that each step looks at little: parameters, gradients and state in one
-pass, and the groups' settings as they were given.
+A small model's step is bound by the host. So everything that stays the same from step to step is compiled once, and a
+step asks one question first: does the `Snapshot` still hold?
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterable, Iterator, Sequence
-from operator import eq, is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.config import HybridMuonConfig, adam_lr_ratio
+from deepmd_muon.optim.config import HybridMuonConfig, NonFinite, adam_lr_ratio
 from deepmd_muon.optim.cuda import SideStream
+from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.errors import InvalidGradientError
 from deepmd_muon.optim.polar.dispatch import unavailable
-from deepmd_muon.optim.routing.param_groups import given_settings, group_settings, rate_of
+from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
-from deepmd_muon.optim.state.host_memory import Lot
-from deepmd_muon.optim.state.schema import MOMENTS, States, state_of
+from deepmd_muon.optim.snapshot import Snapshot
+from deepmd_muon.optim.state.host_memory import Lot, Offload
+from deepmd_muon.optim.state.schema import MOMENTS, STATE_OF_ROUTE, LocalHolder, State, complete_state
 from deepmd_muon.optim.update.adam import adam_, moment_dtype
-from deepmd_muon.optim.update.gradients import StepControl, gradients_of, waves
+from deepmd_muon.optim.update.gradients import StepControl, decide, gradients_of, waves
 from deepmd_muon.optim.update.muon import muon_
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.hybrid_muon import HybridMuon
     from deepmd_muon.optim.update.fused import FusedSteps
 
+Members = list[tuple[Tensor, RouteEntry]]
+# State tensors of several parameters: by key, one tensor for each parameter.
+StateLists = Mapping[str, list[Tensor]]
 
 _SMALL = 4 * 2**20  # elements
 
 
-Members = list[tuple[Tensor, RouteEntry]]
-
-
-class Wave(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wave:
     """Parameters of one group, route, device and dtype that are stepped together, and their state.
 
     Where moments are in host memory, `lot` is them: parameter by parameter, in the order of `MOMENTS`.
     """
 
-    group: dict[str, Any]
-    settings: HybridMuonConfig
+    group: Group
     route: Route
     device: torch.device
     params: list[Tensor]
     views: list[MatrixView]
-    states: States
+    state: StateLists
     lot: Lot | None
 
 
-class Work:
-    """The parameters that have a gradient, as one step or many find them.
+class ShardedPart(Protocol):
+    """The part of a step on parameters that live on several ranks."""
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The parameters of which the compiled step holds views."""
+
+    def begin(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
+        """Check parameters, gradients and state, which may all have changed."""
+
+    def agree(self, flags: Tensor | None) -> Tensor | None:
+        """Agree with the other ranks that a step is taken; return the largest flags of all ranks."""
+
+    def take(
+        self, groups: Sequence[Group], state: State, memory: Offload | None, workspace: int, control: StepControl
+    ) -> None:
+        """Step the parameters that live on several ranks."""
+
+    def left(self, members: Members) -> Members:
+        """Return those of some parameters that each process steps by itself."""
+
+    def finish(self) -> None:
+        """Raise deferred errors from the previous step."""
+
+    def forget(self) -> None:
+        """Release all references to parameters' memory and state."""
+
+
+class CompiledStep:
+    """Everything that is compiled or cached for the steps of one optimizer.
 
     Attributes
     ----------
-    members
-        By parameter group.
     params
-        All of them.
-    beside
-        Where the Adam routes run beside the other; None where they follow it.
-
-    Raises
-    ------
-    InvalidGradientError
-        When a gradient is sparse.
+        The parameters that have a gradient.
+    sharded
+        The part of the step on parameters that live on several ranks; None when there are none.
+    side_stream
+        Stream of the Adam routes where they run beside the Muon route; None where they follow it.
     """
 
-    def __init__(self, optimizer: HybridMuon) -> None:
-        groups = optimizer.param_groups
-        self._groups = list(groups)
-        self._given = copy.deepcopy([_given(optimizer, group) for group in groups])
-        self._sizes = [len(group["params"]) for group in groups]
-        self._all = [p for group in groups for p in group["params"]]
-        self._trained = [p.requires_grad for p in self._all]
-        self._layouts = [None if (g := p.grad) is None else g.layout for p in self._all]
-        self.members = [_with_gradient(group, optimizer._entries[i]) for i, group in enumerate(groups)]
-        self.params = [p for members in self.members for p, _ in members]
-        self.beside: SideStream | None = None
+    def __init__(self) -> None:
+        self.params: list[Tensor] = []
+        self.sharded: ShardedPart | None = None
+        self.side_stream: SideStream | None = None
+        self._groups: Sequence[Group] = ()
+        self._members: list[Members] = []
         self._waves: list[Wave] | None = None
-        self._states: list[dict[str, Tensor]] = []
+        self._snapshot: Snapshot | None = None
+        self._stream: SideStream | None = None  # kept: no other stream reuses the memory that one once took
+        self._fused: FusedSteps | None = None
 
-    def holds(self, optimizer: HybridMuon) -> bool:
-        """Return whether it would come out the same now."""
-        groups, state = optimizer.param_groups, optimizer.state
-        params = [p for group in groups for p in group["params"]]
-        return (
-            self._waves is not None
-            and [len(group["params"]) for group in groups] == self._sizes
-            and all(map(is_, groups, self._groups))
-            and all(map(eq, [_given(optimizer, group) for group in groups], self._given))
-            and all(map(is_, params, self._all))
-            and [None if (g := p.grad) is None else g.layout for p in params] == self._layouts
-            and [p.requires_grad for p in params] == self._trained
-            and len(state) == len(self._states)
-            and all(map(is_, state.values(), self._states))
-            and all(map(all, [wave.states for wave in self._waves]))
-            and all(wave.params[0].device == wave.device for wave in self._waves)
-        )
+    def holds(self, param_groups: Sequence[dict[str, Any]], state: State, workspace: int) -> bool:
+        """Return whether the last step can be repeated as it was compiled."""
+        return self._snapshot is not None and self._snapshot.holds(param_groups, state, workspace)
 
-    def waves(self, optimizer: HybridMuon, members: Sequence[Members]) -> list[Wave]:
-        """Return what is stepped together of what is left for this process to step alone, the same in every step."""
+    def begin(self, groups: Sequence[Group], state: State) -> None:
+        """Look at parameters and gradients anew; the step itself is compiled by `take`.
+
+        Raises
+        ------
+        InvalidGradientError
+            When a gradient is sparse.
+        """
+        before, self._snapshot, self._waves = self._snapshot, None, None
+        self._groups = groups
+        self._members = [_with_gradient(group) for group in groups]
+        self.params = [p for members in self._members for p, _ in members]
+        if self.sharded is not None:
+            same = before is not None and before.same_tensors([group.values for group in groups], state)
+            self.sharded.begin(groups, state, same_tensors=same)
+
+    def decide(self, on_nonfinite: NonFinite, scale: Tensor | None, skip: Tensor | None) -> StepControl:
+        """Decide on all ranks alike, and on the device, whether this step is skipped; see `gradients.decide`."""
+        agree = None if self.sharded is None else self.sharded.agree
+        if on_nonfinite == "ignore" and agree is None:
+            return StepControl(skip, scale)
+        members = [member for group in self._groups for member in group.members]
+        grads = [p.grad if entry.route != "frozen" else None for p, entry in members]
+        local = [None if g is None else local_of(g) for g in grads]
+        return decide([entry.name for _, entry in members], local, on_nonfinite, scale, skip, agree)
+
+    def take(self, state: State, memory: Offload | None, workspace: int, control: StepControl) -> None:
+        """Step all parameters that have a gradient; compile first what is not compiled yet."""
+        if self.sharded is not None:
+            self.sharded.take(self._groups, state, memory, workspace, control)
         if self._waves is None:
-            groups = zip(optimizer.param_groups, members, strict=True)
-            self._waves = [wave for group, some in groups for wave in _waves_of(optimizer, group, some)]
-            self._waves.sort(key=lambda wave: wave.route != "muon")  # what takes longest starts first
-            self.beside = _beside(optimizer, self._waves)
-            self._states = list(optimizer.state.values())
-        return self._waves
+            self._waves = self._compile(state, memory, workspace)
+        self._step_waves(self._waves, memory, control)
+        if self._snapshot is None:
+            devices = [(wave.params[0], wave.device) for wave in self._waves]
+            shared = [] if self.sharded is None else self.sharded.params
+            self._snapshot = Snapshot([group.values for group in self._groups], state, workspace, devices, shared)
+
+    def finish(self) -> None:
+        """Raise deferred errors from the previous step."""
+        if self.sharded is not None:
+            self.sharded.finish()
+
+    def forget(self) -> None:
+        """Release all references to parameters, gradients and state; the next step is compiled anew."""
+        self._snapshot, self._waves = None, None
+        self._groups, self._members, self.params = (), [], []
+        if self.sharded is not None:
+            self.sharded.forget()
+
+    def _compile(self, state: State, memory: Offload | None, workspace: int) -> list[Wave]:
+        """Return the waves of the parameters that this process steps by itself, the longest first."""
+        found: list[Wave] = []
+        for group, members in zip(self._groups, self._members, strict=True):
+            mine = members if self.sharded is None else self.sharded.left(members)
+            found += _waves_of(group, mine, state, memory, workspace)
+        found.sort(key=lambda wave: wave.route != "muon")
+        self.side_stream = self._side_stream_for(found) if memory is None else None
+        return found
+
+    def _side_stream_for(self, found: Sequence[Wave]) -> SideStream | None:
+        """Return the stream of the Adam routes: on one GPU, if they are small and there is a Muon route beside them."""
+        devices, routes = {wave.device for wave in found}, {wave.route for wave in found}
+        small = sum(p.numel() for wave in found if wave.route != "muon" for p in wave.params) <= _SMALL
+        if not small or len(devices) != 1 or "muon" not in routes or len(routes) == 1:
+            return None
+        (device,) = devices
+        if device.type != "cuda":
+            return None
+        if self._stream is None or self._stream.device != device:
+            self._stream = SideStream(device)
+        return self._stream
+
+    def _step_waves(self, found: Sequence[Wave], memory: Offload | None, control: StepControl) -> None:
+        if self.side_stream is not None:
+            control = control.on(self.side_stream.device)
+            self.side_stream.open()
+        for wave, state in zip(found, _ready(found, memory), strict=True):
+            here = control.on(wave.device)
+            if wave.route == "muon":
+                self._step_matrices(wave, state, here)
+            else:
+                with self.side_stream or contextlib.nullcontext():
+                    step_elements(wave.params, gradients_of(wave.params), state, wave.route, wave.group, here)
+
+    def _step_matrices(self, wave: Wave, state: StateLists, control: StepControl) -> None:
+        """Take a step of the Muon route."""
+        settings, group = wave.group.settings, wave.group.values
+        lists = wave.params, state["momentum_buffer"], state.get("magma_score", []), wave.views
+        options: dict[str, Any] = {"lr": wave.group.lr, "settings": settings, "control": control}
+        fused = self._fused_steps(wave.device, settings)
+        if fused is None or not fused.step(*lists, **options, maximize=group["maximize"]):
+            muon_(*lists, **options, maximize=group["maximize"])
+
+    def _fused_steps(self, device: torch.device, settings: HybridMuonConfig) -> FusedSteps | None:
+        """Return the fused form of the Muon route; None where torch's operations take the step."""
+        if device.type != "cuda" or not settings.flash_muon or settings.deepmd_kit_arithmetic:
+            return None
+        if self._fused is None and not unavailable():
+            from deepmd_muon.optim.update.fused import FusedSteps  # needs Triton
+
+            self._fused = FusedSteps()
+        return self._fused
 
 
-def _given(optimizer: HybridMuon, group: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what of a group and its optimizer decides what is stepped together, and how."""
-    return given_settings(group), group["foreach"], optimizer.workspace
-
-
-def _with_gradient(group: dict[str, Any], entries: Sequence[RouteEntry]) -> Members:
+def _with_gradient(group: Group) -> Members:
     """Return one group's parameters that have a usable gradient."""
     members = []
-    for p, entry in zip(group["params"], entries, strict=True):
+    for p, entry in group.members:
         if p.grad is None or entry.route == "frozen":
             continue
         if p.grad.layout != torch.strided:
@@ -136,127 +231,77 @@ def _with_gradient(group: dict[str, Any], entries: Sequence[RouteEntry]) -> Memb
     return members
 
 
-def _waves_of(optimizer: HybridMuon, group: dict[str, Any], members: Members) -> Iterator[Wave]:
+def _waves_of(group: Group, members: Members, state: State, memory: Offload | None, workspace: int) -> Iterator[Wave]:
     """Cut one group's parameters into waves; make the state of those that have none."""
-    settings = group_settings(group)
-    routes: tuple[Route, ...] = ("muon", "adam", "adamw")
-    for route in routes:
+    for route in STATE_OF_ROUTE:
         taken = [(p, entry) for p, entry in members if entry.route == route]
         # Equal shapes side by side: where not all fit in one wave, they are still orthogonalized in batches.
         taken.sort(key=lambda member: (member[1].view.rows, member[1].view.columns) if member[1].view else (0, 0))
-        for wave in waves(taken, elements_at_a_time(optimizer, group, route, [p for p, _ in taken])):
+        for wave in waves(taken, elements_at_a_time(group, route, [p for p, _ in taken], memory, workspace)):
             params = [p for p, _ in wave]
             views = [entry.view for _, entry in wave if entry.view is not None]
-            states = [state_of(optimizer, p, entry, damped=settings.magma_muon) for p, entry in wave]
-            lot = lot_of(optimizer, params, route)
-            yield Wave(group, settings, route, params[0].device, params, views, states, lot)
+            damped = group.settings.magma_muon
+            states = [complete_state(state[p], LocalHolder(p, entry), damped=damped) for p, entry in wave]
+            lot = lot_of(state, memory, params, route)
+            yield Wave(group, route, params[0].device, params, views, state_lists(states, route, damped=damped), lot)
 
 
-def elements_at_a_time(optimizer: HybridMuon, group: dict[str, Any], route: Route, params: Sequence[Tensor]) -> int:
+def state_lists(states: Sequence[dict[str, Tensor]], route: Route, *, damped: bool) -> StateLists:
+    """Return the state of parameters of one route by key; scores only where Magma is on."""
+    keys = [key for key in STATE_OF_ROUTE[route] if damped or key != "magma_score"]
+    return {key: [local_of(values[key]) for values in states] for key in keys}
+
+
+def elements_at_a_time(
+    group: Group, route: Route, params: Sequence[Tensor], memory: Offload | None, workspace: int
+) -> int:
     """Return how many elements of such parameters are worked on together."""
-    if group["foreach"] is False:
+    if group.values["foreach"] is False:
         return 0
-    if optimizer._offload is None or not params:
-        return optimizer.workspace
+    if memory is None or not params:
+        return workspace
     # Moments are at least float32 on the Adam routes.
     wide = 1 if route == "muon" else -(-moment_dtype(params[0].dtype).itemsize // params[0].element_size())
-    return min(optimizer.workspace, optimizer._offload.elements(params, wide * len(MOMENTS[route])))
+    return min(workspace, memory.elements(params, wide * len(MOMENTS[route])))
 
 
-def lot_of(optimizer: HybridMuon, params: Sequence[Tensor], route: Route) -> Lot | None:
+def lot_of(state: State, memory: Offload | None, params: Sequence[Tensor], route: Route) -> Lot | None:
     """Return the moments of some parameters as what travels together; None where they stay on the device."""
-    if optimizer._offload is None:
-        return None
-    return optimizer._offload.lot(optimizer.state, [(p, key) for p in params for key in MOMENTS[route]])
+    return None if memory is None else memory.lot(state, [(p, key) for p in params for key in MOMENTS[route]])
 
 
-def on_device(states: States, route: Route, moments: Sequence[Tensor]) -> States:
-    """Return states with their moments replaced by those of their lot."""
+def with_moments(state: StateLists, route: Route, moments: Sequence[Tensor]) -> StateLists:
+    """Return state with its moments replaced by those of its lot."""
     keys = MOMENTS[route]
-    found = iter(moments)
-    return [{**state, **{key: next(found) for key in keys}} for state in states]
+    return {**state, **{key: list(moments[i :: len(keys)]) for i, key in enumerate(keys)}}
 
 
-def _beside(optimizer: HybridMuon, waves: Sequence[Wave]) -> SideStream | None:
-    """Return where the Adam routes run beside the other: on one GPU, if they are small.
-
-    (The memory that a stream once took is no other's, and large work leaves no room on the device anyway.)
-    """
-    devices, routes = {wave.device for wave in waves}, {wave.route for wave in waves}
-    small = sum(p.numel() for wave in waves if wave.route != "muon" for p in wave.params) <= _SMALL
-    if not small or len(devices) != 1 or "muon" not in routes or len(routes) == 1 or optimizer._offload is not None:
-        return None
-    (device,) = devices
-    if device.type == "cuda" and (optimizer._beside is None or optimizer._beside.device != device):
-        optimizer._beside = SideStream(device)
-    return optimizer._beside if device.type == "cuda" else None
-
-
-def step_waves(optimizer: HybridMuon, work: Work, members: Sequence[Members], control: StepControl) -> None:
-    """Step those of some work's parameters that are left for this process to step alone."""
-    waves = work.waves(optimizer, members)
-    if work.beside is not None:
-        control = control.on(work.beside.device)
-        work.beside.open()
-    for wave, states in zip(waves, _ready(optimizer, waves), strict=True):
-        here = control.on(wave.device)
-        if wave.route == "muon":
-            _step_matrices(optimizer, wave, states, here)
-        else:
-            with work.beside or contextlib.nullcontext():
-                grads = gradients_of(wave.params)
-                step_elements(wave.params, grads, states, wave.route, wave.group, here, wave.settings)
-
-
-def _ready(optimizer: HybridMuon, waves: Sequence[Wave]) -> Iterable[States]:
+def _ready(found: Sequence[Wave], memory: Offload | None) -> Iterable[StateLists]:
     """Return the state of each wave, on its device when its turn comes."""
-    if optimizer._offload is None:
-        return [wave.states for wave in waves]
-    carried = optimizer._offload.carry([wave.lot for wave in waves if wave.lot is not None])
-    return (on_device(wave.states, wave.route, moments) for wave, moments in zip(waves, carried, strict=True))
-
-
-def _step_matrices(optimizer: HybridMuon, wave: Wave, states: States, control: StepControl) -> None:
-    """Take a step of the Muon route."""
-    buffers = [state["momentum_buffer"] for state in states]
-    scores = [state["magma_score"] for state in states] if wave.settings.magma_muon else []
-    lists = wave.params, buffers, scores, wave.views
-    lr, settings, maximize = rate_of(wave.group), wave.settings, wave.group["maximize"]
-    fused = _fused_steps(optimizer, wave.device, settings)
-    if fused is None or not fused.step(*lists, lr=lr, settings=settings, control=control, maximize=maximize):
-        muon_(*lists, lr=lr, settings=settings, control=control, maximize=maximize)
+    if memory is None:
+        return [wave.state for wave in found]
+    carried = memory.carry([wave.lot for wave in found if wave.lot is not None])
+    return (with_moments(wave.state, wave.route, moments) for wave, moments in zip(found, carried, strict=True))
 
 
 def step_elements(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
-    states: Sequence[dict[str, Tensor]],
+    state: StateLists,
     route: Route,
-    group: dict[str, Any],
+    group: Group,
     control: StepControl,
-    settings: HybridMuonConfig | None = None,
 ) -> None:
     """Take a step of one of the Adam routes, on parameters of one group, device and dtype."""
-    settings = settings or group_settings(group)
-    lr, ratio = rate_of(group), adam_lr_ratio(settings)
+    settings, lr = group.settings, group.lr
+    ratio = adam_lr_ratio(settings)
     adam_(
         params,
         grads,
-        *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
+        *(state[key] for key in ("exp_avg", "exp_avg_sq", "step")),
         lr=lr if ratio == 1.0 else lr * ratio,
         betas=(settings.adam_beta1, settings.adam_beta2),
         weight_decay=settings.weight_decay if route == "adamw" else 0.0,
         control=control,
-        maximize=group["maximize"],
+        maximize=group.values["maximize"],
     )
-
-
-def _fused_steps(optimizer: HybridMuon, device: torch.device, settings: HybridMuonConfig) -> FusedSteps | None:
-    """Return what steps the Muon route in few launches; None where torch's operations do it."""
-    if device.type != "cuda" or not settings.flash_muon or settings.deepmd_kit_arithmetic:
-        return None
-    if optimizer._fused is None and not unavailable():
-        from deepmd_muon.optim.update.fused import FusedSteps
-
-        optimizer._fused = FusedSteps()
-    return optimizer._fused

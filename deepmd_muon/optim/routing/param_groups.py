@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,45 @@ from torch import Tensor
 from deepmd_muon.optim.config import OLDER_NAMES, USUAL_ADAMW_PATTERNS, HybridMuonConfig, NonFinite, RouteChange, Steps
 from deepmd_muon.optim.errors import InvalidParameterError, InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
-from deepmd_muon.optim.routing.rules import RouteTable, RoutingRules, canonical_name, unnamed
+from deepmd_muon.optim.routing.rules import (
+    RouteEntry,
+    RouteTable,
+    RoutingRules,
+    canonical_name,
+    choose_route,
+    unnamed,
+)
 from deepmd_muon.optim.routing.views import Split
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.setting import check_settings, setting
+
+
+class Group(NamedTuple):
+    """A parameter group as a step reads it.
+
+    Attributes
+    ----------
+    values
+        The group in `param_groups`; a step reads the learning rate and `maximize` from it, which may change at any
+        time.
+    settings
+        Its settings, checked and frozen.
+    members
+        Its parameters and their routes.
+    """
+
+    values: dict[str, Any]
+    settings: HybridMuonConfig
+    members: tuple[tuple[Tensor, RouteEntry], ...]
+
+    @property
+    def lr(self) -> float | Tensor:
+        """The learning rate: a number, read where that waits for nothing, or a 0-dim tensor."""
+        lr: float | Tensor = self.values["lr"]
+        if isinstance(lr, Tensor):
+            return float(lr) if lr.device.type == "cpu" else lr.view(())
+        return lr
+
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -213,14 +248,6 @@ def rules_of(group: Mapping[str, Any]) -> RoutingRules:
     return RoutingRules.of(group_settings(group))
 
 
-def rate_of(group: Mapping[str, Any]) -> float | Tensor:
-    """Return a group's learning rate: a number, read where that waits for nothing, or a 0-dim tensor."""
-    lr: float | Tensor = group["lr"]
-    if isinstance(lr, Tensor):
-        return float(lr) if lr.device.type == "cpu" else lr.view(())
-    return lr
-
-
 def tensor_rate(group: Mapping[str, Any]) -> Tensor:
     """Return a group's learning rate as a tensor beside its parameters, which a captured step reads."""
     params: list[Tensor] = group["params"]
@@ -266,6 +293,17 @@ def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
         return _settings(**values)
     except TypeError:  # a value that cannot be hashed is of a wrong type; say of which
         return HybridMuonConfig(**values)
+
+
+def routes_of(group: Mapping[str, Any], number: int) -> tuple[RouteEntry, ...]:
+    """Return the routes of a group's parameters, from their names and shapes and the group's settings."""
+    rules = rules_of(group)
+    names = group.get("param_names")
+    chosen = []
+    for i, p in enumerate(group["params"]):
+        entry = choose_route(names[i] if names else None, tuple(p.shape), rules, trainable=p.requires_grad)
+        chosen.append(entry if names else dataclasses.replace(entry, name=unnamed(number, i)))
+    return tuple(chosen)
 
 
 # A group's settings as they stand there, to be compared; quicker than the dataclass.

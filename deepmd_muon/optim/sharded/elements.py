@@ -8,36 +8,40 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.dtensors import local_of
+from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route
 from deepmd_muon.optim.sharded.layout import held, total
-from deepmd_muon.optim.sharded.params import Member, StateCut, element_state
+from deepmd_muon.optim.sharded.params import Member, StateCut
 from deepmd_muon.optim.sharded.process_groups import group_of
 from deepmd_muon.optim.sharded.transport import Lane
-from deepmd_muon.optim.state.host_memory import Lot
-from deepmd_muon.optim.state.schema import States
-from deepmd_muon.optim.step import elements_at_a_time, lot_of, on_device, step_elements
+from deepmd_muon.optim.state.host_memory import Lot, Offload
+from deepmd_muon.optim.state.schema import State, complete_state
+from deepmd_muon.optim.step import (
+    StateLists,
+    elements_at_a_time,
+    lot_of,
+    state_lists,
+    step_elements,
+    with_moments,
+)
 from deepmd_muon.optim.update.gradients import StepControl, waves
 
-if TYPE_CHECKING:
-    from deepmd_muon.optim.hybrid_muon import HybridMuon
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ElementWave:
     """Parameters of one group, route, device and dtype that are stepped together: this rank's elements and moments."""
 
-    group: int
+    group: Group
     route: Route
     members: list[Member]
     params: list[Tensor]
-    states: States
+    state: StateLists
     lot: Lot | None
 
 
@@ -46,18 +50,14 @@ class Elements:
 
     Parameters
     ----------
-    optimizer
-        Whose groups and state are used.
     members
         Parameters of the Adam routes that live on several ranks.
     lane
         Where collectives run.
     """
 
-    def __init__(self, optimizer: HybridMuon, members: Sequence[Member], lane: Lane) -> None:
-        self._optimizer = optimizer
+    def __init__(self, members: Sequence[Member], lane: Lane) -> None:
         self._members = members
-        self._present: list[bool] | None = None
         self._waves: list[ElementWave] = []
         parts: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Tensor, StateCut]]] = defaultdict(list)
         for member in members:
@@ -66,25 +66,38 @@ class Elements:
         self._parts = [Parts(chosen, lane) for chosen in parts.values()]
 
     def forget(self) -> None:
-        """Look at parameters and state anew, and let go of their tensors."""
-        self._present, self._waves = None, []
+        """Release all references to parameters' memory and state."""
+        self._waves = []
+
+    def compile(self, groups: Sequence[Group], state: State, memory: Offload | None, workspace: int) -> None:
+        """Cut the parameters that have a gradient into waves; make the state of those that have none."""
+        kinds: dict[tuple[int, Route], list[tuple[Tensor, Member]]] = defaultdict(list)
+        for member in self._members:
+            if member.p.grad is not None:
+                kinds[member.group, member.entry.route].append((member.elements(), member))
+        self._waves = []
+        for (number, route), taken in kinds.items():
+            group = groups[number]
+            for wave in waves(taken, elements_at_a_time(group, route, [x for x, _ in taken], memory, workspace)):
+                chosen = [member for _, member in wave]
+                states = [complete_state(state[member.p], member, damped=False) for member in chosen]
+                lot = lot_of(state, memory, [member.p for member in chosen], route)
+                lists = state_lists(states, route, damped=False)
+                self._waves.append(ElementWave(group, route, chosen, [x for x, _ in wave], lists, lot))
 
     def lots(self) -> list[Lot]:
-        """Return what offloaded moments travel as, now that gradients are there."""
-        return [wave.lot for wave in self._now() if wave.lot is not None]
+        """Return the lots of offloaded moments, one for each wave."""
+        return [wave.lot for wave in self._waves if wave.lot is not None]
 
     def step(self, control: StepControl, moments: Iterator[list[Tensor]] | None) -> Callable[[], None]:
-        """Step all parameters that have a gradient; return what waits for the other ranks' parts and takes them.
+        """Step all waves; return the function that waits for the other ranks' parts and takes them.
 
         `moments` yields the offloaded ones of one wave after the other, on the device.
         """
-        for wave in self._now():
-            states = wave.states
-            if moments is not None:
-                states = on_device(states, wave.route, next(moments))
+        for wave in self._waves:
+            state = wave.state if moments is None else with_moments(wave.state, wave.route, next(moments))
             grads = [grad for member in wave.members if (grad := member.gradient()) is not None]
-            group = self._optimizer.param_groups[wave.group]
-            step_elements(wave.params, grads, states, wave.route, group, control.on(wave.params[0].device))
+            step_elements(wave.params, grads, state, wave.route, wave.group, control.on(wave.params[0].device))
         arriving = [parts.gather() for parts in self._parts]
 
         def finish() -> None:
@@ -92,29 +105,6 @@ class Elements:
                 take()
 
         return finish
-
-    def _now(self) -> list[ElementWave]:
-        """Return the waves of the parameters that have a gradient, remembered while these stay the same."""
-        present = [member.p.grad is not None for member in self._members]
-        if present != self._present:
-            chosen = [member for member, there in zip(self._members, present, strict=True) if there]
-            self._waves, self._present = list(self._cut(chosen)), present
-        return self._waves
-
-    def _cut(self, members: Sequence[Member]) -> Iterator[ElementWave]:
-        optimizer = self._optimizer
-        kinds: dict[tuple[int, Route], list[tuple[Tensor, Member]]] = defaultdict(list)
-        for member in members:
-            kinds[member.group, member.entry.route].append((member.elements(), member))
-        for (number, route), taken in kinds.items():
-            group = optimizer.param_groups[number]
-            size = elements_at_a_time(optimizer, group, route, [x for x, _ in taken])
-            for wave in waves(taken, size):
-                chosen = [member for _, member in wave]
-                states = [element_state(optimizer, member) for member in chosen]
-                lot = lot_of(optimizer, [member.p for member in chosen], route)
-                local: States = [{key: local_of(x) for key, x in state.items()} for state in states]
-                yield ElementWave(number, route, chosen, [x for x, _ in wave], local, lot)
 
 
 class Parts:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from operator import is_
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,12 +31,7 @@ from deepmd_muon.optim.sharded.layout import (
     state_layout,
     total,
 )
-from deepmd_muon.optim.state.schema import state_of
-from deepmd_muon.optim.update import magma
-from deepmd_muon.optim.update.adam import moment_dtype
-
-if TYPE_CHECKING:
-    from deepmd_muon.optim.hybrid_muon import HybridMuon
+from deepmd_muon.optim.state.schema import ALL_MOMENTS, LocalHolder, StateTensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -142,6 +136,35 @@ class Member:
         local = local_of(self.p).detach()
         return local if self.cut is None else self.cut.part(local)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameter's dtype."""
+        return self.p.dtype
+
+    def full(self, tensor: StateTensor) -> Tensor:
+        """Return a new state tensor, filled with its first value and laid out as the parameter's state is."""
+        if tensor.extent == "parameter" and self.cut is not None:
+            return self.cut.zeros(self.p, tensor.dtype_for(self.p.dtype))
+        if tensor.extent == "blocks" and isinstance(self.p, DTensor):
+            return self._scores(tensor)
+        return LocalHolder(self.p, self.entry).full(tensor)
+
+    def _scores(self, tensor: StateTensor) -> Tensor:
+        """Return one number per matrix, laid out as the matrices of a DTensor parameter are."""
+        entry, view = self.entry, self.entry.view
+        assert view is not None
+        assert isinstance(self.p, DTensor)
+        kept = total(scores_of_rank(entry.shape, view, self.layout)[dist.get_rank()])
+        axes = score_layout(entry.shape, view, self.layout).placements
+        return DTensor.from_local(
+            torch.full((kept,), tensor.start, dtype=tensor.dtype_for(self.p.dtype), device=local_of(self.p).device),
+            self.p.device_mesh,
+            [_placement(axis) for axis in axes],
+            run_check=False,
+            shape=torch.Size((view.blocks,)),
+            stride=(1,),
+        )
+
     def __str__(self) -> str:
         return f"{self.entry.name!r} of shape {tuple(self.p.shape)} on {self.layout}"
 
@@ -166,99 +189,26 @@ def _split(placement: Placement, ndim: int) -> Split | None:
     return Split(placement.dim % ndim) if isinstance(placement, Shard) else None
 
 
-def muon_state(optimizer: HybridMuon, member: Member, *, damped: bool) -> dict[str, Tensor]:
-    """Return a parameter's state, made on first use: the momentum laid out as it, scores as its blocks."""
-    state: dict[str, Tensor] = optimizer.state[member.p]
-    p, entry = member.p, member.entry
-    assert entry.view is not None
-    if "momentum_buffer" not in state:
-        if member.cut is not None:
-            state["momentum_buffer"] = member.cut.zeros(p, p.dtype)
-        else:
-            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-    if damped and "magma_score" not in state:
-        if isinstance(p, DTensor):
-            kept = scores_of_rank(entry.shape, entry.view, member.layout)[dist.get_rank()]
-            local = magma.initial_scores(total(kept), local_of(p).device)
-            axes = score_layout(entry.shape, entry.view, member.layout).placements
-            state["magma_score"] = DTensor.from_local(
-                local,
-                p.device_mesh,
-                [_placement(axis) for axis in axes],
-                run_check=False,
-                shape=torch.Size((entry.view.blocks,)),
-                stride=(1,),
-            )
-        else:
-            state["magma_score"] = magma.initial_scores(entry.view.blocks, p.device)
-    return state
-
-
-def element_state(optimizer: HybridMuon, member: Member) -> dict[str, Tensor]:
-    """Return the state of a parameter on an Adam route, made on first use."""
-    if member.cut is None or "exp_avg" in optimizer.state[member.p]:
-        return state_of(optimizer, member.p, member.entry, damped=False)
-    state: dict[str, Tensor] = optimizer.state[member.p]
-    state["step"] = torch.zeros((), dtype=torch.float32, device=member.device)
-    for key in ("exp_avg", "exp_avg_sq"):
-        state[key] = member.cut.zeros(member.p, moment_dtype(member.p.dtype))
-    return state
-
-
 def _placement(axis: Split | None) -> Placement:
     if axis is None:
         return Replicate()
     return Shard(axis.dim) if axis.stride == 1 else _StridedShard(axis.dim, split_factor=axis.stride)
 
 
-class Settled:
-    """What was checked and prepared for, to see quickly whether it still holds."""
-
-    def __init__(self, optimizer: HybridMuon, members: Sequence[Member]) -> None:
-        self._params = [member.p for member in members]
-        self._specs = list(map(_spec, self._params))
-        self._states = [optimizer.state.get(p) for p in self._params]
-        self._values = self._present_values()
-        self._addresses = self._present_addresses()
-
-    def holds(self, optimizer: HybridMuon) -> bool:
-        """Return whether parameters and state are the same tensors in the same memory, and gradients fit them."""
-        grads = [p.grad for p in self._params]
-        return (
-            all(map(is_, map(optimizer.state.get, self._params), self._states))
-            and all(map(is_, map(_spec, self._params), self._specs))
-            and all(g is None or _spec(g) is s or _spec(g) == s for g, s in zip(grads, self._specs, strict=True))
-            and self._present_addresses() == self._addresses
-            and len(values := self._present_values()) == len(self._values)
-            and all(map(is_, values, self._values))
-        )
-
-    def _present_addresses(self) -> list[int]:
-        return list(map(Tensor.data_ptr, map(local_of, self._params)))
-
-    def _present_values(self) -> list[Tensor]:
-        return [x for state in self._states if state for x in state.values()]
-
-
-def _spec(x: Tensor) -> Any:
-    """Return a DTensor's mesh, placements and shape as one object; None for a plain tensor."""
-    return getattr(x, "_spec", None)
-
-
-def problem_of(optimizer: HybridMuon, members: Sequence[Member]) -> ShardingError | None:
+def problem_of(state: Mapping[Tensor, Mapping[str, Any]], members: Sequence[Member]) -> ShardingError | None:
     """Return, to be raised, what could not be exchanged, naming every such parameter.
 
     It is a `PartialPlacementError`, `GradientPlacementError` or `ReshardedParameterError`; of several problems the
     first decides the class and all are listed.
     """
-    problems = [found for member in members if (found := _problem(optimizer, member))]
+    problems = [found for member in members if (found := _problem(state.get(member.p, {}), member))]
     if not problems:
         return None
     listed = "\n".join(f"  {message}" for _, message in problems)
     return problems[0][0](f"the sharded step cannot start, nothing was changed:\n{listed}")
 
 
-def _problem(optimizer: HybridMuon, member: Member) -> tuple[type[ShardingError], str] | None:
+def _problem(state: Mapping[str, Any], member: Member) -> tuple[type[ShardingError], str] | None:
     p, grad = member.p, member.p.grad
     if p.device != member.device:
         return ReshardedParameterError, f"{member}: moved from {member.device} to {p.device}; make the optimizer anew"
@@ -287,8 +237,8 @@ def _problem(optimizer: HybridMuon, member: Member) -> tuple[type[ShardingError]
             ReshardedParameterError,
             f"{member}: it is {p.placements} now; make the optimizer anew and load its state",
         )
-    for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
-        value = optimizer.state.get(p, {}).get(key)
+    for key in ALL_MOMENTS:
+        value = state.get(key)
         if value is None:
             continue
         if not isinstance(value, DTensor):

@@ -10,20 +10,21 @@ import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepmd_muon.optim.dtensors import local_of
-from deepmd_muon.optim.routing.param_groups import group_settings, rate_of
+from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.sharded.bucket import Bucket, Kind, Local, Owned
 from deepmd_muon.optim.sharded.messages import local_parts, local_shape, piece_of, staying_routes, travelling_route
-from deepmd_muon.optim.sharded.params import Member, muon_state
+from deepmd_muon.optim.sharded.params import Member
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded.transport import Exchange, Lane, Slot
-from deepmd_muon.optim.state.host_memory import Lot
+from deepmd_muon.optim.state.host_memory import Lot, Offload
+from deepmd_muon.optim.state.schema import State, complete_state
 from deepmd_muon.optim.update import magma
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.update.muon import (
@@ -33,9 +34,6 @@ from deepmd_muon.optim.update.muon import (
     running_lr,
     scaled_polar_factors,
 )
-
-if TYPE_CHECKING:
-    from deepmd_muon.optim.hybrid_muon import HybridMuon
 
 _WIDE = {4: torch.float32, 8: torch.float64}
 
@@ -92,8 +90,6 @@ class Pipeline:
 
     Parameters
     ----------
-    optimizer
-        Whose groups and state are used.
     plan
         Of `members`, in the same order.
     members
@@ -109,13 +105,11 @@ class Pipeline:
 
     def __init__(
         self,
-        optimizer: HybridMuon,
         plan: Plan,
         members: Sequence[Member],
         groups: Sequence[dist.ProcessGroup | None],
         lane: Lane,
     ) -> None:
-        self.optimizer = optimizer
         self.plan = plan
         self.members = members
         self.rank = dist.get_rank()
@@ -157,15 +151,20 @@ class Pipeline:
         words = max((b.elements * b.exchange.dtype.itemsize // 8 + 1 for b in self.order), default=0)
         self._room = torch.empty(words, dtype=torch.float64, device=self.device)
 
-    def bind(self) -> None:
+    def bind(self, groups: Sequence[Group], state: State, memory: Offload | None) -> None:
         """Make all views of buffers, parameters and state, as they are now; no communication."""
         # Every rank has all state, also where it holds no element, and in the same order: who gathers a state dict's
         # tensors one after the other relies on it. Offloaded momenta are made one bucket at a time.
-        state = self.optimizer.state
-        state.update({member.p: state[member.p] for member in self.members})
-        for preparation in self.preparations:
-            self._states(preparation.order)
-        states = self._states(range(len(self.members)))
+        for member in self.members:
+            state.setdefault(member.p, {})
+        everything = range(len(self.members))
+        for positions in (*(preparation.order for preparation in self.preparations), everything):
+            chosen = [self.members[i] for i in positions]
+            for member in chosen:
+                complete_state(state[member.p], member, damped=groups[member.group].settings.magma_muon)
+            if memory is not None:
+                memory.house(state, [(member.p, "momentum_buffer") for member in chosen])
+        states = [state[member.p] for member in self.members]
         local = {
             i: Local(local_of(m.p).detach(), local_of(s["magma_score"]) if "magma_score" in s else None, m.group)
             for i, (m, s) in enumerate(zip(self.members, states, strict=True))
@@ -187,24 +186,12 @@ class Pipeline:
         for preparation in self.preparations:
             preparation.buffers = [momenta[i] for i in preparation.order]
 
-    def _states(self, positions: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Return the state of some parameters, made where there is none yet; momenta go where they live."""
-        found = []
-        for i in positions:
-            settings = group_settings(self.optimizer.param_groups[self.members[i].group])
-            found.append(muon_state(self.optimizer, self.members[i], damped=settings.magma_muon))
-        if self.optimizer._offload is not None:
-            wanted = [(self.members[i].p, "momentum_buffer") for i in positions]
-            self.optimizer._offload.house(self.optimizer.state, wanted)
-        return found
-
-    def lots(self) -> tuple[list[Lot], list[Lot]]:
+    def lots(self, state: State, memory: Offload) -> tuple[list[Lot], list[Lot]]:
         """Return what offloaded momenta travel as: before the element-wise routes' turn, and after it."""
-        offload, found = self.optimizer._offload, []
-        assert offload is not None
+        found = []
         for preparation in self.preparations:
             wanted = [(self.members[i].p, "momentum_buffer") for i in preparation.order]
-            found.append([offload.lot(self.optimizer.state, wanted)] if wanted else [])
+            found.append([memory.lot(state, wanted)] if wanted else [])
         first = min(self.first, len(self.travelling))
         before, after = found[:first], found[first:]
         return [*itertools.chain(*before)], [*itertools.chain(*after)]
@@ -217,18 +204,26 @@ class Run:
     ----------
     pipeline
         Bound to parameters and state as they are.
+    groups, state, memory
+        The optimizer's parameter groups, state and offloaded moments.
     control
         Of the step.
     moments
         Yields the offloaded momenta of one bucket after the other, on the device; None where they are there.
     """
 
-    def __init__(self, pipeline: Pipeline, control: StepControl, moments: Iterator[list[Tensor]] | None) -> None:
-        self._pipeline = pipeline
-        self._optimizer = pipeline.optimizer
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        groups: Sequence[Group],
+        state: State,
+        memory: Offload | None,
+        control: StepControl,
+        moments: Iterator[list[Tensor]] | None,
+    ) -> None:
+        self._pipeline, self._groups, self._state, self._memory = pipeline, groups, state, memory
         self._control = control.on(pipeline.device)
         self._moments = moments
-        self._settings = [group_settings(group) for group in self._optimizer.param_groups]
         self._directions: dict[int, Tensor] = {}
         self._tables: dict[int, Tensor] = {}
         self._tentative: dict[int, Tensor] = {}
@@ -290,7 +285,7 @@ class Run:
         start = 0
         pairs: list[magma.Pair] = []
         for advance in preparation.advances:
-            settings, group = self._settings[advance.group], self._optimizer.param_groups[advance.group]
+            settings, group = self._groups[advance.group].settings, self._groups[advance.group].values
             members = [self._pipeline.members[i] for i in advance.parameters]
             mine = list(buffers[start : start + len(members)])
             start += len(members)
@@ -331,7 +326,7 @@ class Run:
         for number, damped in dict.fromkeys(kinds):
             mine = [k for k, kind in enumerate(kinds) if kind == (number, damped)]
             damping = [parts[k] for k in mine] if damped and parts is not None else None
-            done = scaled_polar_factors([bucket.matrices[k] for k in mine], self._settings[number], damping)
+            done = scaled_polar_factors([bucket.matrices[k] for k in mine], self._groups[number].settings, damping)
             for k, update in zip(mine, done, strict=True):
                 updates[k] = update
         bucket.unpack(updates, owned)
@@ -356,9 +351,9 @@ class Run:
             targets = {k: x for _, kind in bucket.kinds for k, x in zip(kind.positions, kind.targets, strict=True)}
             before = {k: targets[k].clone() for k in undecided if k in targets}
         for number, kind in bucket.kinds:
-            group = self._optimizer.param_groups[number]
-            lr = running_lr(rate_of(group), self._control)
-            apply_updates(kind.targets, kind.updates, lr, self._settings[number].weight_decay)
+            group = self._groups[number]
+            lr = running_lr(group.lr, self._control)
+            apply_updates(kind.targets, kind.updates, lr, group.settings.weight_decay)
             self._take_back(bucket, kind, before)
 
     def _take_back(self, bucket: Bucket, kind: Kind, before: dict[int, Tensor]) -> None:
@@ -370,11 +365,11 @@ class Run:
     def _settle(self) -> None:
         """Let momenta without a gradient here keep or drop their advance, block by block."""
         pipeline = self._pipeline
-        if self._tentative and self._optimizer._offload is not None:
-            self._optimizer._offload.wait()
+        if self._tentative and self._memory is not None:
+            self._memory.wait()
         for i, advanced in self._tentative.items():
             member = pipeline.members[i]
-            buffer = local_of(self._optimizer.state[member.p]["momentum_buffer"])
+            buffer = local_of(self._state[member.p]["momentum_buffer"])
             shape = local_shape(pipeline.plan, i, pipeline.rank, "gather")
             for block in range(pipeline.plan.parameters[i].view.blocks):
                 piece = piece_of(pipeline.plan, i, block, pipeline.rank, "gather")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,21 +10,23 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from deepmd_muon.optim.dtensors import local_of, whole
-from deepmd_muon.optim.routing.param_groups import group_settings, rate_of
-from deepmd_muon.optim.sharded.params import Member, muon_state
+from deepmd_muon.optim.routing.param_groups import Group
+from deepmd_muon.optim.sharded.params import Member
 from deepmd_muon.optim.sharded.plan import Plan
+from deepmd_muon.optim.state.host_memory import Offload
+from deepmd_muon.optim.state.schema import State, complete_state
 from deepmd_muon.optim.update.gradients import StepControl, waves
 from deepmd_muon.optim.update.muon import muon_
 
-if TYPE_CHECKING:
-    from deepmd_muon.optim.hybrid_muon import HybridMuon
-
 
 def step_everywhere(
-    optimizer: HybridMuon,
     plan: Plan,
     members: Sequence[Member],
-    groups: Sequence[dist.ProcessGroup | None],
+    process_groups: Sequence[dist.ProcessGroup | None],
+    groups: Sequence[Group],
+    state: State,
+    memory: Offload | None,
+    workspace: int,
     control: StepControl,
 ) -> None:
     """Take the Muon step of these parameters on full tensors, and keep of the results what this rank holds.
@@ -34,48 +35,46 @@ def step_everywhere(
 
     Parameters
     ----------
-    optimizer
-        Whose groups and state are used.
-    plan
-        Of the members, in this order.
-    members
-        The parameters.
-    groups
-        Process groups of the plan's domains.
+    plan, members, process_groups
+        The parameters, their plan in the same order, and the process groups of the plan's domains.
+    groups, state, memory
+        Of the optimizer.
+    workspace
+        Bound on the elements that are worked on together.
     control
-        Scale of the gradients, and whether the step is left out.
+        Scale of the gradients, and whether the step is skipped.
     """
-    if optimizer._offload is not None:
-        optimizer._offload.wait()
-    there = _somewhere(plan, members, groups)
-    for number, group in enumerate(optimizer.param_groups):
-        settings = group_settings(group)
+    if memory is not None:
+        memory.wait()
+    there = _somewhere(plan, members, process_groups)
+    for number, group in enumerate(groups):
+        damped = group.settings.magma_muon
         mine = [member for member, found in zip(members, there, strict=True) if member.group == number and found]
-        for wave in waves([(member.p, member) for member in mine], optimizer.workspace):
+        for wave in waves([(member.p, member) for member in mine], workspace):
             chosen = [member for _, member in wave]
-            states = [muon_state(optimizer, member, damped=settings.magma_muon) for member in chosen]
-            if optimizer._offload is not None:
-                optimizer._offload.house(optimizer.state, [(member.p, "momentum_buffer") for member in chosen])
+            states = [complete_state(state[member.p], member, damped=damped) for member in chosen]
+            if memory is not None:
+                memory.house(state, [(member.p, "momentum_buffer") for member in chosen])
             params = [_full(member.p.detach()) for member in chosen]
             for p, member in zip(params, chosen, strict=True):
                 p.grad = _full(torch.zeros_like(member.p.detach()) if member.p.grad is None else member.p.grad)
-            momenta = [_full(s["momentum_buffer"]).to(p.device) for s, p in zip(states, params, strict=True)]
-            scores = [_full(state["magma_score"]) for state in states] if settings.magma_muon else []
+            momenta = [_full(own["momentum_buffer"]).to(p.device) for own, p in zip(states, params, strict=True)]
+            scores = [_full(own["magma_score"]) for own in states] if damped else []
             muon_(
                 params,
                 momenta,
                 scores,
                 [member.entry.view for member in chosen if member.entry.view is not None],
-                lr=rate_of(group),
-                settings=settings,
+                lr=group.lr,
+                settings=group.settings,
                 control=control.on(params[0].device),
-                maximize=group["maximize"],
+                maximize=group.values["maximize"],
             )
-            for member, state, p, m in zip(chosen, states, params, momenta, strict=True):
+            for member, own, p, m in zip(chosen, states, params, momenta, strict=True):
                 _keep(member.p.detach(), p)
-                _keep(state["momentum_buffer"], m)
-            for state, score in zip(states, scores, strict=False):
-                _keep(state["magma_score"], score)
+                _keep(own["momentum_buffer"], m)
+            for own, score in zip(states, scores, strict=False):
+                _keep(own["magma_score"], score)
 
 
 def _somewhere(plan: Plan, members: Sequence[Member], groups: Sequence[dist.ProcessGroup | None]) -> list[bool]:

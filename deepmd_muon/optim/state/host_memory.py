@@ -14,16 +14,13 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.dtensors import local_of, with_local
-from deepmd_muon.optim.state.schema import MOVED
-
-if TYPE_CHECKING:
-    from deepmd_muon.optim.hybrid_muon import HybridMuon
+from deepmd_muon.optim.state.schema import ALL_MOMENTS
 
 _ALIGNMENT = 256  # bytes; kernels read whole vectors
 
@@ -207,26 +204,24 @@ class Offload:
             self._homes.setdefault(p, {})[key] = Home(slab, start, room, state[p][key])
             start, left = start + room, left - room
 
-    def house_all(self, optimizer: HybridMuon) -> None:
+    def house_all(self, state: dict[Tensor, dict[str, Any]], params: Sequence[Tensor]) -> None:
         """Move all moments into host memory, and forget those that are no more."""
-        state: dict[Tensor, dict[str, Any]] = optimizer.state
         kept = {p: {k: h for k, h in homes.items() if state[p].get(k) is h.value} for p, homes in self._homes.items()
                 if p in state}  # fmt: skip
         self._homes = kept
-        params = [p for group in optimizer.param_groups for p in group["params"]]
         # Moments of one kind side by side: a lot is then few copies.
-        for keys in (MOVED[:1], MOVED[1:]):
+        for keys in (ALL_MOMENTS[:1], ALL_MOMENTS[1:]):
             self.house(state, [(p, key) for p in params for key in keys if key in state.get(p, {})])
 
-    def release(self, optimizer: HybridMuon) -> None:
+    def release(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Move all moments back to their parameters' devices."""
         self.wait()
         for p, homes in self._homes.items():
             for key, home in homes.items():
-                state = optimizer.state.get(p, {})
-                if state.get(key) is home.value:
+                own = state.get(p, {})
+                if own.get(key) is home.value:
                     local = local_of(home.value)
-                    state[key] = with_local(home.value, local.to(local_of(p).device, copy=True))
+                    own[key] = with_local(home.value, local.to(local_of(p).device, copy=True))
         self._homes, self._rings = {}, {}
 
     def carry(self, lots: Sequence[Lot]) -> Iterator[list[Tensor]]:

@@ -1,24 +1,25 @@
-"""A parameter's state: how it begins, and how it comes back from a state dict by name, every route and view checked."""
+"""State from a state dict, by parameter name: read, compared with the routing, migrated, and placed.
+
+Nothing here changes the optimizer: `load_state` returns the new state, and the caller swaps it in at once.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.dtensors import whole
+from deepmd_muon.optim.config import RouteChange
+from deepmd_muon.optim.dtensors import spec_of, whole
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
-from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, RoutingRules, canonical_name
+from deepmd_muon.optim.routing.param_groups import Group
+from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit, read_deepmd_kit
 from deepmd_muon.optim.state.migrate import Saved, migrate
-from deepmd_muon.optim.state.schema import KEYS_OF_ROUTE, MOVED, STATE_KEYS
-from deepmd_muon.optim.update.adam import moment_dtype
-
-if TYPE_CHECKING:
-    from deepmd_muon.optim.hybrid_muon import HybridMuon
+from deepmd_muon.optim.state.schema import ALL_MOMENTS, STATE_OF_ROUTE, STATE_TENSORS
 
 log = logging.getLogger(__name__)
 
@@ -33,99 +34,108 @@ _ADVICE = (
 )
 
 
-def drop_unfit(optimizer: HybridMuon) -> None:
-    """Drop, and say so, state that the present settings do not use.
+def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group]) -> None:
+    """Drop the state that the present settings do not use, and log it.
 
-    Scores go where Magma is off, so that they cannot come back stale. Other state is unfit where settings changed
-    while a parameter was frozen; a frozen parameter itself keeps all state but the scores.
+    Magma scores are dropped where Magma is off, so that stale ones cannot come back. Other state is unused where
+    settings changed while a parameter was frozen; a frozen parameter itself keeps all state but the scores.
     """
-    for p, entry, group in _parameters(optimizer):
-        state = optimizer.state.get(p, {})
-        unfit = [key for key in STATE_KEYS & set(state) if not _fits(key, state[key], entry, group)]
-        for key in unfit:
-            del state[key]
-        if unfit:
-            why = "magma_muon is off" if unfit == ["magma_score"] and not group["magma_muon"] else _describe(entry)
-            log.warning("%s: its state %s is dropped: %s now", entry.name, ", ".join(sorted(unfit)), why)
+    for p, entry, group in _parameters(groups):
+        own, damped = state.get(p, {}), group.settings.magma_muon
+        unused = [key for key in STATE_TENSORS.keys() & own.keys() if not _fits(key, own[key], entry, damped=damped)]
+        for key in unused:
+            del own[key]
+        if unused:
+            why = "magma_muon is off" if unused == ["magma_score"] and not damped else _describe(entry)
+            log.warning("%s: its state %s is dropped: %s now", entry.name, ", ".join(sorted(unused)), why)
 
 
-def _fits(key: str, value: Tensor, entry: RouteEntry, group: Mapping[str, Any]) -> bool:
-    """Whether a known state tensor belongs to a parameter of this route and these settings."""
-    if key == "magma_score" and not group["magma_muon"]:
+def _fits(key: str, value: Tensor, entry: RouteEntry, *, damped: bool) -> bool:
+    """Whether a known state tensor belongs to a parameter of this route, with Magma on or off."""
+    if key == "magma_score" and not damped:
         return False
     if entry.route == "frozen":
         return True
     blocks = entry.view.blocks if entry.view else 0
-    return key in KEYS_OF_ROUTE[entry.route] and (key != "magma_score" or tuple(value.shape) == (blocks,))
+    return key in STATE_OF_ROUTE[entry.route] and (key != "magma_score" or tuple(value.shape) == (blocks,))
 
 
-def load_checked_state(optimizer: HybridMuon, state_dict: Mapping[str, Any]) -> None:
-    """Load `state_dict` into `optimizer`; see `HybridMuon.load_state_dict`."""
-    state_dict = dict(state_dict)
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        changed = hook(optimizer, state_dict)
-        state_dict = dict(changed) if changed is not None else state_dict
+def load_state(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Group],
+    on_route_change: RouteChange,
+    place: Callable[[str, Tensor, Tensor], Tensor],
+) -> dict[Tensor, dict[str, Any]]:
+    """Return the state that a state dict holds for these parameters; see `HybridMuon.load_state_dict`.
 
-    saved = _read(optimizer, state_dict)
-    differences = _differences(saved, optimizer.routing)
+    Parameters
+    ----------
+    state_dict
+        Of HybridMuon or of deepmd-kit's.
+    groups
+        The present parameters, routes and settings.
+    on_route_change
+        What to do where a route, view or shape differs.
+    place
+        Called with a state tensor's key, its value and its parameter: returns a copy in the present dtype, layout and
+        device.
+    """
+    present = RouteTable([entry for _, entry, _ in _parameters(groups)])
+    saved = _read(state_dict, groups, present)
+    differences = _differences(saved, present)
     damaged = [problem for old in saved.values() for problem in _damage(old.entry, old.values)]
     if damaged:
         raise RoutingMismatchError(damaged, "The file is damaged or was changed by hand: use another checkpoint.")
     unexplained = [line for name, line in differences.items() if name not in saved or not saved[name].explained]
-    if unexplained and optimizer.on_route_change == "error":
+    if unexplained and on_route_change == "error":
         raise RoutingMismatchError(unexplained, _ADVICE)
 
     state: dict[Tensor, dict[str, Any]] = {}
     converted: set[tuple[str, torch.dtype, torch.dtype]] = set()
     without_scores = 0
-    for p, entry, group in _parameters(optimizer):
+    for p, entry, group in _parameters(groups):
         old = saved.get(entry.name)
         if entry.name not in differences:
             values = old.values if old else {}
-        elif old is None or (optimizer.on_route_change == "reset" and not old.explained):
+        elif old is None or (on_route_change == "reset" and not old.explained):
             values = {}
             log.warning("%s; it starts afresh", differences[entry.name])
         else:
-            values, happened = migrate(old, entry, group["adam_betas"])
+            values, happened = migrate(old, entry, (group.settings.adam_beta1, group.settings.adam_beta2))
             log.warning("%s; %s", differences[entry.name], happened)
-        if "magma_score" in values and not group["magma_muon"]:
+        if "magma_score" in values and not group.settings.magma_muon:
             values = {key: value for key, value in values.items() if key != "magma_score"}
             without_scores += 1
         if values:
-            state[p] = {key: _placed(optimizer, key, value, p) for key, value in values.items()}
+            state[p] = {key: place(key, value, p) for key, value in values.items()}
             converted |= {(k, v.dtype, state[p][k].dtype) for k, v in values.items() if v.dtype != state[p][k].dtype}
-    for name in differences.keys() - {entry.name for entry in optimizer.routing}:
+    for name in differences.keys() - {entry.name for entry in present}:
         log.warning("%s; its state is dropped", differences[name])
     if without_scores:
         log.warning("magma_muon is off: the saved Magma scores of %d parameters are dropped", without_scores)
     for key, old_dtype, new_dtype in sorted(converted, key=str):
         log.info("%s: saved as %s, kept as %s from now on", key, old_dtype, new_dtype)
-
-    _restore_learning_rates(optimizer, state_dict["param_groups"])
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        post_hook(optimizer)
+    return state
 
 
-def _parameters(optimizer: HybridMuon) -> list[tuple[Tensor, RouteEntry, dict[str, Any]]]:
+def _parameters(groups: Sequence[Group]) -> list[tuple[Tensor, RouteEntry, Group]]:
     """Return every parameter with its routing entry and its group."""
-    grouped = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    return [(p, entry, group) for (p, group), entry in zip(grouped, optimizer.routing, strict=True)]
+    return [(p, entry, group) for group in groups for p, entry in group.members]
 
 
-def _read(optimizer: HybridMuon, state_dict: Mapping[str, Any]) -> dict[str, Saved]:
+def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: RouteTable) -> dict[str, Saved]:
     """Return what a state dict holds, by parameter name."""
     if not {"param_groups", "state"} <= state_dict.keys():
         raise ForeignStateError(
-            f"this is no optimizer's state dict, which holds 'state' and 'param_groups'; found {list(state_dict)[:5]}"
+            f"not an optimizer state dict: it must hold 'state' and 'param_groups'; found keys {list(state_dict)[:5]}"
         )
     groups, state = state_dict["param_groups"], state_dict["state"]
     if all("routes" in group for group in groups):
         return _read_own(groups, state)
     if is_deepmd_kit(groups):
-        rules = [RoutingRules(group["muon_mode"], group["min_matrix_dim"]) for _, _, group in _parameters(optimizer)]
-        return read_deepmd_kit(groups, state, optimizer.routing, rules)
+        settings = [group.settings for _, _, group in _parameters(present)]
+        rules = [RoutingRules(each.muon_mode, each.min_matrix_dim) for each in settings]
+        return read_deepmd_kit(groups, state, routing, rules)
     raise ForeignStateError(
         f"the optimizer state carries no routing manifest; it looks like that of {_kind(state)}. "
         "Start from the weights alone with a fresh optimizer state (dp train --init-model)."
@@ -193,8 +203,8 @@ def _describe(entry: RouteEntry) -> str:
 def _damage(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
     """List what does not fit between a parameter's saved state and its route."""
     # A frozen parameter keeps the state of the route it had before.
-    before = "muon" if "momentum_buffer" in values else "adam"
-    expected = KEYS_OF_ROUTE[before if entry.route == "frozen" else entry.route]
+    before: Route = "muon" if "momentum_buffer" in values else "adam"
+    expected = STATE_OF_ROUTE[before if entry.route == "frozen" else entry.route].keys()
     problems = [
         f"{entry.name}: unexpected state {key!r} on route {entry.route}" for key in sorted(set(values) - expected)
     ]
@@ -205,7 +215,7 @@ def _damage(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
     ]
     problems += [
         f"{entry.name}: {key} has shape {tuple(values[key].shape)}, the parameter {entry.shape}"
-        for key in MOVED
+        for key in ALL_MOMENTS
         if key in values and tuple(values[key].shape) != entry.shape
     ]
     score = values.get("magma_score")
@@ -216,45 +226,44 @@ def _damage(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _placed(optimizer: HybridMuon, key: str, value: Tensor, p: Tensor) -> Tensor:
-    """Copy a state tensor to where it lives, in the dtype this state has for such a parameter."""
-    if key in ("step", "magma_score"):
-        dtype = torch.float32
-    else:
-        dtype = p.dtype if key == "momentum_buffer" else moment_dtype(p.dtype)
-    device = p.device
-    if key in MOVED:
-        device = torch.device("cpu") if optimizer._offload is not None else device
-        value = _laid_out(optimizer, value, p)
-        if not hasattr(value, "device_mesh"):
+class Cut(Protocol):
+    """How the state of a parameter is cut where the parameter itself is not."""
+
+    def of(self, value: Tensor) -> Tensor:
+        """Return a state tensor cut like this, whatever it was before."""
+
+
+def placed(
+    key: str, value: Tensor, p: Tensor, *, offloaded: bool, cut_of: Callable[[Tensor], Cut | None] | None
+) -> Tensor:
+    """Copy a saved state tensor to where it is kept, in the dtype and layout that it has for such a parameter.
+
+    All ranks must call this, since it takes collectives where the tensor was laid out otherwise. The layout of a
+    DTensor parameter's state is checked before the step, not here.
+    """
+    tensor, device = STATE_TENSORS[key], p.device
+    dtype = tensor.dtype_for(p.dtype)
+    if tensor.extent == "parameter":
+        device = torch.device("cpu") if offloaded else device
+        if spec_of(p) is None:
+            cut = None if cut_of is None else cut_of(p)
+            value = whole(value) if cut is None else cut.of(value)
+        if spec_of(value) is None:
             # With the parameter's strides, whatever the saved ones were, as a first step would make it.
             return torch.empty_like(p, dtype=dtype, device=device, requires_grad=False).copy_(value.detach())
     return value.detach().to(device, dtype, copy=True)
 
 
-def _laid_out(optimizer: HybridMuon, value: Tensor, p: Tensor) -> Tensor:
-    """Return a moment laid out as a parameter's are now: cut where the state of a whole parameter is, or whole.
-
-    All ranks must ask, since that takes collectives where it was laid out otherwise. What a DTensor parameter's state
-    looks like is checked before the step, not here.
-    """
-    if hasattr(p, "device_mesh"):
-        return value
-    if optimizer._shared is not None and (cut := optimizer._shared.cut_of(p)) is not None:
-        return cut.of(value)
-    return whole(value)
-
-
-def _restore_learning_rates(optimizer: HybridMuon, groups: list[dict[str, Any]]) -> None:
-    """Take the running learning rates over, and log every other setting that has changed since the save."""
-    if len(groups) != len(optimizer.param_groups):
+def restore_learning_rates(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Take the running learning rates of saved groups over, and log every other setting that has changed since."""
+    if len(groups) != len(param_groups):
         log.info(
             "the state was saved with %d parameter groups, there are %d now: learning rates stay as they are",
             len(groups),
-            len(optimizer.param_groups),
+            len(param_groups),
         )
         return
-    for number, (present, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+    for number, (present, saved) in enumerate(zip(param_groups, groups, strict=True)):
         if "initial_lr" in saved:
             # A scheduler made after the load starts from the present setting, never from the saved one.
             present.setdefault("initial_lr", float(present["lr"]))

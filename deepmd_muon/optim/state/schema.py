@@ -1,51 +1,120 @@
-"""Which state tensors a parameter of each route keeps, and how they are made."""
+"""Which state tensors a parameter keeps on each route: one table of their extent, dtype and first value.
+
+Whoever makes, loads, checks or offloads state reads this table.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.routing.rules import Route, RouteEntry
-from deepmd_muon.optim.update import magma
 from deepmd_muon.optim.update.adam import moment_dtype
+from deepmd_muon.optim.update.magma import SCORE_START
 
-if TYPE_CHECKING:
-    from deepmd_muon.optim.hybrid_muon import HybridMuon
+# An optimizer's state: by parameter, then by key.
+State = dict[Tensor, dict[str, Any]]
 
 
-States = list[dict[str, Tensor]]
+@dataclasses.dataclass(frozen=True)
+class StateTensor:
+    """One state tensor of a parameter.
 
-# What of a route's state has the size of its parameters.
+    Attributes
+    ----------
+    extent
+        'parameter': the parameter's shape and layout; 'blocks': one number per matrix; 'scalar': one number.
+    dtype
+        'parameter': the parameter's; 'moment': the wider of float32 and the parameter's; 'float32'.
+    start
+        Value of every element before the first step.
+    """
+
+    extent: Literal["parameter", "blocks", "scalar"]
+    dtype: Literal["parameter", "moment", "float32"]
+    start: float = 0.0
+
+    def dtype_for(self, parameter: torch.dtype) -> torch.dtype:
+        """Return the dtype of this tensor for a parameter of the given dtype."""
+        if self.dtype == "float32":
+            return torch.float32
+        return parameter if self.dtype == "parameter" else moment_dtype(parameter)
+
+
+_MUON = {
+    "momentum_buffer": StateTensor("parameter", "parameter"),
+    "magma_score": StateTensor("blocks", "float32", SCORE_START),  # only where Magma is on
+}
+_ADAM = {
+    "step": StateTensor("scalar", "float32"),
+    "exp_avg": StateTensor("parameter", "moment"),
+    "exp_avg_sq": StateTensor("parameter", "moment"),
+}
+STATE_OF_ROUTE: dict[Route, Mapping[str, StateTensor]] = {"muon": _MUON, "adam": _ADAM, "adamw": _ADAM}
+STATE_TENSORS: dict[str, StateTensor] = {**_MUON, **_ADAM}
+
+# State tensors shaped like their parameter: by route, and all of them. These are the ones that can be offloaded.
 MOMENTS: dict[Route, tuple[str, ...]] = {
-    "muon": ("momentum_buffer",),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
+    route: tuple(key for key, tensor in tensors.items() if tensor.extent == "parameter")
+    for route, tensors in STATE_OF_ROUTE.items()
 }
-
-MOVED = ("momentum_buffer", "exp_avg", "exp_avg_sq")
-
-KEYS_OF_ROUTE = {
-    "muon": {"momentum_buffer", "magma_score"},
-    "adam": {"step", "exp_avg", "exp_avg_sq"},
-    "adamw": {"step", "exp_avg", "exp_avg_sq"},
-}
-STATE_KEYS = set[str]().union(*KEYS_OF_ROUTE.values())
+ALL_MOMENTS = tuple(dict.fromkeys(key for keys in MOMENTS.values() for key in keys))
 
 
-def state_of(optimizer: HybridMuon, p: Tensor, entry: RouteEntry, *, damped: bool) -> dict[str, Tensor]:
-    """Return a parameter's state, made on first use."""
-    state: dict[str, Tensor] = optimizer.state[p]
-    if entry.route == "muon":
-        assert entry.view is not None
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        if damped and "magma_score" not in state:
-            state["magma_score"] = magma.initial_scores(entry.view.blocks, p.device)
-    elif "exp_avg" not in state:
-        dtype = moment_dtype(p.dtype)
-        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-        state["exp_avg"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-        state["exp_avg_sq"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+class StateHolder(Protocol):
+    """Makes tensors where and how the state of one parameter is laid out."""
+
+    @property
+    def entry(self) -> RouteEntry:
+        """The parameter's route."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameter's dtype."""
+
+    def full(self, tensor: StateTensor) -> Tensor:
+        """Return a new state tensor, filled with its first value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalHolder:
+    """Lays state out like a parameter that lives on this process alone."""
+
+    p: Tensor
+    entry: RouteEntry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameter's dtype."""
+        return self.p.dtype
+
+    def full(self, tensor: StateTensor) -> Tensor:
+        """Return a new state tensor, filled with its first value."""
+        dtype = tensor.dtype_for(self.p.dtype)
+        if tensor.extent == "parameter":
+            return torch.zeros_like(self.p, dtype=dtype, memory_format=torch.preserve_format)
+        assert tensor.extent == "scalar" or self.entry.view is not None
+        shape = (self.entry.view.blocks,) if tensor.extent == "blocks" and self.entry.view else ()
+        return torch.full(shape, tensor.start, dtype=dtype, device=self.p.device)
+
+
+def complete_state(state: dict[str, Any], holder: StateHolder, *, damped: bool) -> dict[str, Any]:
+    """Add the tensors that one parameter's state lacks, and return it.
+
+    Parameters
+    ----------
+    state
+        Of one parameter; tensors that are there stay.
+    holder
+        Lays new tensors out.
+    damped
+        Whether Magma is on, which needs scores.
+    """
+    for key, tensor in STATE_OF_ROUTE[holder.entry.route].items():
+        if key not in state and (damped or key != "magma_score"):
+            state[key] = holder.full(tensor)
     return state

@@ -38,11 +38,6 @@ _LOWEST = 1.0 / (1.0 + math.exp(1.0 / TEMPERATURE))
 _HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / TEMPERATURE))
 
 
-def initial_scores(blocks: int, device: torch.device) -> Tensor:
-    """Return the scores of a parameter that has not been stepped: float32 (blocks,)."""
-    return torch.full((blocks,), SCORE_START, dtype=torch.float32, device=device)
-
-
 def alignments(momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return `alignment` of several pairs (blocks, elements) of one dtype; equal lengths share their operations."""
     if not momenta:

@@ -25,7 +25,7 @@ from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.update import fused
 from deepmd_muon.optim.update.fused import FusedMuon
 from deepmd_muon.optim.update.gradients import StepControl
-from deepmd_muon.optim.update.magma import initial_scores
+from deepmd_muon.optim.update.magma import SCORE_START
 
 REGISTERS, SHARED = 65536, 228 * 1024  # of a multiprocessor; a program has 1 KiB of shared memory less
 # Spills that are known, all outside of the loops [bytes]: the two largest tiles of whole matrices (with 16 warps the
@@ -146,7 +146,7 @@ def test_fused_steps(dtype, tmp_path, listing):
     view = MatrixView(2, 8, 36, "columns", (20, 16))
     with recorded_launches() as found, torch.no_grad():
         p, m = torch.ones(2, 8, 36, dtype=dtype), torch.ones(2, 8, 36, dtype=dtype)
-        fused = FusedMuon([p], [m], [initial_scores(4, p.device)], [view], settings, recording=False)
+        fused = FusedMuon([p], [m], [torch.full((4,), SCORE_START, device=p.device)], [view], settings, recording=False)
         fused.step([torch.ones_like(p)], 0.1, StepControl(), maximize=False)
     check(found, tmp_path, listing)
 
@@ -178,7 +178,7 @@ def test_only_the_larger_matrices_stand_between_first_and_last_launch(monkeypatc
         monkeypatch.setattr(fused, "polar_factors", polar_factors)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         lists = [[torch.ones(view.rows, view.columns) for view in views] for _ in range(3)]
-        scores = [initial_scores(1, torch.device("cpu")) for _ in views]
+        scores = [torch.full((1,), SCORE_START, device=torch.device("cpu")) for _ in views]
         step = FusedMuon(*lists[:2], scores, views, HybridMuonConfig())
         step._beside = Log(found)
         step.step(lists[2], 0.1, StepControl(), maximize=False)

@@ -19,7 +19,7 @@ from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.update.fused import FusedMuon, FusedSteps
 from deepmd_muon.optim.update.gradients import StepControl
-from deepmd_muon.optim.update.magma import initial_scores
+from deepmd_muon.optim.update.magma import SCORE_START
 from deepmd_muon.optim.update.muon import muon_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,7 +48,7 @@ class Job:
 
         self.params = [draw(shape).requires_grad_() for shape, _ in CASES]
         self.buffers = [draw(shape) for shape, _ in CASES]
-        self.scores = [initial_scores(view.blocks, DEVICE) for view in VIEWS] if damped else []
+        self.scores = [torch.full((view.blocks,), SCORE_START, device=DEVICE) for view in VIEWS] if damped else []
         self.give(0)
 
     def give(self, seed):
@@ -227,7 +227,7 @@ def test_large_matrices_are_cut_into_chunks():
     p, m, g = (torch.randn(64, 2500, generator=generator).to(DEVICE) for _ in range(3))
     results = []
     for step in (muon_, None):
-        q, n, score = p.clone().requires_grad_(), m.clone(), initial_scores(1, DEVICE)
+        q, n, score = p.clone().requires_grad_(), m.clone(), torch.full((1,), SCORE_START, device=DEVICE)
         q.grad = g
         with torch.no_grad():
             if step is None:

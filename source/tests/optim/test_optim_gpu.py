@@ -139,9 +139,9 @@ def test_adam_beside_muon_takes_what_the_step_was_given(settings):
         params, optimizer = make("cuda", capturable=True, **settings)
         give_gradients(params, 0)
         optimizer.step()
-        assert optimizer._work.beside is not None
+        assert optimizer._compiled.side_stream is not None
         if not beside:
-            optimizer._work.beside = None
+            optimizer._compiled.side_stream = None
         for k, grads in enumerate(later):
             torch.cuda._sleep(2_000_000)  # gradients and the learning rate are there long after the step is launched
             for name, p in params.items():
@@ -150,7 +150,7 @@ def test_adam_beside_muon_takes_what_the_step_was_given(settings):
             optimizer.step()
             for p in params.values():
                 p.grad.fill_(7.0)  # must not be seen by the step
-        assert (optimizer._work.beside is not None) == beside
+        assert (optimizer._compiled.side_stream is not None) == beside
         results.append([*params.values(), *(x for s in optimizer.state.values() for x in s.values())])
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
 

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidSettingError
-from deepmd_muon.optim.state.host_memory import MOVED, Lot, Offload, Ring
+from deepmd_muon.optim.state.host_memory import Lot, Offload, Ring
+from deepmd_muon.optim.state.schema import ALL_MOMENTS
 
 SHAPES = {
     "a.weight": (12, 20),
@@ -103,7 +104,7 @@ def test_moments_are_in_few_slabs_side_by_side():
         # AdamW's parameter is stepped apart from Adam's.
         assert len({x.untyped_storage().data_ptr() for x in found}) == number
         assert all(x.data_ptr() % 64 == 0 for x in found)
-    lots = [wave.lot for wave in optimizer._work.waves(optimizer, optimizer._work.members)]
+    lots = [wave.lot for wave in optimizer._compiled._waves]
     assert [len(lot.copies(torch.empty(lot.size, dtype=torch.uint8))) for lot in lots] == [1, 1, 1]
 
 
@@ -284,7 +285,7 @@ def test_distributed_checkpoint_functions(full):
 def test_memory_is_let_go_of_when_moments_leave():
     model, optimizer = make()
     train(model, optimizer, 2)
-    moments = [weakref.ref(x) for s in optimizer.state.values() for k, x in s.items() if k in MOVED]
+    moments = [weakref.ref(x) for s in optimizer.state.values() for k, x in s.items() if k in ALL_MOMENTS]
     optimizer.offload()
     assert len(moments) == 9
     assert not any(moment() is not None for moment in moments)

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import ProfilerActivity, profile
 
 from deepmd_muon.optim import HybridMuon, InvalidGradientError, InvalidSettingError
+from deepmd_muon.optim.step import CompiledStep
 
 SHAPES = {"a.matrix": (6, 10), "b.matrix": (12, 12), "c.matrix": (3, 5, 8), "a.bias": (10,), "adamw_g": (7,)}
 DEVICES = [
@@ -157,8 +158,7 @@ def run(device, change=lambda *_: None, between=lambda _: None):
 
 
 def forget(optimizer):
-    optimizer._forget_work()
-    optimizer._fused = None
+    optimizer._compiled = CompiledStep()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -204,11 +204,11 @@ def test_what_has_not_changed_is_not_looked_up_again():
         optimizer.step()
         optimizer.param_groups[0]["lr"] /= 2  # read anew anyhow
         if step == 0:
-            first = optimizer._work
-    assert optimizer._work is first
+            first = optimizer._compiled._snapshot
+    assert optimizer._compiled._snapshot is first
     assert optimizer.state[nn.Parameter(torch.zeros(1))] == {}  # a look makes an entry
     optimizer.step()
-    assert optimizer._work is not first
+    assert optimizer._compiled._snapshot is not first
 
 
 class Scaled(HybridMuon):

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from deepmd_muon.optim import AdamConfig, AdamWConfig, HybridMuon
+from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.errors import (
     GradientPlacementError,
     MissingGradientError,
@@ -26,7 +27,7 @@ from deepmd_muon.optim.errors import (
 from deepmd_muon.optim.sharded import ShardedSettings, elements, step
 from deepmd_muon.optim.sharded.bucket import Bucket
 from deepmd_muon.optim.sharded.transport import Exchange
-from deepmd_muon.optim.state.host_memory import MOVED, local_of
+from deepmd_muon.optim.state.schema import ALL_MOMENTS
 
 
 def offloaded():
@@ -40,7 +41,7 @@ def offloaded():
         twins.optimizers[1].offload(False)
         twins.step()
         states = twins.optimizers[1].state.values()
-        on_device = [weakref.ref(local_of(x)) for state in states for k, x in state.items() if k in MOVED]
+        on_device = [weakref.ref(local_of(x)) for state in states for k, x in state.items() if k in ALL_MOMENTS]
         twins.optimizers[1].offload()
         assert on_device
         assert all(moment() is None for moment in on_device)
@@ -295,8 +296,8 @@ def order_of_a_step():
         twins = Twins(shapes, mesh_of((dist.get_world_size(),)), [Shard(0)], sharded=sharded)
         twins.step()
         optimizer = twins.optimizers[1]
-        number = {id(b.exchange): k for k, b in enumerate(optimizer._shared._pipeline.travelling)}
-        number |= {id(b): k for k, b in enumerate(optimizer._shared._pipeline.travelling)}
+        number = {id(b.exchange): k for k, b in enumerate(optimizer._sharded._pipeline.travelling)}
+        number |= {id(b): k for k, b in enumerate(optimizer._sharded._pipeline.travelling)}
         buckets = len(number) // 2
         log.clear()
         with pytest.MonkeyPatch.context() as patch:

@@ -20,7 +20,7 @@ from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.plan import plan_page
 from deepmd_muon.model import build_model
 from deepmd_muon.model.checkpoint_file import read_checkpoint
-from deepmd_muon.optim.state.host_memory import MOVED
+from deepmd_muon.optim.state.schema import ALL_MOMENTS
 from deepmd_muon.train import TrainingError
 from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.train.strategy.fully_sharded import FullySharded
@@ -171,7 +171,7 @@ def check_reading(job):
     model, optimizer, ema = zip(*(json.loads((job.folder / f"read{r}.txt").read_text()) for r in range(4)), strict=True)
     saved = read_checkpoint(job.options["restart"])
     state = tensors(saved["optimizer"]["state"])
-    moments = sum(x.numel() for key, x in state.items() if key.rpartition("/")[2] in MOVED)
+    moments = sum(x.numel() for key, x in state.items() if key.rpartition("/")[2] in ALL_MOMENTS)
     everywhere = sum(x.numel() for x in state.values()) - moments  # scores and counts of steps
     average = sum(x.numel() for x in tensors(saved["ema"]).values())
     rest = (*tensors(saved["model"]).values(), *tensors(saved["deepmd_muon"]).values())
@@ -274,7 +274,7 @@ def test_two_ranks_equal_one_process_and_continue_what_others_saved(place):
         path.with_name("state0.txt").unlink()
         path.unlink()
         saved = tensors(read_checkpoint(job.folder / f"model.ckpt-{STEPS}.pt")["optimizer"]["state"])
-        assert sum(held) == sum(x.numel() for key, x in saved.items() if key.rpartition("/")[2] in MOVED)
+        assert sum(held) == sum(x.numel() for key, x in saved.items() if key.rpartition("/")[2] in ALL_MOMENTS)
         assert max(held) < 0.6 * sum(held)
     check_equal(place, 2, ends[:4], jobs)
     check_equal(place, 2, ends[4:8], adam, "AdamW")

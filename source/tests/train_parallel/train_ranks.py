@@ -18,7 +18,7 @@ import torch
 import torch.multiprocessing as mp
 
 from deepmd_muon.model.dcp_reader import TensorReader
-from deepmd_muon.optim.state.host_memory import MOVED
+from deepmd_muon.optim.state.schema import ALL_MOMENTS
 from deepmd_muon.train.parallel import local_part
 
 # Imported once, and not by every rank of every spawn.
@@ -341,7 +341,7 @@ def tell_state(rank):
     """Every rank writes down how many elements of momenta and moments it holds."""
 
     def write(optimizer):
-        moments = [x for state in optimizer.state.values() for key, x in state.items() if key in MOVED]
+        moments = [x for state in optimizer.state.values() for key, x in state.items() if key in ALL_MOMENTS]
         Path(f"state{rank}.txt").write_text(str(sum(local_part(x).numel() for x in moments)))
 
     return _after_steps(write)

@@ -1,0 +1,106 @@
+"""What a step was compiled for, and whether it still holds."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from operator import attrgetter, eq, is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.dtensors import local_of, spec_of
+from deepmd_muon.optim.routing.param_groups import given_settings
+from deepmd_muon.optim.state.schema import STATE_TENSORS, State
+
+_is_trained = attrgetter("requires_grad")
+
+
+class Snapshot:
+    """What a step was compiled for: groups and their settings, parameters, layouts of gradients, and state.
+
+    Parameters
+    ----------
+    param_groups, state
+        Of the optimizer.
+    workspace
+        Bound on the elements that are worked on together.
+    devices
+        One parameter of each wave, and its device.
+    shared
+        Parameters that live on several ranks: the compiled step holds views of their local memory.
+    """
+
+    def __init__(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        state: State,
+        workspace: int,
+        devices: Sequence[tuple[Tensor, torch.device]],
+        shared: Sequence[Tensor],
+    ) -> None:
+        self._groups = list(param_groups)
+        self._settings = copy.deepcopy([_settings_of(group, workspace) for group in param_groups])
+        self._sizes = [len(group["params"]) for group in param_groups]
+        self._params = [p for group in param_groups for p in group["params"]]
+        self._trained = list(map(_is_trained, self._params))
+        self._gradients = _layouts(self._params)
+        self._states = list(state.values())
+        self._tensors = [
+            (itemgetter(key), holders, [values[key] for values in holders])
+            for key in STATE_TENSORS
+            if (holders := [values for values in self._states if key in values])
+        ]
+        self._devices = devices
+        self._shared = shared
+        self._specs = list(map(spec_of, shared))
+        self._addresses = [local_of(p).data_ptr() for p in shared]
+
+    def holds(self, param_groups: Sequence[dict[str, Any]], state: State, workspace: int) -> bool:
+        """Return whether a step compiled now would be the same."""
+        return (
+            [len(group["params"]) for group in param_groups] == self._sizes
+            and all(map(is_, param_groups, self._groups))
+            and all(map(eq, [_settings_of(group, workspace) for group in param_groups], self._settings))
+            and self.same_tensors(param_groups, state)
+            and self._same_gradients()
+        )
+
+    def same_tensors(self, param_groups: Sequence[dict[str, Any]], state: State) -> bool:
+        """Return whether parameters and state are the same tensors in the same memory."""
+        params = itertools.chain.from_iterable(group["params"] for group in param_groups)
+        return (
+            sum(len(group["params"]) for group in param_groups) == len(self._params)
+            and all(map(is_, params, self._params))
+            and len(state) == len(self._states)
+            and all(map(is_, state.values(), self._states))
+            and self._same_state()
+            and all(p.device == device for p, device in self._devices)
+            and all(map(is_, map(spec_of, self._shared), self._specs))
+            and [local_of(p).data_ptr() for p in self._shared] == self._addresses
+        )
+
+    def _same_state(self) -> bool:
+        """Return whether all state tensors are the same."""
+        try:
+            return all(all(map(is_, map(get, holders), known)) for get, holders, known in self._tensors)
+        except KeyError:  # one has been deleted
+            return False
+
+    def _same_gradients(self) -> bool:
+        """Return whether the same parameters are trained and have gradients, laid out as they were."""
+        if _layouts(self._params) != self._gradients or list(map(_is_trained, self._params)) != self._trained:
+            return False
+        grads = [p.grad for p in self._shared]
+        return all(g is None or spec_of(g) is s or spec_of(g) == s for g, s in zip(grads, self._specs, strict=True))
+
+
+def _settings_of(group: Mapping[str, Any], workspace: int) -> tuple[Any, ...]:
+    """Return the settings that decide which parameters are stepped together, and how."""
+    return given_settings(group), group["foreach"], workspace
+
+
+def _layouts(params: Sequence[Tensor]) -> list[torch.layout | None]:
+    return [g if (g := p.grad) is None else g.layout for p in params]
