@@ -168,7 +168,8 @@ def every_layout(*, names=None, kinds=tuple(SHAPES), options=MAGMA_ON_AND_OFF, s
                 twins.step()
             assert twins.exact or kind != "even" or dist.get_world_size() == 3
             try:
-                twins.assert_equal()
+                # Products of 16-bit matrices round otherwise in batches of another size.
+                twins.assert_equal(1e-3 if "deepmd_kit_arithmetic" in settings else None)
             except AssertionError as error:
                 raise AssertionError(f"{name}, {kind}, {settings}: {error}") from error
 

@@ -1,0 +1,74 @@
+"""Imports run down only, between files as between rooms, in functions, under TYPE_CHECKING and as strings too."""
+
+from pathlib import Path
+
+import pytest
+from import_graph import PACKAGE, circles_of, imports_of, layer_of, modules_of, upward
+
+# From the ground up: a file imports files of its own layer and of those above this line of the list.
+LAYERS = (
+    *("deepmd_muon.setting", "deepmd_muon.section", "deepmd_muon.files"),
+    *("deepmd_muon.optim.errors", "deepmd_muon.optim.sharded_config", "deepmd_muon.optim.config"),
+    *("deepmd_muon.optim.cuda", "deepmd_muon.optim.torch_hooks", "deepmd_muon.optim.dtensors"),
+    *("deepmd_muon.optim.polar", "deepmd_muon.optim.routing", "deepmd_muon.optim.update"),
+    *("deepmd_muon.optim.state", "deepmd_muon.optim.snapshot", "deepmd_muon.optim.step"),
+    *("deepmd_muon.optim.sharded", "deepmd_muon.optim.hybrid_muon", "deepmd_muon.optim.build", "deepmd_muon.optim"),
+    *("deepmd_muon.data", "deepmd_muon.model", "deepmd_muon.loss", "deepmd_muon.argcheck", "deepmd_muon.plugins"),
+    *("deepmd_muon.train", "deepmd_muon.infer", "deepmd_muon.deepmd_kit", "deepmd_muon.cli"),
+    *("deepmd_muon.__main__", "deepmd_muon"),
+)
+
+
+@pytest.fixture(scope="module")
+def edges():
+    return imports_of(PACKAGE)
+
+
+def test_no_file_imports_one_above_it(edges):
+    assert upward(edges, LAYERS) == []
+
+
+def test_no_circle_of_imports(edges):
+    assert circles_of(edges) == []
+
+
+def test_every_layer_has_files():
+    modules = modules_of(PACKAGE)
+    used = {layer_of(module, LAYERS) for module in modules}
+    assert [layer for i, layer in enumerate(LAYERS) if i not in used] == []
+
+
+def test_every_file_and_function_fits_on_its_screen():
+    import ast
+
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text()
+        assert text.count("\n") <= 400, f"{path} has more than 400 lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                doc = node.body[0] if ast.get_docstring(node) is not None else None
+                length = (node.end_lineno or 0) - node.lineno + 1
+                length -= doc.end_lineno - doc.lineno + 1 if doc is not None else 0
+                assert length <= 60, f"{path}:{node.lineno} {node.name} has {length} lines beside its docstring"
+
+
+@pytest.mark.parametrize(
+    ("importing", "found"),
+    [
+        ("import thing.high", 1),
+        ("def f():\n    from thing import high", 1),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from thing.high import name", 1),
+        ("from importlib import import_module\ndef f():\n    import_module('thing.high')", 1),
+        ("from thing import name", 1),  # which the package re-exports from the higher file
+        ("import os", 0),
+    ],
+)
+def test_the_graph_sees_every_kind_of_import(tmp_path, importing, found):
+    package = Path(tmp_path) / "thing"
+    package.mkdir()
+    (package / "__init__.py").write_text("def __getattr__(key):\n    from thing.high import name\n    return name\n")
+    (package / "high.py").write_text("import thing.low\nname = 1\n")
+    (package / "low.py").write_text(importing + "\n")
+    edges = imports_of(package)
+    assert len(upward(edges, ("thing.low", "thing.high", "thing"))) == found
+    assert circles_of(edges) == ([["thing.high", "thing.low"]] if found else [])
