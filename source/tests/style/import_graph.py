@@ -48,8 +48,9 @@ def statements_of(path: Path, package: str) -> Iterator[Statement]:
             assert node.level == 0, f"{path}:{node.lineno} imports relatively"
             yield Statement(node.module or "", tuple(alias.name for alias in node.names), node.lineno, lazy)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{package}."):
-            if all(part.isidentifier() for part in node.value.replace(":", ".").split(".")):
-                yield Statement(node.value.replace(":", "."), (), node.lineno, lazy=True)
+            name = node.value.replace(":", ".")
+            if all(part.isidentifier() for part in name.split(".")):
+                yield Statement(name, (), node.lineno, lazy=True)
 
 
 def _is_lazy(node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> bool:

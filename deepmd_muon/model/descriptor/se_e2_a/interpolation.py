@@ -24,16 +24,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from deepmd_muon.model import kernels, layers
 from deepmd_muon.model.activation import Activation
+from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges
 from deepmd_muon.model.networks import Network
 
-ORDERS = 16
 """Chebyshev polynomials per piece."""
 
 PIECES = (16, 32, 64)
@@ -44,38 +43,6 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-7}
 
 EDGES_PER_NODE = 4
 """With fewer edges, evaluating the networks at every edge is as fast."""
-
-
-class Edges(NamedTuple):
-    """The environment rows of a batch and how its s are cut into pieces.
-
-    Attributes
-    ----------
-    rows
-        R of every edge `(atoms, edges, 4)`; s is its first component.
-    empty
-        R of an empty slot `(atoms, 4)`.
-    start
-        First s of the first piece, and pieces per unit of s, of each neighbour type `(types, 2)`.
-    pieces
-        How many pieces the interval has.
-    widths
-        Columns of each neighbour type.
-    missing
-        Empty slots beyond these columns, per neighbour type.
-    """
-
-    rows: torch.Tensor
-    empty: torch.Tensor
-    start: torch.Tensor
-    pieces: int
-    widths: tuple[int, ...]
-    missing: tuple[int, ...]
-
-    @property
-    def terms(self) -> int:
-        """Polynomials over all neighbour types."""
-        return len(self.widths) * self.pieces * ORDERS
 
 
 def cut(rows: torch.Tensor, empty: torch.Tensor, pieces: int, widths: Sequence[int], sel: Sequence[int]) -> Edges:
@@ -271,8 +238,3 @@ class Evaluate(torch.autograd.Function):
 
 
 evaluate: Callable[[Edges, torch.Tensor], torch.Tensor] = Evaluate.apply  # torch leaves `apply` untyped
-
-
-def first_columns(widths: Sequence[int]) -> list[int]:
-    """Return the first column of each neighbour type."""
-    return [0, *accumulate(widths)][:-1]

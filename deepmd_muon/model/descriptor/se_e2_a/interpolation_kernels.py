@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deepmd_muon.model.descriptor.se_e2_a.interpolation import ORDERS, Edges, first_columns
+from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges, first_columns
 
 EDGES = 32  # edges looked at together
 

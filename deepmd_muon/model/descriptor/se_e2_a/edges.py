@@ -1,0 +1,48 @@
+"""The edges whose embedding is interpolated, as the torch definition and the kernels take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+ORDERS = 16
+
+
+class Edges(NamedTuple):
+    """The environment rows of a batch and how its s are cut into pieces.
+
+    Attributes
+    ----------
+    rows
+        R of every edge `(atoms, edges, 4)`; s is its first component.
+    empty
+        R of an empty slot `(atoms, 4)`.
+    start
+        First s of the first piece, and pieces per unit of s, of each neighbour type `(types, 2)`.
+    pieces
+        How many pieces the interval has.
+    widths
+        Columns of each neighbour type.
+    missing
+        Empty slots beyond these columns, per neighbour type.
+    """
+
+    rows: torch.Tensor
+    empty: torch.Tensor
+    start: torch.Tensor
+    pieces: int
+    widths: tuple[int, ...]
+    missing: tuple[int, ...]
+
+    @property
+    def terms(self) -> int:
+        """Polynomials over all neighbour types."""
+        return len(self.widths) * self.pieces * ORDERS
+
+
+def first_columns(widths: Sequence[int]) -> list[int]:
+    """Return the first column of each neighbour type."""
+    return [0, *accumulate(widths)][:-1]
