@@ -215,6 +215,15 @@ class TrainingSettings(Section):
             "an error elsewhere; 'off': never. What cannot be recorded is launched kernel by kernel; the log says why."
         ),
     )
+    interpolate_embedding: bool = setting(
+        True,
+        doc=(
+            "Interpolate the embedding nets of se_e2_a in training steps instead of evaluating them at every edge, "
+            "where batches are large enough for this to pay and the estimated error of a feature stays below 1e-9 "
+            "(float32: 1e-6) of the largest; the run checks that as weights change. Validation, tests and inference "
+            "always evaluate the networks themselves."
+        ),
+    )
     rank_timeout: float = setting(
         60.0,
         above=0.0,

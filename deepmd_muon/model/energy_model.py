@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,11 +120,17 @@ class EnergyModel(torch.nn.Module):
         if isinstance(descriptor, Interpolated):
             descriptor.pieces = pieces
 
-    def tune(self, structures: Structures) -> None:
-        """Let the descriptor choose `pieces` for the present weights and batches like this one."""
+    @property
+    def can_interpolate(self) -> bool:
+        """Whether the descriptor knows how to interpolate its networks."""
+        return isinstance(self.atomic_model.descriptor, Interpolated)
+
+    def tune(self, batches: Iterable[Structures]) -> None:
+        """Choose `pieces` for the present weights and batches like these; it waits for the device."""
         descriptor = self.atomic_model.descriptor
         if isinstance(descriptor, Interpolated):
-            descriptor.tune(structures, edge_vectors(structures))
+            found = [descriptor.pieces_for(batch, edge_vectors(batch)) for batch in batches]
+            descriptor.pieces = max(found) if found and all(found) else 0
 
     def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
         """Set the descriptor's standardisation, values `(ntypes, 4)` from `environment_statistics`.

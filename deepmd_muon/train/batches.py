@@ -45,9 +45,6 @@ class Feed(Protocol):
     def read(self) -> TrainingBatch:
         """Return the batch on the device; part of the step, and of its graph."""
 
-    def peek(self) -> TrainingBatch:
-        """Return the batch that `read` will return, on the device."""
-
 
 class BatchSource(Protocol):
     """An endless order of batches."""
@@ -86,8 +83,6 @@ class HostFeed:
     def read(self) -> TrainingBatch:
         """Return the batch."""
         return self.batch
-
-    peek = read
 
 
 class HostBatches:
@@ -141,8 +136,6 @@ class StreamedFeed:
     def read(self) -> TrainingBatch:
         """Return the batch in the shared tensors."""
         return self.static
-
-    peek = read
 
 
 class StreamedBatches:

@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 
 #: Graphs that are kept at most; batches of further layouts are stepped eagerly.
 MOST_GRAPHS = 32
-# Steps after which the model is tuned anew; a multiple of the step's number, so that a continued run does the same.
-_TUNE_EVERY = 5000
 # Steps whose learning rates are copied to the device at once.
 _RATES = 1024
 
@@ -96,14 +94,12 @@ class CapturedStep:
         self._guard = step.guard
         self._rates = rates
         self._capture = capture
-        # By layout, and by what the model has been tuned to for it.
         self._met: set[Hashable] = set()
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._pieces: dict[Hashable, int] = {}
-        self._stale: set[Hashable] = set()
+        self._graphs: dict[Hashable | None, torch.cuda.CUDAGraph] = {}
         self._full = False
         self._names: tuple[str, ...] = ()
         self._metrics: Tensor | None = None
+        self._pieces = step.strategy.model.pieces
         self.eager_reason: str | None = None
         if capture:
             self._stream = torch.cuda.Stream()
@@ -130,12 +126,13 @@ class CapturedStep:
         """
         self._rates.expect(done)
         self._guard.note(feed.system)
-        if done % _TUNE_EVERY == 0:
-            self.tune_anew()
-        key = self._tuned(feed)
-        graph = self._graphs.get(key)
-        if graph is None and self._wants_graph(key):
-            graph = self._captured(feed, key)
+        if self._pieces != self._step.strategy.model.pieces:  # a graph holds launches of other kernels
+            self._pieces = self._step.strategy.model.pieces
+            self._graphs.clear()
+            self._met.clear()
+        graph = self._graphs.get(feed.layout)
+        if graph is None and self._wants_graph(feed.layout):
+            graph = self._captured(feed)
         if graph is not None:
             graph.replay()
         elif self._capture:
@@ -147,29 +144,7 @@ class CapturedStep:
 
     def has_graph(self, layout: Hashable) -> bool:
         """Return whether the next step of a layout will be replayed."""
-        return layout not in self._stale and (layout, self._pieces.get(layout)) in self._graphs
-
-    def tune_anew(self) -> None:
-        """Let the model be tuned to the weights of this moment, for each layout with its next batch.
-
-        A run that continues from a checkpoint tunes at its start; one that goes on must do so, too, to give the same.
-        """
-        self._stale.update(self._pieces)
-
-    def _tuned(self, feed: Feed) -> tuple[Hashable, int] | None:
-        """Tune the model for a layout, where that has not been done; return what a graph of this step is known by."""
-        model, layout = self._step.strategy.model, feed.layout
-        if layout is None:
-            model.pieces = 0
-            return None
-        if layout not in self._pieces or layout in self._stale:
-            model.tune(feed.peek().structures)
-            self._stale.discard(layout)
-            if model.pieces != self._pieces.get(layout):
-                self._graphs.pop((layout, self._pieces.get(layout)), None)
-            self._pieces[layout] = model.pieces
-        model.pieces = self._pieces[layout]
-        return layout, model.pieces
+        return self._pieces == self._step.strategy.model.pieces and layout in self._graphs
 
     def _run(self, feed: Feed) -> None:
         """Do what a graph holds: everything of a step that happens on the device."""
@@ -180,21 +155,21 @@ class CapturedStep:
             self._names, self._metrics = tuple(metrics), torch.empty_like(values)
         self._metrics.copy_(values)
 
-    def _wants_graph(self, key: Hashable | None) -> bool:
+    def _wants_graph(self, layout: Hashable | None) -> bool:
         """Return whether this step is to be captured: from the second batch of a layout on, while there is room."""
-        if not self._capture or self.eager_reason is not None or key is None:
+        if not self._capture or self.eager_reason is not None or layout is None:
             return False
         if len(self._graphs) == MOST_GRAPHS:
             if not self._full:
                 self._full = True
                 log.info("batches have more than %d layouts: further ones are stepped without a graph", MOST_GRAPHS)
             return False
-        if key not in self._met:
-            self._met.add(key)
+        if layout not in self._met:
+            self._met.add(layout)
             return False
         return True
 
-    def _captured(self, feed: Feed, key: Hashable) -> torch.cuda.CUDAGraph | None:
+    def _captured(self, feed: Feed) -> torch.cuda.CUDAGraph | None:
         """Record a step in a graph without running it; None, with one log line, where that fails."""
         graph = torch.cuda.CUDAGraph()
         try:
@@ -210,7 +185,7 @@ class CapturedStep:
             self.eager_reason = reason
             log.warning("training steps are launched one kernel at a time, because they cannot be captured: %s", reason)
             return None
-        self._graphs[key] = graph
+        self._graphs[feed.layout] = graph
         return graph
 
     def _on_side_stream(self, launch: Callable[[], None]) -> None:

@@ -55,12 +55,12 @@ class _Order:
 
 
 class ResidentSystem:
-    """All frames of a system on a device.
+    """All frames of some systems on a device, one system after the other.
 
     Parameters
     ----------
-    system
-        With the same atoms in every frame.
+    systems
+        With the same atoms and labels in every frame, so that their batches share a CUDA graph.
     cache
         Builds neighbour lists, or has them.
     ntypes
@@ -69,13 +69,14 @@ class ResidentSystem:
         Where the tensors live.
     """
 
-    def __init__(self, system: System, cache: NeighborCache, ntypes: int, device: torch.device) -> None:
+    def __init__(self, systems: Sequence[System], cache: NeighborCache, ntypes: int, device: torch.device) -> None:
+        system = systems[0]
         self.name = system.name
         self.natoms = system.natoms
         self._ntypes = ntypes
         self._device = device
         self._atype = system.types(np.arange(1))[0].astype(np.int64)
-        frames, neighbors = _read(system, cache)
+        frames, neighbors = _read(systems, cache)
         self._frames = {
             name: torch.from_numpy(np.ascontiguousarray(values)).to(device)
             for name in ("coord", "box", *LABELS)
@@ -168,16 +169,17 @@ def resident_bytes(system: System, width: int) -> int:
     return system.nframes * a_frame
 
 
-def _read(system: System, cache: NeighborCache) -> tuple[Frames, NeighborList]:
+def _read(systems: Sequence[System], cache: NeighborCache) -> tuple[Frames, NeighborList]:
     """Return all frames with their neighbours, the sections as wide as the fullest frame needs."""
     limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
     parts: list[Frames] = []
     lists: list[NeighborList] = []
-    for first in range(0, system.nframes, _CHUNK):
-        numbers = np.arange(first, min(first + _CHUNK, system.nframes))
-        frames = system.frames(numbers)
-        parts.append(frames)
-        lists.append(cache.batch(system, numbers, frames))
+    for system in systems:
+        for first in range(0, system.nframes, _CHUNK):
+            numbers = np.arange(first, min(first + _CHUNK, system.nframes))
+            frames = system.frames(numbers)
+            parts.append(frames)
+            lists.append(cache.batch(system, numbers, frames))
     widest = [max(widths) for widths in zip(*(part.sections for part in lists), strict=True)]
     widths = padded_widths(widest, limits)
     wide = [widen_sections(part, widths) for part in lists]
@@ -190,18 +192,14 @@ def _read(system: System, cache: NeighborCache) -> tuple[Frames, NeighborList]:
 class ResidentFeed:
     """A batch that a step gathers from the frame numbers it finds in the table.
 
-    `layout` names system and number of frames.
+    `layout` names the group of systems and the number of frames.
     """
 
     system_on_device: ResidentSystem
+    system: str
     numbers: _NumberTable
     nframes: int
     layout: Hashable
-
-    @property
-    def system(self) -> str:
-        """Where the frames come from."""
-        return self.system_on_device.name
 
     @property
     def atoms(self) -> np.ndarray:
@@ -214,14 +212,8 @@ class ResidentFeed:
         return float(self.atoms.sum()) if all(present[name][0] for name in needed) else 0.0
 
     def read(self) -> TrainingBatch:
-        """Gather the batch, and let the table move on."""
-        batch = self.peek()
-        self.numbers.advance()
-        return batch
-
-    def peek(self) -> TrainingBatch:
         """Gather the batch."""
-        return self.system_on_device.gather(self.numbers.present()[: self.nframes])
+        return self.system_on_device.gather(self.numbers.read()[: self.nframes])
 
 
 class _NumberTable:
@@ -231,22 +223,20 @@ class _NumberTable:
         self._table = torch.zeros(_AHEAD, width, dtype=torch.int64, device=device)
         self._row = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def write(self, plans: Sequence[Plan]) -> None:
-        """Take the batches of these plans, on the host."""
+    def write(self, plans: Sequence[Plan], first: np.ndarray) -> None:
+        """Take the batches of these plans, on the host; `first` says where the frames of a system begin."""
         values = np.zeros(self._table.shape, dtype=np.int64)
         for row, plan in enumerate(plans):
-            ((_, numbers),) = plan.parts
-            values[row, : len(numbers)] = numbers
+            ((system, numbers),) = plan.parts
+            values[row, : len(numbers)] = numbers + first[system]
         self._table.copy_(torch.from_numpy(values))
         self._row.zero_()
 
-    def present(self) -> Tensor:
-        """Return the numbers of the present batch, on the device."""
-        return self._table.index_select(0, self._row)[0]
-
-    def advance(self) -> None:
-        """Go to the next batch, on the device."""
+    def read(self) -> Tensor:
+        """Return the numbers of the present batch, and move on; on the device."""
+        found = self._table.index_select(0, self._row)[0]
         self._row.add_(1)
+        return found
 
 
 class ResidentBatches:
@@ -264,7 +254,18 @@ class ResidentBatches:
 
     def __init__(self, loader: DataLoader, ntypes: int, device: torch.device) -> None:
         self._loader = loader
-        self._systems = [ResidentSystem(system, loader.cache, ntypes, device) for system in loader.systems]
+        groups: dict[Hashable, list[int]] = {}
+        for number, system in enumerate(loader.systems):
+            atoms = system.types(np.arange(1))[0].tobytes()
+            groups.setdefault((atoms, system.pbc, tuple(sorted(system.labels))), []).append(number)
+        self._group = np.zeros(len(loader.systems), dtype=int)
+        self._first = np.zeros(len(loader.systems), dtype=int)
+        self._systems: list[ResidentSystem] = []
+        for index, members in enumerate(groups.values()):
+            systems = [loader.systems[number] for number in members]
+            self._systems.append(ResidentSystem(systems, loader.cache, ntypes, device))
+            self._group[members] = index
+            self._first[members] = np.cumsum([0, *(system.nframes for system in systems[:-1])])
         sizes = [min(size, system.nframes) for size, system in zip(loader.batch_sizes, loader.systems, strict=True)]
         self._numbers = _NumberTable(max(sizes), device)
         self._plans: deque[Plan] = deque()
@@ -273,11 +274,13 @@ class ResidentBatches:
         """Return the next batch."""
         if not self._plans:
             self._plans.extend(self._loader.draw() for _ in range(_AHEAD))
-            self._numbers.write(self._plans)
+            self._numbers.write(self._plans, self._first)
         ((number, frames),) = self._plans.popleft().parts
         self._loader.advance()
-        self._systems[number].prepare(len(frames))
-        return ResidentFeed(self._systems[number], self._numbers, len(frames), (number, len(frames)))
+        group = int(self._group[number])
+        self._systems[group].prepare(len(frames))
+        name = self._loader.systems[number].name
+        return ResidentFeed(self._systems[group], name, self._numbers, len(frames), (group, len(frames)))
 
     def close(self) -> None:
         """Do nothing: no work goes on in the background."""

@@ -40,9 +40,6 @@ class Stepper(Protocol):
     def check(self, done: int) -> None:
         """Raise what steps have found and not yet raised, before anything is built on `done` updates."""
 
-    def saved(self) -> None:
-        """Take note of a checkpoint: steps from here on must be those of a run that continues from it."""
-
     def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
         """Return where the batches of a run of so many steps come from."""
 
@@ -71,9 +68,6 @@ class HostStepper:
 
     def check(self, done: int) -> None:
         """Do nothing: steps raise themselves."""
-
-    def saved(self) -> None:
-        """Do nothing: a step depends on weights, optimizer and batch alone."""
 
     def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
         """Return batches that are converted one by one."""
@@ -121,10 +115,6 @@ class DeviceStepper:
     def check(self, done: int) -> None:
         """Wait for the device and report steps that were not finite."""
         self._guard.check(done)
-
-    def saved(self) -> None:
-        """Let the model be tuned anew."""
-        self._captured.tune_anew()
 
     def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
         """Return batches gathered from data on the device, or streamed there where the data cannot live there."""

@@ -34,6 +34,7 @@ from deepmd_muon.train.report import Reports, open_reports
 from deepmd_muon.train.setup import Data, number_of_steps
 from deepmd_muon.train.stepper import build_stepper
 from deepmd_muon.train.strategy import choose_strategy
+from deepmd_muon.train.tuning import Tuning
 from deepmd_muon.train.validate import mean_metrics, metric_weights, validate
 from deepmd_muon.train.watch import STEPPING
 
@@ -93,6 +94,9 @@ class Trainer:
         self.source: Path | None = None
         parts = self.strategy, self.loss, self.optimizer, self.ema
         self._stepper = build_stepper(*parts, training, self._rate_and_fraction)
+        self._tuning: Tuning | None = None
+        if training.interpolate_embedding and model.can_interpolate and not self.strategy.cuts_parameters:
+            self._tuning = Tuning(model, data.training, self._device)
         self._state = RunState(given, model, self.optimizer, data, self.ema, min_nbor_dist)
 
     def _check_labels(self) -> None:
@@ -156,6 +160,8 @@ class Trainer:
             lr, fraction = self._rate_and_fraction(self.step)
             self.ranks.doing("reading its batch", self.step + 1)
             batch = batches.next()
+            if self._tuning is not None:
+                self._tuning(self.step)
             self.ranks.doing(STEPPING, self.step + 1)
             metrics = self._stepper(batch, self.step)
             self.step += 1
@@ -211,7 +217,6 @@ class Trainer:
         self._stepper.check(self.step)
         self.ranks.doing("saving", self.step)
         self.checkpoints.save(self.step, self._content())
-        self._stepper.saved()
 
     def _content(self) -> dict[str, Any]:
         """Return what a checkpoint of the present step holds, laid out over the ranks as it is."""
@@ -247,6 +252,8 @@ class Trainer:
             )
         if OWN_KEY in content:
             self.checkpoints.adopt(content[OWN_KEY], source)
+            if self._tuning is not None:
+                self._tuning.looked = "pieces" in content[OWN_KEY]
         log.info("restarting from %s at step %d", source, self.step)
 
     def _build_whole(self) -> tuple[EnergyModel, torch.optim.Optimizer]:

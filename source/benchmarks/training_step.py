@@ -118,6 +118,8 @@ def inspect(content: dict[str, Any]) -> dict[str, float]:
         def go(count: int) -> float:
             start = time.perf_counter()
             for _ in range(count):
+                if trainer._tuning is not None:
+                    trainer._tuning(trainer.step)
                 trainer._stepper(batches.next(), trainer.step)
                 trainer.step += 1
             return (time.perf_counter() - start) / count

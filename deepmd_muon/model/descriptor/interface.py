@@ -84,8 +84,8 @@ class Interpolated(Protocol):
 
     pieces: int
 
-    def tune(self, structures: Structures, edges: torch.Tensor) -> None:
-        """Choose `pieces` for the present weights and batches like this one."""
+    def pieces_for(self, structures: Structures, edges: torch.Tensor) -> int:
+        """Return how many pieces the present weights need on such a batch; 0 where interpolation is too coarse."""
 
 
 def describe_by_autograd(

@@ -69,6 +69,7 @@ class RunState:
                 "step": step,
                 "settings": json.dumps(self.given.normalized),
                 "torch_rng": torch.get_rng_state(),
+                "pieces": self.model.pieces,
                 "training_data": self.data.training.state_dict(),
                 "validation_data": self.data.validation.state_dict() if self.data.validation else {},
             },
@@ -109,6 +110,8 @@ class RunState:
     def _restore_own(self, own: Mapping[str, Any], source: Path) -> None:
         """Restore what only our checkpoints hold: random numbers and data order; log settings that changed."""
         torch.set_rng_state(own["torch_rng"])
+        if self.given.settings.training.interpolate_embedding:
+            self.model.pieces = int(own.get("pieces", 0))
         report_changes(json.loads(own["settings"]), self.given.normalized, source)
         loaders = {"training_data": self.data.training, "validation_data": self.data.validation}
         for name, loader in loaders.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,11 @@ class Strategy(ABC):
     ----------
     stop_signal
         Number of the signal that ends the run after this step, the same on all ranks; None to go on.
+    cuts_parameters
+        Whether a rank holds only a part of each parameter between steps.
     """
+
+    cuts_parameters: ClassVar[bool] = False
 
     def __init__(self, ranks: Ranks, model: EnergyModel) -> None:
         self.ranks = ranks

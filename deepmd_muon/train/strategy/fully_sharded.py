@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,8 @@ class FullySharded(SeveralRanks):
     reshard_after_forward
         Whether the gathered parameters are freed between forward and backward pass (stage 3).
     """
+
+    cuts_parameters: ClassVar[bool] = True
 
     def __init__(self, ranks: Ranks, model: EnergyModel, mesh: DeviceMesh, *, reshard_after_forward: bool) -> None:
         super().__init__(ranks, model)

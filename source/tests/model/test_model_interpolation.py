@@ -28,6 +28,11 @@ def model(**descriptor):
     return built
 
 
+@pytest.fixture(autouse=True)
+def _small_batches_count(monkeypatch):
+    monkeypatch.setattr(interpolation, "EDGES_PER_NODE", 0)
+
+
 def results(built, structures, pieces):
     built.pieces = pieces
     built.zero_grad()
@@ -131,18 +136,18 @@ def test_the_tail_tells_the_error():
     ("scale", "activation", "wanted"),
     [(1.0, "tanh", 16), (2.0, "tanh", 32), (3.0, "tanh", 64), (1.0, "relu", 0), (1e3, "tanh", 0)],
 )
-def test_tuning_takes_as_many_pieces_as_the_networks_need(scale, activation, wanted, monkeypatch):
-    monkeypatch.setattr(interpolation, "EDGES_PER_NODE", 0)
+def test_tuning_takes_as_many_pieces_as_the_networks_need(scale, activation, wanted):
     built = model(activation_function=activation)
     with torch.no_grad():
         for p in built.atomic_model.descriptor.sea.parameters():
             p.mul_(scale)
-    built.tune(batch())
+    built.tune([batch(1, 6), batch()])
     assert built.pieces == wanted
 
 
-def test_tuning_leaves_small_batches_exact():
-    built = model()
-    built.pieces = 16
-    built.tune(batch(1, 4))
-    assert built.pieces == 0
+def test_small_batches_stay_exact(monkeypatch):
+    monkeypatch.setattr(interpolation, "EDGES_PER_NODE", 4)
+    built, structures = model(activation_function="relu"), batch()
+    exact = built(structures)["energy"].detach()
+    built.pieces = 16  # 24 atoms with 68 slots: fewer than 4 edges for each of 512 nodes
+    assert torch.equal(built(structures)["energy"].detach(), exact)

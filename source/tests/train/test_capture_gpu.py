@@ -119,7 +119,7 @@ def test_the_weights_are_those_of_the_cpu(small_input, train, load, monkeypatch)
     train(content)
     for name, value in load()["model"].items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(on_gpu["model"][name], value, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(on_gpu["model"][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("batch_size", [1, "auto:40", "max:40", "mixed:3"])
@@ -142,8 +142,8 @@ def test_systems_of_several_sizes(small_input, train, load, steppers, tmp_path, 
 def test_from_the_first_bad_step_on_nothing_changes_and_that_step_is_named(
     small_input, train, load, monkeypatch, optimizer
 ):
-    content = small_input(optimizer={"type": optimizer}, training={"disp_freq": 100, "save_freq": 100})
-    content["training"]["numb_steps"] = 30
+    content = small_input(optimizer={"type": optimizer}, training={"disp_freq": 1000, "save_freq": 1000})
+    content["training"]["numb_steps"] = 300  # data of shorter runs are streamed
     original = ResidentSystem.__init__
 
     def poisoned(self, system, *args):
@@ -159,12 +159,12 @@ def test_from_the_first_bad_step_on_nothing_changes_and_that_step_is_named(
 
     path = content["training"]["training_data"]["systems"][0]
     loader = DataLoader(open_systems([path], ["Cu"]), 2, seed=3, rcut=4.5, sel=(60,))
-    drawn = [set(loader.draw().parts[0][1].tolist()) for _ in range(30)]
+    drawn = [set(loader.draw().parts[0][1].tolist()) for _ in range(300)]
     assert update == next(i for i, numbers in enumerate(drawn, 1) if 3 in numbers)
 
 
 def test_skip_leaves_bad_steps_out(small_input, train, load, monkeypatch, caplog):
-    content = small_input(optimizer={"on_nonfinite": "skip"}, training={"disp_freq": 100, "numb_steps": 30})
+    content = small_input(optimizer={"on_nonfinite": "skip"}, training={"disp_freq": 1000, "numb_steps": 300})
     original = ResidentSystem.__init__
 
     def poisoned(self, system, *args):

@@ -38,7 +38,7 @@ from deepmd_muon.model.networks import Network
 PIECES = (16, 32, 64)
 """What `fewest_pieces` chooses from."""
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-7}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6}
 """Largest estimated interpolation error relative to the largest feature; the slope of a feature errs 10³ times more."""
 
 EDGES_PER_NODE = 4
@@ -109,6 +109,11 @@ def tail(coefficient: torch.Tensor, pieces: int) -> torch.Tensor:
     return torch.div(by_piece[:, :, -2:].amax(), by_piece.amax())
 
 
+def pays(networks: int, edges: int, pieces: int) -> bool:
+    """Return whether a step with so many edges is faster with the networks interpolated."""
+    return edges >= EDGES_PER_NODE * ORDERS * pieces * networks
+
+
 def fewest_pieces(
     blocks: Sequence[Sequence[Network]],
     f: Activation,
@@ -117,7 +122,7 @@ def fewest_pieces(
     widths: Sequence[int],
     sel: Sequence[int],
 ) -> int:
-    """Return how many pieces interpolate all networks within `TOLERANCE`; 0 where that does not pay or is too few.
+    """Return how many pieces interpolate all networks within `TOLERANCE`; 0 where the most do not suffice.
 
     Parameters
     ----------
@@ -128,10 +133,7 @@ def fewest_pieces(
     rows, empty, widths, sel
         Of a batch, see `cut`.
     """
-    nodes = ORDERS * sum(len(networks) for networks in blocks)
     for pieces in PIECES:
-        if rows.shape[0] * rows.shape[1] < EDGES_PER_NODE * pieces * nodes:
-            break
         edges = cut(rows, empty, pieces, widths, sel)
         if all(float(tail(coefficients(nets, f, edges), pieces)) <= TOLERANCE[rows.dtype] for nets in blocks):
             return pieces

@@ -114,7 +114,7 @@ class SeE2A(torch.nn.Module):
         used = self.used_slots(structures)
         rows, empty_row, scale = self._standardised(structures, env, used)
         parts: _Contractions | _Interpolated
-        if self.pieces and torch.is_grad_enabled():
+        if self._interpolates(rows):
             parts = _Interpolated(self, structures, rows, empty_row)
         else:
             parts = _Contractions(self, structures, rows, empty_row, force=force)
@@ -144,14 +144,18 @@ class SeE2A(torch.nn.Module):
             return [[nets[other] for other in range(ntypes)]]
         return [[nets[other * ntypes + centre] for other in range(ntypes)] for centre in range(ntypes)]
 
+    def _interpolates(self, rows: torch.Tensor) -> bool:
+        """Return whether a step interpolates: one that trains, of a batch large enough."""
+        edges, networks = rows.shape[0] * rows.shape[1], len(self.sea.filter_layers.networks)
+        return bool(self.pieces) and torch.is_grad_enabled() and interpolation.pays(networks, edges, self.pieces)
+
     @torch.no_grad()
-    def tune(self, structures: Structures, edges: torch.Tensor) -> None:
-        """Choose `pieces` for the present weights and batches like this one; it waits for the device."""
+    def pieces_for(self, structures: Structures, edges: torch.Tensor) -> int:
+        """Return how many pieces the present weights need on such a batch; see `Interpolated`."""
         used = self.used_slots(structures)
         rows, empty_row, _ = self._standardised(structures, self.environment(structures, edges), used)
-        self.pieces = interpolation.fewest_pieces(
-            self.networks(), self.activation, rows, empty_row, structures.sections, self.sel
-        )
+        nets = self.networks()
+        return interpolation.fewest_pieces(nets, self.activation, rows, empty_row, structures.sections, self.sel)
 
     def _check(self, structures: Structures) -> None:
         for width, sel, name in zip(structures.sections, self.sel, self.type_map, strict=True):
