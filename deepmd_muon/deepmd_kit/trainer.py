@@ -42,7 +42,7 @@ class HybridMuonTrainer(_Trainer):
         if optimizer_class.__name__ != "HybridMuonOptimizer":
             made: torch.optim.Optimizer = super()._create_optimizer(optimizer_class, **settings)
             return made
-        settings.pop("use_foreach")  # a way around gaps of torch that HybridMuon does not need
+        settings.pop("use_foreach", None)  # a way around gaps of torch that HybridMuon does not need
         named = list(self.wrapper.named_parameters())
         if self.sharding.stage == 1:
             shared = ZeroRedundancyHybridMuon(named, **settings, **self._further)
