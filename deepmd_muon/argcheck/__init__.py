@@ -3,7 +3,7 @@
 `load` reads a file, `normalize` takes its contents; both report every problem at once as an `InputError`.
 """
 
-from deepmd_muon.argcheck.errors import InputError, Problem
+from deepmd_muon.argcheck.errors import DeepmdKitOnlyError, InputError, Problem
 from deepmd_muon.argcheck.learning_rate import CosineSettings, ExpSettings, LearningRateSettings, WSDSettings
 from deepmd_muon.argcheck.load import Input, dump, load, normalize
 from deepmd_muon.argcheck.loss import EnerLossSettings
@@ -14,6 +14,7 @@ from deepmd_muon.section import Section
 
 __all__ = [
     "CosineSettings",
+    "DeepmdKitOnlyError",
     "EnerLossSettings",
     "ExpSettings",
     "Input",

@@ -72,8 +72,8 @@ class _Walk:
         self.problems: list[Problem] = []
         self.notices: list[str] = []
 
-    def problem(self, path: Path, message: str) -> None:
-        self.problems.append(Problem("/".join(path), message))
+    def problem(self, path: Path, message: str, elsewhere: str = "") -> None:
+        self.problems.append(Problem("/".join(path), message, elsewhere))
 
     def section(self, key: Key, given: object, path: Path) -> _Found | None:
         """Check an object; return its good values, or None when it has none to speak of."""
@@ -180,7 +180,7 @@ class _Walk:
             return
         harmless = " or ".join(map(shown, key.neutral))
         advice = f"remove it or set {harmless}" if key.neutral else "remove it"
-        self.problem(path, f"asks for {key.what}, which this package does not have; {advice}")
+        self.problem(path, f"asks for {key.what}, which this package does not have; {advice}", key.what)
 
     def unknown(self, spelling: Any, known: list[str], path: Path) -> None:
         """Report an unknown key with the nearest known one, here or in another section."""

@@ -16,10 +16,13 @@ class Problem:
         Where it stands in the file, such as `model/descriptor/rcut`; empty for the file as a whole.
     message
         What was wrong, what was found and what to do.
+    elsewhere
+        What the input asks for that deepmd-kit has and this package does not, in words; empty for a mistake.
     """
 
     path: str
     message: str
+    elsewhere: str = ""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}" if self.path else self.message
@@ -50,3 +53,12 @@ class InputError(ValueError):
         count = len(self.problems)
         head = f"{count} problem{'s' if count != 1 else ''} in {self.source}:"
         return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
+
+
+class DeepmdKitOnlyError(InputError):
+    """An input that asks for what deepmd-kit has and this package does not."""
+
+    @property
+    def elsewhere(self) -> str:
+        """What the input asks for, in words."""
+        return " and ".join(dict.fromkeys(problem.elsewhere for problem in self.problems))

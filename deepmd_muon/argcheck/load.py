@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_muon.argcheck.check import check
-from deepmd_muon.argcheck.errors import InputError, Problem
+from deepmd_muon.argcheck.elsewhere import only_in_deepmd_kit
+from deepmd_muon.argcheck.errors import DeepmdKitOnlyError, InputError, Problem
 from deepmd_muon.argcheck.files import read
 from deepmd_muon.argcheck.legacy import upgrade
+from deepmd_muon.argcheck.schema import tree
 from deepmd_muon.argcheck.settings import Settings
 from deepmd_muon.files import whole_file
 from deepmd_muon.optim.config import HybridMuonConfig
@@ -58,6 +60,8 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
 
     Raises
     ------
+    DeepmdKitOnlyError
+        When deepmd-kit, not this package, has what the input asks for.
     InputError
         With every problem of the input at once.
     """
@@ -65,10 +69,13 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
         raise InputError([Problem("", f"must be an object with sections; found {shown(data)}")], source)
     upgraded = upgrade(dict(data))
     checked = check(Settings, upgraded.data)
-    problems = [
-        *upgraded.problems,
-        *(Problem(upgraded.origin(problem.path), problem.message) for problem in checked.problems),
+    elsewhere = only_in_deepmd_kit(upgraded.data, tree(Settings))
+    found = [
+        dataclasses.replace(problem, path=upgraded.origin(problem.path)) for problem in elsewhere or checked.problems
     ]
+    problems = found if elsewhere else [*upgraded.problems, *found]
+    if problems and all(problem.elsewhere for problem in problems):
+        raise DeepmdKitOnlyError(problems, source)
     if problems or checked.settings is None:
         raise InputError(problems, source)
     notices = (*upgraded.notices, *checked.notices, *_open_muon_scale(upgraded.data, checked.settings))
@@ -103,6 +110,8 @@ def load(path: str | os.PathLike[str]) -> Input:
 
     Raises
     ------
+    DeepmdKitOnlyError
+        When deepmd-kit, not this package, has what the input asks for.
     InputError
         When the file cannot be read or parsed, or with every problem of its contents at once.
     """

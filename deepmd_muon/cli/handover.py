@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -72,7 +73,8 @@ def hand_over(what: str, words: list[str], advice: str = "") -> int:
         rest = f"; {advice}" if advice else ""
         print(f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed{rest}", file=sys.stderr)
         return 2
-    print(f"dp: deepmd-muon does not have {what}: handing over to deepmd-kit", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"dp: deepmd-muon does not have {what}: handing over to deepmd-kit", file=sys.stderr)
     from deepmd.main import main as deepmd_kit_main
 
     return int(deepmd_kit_main(words) or 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_muon.cli.handover import DeepmdKitOption
+from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
 
 HELP = "train a model as an input file says"
 
@@ -49,8 +49,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train."""
+    """Train; an input that asks for what deepmd-kit alone has goes to deepmd-kit, before torch is imported."""
+    from deepmd_muon.argcheck import DeepmdKitOnlyError, load
     from deepmd_muon.model.checkpoint_file import checkpoint_path
+
+    try:
+        load(options.INPUT)
+    except DeepmdKitOnlyError as error:
+        problems = "; ".join(map(str, error.problems))
+        raise HandOver(error.elsewhere, f"install it, or change {error.source} ({problems})") from error
     from deepmd_muon.train import run as run_training
     from deepmd_muon.train.start import AUTOMATIC
 

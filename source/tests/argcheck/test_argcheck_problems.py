@@ -13,7 +13,7 @@ from deepmd_muon.model.registry import DESCRIPTORS
 def test_all_problems_at_once(water, problems):
     water["modle"] = {}
     water["model"]["descriptor"].update(rcut_smth=7, rcut_smoth=1, neuron=[1, "x"], trainable=1)
-    water["model"]["fitting_net"]["numb_fparam"] = 2
+    water["model"]["fitting_net"]["numb_fparam"] = "2"
     water["learning_rate"].update(type="exq")
     water["optimizer"] = {"type": "HybridMuon", "muon_mode": "3d", "momentum": -3}
     water["training"].update(zero_stage=4, acc_freq=4, seed=True, num_steps=2)
@@ -24,7 +24,7 @@ def test_all_problems_at_once(water, problems):
         "model/descriptor/neuron/1": "must be a whole number; found the string 'x'",
         "model/descriptor/trainable": "must be true or false; found 1",
         "model/descriptor/rcut_smth": "must be below rcut; found 7 with rcut 6",
-        "model/fitting_net/numb_fparam": "must be 0; found 2 (frame and atomic parameters are not available)",
+        "model/fitting_net/numb_fparam": "must be a whole number; found the string '2'",
         "learning_rate/type": "must be one of 'exp', 'cosine', 'wsd'; found the string 'exq'; did you mean 'exp'?",
         "optimizer/muon_mode": "must be one of '2d', 'flat', 'slice'; found '3d'",
         "optimizer/momentum": "must be >= 0; found -3",
@@ -102,12 +102,12 @@ def change(data, path, value):
         ),
         ("model/fitting_net/atom_ener", [1.0], "must have one energy for each of the 2 types in type_map; found 1"),
         ("model/fitting_net/trainable", [True], "must have one value for each of the 4 layers; found 1"),
-        ("model/fitting_net/type", "dos", "must be 'ener'; found the string 'dos'"),
-        ("model/type", "frozen", "must be 'standard'; found 'frozen'"),
+        ("model/fitting_net/type", "dos", "deepmd-kit has the fitting net 'dos', this package does not"),
+        ("model/type", "frozen", "deepmd-kit has the model 'frozen', this package does not"),
         (
             "model/spin",
             {"use_spin": [True, False]},
-            "asks for atomic spins, which this package does not have; remove it",
+            "deepmd-kit has atomic spins, this package does not",
         ),
         ("learning_rate/start_lr", 0, "must be > 0; found 0"),
         ("learning_rate/stop_lr", 0.1, "must not exceed start_lr; found 0.1 with start_lr 0.001"),
@@ -120,8 +120,8 @@ def change(data, path, value):
         ("loss/start_pref_e", -1, "must be >= 0; found -1"),
         ("loss/f_use_norm", True, "needs loss_func 'mae' or use_huber; set one of them or remove it"),
         ("loss/start_pref_h", 1, "asks for a Hessian term, which this package does not have; remove it or set 0"),
-        ("loss/type", "dos", "must be 'ener'; found the string 'dos'"),
-        ("optimizer/type", "LKF", "must be one of 'HybridMuon', 'Adam', 'AdamW'; found the string 'LKF'"),
+        ("loss/type", "dos", "deepmd-kit has the loss 'dos', this package does not"),
+        ("optimizer/type", "LKF", "deepmd-kit has the optimizer 'LKF', this package does not"),
         ("optimizer/momentum", 0.9, "is not a known key; did you mean optimizer/momentum with type 'HybridMuon'?"),
         ("optimizer/adam_beta2", 1.0, "must be < 1; found 1"),
         ("training/numb_epoch", 3, None),

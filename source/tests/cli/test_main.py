@@ -119,6 +119,26 @@ def test_without_deepmd_kit_one_sentence_says_so(words, what, no_deepmd_kit, cap
     assert capsys.readouterr().err == f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed\n"
 
 
+@pytest.fixture
+def dpa4(tmp_path):
+    """An input of a model that deepmd-kit alone has."""
+    path = tmp_path / "dpa4.json"
+    path.write_text(json.dumps({"model": {"type": "dpa4", "descriptor": {}}, "training": {"numb_steps": 1}}))
+    return path
+
+
+def test_an_input_that_deepmd_kit_alone_can_train_goes_to_it(dpa4, deepmd_kit, capsys):
+    assert main(["train", str(dpa4)]) == 0
+    assert deepmd_kit == [["--pt", "train", str(dpa4)]]
+    assert "the model 'dpa4': handing over to deepmd-kit" in capsys.readouterr().err
+
+
+def test_without_deepmd_kit_such_an_input_is_refused_in_one_line(dpa4, no_deepmd_kit, capsys):
+    assert main(["train", str(dpa4)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "model/type: deepmd-kit has the model 'dpa4', this package does not" in line
+
+
 @pytest.mark.parametrize(
     ("words", "what", "advice"),
     [

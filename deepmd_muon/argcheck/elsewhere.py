@@ -1,0 +1,76 @@
+"""What an input asks for that deepmd-kit 3.2 has and this package does not, so that deepmd-kit can be asked instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deepmd_muon.argcheck.errors import Problem
+from deepmd_muon.argcheck.schema import Key
+
+# Names of deepmd-kit's kinds, aliases included; those that are registered here, by whomever, do not count.
+TYPES: dict[str, tuple[str, ...]] = {
+    "model": (*("dpa4", "DPA4", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc", "linear_ener"),),
+    "model/descriptor": (
+        *("loc_frame", "se_e2_a", "se_a", "se_e2_r", "se_r", "se_e3", "se_at", "se_a_3be", "se_t", "se_a_tpe"),
+        *("se_a_ebd", "se_e3_tebd", "se_a_mask", "se_atten", "dpa1", "se_atten_v2", "se_a_ebd_v2", "se_a_tpe_v2"),
+        *("hybrid", "dpa2", "dpa3", "dpa4", "DPA4", "SeZM", "sezm", "dpa4c", "DPA4C"),
+    ),
+    "model/fitting_net": (*("ener", "dpa4_ener", "sezm_ener", "dos", "population", "property", "polar", "dipole"),),
+    "loss": ("ener", "ener_hess", "dens", "ener_spin", "dos", "population", "property", "tensor"),
+    "optimizer": ("Adam", "AdamW", "HybridMuon", "LKF", "AdaMuon"),
+}
+_MULTI_TASK = "multi-task training"
+# Keys that change what their whole section means.
+KEYS = {
+    "nvnmd": "training for non-von-Neumann hardware",
+    "loss_dict": _MULTI_TASK,
+    "model/model_dict": _MULTI_TASK,
+    "training/data_dict": _MULTI_TASK,
+    "model/spin": "atomic spins",
+}
+NUMBERS = {
+    "model/fitting_net/numb_fparam": "frame parameters",
+    "model/fitting_net/numb_aparam": "atomic parameters",
+}
+
+
+def only_in_deepmd_kit(data: Mapping[str, Any], schema: Key) -> list[Problem]:
+    """Return what decides that an input is deepmd-kit's alone; further problems with it mean nothing then.
+
+    Parameters
+    ----------
+    data
+        The input in today's spelling.
+    schema
+        `deepmd_muon.argcheck.schema.tree` of the whole input.
+    """
+    found = {path: what for path, what in KEYS.items() if _value(data, path)}
+    for path, names in TYPES.items():
+        kind = _value(data, f"{path}/type")
+        if kind in names and kind not in _available(schema, path):
+            found[f"{path}/type"] = f"the {path.rpartition('/')[2].replace('_', ' ')} {kind!r}"
+    for path, what in NUMBERS.items():
+        number = _value(data, path)
+        if type(number) is int and number > 0:
+            found[path] = what
+    systems = _value(data, "training/training_data/systems")
+    if any(
+        str(system).rstrip("/").endswith(".lmdb") for system in (systems if isinstance(systems, list) else [systems])
+    ):
+        found["training/training_data/systems"] = "LMDB data"
+    return [Problem(path, f"deepmd-kit has {what}, this package does not", what) for path, what in found.items()]
+
+
+def _value(data: Any, path: str) -> Any:
+    """Return the value at a path of sections and a key, None where there is none."""
+    for name in path.split("/"):
+        data = data.get(name) if isinstance(data, Mapping) else None
+    return data
+
+
+def _available(schema: Key, path: str) -> set[str]:
+    """Return the kinds of a section that this package has."""
+    for name in path.split("/"):
+        schema = schema.keys[name]
+    return {*schema.kinds, *schema.variants.alias} if schema.variants else set()

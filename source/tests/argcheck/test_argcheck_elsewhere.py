@@ -1,0 +1,139 @@
+"""What an input asks for that deepmd-kit has and this package does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from deepmd_muon.argcheck import DeepmdKitOnlyError, InputError, normalize
+from deepmd_muon.argcheck.elsewhere import TYPES
+
+
+def elsewhere(data):
+    with pytest.raises(DeepmdKitOnlyError) as caught:
+        normalize(data)
+    return caught.value
+
+
+def test_what_deepmd_kit_alone_has_is_told_without_the_problems_that_follow(water):
+    water["model"].update(type="dpa4", use_compile=False, bridging_method="zbl")
+    del water["model"]["descriptor"]["type"]
+    water["model"]["fitting_net"]["neuron"] = [0]
+    error = elsewhere(water)
+    assert [problem.path for problem in error.problems] == ["model/type"]
+    assert error.elsewhere == "the model 'dpa4'"
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "what"),
+    [
+        ("optimizer", {"type": "AdaMuon", "momentum": 0.9}, "the optimizer 'AdaMuon'"),
+        ("loss", {"type": "tensor", "pref": 1.0}, "the loss 'tensor'"),
+        ("nvnmd", {"version": 0}, "training for non-von-Neumann hardware"),
+    ],
+)
+def test_each_section(water, section, value, what):
+    water[section] = value
+    assert elsewhere(water).elsewhere == what
+
+
+def test_several_are_told_once_each(water):
+    water["model"] = {"model_dict": {"a": {}}, "shared_dict": {}}
+    water["loss_dict"] = {"a": {}}
+    water["optimizer"] = {"type": "LKF"}
+    assert elsewhere(water).elsewhere == "multi-task training and the optimizer 'LKF'"
+
+
+def test_data_in_lmdb(water):
+    water["training"]["training_data"]["systems"] = "frames.lmdb"
+    assert elsewhere(water).elsewhere == "LMDB data"
+
+
+def test_a_key_of_deepmd_kit_is_told_with_advice(water):
+    water["training"]["acc_freq"] = 4
+    error = elsewhere(water)
+    assert error.elsewhere == "gradients summed over several steps"
+    assert "remove it or set 1" in str(error)
+
+
+def test_a_mistake_beside_such_a_key_is_a_mistake(water):
+    water["training"].update(acc_freq=4, zero_stage=9)
+    with pytest.raises(InputError) as caught:
+        normalize(water)
+    assert not isinstance(caught.value, DeepmdKitOnlyError)
+    assert {problem.path for problem in caught.value.problems} == {"training/acc_freq", "training/zero_stage"}
+
+
+def test_an_unknown_name_is_a_mistake(water):
+    water["optimizer"] = {"type": "HybridMoun"}
+    with pytest.raises(InputError, match="did you mean 'HybridMuon'") as caught:
+        normalize(water)
+    assert not isinstance(caught.value, DeepmdKitOnlyError)
+
+
+@pytest.mark.deepmd_kit
+@pytest.mark.skipif("DEEPMD_KIT_PYTHON" not in os.environ, reason="DEEPMD_KIT_PYTHON names no Python with deepmd-kit")
+def test_the_names_are_those_of_deepmd_kit():
+    code = """
+import json, deepmd.utils.argcheck as a
+names = lambda p: [n for x in p.get_all_argument() for n in (x.name, *x.alias)]
+model = a.model_args().sub_variants["type"]
+print(json.dumps({
+    "model": [*model.choice_dict, *model.choice_alias],
+    "model/descriptor": names(a.descrpt_args_plugin),
+    "model/fitting_net": names(a.fitting_args_plugin),
+    "loss": names(a.loss_args_plugin),
+    "optimizer": names(a.opt_args_plugin),
+}))
+"""
+    command = [os.environ["DEEPMD_KIT_PYTHON"], "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    theirs["model"].remove("standard")
+    assert {path: set(names) for path, names in TYPES.items()} == {path: set(names) for path, names in theirs.items()}
+
+
+def _inputs():
+    """Return the training inputs among deepmd-kit's examples."""
+    found = []
+    for path in sorted(Path(os.environ.get("DEEPMD_KIT_EXAMPLES", "")).rglob("*.json")):
+        content = json.loads(path.read_text())
+        if isinstance(content, dict) and "training" in content:
+            found.append(path)
+    return found
+
+
+@pytest.mark.deepmd_kit
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif("DEEPMD_KIT_EXAMPLES" not in os.environ, reason="DEEPMD_KIT_EXAMPLES names no examples")
+def test_every_example_of_deepmd_kit_trains_here_or_is_handed_over(tmp_path, monkeypatch, capsys):
+    from deepmd_muon.cli import main as cli
+
+    handed_over = []
+    monkeypatch.setattr(cli, "hand_over", lambda what, words, advice="": handed_over.append((what, words)) or 0)
+    trained = 0
+    for path in (inputs := _inputs()):
+        content = json.loads(path.read_text())
+        training = {key: x for key, x in content["training"].items() if "epoch" not in key and key != "stat_file"}
+        training.update(numb_steps=1, save_ckpt=str(tmp_path / "model"), disp_file=str(tmp_path / "lcurve"))
+        content["training"] = training
+        changed = tmp_path / "input.json"
+        changed.write_text(json.dumps(content))
+        monkeypatch.chdir(path.parent)  # its systems are told relative to it
+        before = len(handed_over)
+        words = ["--pt", "train", str(changed), "-o", str(tmp_path / "out.json"), "-v", "ERROR"]
+        assert cli.main(words) == 0, (path, capsys.readouterr().err)
+        if len(handed_over) > before:
+            what, given = handed_over[-1]
+            assert given == words
+            assert what
+        else:
+            trained += 1
+            assert (tmp_path / "model-1.pt").exists()
+            (tmp_path / "model-1.pt").unlink()
+    assert len(inputs) >= 60
+    assert trained >= 4
