@@ -2,15 +2,17 @@
 
     python source/benchmarks/training_step.py --data WATER --deepmd-kit /path/to/other/venv/bin/dp
     python source/benchmarks/training_step.py --data WATER --cases f64-b1 f32-b1 --inspect --log steps.jsonl
+    python source/benchmarks/training_step.py --data WATER --model dpa3 --cases f32-b1 --steps 2 6 --threads 2
 
 WATER holds DeePMD's example water systems (data_0, data_1, data_2, 192 atoms). deepmd-kit 3.2.0 lives in an
 environment of its own; without --deepmd-kit only our times are shown.
 
 Milliseconds a step are the slope of wall time between two lengths of `dp train`, display, validation and checkpoints
 off: start-up is thus excluded, and everything that a user waits for is counted. Start-up itself is what the line
-leaves at no steps. The trainers take turns, so that a drift of the machine's speed meets all. With --inspect one more
-run of each of our cases tells, on a GPU, the time that the host takes for a step when nothing makes it wait, how long
-the device is busy in a step and with how many kernels, and the peak of its memory with and without resident data.
+leaves at no steps. Processor time, which counts all threads, is a slope as well; peak memory is that of the longer
+run. The trainers take turns, so that a drift of the machine's speed meets all. With --inspect one more run of each of
+our cases tells, on a GPU, the time that the host takes for a step when nothing makes it wait, how long the device is
+busy in a step and with how many kernels, and the peak of its memory with and without resident data.
 """
 
 from __future__ import annotations
@@ -27,35 +29,68 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-# The network of DeePMD's water example (se_e2_a, 1.01 million weights).
-MODEL: dict[str, Any] = {
-    "type_map": ["O", "H"],
-    "descriptor": {
-        "type": "se_e2_a",
-        "sel": [46, 92],
-        "rcut_smth": 0.5,
-        "rcut": 6.0,
-        "neuron": [25, 50, 100],
-        "axis_neuron": 16,
-        "type_one_side": True,
-        "seed": 1,
-    },
-    "fitting_net": {"neuron": [240, 240, 240], "resnet_dt": True, "seed": 1},
+_REPFLOW: dict[str, Any] = {
+    "n_dim": 128,
+    "e_dim": 64,
+    "a_dim": 32,
+    "nlayers": 6,
+    "e_rcut": 6.0,
+    "e_rcut_smth": 5.3,
+    "e_sel": 120,
+    "a_rcut": 4.0,
+    "a_rcut_smth": 3.5,
+    "a_sel": 30,
+    "axis_neuron": 4,
+    "a_compress_rate": 1,
+    "a_compress_e_rate": 2,
+    "a_compress_use_split": True,
+    "smooth_edge_update": True,
+    "edge_init_use_dist": True,
+    "use_exp_switch": True,
+}
+_DYNAMIC = {**_REPFLOW, "e_sel": 1200, "a_sel": 300, "use_dynamic_sel": True, "sel_reduce_factor": 10.0}
+_SILUT = {"activation_function": "silut:10.0", "seed": 1}
+
+# The networks of DeePMD's water examples: descriptor and fitting net.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "se_e2_a": (
+        {
+            "type": "se_e2_a",
+            "sel": [46, 92],
+            "rcut_smth": 0.5,
+            "rcut": 6.0,
+            "neuron": [25, 50, 100],
+            "axis_neuron": 16,
+            "type_one_side": True,
+            "seed": 1,
+        },
+        {"seed": 1},
+    ),
+    "dpa3": ({"type": "dpa3", "repflow": _REPFLOW, **_SILUT}, _SILUT),
+    "dpa3-dynamic": ({"type": "dpa3", "repflow": _DYNAMIC, **_SILUT}, _SILUT),
 }
 SCHEDULE = {"type": "exp", "decay_steps": 5000, "start_lr": 1e-3, "stop_lr": 1e-6}
 PRECISIONS = {"f64": "float64", "f32": "float32"}
 
 
-def make_input(case: str, optimizer: str, steps: int, data: Path, capture: str | None) -> dict[str, Any]:
-    """Return the input of a case such as f64-b8: precision and frames in a batch."""
+def make_input(kind: str, case: str, optimizer: str, steps: int, data: Path, capture: str | None) -> dict[str, Any]:
+    """Return the input of a model in a case such as f64-b8: precision and frames in a batch."""
     precision, batch = case.split("-b")
-    model = json.loads(json.dumps(MODEL))
-    for section in ("descriptor", "fitting_net"):
-        model[section]["precision"] = PRECISIONS[precision]
+    descriptor, fitting_net = MODELS[kind]
+    model = {
+        "type_map": ["O", "H"],
+        "descriptor": {**descriptor, "precision": PRECISIONS[precision]},
+        "fitting_net": {
+            "neuron": [240, 240, 240],
+            "resnet_dt": True,
+            **fitting_net,
+            "precision": PRECISIONS[precision],
+        },
+    }
     training: dict[str, Any] = {
         "training_data": {"systems": [str(data.resolve() / f"data_{i}") for i in range(3)], "batch_size": int(batch)},
         "numb_steps": steps,
@@ -77,25 +112,35 @@ def make_input(case: str, optimizer: str, steps: int, data: Path, capture: str |
     }
 
 
-def seconds_of_run(command: list[str], content: dict[str, Any], threads: int) -> float:
-    """Train from the command line and return the wall time [s]."""
-    with tempfile.TemporaryDirectory() as folder:
+class Run(NamedTuple):
+    """Wall time [s], processor time of all threads [s] and peak memory [MiB] of a training run."""
+
+    seconds: float
+    processor: float
+    memory: float
+
+
+def train(command: list[str], content: dict[str, Any], threads: int) -> Run:
+    """Train from the command line."""
+    with tempfile.TemporaryDirectory() as folder, Path(folder, "output").open("w+") as output:
         Path(folder, "input.json").write_text(json.dumps(content))
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DP_INTRA_OP_PARALLELISM_THREADS": "0"}
         begun, start = time.time(), time.perf_counter()
-        done = subprocess.run(
+        process = subprocess.Popen(
             [*command, "--pt", "train", "--skip-neighbor-stat", "input.json"],
             cwd=folder,
             env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
+        _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - start
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
-    show_log(done.stdout + done.stderr, begun)
-    return seconds
+        output.seek(0)
+        log = output.read()
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed:\n{log[-3000:]}")
+    show_log(log, begun)
+    return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 
 
 def show_log(log: str, begun: float) -> None:
@@ -173,17 +218,17 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[tuple[f
         for case in args.cases:
             for optimizer in args.optimizers:
                 for name, (command, capture) in trainers.items():
-                    seconds = [
-                        seconds_of_run(command, make_input(case, optimizer, n, args.data, capture), args.threads)
-                        for n in args.steps
-                    ]
-                    slope = (seconds[1] - seconds[0]) / (args.steps[1] - args.steps[0])
-                    start_up = seconds[0] - slope * args.steps[0]
+                    inputs = (make_input(args.model, case, optimizer, n, args.data, capture) for n in args.steps)
+                    runs = [train(command, content, args.threads) for content in inputs]
+                    steps = args.steps[1] - args.steps[0]
+                    slope = (runs[1].seconds - runs[0].seconds) / steps
+                    start_up = runs[0].seconds - slope * args.steps[0]
+                    processor = (runs[1].processor - runs[0].processor) / steps
                     found.setdefault((name, case, optimizer), []).append((1e3 * slope, start_up))
-                    report(args.log, round=number, trainer=name, case=case, optimizer=optimizer, seconds=seconds)
+                    report(args.log, round=number, trainer=name, case=case, optimizer=optimizer, runs=runs)
                     print(
                         f"round {number}: {name}, {case}, {optimizer}: {1e3 * slope:.3f} ms a step, "
-                        f"start-up {start_up:.1f} s",
+                        f"processor {1e3 * processor:.3f} ms, peak {runs[1].memory:.0f} MiB, start-up {start_up:.1f} s",
                         flush=True,
                     )
     return found
@@ -201,6 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with data_0, data_1, data_2")
     parser.add_argument("--deepmd-kit", help="the dp command of deepmd-kit 3.2.0")
+    parser.add_argument("--model", default="se_e2_a", choices=tuple(MODELS))
     parser.add_argument(
         "--cases", nargs="+", default=["f64-b1", "f64-b8", "f64-b32", "f32-b1"], help="precision-bFRAMES"
     )
@@ -234,7 +280,7 @@ def main() -> None:
         for case in args.cases:
             for optimizer in args.optimizers:
                 print(f"\n{case}, {optimizer}, in this process:")
-                values = inspect(make_input(case, optimizer, 10_000, args.data, args.capture[0]))
+                values = inspect(make_input(args.model, case, optimizer, 10_000, args.data, args.capture[0]))
                 report(args.log, case=case, optimizer=optimizer, inspected=values)
                 print("   ", ", ".join(f"{name} {value:.3g}" for name, value in values.items()), flush=True)
 
