@@ -222,6 +222,30 @@ def test_energy_is_invariant_and_forces_turn_along():
     torch.testing.assert_close(shuffled["force"], one["force"][:, order], rtol=0, atol=1e-13)
 
 
+def test_dynamics_conserve_the_energy():
+    """Velocity Verlet: the error of the total energy falls with the square of the time step."""
+    model, _ = load("dynamic")
+    data = {key: None if value is None else value[:1] for key, value in FIXTURE["structures"]["open"].items()}
+    start = 0.05 * torch.randn(data["coord"].shape, generator=torch.Generator().manual_seed(4)).double()
+
+    def spread(dt, steps):
+        x, v, totals, potentials = data["coord"].clone(), start.clone(), [], []
+        out = model(batch_of(model, {**data, "coord": x}))
+        for _ in range(steps):
+            v = v + 0.5 * dt * out["force"].detach()
+            x = x + dt * v
+            out = model(batch_of(model, {**data, "coord": x}))
+            v = v + 0.5 * dt * out["force"].detach()
+            potentials.append(out["energy"].item())
+            totals.append(potentials[-1] + 0.5 * v.square().sum().item())
+        return np.ptp(totals), np.ptp(potentials)
+
+    coarse, exchanged = spread(0.2, 8)
+    fine, _ = spread(0.1, 16)
+    assert coarse < 0.02 * exchanged
+    assert fine < 0.4 * coarse
+
+
 @pytest.mark.parametrize("name", ["split", "distance"])
 @pytest.mark.parametrize("radius", ["e_rcut", "a_rcut"])
 def test_energy_and_forces_are_smooth_at_both_cutoffs(name, radius):
