@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -81,21 +79,21 @@ def build_adamw(
 
 
 def _element_wise(
-    kind: Callable[..., _Adam],
+    kind: type[_Adam],
     config: AdamConfig | AdamWConfig,
     model: nn.Module,
     lr: float | Tensor,
     replicas: Replicas | None,
 ) -> _Adam:
     betas = (config.adam_beta1, config.adam_beta2)
-    make = functools.partial(kind, lr=lr, betas=betas, weight_decay=config.weight_decay, fused=True)
+    options: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": config.weight_decay, "fused": True}
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if replicas is None:
-        optimizer = make(trainable)
+        optimizer = kind(trainable, **options)
     else:
         from deepmd_muon.optim.sharded.zero import in_parts  # brings torch.distributed along
 
-        optimizer = in_parts(make, trainable, replicas)
+        optimizer = in_parts(kind, trainable, replicas, **options)
     _report(optimizer, model)
     return optimizer
 

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.sharded_config import ShardedSettings
@@ -32,10 +32,6 @@ RouteChange = Literal["error", "migrate", "reset"]
 NonFinite = Literal["ignore", "skip", "error"]
 Steps = tuple[tuple[float, float, float], ...]
 
-MUON_MODES: tuple[MuonMode, ...] = ("2d", "flat", "slice")
-SCALINGS: tuple[Scaling, ...] = ("none", "match_rms", "rectangular", "spectral")
-LAYOUTS: tuple[Layout, ...] = ("auto", "as_stored", "in_out", "out_in")
-PRECISIONS: tuple[Precision, ...] = ("auto", "float16", "bfloat16", "float32", "float64")
 SCHEDULES = ("8+2", "keller-jordan", "polar-express", "muon-fsdp2")
 
 # What `MuonConfig` leaves out of Muon by default; unlike a user's own patterns, they may well match nothing.
@@ -138,7 +134,7 @@ class HybridMuonConfig:
     )
     muon_mode: MuonMode = setting(
         "slice",
-        choices=MUON_MODES,
+        choices=get_args(MuonMode),
         doc=(
             "How a parameter is seen as matrices, after dimensions of size 1 are dropped. '2d': rank 2 only; "
             "'flat': all leading dimensions become rows; 'slice': a batch of the last two dimensions."
@@ -160,7 +156,7 @@ class HybridMuonConfig:
     nesterov: bool = setting(True, doc="Orthogonalize β m + (1 − β) g instead of m.")
     scaling: Scaling | None = setting(
         None,
-        choices=SCALINGS,
+        choices=get_args(Scaling),
         doc=(
             "Scale of the Muon update: 'none' is 1, 'match_rms' is lr_adjust_coeff·sqrt(max(rows, columns)), "
             "'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with out and in by `layout`. null "
@@ -169,7 +165,7 @@ class HybridMuonConfig:
     )
     layout: Layout = setting(
         "auto",
-        choices=LAYOUTS,
+        choices=get_args(Layout),
         doc=(
             "Which dimension of a matrix is its output, for 'rectangular' and 'spectral' scaling: 'in_out' for "
             "DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as output, whatever they mean. 'auto' is "
@@ -195,7 +191,7 @@ class HybridMuonConfig:
     )
     precision: Precision = setting(
         "auto",
-        choices=PRECISIONS,
+        choices=get_args(Precision),
         doc=(
             "Operands of the matrix products; the iterate itself is kept in fp32 or wider. 'auto' is fp16 on a GPU "
             "and fp32 on a CPU."
@@ -234,7 +230,7 @@ class HybridMuonConfig:
     )
     on_route_change: RouteChange = setting(
         "error",
-        choices=("error", "migrate", "reset"),
+        choices=get_args(RouteChange),
         doc=(
             "What a reload does when a parameter's route or view differs from the checkpoint's: 'error' refuses it, "
             "'migrate' carries over what means the same, 'reset' starts those parameters afresh."
@@ -242,7 +238,7 @@ class HybridMuonConfig:
     )
     on_nonfinite: NonFinite = setting(
         "ignore",
-        choices=("ignore", "skip", "error"),
+        choices=get_args(NonFinite),
         doc=(
             "What a step does when a gradient holds NaN or infinity: 'ignore' spoils that parameter alone, 'skip' "
             "leaves all parameters and state as they are, 'error' stops the run (and waits for the device each step)."
@@ -275,6 +271,19 @@ class HybridMuonConfig:
     def __post_init__(self) -> None:
         check_settings(self)
 
+    def explicit(self) -> HybridMuonConfig:
+        """Return the same settings with `scaling`, `adam_lr_ratio` and `layout` set, which null and 'auto' leave open.
+
+        Update rules read these three alone: no rule asks for the sign of `lr_adjust`.
+        """
+        by_rms = self.lr_adjust <= 0
+        return dataclasses.replace(
+            self,
+            scaling=self.scaling or ("match_rms" if by_rms else "rectangular"),
+            adam_lr_ratio=self.adam_lr_ratio or (1.0 if by_rms else 1.0 / self.lr_adjust),
+            layout="as_stored" if self.layout == "auto" else self.layout,
+        )
+
     def build(self, model: nn.Module, lr: float | Tensor = 5e-4, replicas: Replicas | None = None) -> Optimizer:
         """Make this optimizer for the named parameters of `model`, with learning rate `lr`; `replicas` as in it."""
         return _builder_of(self)(self, model, lr, replicas)
@@ -292,12 +301,12 @@ class MuonConfig:
     momentum: float = setting(0.95, minimum=0.0, below=1.0, doc="Decay β of the momentum m ← β m + (1 − β) g.")
     nesterov: bool = setting(True, doc="Orthogonalize β m + (1 − β) g instead of m.")
     weight_decay: float = setting(0.1, minimum=0.0, doc="Decoupled weight decay of the Muon and AdamW routes.")
-    scaling: Scaling = setting("rectangular", choices=SCALINGS, doc="Scale of the update; see `HybridMuonConfig`.")
+    scaling: Scaling = setting("rectangular", choices=get_args(Scaling), doc="See `HybridMuonConfig`.")
     rms_coefficient: float = setting(0.2, above=0.0, doc="Coefficient of the 'match_rms' scaling.")
-    layout: Layout = setting("out_in", choices=LAYOUTS, doc="See `HybridMuonConfig`.")
+    layout: Layout = setting("out_in", choices=get_args(Layout), doc="See `HybridMuonConfig`.")
     schedule: str | Steps = setting("keller-jordan", pattern="|".join(map(re.escape, SCHEDULES)), doc="Coefficients.")
-    precision: Precision = setting("auto", choices=PRECISIONS, doc="See `HybridMuonConfig`.")
-    muon_mode: MuonMode = setting("2d", choices=MUON_MODES, doc="See `HybridMuonConfig`.")
+    precision: Precision = setting("auto", choices=get_args(Precision), doc="See `HybridMuonConfig`.")
+    muon_mode: MuonMode = setting("2d", choices=get_args(MuonMode), doc="See `HybridMuonConfig`.")
     adam_lr: float | None = setting(None, above=0.0, doc="Learning rate of the AdamW route; None takes `lr`.")
     adam_betas: tuple[float, float] = setting((0.9, 0.95), minimum=0.0, below=1.0, doc="Decays of Adam's moments.")
     adamw_patterns: tuple[str, ...] = setting(
@@ -360,19 +369,12 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
 
 
 def update_scale(shape: tuple[int, int], settings: HybridMuonConfig) -> float:
-    """Return the factor of lr · O for a matrix of (rows, columns)."""
+    """Return the factor of lr · O for a matrix of (rows, columns), by explicit settings."""
     rows, columns = shape
-    scaling = settings.scaling or ("match_rms" if settings.lr_adjust <= 0 else "rectangular")
-    if scaling == "none":
+    assert settings.scaling is not None
+    if settings.scaling == "none":
         return 1.0
-    if scaling == "match_rms":
+    if settings.scaling == "match_rms":
         return settings.lr_adjust_coeff * math.sqrt(max(rows, columns))
     out_over_in = columns / rows if settings.layout == "in_out" else rows / columns
-    return math.sqrt(max(1.0, out_over_in) if scaling == "rectangular" else out_over_in)
-
-
-def adam_lr_ratio(settings: HybridMuonConfig) -> float:
-    """Return the learning rate of the Adam routes divided by that of the Muon route."""
-    if settings.adam_lr_ratio is not None:
-        return settings.adam_lr_ratio
-    return 1.0 if settings.lr_adjust <= 0 else 1.0 / settings.lr_adjust
+    return math.sqrt(max(1.0, out_over_in) if settings.scaling == "rectangular" else out_over_in)

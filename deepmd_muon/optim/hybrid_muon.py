@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepmd_muon.optim.config import Layout, MuonMode, NonFinite, Precision, RouteChange, Scaling, older_names
+from deepmd_muon.optim.config import (
+    HybridMuonConfig,
+    Layout,
+    MuonMode,
+    NonFinite,
+    Precision,
+    RouteChange,
+    Scaling,
+    older_names,
+)
 from deepmd_muon.optim.cuda import refuse_unsafe_capture
 from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.polar.schedules import AnySchedule
@@ -39,6 +48,9 @@ from deepmd_muon.optim.torch_hooks import asked_by_grad_scaler, seen_when_watche
 if TYPE_CHECKING:
     from deepmd_muon.optim.config import Replicas
     from deepmd_muon.optim.sharded.step import ShardedStep
+
+
+_DEFAULTS = HybridMuonConfig()
 
 
 @older_names
@@ -88,12 +100,11 @@ class HybridMuon(Optimizer):
     offload
         Keep momenta and Adam's moments in (pinned) host memory; see `HybridMuonConfig` and the method `offload`.
     offload_bytes
-        Bound on the bytes of moments that travel together; twice as much is on the device. They are also what is
-        stepped together, as if `workspace` were this many bytes of momenta; a single larger moment travels whole.
+        Bound on the bytes of moments that travel together; twice as much is on the device. It bounds the elements
+        stepped together as `workspace` does. A single larger moment travels whole.
     replicas
-        The ranks, as a device mesh or process group, on which parameters that are no DTensors are copies of each
-        other with equal gradients (DDP), so that these ranks share the work. Without it such parameters are this
-        process's own. DTensors say themselves where they live.
+        Ranks, as a device mesh or process group, that hold copies of the non-DTensor parameters with equal gradients
+        (DDP), and share the step. Without it, this process steps such parameters alone. DTensors carry their layout.
     sharded
         How DTensors and replicated parameters are stepped; see `deepmd_muon.optim.sharded.ShardedSettings`.
 
@@ -126,37 +137,37 @@ class HybridMuon(Optimizer):
         self,
         params: Params,
         lr: float | Tensor = 5e-4,
-        momentum: float = 0.95,
-        weight_decay: float = 1e-3,
-        adam_betas: tuple[float, float] = (0.9, 0.95),
-        lr_adjust: float = 0.0,
-        lr_adjust_coeff: float = 0.18,
-        muon_mode: MuonMode = "slice",
+        momentum: float = _DEFAULTS.momentum,
+        weight_decay: float = _DEFAULTS.weight_decay,
+        adam_betas: tuple[float, float] = (_DEFAULTS.adam_beta1, _DEFAULTS.adam_beta2),
+        lr_adjust: float = _DEFAULTS.lr_adjust,
+        lr_adjust_coeff: float = _DEFAULTS.lr_adjust_coeff,
+        muon_mode: MuonMode = _DEFAULTS.muon_mode,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        enable_gram: bool = True,
-        flash_muon: bool = True,
-        magma_muon: bool = True,
+        enable_gram: bool = _DEFAULTS.enable_gram,
+        flash_muon: bool = _DEFAULTS.flash_muon,
+        magma_muon: bool = _DEFAULTS.magma_muon,
         *,
-        nesterov: bool = True,
-        scaling: Scaling | None = None,
-        layout: Layout = "auto",
-        adam_lr_ratio: float | None = None,
-        schedule: AnySchedule = "8+2",
-        precision: Precision = "auto",
-        min_matrix_dim: int = 1,
-        adam_patterns: Sequence[str] = (),
-        adamw_patterns: Sequence[str] = (),
-        expert_patterns: Sequence[str] = (),
-        splits: Sequence[str] = (),
-        on_route_change: RouteChange = "error",
-        on_nonfinite: NonFinite = "ignore",
-        deepmd_kit_arithmetic: bool = False,
+        nesterov: bool = _DEFAULTS.nesterov,
+        scaling: Scaling | None = _DEFAULTS.scaling,
+        layout: Layout = _DEFAULTS.layout,
+        adam_lr_ratio: float | None = _DEFAULTS.adam_lr_ratio,
+        schedule: AnySchedule = _DEFAULTS.schedule,
+        precision: Precision = _DEFAULTS.precision,
+        min_matrix_dim: int = _DEFAULTS.min_matrix_dim,
+        adam_patterns: Sequence[str] = _DEFAULTS.adam_patterns,
+        adamw_patterns: Sequence[str] = _DEFAULTS.adamw_patterns,
+        expert_patterns: Sequence[str] = _DEFAULTS.expert_patterns,
+        splits: Sequence[str] = _DEFAULTS.splits,
+        on_route_change: RouteChange = _DEFAULTS.on_route_change,
+        on_nonfinite: NonFinite = _DEFAULTS.on_nonfinite,
+        deepmd_kit_arithmetic: bool = _DEFAULTS.deepmd_kit_arithmetic,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         workspace: int = 80 * 2**20,
-        offload: bool = False,
+        offload: bool = _DEFAULTS.offload,
         offload_bytes: int = 64 * 2**20,
         replicas: Replicas | None = None,
         sharded: ShardedSettings | None = None,
@@ -164,12 +175,9 @@ class HybridMuon(Optimizer):
         defaults = group_defaults(locals())
         self.on_route_change: RouteChange = on_route_change
         self.on_nonfinite: NonFinite = on_nonfinite
-        self.workspace = workspace
-        self.offload_bytes = offload_bytes
-        if offload:
-            self._offload = Offload(offload_bytes)
-        self.replicas = replicas
-        self.sharded = sharded or ShardedSettings()
+        self.workspace, self.offload_bytes = workspace, offload_bytes
+        self._offload = Offload(offload_bytes) if offload else None
+        self.replicas, self.sharded = replicas, sharded or ShardedSettings()
         self.routing = RouteTable(())
         self._compiled = CompiledStep()
         super().__init__(with_names(params, named_parameters), defaults)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from deepmd_muon.setting import check_settings, setting
 
@@ -20,7 +20,7 @@ class ShardedSettings:
 
     exchange: Exchange = setting(
         "owners",
-        choices=("owners", "reference"),
+        choices=get_args(Exchange),
         doc=(
             "'owners' sends every matrix to one rank and its update back. 'reference' gathers every parameter and "
             "steps it everywhere: slow, needs the memory of the whole model, and defines what 'owners' must give."
@@ -28,7 +28,7 @@ class ShardedSettings:
     )
     replication: Replication = setting(
         "auto",
-        choices=("auto", "spread", "repeat"),
+        choices=get_args(Replication),
         doc=(
             "What happens where several ranks hold the same elements (DDP, HSDP): 'spread' gives each matrix one "
             "owner among all of them, 'repeat' one in every replica, which costs work and saves bytes. 'auto' takes "
@@ -51,7 +51,7 @@ class ShardedSettings:
     )
     state: StatePlace = setting(
         "replicated",
-        choices=("replicated", "sharded"),
+        choices=get_args(StatePlace),
         doc=(
             "Where plain parameters given with `replicas` keep momenta and Adam's moments: 'replicated' on every "
             "rank, 'sharded' each rank an equal part (ZeRO-1): DTensors in the state dict, like any sharded state. "
@@ -61,14 +61,14 @@ class ShardedSettings:
     )
     gather_dtype: GatherDtype = setting(
         "full",
-        choices=("full", "bfloat16"),
+        choices=get_args(GatherDtype),
         doc=(
             "Element type on the way to the owner; 'full' is float32, or float64 for float64 parameters. Rounding "
             "before the orthogonalization lifts the noise of low-rank matrices to full strength."
         ),
     )
     return_dtype: ReturnDtype = setting(
-        "full", choices=("full", "bfloat16", "float16"), doc="Element type of the updates on the way back."
+        "full", choices=get_args(ReturnDtype), doc="Element type of the updates on the way back."
     )
     free_gradients: bool = setting(
         False,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.config import HybridMuonConfig, NonFinite, adam_lr_ratio
+from deepmd_muon.optim.config import HybridMuonConfig, NonFinite
 from deepmd_muon.optim.cuda import SideStream
 from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.errors import InvalidGradientError
@@ -294,7 +294,8 @@ def step_elements(
 ) -> None:
     """Take a step of one of the Adam routes, on parameters of one group, device and dtype."""
     settings, lr = group.settings, group.lr
-    ratio = adam_lr_ratio(settings)
+    ratio = settings.adam_lr_ratio
+    assert ratio is not None
     adam_(
         params,
         grads,

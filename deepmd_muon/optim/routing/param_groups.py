@@ -58,12 +58,12 @@ class Group(NamedTuple):
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
-_PLAIN_SETTINGS = (
-    *("momentum", "weight_decay", "lr_adjust", "lr_adjust_coeff", "muon_mode", "enable_gram", "flash_muon"),
-    *("magma_muon", "nesterov", "scaling", "layout", "adam_lr_ratio", "precision", "min_matrix_dim"),
-    "deepmd_kit_arithmetic",
-)
-_LISTS = ("adam_patterns", "adamw_patterns", "expert_patterns", "splits")
+# Settings of the optimizer, not of a group; and those that a group holds in another form.
+_OF_ALL_GROUPS = {"on_route_change", "on_nonfinite", "offload", "sharded"}
+_OTHER_FORM = {"adam_beta1", "adam_beta2", "schedule"}
+_FIELDS = [f for f in dataclasses.fields(HybridMuonConfig) if f.name not in _OF_ALL_GROUPS | _OTHER_FORM]
+_LISTS = tuple(field.name for field in _FIELDS if isinstance(field.default, tuple))
+_PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in _LISTS)
 # What else a new group may hold: parameters, a label for loggers, and what torch's schedulers leave in a group that is
 # given again.
 _MORE_KEYS = (
@@ -276,11 +276,11 @@ def _several(patterns: Any) -> Any:
 
 @functools.lru_cache(maxsize=256, typed=True)
 def _settings(**values: Any) -> HybridMuonConfig:
-    return HybridMuonConfig(**values)
+    return HybridMuonConfig(**values).explicit()
 
 
 def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
-    """Return a parameter group's settings as the dataclass that checks them."""
+    """Return a parameter group's settings as the dataclass that checks them, made explicit."""
     beta1, beta2 = group["adam_betas"]
     values = {
         "adam_beta1": beta1,
@@ -307,7 +307,7 @@ def routes_of(group: Mapping[str, Any], number: int) -> tuple[RouteEntry, ...]:
 
 
 # A group's settings as they stand there, to be compared; quicker than the dataclass.
-given_settings = itemgetter("adam_betas", "schedule", *_LISTS, *_PLAIN_SETTINGS)
+given_settings = itemgetter(*("adam_betas", "schedule", *_LISTS, *_PLAIN_SETTINGS))
 
 
 def frozen_schedule(schedule: AnySchedule) -> str | Steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -22,9 +23,7 @@ _Kind = TypeVar("_Kind", bound=Optimizer)
 
 
 def in_parts(
-    make: Callable[[list[tuple[str, nn.Parameter]]], _Kind],
-    params: Iterable[tuple[str, nn.Parameter]],
-    replicas: Replicas,
+    kind: type[_Kind], params: Iterable[tuple[str, nn.Parameter]], replicas: Replicas, **options: Any
 ) -> _Kind:
     """Make an optimizer that keeps state for this rank's rows of every parameter, steps them, and gathers the others'.
 
@@ -35,8 +34,8 @@ def in_parts(
 
     Parameters
     ----------
-    make
-        Makes the optimizer of named parameters; its update of an element must depend on that element alone.
+    kind, **options
+        Class of the optimizer and its arguments; its update of an element must depend on that element alone.
     params
         Whole, and equal on all ranks with equal gradients. Their memory may be replaced between steps by other of
         the same shape, strides, dtype and device.
@@ -49,7 +48,8 @@ def in_parts(
         On all ranks, when some have other parameters than the others.
     """
     owned = [_Owned(name, p, state_cut(p, replicas, matrices=False)) for name, p in params]
-    optimizer = make([(each.name, each.part) for each in owned])
+    own: Any = kind  # mypy takes a class for unhashable
+    optimizer: Any = _class_in_parts(own)([(each.name, each.part) for each in owned], **options)
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, StateCut]]] = defaultdict(list)
     for each in owned:
         if each.cut is not None and len(each.cut.layout.ranks) > 1:
@@ -57,7 +57,7 @@ def in_parts(
     parts = [Parts(taken, Lane(device)) for (device, _), taken in kinds.items()]
     presence = _presence(owned, replicas)
 
-    def take_gradients(*_: Any) -> None:
+    def take_gradients() -> None:
         for each in owned:
             each.follow()
         if presence is not None:
@@ -65,7 +65,7 @@ def in_parts(
         for each in owned:
             each.take_gradient()
 
-    def gather(*_: Any) -> None:
+    def gather() -> None:
         for arrived in [each.gather() for each in parts]:
             arrived()
 
@@ -83,19 +83,33 @@ def in_parts(
                 found[key] = {k: cut.of(x).clone() if x.shape == shape else x for k, x in found[key].items()}
         return {**state, "state": found}
 
-    optimizer.register_step_pre_hook(take_gradients)
-    optimizer.register_step_post_hook(gather)
     optimizer.register_state_dict_pre_hook(finish)
     optimizer.register_load_state_dict_pre_hook(cut_state)
-    kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (_InParts, kind), {"_whole": [each.p for each in owned]})
-    return optimizer
+    optimizer._whole = [each.p for each in owned]
+    optimizer._around = take_gradients, gather
+    made: _Kind = optimizer
+    return made
+
+
+@functools.cache
+def _class_in_parts(kind: type[Optimizer]) -> Any:
+    """Return the subclass of an optimizer's class that steps parts."""
+    return type(kind.__name__, (_InParts, kind), {})
 
 
 class _InParts(Optimizer):
-    """What differs from an optimizer of whole parameters for those who call it."""
+    """An optimizer that steps this rank's parts of whole parameters.
+
+    Attributes
+    ----------
+    _whole
+        The whole parameters.
+    _around
+        Takes the gradients before a step, and gathers the other ranks' parts after it.
+    """
 
     _whole: Sequence[Tensor]
+    _around: tuple[Callable[[], None], Callable[[], None]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate the closure, which makes whole gradients, and only then begin the step that takes them."""
@@ -103,7 +117,12 @@ class _InParts(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        super().step()
+        take_gradients, gather = self._around
+        take_gradients()
+        inherited: Any = super().step.__func__  # type: ignore[attr-defined]
+        # torch has put hooks around this method; it may have put them around the inherited one, too.
+        (inherited.__wrapped__ if getattr(inherited, "hooked", False) else inherited)(self)
+        gather()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -114,9 +133,6 @@ class _InParts(Optimizer):
                 p.grad = None
             elif p.grad is not None:
                 p.grad = torch.zeros_like(p.grad)
-
-    def _patch_step_function(self) -> None:
-        """Let hooks run inside of the inherited step alone, where torch has put them; loading calls this again."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardingError(
@@ -143,8 +159,8 @@ class _Owned:
             return
         if _kind(self.p) != self._kind:
             raise ReshardedParameterError(
-                f"{self.name!r} was {_told(self._kind)} when its optimizer was made, "
-                f"and is {_told(_kind(self.p))} now; make the optimizer anew and load its state"
+                f"{self.name!r} was {_describe(self._kind)} when its optimizer was made, "
+                f"and is {_describe(_kind(self.p))} now; make the optimizer anew and load its state"
             )
         now = _part(self.p.detach(), self.cut)
         if isinstance(self.part, DTensor) and isinstance(now, DTensor):
@@ -173,7 +189,7 @@ def _kind(p: Tensor) -> tuple[Any, ...]:
     return p.shape, p.stride(), p.dtype, p.device
 
 
-def _told(kind: tuple[Any, ...]) -> str:
+def _describe(kind: tuple[Any, ...]) -> str:
     shape, stride, dtype, device = kind
     return f"{dtype} of shape {tuple(shape)} and strides {tuple(stride)} on {device}"
 

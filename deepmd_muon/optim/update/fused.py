@@ -307,7 +307,7 @@ def _works(
 def _check(
     device: torch.device, dtype: torch.dtype, gradient: torch.dtype, magma: bool, nesterov: bool, maximize: bool
 ) -> None:
-    settings = HybridMuonConfig(magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32")
+    settings = HybridMuonConfig(magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32").explicit()
     # Wide random blocks are of full rank: where they are not, rounding decides the polar factor.
     random = torch.Generator("cpu").manual_seed(0)
     wave = torch.randn(2, 8, 36, generator=random, dtype=torch.float64, device="cpu").to(device)

@@ -142,7 +142,7 @@ def test_streams_have_their_own_addresses_and_recordings_come_to_an_end(monkeypa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_fused_steps(dtype, tmp_path, listing):
-    settings = HybridMuonConfig(flash_muon=False, precision="float32")
+    settings = HybridMuonConfig(flash_muon=False, precision="float32").explicit()
     view = MatrixView(2, 8, 36, "columns", (20, 16))
     with recorded_launches() as found, torch.no_grad():
         p, m = torch.ones(2, 8, 36, dtype=dtype), torch.ones(2, 8, 36, dtype=dtype)
@@ -179,7 +179,7 @@ def test_only_the_larger_matrices_stand_between_first_and_last_launch(monkeypatc
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         lists = [[torch.ones(view.rows, view.columns) for view in views] for _ in range(3)]
         scores = [torch.full((1,), SCORE_START, device=torch.device("cpu")) for _ in views]
-        step = FusedMuon(*lists[:2], scores, views, HybridMuonConfig())
+        step = FusedMuon(*lists[:2], scores, views, HybridMuonConfig().explicit())
         step._beside = Log(found)
         step.step(lists[2], 0.1, StepControl(), maximize=False)
     names = [note if isinstance(note, str) else note.kernel.__name__ for note in found]

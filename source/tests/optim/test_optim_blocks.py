@@ -162,7 +162,7 @@ def test_experts_with_fused_weights():
     ],
 )
 def test_scales(scaling, layout, shape, expected):
-    settings = HybridMuonConfig(scaling=scaling, layout=layout)
+    settings = HybridMuonConfig(scaling=scaling, layout=layout).explicit()
     assert update_scale(shape, settings) == pytest.approx(expected)
 
 

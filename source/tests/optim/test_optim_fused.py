@@ -67,7 +67,7 @@ class Job:
 
 def run_both(prepare=lambda job: None, *, steps=2, dtype=torch.float32, lr=0.1, maximize=False, scale=None, **settings):
     """Step both ways; return the tensors after it, defined and found."""
-    settings = HybridMuonConfig(flash_muon=False, precision="float32", weight_decay=0.01, **settings)
+    settings = HybridMuonConfig(flash_muon=False, precision="float32", weight_decay=0.01, **settings).explicit()
     scale = None if scale is None else torch.tensor(scale, device=DEVICE)
     results = []
     for step in (muon_, FusedSteps().step):
@@ -168,7 +168,7 @@ def test_a_skipped_step_changes_no_bit():
     job = Job()
     before = [x.clone() for x in job.tensors]
     job.params[0].grad[0, 0] = float("inf")
-    settings = HybridMuonConfig(flash_muon=False, precision="float32")
+    settings = HybridMuonConfig(flash_muon=False, precision="float32").explicit()
     with torch.no_grad():
         assert FusedSteps().step(
             *job.lists, lr=0.1, settings=settings, control=StepControl(torch.ones((), device=DEVICE))
@@ -189,7 +189,7 @@ def test_gradients_may_lie_anywhere_and_move():
 
 
 def test_tables_are_made_anew_when_state_moves():
-    settings = HybridMuonConfig(flash_muon=False, precision="float32")
+    settings = HybridMuonConfig(flash_muon=False, precision="float32").explicit()
     (job, other), steps = (Job(), Job()), FusedSteps()
     for k in range(2):
         with torch.no_grad():
@@ -214,7 +214,10 @@ def test_what_it_does_not_take_is_left_to_torch():
     before = [x.clone() for x in job.tensors]
     with torch.no_grad():
         done = FusedSteps().step(
-            *job.lists, lr=0.1, settings=HybridMuonConfig(flash_muon=False, precision="float32"), control=StepControl()
+            *job.lists,
+            lr=0.1,
+            settings=HybridMuonConfig(flash_muon=False, precision="float32").explicit(),
+            control=StepControl(),
         )
     assert done is False
     assert all(torch.equal(a, b) for a, b in zip(before, job.tensors, strict=True))
@@ -222,7 +225,7 @@ def test_what_it_does_not_take_is_left_to_torch():
 
 def test_large_matrices_are_cut_into_chunks():
     view = MatrixView(1, 64, 2500)
-    settings = HybridMuonConfig(flash_muon=False, precision="float32")
+    settings = HybridMuonConfig(flash_muon=False, precision="float32").explicit()
     generator = torch.Generator().manual_seed(0)
     p, m, g = (torch.randn(64, 2500, generator=generator).to(DEVICE) for _ in range(3))
     results = []
