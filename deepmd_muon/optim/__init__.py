@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         InvalidSettingError,
         InvalidShapeError,
         NonFiniteGradientError,
+        QKClipError,
         RoutingMismatchError,
     )
     from deepmd_muon.optim.hybrid_muon import HybridMuon
@@ -38,6 +39,8 @@ _HOMES = {
     "InvalidShapeError": "errors",
     "MuonConfig": "config",
     "NonFiniteGradientError": "errors",
+    "QKClip": "qk_clip",
+    "QKClipError": "errors",
     "RouteEntry": "routing.rules",
     "RouteTable": "routing.rules",
     "RoutingMismatchError": "errors",
@@ -63,6 +66,8 @@ __all__ = [
     "InvalidShapeError",
     "MuonConfig",
     "NonFiniteGradientError",
+    "QKClip",
+    "QKClipError",
     "RouteEntry",
     "RouteTable",
     "RoutingMismatchError",

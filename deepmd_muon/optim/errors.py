@@ -89,3 +89,17 @@ class PlanMismatchError(ShardingError):
 
 class MissingGradientError(ShardingError):
     """Some ranks have a gradient and others have none, of a parameter whose steps do not travel."""
+
+
+class QKClipError(ValueError):
+    """QK-clip's layers or logits do not fit the model.
+
+    Attributes
+    ----------
+    problems
+        One phrase per layer, weight or logit that does not fit.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(f"QK-clip: {'; '.join(self.problems)}")

@@ -24,6 +24,8 @@ from deepmd_muon.optim.config import (
 from deepmd_muon.optim.cuda import refuse_unsafe_capture
 from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.polar.schedules import AnySchedule
+from deepmd_muon.optim.qk_clip.clip import Logits, checked_logits, clip_heads, clipper
+from deepmd_muon.optim.qk_clip.layers import QKClip
 from deepmd_muon.optim.routing.param_groups import (
     Group,
     Params,
@@ -107,6 +109,8 @@ class HybridMuon(Optimizer):
         (DDP), and share the step. Without it, this process steps such parameters alone. DTensors carry their layout.
     sharded
         How DTensors and replicated parameters are stepped; see `deepmd_muon.optim.sharded.ShardedSettings`.
+    qk_clip
+        Attention layers whose logits `step` keeps below a threshold; see `deepmd_muon.optim.qk_clip`.
 
     Attributes
     ----------
@@ -171,13 +175,14 @@ class HybridMuon(Optimizer):
         offload_bytes: int = 64 * 2**20,
         replicas: Replicas | None = None,
         sharded: ShardedSettings | None = None,
+        qk_clip: QKClip | None = None,
     ) -> None:
         defaults = group_defaults(locals())
         self.on_route_change: RouteChange = on_route_change
         self.on_nonfinite: NonFinite = on_nonfinite
         self.workspace, self.offload_bytes = workspace, offload_bytes
         self._offload = Offload(offload_bytes) if offload else None
-        self.replicas, self.sharded = replicas, sharded or ShardedSettings()
+        self.replicas, self.sharded, self.qk_clip = replicas, sharded or ShardedSettings(), qk_clip
         self.routing = RouteTable(())
         self._compiled = CompiledStep()
         super().__init__(with_names(params, named_parameters), defaults)
@@ -214,6 +219,7 @@ class HybridMuon(Optimizer):
         self.routing = RouteTable([entry for entries in self._entries for entry in entries])
         self._routed_for = self._switches()
         groups = self._groups()
+        self._clipper = clipper(self.qk_clip, [pair for group in groups for pair in group.members], self.replicas)
         drop_unused(self.state, groups)
         self._compiled.forget()
         self._compiled.sharded = None
@@ -288,13 +294,15 @@ class HybridMuon(Optimizer):
 
     @seen_when_watched
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, qk_logits: Logits | None = None) -> Any:
         """Take one optimization step.
 
         Parameters
         ----------
         closure
             Evaluates the model again and returns the loss.
+        qk_logits
+            The largest attention logit of each head, (heads,) by layer name, for QK-clip.
 
         Returns
         -------
@@ -310,15 +318,14 @@ class HybridMuon(Optimizer):
         CaptureError
             When a CUDA graph is being captured that could not be replayed rightly.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         with torch._C._DisableAutocast():  # the closure alone sees the caller's autocast
-            self._step()
+            self._step(qk_logits)
         return loss
 
-    def _step(self) -> None:
+    def _step(self, qk_logits: Logits | None) -> None:
+        logits = checked_logits(self._clipper, qk_logits)
         compiled, offloaded = self._compiled, self._offload is not None
         if not compiled.holds(self.param_groups, self.state, self.workspace):
             self._keep_up()
@@ -330,6 +337,7 @@ class HybridMuon(Optimizer):
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         control = compiled.decide(self.on_nonfinite, scale, skip)
         compiled.take(self.state, self._offload, self.workspace, control)
+        clip_heads(self._clipper, logits, control.skip)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore state by parameter name, after checking that every route and view is the present one.
@@ -387,11 +395,11 @@ class HybridMuon(Optimizer):
         self._route_parameters()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("workspace", "offload_bytes", "_offload", "on_route_change", "on_nonfinite", "replicas", "sharded")
+        own = ("workspace", "offload_bytes", "_offload", "replicas", "sharded", "qk_clip", "on_route_change")
         self._compiled.finish()
         if self._offload is not None:
             self._offload.wait()
-        return {**super().__getstate__(), **{key: getattr(self, key) for key in own}}
+        return {**super().__getstate__(), **{key: getattr(self, key) for key in (*own, "on_nonfinite")}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -38,13 +38,13 @@ def seen_when_watched(step: Step) -> Step:
     # torch.compiler.disable would import the compiler now; this, torch.optim's own, does not.
     @_disable_dynamo
     @functools.wraps(step)
-    def outer(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    def outer(self: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         hooks = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
         # Around the step of a subclass torch has put its own range and hooks.
         if (hooks or torch._C._autograd._profiler_enabled()) and type(self).step is outer:
-            return seen(self, closure)
-        return step(self, closure)
+            return seen(self, closure, **options)
+        return step(self, closure, **options)
 
     outer.hooked = True  # type: ignore[attr-defined]  # says to torch that this is done
     return cast("Step", outer)

@@ -17,6 +17,13 @@ def test_the_first_snippet_runs_and_prints_what_the_page_shows(capsys):
     assert capsys.readouterr().out == printed
 
 
+def test_the_snippet_of_qk_clip_runs():
+    section = PAGE.read_text(encoding="utf-8").split("## QK-clip")[1]
+    found = {}
+    exec(compile(re.search(r"```python\n(.*?)```", section, re.DOTALL)[1], "doc/optimizer.md", "exec"), found)
+    assert len(found["optimizer"].state) == len(list(found["layer"].parameters()))
+
+
 def test_the_table_of_schedules_is_right():
     text = PAGE.read_text(encoding="utf-8")
     for name, schedule in SCHEDULES.items():

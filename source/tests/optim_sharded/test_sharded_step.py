@@ -11,6 +11,7 @@ import pytest
 import sharded_cases
 import sharded_failures
 import sharded_models
+import sharded_qk_clip
 import sharded_state
 import torch
 import torch.distributed as dist
@@ -66,7 +67,13 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ranks_together_equal_one_process(world, folder):
     saves = [case for case in cases_of(world, folder) if case[0].startswith("save")]
-    everything = [*sharded_cases.CASES, *sharded_failures.CASES, *sharded_state.CASES, *sharded_models.CASES]
+    everything = [
+        *sharded_cases.CASES,
+        *sharded_failures.CASES,
+        *sharded_state.CASES,
+        *sharded_models.CASES,
+        *sharded_qk_clip.CASES,
+    ]
     # Three ranks add uneven shards; what does not depend on the layout is tested on two and four.
     run(world, [case for case in everything if world != 3 or case[0] in FOR_THREE] + saves)
 
@@ -76,7 +83,13 @@ def test_ranks_together_equal_one_process(world, folder):
 def test_gpus_together_equal_one(world):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
-    everything = [*sharded_cases.CASES, *sharded_failures.CASES, *sharded_state.CASES, *sharded_models.CASES]
+    everything = [
+        *sharded_cases.CASES,
+        *sharded_failures.CASES,
+        *sharded_state.CASES,
+        *sharded_models.CASES,
+        *sharded_qk_clip.CASES,
+    ]
     run(world, everything, "cuda")
 
 

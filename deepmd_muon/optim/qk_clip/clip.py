@@ -1,0 +1,216 @@
+"""QK-clip on the parameters of an optimizer: factors from logits, and the rows that they scale."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.dtensors import local_of
+from deepmd_muon.optim.errors import QKClipError
+from deepmd_muon.optim.qk_clip.layers import HeadRows, Layer, QKClip, rows_by_parameter
+from deepmd_muon.optim.routing.rules import RouteEntry, canonical_name
+from deepmd_muon.optim.sharded.layout import held
+
+if TYPE_CHECKING:
+    from deepmd_muon.optim.sharded.params import Replicas
+
+
+# The largest logit of each head, (heads,) by layer name.
+Logits = Mapping[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """One parameter, the dimension that is scaled, and for each index of this rank along it a place in the table."""
+
+    p: Tensor
+    dim: int
+    places: Tensor
+
+
+def clipper(
+    clip: QKClip | None, params: Sequence[tuple[Tensor, RouteEntry]], replicas: Replicas | None
+) -> Clipper | None:
+    """Return the `Clipper` of some parameters and their routes; None where nothing is to be clipped."""
+    return None if clip is None else Clipper(clip, params, replicas)
+
+
+def checked_logits(clipper: Clipper | None, logits: Logits | None) -> dict[str, Tensor]:
+    """Return the logits given to a step, by the routing's names.
+
+    Raises
+    ------
+    QKClipError
+        When they are not (heads,) tensors of declared layers.
+    """
+    if not logits:
+        return {}
+    if clipper is None:
+        raise QKClipError(["qk_logits: the optimizer was made without qk_clip=QKClip(...)"])
+    return clipper.checked(logits)
+
+
+def clip_heads(clipper: Clipper | None, logits: Logits, skip: Tensor | None) -> None:
+    """Clip the heads of the layers that logits are given for, if any; see `Clipper`."""
+    if clipper is not None and logits:
+        clipper(logits, skip)
+
+
+class Clipper:
+    """A `QKClip` bound to parameters.
+
+    Parameters
+    ----------
+    clip
+        The layers, threshold and α.
+    params
+        Parameters, plain or DTensors, with their routes.
+    replicas
+        Ranks on which plain parameters are copies of each other; see `HybridMuon`.
+
+    Raises
+    ------
+    QKClipError
+        Naming everything in which layers and parameters do not fit.
+    """
+
+    def __init__(self, clip: QKClip, params: Sequence[tuple[Tensor, RouteEntry]], replicas: Replicas | None) -> None:
+        self._clip = clip
+        by_name = {entry.name: (p, entry) for p, entry in params}
+        scaled = rows_by_parameter(clip, {name: entry for name, (_, entry) in by_name.items()})
+        self._first: dict[str, int] = {}  # where a layer's heads begin
+        self._groups: list[list[int]] = []  # heads that share a key
+        keys: dict[str, int] = {}
+        heads = 0
+        for layer in clip.layers:
+            self._first[layer.name], keys[layer.name] = heads, len(self._groups)
+            count = layer.key_heads or layer.heads
+            each = layer.heads // count
+            self._groups += [list(range(heads + g * each, heads + (g + 1) * each)) for g in range(count)]
+            heads += layer.heads
+        # The table of factors: γ^α of all heads, γ^(1−α) of all keys, γ of all heads, and 1.
+        self._starts = {"query": 0, "key": heads, "rotary": heads + len(self._groups)}
+        self._heads, self._one = heads, 2 * heads + len(self._groups)
+        self._keys = keys
+        self._targets = [
+            self._target(*by_name[name], rows) for name, rows in sorted(scaled.items()) if by_name[name][0].numel()
+        ]
+        self._reductions = _reductions(clip, scaled, by_name, self._first, replicas)
+        widest = max(map(len, self._groups))
+        # Groups of fewer heads name their first one again.
+        self._members = torch.tensor([g + g[:1] * (widest - len(g)) for g in self._groups], device="cpu")
+
+    def _target(self, p: Tensor, entry: RouteEntry, rows: Sequence[tuple[Layer, HeadRows]]) -> _Target:
+        """Return which factor each row of a parameter takes."""
+        dim = 0 if len(entry.shape) == 1 or rows[0][0].axis == "rows" else 1
+        places = torch.full((entry.shape[dim],), self._one, device="cpu")
+        for layer, each in rows:
+            first = self._starts[each.factor]
+            first += self._keys[layer.name] if each.factor == "key" else self._first[layer.name]
+            for i in range(each.heads):
+                start = each.start + i * each.stride
+                places[start : start + each.size] = first + each.first + i * each.step
+        if hasattr(p, "device_mesh"):
+            from deepmd_muon.optim.sharded.params import layout_of  # needs torch.distributed
+
+            layout, place = layout_of(p, None), p.device_mesh.get_coordinate()
+            assert layout is not None
+            runs = () if place is None else held(entry.shape[dim], dim, layout, tuple(place))
+            places = torch.cat([places[:0], *(places[start:stop] for start, stop in runs)])
+        return _Target(p, dim, places.to(local_of(p).device))
+
+    def checked(self, logits: Logits) -> dict[str, Tensor]:
+        """Return logits by the routing's names; raise unless they are (heads,) tensors of known layers."""
+        logits = {canonical_name(name): value for name, value in logits.items()}
+        heads = {layer.name: layer.heads for layer in self._clip.layers}
+        problems = [
+            f"qk_logits: unknown layer {name!r}; known are {', '.join(heads)}" for name in logits.keys() - heads
+        ]
+        for name in heads.keys() & logits.keys():
+            value = logits[name]
+            if tuple(value.shape) != (heads[name],) or not value.is_floating_point():
+                found = f"{value.dtype} of shape {tuple(value.shape)}"
+                problems.append(
+                    f"qk_logits[{name!r}]: must be real of shape ({heads[name]},), one a head; found {found}"
+                )
+        if problems:
+            raise QKClipError(sorted(problems))
+        return logits
+
+    def __call__(self, logits: Logits, skip: Tensor | None = None) -> None:
+        """Scale the rows of heads whose logits exceed the threshold.
+
+        Parameters
+        ----------
+        logits
+            What `checked` returned: the largest logit of each head, −inf for heads that this rank does not compute.
+            Layers may be missing. On several ranks all must give the same layers: the maximum over the ranks counts.
+        skip
+            1 on the device leaves everything as it is.
+        """
+        device = local_of(self._targets[0].p).device
+        largest = torch.full((self._heads,), -math.inf, dtype=torch.float64, device=device)
+        for name, value in logits.items():
+            first = self._first[name]
+            largest[first : first + len(value)] = local_of(value).detach().to(device, torch.float64, non_blocking=True)
+        for ranks, heads in self._reductions:
+            _all_reduce_max(largest, heads.to(device), ranks)
+        table = self._table(largest, skip)
+        tables = {device: table}
+        for target in self._targets:
+            local = local_of(target.p).detach()
+            if local.device not in tables:
+                tables[local.device] = table.to(local.device, non_blocking=True)
+            wide = torch.promote_types(local.dtype, torch.float32)
+            scale = tables[local.device].to(wide)[target.places.to(local.device)]
+            local.mul_(scale.view(-1, *[1] * (local.ndim - 1 - target.dim)))
+
+    def _table(self, largest: Tensor, skip: Tensor | None) -> Tensor:
+        """Return all factors, float64; see `QKClip`."""
+        over = (largest > self._clip.threshold) & largest.isfinite()
+        if skip is not None:
+            over &= skip.to(over.device) <= 0
+        factor = torch.where(over, self._clip.threshold / largest, 1.0)
+        self._members = self._members.to(factor.device)
+        keys = factor[self._members].amin(1)
+        alpha = self._clip.alpha
+        return torch.cat([factor**alpha, keys ** (1.0 - alpha), factor, factor.new_ones(1)])
+
+
+def _reductions(
+    clip: QKClip,
+    scaled: Mapping[str, Sequence[tuple[Layer, HeadRows]]],
+    by_name: Mapping[str, tuple[Tensor, RouteEntry]],
+    first: Mapping[str, int],
+    replicas: Replicas | None,
+) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Return over which ranks the logits of which heads are reduced, in an order that all ranks share."""
+    params = {layer.name: by_name[name][0] for name, rows in scaled.items() for layer, _ in rows}
+    if replicas is None and not any(hasattr(p, "device_mesh") for p in params.values()):
+        return []
+    from deepmd_muon.optim.sharded.params import layout_of  # needs torch.distributed
+
+    heads: dict[tuple[int, ...], list[int]] = {}
+    for layer in clip.layers:
+        layout = layout_of(params[layer.name], replicas)
+        if layout is not None and len(layout.ranks) > 1:
+            heads.setdefault(tuple(sorted(layout.ranks)), []).extend(
+                range(first[layer.name], first[layer.name] + layer.heads)
+            )
+    return [(ranks, torch.tensor(found, device="cpu")) for ranks, found in heads.items()]
+
+
+def _all_reduce_max(largest: Tensor, heads: Tensor, ranks: tuple[int, ...]) -> None:
+    """Replace some heads' logits by their maximum over ranks."""
+    import torch.distributed as dist
+
+    from deepmd_muon.optim.sharded.process_groups import group_of
+
+    mine = largest[heads]
+    dist.all_reduce(mine, dist.ReduceOp.MAX, group=group_of(ranks, largest.device))
+    largest[heads] = mine

@@ -1,0 +1,189 @@
+"""Forward hooks that record the largest logit of each head for QK-clip."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from deepmd_muon.optim.errors import QKClipError
+from deepmd_muon.optim.qk_clip.layers import QKClip, normalizations
+from deepmd_muon.optim.qk_clip.logits import BLOCK, max_logits
+from deepmd_muon.optim.routing.rules import canonical_name
+
+_UNSEEN = "calls no scaled_dot_product_attention, or is compiled; give its maxima to step(qk_logits=...)"
+_MHA = inspect.signature(nn.MultiheadAttention.forward)
+
+
+class LogitRecorder:
+    """Record the largest attention logit of each head in training forward passes of a model.
+
+    It serves torch.nn.MultiheadAttention and modules that call ``scaled_dot_product_attention``; neither returns its
+    logits, so they are computed once more, in blocks. Modules that compute attention otherwise give their maxima to
+    ``step(qk_logits=...)`` themselves. ::
+
+        recorder = LogitRecorder(model, clip, every=8)
+        ...
+        optimizer.step(qk_logits=recorder.take())
+
+    Parameters
+    ----------
+    model
+        Whose submodules are called as the layers of `clip`.
+    clip
+        The layers.
+    every
+        Record in the first of so many steps only; `take` ends a step.
+    block
+        Bound on the logits that are in memory at a time.
+
+    Raises
+    ------
+    QKClipError
+        When the model has no such submodule or normalizes queries or keys; in a forward pass, when a module makes no
+        use of ``scaled_dot_product_attention`` or has another number of heads.
+    """
+
+    def __init__(self, model: nn.Module, clip: QKClip, *, every: int = 1, block: int = BLOCK) -> None:
+        modules = {canonical_name(name): module for name, module in model.named_modules()}
+        layers = clip.layers
+        problems = [f"layers: the model has no module {layer.name!r}" for layer in layers if layer.name not in modules]
+        problems += [problem for layer in layers for problem in normalizations(layer.name, modules)]
+        if every < 1:
+            problems.append(f"every: must be >= 1; found {every}")
+        if problems:
+            raise QKClipError(problems)
+        self._every, self._block, self._steps = every, block, 0
+        self._largest: dict[str, Tensor] = {}
+        self._heads = {layer.name: layer.heads for layer in layers}
+        self._open: list[_SeenAttention] = []
+        self._hooks: list[Any] = []
+        for layer in layers:
+            module = modules[layer.name]
+            if isinstance(module, nn.MultiheadAttention):
+                self._add(module.register_forward_hook, functools.partial(self._after_mha, layer.name))
+            else:
+                self._hooks.append(module.register_forward_pre_hook(functools.partial(self._before, layer.name)))
+                self._add(module.register_forward_hook, functools.partial(self._after, layer.name), always_call=True)
+
+    def _add(self, register: Callable[..., Any], hook: Callable[..., Any], **options: Any) -> None:
+        # Before FSDP's hook, which frees the whole weights.
+        self._hooks.append(register(hook, prepend=True, with_kwargs=True, **options))
+
+    def take(self) -> dict[str, Tensor] | None:
+        """Return the maxima recorded since the last call, (heads,) by layer, or None; the next step begins."""
+        found = self._largest
+        self._largest = {}
+        self._steps += 1
+        return found or None
+
+    def remove(self) -> None:
+        """Remove all hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _recording(self, module: nn.Module) -> bool:
+        return module.training and self._steps % self._every == 0
+
+    def _record(self, name: str, query: Tensor, key: Tensor, attn_mask: Tensor | None = None, **options: Any) -> None:
+        """Take the maxima of one call of attention up; queries and keys as `max_logits` has them."""
+        found = max_logits(query, key, attn_mask, block=self._block, **options)
+        if len(found) != self._heads[name]:
+            raise QKClipError([f"{name}: its attention has {len(found)} heads, declared are {self._heads[name]}"])
+        known = self._largest.get(name)
+        self._largest[name] = found if known is None else torch.maximum(known, found)
+
+    def _before(self, name: str, module: nn.Module, args: Any) -> None:
+        if self._recording(module):
+            self._open.append(_SeenAttention(functools.partial(self._record, name)))
+            self._open[-1].__enter__()
+
+    def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._open and self._recording(module):
+            seen = self._open.pop()
+            seen.__exit__(None, None, None)
+            if not seen.calls and output is not None:  # None: the forward pass has raised
+                raise QKClipError([f"{name}: {type(module).__name__} {_UNSEEN}"])
+
+    @torch.no_grad()
+    def _after_mha(self, name: str, module: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._recording(module):
+            return
+        if module.bias_k is not None:
+            raise QKClipError([f"{name}: add_bias_kv adds a key that no row makes; leave this layer out"])
+        given = _MHA.bind(module, *args, **kwargs).arguments
+        query, key = (_batch_first(module, given[each]) for each in ("query", "key"))
+        weights, biases = _projections(module)
+        q, k = (F.linear(x, w, b) for x, w, b in zip((query, key), weights, biases, strict=True))
+        q, k = (x.unflatten(-1, (module.num_heads, -1)).transpose(-2, -3) for x in (q, k))
+        self._record(name, q, k, _mask(module, given, q.shape[0]))
+
+
+class _SeenAttention(TorchFunctionMode):
+    """Hands the queries and keys of each call of ``scaled_dot_product_attention`` over."""
+
+    def __init__(self, record: Callable[..., None]) -> None:
+        super().__init__()
+        self._record = record
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            self.calls += 1
+            self._record(**_attention_arguments(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def _attention_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> dict[str, Any]:
+    """Name the arguments of ``scaled_dot_product_attention`` that logits depend on."""
+    shown = {"query": query, "key": key, "attn_mask": attn_mask}
+    return {**shown, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+
+
+def _batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    """Return an input as (batch, length, features)."""
+    if x.ndim == 2:
+        return x.unsqueeze(0)
+    return x if module.batch_first else x.transpose(0, 1)
+
+
+def _projections(module: nn.MultiheadAttention) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the weights and biases that make queries and keys."""
+    if module.in_proj_weight is not None:
+        weights = list(module.in_proj_weight.chunk(3)[:2])
+    else:
+        weights = [module.q_proj_weight, module.k_proj_weight]
+    if module.in_proj_bias is None:
+        return weights, [None, None]
+    return weights, list(module.in_proj_bias.chunk(3)[:2])
+
+
+def _mask(module: nn.MultiheadAttention, given: Mapping[str, Any], batch: int) -> Tensor | None:
+    """Return what module and caller mask as True where a pair attends, broadcast to (batch, heads, L, S)."""
+    attends = None
+    # In this module True means masked; it needs attn_mask also where is_causal is set.
+    if (mask := given.get("attn_mask")) is not None:
+        attends = ~mask if mask.dtype == torch.bool else mask != -torch.inf
+        attends = attends.view(batch, module.num_heads, *mask.shape[1:]) if mask.ndim == 3 else attends
+    if (padding := given.get("key_padding_mask")) is not None:
+        keys = ~padding if padding.dtype == torch.bool else padding != -torch.inf
+        keys = keys.view(-1, 1, 1, keys.shape[-1])
+        attends = keys if attends is None else attends & keys
+    return attends

@@ -1,0 +1,77 @@
+"""QK-clip on several ranks: every layout gives what one process gives, from logits that each rank saw a part of."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from sharded_cases import drawn, layouts, mesh_of, place
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from deepmd_muon.optim import HybridMuon
+from deepmd_muon.optim.qk_clip import FusedQKV, LatentQK, QKClip, SeparateQK
+
+SHAPES = {"q": (24, 10), "k": (8, 10), "q.bias": (24,), "qkv": (40, 10), "latent_q": (18, 10), "latent_kv": (21, 10)}
+CLIP = QKClip(
+    (
+        SeparateQK("separate", "q.weight", "k.weight", 6, 2),
+        FusedQKV("fused", "qkv.weight", 6, 2, interleaved=True),
+        LatentQK("latent", "latent_q.weight", "latent_kv.weight", 3, 4, 2, 3),
+    ),
+    threshold=3.0,
+)
+LOGITS = {
+    "separate": torch.tensor([1.0, 3.5, 6.0, 2.0, -9.0, 30.0]),
+    "fused": torch.tensor([4.0, 0.0, 5.0, 3.0, 2.0, 1.0]),
+    "latent": torch.tensor([8.0, 1.0, 4.0]),
+}
+
+
+def named(shapes, make):
+    return {name if "." in name else f"{name}.weight": nn.Parameter(make(shape)) for name, shape in shapes.items()}
+
+
+def mine(logits):
+    """What this rank saw: each head's largest logit on one rank, less elsewhere, nothing on others."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    heads = torch.arange(len(logits))
+    seen = torch.where(heads % 2 == rank % 2, logits - 1.0, -math.inf)
+    return torch.where(heads % world == rank, logits, seen)
+
+
+def clipped(params, logits, **settings):
+    optimizer = HybridMuon(params.items(), 0.02, qk_clip=CLIP, **settings)
+    random = torch.Generator("cpu").manual_seed(1)
+    for _ in range(2):
+        for p in params.values():
+            grad = drawn(random, p.shape, p.dtype)
+            p.grad = place(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+        optimizer.step(qk_logits=logits)
+    return {name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in params.items()}
+
+
+def sharded_qk_clip():
+    random = torch.Generator("cpu").manual_seed(0)
+    values = {shape: drawn(random, shape, torch.float64) for shape in SHAPES.values()}
+    own = {name: mine(x) for name, x in LOGITS.items()}
+    expected = clipped(named(SHAPES, lambda shape: values[shape].clone()), LOGITS)
+    plain = clipped(named(SHAPES, lambda shape: values[shape].clone()), own, replicas=mesh_of((dist.get_world_size(),)))
+    results = {"replicas": plain}
+    for name, mesh, placements in layouts():
+        if all(getattr(placement, "dim", 0) < 2 for placement in placements):
+            there = mesh_of(mesh)
+
+            def make(shape, there=there, placements=placements):
+                fitting = [p if getattr(p, "dim", 0) < len(shape) else type(p)(0) for p in placements]
+                return place(values[shape].clone(), there, fitting)
+
+            results[name] = clipped(named(SHAPES, make), own)
+    assert len(results) > 3
+    for kind, found in results.items():
+        for name, p in expected.items():
+            assert torch.allclose(found[name], p, rtol=1e-6, atol=1e-9), (kind, name)
+
+
+CASES = [("QK-clip", sharded_qk_clip)]
