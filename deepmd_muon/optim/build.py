@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig, MuonConfig, register_builder
 from deepmd_muon.optim.hybrid_muon import HybridMuon
+from deepmd_muon.optim.routing.rules import RoutingRules, choose_route
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.config import Replicas
@@ -39,16 +39,32 @@ def build_hybrid_muon(
 
 
 @register_builder(MuonConfig)
-def build_muon(config: MuonConfig, model: nn.Module, lr: float | Tensor) -> HybridMuon:
-    """Make a plain Muon, AdamW for the rest, for every named parameter of `model`."""
+def build_muon(
+    config: MuonConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
+) -> HybridMuon:
+    """Make a plain Muon, AdamW for the rest, for every named parameter of `model`.
+
+    What is no matrix forms a parameter group of its own, the second, all of which takes AdamW.
+    """
+    shared = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(RoutingRules)
+        if hasattr(config, field.name)
+    }
+    rules = RoutingRules(**shared)
+    named = list(model.named_parameters())
+    plain = {name for name, p in named if choose_route(name, tuple(p.shape), rules).route == "adam"}
+    groups: list[dict[str, Any]] = [
+        {"params": [(name, p) for name, p in named if name not in plain]},
+        {"params": [(name, p) for name, p in named if name in plain], "adamw_patterns": ["*"]},
+    ]
     optimizer = HybridMuon(
-        model.named_parameters(),
+        [group for group in groups if group["params"]],
         lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         adam_betas=config.adam_betas,
         lr_adjust_coeff=config.rms_coefficient,
-        muon_mode=config.muon_mode,
         magma_muon=False,
         nesterov=config.nesterov,
         scaling=config.scaling,
@@ -56,7 +72,11 @@ def build_muon(config: MuonConfig, model: nn.Module, lr: float | Tensor) -> Hybr
         adam_lr_ratio=None if config.adam_lr is None else config.adam_lr / float(lr),
         schedule=config.schedule,
         precision=config.precision,
-        adamw_patterns=config.adamw_patterns,
+        flash_muon=config.flash_muon,
+        offload=config.offload,
+        sharded=config.sharded,
+        replicas=replicas,
+        **shared,
     )
     _report(optimizer, model)
     return optimizer
@@ -99,15 +119,25 @@ def _element_wise(
 
 
 def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Log parameters and weights per route, and the names that are not trained."""
+    """Log on rank 0 the parameters and weights in all, trainable and per route, and the names that are not trained."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
     kind = type(optimizer).__name__
+    sizes = {
+        trainable: [p.numel() for p in model.parameters() if p.requires_grad == trainable]
+        for trainable in (True, False)
+    }
+    log.info(
+        "%s: %d parameters (%d weights), %d of them trainable (%d weights)",
+        kind,
+        sum(map(len, sizes.values())),
+        sum(map(sum, sizes.values())),
+        len(sizes[True]),
+        sum(sizes[True]),
+    )
     if isinstance(optimizer, HybridMuon):
         log.info("%s routing: %s", kind, optimizer.routing.summary())
         log.debug("routes of all parameters:\n%s", optimizer.routing)
-    else:
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        weights = sum(math.prod(p.shape) for p in trained)
-        log.info("%s: %d parameters (%d weights)", kind, len(trained), weights)
     untrained = [name for name, p in model.named_parameters() if not p.requires_grad]
     if untrained:
         log.info("not trainable: %s", ", ".join(untrained))

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.sharded_config import ShardedSettings
@@ -35,10 +35,12 @@ Steps = tuple[tuple[float, float, float], ...]
 SCHEDULES = ("8+2", "keller-jordan", "polar-express", "muon-fsdp2")
 
 # What `MuonConfig` leaves out of Muon by default; unlike a user's own patterns, they may well match nothing.
-USUAL_ADAMW_PATTERNS = ("*embed*", "*lm_head*")
+USUAL_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight")
 
 # "*.in_proj.matrix: columns 64+64+32" or "*.qkv.weight: rows 3".
 SPLIT_FORM = r"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>\d+(\+\d+)*)"
+
+SPLIT_WORDS = "of the form 'PATTERN: rows 3' or 'PATTERN: columns 64+64+32'"
 
 # Keys of HybridMuon's first version, each with the setting that has replaced it.
 OLDER_NAMES = {
@@ -78,6 +80,34 @@ def _builder_of(settings: object) -> Callable[..., Optimizer]:
     return _BUILDERS[type(settings)]
 
 
+class OptimizerSettings(Protocol):
+    """What every configuration offers, and a third party's must offer to take its place."""
+
+    def build(self, model: nn.Module, lr: float | Tensor | None = None, replicas: Replicas | None = None) -> Optimizer:
+        """Make the optimizer for the named parameters of a model.
+
+        Parameters
+        ----------
+        lr
+            Learning rate; None takes the configuration's own.
+        replicas
+            Ranks on which parameters and gradients are equal (DDP). HybridMuon shares its work among them; of Adam and
+            AdamW each keeps a part of the state (ZeRO-1).
+        """
+        ...
+
+
+class _Buildable:
+    """A configuration whose optimizer a registered builder makes; see `OptimizerSettings`."""
+
+    def _own_lr(self) -> float:
+        return 1e-3
+
+    def build(self, model: nn.Module, lr: float | Tensor | None = None, replicas: Replicas | None = None) -> Optimizer:
+        """Make this optimizer for the named parameters of `model`; see `OptimizerSettings`."""
+        return _builder_of(self)(self, model, self._own_lr() if lr is None else lr, replicas)
+
+
 def older_names(cls: type[T]) -> type[T]:
     """Decorate a class that takes HybridMuon's settings as keywords: older names get an InvalidSettingError."""
     init = cls.__init__
@@ -94,7 +124,7 @@ def older_names(cls: type[T]) -> type[T]:
 
 @older_names
 @dataclasses.dataclass(frozen=True)
-class HybridMuonConfig:
+class HybridMuonConfig(_Buildable):
     """Settings of `HybridMuon`; the first ten keys are DeePMD's, with the defaults of deepmd-kit 3.2.0."""
 
     momentum: float = setting(
@@ -221,7 +251,7 @@ class HybridMuonConfig:
     splits: tuple[str, ...] = setting(
         (),
         pattern=SPLIT_FORM,
-        forms="of the form 'PATTERN: rows 3' or 'PATTERN: columns 64+64+32'",
+        forms=SPLIT_WORDS,
         doc=(
             "Fused weights, one entry each: a shell pattern on full names, then 'rows' or 'columns' of the matrix as "
             "stored, then a number of equal parts or the sizes of the parts. Every part is orthogonalized by itself. "
@@ -284,17 +314,17 @@ class HybridMuonConfig:
             layout="as_stored" if self.layout == "auto" else self.layout,
         )
 
-    def build(self, model: nn.Module, lr: float | Tensor = 5e-4, replicas: Replicas | None = None) -> Optimizer:
-        """Make this optimizer for the named parameters of `model`, with learning rate `lr`; `replicas` as in it."""
-        return _builder_of(self)(self, model, lr, replicas)
+    def _own_lr(self) -> float:
+        return 5e-4
 
 
 @dataclasses.dataclass(frozen=True)
-class MuonConfig:
+class MuonConfig(_Buildable):
     """Settings of a plain Muon with AdamW for the rest, in the field's words; it is built as a `HybridMuon`.
 
     The defaults are those of the literature: Keller Jordan's five steps, no damping, two-dimensional weights only, and
-    AdamW for parameters whose names contain ``embed`` or ``lm_head``; `adamw_patterns` replaces these two.
+    AdamW for embeddings and the output layer (names that contain ``embed`` or ``lm_head``, and the weight of a layer
+    called ``head``); `adamw_patterns` replaces these. Everything that is not a matrix takes AdamW too, with decay.
     """
 
     lr: float = setting(0.02, minimum=0.0, doc="Learning rate of the Muon route, when `build` is not given one.")
@@ -312,17 +342,21 @@ class MuonConfig:
     adamw_patterns: tuple[str, ...] = setting(
         USUAL_ADAMW_PATTERNS, doc="Parameters that take AdamW though they are matrices, as shell patterns."
     )
+    expert_patterns: tuple[str, ...] = setting((), doc="See `HybridMuonConfig`.")
+    splits: tuple[str, ...] = setting((), pattern=SPLIT_FORM, forms=SPLIT_WORDS, doc="See `HybridMuonConfig`.")
+    flash_muon: bool = setting(True, doc="See `HybridMuonConfig`.")
+    offload: bool = setting(False, doc="See `HybridMuonConfig`.")
+    sharded: ShardedSettings = setting(ShardedSettings(), doc="See `HybridMuonConfig`.")
 
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def build(self, model: nn.Module, lr: float | Tensor | None = None) -> Optimizer:
-        """Make this optimizer for the named parameters of `model`, with learning rate `lr` or the one set here."""
-        return _builder_of(self)(self, model, self.lr if lr is None else lr)
+    def _own_lr(self) -> float:
+        return self.lr
 
 
 @dataclasses.dataclass(frozen=True)
-class AdamConfig:
+class AdamConfig(_Buildable):
     """Settings of `torch.optim.Adam` with DeePMD's key names; the decay is an L2 term in the gradient."""
 
     adam_beta1: float = setting(0.9, minimum=0.0, below=1.0, doc="Decay of the first moment.")
@@ -332,16 +366,9 @@ class AdamConfig:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def build(self, model: nn.Module, lr: float | Tensor = 1e-3, replicas: Replicas | None = None) -> Optimizer:
-        """Make this optimizer for the named parameters of `model`, with learning rate `lr`.
-
-        With `replicas`, ranks on which parameters and gradients are equal, each keeps a part of the state (ZeRO-1).
-        """
-        return _builder_of(self)(self, model, lr, replicas)
-
 
 @dataclasses.dataclass(frozen=True)
-class AdamWConfig:
+class AdamWConfig(_Buildable):
     """Settings of `torch.optim.AdamW` with DeePMD's key names; the decay is decoupled."""
 
     adam_beta1: float = setting(0.9, minimum=0.0, below=1.0, doc="Decay of the first moment.")
@@ -351,13 +378,6 @@ class AdamWConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-
-    def build(self, model: nn.Module, lr: float | Tensor = 1e-3, replicas: Replicas | None = None) -> Optimizer:
-        """Make this optimizer for the named parameters of `model`, with learning rate `lr`.
-
-        With `replicas`, ranks on which parameters and gradients are equal, each keeps a part of the state (ZeRO-1).
-        """
-        return _builder_of(self)(self, model, lr, replicas)
 
 
 OptimizerConfig = HybridMuonConfig | AdamConfig | AdamWConfig

@@ -72,30 +72,25 @@ class HybridMuon(Optimizer):
     Parameters
     ----------
     params
-        Named parameters, ``model.named_parameters()``; or parameters, or parameter groups with their own settings.
-        Without names the rules on names are off.
+        ``model.named_parameters()``, or groups with their own settings; without names, rules on names are off.
     lr
         Learning rate of the Muon route; a 0-dim tensor is read on its device.
     momentum, weight_decay, adam_betas, lr_adjust, lr_adjust_coeff, muon_mode, enable_gram, flash_muon, magma_muon
         DeePMD's settings; see `HybridMuonConfig`, whose defaults they share.
     named_parameters
-        Names for parameters that are given without, as (name, parameter) pairs; a trainable one that is listed here
-        and missing from `params` is reported.
+        Names of unnamed parameters, as (name, parameter) pairs; trainable ones missing from `params` are reported.
     nesterov, scaling, layout, adam_lr_ratio, schedule, precision, min_matrix_dim, deepmd_kit_arithmetic
         See `HybridMuonConfig`.
     adam_patterns, adamw_patterns, expert_patterns, splits
         Rules on names; see `HybridMuonConfig`.
     on_route_change, on_nonfinite
-        What `load_state_dict` does when a route or view differs, and `step` when a gradient is not finite; see
-        `load_state_dict` and `HybridMuonConfig`. They hold for all groups.
-    maximize
-        Climb instead of descend.
+        What `load_state_dict` does with other routes, and `step` with non-finite gradients, for all groups.
     foreach
         False takes one parameter at a time, which is slow and needs least memory.
     capturable
         Keep the learning rate on the parameters' device, so that a step captured in a CUDA graph follows it.
-    differentiable
-        Must be False.
+    maximize, differentiable
+        Climb instead of descend; the second must be False.
     workspace
         Bound on the parameter elements that are worked on at a time; beside the state, a step takes 20 to 24 bytes
         for each (float32; on a GPU up to 27 where wide matrices share products). A larger parameter is taken whole.
@@ -110,7 +105,7 @@ class HybridMuon(Optimizer):
     sharded
         How DTensors and replicated parameters are stepped; see `deepmd_muon.optim.sharded.ShardedSettings`.
     qk_clip
-        Attention layers whose logits `step` keeps below a threshold; see `deepmd_muon.optim.qk_clip`.
+        Attention layers whose logits stay below a threshold; see `deepmd_muon.optim.qk_clip`.
 
     Attributes
     ----------
@@ -120,8 +115,7 @@ class HybridMuon(Optimizer):
     Raises
     ------
     InvalidSettingError, InvalidParameterError, InvalidShapeError
-        Each a ValueError: a setting out of its range; a parameter that is complex or given twice; a split that does
-        not fit its parameter.
+        Each a ValueError: a setting out of its range; a complex or repeated parameter; a split that does not fit.
 
     Notes
     -----
@@ -130,8 +124,7 @@ class HybridMuon(Optimizer):
 
     References
     ----------
-    K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; J. Liu et al., "Muon is
-    scalable for LLM training", arXiv:2502.16982 (matching the update's RMS).
+    K. Jordan et al., "Muon", 2024; J. Liu et al., arXiv:2502.16982 (matching the update's RMS).
     """
 
     _step_supports_amp_scaling = property(lambda _: asked_by_grad_scaler())

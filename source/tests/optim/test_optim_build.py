@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from deepmd_muon.optim import AdamConfig, AdamWConfig, HybridMuon, HybridMuonConfig, InvalidSettingError, MuonConfig
+from deepmd_muon.optim.config import OptimizerSettings
 from deepmd_muon.optim.sharded import ShardedSettings
 from deepmd_muon.setting import setting_of
 
@@ -39,7 +40,8 @@ def test_every_configuration_builds_from_a_model_alone(config, caplog):
     assert [name for name in names if name != "body.bias"] == trained
     report = caplog.text
     assert "not trainable: body.bias" in report
-    assert ("HybridMuon routing: " if isinstance(optimizer, HybridMuon) else "3 parameters (94 weights)") in report
+    assert "4 parameters (100 weights), 3 of them trainable (94 weights)" in report
+    assert ("HybridMuon routing: " in report) == isinstance(optimizer, HybridMuon)
 
 
 def test_the_constructor_and_the_configuration_share_defaults():
@@ -57,14 +59,51 @@ def test_a_plain_muon_is_what_the_literature_means():
     assert [(e.name, e.route) for e in optimizer.routing] == [
         ("embed.weight", "adamw"),
         ("body.weight", "muon"),
-        ("body.bias", "frozen"),
         ("lm_head.weight", "adamw"),
+        ("body.bias", "frozen"),
     ]
-    (group,) = optimizer.param_groups
+    (group, plain) = optimizer.param_groups
+    assert group["param_names"] == ["embed.weight", "body.weight", "lm_head.weight"]
     assert (group["lr"], group["schedule"], group["magma_muon"]) == (0.03, "keller-jordan", False)
+    assert plain["adamw_patterns"] == ["*"]
     assert group["lr"] * group["adam_lr_ratio"] == pytest.approx(3e-4)
     everything = MuonConfig(adamw_patterns=()).build(make_model())
-    assert [e.route for e in everything.routing] == ["muon", "muon", "frozen", "muon"]
+    assert [e.route for e in everything.routing] == ["muon", "muon", "muon", "frozen"]
+
+
+def test_under_a_plain_muon_everything_else_decays_and_a_head_is_the_output_layer():
+    model = nn.ModuleDict({"body": nn.Linear(4, 6), "norm": nn.LayerNorm(6), "head": nn.Linear(6, 3)})
+    optimizer = MuonConfig(lr=0.1, weight_decay=0.5).build(model)
+    assert {entry.name: entry.route for entry in optimizer.routing} == {
+        "body.weight": "muon",
+        "head.weight": "adamw",
+        **dict.fromkeys(("body.bias", "norm.weight", "norm.bias", "head.bias"), "adamw"),
+    }
+    before = model["norm"].weight.detach().clone()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert torch.allclose(model["norm"].weight, before * (1 - 0.1 * 0.5))
+
+
+def test_a_plain_muon_takes_what_hybrid_muon_takes():
+    sharded = ShardedSettings(slots=1)
+    model = nn.ModuleDict({"qkv": nn.Linear(4, 12, bias=False)})
+    config = MuonConfig(flash_muon=False, splits=("qkv.*: rows 3",), offload=True, sharded=sharded)
+    optimizer = config.build(model, 0.3)
+    assert str(optimizer.routing[0].view) == "1x12x4 rows 4+4+4"
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["flash_muon"], optimizer.sharded) == (0.3, False, sharded)
+    model["qkv"].weight.grad = torch.ones(12, 4)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig, AdamConfig, AdamWConfig])
+def test_every_configuration_is_built_alike(config):
+    assert inspect.signature(config.build) == inspect.signature(OptimizerSettings.build)
+    own = {HybridMuonConfig: 5e-4, MuonConfig: 0.02}.get(config, 1e-3)
+    assert config().build(make_model()).param_groups[0]["lr"] == own
 
 
 @pytest.mark.filterwarnings("ignore:no parameter matches expert_patterns")
