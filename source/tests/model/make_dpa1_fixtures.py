@@ -6,14 +6,17 @@ Run it with a Python that has deepmd-kit and its PyTorch backend::
 
 It writes `dpa1.pt.gz` beside itself: for every case the checkpoint state dict of a small model as its seed starts it,
 and its energies, forces and virials; gradients of the ener loss for some; the loss of 20 steps of Adam for one. It
-loads with `weights_only=True`.
+loads with `weights_only=True`. `dpa1_routes.json` holds the routes of deepmd-kit's HybridMuon.
 """
 
 from __future__ import annotations
 
+import json
+
 import torch
 from deepmd.pt.loss.ener import EnergyStdLoss
 from deepmd.pt.model.model import get_model
+from deepmd.pt.optimizer import HybridMuonOptimizer
 from deepmd.pt.train.wrapper import ModelWrapper
 from deepmd.utils.argcheck import model_args
 from make_deepmd_kit_fixtures import HERE, gradients, run, save, structures
@@ -148,7 +151,26 @@ def follow(model: torch.nn.Module, batch: dict, given: dict) -> list[float]:
     return values
 
 
+ROUTED = ("one_side", "strip_smooth")
+
+
+def routes(name: str) -> dict[str, dict[str, int]]:
+    """Return, for every mode, the matrices that HybridMuon orthogonalizes of each parameter; 0 on the Adam routes."""
+    found = {}
+    for mode in ("2d", "flat", "slice"):
+        model = get_model(model_section(CASES[name]))
+        named = [(key, p) for key, p in model.named_parameters() if p.numel()]
+        optimizer = HybridMuonOptimizer([p for _, p in named], named_parameters=named, lr=1e-3, muon_mode=mode)
+        for _, p in named:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        found[mode] = {key: optimizer.state[p].get("magma_score", torch.zeros(0)).numel() for key, p in named}
+    return found
+
+
 def main() -> None:
+    table = {name: routes(name) for name in ROUTED}
+    (HERE / "dpa1_routes.json").write_text(json.dumps(table, indent=1) + "\n")
     batches = inputs()
     cases = {name: one_case(name, changes, batches) for name, changes in CASES.items()}
     for name, case in cases.items():

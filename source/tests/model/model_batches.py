@@ -110,6 +110,7 @@ def batch_of(model, data, **more) -> Structures:
 
 def section(**changes) -> dict:
     """Return a small normalised model section; `descriptor` and `fitting_net` take further settings."""
+    another = changes.get("descriptor", {}).get("type", "se_e2_a") != "se_e2_a"
     descriptor = {
         "type": "se_e2_a",
         "sel": [40, 30],
@@ -142,4 +143,8 @@ def section(**changes) -> dict:
         "trainable": True,
         **changes.get("fitting_net", {}),
     }
-    return {"type_map": ["O", "H"], "descriptor": descriptor, "fitting_net": fitting}
+    return {
+        "type_map": ["O", "H"],
+        "descriptor": changes["descriptor"] if another else descriptor,
+        "fitting_net": fitting,
+    }

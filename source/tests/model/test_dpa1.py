@@ -1,6 +1,7 @@
 """DPA-1 against numbers of deepmd-kit 3.2.0, read from the fixture that make_dpa1_fixtures.py wrote, and as physics."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.loss import EnergyLoss
 from deepmd_muon.model import CheckpointError, build_model, environment_statistics
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
+from deepmd_muon.optim import HybridMuon
 
 FIXTURE = read_fixture(HERE / "dpa1.pt.gz")
 CASES = list(FIXTURE["cases"])
+ROUTES = json.loads((HERE / "dpa1_routes.json").read_text())
 KINDS = list(FIXTURE["structures"])
 STATISTICS_KINDS = ("orthorhombic", "triclinic", "tiny", "open")
 # In the tiny cell an atom's images at +S and −S are equally far: which one a short sel keeps is rounding.
@@ -211,6 +214,17 @@ def test_what_only_deepmd_kit_has_is_refused_by_name(key, value, words):
     state["_extra_state"] = {"model_params": {**params, "descriptor": {**params["descriptor"], key: value}}}
     with pytest.raises(CheckpointError, match=f"descriptor.{key} is"):
         from_deepmd_kit(state)
+
+
+@pytest.mark.parametrize("mode", ["2d", "flat", "slice"])
+@pytest.mark.parametrize("name", list(ROUTES))
+def test_same_routes(name, mode):
+    model, _ = load(name)
+    optimizer = HybridMuon(model.named_parameters(), lr=1e-3, muon_mode=mode)
+    ours = {entry.name: entry.view.batch if entry.route == "muon" else 0 for entry in optimizer.routing}
+    assert ours == ROUTES[name][mode]
+    in_proj = "atomic_model.descriptor.se_atten.dpa1_attention.attention_layers.0.attention_layer.in_proj.matrix"
+    assert ours[in_proj] == 1
 
 
 def test_a_list_of_slots_counts_by_its_sum():

@@ -12,6 +12,7 @@ from model_batches import make_batch, read_fixture, section
 from deepmd_muon.loss import EnergyLoss
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+from deepmd_muon.section import thaw
 
 DP = os.environ.get("DEEPMD_KIT_DP")
 pytestmark = [
@@ -26,6 +27,8 @@ SETTINGS = {
         "fitting_net": {"atom_ener": [-3.0, None]},
     },
     "float32": {"descriptor": {"precision": "float32"}, "fitting_net": {"precision": "float32"}},
+    "dpa1": {"descriptor": {"type": "se_atten", "sel": 70, "rcut": 4.0, "type_one_side": True, "attn": 8, "seed": 3}},
+    "dpa1_v2": {"descriptor": {"type": "se_atten_v2", "sel": 70, "rcut": 4.0, "attn": 8, "seed": 3}},
 }
 
 
@@ -53,8 +56,8 @@ def case(request, tmp_path_factory):
     arrays = {"coord": data["coord"].reshape(nframes, -1), "box": data["box"].reshape(nframes, 9), **labels}
     for name, values in arrays.items():
         np.save(folder / "system" / "set.000" / f"{name}.npy", np.asarray(values))
-    built = section(**SETTINGS[request.param])
-    model = build_model(built)
+    model = build_model(section(**SETTINGS[request.param]))
+    built = thaw(model.settings)  # with every default: deepmd-kit's classes have others than its input check
     angular = [0.12] * 3
     model.set_statistics(
         torch.tensor([[0.11, 0, 0, 0], [0.09, 0, 0, 0]]).double(),
@@ -65,7 +68,8 @@ def case(request, tmp_path_factory):
     content = {"model": to_deepmd_kit(model, built, {"lr": 1e-3, "step": 0}), "optimizer": {}}
     torch.save(content, folder / "model.ckpt.pt")
     with torch.no_grad():
-        prediction = model(make_batch(data["coord"], data["atype"], data["box"], model.rcut, model.sel))
+        types = None if model.by_type else model.ntypes
+        prediction = model(make_batch(data["coord"], data["atype"], data["box"], model.rcut, model.sel, ntypes=types))
     tolerance = 2e-4 if request.param == "float32" else 1e-8
     return folder, built, labels, prediction, tolerance
 
@@ -108,7 +112,14 @@ def test_dp_train_goes_on_from_our_checkpoint(case):
         "save_freq": 2,
     }
     rate = {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-4, "decay_steps": 10}
-    given = {"model": built, "learning_rate": rate, "loss": prefactors, "training": training}
+    # its input check takes no null for a key without a default
+    given_keys = {key: value for key, value in built["descriptor"].items() if value is not None}
+    given = {
+        "model": {**built, "descriptor": given_keys},
+        "learning_rate": rate,
+        "loss": prefactors,
+        "training": training,
+    }
     (folder / "input.json").write_text(json.dumps(given))
     dp(folder, "train", "input.json", "--init-model", "model.ckpt.pt", "--skip-neighbor-stat")
     columns = (folder / "lcurve.out").read_text().splitlines()[0].split()[1:]
