@@ -16,6 +16,8 @@ T = TypeVar("T")
 Path = tuple[str, ...]
 
 _WRONG = object()
+# Unknown keys of a section that are reported one by one.
+_MOST_UNKNOWN = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,18 +125,23 @@ class _Walk:
         known = {spelling: key.name for key in kind.keys.values() for spelling in (key.name, *key.alias)}
         foreign = foreign_of(kind.section)
         spellings: dict[str, str] = {}
+        unknown: list[Any] = []
         for spelling, value in given.items():
             if _comment(spelling, path) or (tagged and spelling == "type"):
                 continue
             if spelling in foreign:
                 self.foreign(foreign[spelling], value, (*path, spelling))
             elif spelling not in known:
-                self.unknown(spelling, list(known), path)
+                unknown.append(spelling)
+                if len(unknown) <= _MOST_UNKNOWN:  # advice takes milliseconds a key
+                    self.unknown(spelling, list(known), path)
             elif known[spelling] in spellings:
                 first = spellings[known[spelling]]
                 self.problem((*path, spelling), f"means the same as {first!r}, which is given too; keep one of them")
             else:
                 spellings[known[spelling]] = spelling
+        if len(unknown) > _MOST_UNKNOWN:
+            self.problem(path, f"has {len(unknown) - _MOST_UNKNOWN} more unknown keys")
         return spellings
 
     def value(self, key: Key, given: Any, path: Path) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,16 @@ from typing import Any
 import yaml
 
 from deepmd_muon.argcheck.errors import InputError, Problem
+from deepmd_muon.files import open_regular
 from deepmd_muon.setting import shown
+
+#: What an input may have at most; the largest in use have some hundred systems. YAML takes a hundred times longer.
+MAX_BYTES = 8 << 20
+MAX_YAML_BYTES = 1 << 18
+MAX_VALUES = 200_000
+MAX_DEPTH = 64
+MAX_MERGED = 1000
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -31,7 +41,7 @@ class _Object(dict[Any, Any]):
 
 def _doubles(keys: list[Any]) -> tuple[str, ...]:
     """Return the keys that occur more than once."""
-    return tuple(sorted({str(key) for key in keys if keys.count(key) > 1}))
+    return tuple(sorted({str(key) for key, count in Counter(keys).items() if count > 1}))
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -58,6 +68,12 @@ class _YamlLoader(yaml.SafeLoader):
         except (ValueError, KeyError, IndexError) as error:
             reason = f"{shown(node.value)} is no {node.tag.removeprefix(_TAG)}"
             raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from error
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge in what "<<" names, unless merges of merges multiply it."""
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_MERGED:
+            raise yaml.constructor.ConstructorError(None, None, "merges multiply its keys", node.start_mark)
 
     def object(self, node: yaml.MappingNode) -> Iterator[_Object]:
         """Make an object once its contents are complete, so that one that contains itself is refused."""
@@ -105,12 +121,19 @@ def read(path: Path) -> dict[str, Any]:
         When it cannot be read or parsed, or gives a key more than once that is no comment.
     """
     source = str(path)
+    is_yaml = path.suffix.lower() in (".yaml", ".yml")
+    most = MAX_YAML_BYTES if is_yaml else MAX_BYTES
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with open_regular(path) as file:
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise InputError([Problem("", f"has more than {most >> 10} KiB, which no input needs")], source)
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InputError([Problem("", f"cannot be read: {reason}")], source) from error
-    data = _parse_yaml(text, source) if path.suffix.lower() in (".yaml", ".yml") else _parse_json(text, source)
+    data = _parse_yaml(text, source) if is_yaml else _parse_json(text, source)
+    _bounded(data, source)
     if not isinstance(data, dict):
         raise InputError([Problem("", f"must hold an object with sections; found {shown(data)}")], source)
     problems = list(_doubled(data, ()))
@@ -128,6 +151,8 @@ def _parse_json(text: str, source: str) -> Any:
         raise InputError([Problem("", problem)], source) from error
     except RecursionError as error:
         raise InputError([Problem("", "is nested too deeply")], source) from error
+    except ValueError as error:  # Python refuses to read numbers of thousands of digits
+        raise InputError([Problem("", f"is not JSON that can be read: {error}")], source) from error
 
 
 def _json_mistake(text: str, error: json.JSONDecodeError) -> str:
@@ -168,6 +193,28 @@ def _parse_yaml(text: str, source: str) -> Any:
         raise InputError([Problem("", f"is not YAML: {reason}{where}")], source) from error
     except RecursionError as error:
         raise InputError([Problem("", "is nested too deeply")], source) from error
+
+
+def _bounded(data: Any, source: str) -> None:
+    """Refuse what no input needs and what later work would choke on: aliases that multiply, depth, huge numbers."""
+    stack = [(data, 0)]
+    count, problem = 0, None
+    while stack and problem is None:
+        value, depth = stack.pop()
+        count += 1
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        stack += [(element, depth + 1) for element in inner]
+        words = [*value] if isinstance(value, dict) else [value]
+        if count > MAX_VALUES:
+            problem = f"stands for more than {MAX_VALUES} values"
+        elif depth > MAX_DEPTH:
+            problem = f"is nested deeper than {MAX_DEPTH} levels"
+        elif type(value) is int and abs(value) >= 1 << 63:
+            problem = f"holds a whole number of {len(str(abs(value)))} digits, which does not fit into 64 bits"
+        elif any(isinstance(word, str) and _SURROGATE.search(word) for word in words):
+            problem = "holds half of a surrogate pair, which is no character"
+    if problem:
+        raise InputError([Problem("", problem)], source)
 
 
 def _doubled(value: Any, path: tuple[str, ...]) -> Iterator[Problem]:

@@ -95,6 +95,11 @@ def _test_system(
     errors: Errors = {}
     frames = 0
     for part in parts:
+        if wrong := part.prediction.not_finite:
+            raise CommandError(
+                f"{' and '.join(wrong)} predicted for {part.system} are not finite: the weights of the model are "
+                "spoiled; test an earlier checkpoint"
+            )
         errors = add_errors(errors, part.errors)
         frames += part.reference.nframes
         if details is not None:

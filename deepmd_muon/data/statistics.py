@@ -94,8 +94,13 @@ class StatFile:
             return None
         name, _ = self._name(key)
         with self._open(self.path, "r") as file:
-            entry = file.get(f"{self.GROUP}/{name}")
-            return None if entry is None else {k: np.asarray(v[()]) for k, v in entry.items()}
+            try:
+                entry = file.get(f"{self.GROUP}/{name}")
+                return None if entry is None else {k: np.asarray(v[()]) for k, v in entry.items()}
+            except (OSError, KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+                raise DataError(
+                    f"stat_file {self.path}: its entry {name} is damaged ({error}); remove the file"
+                ) from error
 
     def save(self, key: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> None:
         """Keep arrays under `key`, in place of what was there."""

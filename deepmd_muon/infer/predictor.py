@@ -37,6 +37,11 @@ class Prediction:
     virial: np.ndarray
     atom_energy: np.ndarray
 
+    @property
+    def not_finite(self) -> list[str]:
+        """Names of the quantities that hold NaN or infinity."""
+        return [field.name for field in fields(self) if not np.isfinite(getattr(self, field.name)).all()]
+
 
 def load_model(path: str | os.PathLike[str], *, ema: bool = False) -> EnergyModel:
     """Load the model of a checkpoint, of this package or of deepmd-kit.

@@ -36,6 +36,43 @@ def _problem(loss: float, norm: float, where: str) -> str:
     return f"the loss is {loss:g} and the norm of its gradient {norm:g} on a batch of {where}"
 
 
+class SkipCount:
+    """How many of the recent steps were left out: a run whose steps are nearly all left out does not train.
+
+    Parameters
+    ----------
+    interval
+        Steps that are judged together; at least `LEAST`, so that one bad step does not end a run.
+    """
+
+    LEAST = 10
+
+    def __init__(self, interval: int) -> None:
+        self._interval = max(interval, self.LEAST)
+        self._seen = self._bad = 0
+
+    def add(self, seen: int, bad: int, done: int) -> None:
+        """Count steps, of which the last is update `done`, and judge a complete interval.
+
+        Raises
+        ------
+        NonFiniteError
+            When all steps of an interval were left out.
+        """
+        self._seen += seen
+        self._bad += bad
+        if self._seen < self._interval:
+            return
+        seen, bad = self._seen, self._bad
+        self._seen = self._bad = 0
+        if bad == seen:
+            raise NonFiniteError(
+                f"all of the last {seen} steps were left out, as their loss or gradient was not finite"
+            )
+        if 2 * bad > seen:
+            log.warning("%d of the %d steps up to update %d were left out: the model hardly trains", bad, seen, done)
+
+
 class Guard(ABC):
     """Decides whether a step may change anything."""
 
@@ -77,19 +114,30 @@ class HostGuard(Guard):
     ----------
     policy
         'error' raises, 'skip' leaves the step out with a warning.
+    interval
+        Steps that `SkipCount` judges together.
     """
 
-    def __init__(self, policy: OnNonFinite) -> None:
+    def __init__(self, policy: OnNonFinite, interval: int = 1) -> None:
         self._policy = policy
+        self._left_out = SkipCount(interval)
+        self._seen = self._bad = 0
+
+    def check(self, done: int) -> None:
+        """Judge the steps since the last check; see `Guard.check`."""
+        seen, bad, self._seen, self._bad = self._seen, self._bad, 0, 0
+        self._left_out.add(seen, bad, done)
 
     def admits(self, reduced: Reduced, where: Callable[[], str]) -> bool:
         """Return whether loss and gradient are finite; see `Guard.admits`."""
+        self._seen += 1
         if bool(torch.isfinite(reduced.norm + reduced.loss)):
             return True
         problem = _problem(float(reduced.loss), float(reduced.norm), where())
         if self._policy == "error":
             raise NonFiniteError(problem)
         log.warning("%s: the step is left out", problem)
+        self._bad += 1
         return False
 
 
@@ -104,6 +152,8 @@ class DeviceGuard(Guard):
         Reads `found_inf` in its `step`; its own treatment of gradients that are not finite is switched off.
     device
         Of the parameters.
+    interval
+        Steps that `SkipCount` judges together.
 
     Attributes
     ----------
@@ -114,8 +164,11 @@ class DeviceGuard(Guard):
     #: What is remembered on the device: steps seen, bad steps, and number, loss and norm of the first bad one.
     _FIELDS = Literal["seen", "bad", "first", "loss", "norm"]
 
-    def __init__(self, policy: OnNonFinite, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, policy: OnNonFinite, optimizer: torch.optim.Optimizer, device: torch.device, interval: int = 1
+    ) -> None:
         self._policy = policy
+        self._left_out = SkipCount(interval)
         self.skip = torch.zeros((), dtype=torch.float32, device=device)
         # Adam reads the attribute, too, but has no setting of that name.
         if hasattr(optimizer, "on_nonfinite"):
@@ -158,10 +211,11 @@ class DeviceGuard(Guard):
 
     def check(self, done: int) -> None:
         """Read the record, one transfer; see `Guard.check`."""
-        _, count, first, loss, norm = self._record.tolist()
+        seen, count, first, loss, norm = self._record.tolist()
         systems, begun = list(self._systems), self._begun
         self.begin(done)
         if not count:
+            self._left_out.add(round(seen), 0, done)
             return
         number = round(first)
         where = systems[number - 1] if number <= len(systems) else "an unknown system"
@@ -170,3 +224,4 @@ class DeviceGuard(Guard):
             raise NonFiniteError(problem, update=begun + number)
         steps = f"{count:.0f} steps since update {begun} are" if count > 1 else f"update {begun + number} is"
         log.warning("%s: %s left out", problem, steps)
+        self._left_out.add(round(seen), round(count), done)

@@ -13,6 +13,7 @@ import torch
 
 from deepmd_muon.argcheck import Input, TrainingDataSettings, TrainingSettings, normalize
 from deepmd_muon.data import (
+    DataError,
     DataLoader,
     NeighborCache,
     NeighborStatistics,
@@ -219,6 +220,7 @@ def set_model_statistics(
         if store:
             store.save(key, arrays)
     else:
+        _check_statistics(arrays, model.ntypes, str(training.stat_file))
         log.info("statistics come from %s", training.stat_file)
     model.set_statistics(torch.from_numpy(arrays["mean"]), torch.from_numpy(arrays["stddev"]))
     if "energy_bias" in arrays:
@@ -227,6 +229,44 @@ def set_model_statistics(
         log.info("energy bias: %s", ", ".join(f"{name} {value:.6g} eV" for name, value in bias))
     else:
         log.warning("no training system has energies: the energy bias stays 0")
+
+
+def _check_statistics(arrays: Mapping[str, np.ndarray], ntypes: int, path: str) -> None:
+    """Refuse kept statistics of another shape or kind, which would end as a loss that is not finite."""
+    shapes = {"mean": (ntypes, 4), "stddev": (ntypes, 4), "energy_bias": (ntypes,)}
+    problems = [f"{name} is missing" for name in ("mean", "stddev") if name not in arrays]
+    for name, found in arrays.items():
+        if name not in shapes:
+            problems.append(f"{name} is unknown")
+        elif found.dtype.kind != "f" or found.size != math.prod(shapes[name]):
+            problems.append(f"{name} is {found.dtype} of shape {found.shape}, expected numbers of shape {shapes[name]}")
+        elif not np.isfinite(found).all():
+            problems.append(f"{name} has values that are not finite")
+        elif name == "stddev" and not (found > 0.0).all():
+            problems.append("stddev has values that are not above 0")
+    if problems:
+        raise DataError(f"stat_file {path} is damaged: {'; '.join(problems)}; remove it, or name another")
+
+
+def check_same_data(systems: list[System], ranks: Ranks) -> None:
+    """Compare the training data that the ranks see: folders of one name may hold other files on another machine.
+
+    Raises
+    ------
+    TrainingError
+        On all ranks, naming those whose data differ from rank 0's.
+    """
+    if ranks.size == 1:
+        return
+    mine = data_fingerprint(systems)
+    with ranks.together("comparing the training data"):
+        found = ranks.gather_objects(mine)
+    others = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
+    if others:
+        raise TrainingError(
+            f"the training data of rank {', '.join(map(str, others))} are not those of rank 0: "
+            "see that training/training_data/systems is the same on all machines"
+        )
 
 
 def _compute(model: EnergyModel, data: Data, settings: Mapping[str, Any]) -> dict[str, np.ndarray]:

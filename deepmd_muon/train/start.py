@@ -26,6 +26,7 @@ from deepmd_muon.train.report import set_up_logging
 from deepmd_muon.train.report.tensorboard import require_tensorboard
 from deepmd_muon.train.setup import (
     CACHE_BYTES,
+    check_same_data,
     check_sel,
     make_loaders,
     new_seed,
@@ -184,6 +185,7 @@ def _prepare(
 ) -> Trainer:
     """Open the data, build the model with its statistics or weights, and make the trainer."""
     train, valid = open_training_systems(given.settings.model, given.settings.training)
+    check_same_data(train, ranks)
     if source and given.settings.model.descriptor.needs_counts:
         saved = model_settings(source.model_section).descriptor
         given = with_descriptor(given, given.settings.model.descriptor.with_counts_of(saved))

@@ -149,7 +149,7 @@ def build_stepper(
     strategy, loss, optimizer, ema
         What a step works with.
     training
-        The input's section: `capture`, `gradient_max_norm` and `disp_avg` count.
+        The input's section: `capture`, `gradient_max_norm`, `disp_freq` and `disp_avg` count.
     scalars
         The schedule.
 
@@ -163,8 +163,10 @@ def build_stepper(
     if obstacle and training.capture == "on":
         raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto", or train in one process on a GPU')
     if obstacle:
-        step = TrainingStep(strategy, loss, optimizer, HostGuard(policy), training.gradient_max_norm, ema)
+        step = TrainingStep(
+            strategy, loss, optimizer, HostGuard(policy, training.disp_freq), training.gradient_max_norm, ema
+        )
         return HostStepper(step, scalars, device)
-    guard = DeviceGuard(policy, optimizer, device)
+    guard = DeviceGuard(policy, optimizer, device, training.disp_freq)
     step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema)
     return DeviceStepper(step, scalars, device, capture=training.capture != "off", keep_metrics=training.disp_avg)

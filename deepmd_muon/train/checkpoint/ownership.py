@@ -58,9 +58,13 @@ def _curve(training: TrainingSettings) -> Path | None:
 
 @contextlib.contextmanager
 def _lock(path: Path, setting: str, input_path: str) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
     place = path.with_name(f".{path.name}.lock")
-    handle = _open_locked(place, path, setting)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = _open_locked(place, path, setting)
+    except OSError as error:
+        what = "checkpoints" if setting.endswith("save_ckpt") else "the learning curve"
+        raise TrainingError(f"{setting}: cannot write {what} to {path.parent}: {error}") from error
     try:
         os.truncate(handle, 0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -75,10 +79,7 @@ def _lock(path: Path, setting: str, input_path: str) -> Iterator[None]:
 def _open_locked(place: Path, path: Path, setting: str) -> int:
     """Return the handle of the lock's file, locked."""
     while True:
-        try:
-            handle = os.open(place, _NEW, 0o666)
-        except OSError as error:
-            raise TrainingError(f"{setting}: cannot write beside {path}: {error}") from error
+        handle = os.open(place, _NEW, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

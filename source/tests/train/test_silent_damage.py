@@ -1,0 +1,118 @@
+"""What used to end a run late, or not at all, without naming its cause."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from deepmd_muon.cli.main import main
+from deepmd_muon.data import DataError
+from deepmd_muon.train import NonFiniteError, TrainingError
+from deepmd_muon.train.guard import DeviceGuard, HostGuard, SkipCount
+from deepmd_muon.train.setup import check_same_data
+from deepmd_muon.train.strategy.base import Reduced
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
+
+
+def reduced(value):
+    return Reduced([], torch.tensor(1.0), torch.tensor(value))
+
+
+def guards():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    return [HostGuard("skip", 10), DeviceGuard("skip", optimizer, torch.device("cpu"), 10)]
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["host", "device"])
+def test_a_run_that_skips_most_steps_says_so_and_one_that_skips_all_ends(kind, caplog):
+    guard = guards()[kind]
+    if kind:
+        guard.begin(0)
+
+    def steps(values):
+        for value in values:
+            guard.admits(reduced(value), lambda: "data")
+
+    nan = float("nan")
+    with caplog.at_level(logging.WARNING, "deepmd_muon"):
+        steps([1.0] * 5 + [nan] * 5)
+        guard.check(10)
+        assert "hardly trains" not in caplog.text
+        steps([nan] * 4)
+        guard.check(14)  # half an interval, judged with the next
+        steps([nan] * 3 + [1.0] * 3)
+        guard.check(20)
+        assert "7 of the 10 steps up to update 20 were left out" in caplog.text
+        steps([nan] * 10)
+        with pytest.raises(NonFiniteError, match="all of the last 10 steps"):
+            guard.check(30)
+    SkipCount(1).add(1, 1, 1)  # one bad step ends no run
+
+
+def spoil(path, change):
+    with h5py.File(path, "a") as file:
+        (entry,) = file["deepmd_muon"].values()
+        change(entry)
+
+
+def put(name, value):
+    def change(entry):
+        del entry[name]
+        entry[name] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (put("stddev", np.zeros((1, 4))), "stddev has values that are not above 0"),
+        (put("mean", np.full((1, 4), np.nan)), "mean has values that are not finite"),
+        (put("mean", np.zeros((2, 4))), r"mean is float64 of shape \(2, 4\)"),
+        (put("energy_bias", np.array([1 + 2j])), "energy_bias is complex128"),
+        (lambda entry: entry.pop("mean"), "mean is missing"),
+        (put("mean", h5py.SoftLink("/none")), "is damaged"),
+    ],
+)
+def test_damaged_statistics_are_named(small_input, train, change, problem):
+    content = small_input(training={"stat_file": "stat.hdf5", "numb_steps": 1})
+    assert train(content) == 0
+    spoil("stat.hdf5", change)
+    with pytest.raises(DataError, match=f"stat_file stat.hdf5.*{problem}"):
+        train(content)
+
+
+def test_dp_test_refuses_spoiled_weights(small_input, train, load, capfd):
+    train(small_input(training={"numb_steps": 1}))
+    content = load()
+    for name, tensor in content["model"].items():
+        if name.endswith("layers.0.matrix"):
+            tensor.fill_(float("nan"))
+    torch.save(content, "spoiled.pt")
+    assert main(["test", "-m", "spoiled.pt", "-s", str(EXAMPLE / "valid"), "-n", "1"]) == 2
+    assert "not finite" in capfd.readouterr().err
+
+
+class Ranks(SimpleNamespace):
+    def together(self, what):
+        return pytest.MonkeyPatch.context()
+
+    def gather_objects(self, mine):
+        return [mine, *self.others]
+
+
+def test_ranks_with_other_data_are_named():
+    systems = [SimpleNamespace(fingerprint=lambda: "a")]
+    from deepmd_muon.data import data_fingerprint
+
+    same = data_fingerprint(systems)
+    check_same_data(systems, Ranks(size=3, others=[same, same]))
+    with pytest.raises(TrainingError, match="rank 2 are not those of rank 0"):
+        check_same_data(systems, Ranks(size=3, others=[same, "other"]))
