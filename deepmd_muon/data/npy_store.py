@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class NpyStore:
                 found = os.fstat(file.fileno()).st_size - file.tell()
         except OSError as error:
             raise SystemFormatError(self.root, path, f"cannot be read: {error.strerror or error}") from error
-        except (ValueError, EOFError, SyntaxError, RecursionError, MemoryError) as error:
+        except (ValueError, EOFError, SyntaxError, RecursionError, MemoryError, TokenError) as error:
             problem = f"cannot be read as an npy array ({str(error).splitlines()[0]}); write it again with numpy.save"
             raise SystemFormatError(self.root, path, problem) from error
         shape = check_array(self.root, path, shape, dtype)

@@ -12,7 +12,7 @@ import torch
 from deepmd_muon.data import Frames, build_neighbors, stack_neighbors
 from deepmd_muon.infer.errors import CheckpointError, PredictionInputError
 from deepmd_muon.model import CheckpointFileError, EnergyModel, Structures, build_model
-from deepmd_muon.model.checkpoint_file import checkpoint_path, read_checkpoint
+from deepmd_muon.model.checkpoint_file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit
 
 
@@ -63,11 +63,12 @@ def load_model(path: str | os.PathLike[str], *, ema: bool = False) -> EnergyMode
         checkpoint = read_checkpoint(path)
     except CheckpointFileError as error:
         raise CheckpointError(str(error)) from error
-    section, state = from_deepmd_kit(checkpoint["model"])
-    model = build_model(section)
-    model.load_state_dict(state)
-    if ema:
-        _take_averages(model, checkpoint, path)
+    with understood(path):
+        section, state = from_deepmd_kit(checkpoint["model"])
+        model = build_model(section)
+        model.load_state_dict(state)
+        if ema:
+            _take_averages(model, checkpoint, path)
     return model
 
 

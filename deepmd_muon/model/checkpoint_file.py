@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,27 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
             f"{path} has format version {version}; this release reads up to {FORMAT_VERSION}: update deepmd_muon"
         )
     return content
+
+
+@contextmanager
+def understood(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what taking a checkpoint apart raises, when its contents are not those of a run, into an error of the file.
+
+    Raises
+    ------
+    CheckpointFileError
+        Naming the file; this package's own errors pass.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, MemoryError) as error:
+        if type(error).__module__.startswith("deepmd_muon"):
+            raise
+        found = (str(error) or "nothing more is known").splitlines()[0][:200]
+        raise CheckpointFileError(
+            f"{path} is a checkpoint, but its contents are not those that a run writes "
+            f"({type(error).__name__}: {found}); take another one"
+        ) from error
 
 
 def _read_file(path: Path) -> Any:

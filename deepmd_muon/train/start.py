@@ -15,6 +15,7 @@ import torch
 from deepmd_muon.argcheck import Input, dump, load, normalize
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.model import EnergyModel, build_model
+from deepmd_muon.model.checkpoint_file import understood
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, from_deepmd_kit
 from deepmd_muon.model.settings import model_settings
 from deepmd_muon.train.checkpoint.changes import check_model_section
@@ -68,7 +69,8 @@ class Source:
     def read(cls, path: str, leave: Collection[str] = ()) -> Source:
         """Read a checkpoint of ours or of deepmd-kit; `leave` as in `read_checkpoint`."""
         content = read(path, leave)
-        section, weights = from_deepmd_kit(content["model"])
+        with understood(path):
+            section, weights = from_deepmd_kit(content["model"])
         return cls(Path(path), content, section, weights)
 
 
@@ -141,7 +143,8 @@ def run(
         given = _complete_input(given, source, use_pretrain_script=use_pretrain_script)
         trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
         if restart and source:
-            trainer.restart(source.content, source.path)
+            with understood(source.path):
+                trainer.restart(source.content, source.path)
         else:
             ranks.from_first("keeping the files of an earlier run", lambda: keep_earlier(training))
         return trainer.run()
