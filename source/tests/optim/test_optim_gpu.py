@@ -187,9 +187,11 @@ def test_strides_do_not_matter_and_a_float64_learning_rate_is_read_exactly(setti
     for step in range(3):
         q.grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(dtype)
         on_cpu.step()
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    # Matrices of 3 × 2 have small singular values, whose rounding the iteration enlarges.
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12 if settings else 1e-8
+    assert torch.equal(*found)
     for p in found:
-        assert torch.allclose(p, q.detach(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(p, q.detach(), rtol=tolerance, atol=tolerance)
 
 
 def test_a_captured_step_of_float64_parameters_keeps_the_learning_rate_in_float64():
