@@ -189,7 +189,6 @@ def test_strides_do_not_matter_and_a_float64_learning_rate_is_read_exactly(setti
         on_cpu.step()
     # Matrices of 3 × 2 have small singular values, whose rounding the iteration enlarges.
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12 if settings else 1e-8
-    assert torch.equal(*found)
     for p in found:
         torch.testing.assert_close(p, q.detach(), rtol=tolerance, atol=tolerance)
 
