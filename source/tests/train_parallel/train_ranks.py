@@ -292,17 +292,17 @@ def stop_second(rank):
     from deepmd_muon.train import start
 
     undo_counting = _in_counting(lambda: time.sleep(PATIENCE))
-    original = start.open_training_systems
+    original = start.check_same_data
 
-    def open_systems(*args):
+    def compare(*args):
+        original(*args)
         if rank == 1:
             _stop_for_good(4.0)
-        return original(*args)
 
-    start.open_training_systems = open_systems
+    start.check_same_data = compare
 
     def undo():
-        start.open_training_systems = original
+        start.check_same_data = original
         undo_counting()
 
     return undo
