@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from test_architecture import ARROWS
 
 TOP = Path(__file__).parents[3]
 PACKAGE = TOP / "deepmd_muon"
@@ -14,10 +15,17 @@ MENTIONED = sorted(set(re.findall(r"`([\w/]+\.py)(?:::([\w.]+))?`", PAGE)))
 
 
 def test_every_room_has_its_line():
-    rooms = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    folders = [*PACKAGE.glob("*/__init__.py"), *PACKAGE.glob("*/*/__init__.py")]
+    rooms = {f"{path.parent.relative_to(PACKAGE)}/" for path in folders}
     modules = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
     missing = (rooms | modules) - LISTED
     assert not missing, f"add a line to doc/architecture.md for {sorted(missing)}"
+
+
+@pytest.mark.parametrize("room", sorted(set(ARROWS) - {"cli"}))
+def test_a_line_names_the_rooms_that_a_room_may_import(room):
+    (cells,) = re.findall(rf"^\| `{room}/` \|.*\|(.*)\|$", PAGE, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", cells)) == ARROWS[room]
 
 
 def test_every_line_has_its_place():
