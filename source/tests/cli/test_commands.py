@@ -191,15 +191,15 @@ def test_mistakes_end_in_one_message(words, message, checkpoint, frames, capsys)
 
 def test_a_model_of_deepmd_kit_that_we_do_not_have(checkpoint, frames, capsys, monkeypatch):
     content = torch.load("model.ckpt.pt", weights_only=True)
-    content["model"]["_extra_state"]["model_params"]["descriptor"]["type"] = "dpa3"
-    torch.save(content, "dpa3.pt")
+    content["model"]["_extra_state"]["model_params"]["descriptor"]["type"] = "dpa2"
+    torch.save(content, "dpa2.pt")
     handed = []
     monkeypatch.setattr("deepmd_muon.cli.main.hand_over", lambda what, words, _: handed.append((what, words)) or 7)
-    assert main(["test", "-m", "dpa3.pt", "-s", "water"]) == 7
+    assert main(["test", "-m", "dpa2.pt", "-s", "water"]) == 7
     [(what, words)] = handed
     assert what.startswith("this model (")
-    assert "'dpa3'" in what
-    assert words == ["--pt", "test", "-m", "dpa3.pt", "-s", "water"]
+    assert "'dpa2'" in what
+    assert words == ["--pt", "test", "-m", "dpa2.pt", "-s", "water"]
 
 
 def test_routing_of_an_input_and_of_a_checkpoint(input_file, capsys):
