@@ -227,7 +227,7 @@ class DataLoader:
             frames.append(part)
             neighbors += [self.cache.frame(system, int(n), part, row) for row, n in enumerate(numbers)]
         name = self.systems[plan.parts[0][0]].name if len(plan.parts) == 1 else MIXED
-        return Batch(Frames.concatenate(frames), stack_neighbors(neighbors, self.cache.flat), name)
+        return Batch(Frames.concatenate(frames), stack_neighbors(neighbors), name)
 
     def close(self) -> None:
         """End the background thread; the loader still works, without it."""

@@ -47,10 +47,6 @@ class NeighborRequest(Protocol):
     def inner(self) -> Sequence[tuple[float, int]]:
         """Shorter cutoffs [Å] and the most neighbours within each."""
 
-    @property
-    def flat(self) -> bool:
-        """Whether edges and angles are wanted as flat lists."""
-
 
 class NeighborCache:
     """Neighbour lists of frames, each built once and kept while the memory budget lasts.
@@ -73,8 +69,6 @@ class NeighborCache:
         Number of types of the model; ``len(sel)`` when left out.
     inner : sequence of (float, int)
         Shorter cutoffs, see `build_neighbors`.
-    flat : bool
-        Handed on with every batch, see `NeighborList`.
 
     Attributes
     ----------
@@ -92,7 +86,6 @@ class NeighborCache:
         max_bytes: int = 2 << 30,
         ntypes: int | None = None,
         inner: Sequence[tuple[float, int]] = (),
-        flat: bool = False,
     ) -> None:
         if not rcut > 0:
             raise NeighborError(f"rcut must be positive, found {rcut}")
@@ -106,7 +99,6 @@ class NeighborCache:
         self.max_bytes = max_bytes
         self.ntypes = ntypes
         self.inner = tuple(inner)
-        self.flat = flat
         self.nbytes = 0
         self.dropped = 0
         group_limits(sel, by_type, ntypes)  # refuses a sel that does not fit the types
@@ -116,14 +108,7 @@ class NeighborCache:
     @classmethod
     def of(cls, request: NeighborRequest, ntypes: int, max_bytes: int = 2 << 30) -> NeighborCache:
         """Return the cache of the lists that a descriptor reads."""
-        return cls(
-            request.rcut, request.sel, request.by_type, max_bytes, ntypes, inner=request.inner, flat=request.flat
-        )
-
-    @property
-    def static_shapes(self) -> bool:
-        """Whether batches of equal atoms can be padded to equal shapes: no flat lists."""
-        return not self.flat
+        return cls(request.rcut, request.sel, request.by_type, max_bytes, ntypes, inner=request.inner)
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -159,7 +144,7 @@ class NeighborCache:
 
         A batch of one frame is a view of the cache: do not write into it.
         """
-        return stack_neighbors([self.frame(system, int(n), frames, row) for row, n in enumerate(indices)], self.flat)
+        return stack_neighbors([self.frame(system, int(n), frames, row) for row, n in enumerate(indices)])
 
 
 def neighbor_statistics(

@@ -28,15 +28,12 @@ class NeighborList:
         when the list is not by type). Real neighbours come first in each section, nearest first.
     inner : ndarray of int32, (nframes, ninner, natoms)
         How many leading columns of an atom lie within each shorter cut-off that was asked for.
-    flat : bool
-        Whether edges and angles are wanted as flat lists, too; see `deepmd_muon.model`.
     """
 
     index: np.ndarray
     shift: np.ndarray
     sections: tuple[int, ...]
     inner: np.ndarray
-    flat: bool = False
 
 
 @dataclass(frozen=True)
@@ -266,18 +263,18 @@ def group_limits(sel: Sequence[int] | None, by_type: bool, ntypes: int) -> np.nd
     return np.array(sel if by_type else [sum(sel)], dtype=np.int64)
 
 
-def stack_neighbors(parts: Sequence[FrameNeighbors], flat: bool = False) -> NeighborList:
+def stack_neighbors(parts: Sequence[FrameNeighbors]) -> NeighborList:
     """Put frames into one batch, each section as wide as the widest frame needs.
 
-    One frame is not copied. Frames of fewer atoms are padded with atoms that have no neighbours. `flat` is carried.
+    One frame is not copied. Frames of fewer atoms are padded with atoms that have no neighbours.
     """
     if len(parts) == 1:
         only = parts[0]
-        return NeighborList(only.index[None], only.shift[None], only.sections, only.inner[None], flat)
+        return NeighborList(only.index[None], only.shift[None], only.sections, only.inner[None])
     sections = tuple(max(widths) for widths in zip(*(p.sections for p in parts), strict=True))
     if all(p.sections == sections and p.index.shape == parts[0].index.shape for p in parts):
         arrays = [np.stack([getattr(p, name) for p in parts]) for name in ("index", "shift", "inner")]
-        return NeighborList(arrays[0], arrays[1], sections, arrays[2], flat)
+        return NeighborList(arrays[0], arrays[1], sections, arrays[2])
     natoms = max(p.index.shape[0] for p in parts)
     index = np.full((len(parts), natoms, sum(sections)), -1, dtype=np.int32)
     shift = np.zeros((*index.shape, 3), dtype=np.result_type(*(p.shift.dtype for p in parts)))
@@ -285,7 +282,7 @@ def stack_neighbors(parts: Sequence[FrameNeighbors], flat: bool = False) -> Neig
     for k, part in enumerate(parts):
         _copy_sections(part, index[k], shift[k], sections)
         inner[k, :, : part.inner.shape[1]] = part.inner
-    return NeighborList(index, shift, sections, inner, flat)
+    return NeighborList(index, shift, sections, inner)
 
 
 def widen_sections(neighbors: NeighborList, sections: Sequence[int]) -> NeighborList:

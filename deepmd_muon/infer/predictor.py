@@ -187,8 +187,7 @@ class Predictor:
                     model.neighbors.inner,
                 )
                 for k in range(len(coord))
-            ],
-            model.neighbors.flat,
+            ]
         )
         structures = Structures.of(Frames(atype=atype, coord=coord, box=box), neighbors, model.ntypes, self.device)
         with torch.no_grad():

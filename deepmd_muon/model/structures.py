@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from deepmd_muon.model.errors import ModelError
-from deepmd_muon.model.flat_lists import FlatLists, flat_lists
 
 
 class Frames(Protocol):
@@ -48,10 +47,6 @@ class Neighbors(Protocol):
     def inner(self) -> np.ndarray:
         """Leading columns within shorter cut-offs."""
 
-    @property
-    def flat(self) -> bool:
-        """Whether flat lists are wanted."""
-
 
 @dataclass(frozen=True)
 class Structures:
@@ -86,8 +81,6 @@ class Structures:
     inner
         How many leading columns of a sorted atom lie within each shorter cut-off that the descriptor asked for
         `(ninner, nreal)`, on the host; in a batch of fixed shapes a bound, the same for all atoms.
-    flat
-        Edges and angles as flat lists, where the descriptor asked for them.
     """
 
     coord: torch.Tensor
@@ -102,7 +95,6 @@ class Structures:
     type_counts: tuple[int, ...]
     filled: np.ndarray
     inner: np.ndarray
-    flat: FlatLists | None = None
 
     @property
     def nframes(self) -> int:
@@ -119,7 +111,7 @@ class Structures:
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=non_blocking)
             for field in fields(self)
-            if isinstance(value := getattr(self, field.name), (torch.Tensor, FlatLists))
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
         return replace(self, **moved)
 
@@ -135,7 +127,6 @@ class Structures:
         ntypes: int,
         device: torch.device | str = "cpu",
         inner: np.ndarray | None = None,
-        flat: bool = False,
     ) -> Structures:
         """Sort and flatten a batch given frame by frame.
 
@@ -160,8 +151,6 @@ class Structures:
             Where the tensors go.
         inner
             How many leading columns lie within each shorter cut-off `(nframes, ninner, natoms)`.
-        flat
-            Whether to list edges and angles flat; needs neighbours in one section without holes, and `inner`.
 
         Raises
         ------
@@ -187,7 +176,6 @@ class Structures:
             type_counts=tuple(type_counts),
             filled=filled,
             inner=counts,
-            flat=flat_lists(filled[0], counts[0], neighbor.shape[2]).to(device) if flat else None,
         )
 
     @classmethod
@@ -203,7 +191,6 @@ class Structures:
             ntypes,
             device,
             neighbors.inner,
-            neighbors.flat,
         )
 
 

@@ -169,8 +169,7 @@ class StreamedBatches:
         static = self._static.get(layout)
         if static is None:
             static = map_tensors(host, lambda x: torch.empty_like(x, device=self._device))
-            # Lists whose shapes follow the atoms are read on the host, too, which a graph would not repeat.
-            if self._loader.cache.static_shapes and len(self._static) < MOST_LAYOUTS:
+            if len(self._static) < MOST_LAYOUTS:
                 self._static[layout] = static
         if layout not in self._static:
             layout = None

@@ -300,8 +300,6 @@ def why_not_resident(loader: DataLoader, budget: int, steps: int) -> str | None:
     """
     if loader.mixes_systems:
         return "batches mix systems"
-    if not loader.cache.static_shapes:
-        return "the descriptor asks for lists whose shapes follow the atoms"
     odd = [system.name for system in loader.systems if not fits(system)]
     if odd:
         return f"the frames of {odd[0]} differ in atoms or labels"

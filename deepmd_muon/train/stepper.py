@@ -100,7 +100,6 @@ class DeviceStepper:
         self._guard = step.guard
         self._captured = CapturedStep(step, RateTable(scalars, dtype, device), capture=capture)
         self._device = device
-        self._captures = capture
         self._keep = keep_metrics
         self._fresh = True
 
@@ -122,8 +121,6 @@ class DeviceStepper:
         if reason is None:
             return ResidentBatches(loader, ntypes, self._device)
         log.info("training data are streamed to the device, not kept there: %s", reason)
-        if self._captures and not loader.cache.static_shapes:
-            log.info("training steps are launched one kernel at a time: the shapes of the descriptor's lists vary")
         return StreamedBatches(loader, ntypes, self._device)
 
     def _budget(self) -> int:

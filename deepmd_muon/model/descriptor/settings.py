@@ -30,16 +30,12 @@ class NeighborRequest:
     inner
         Shorter cut-offs [Å] of a mixed list, each with the most neighbours kept within it. `Structures.inner` then
         counts for every atom the leading columns inside.
-    flat
-        Whether `Structures.flat` lists the edges, and the angles between the edges of the first inner list, as flat
-        indices: what dynamic selection reads.
     """
 
     rcut: float
     sel: tuple[int, ...]
     by_type: bool
     inner: tuple[tuple[float, int], ...] = ()
-    flat: bool = False
 
 
 class NeighborCounts(Protocol):
