@@ -10,8 +10,6 @@ from typing import Any, BinaryIO
 
 import torch
 
-_CHUNK = 1 << 20
-
 
 class ArchiveError(Exception):
     """An archive is damaged, or holds what is not read; the message says so and does not name the file."""
@@ -47,27 +45,38 @@ def load_archive(file: BinaryIO) -> Any:
 
 
 def _check(file: BinaryIO) -> None:
-    """Compare all members with their checksums."""
+    """Compare all members, as torch's own reader finds them, with the checksums of the archive."""
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
-            names = {member.filename for member in members}
-            if any("/code/" in name for name in names):
-                raise ArchiveError("it is a frozen model (TorchScript)")
-            if len(names) != len(members) or any(member.compress_type != zipfile.ZIP_STORED for member in members):
-                raise ArchiveError("torch.save did not write it: members are compressed or there twice")
-            for member in members:
-                _check_member(archive, member)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, LookupError, OSError, struct.error) as error:
+        names = {member.filename for member in members}
+        if any("/code/" in name for name in names):
+            raise ArchiveError("it is a frozen model (TorchScript)")
+        if len(names) != len(members) or any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise ArchiveError("torch.save did not write it: members are compressed or there twice")
+        # torch reads a member that is marked as a folder without its bytes.
+        if any(member.is_dir() or member.external_attr for member in members):
+            raise ArchiveError("it is damaged: a member is marked as a folder")
+        file.seek(0)
+        reader = torch._C.PyTorchFileReader(file)
+        folder = members[0].filename.partition("/")[0]
+        if {f"{folder}/{name}" for name in reader.get_all_records()} != names:
+            raise ArchiveError("torch.save did not write it: its members are not in one folder")
+        for member in members:
+            _check_member(reader, member)
+    except (
+        *(zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, LookupError, RuntimeError),
+        *(OSError, struct.error),
+    ) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise ArchiveError("it is damaged, or torch.save did not write it") from error
 
 
-def _check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+def _check_member(reader: torch._C.PyTorchFileReader, member: zipfile.ZipInfo) -> None:
     try:
-        with archive.open(member) as content:
-            while content.read(_CHUNK):
-                pass
-    except (zipfile.BadZipFile, EOFError, RuntimeError, zlib.error) as error:
-        raise ArchiveError(f"it is damaged: its part {member.filename} does not fit its checksum") from error
+        content = reader.get_record(member.filename.partition("/")[2])
+    except RuntimeError as error:
+        raise ArchiveError(f"it is damaged: its part {member.filename} cannot be read") from error
+    if len(content) != member.file_size or zlib.crc32(content) != member.CRC:
+        raise ArchiveError(f"it is damaged: its part {member.filename} does not fit its checksum")

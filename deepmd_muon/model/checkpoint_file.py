@@ -67,7 +67,10 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
         raise CheckpointFileError(
             f"{path} is no checkpoint: it has no state dict under 'model', only {sorted(map(str, content))[:5]}"
         )
-    version = content.get(OWN_KEY, {}).get("version", FORMAT_VERSION)
+    own = content.get(OWN_KEY, {})
+    version = own.get("version", FORMAT_VERSION) if isinstance(own, dict) else None
+    if type(version) is not int:
+        raise CheckpointFileError(f"{path} is no checkpoint: what it has under {OWN_KEY!r} is not what a run writes")
     if version > FORMAT_VERSION:
         raise CheckpointFileError(
             f"{path} has format version {version}; this release reads up to {FORMAT_VERSION}: update deepmd_muon"

@@ -1,6 +1,7 @@
 """What is no checkpoint is refused with a reason in our words, never with advice to run its code."""
 
 import pickle
+import struct
 import zipfile
 
 import numpy as np
@@ -106,6 +107,23 @@ def test_changed_bits_of_a_directory_are_found_or_harmless(tmp_path, file):
     assert changed_bits(tmp_path, f"a.dcp/{file}", 100, lambda: read_checkpoint(tmp_path / "a.dcp")) > 30
 
 
+def test_a_member_that_is_marked_as_a_folder_is_refused(tmp_path):
+    """torch would leave the memory of its tensor as it was."""
+    path = tmp_path / "a.pt"
+    torch.save({"model": {"a": torch.rand(300)}}, path)
+    with zipfile.ZipFile(path) as archive:
+        entry, members = archive.start_dir, archive.infolist()
+    original = path.read_bytes()
+    for member in members:
+        assert original[entry : entry + 4] == b"PK\x01\x02"
+        flip_bits(path, [8 * (entry + 38) + 4])  # in the member's external attributes
+        assert "marked as a folder" in refused(path)
+        path.write_bytes(original)
+        lengths = struct.unpack_from("<3H", original, entry + 28)
+        entry += 46 + sum(lengths)
+        assert member.filename.encode() in original[:entry]
+
+
 def test_a_member_that_is_there_twice_or_compressed_is_refused(tmp_path):
     torch.save({"model": {"a": torch.zeros(3)}}, tmp_path / "a.pt")
     with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(tmp_path / "a.pt", "a") as archive:
@@ -115,6 +133,9 @@ def test_a_member_that_is_there_twice_or_compressed_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "b.pt", "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("b/more", bytes(1 << 20))
     assert "compressed" in refused(tmp_path / "b.pt")
+
+
+OWN = (None, [], {"version": None}, {"version": "1"}, {"version": float("nan")}, {"version": True})
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -143,6 +164,7 @@ def test_files_that_cannot_be_read(tmp_path, write, reason):
         ([1, 2], "it holds a list"),
         ({"weights": 1}, "it has no state dict under 'model', only ['weights']"),
         ({"model": 3}, "it has no state dict under 'model', only ['model']"),
+        *(({"model": {}, OWN_KEY: own}, f"what it has under {OWN_KEY!r} is not what a run writes") for own in OWN),
     ],
 )
 def test_other_files_of_torch(tmp_path, content, reason):
