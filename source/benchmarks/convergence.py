@@ -41,12 +41,12 @@ def contestants(race: str) -> list[dict[str, Any]]:
     return [{**BASES[base], **dict(zip(keys, combination, strict=True))} for combination in itertools.product(*values)]
 
 
-def input_of(base: dict[str, Any], optimizer: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Put a contestant's optimizer and learning rate into the input."""
+def input_of(base: dict[str, Any], optimizer: dict[str, Any], seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Put a contestant's optimizer, learning rate and seed into the input."""
     optimizer = dict(optimizer)
     lr = optimizer.pop("lr")
     rate = {"type": "exp", "decay_steps": 5000, "start_lr": lr, "stop_lr": args.stop_lr}
-    training = {**base["training"], "numb_steps": args.steps, "seed": args.seed}
+    training = {**base["training"], "numb_steps": args.steps, "seed": seed}
     training.update(disp_freq=max(1, args.steps // 10), save_freq=args.steps, max_ckpt_keep=1)
     training["training_data"] = {**training["training_data"]}
     if args.train:
@@ -54,7 +54,7 @@ def input_of(base: dict[str, Any], optimizer: dict[str, Any], args: argparse.Nam
     training.pop("validation_data", None)
     model = json.loads(json.dumps(base["model"]))
     for part in ("descriptor", "fitting_net"):
-        model[part]["seed"] = args.seed
+        model[part]["seed"] = seed
         if args.precision:
             model[part]["precision"] = args.precision
     return {**base, "model": model, "learning_rate": rate, "optimizer": optimizer, "training": training}
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--race", action="append", required=True, help="base:key=value,…:key=value,…")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--stop-lr", type=float, default=1e-6)
-    parser.add_argument("--seed", type=int, default=10, help="of the data order and of the weights")
+    parser.add_argument("--seed", type=int, nargs="+", default=[10], help="of the data order and of the weights")
     parser.add_argument("--precision", help="of descriptor and fitting net, instead of the input's")
     parser.add_argument("--jobs", type=int, default=1, help="contestants at a time")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each")
@@ -114,26 +114,27 @@ def main() -> None:
             base["training"][part] = {**base["training"][part], "systems": systems}
     args.train = [str(Path(system).resolve()) for system in args.train or []]
     valid = [str(Path(s).resolve()) for s in args.valid or base["training"]["validation_data"]["systems"]]
-    field = [optimizer for race in args.race for optimizer in contestants(race)]
+    field = [(optimizer, seed) for seed in args.seed for race in args.race for optimizer in contestants(race)]
     results = []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        jobs = {pool.submit(run, input_of(base, each, args), valid, args.threads): each for each in field}
+        jobs = {pool.submit(run, input_of(base, *each, args), valid, args.threads): each for each in field}
         for job in concurrent.futures.as_completed(jobs):
-            results.append({"optimizer": jobs[job], **job.result()})
+            optimizer, seed = jobs[job]
+            results.append({"optimizer": optimizer, "seed": seed, **job.result()})
             print(json.dumps(results[-1]), flush=True)
             if args.out:
                 machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-                about = {"machine": machine, "torch": torch.__version__, "steps": args.steps, "seed": args.seed}
+                about = {"machine": machine, "torch": torch.__version__, "steps": args.steps}
                 args.out.write_text(json.dumps({**about, "stop_lr": args.stop_lr, "results": results}, indent=1))
-    print("\n| optimizer | settings | force RMSE [eV/Å] | energy RMSE [eV/atom] | seconds |\n|---|---|---|---|---|")
+    print("\n| optimizer | settings | seed | force RMSE [eV/Å] | energy RMSE [eV/atom] | seconds |")
+    print("|---|---|---|---|---|---|")
     for entry in sorted(results, key=lambda e: e.get("rmse", {}).get("force", float("inf"))):
         settings = ", ".join(f"{k} {v}" for k, v in entry["optimizer"].items() if k != "type")
         rmse = entry.get("rmse", {})
         force, energy = rmse.get("force", float("nan")), rmse.get("energy_per_atom", float("nan"))
         note = f" ({entry['failed']})" if "failed" in entry else ""
-        print(
-            f"| {entry['optimizer']['type']} | {settings} | {force:.4f}{note} | {energy:.5f} | {entry['seconds']:.0f} |"
-        )
+        first = f"| {entry['optimizer']['type']} | {settings} | {entry['seed']} |"
+        print(f"{first} {force:.4f}{note} | {energy:.5f} | {entry['seconds']:.0f} |")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,37 @@ def test_an_input_is_accepted_as_it_stands_and_finds_its_data(path):
     for data, nsystems in ((training.training_data, 3), (training.validation_data, 3)):
         systems = open_systems([str(path.parent / name) for name in data.systems], checked.settings.model.type_map)
         assert len(systems) == nsystems
+
+
+@pytest.mark.parametrize("name", ["dpa1_water", "dpa3_water"])
+def test_attention_and_graph_potentials_train(name, tmp_path, monkeypatch):
+    """Two steps of each, on one frame of the smallest system."""
+    content = json.loads((EXAMPLES / name / "input.json").read_text())
+    content["training"]["training_data"]["systems"] = [str(EXAMPLES / "water_xtb" / "data" / "valid" / "300K")]
+    content["training"]["validation_data"]["systems"] = [str(EXAMPLES / "water_xtb" / "data" / "valid" / "300K")]
+    content["training"]["validation_data"]["numb_btch"] = 1
+    content["training"].update(numb_steps=2, disp_freq=1, save_freq=2)
+    content["model"]["data_stat_nbatch"] = 1
+    monkeypatch.chdir(tmp_path)
+    Path("input.json").write_text(json.dumps(content))
+    assert main(["--pt", "train", "input.json"]) == 0
+    rows = np.loadtxt("lcurve.out")
+    assert rows[:, 0].tolist() == [1, 2]
+    assert np.isfinite(rows).all()
+
+
+@pytest.mark.parametrize("name", ["dpa1_water", "dpa3_water"])
+def test_the_table_of_routes_is_that_of_the_input(name, capsys):
+    assert main(["--pt", "show", "routing", str(EXAMPLES / name / "input.json")]) == 0
+    *printed, _, summary = capsys.readouterr().out.splitlines()
+    routes = [line.split()[:4] for line in printed[1:]]
+    page = (EXAMPLES / name / "README.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| (\S+) \| (\w+) \|$", page, re.MULTILINE)
+    assert len(rows) > 10
+    for parameter, shape, route in rows:
+        assert [route.lower()] == [r for n, s, _, r in routes if n.endswith(parameter) and s == shape], parameter
+    matrices, share = re.search(r"muon (\d+) parameters .*?([\d.]+) %", summary).groups()
+    assert f"Muon moves {matrices} matrices with {share} % of the weights" in page
 
 
 def test_copper_learns_all_three_boundary_conditions(tmp_path, monkeypatch):
