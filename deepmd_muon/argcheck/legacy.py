@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from deepmd_muon.argcheck.errors import Problem
-from deepmd_muon.optim.config import OLDER_NAMES
+from deepmd_muon.optim.config import RENAMED_SETTINGS
 from deepmd_muon.setting import shown
 
 _DATA_KEYS = ("systems", "set_prefix", "batch_size", "auto_prob", "auto_prob_style", "sys_probs", "sys_weights")
@@ -22,7 +22,7 @@ _OPTIMIZER_KEYS = (
     "lr_adjust",
     "lr_adjust_coeff",
 )
-_TRANSLATED_KEYS = tuple(OLDER_NAMES)
+_TRANSLATED_KEYS = tuple(RENAMED_SETTINGS)
 
 # Defaults of the version that had `muon_2d_only` and `min_2d_dim`, where they differ from today's. It knew no layout:
 # with lr_adjust above 0 its scale was sqrt(max(1, rows/columns)) of the weight as stored.
@@ -42,12 +42,12 @@ OLDER_SPELLINGS: tuple[tuple[str, str, str], ...] = (
     (
         "muon_2d_only",
         "in training or in optimizer of type HybridMuon",
-        f"optimizer/{OLDER_NAMES['muon_2d_only']}.",
+        f"optimizer/{RENAMED_SETTINGS['muon_2d_only']}.",
     ),
     (
         "min_2d_dim, muon_min_2d_dim",
         "in training or in optimizer of type HybridMuon",
-        f"optimizer/{OLDER_NAMES['min_2d_dim']}. With one of these three keys the optimizer takes the defaults of "
+        f"optimizer/{RENAMED_SETTINGS['min_2d_dim']}. With one of these three keys the optimizer takes the defaults of "
         'their version where it is silent: lr_adjust 10.0, lr_adjust_coeff 0.2, magma_muon false, muon_mode "2d", '
         'layout "as_stored".',
     ),

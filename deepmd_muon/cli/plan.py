@@ -58,7 +58,7 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
     if not isinstance(optimizer, HybridMuon) or not isinstance(settings, HybridMuonConfig):
         raise CommandError(f"{type(optimizer).__name__} steps every element by itself: there is no plan")
     sharded = dataclasses.replace(settings.sharded, state="sharded") if stage == 1 else settings.sharded
-    in_parts = stage < 2 and sharded.state == "sharded"
+    shard_state = stage < 2 and sharded.state == "sharded"
     sizes = {name: max(4, p.element_size()) for name, p in _named(optimizer)}
     planned = [
         PlannedParameter(
@@ -70,7 +70,7 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
             damped=settings.magma_muon,
             steps=len(coefficients_of(settings.schedule)),
             gram=settings.enable_gram,
-            state_layout=state_layout(entry.shape, layout.ranks, layout.mesh, matrices=True) if in_parts else None,
+            state_layout=state_layout(entry.shape, layout.ranks, layout.mesh, matrices=True) if shard_state else None,
         )
         for entry in optimizer.routing
         if entry.route == "muon" and entry.view is not None

@@ -111,9 +111,9 @@ def _element_wise(
     if replicas is None:
         optimizer = kind(trainable, **options)
     else:
-        from deepmd_muon.optim.sharded.zero import in_parts  # brings torch.distributed along
+        from deepmd_muon.optim.sharded.zero import shard_state  # brings torch.distributed along
 
-        optimizer = in_parts(kind, trainable, replicas, **options)
+        optimizer = shard_state(kind, trainable, replicas, **options)
     _report(optimizer, model)
     return optimizer
 

@@ -35,15 +35,15 @@ Steps = tuple[tuple[float, float, float], ...]
 SCHEDULES = ("8+2", "keller-jordan", "polar-express", "muon-fsdp2")
 
 # What `MuonConfig` leaves out of Muon by default; unlike a user's own patterns, they may well match nothing.
-USUAL_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight")
+DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight")
 
 # "*.in_proj.matrix: columns 64+64+32" or "*.qkv.weight: rows 3".
-SPLIT_FORM = r"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>\d+(\+\d+)*)"
+SPLIT_PATTERN = r"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>\d+(\+\d+)*)"
 
-SPLIT_WORDS = "of the form 'PATTERN: rows 3' or 'PATTERN: columns 64+64+32'"
+SPLIT_SYNTAX = "of the form 'PATTERN: rows 3' or 'PATTERN: columns 64+64+32'"
 
 # Keys of HybridMuon's first version, each with the setting that has replaced it.
-OLDER_NAMES = {
+RENAMED_SETTINGS = {
     "muon_2d_only": 'muon_mode: "2d" for true, "flat" for false',
     "min_2d_dim": "min_matrix_dim",
     "muon_min_2d_dim": "min_matrix_dim",
@@ -108,13 +108,13 @@ class _Buildable:
         return _builder_of(self)(self, model, self._own_lr() if lr is None else lr, replicas)
 
 
-def older_names(cls: type[T]) -> type[T]:
+def reject_renamed_settings(cls: type[T]) -> type[T]:
     """Decorate a class that takes HybridMuon's settings as keywords: older names get an InvalidSettingError."""
     init = cls.__init__
 
     @functools.wraps(init)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
-        if given := [f"{key} is now {new}" for key, new in OLDER_NAMES.items() if key in kwargs]:
+        if given := [f"{key} is now {new}" for key, new in RENAMED_SETTINGS.items() if key in kwargs]:
             raise InvalidSettingError(f"{cls.__name__}: {'; '.join(given)}")
         init(self, *args, **kwargs)
 
@@ -122,7 +122,7 @@ def older_names(cls: type[T]) -> type[T]:
     return cls
 
 
-@older_names
+@reject_renamed_settings
 @dataclasses.dataclass(frozen=True)
 class HybridMuonConfig(_Buildable):
     """Settings of `HybridMuon`; the first ten keys are DeePMD's, with the defaults of deepmd-kit 3.2.0."""
@@ -250,8 +250,8 @@ class HybridMuonConfig(_Buildable):
     )
     splits: tuple[str, ...] = setting(
         (),
-        pattern=SPLIT_FORM,
-        forms=SPLIT_WORDS,
+        pattern=SPLIT_PATTERN,
+        forms=SPLIT_SYNTAX,
         doc=(
             "Fused weights, one entry each: a shell pattern on full names, then 'rows' or 'columns' of the matrix as "
             "stored, then a number of equal parts or the sizes of the parts. Every part is orthogonalized by itself. "
@@ -340,10 +340,10 @@ class MuonConfig(_Buildable):
     adam_lr: float | None = setting(None, above=0.0, doc="Learning rate of the AdamW route; None takes `lr`.")
     adam_betas: tuple[float, float] = setting((0.9, 0.95), minimum=0.0, below=1.0, doc="Decays of Adam's moments.")
     adamw_patterns: tuple[str, ...] = setting(
-        USUAL_ADAMW_PATTERNS, doc="Parameters that take AdamW though they are matrices, as shell patterns."
+        DEFAULT_ADAMW_PATTERNS, doc="Parameters that take AdamW though they are matrices, as shell patterns."
     )
     expert_patterns: tuple[str, ...] = setting((), doc="See `HybridMuonConfig`.")
-    splits: tuple[str, ...] = setting((), pattern=SPLIT_FORM, forms=SPLIT_WORDS, doc="See `HybridMuonConfig`.")
+    splits: tuple[str, ...] = setting((), pattern=SPLIT_PATTERN, forms=SPLIT_SYNTAX, doc="See `HybridMuonConfig`.")
     flash_muon: bool = setting(True, doc="See `HybridMuonConfig`.")
     offload: bool = setting(False, doc="See `HybridMuonConfig`.")
     sharded: ShardedSettings = setting(ShardedSettings(), doc="See `HybridMuonConfig`.")

@@ -19,7 +19,7 @@ from deepmd_muon.optim.config import (
     Precision,
     RouteChange,
     Scaling,
-    older_names,
+    reject_renamed_settings,
 )
 from deepmd_muon.optim.cuda import refuse_unsafe_capture
 from deepmd_muon.optim.dtensors import spec_of
@@ -33,19 +33,19 @@ from deepmd_muon.optim.routing.param_groups import (
     check_parameters,
     group_defaults,
     group_settings,
+    lr_tensor,
     routes_of,
     rules_of,
-    tensor_rate,
-    warn_of_idle_rules,
+    warn_unmatched_patterns,
     with_names,
 )
 from deepmd_muon.optim.routing.rules import RouteTable
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded_config import ShardedSettings
-from deepmd_muon.optim.state.host_memory import Offload
+from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.load import drop_unused, load_state, placed, restore_learning_rates
 from deepmd_muon.optim.step import CompiledStep
-from deepmd_muon.optim.torch_hooks import asked_by_grad_scaler, seen_when_watched
+from deepmd_muon.optim.torch_hooks import profiled_on_demand, read_by_grad_scaler
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.config import Replicas
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 _DEFAULTS = HybridMuonConfig()
 
 
-@older_names
+@reject_renamed_settings
 class HybridMuon(Optimizer):
     r"""Muon on every matrix, Adam on vectors and biases, AdamW on what the mode does not see as a matrix.
 
@@ -127,8 +127,8 @@ class HybridMuon(Optimizer):
     K. Jordan et al., "Muon", 2024; J. Liu et al., arXiv:2502.16982 (matching the update's RMS).
     """
 
-    _step_supports_amp_scaling = property(lambda _: asked_by_grad_scaler())
-    _offload: Offload | None = None
+    _step_supports_amp_scaling = property(lambda _: read_by_grad_scaler())
+    _host_memory: HostMemory | None = None
 
     def __init__(
         self,
@@ -174,17 +174,17 @@ class HybridMuon(Optimizer):
         self.on_route_change: RouteChange = on_route_change
         self.on_nonfinite: NonFinite = on_nonfinite
         self.workspace, self.offload_bytes = workspace, offload_bytes
-        self._offload = Offload(offload_bytes) if offload else None
+        self._host_memory = HostMemory(offload_bytes) if offload else None
         self.replicas, self.sharded, self.qk_clip = replicas, sharded or ShardedSettings(), qk_clip
         self.routing = RouteTable(())
         self._compiled = CompiledStep()
         super().__init__(with_names(params, named_parameters), defaults)
         self._route_parameters()
-        warn_of_idle_rules(self.param_groups)
+        warn_unmatched_patterns(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings; a setting left out takes the constructor's value."""
-        self._compiled.finish()
+        self._compiled.raise_deferred()
         with warnings.catch_warnings():
             # torch only warns of duplicates; they are refused by name below.
             warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate")
@@ -194,30 +194,30 @@ class HybridMuon(Optimizer):
             group = self.param_groups[-1]
             check_group(group, self.defaults)
             if group["capturable"] and not isinstance(group["lr"], Tensor) and group["params"]:
-                group["lr"] = tensor_rate(group)
+                group["lr"] = lr_tensor(group)
             if self.routing:
                 self._route_parameters()
-                warn_of_idle_rules(self.param_groups, new=len(self.param_groups) - 1)
+                warn_unmatched_patterns(self.param_groups, new=len(self.param_groups) - 1)
         except ValueError:
             self.param_groups.pop()
             raise
 
     def _route_parameters(self) -> None:
         """Compute the routing anew from names, shapes and settings, and store its manifest in the groups."""
-        self._compiled.finish()
+        self._compiled.raise_deferred()
         # All at once: a split that does not fit leaves everything as it was.
         self._entries = [routes_of(group, number) for number, group in enumerate(self.param_groups)]
         for group, entries in zip(self.param_groups, self._entries, strict=True):
             group.update(RouteTable(entries).manifest())
         self.routing = RouteTable([entry for entries in self._entries for entry in entries])
-        self._routed_for = self._switches()
+        self._routed_inputs = self._routing_inputs()
         groups = self._groups()
-        self._clipper = clipper(self.qk_clip, [pair for group in groups for pair in group.members], self.replicas)
+        self._clipper = clipper(self.qk_clip, [pair for group in groups for pair in group.routed], self.replicas)
         drop_unused(self.state, groups)
-        self._compiled.forget()
+        self._compiled.reset()
         self._compiled.sharded = None
         self._sharded: ShardedStep | None = None
-        if self.replicas is not None or any(spec_of(p) is not None for group in groups for p, _ in group.members):
+        if self.replicas is not None or any(spec_of(p) is not None for group in groups for p, _ in group.routed):
             from deepmd_muon.optim.sharded.step import sharded_step  # needs torch.distributed
 
             self._sharded = sharded_step(groups, self.replicas, self.sharded)
@@ -238,16 +238,16 @@ class HybridMuon(Optimizer):
 
         It tells how state is laid out, for a reader that fetches no more than this rank's part.
         """
-        self._keep_up()
+        self._reroute_if_changed()
         return self._sharded.fresh_state(self._groups()) if self._sharded else {}
 
-    def _switches(self) -> list[Any]:
+    def _routing_inputs(self) -> list[Any]:
         """Return what a user may change between steps that changes routes or the state they need."""
         return [(g["magma_muon"], rules_of(g), *(p.requires_grad for p in g["params"])) for g in self.param_groups]
 
-    def _keep_up(self) -> None:
+    def _reroute_if_changed(self) -> None:
         """Route parameters anew where a switch or a routing setting of a group has changed, and log new routes."""
-        if self._switches() != self._routed_for:
+        if self._routing_inputs() != self._routed_inputs:
             before = self.routing
             self._route_parameters()
             self.routing.log_changes(before)
@@ -259,12 +259,12 @@ class HybridMuon(Optimizer):
         raises MissingGradientError where ranks did not have the same gradients in the last step; also call it after
         the last step of a run.
         """
-        self._compiled.finish()
-        self._keep_up()
+        self._compiled.raise_deferred()
+        self._reroute_if_changed()
         found = super().state_dict()
-        if self._offload is not None:
-            self._offload.wait()
-            found["state"] = {key: self._offload.outside(values) for key, values in found["state"].items()}
+        if self._host_memory is not None:
+            self._host_memory.wait()
+            found["state"] = {key: self._host_memory.exported(values) for key, values in found["state"].items()}
         return found
 
     @torch.no_grad()
@@ -274,18 +274,18 @@ class HybridMuon(Optimizer):
         Steps give the same results either way; see `HybridMuonConfig`. Read the state through `state_dict`, which
         waits until host memory is up to date.
         """
-        if on and self._offload is None:
-            self._offload = Offload(self.offload_bytes)
-            self._offload.house_all(self.state, self._params())
-        elif not on and self._offload is not None:
-            self._offload.release(self.state)
-            self._offload = None
-        self._compiled.forget()
+        if on and self._host_memory is None:
+            self._host_memory = HostMemory(self.offload_bytes)
+            self._host_memory.offload_all(self.state, self._params())
+        elif not on and self._host_memory is not None:
+            self._host_memory.restore(self.state)
+            self._host_memory = None
+        self._compiled.reset()
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    @seen_when_watched
+    @profiled_on_demand
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, qk_logits: Logits | None = None) -> Any:
         """Take one optimization step.
@@ -319,17 +319,17 @@ class HybridMuon(Optimizer):
 
     def _step(self, qk_logits: Logits | None) -> None:
         logits = checked_logits(self._clipper, qk_logits)
-        compiled, offloaded = self._compiled, self._offload is not None
+        compiled, offloaded = self._compiled, self._host_memory is not None
         if not compiled.holds(self.param_groups, self.state, self.workspace):
-            self._keep_up()
-            compiled.begin(self._groups(), self.state)
+            self._reroute_if_changed()
+            compiled.prepare(self._groups(), self.state)
         refuse_unsafe_capture(
             self.param_groups, self.state, compiled.params, offloaded=offloaded, on_nonfinite=self.on_nonfinite
         )
         # torch.amp.GradScaler sets these two for the time of the call.
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         control = compiled.decide(self.on_nonfinite, scale, skip)
-        compiled.take(self.state, self._offload, self.workspace, control)
+        compiled.run(self.state, self._host_memory, self.workspace, control)
         clip_heads(self._clipper, logits, control.skip)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -369,29 +369,29 @@ class HybridMuon(Optimizer):
         ForeignStateError
             When the state comes from another optimizer or carries no routing; nothing has been changed then.
         """
-        self._compiled.finish()
-        self._keep_up()
+        self._compiled.raise_deferred()
+        self._reroute_if_changed()
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = changed if changed is not None else state_dict
-        cut_of = None if self._sharded is None else self._sharded.cut_of
-        place = functools.partial(placed, offloaded=self._offload is not None, cut_of=cut_of)
+        sharding_of = None if self._sharded is None else self._sharded.sharding_of
+        place = functools.partial(placed, offloaded=self._host_memory is not None, sharding_of=sharding_of)
         state = load_state(state_dict, self._groups(), self.on_route_change, place)
         restore_learning_rates(self.param_groups, state_dict["param_groups"])
         self.state.clear()
         self.state.update(state)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-        if self._offload is not None:
-            self._offload.house_all(self.state, self._params())
+        if self._host_memory is not None:
+            self._host_memory.offload_all(self.state, self._params())
         self._route_parameters()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("workspace", "offload_bytes", "_offload", "replicas", "sharded", "qk_clip", "on_route_change")
-        self._compiled.finish()
-        if self._offload is not None:
-            self._offload.wait()
+        own = ("workspace", "offload_bytes", "_host_memory", "replicas", "sharded", "qk_clip", "on_route_change")
+        self._compiled.raise_deferred()
+        if self._host_memory is not None:
+            self._host_memory.wait()
         return {**super().__getstate__(), **{key: getattr(self, key) for key in (*own, "on_nonfinite")}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

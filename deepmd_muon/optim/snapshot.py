@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.dtensors import local_of, spec_of
-from deepmd_muon.optim.routing.param_groups import given_settings
+from deepmd_muon.optim.routing.param_groups import raw_settings
 from deepmd_muon.optim.state.schema import STATE_TENSORS, State
 
 _is_trained = attrgetter("requires_grad")
@@ -99,7 +99,7 @@ class Snapshot:
 
 def _settings_of(group: Mapping[str, Any], workspace: int) -> tuple[Any, ...]:
     """Return the settings that decide which parameters are stepped together, and how."""
-    return given_settings(group), group["foreach"], workspace
+    return raw_settings(group), group["foreach"], workspace
 
 
 def _layouts(params: Sequence[Tensor]) -> list[torch.layout | None]:

@@ -23,16 +23,16 @@ from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.snapshot import Snapshot
-from deepmd_muon.optim.state.host_memory import Lot, Offload
-from deepmd_muon.optim.state.schema import MOMENTS, STATE_OF_ROUTE, LocalHolder, State, complete_state
+from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
+from deepmd_muon.optim.state.schema import MOMENTS, STATE_OF_ROUTE, LocalStateFactory, State, complete_state
 from deepmd_muon.optim.update.adam import adam_, moment_dtype
 from deepmd_muon.optim.update.gradients import StepControl, decide, gradients_of, waves
 from deepmd_muon.optim.update.muon import muon_
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.update.fused import FusedSteps
+    from deepmd_muon.optim.update.fused import FusedStepCache
 
-Members = list[tuple[Tensor, RouteEntry]]
+RoutedParams = list[tuple[Tensor, RouteEntry]]
 # State tensors of several parameters: by key, one tensor for each parameter.
 StateLists = Mapping[str, list[Tensor]]
 
@@ -43,7 +43,7 @@ _SMALL = 4 * 2**20  # elements
 class Wave:
     """Parameters of one group, route, device and dtype that are stepped together, and their state.
 
-    Where moments are in host memory, `lot` is them: parameter by parameter, in the order of `MOMENTS`.
+    Where moments are in host memory, `transfer_batch` is them: parameter by parameter, in the order of `MOMENTS`.
     """
 
     group: Group
@@ -52,7 +52,7 @@ class Wave:
     params: list[Tensor]
     views: list[MatrixView]
     state: StateLists
-    lot: Lot | None
+    transfer_batch: TransferBatch | None
 
 
 class ShardedPart(Protocol):
@@ -62,24 +62,24 @@ class ShardedPart(Protocol):
     def params(self) -> Sequence[Tensor]:
         """The parameters of which the compiled step holds views."""
 
-    def begin(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
+    def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
         """Check parameters, gradients and state, which may all have changed."""
 
     def agree(self, flags: Tensor | None) -> Tensor | None:
         """Agree with the other ranks that a step is taken; return the largest flags of all ranks."""
 
-    def take(
-        self, groups: Sequence[Group], state: State, memory: Offload | None, workspace: int, control: StepControl
+    def run(
+        self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int, control: StepControl
     ) -> None:
         """Step the parameters that live on several ranks."""
 
-    def left(self, members: Members) -> Members:
+    def local_params(self, routed: RoutedParams) -> RoutedParams:
         """Return those of some parameters that each process steps by itself."""
 
-    def finish(self) -> None:
+    def raise_deferred(self) -> None:
         """Raise deferred errors from the previous step."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Release all references to parameters' memory and state."""
 
 
@@ -101,18 +101,18 @@ class CompiledStep:
         self.sharded: ShardedPart | None = None
         self.side_stream: SideStream | None = None
         self._groups: Sequence[Group] = ()
-        self._members: list[Members] = []
+        self._with_gradients: list[RoutedParams] = []
         self._waves: list[Wave] | None = None
         self._snapshot: Snapshot | None = None
         self._stream: SideStream | None = None  # kept: no other stream reuses the memory that one once took
-        self._fused: FusedSteps | None = None
+        self._fused: FusedStepCache | None = None
 
     def holds(self, param_groups: Sequence[dict[str, Any]], state: State, workspace: int) -> bool:
         """Return whether the last step can be repeated as it was compiled."""
         return self._snapshot is not None and self._snapshot.holds(param_groups, state, workspace)
 
-    def begin(self, groups: Sequence[Group], state: State) -> None:
-        """Look at parameters and gradients anew; the step itself is compiled by `take`.
+    def prepare(self, groups: Sequence[Group], state: State) -> None:
+        """Look at parameters and gradients anew; the step itself is compiled by `run`.
 
         Raises
         ------
@@ -121,26 +121,26 @@ class CompiledStep:
         """
         before, self._snapshot, self._waves = self._snapshot, None, None
         self._groups = groups
-        self._members = [_with_gradient(group) for group in groups]
-        self.params = [p for members in self._members for p, _ in members]
+        self._with_gradients = [_with_gradient(group) for group in groups]
+        self.params = [p for routed in self._with_gradients for p, _ in routed]
         if self.sharded is not None:
             same = before is not None and before.same_tensors([group.values for group in groups], state)
-            self.sharded.begin(groups, state, same_tensors=same)
+            self.sharded.prepare(groups, state, same_tensors=same)
 
     def decide(self, on_nonfinite: NonFinite, scale: Tensor | None, skip: Tensor | None) -> StepControl:
         """Decide on all ranks alike, and on the device, whether this step is skipped; see `gradients.decide`."""
         agree = None if self.sharded is None else self.sharded.agree
         if on_nonfinite == "ignore" and agree is None:
             return StepControl(skip, scale)
-        members = [member for group in self._groups for member in group.members]
-        grads = [p.grad if entry.route != "frozen" else None for p, entry in members]
+        routed = [member for group in self._groups for member in group.routed]
+        grads = [p.grad if entry.route != "frozen" else None for p, entry in routed]
         local = [None if g is None else local_of(g) for g in grads]
-        return decide([entry.name for _, entry in members], local, on_nonfinite, scale, skip, agree)
+        return decide([entry.name for _, entry in routed], local, on_nonfinite, scale, skip, agree)
 
-    def take(self, state: State, memory: Offload | None, workspace: int, control: StepControl) -> None:
+    def run(self, state: State, memory: HostMemory | None, workspace: int, control: StepControl) -> None:
         """Step all parameters that have a gradient; compile first what is not compiled yet."""
         if self.sharded is not None:
-            self.sharded.take(self._groups, state, memory, workspace, control)
+            self.sharded.run(self._groups, state, memory, workspace, control)
         if self._waves is None:
             self._waves = self._compile(state, memory, workspace)
         self._step_waves(self._waves, memory, control)
@@ -149,23 +149,23 @@ class CompiledStep:
             shared = [] if self.sharded is None else self.sharded.params
             self._snapshot = Snapshot([group.values for group in self._groups], state, workspace, devices, shared)
 
-    def finish(self) -> None:
+    def raise_deferred(self) -> None:
         """Raise deferred errors from the previous step."""
         if self.sharded is not None:
-            self.sharded.finish()
+            self.sharded.raise_deferred()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Release all references to parameters, gradients and state; the next step is compiled anew."""
         self._snapshot, self._waves = None, None
-        self._groups, self._members, self.params = (), [], []
+        self._groups, self._with_gradients, self.params = (), [], []
         if self.sharded is not None:
-            self.sharded.forget()
+            self.sharded.reset()
 
-    def _compile(self, state: State, memory: Offload | None, workspace: int) -> list[Wave]:
+    def _compile(self, state: State, memory: HostMemory | None, workspace: int) -> list[Wave]:
         """Return the waves of the parameters that this process steps by itself, the longest first."""
         found: list[Wave] = []
-        for group, members in zip(self._groups, self._members, strict=True):
-            mine = members if self.sharded is None else self.sharded.left(members)
+        for group, routed in zip(self._groups, self._with_gradients, strict=True):
+            mine = routed if self.sharded is None else self.sharded.local_params(routed)
             found += _waves_of(group, mine, state, memory, workspace)
         found.sort(key=lambda wave: wave.route != "muon")
         self.side_stream = self._side_stream_for(found) if memory is None else None
@@ -184,7 +184,7 @@ class CompiledStep:
             self._stream = SideStream(device)
         return self._stream
 
-    def _step_waves(self, found: Sequence[Wave], memory: Offload | None, control: StepControl) -> None:
+    def _step_waves(self, found: Sequence[Wave], memory: HostMemory | None, control: StepControl) -> None:
         if self.side_stream is not None:
             control = control.on(self.side_stream.device)
             self.side_stream.open()
@@ -205,21 +205,21 @@ class CompiledStep:
         if fused is None or not fused.step(*lists, **options, maximize=group["maximize"]):
             muon_(*lists, **options, maximize=group["maximize"])
 
-    def _fused_steps(self, device: torch.device, settings: HybridMuonConfig) -> FusedSteps | None:
+    def _fused_steps(self, device: torch.device, settings: HybridMuonConfig) -> FusedStepCache | None:
         """Return the fused form of the Muon route; None where torch's operations take the step."""
         if device.type != "cuda" or not settings.flash_muon or settings.deepmd_kit_arithmetic:
             return None
         if self._fused is None and not unavailable():
-            from deepmd_muon.optim.update.fused import FusedSteps  # needs Triton
+            from deepmd_muon.optim.update.fused import FusedStepCache  # needs Triton
 
-            self._fused = FusedSteps()
+            self._fused = FusedStepCache()
         return self._fused
 
 
-def _with_gradient(group: Group) -> Members:
+def _with_gradient(group: Group) -> RoutedParams:
     """Return one group's parameters that have a usable gradient."""
-    members = []
-    for p, entry in group.members:
+    routed = []
+    for p, entry in group.routed:
         if p.grad is None or entry.route == "frozen":
             continue
         if p.grad.layout != torch.strided:
@@ -227,23 +227,27 @@ def _with_gradient(group: Group) -> Members:
                 f"the gradient of {entry.name!r} is sparse; HybridMuon needs dense gradients "
                 "(for an embedding set sparse=False)"
             )
-        members.append((p, entry))
-    return members
+        routed.append((p, entry))
+    return routed
 
 
-def _waves_of(group: Group, members: Members, state: State, memory: Offload | None, workspace: int) -> Iterator[Wave]:
+def _waves_of(
+    group: Group, routed: RoutedParams, state: State, memory: HostMemory | None, workspace: int
+) -> Iterator[Wave]:
     """Cut one group's parameters into waves; make the state of those that have none."""
     for route in STATE_OF_ROUTE:
-        taken = [(p, entry) for p, entry in members if entry.route == route]
+        taken = [(p, entry) for p, entry in routed if entry.route == route]
         # Equal shapes side by side: where not all fit in one wave, they are still orthogonalized in batches.
         taken.sort(key=lambda member: (member[1].view.rows, member[1].view.columns) if member[1].view else (0, 0))
         for wave in waves(taken, elements_at_a_time(group, route, [p for p, _ in taken], memory, workspace)):
             params = [p for p, _ in wave]
             views = [entry.view for _, entry in wave if entry.view is not None]
             damped = group.settings.magma_muon
-            states = [complete_state(state[p], LocalHolder(p, entry), damped=damped) for p, entry in wave]
-            lot = lot_of(state, memory, params, route)
-            yield Wave(group, route, params[0].device, params, views, state_lists(states, route, damped=damped), lot)
+            states = [complete_state(state[p], LocalStateFactory(p, entry), damped=damped) for p, entry in wave]
+            transfer_batch = transfer_batch_of(state, memory, params, route)
+            yield Wave(
+                group, route, params[0].device, params, views, state_lists(states, route, damped=damped), transfer_batch
+            )
 
 
 def state_lists(states: Sequence[dict[str, Tensor]], route: Route, *, damped: bool) -> StateLists:
@@ -253,7 +257,7 @@ def state_lists(states: Sequence[dict[str, Tensor]], route: Route, *, damped: bo
 
 
 def elements_at_a_time(
-    group: Group, route: Route, params: Sequence[Tensor], memory: Offload | None, workspace: int
+    group: Group, route: Route, params: Sequence[Tensor], memory: HostMemory | None, workspace: int
 ) -> int:
     """Return how many elements of such parameters are worked on together."""
     if group.values["foreach"] is False:
@@ -262,12 +266,16 @@ def elements_at_a_time(
         return workspace
     # Moments are at least float32 on the Adam routes.
     wide = 1 if route == "muon" else -(-moment_dtype(params[0].dtype).itemsize // params[0].element_size())
-    return min(workspace, memory.elements(params, wide * len(MOMENTS[route])))
+    return min(workspace, memory.elements_per_batch(params, wide * len(MOMENTS[route])))
 
 
-def lot_of(state: State, memory: Offload | None, params: Sequence[Tensor], route: Route) -> Lot | None:
+def transfer_batch_of(
+    state: State, memory: HostMemory | None, params: Sequence[Tensor], route: Route
+) -> TransferBatch | None:
     """Return the moments of some parameters as what travels together; None where they stay on the device."""
-    return None if memory is None else memory.lot(state, [(p, key) for p in params for key in MOMENTS[route]])
+    return (
+        None if memory is None else memory.transfer_batch(state, [(p, key) for p in params for key in MOMENTS[route]])
+    )
 
 
 def with_moments(state: StateLists, route: Route, moments: Sequence[Tensor]) -> StateLists:
@@ -276,12 +284,12 @@ def with_moments(state: StateLists, route: Route, moments: Sequence[Tensor]) -> 
     return {**state, **{key: list(moments[i :: len(keys)]) for i, key in enumerate(keys)}}
 
 
-def _ready(found: Sequence[Wave], memory: Offload | None) -> Iterable[StateLists]:
+def _ready(found: Sequence[Wave], memory: HostMemory | None) -> Iterable[StateLists]:
     """Return the state of each wave, on its device when its turn comes."""
     if memory is None:
         return [wave.state for wave in found]
-    carried = memory.carry([wave.lot for wave in found if wave.lot is not None])
-    return (with_moments(wave.state, wave.route, moments) for wave, moments in zip(found, carried, strict=True))
+    fetched = memory.fetch_in_turn([wave.transfer_batch for wave in found if wave.transfer_batch is not None])
+    return (with_moments(wave.state, wave.route, moments) for wave, moments in zip(found, fetched, strict=True))
 
 
 def step_elements(

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 Step = TypeVar("Step", bound=Callable[..., Any])
 
 
-def asked_by_grad_scaler() -> bool:
+def read_by_grad_scaler() -> bool:
     """Whether torch.amp.GradScaler reads the property that calls this.
 
     The scaler then leaves unscaling and skipping to `step`, through the attributes `grad_scale` and `found_inf`. Others
@@ -26,7 +26,7 @@ def asked_by_grad_scaler() -> bool:
     return sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"
 
 
-def seen_when_watched(step: Step) -> Step:
+def profiled_on_demand(step: Step) -> Step:
     """Wrap an optimizer's `step` as torch does when the optimizer is made, but for steps that nobody watches.
 
     torch opens a range for profilers around each step and looks for hooks to call, which takes the host as long as all

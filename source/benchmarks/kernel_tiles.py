@@ -27,7 +27,7 @@ from triton.runtime.errors import OutOfResources
 
 from deepmd_muon.optim.polar import SCHEDULES
 from deepmd_muon.optim.polar.kernels.symmetric import NEXT, PRESENT, SQUARE, symmetric_product, update
-from deepmd_muon.optim.polar.one_launch import orthogonalize_in_one_launch, plan_for
+from deepmd_muon.optim.polar.one_launch import launches_for, orthogonalize_in_one_launch
 from deepmd_muon.optim.polar.symmetric_launch import Tile, _tiled, tiles_for
 
 SHAPES = "1x1024x1024,1x2048x2048,1x4096x4096,1x8192x8192,16x1024x4096,4x2048x8192,64x768x2048"
@@ -139,7 +139,7 @@ def whole_iterations() -> Iterator[str]:
     for name, shapes in LAUNCHES.items():
         for shape in shapes:
             x = torch.randn(*shape, device="cuda")
-            (launch,) = plan_for(name, ((shape, x.stride(), x.dtype),), x.device).launches
+            (launch,) = launches_for(name, ((shape, x.stride(), x.dtype),), x.device).launches
             present = dict(launch.constants)
             for warps, stages in itertools.product((4, 8), (2, 3, 4)):
                 launch.constants.update(num_warps=warps, num_stages=stages)

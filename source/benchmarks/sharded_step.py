@@ -310,21 +310,21 @@ def step_times(name: str, shapes: Shapes, args: argparse.Namespace, mesh: Any, d
         model = sharded(shapes, mesh, device)
         give_gradients(model, device)
         before = torch.cuda.memory_allocated() if on_gpu else 0
-        held = gpu = host = returned = peak = float("nan")
+        held_runs = gpu = host = returned = peak = float("nan")
         try:
             step = contestants(model, peers=args.peers)[title]()
             step()
             if on_gpu:
                 torch.cuda.synchronize()
-                held = (torch.cuda.memory_allocated() - before) / 2**20
+                held_runs = (torch.cuda.memory_allocated() - before) / 2**20
                 torch.cuda.reset_peak_memory_stats()
             gpu, host, returned = seconds(step, device, args.repeats)
-            peak = (torch.cuda.max_memory_allocated() - before) / 2**20 - held if on_gpu else float("nan")
+            peak = (torch.cuda.max_memory_allocated() - before) / 2**20 - held_runs if on_gpu else float("nan")
         except (RuntimeError, NotImplementedError, AssertionError, TypeError) as error:
             title = f"{title} ({str(error).splitlines()[0][:80]})"
         entry = {"set": name, "ranks": dist.get_world_size(), "optimizer": title, "disagreement": difference}
         times = {"gpu_ms": gpu, "host_ms": host, "returned_ms": returned}
-        results.append({**entry, **times, "held_mib": held, "peak_mib": peak})
+        results.append({**entry, **times, "held_mib": held_runs, "peak_mib": peak})
         del model
     plan = HybridMuon(sharded(shapes, mesh, device).named(), lr=1e-3).plan
     if dist.get_rank() == 0:

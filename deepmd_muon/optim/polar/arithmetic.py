@@ -11,7 +11,7 @@ _REDUCED = {"bf16", "tf32"}
 
 
 @contextlib.contextmanager
-def promised_precision() -> Iterator[None]:
+def requested_precision() -> Iterator[None]:
     """Leave autocast, and multiply float32 matrices in float32.
 
     Autocast would round float32 operands to 16 bits; ``torch.set_float32_matmul_precision("high")`` and "medium" to

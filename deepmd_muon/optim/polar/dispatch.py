@@ -21,7 +21,7 @@ _MOST_TILES = 100
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class MatrixBatch:
     """What the choice depends on: `count` matrices of one shape, rows ≤ columns."""
 
     rows: int
@@ -45,66 +45,66 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class Candidate:
     """One row of the table."""
 
     implementation: Implementation
     shapes: str
     means: str
-    fits: Callable[[Problem], bool]
+    fits: Callable[[MatrixBatch], bool]
 
 
-def _whole(p: Problem) -> bool:
+def _whole(p: MatrixBatch) -> bool:
     return p.readable and p.columns <= (256 if p.rows <= 64 else 128)
 
 
-def _strips(p: Problem) -> bool:
+def _strips(p: MatrixBatch) -> bool:
     strips = -(-p.columns // (64 if p.rows <= 128 else 32))
     few = p.rows <= 128 or p.count * strips <= 2 * _MOST_STRIPS
     return p.readable and 1 < p.rows <= 256 and strips <= _MOST_STRIPS and few
 
 
-def _tiles(p: Problem) -> bool:
+def _tiles(p: MatrixBatch) -> bool:
     return p.readable and 1 < p.rows <= 1024 and p.tiles <= _MOST_TILES
 
 
-def _symmetric(p: Problem) -> bool:
+def _symmetric(p: MatrixBatch) -> bool:
     return p.readable and p.rows >= 128
 
 
-TABLE: tuple[Rule, ...] = (
-    Rule(
+TABLE: tuple[Candidate, ...] = (
+    Candidate(
         "whole",
         "m ≤ 64 and n ≤ 256, or m, n ≤ 128",
         "one launch for all of them, one program a matrix, X in registers",
         _whole,
     ),
-    Rule(
+    Candidate(
         "strips",
         "m ≤ 128 and n ≤ 8192; m ≤ 256, n ≤ 4096, ≤ 8192 in all",
         "one cooperative launch, each program keeps 64 or 32 columns in registers",
         _strips,
     ),
-    Rule(
+    Candidate(
         "tiles",
         f"m ≤ 1024 and at most {_MOST_TILES} tiles of 64 × 64",
         "one cooperative launch, programs share the tiles of each product",
         _tiles,
     ),
-    Rule(
+    Candidate(
         "symmetric",
         "m ≥ 128",
         "three launches a step, half of each symmetric product; wide ones share products with X",
         _symmetric,
     ),
-    Rule("torch", "everything else", "batched products of torch", lambda _: True),
+    Candidate("torch", "everything else", "batched products of torch", lambda _: True),
 )
 
 
-def choose(problem: Problem, allowed: Collection[str] = IMPLEMENTATIONS) -> Implementation:
+def choose(batch: MatrixBatch, allowed: Collection[str] = IMPLEMENTATIONS) -> Implementation:
     """Return the first implementation of the table that fits and is allowed; torch fits everything."""
     for rule in TABLE:
-        if rule.fits(problem) and (rule.implementation in allowed or rule.implementation == "torch"):
+        if rule.fits(batch) and (rule.implementation in allowed or rule.implementation == "torch"):
             return rule.implementation
     raise AssertionError("the last rule of the table fits everything")
 

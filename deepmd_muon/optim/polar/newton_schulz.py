@@ -22,7 +22,7 @@ from deepmd_muon.optim.polar.schedules import Coefficients
 _GRAM_GROWTH = {torch.float32: 2e4, torch.float64: 1e12}
 
 
-class _Lot(NamedTuple):
+class _SharedIteration(NamedTuple):
     """Matrices that share one batched iteration."""
 
     rows: int  # the smaller dimension m
@@ -57,14 +57,14 @@ def orthogonalize_with_torch(
     shapes = tuple((x.shape[0], x.shape[1], x.shape[2]) for x in matrices)
     results = list(matrices)
     for lot in arrange(shapes, gram and operand == master, matrices[0].is_cuda):
-        done = _orthogonalize_lot([matrices[i] for i in lot.members], lot, coefficients, operand, master)
+        done = _orthogonalize_together([matrices[i] for i in lot.members], lot, coefficients, operand, master)
         for i, x in zip(lot.members, done, strict=True):
             results[i] = x
     return results
 
 
 @functools.lru_cache(maxsize=256)
-def arrange(shapes: tuple[tuple[int, int, int], ...], gram: bool, on_gpu: bool) -> tuple[_Lot, ...]:
+def arrange(shapes: tuple[tuple[int, int, int], ...], gram: bool, on_gpu: bool) -> tuple[_SharedIteration, ...]:
     """Decide which matrices are iterated together, and in which form.
 
     The Gram form spends 8 m³ operations a step, the standard form 4 m² n + 2 m³, and the Gram form builds R from X
@@ -79,13 +79,17 @@ def arrange(shapes: tuple[tuple[int, int, int], ...], gram: bool, on_gpu: bool) 
         shared_width = in_gram_form or on_gpu or rows == 1
         lots[rows, 0 if shared_width else columns, in_gram_form].append(i)
     return tuple(
-        _Lot(rows, max(max(shapes[i][1:]) for i in members), in_gram_form, tuple(members))
+        _SharedIteration(rows, max(max(shapes[i][1:]) for i in members), in_gram_form, tuple(members))
         for (rows, _, in_gram_form), members in lots.items()
     )
 
 
-def _orthogonalize_lot(
-    matrices: Sequence[Tensor], lot: _Lot, coefficients: Coefficients, operand: torch.dtype, master: torch.dtype
+def _orthogonalize_together(
+    matrices: Sequence[Tensor],
+    lot: _SharedIteration,
+    coefficients: Coefficients,
+    operand: torch.dtype,
+    master: torch.dtype,
 ) -> list[Tensor]:
     """Iterate batches (b, m, n) together; those of equal shape are one tensor from the beginning, which saves calls."""
     alike: dict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
@@ -127,7 +131,7 @@ def _normalize(x: Tensor, dtype: torch.dtype, *, own: bool) -> Tensor:
     return x.div_(norm)
 
 
-def _stack(matrices: Sequence[Tensor], lot: _Lot) -> Tensor:
+def _stack(matrices: Sequence[Tensor], lot: _SharedIteration) -> Tensor:
     """Put batches (b, m, n ≤ columns) into one (Σb, m, columns)."""
     if len(matrices) == 1 and matrices[0].shape[2] == lot.columns:
         return matrices[0]

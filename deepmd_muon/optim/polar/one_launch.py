@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.cuda import record
-from deepmd_muon.optim.polar.kernels.shared import MOST, strips, tiles
+from deepmd_muon.optim.polar.kernels.shared import MAX_PROGRAMS, strips, tiles
 from deepmd_muon.optim.polar.kernels.whole import TILES, small_matrices, write_addresses
 from deepmd_muon.optim.polar.schedules import Coefficients
-from deepmd_muon.optim.polar.tables import Geometry, Inputs, Launch, Piece, Plan, Span, Start
+from deepmd_muon.optim.polar.tables import Geometry, Inputs, Launch, LaunchSet, MatrixLocation, Span, StartLaunch
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _ADDRESSES = 16  # arguments of `write_addresses`
@@ -26,12 +26,12 @@ _STRIPS_AT_ONCE, _TILES_AT_ONCE = 1, 2
 # Results up to so many elements are worth a graph: beyond, the device takes longer than the host.
 _RECORDED = 4 * 2**20
 # Of one plan: where more shapes take turns than are kept, recording again and again would cost more.
-_MOST_RECORDINGS = 8
+_MAX_RECORDINGS = 8
 _LOG = logging.getLogger(__name__)
 
 
 # Graphs, of which nobody tells how long they live, read the tables of these whenever they are replayed.
-_CAPTURED: set[Plan] = set()
+_CAPTURED: set[LaunchSet] = set()
 
 
 def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
@@ -54,11 +54,11 @@ def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficie
     return run(name, _start, matrices, coefficients)
 
 
-def run(name: str, start: Start, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
+def run(name: str, start: StartLaunch, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
     """Plan for these shapes and start all launches, or replay them where they were recorded."""
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
-    plan = plan_for(name, tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
+    plan = launches_for(name, tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     capturing = _capturing(device)
     if capturing:
@@ -66,7 +66,7 @@ def run(name: str, start: Start, matrices: Sequence[Tensor], coefficients: Coeff
     addresses = current_addresses(plan, matrices, stream, capturing=capturing)
     recording = None
     small = device.type == "cuda" and plan.out_size <= _RECORDED
-    if small and not capturing and plan.recordings <= _MOST_RECORDINGS:
+    if small and not capturing and plan.recordings <= _MAX_RECORDINGS:
         if (stream, coefficients) in plan.seen:
             recording = _recording(plan, start, coefficients, stream)
         plan.seen.add((stream, coefficients))  # the first call compiles kernels and is not recorded
@@ -83,7 +83,7 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _launch_all(plan: Plan, start: Start, inputs: Inputs, coefficients: Coefficients) -> Tensor:
+def _launch_all(plan: LaunchSet, start: StartLaunch, inputs: Inputs, coefficients: Coefficients) -> Tensor:
     out = torch.empty(plan.out_size, dtype=torch.float32, device=inputs.addresses.device)
     for launch in plan.launches:
         start(plan.name, launch, inputs, coefficients, out)
@@ -92,7 +92,7 @@ def _launch_all(plan: Plan, start: Start, inputs: Inputs, coefficients: Coeffici
 
 @functools.lru_cache(maxsize=8)  # each holds its workspace, a few hundred MiB at most
 def _recording(
-    plan: Plan, start: Start, coefficients: Coefficients, stream: int
+    plan: LaunchSet, start: StartLaunch, coefficients: Coefficients, stream: int
 ) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
     """Record all launches of a plan, for use on one stream; None where that fails."""
     plan.recordings += 1
@@ -137,7 +137,7 @@ def _start(name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients
     )
 
 
-def current_addresses(plan: Plan, matrices: Sequence[Tensor], stream: int, *, capturing: bool) -> Tensor:
+def current_addresses(plan: LaunchSet, matrices: Sequence[Tensor], stream: int, *, capturing: bool) -> Tensor:
     """Return the device's copy of the tensors' addresses, one a stream, written anew only when they changed.
 
     In a capture they are always written, to memory of the graph: each replay then uses those it was captured with.
@@ -163,9 +163,9 @@ def on_device(coefficients: Coefficients, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def plan_for(name: str, geometry: Geometry, device: torch.device) -> Plan:
+def launches_for(name: str, geometry: Geometry, device: torch.device) -> LaunchSet:
     """Lay out results and tables for one set of shapes."""
-    pieces: list[Piece] = []
+    pieces: list[MatrixLocation] = []
     places = []
     out = 0
     for tensor, (shape, strides, dtype) in enumerate(geometry):
@@ -174,22 +174,24 @@ def plan_for(name: str, geometry: Geometry, device: torch.device) -> Plan:
         order = (1, 0) if rows > columns else (0, 1)
         m, n = (shape[1 + i] for i in order)
         down, across = (strides[1 + i] for i in order)
-        turned = across != 1 and n > 1
-        stride = across if turned else down
+        transposed = across != 1 and n > 1
+        stride = across if transposed else down
         out_row, out_column = ((columns, 1)[i] for i in order)
         pieces += [
-            Piece(tensor, _KINDS[dtype], i * strides[0], m, n, stride, turned, out + i * m * n, out_row, out_column)
+            MatrixLocation(
+                tensor, _KINDS[dtype], i * strides[0], m, n, stride, transposed, out + i * m * n, out_row, out_column
+            )
             for i in range(batch)
         ]
         out += -(-batch * m * n // 4) * 4  # each tensor's results start at 16 bytes
     make = {"whole": _whole, "strips": _strips, "tiles": _tiles, "symmetric": _one_shape}[name]
     count = -(-len(geometry) // _ADDRESSES) * _ADDRESSES
-    return Plan(name, make(pieces, device), out, places, count)
+    return LaunchSet(name, make(pieces, device), out, places, count)
 
 
-def _one_shape(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
+def _one_shape(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
     """Make one batch of each shape."""
-    groups: dict[tuple[int, int], list[Piece]] = {}
+    groups: dict[tuple[int, int], list[MatrixLocation]] = {}
     for p in pieces:
         groups.setdefault((p.rows, p.columns), []).append(p)
     launches = []
@@ -213,7 +215,7 @@ def tile_of(rows: int, columns: int) -> int:
     return min(fitting, key=lambda i: TILES[i][0] * TILES[i][1])
 
 
-def _whole(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
+def _whole(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
     """Few matrices share one launch, which then lasts as long as the slowest; of many, each tile gets its own."""
     numbered = sorted(((tile_of(p.rows, p.columns), p) for p in pieces), key=lambda pair: -pair[0])
     several = len(pieces) > 2 * multiprocessors(device)
@@ -230,7 +232,7 @@ def _whole(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
     return launches
 
 
-def _strips(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
+def _strips(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
     """Each matrix gets a program for every strip of columns, narrow strips where these all run at once."""
     kinds = [next(i for i, most in enumerate(_STRIPS) if p.rows <= most) for p in pieces]
     room = _STRIPS_AT_ONCE * multiprocessors(device)
@@ -268,7 +270,7 @@ def _helped(owners: Sequence[int], kinds: Sequence[int], room: int) -> list[int]
     return programs
 
 
-def _tiles(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
+def _tiles(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
     """Programs take equally many tiles, as few as let all matrices run at once; small tiles where those fit."""
     padded = [(-(-p.rows // _TILE) * _TILE, -(-p.columns // _TILE) * _TILE) for p in pieces]
     room = _TILES_AT_ONCE * multiprocessors(device)
@@ -277,7 +279,7 @@ def _tiles(pieces: Sequence[Piece], device: torch.device) -> list[Launch]:
         most = [max(m * n // tile**2, h * (h + 1) // 2) for (m, n), h in zip(padded, halves, strict=True)]
         if sum(most) <= (room // 2 if tile == 32 else room):
             break
-    each = max(-(-sum(most) // room), *(-(-tiles // int(MOST.value)) for tiles in most))
+    each = max(-(-sum(most) // room), *(-(-tiles // int(MAX_PROGRAMS.value)) for tiles in most))
     while sum(-(-tiles // each) for tiles in most) > max(room, len(most)):
         each += 1
     # An interpreter runs programs one after the other, so that they cannot meet.
@@ -304,7 +306,7 @@ def _packed(programs: Sequence[int], room: int) -> list[list[int]]:
 
 
 def _cooperative(
-    pieces: Sequence[Piece],
+    pieces: Sequence[MatrixLocation],
     programs: Sequence[int],
     singles: Sequence[int],
     halves: Sequence[int],

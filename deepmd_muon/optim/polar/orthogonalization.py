@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import Precision
 from deepmd_muon.optim.errors import InvalidShapeError
-from deepmd_muon.optim.polar.arithmetic import promised_precision
+from deepmd_muon.optim.polar.arithmetic import requested_precision
 from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS
 from deepmd_muon.optim.polar.newton_schulz import orthogonalize_with_torch
 from deepmd_muon.optim.polar.run import orthogonalize_with_kernels
@@ -62,7 +62,7 @@ def orthogonalize(
 
 
 @torch.no_grad()
-@promised_precision()
+@requested_precision()
 def orthogonalize_matrices(
     matrices: Sequence[Tensor],
     schedule: AnySchedule,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.polar import dispatch
-from deepmd_muon.optim.polar.dispatch import Implementation, Problem, choose
+from deepmd_muon.optim.polar.dispatch import Implementation, MatrixBatch, choose
 from deepmd_muon.optim.polar.newton_schulz import orthogonalize_with_torch
 from deepmd_muon.optim.polar.schedules import Coefficients, coefficients_of
 from deepmd_muon.optim.polar.tables import Geometry
@@ -82,8 +82,8 @@ def choose_all(
         count[m, n] += b
     chosen: list[Implementation] = []
     for (b, m, n), (_, _, dtype) in zip(sizes, geometry, strict=True):
-        problem = Problem(m, n, count[m, n], dtype, "cuda", capability, operand)
-        chosen.append("torch" if b * m * n == 0 else choose(problem, allowed))
+        batch = MatrixBatch(m, n, count[m, n], dtype, "cuda", capability, operand)
+        chosen.append("torch" if b * m * n == 0 else choose(batch, allowed))
     lines = Counter((name, m, n) for name, (_, m, n) in zip(chosen, sizes, strict=True))
     for (name, m, n), number in sorted(lines.items()):
         _LOG.info("%d tensors of %d × %d matrices are orthogonalized by %r", number, m, n, name)

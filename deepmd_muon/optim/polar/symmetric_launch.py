@@ -15,12 +15,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from deepmd_muon.optim.polar.kernels.symmetric import (
     ANYWHERE,
     IN_TILES,
-    IN_TURNED_TILES,
+    IN_TRANSPOSED_TILES,
     INPUT,
     NEXT,
     PRESENT,
     SQUARE,
-    TURNED_INPUT,
+    TRANSPOSED_INPUT,
     measure,
     normalize,
     symmetric_product,
@@ -187,7 +187,7 @@ def _run(_name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients,
     """Take the matrices of one shape through all steps."""
     rows, columns = launch.constants["rows"], launch.constants["columns"]
     products = program(coefficients, rows, columns)
-    work = _Work(launch, inputs, products, out)
+    work = _Workspace(launch, inputs, products, out)
     for k, product in enumerate(products):
         if product.target == "X":
             work.update(k, product, _lift(products[k + 1 :]), last=k + 1 == len(products))
@@ -206,7 +206,7 @@ def _shares(count: int) -> int:
     return 1 << (max(_SHARES[0], min(_SHARES[1], 1024 // count)).bit_length() - 1)
 
 
-class _Work:
+class _Workspace:
     """Workspaces of one shape, and its launches."""
 
     def __init__(self, launch: Launch, inputs: Inputs, products: tuple[Product, ...], out: Tensor) -> None:
@@ -257,32 +257,32 @@ class _Work:
             lying = x if x.stride(2) == 1 else x.mT
             if x.dtype != torch.float32 or not lying.is_contiguous():
                 return []
-            turned = (lying is x) == (x.shape[1] > x.shape[2])
-            tiled = self._in_tiles(lying.flatten(), lying.shape[1:], turned=turned)
+            transposed = (lying is x) == (x.shape[1] > x.shape[2])
+            tiled = self._in_tiles(lying.flatten(), lying.shape[1:], transposed=transposed)
             if tiled is None:
                 return []
-            found.append(((TURNED_INPUT if turned else INPUT).value, tiled))
+            found.append(((TRANSPOSED_INPUT if transposed else INPUT).value, tiled))
         return found
 
     def _results(self, span: Span) -> tuple[int, Any]:
         """Return how results are written, and what describes them where they are written in tiles."""
-        size = (self.columns, self.rows) if span.turned else (self.rows, self.columns)
+        size = (self.columns, self.rows) if span.transposed else (self.rows, self.columns)
         results = self.out[span.place : span.place + span.count * self.rows * self.columns]
-        tiled = self._in_tiles(results, size, turned=span.turned)
+        tiled = self._in_tiles(results, size, transposed=span.transposed)
         if tiled is None:
             return ANYWHERE.value, self.master
-        return (IN_TURNED_TILES if span.turned else IN_TILES).value, tiled
+        return (IN_TRANSPOSED_TILES if span.transposed else IN_TILES).value, tiled
 
-    def _in_tiles(self, x: Tensor, size: Sequence[int], *, turned: bool) -> Any:
+    def _in_tiles(self, x: Tensor, size: Sequence[int], *, transposed: bool) -> Any:
         """Describe fp32 matrices of one size that lie one after the other in tiles of updates; None where that fails.
 
         Rows must begin at multiples of 16 bytes, and what tiles hold beyond the last row must not be the next matrix.
         """
         rows, columns = size
-        if rows != (self.width if turned else self.order) or columns % 4 or x.data_ptr() % 16:
+        if rows != (self.width if transposed else self.order) or columns % 4 or x.data_ptr() % 16:
             return None
         block = self.tiles.update.rows, self.tiles.update.columns // 2
-        return _tiled(x.view(-1, columns), *(reversed(block) if turned else block))
+        return _tiled(x.view(-1, columns), *(reversed(block) if transposed else block))
 
     def multiply(self, k: int, product: Product) -> None:
         """Start launch `k`, a symmetric product."""

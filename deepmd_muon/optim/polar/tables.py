@@ -16,7 +16,7 @@ Geometry = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class MatrixLocation:
     """One matrix: which tensor, where in it, its shape with the smaller dimension as rows.
 
     `stride` is that of the rows, or of the columns when the matrix is turned, that is contiguous along them.
@@ -28,14 +28,14 @@ class Piece:
     rows: int
     columns: int
     stride: int
-    turned: bool
+    transposed: bool
     out: int
     out_row: int
     out_column: int
 
     def row(self, tile: int = 0, single: int = 0, half: int = 0) -> list[int]:
         """Return the table row that the kernels read."""
-        place = [self.tensor, self.kind, self.offset, self.rows, self.columns, self.stride, int(self.turned)]
+        place = [self.tensor, self.kind, self.offset, self.rows, self.columns, self.stride, int(self.transposed)]
         return [tile, *place, self.out, self.out_row, self.out_column, single, half]
 
 
@@ -71,7 +71,7 @@ class Span:
     tensor: int
     count: int
     place: int
-    turned: bool
+    transposed: bool
 
 
 class Inputs(NamedTuple):
@@ -90,11 +90,11 @@ class Inputs(NamedTuple):
 
 
 # Starts one launch: name, launch, inputs, coefficients, result.
-Start = Callable[[str, Launch, Inputs, Coefficients, Tensor], None]
+StartLaunch = Callable[[str, Launch, Inputs, Coefficients, Tensor], None]
 
 
 @dataclasses.dataclass(eq=False)  # hashed by identity
-class Plan:
+class LaunchSet:
     """All launches for one set of shapes, and what each stream last wrote for it."""
 
     name: str

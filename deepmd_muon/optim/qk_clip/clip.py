@@ -14,7 +14,7 @@ from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.errors import QKClipError
 from deepmd_muon.optim.qk_clip.layers import HeadRows, Layer, QKClip, rows_by_parameter
 from deepmd_muon.optim.routing.rules import RouteEntry, canonical_name
-from deepmd_muon.optim.sharded.layout import held
+from deepmd_muon.optim.sharded.layout import held_runs
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.sharded.params import Replicas
@@ -120,7 +120,7 @@ class Clipper:
 
             layout, place = layout_of(p, None), p.device_mesh.get_coordinate()
             assert layout is not None
-            runs = () if place is None else held(entry.shape[dim], dim, layout, tuple(place))
+            runs = () if place is None else held_runs(entry.shape[dim], dim, layout, tuple(place))
             places = torch.cat([places[:0], *(places[start:stop] for start, stop in runs)])
         return _Target(p, dim, places.to(local_of(p).device))
 

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.config import OLDER_NAMES, USUAL_ADAMW_PATTERNS, HybridMuonConfig, NonFinite, RouteChange, Steps
+from deepmd_muon.optim.config import (
+    DEFAULT_ADAMW_PATTERNS,
+    RENAMED_SETTINGS,
+    HybridMuonConfig,
+    NonFinite,
+    RouteChange,
+    Steps,
+)
 from deepmd_muon.optim.errors import InvalidParameterError, InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
 from deepmd_muon.optim.routing.rules import (
@@ -39,13 +46,13 @@ class Group(NamedTuple):
         time.
     settings
         Its settings, checked and frozen.
-    members
+    routed
         Its parameters and their routes.
     """
 
     values: dict[str, Any]
     settings: HybridMuonConfig
-    members: tuple[tuple[Tensor, RouteEntry], ...]
+    routed: tuple[tuple[Tensor, RouteEntry], ...]
 
     @property
     def lr(self) -> float | Tensor:
@@ -140,7 +147,7 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
             taken.add(name)
 
 
-def warn_of_idle_rules(groups: Sequence[Mapping[str, Any]], new: int = 0) -> None:
+def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -> None:
     """Warn of parameters without names, and once for all patterns that match no name in any group that has them.
 
     Groups before number `new`, and the patterns in them, were looked at before.
@@ -160,7 +167,7 @@ def warn_of_idle_rules(groups: Sequence[Mapping[str, Any]], new: int = 0) -> Non
                 pattern = Split.parse(text).pattern if key == "splits" else text
                 hit = any(fnmatchcase(name, pattern) for name in (deep if key == "expert_patterns" else names))
                 used[key, text] = used.get((key, text), number < new) or hit
-    idle = [f"{key} {text!r}" for (key, text), hit in used.items() if not hit and text not in USUAL_ADAMW_PATTERNS]
+    idle = [f"{key} {text!r}" for (key, text), hit in used.items() if not hit and text not in DEFAULT_ADAMW_PATTERNS]
     if idle:
         example = next(canonical_name(name) for group in groups for name in group.get("param_names", ()))
         warnings.warn(
@@ -196,8 +203,8 @@ def _unknown_keys(group: Mapping[str, Any], defaults: Collection[str]) -> list[s
     """Return, in words, the keys of a parameter group that no code would read."""
     known = {*defaults, *_MORE_KEYS, *RouteTable(()).manifest()}
     unknown = [key for key in group if key not in known]
-    problems = [f"{key} is now {OLDER_NAMES[key]}" for key in unknown if key in OLDER_NAMES]
-    if others := ", ".join(repr(key) for key in unknown if key not in OLDER_NAMES):
+    problems = [f"{key} is now {RENAMED_SETTINGS[key]}" for key in unknown if key in RENAMED_SETTINGS]
+    if others := ", ".join(repr(key) for key in unknown if key not in RENAMED_SETTINGS):
         problems.append(
             f"{others}: unknown in a parameter group; known are {', '.join(sorted(('params', 'name', *defaults)))}"
         )
@@ -248,7 +255,7 @@ def rules_of(group: Mapping[str, Any]) -> RoutingRules:
     return RoutingRules.of(group_settings(group))
 
 
-def tensor_rate(group: Mapping[str, Any]) -> Tensor:
+def lr_tensor(group: Mapping[str, Any]) -> Tensor:
     """Return a group's learning rate as a tensor beside its parameters, which a captured step reads."""
     params: list[Tensor] = group["params"]
     wide = any(p.dtype == torch.float64 for p in params)
@@ -307,7 +314,7 @@ def routes_of(group: Mapping[str, Any], number: int) -> tuple[RouteEntry, ...]:
 
 
 # A group's settings as they stand there, to be compared; quicker than the dataclass.
-given_settings = itemgetter(*("adam_betas", "schedule", *_LISTS, *_PLAIN_SETTINGS))
+raw_settings = itemgetter(*("adam_betas", "schedule", *_LISTS, *_PLAIN_SETTINGS))
 
 
 def frozen_schedule(schedule: AnySchedule) -> str | Steps:

@@ -11,7 +11,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.config import SPLIT_FORM, MuonMode
+from deepmd_muon.optim.config import SPLIT_PATTERN, MuonMode
 from deepmd_muon.optim.errors import InvalidShapeError
 
 Axis = Literal["rows", "columns"]
@@ -119,7 +119,7 @@ class Split:
     @classmethod
     def parse(cls, text: str) -> Split:
         """Read the form of the setting `splits`, e.g. ``*.qkv.weight: rows 3`` or ``*.mlp: columns 64+32``."""
-        found = re.fullmatch(SPLIT_FORM, text)
+        found = re.fullmatch(SPLIT_PATTERN, text)
         if not found:
             raise InvalidShapeError(f"a split looks like 'PATTERN: rows 3' or 'PATTERN: columns 64+32'; found {text!r}")
         numbers = tuple(map(int, found["sizes"].split("+")))

@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.sharded.messages import Piece, Target, local_shape, piece_of, score_index, targets
+from deepmd_muon.optim.sharded.messages import Piece, Rectangle, local_shape, piece_of, rectangles, score_index
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan
-from deepmd_muon.optim.sharded.transport import Exchange, Slot
+from deepmd_muon.optim.sharded.transport import Exchange, ExchangeBuffers
 from deepmd_muon.optim.update import magma
 
 
 @dataclasses.dataclass(frozen=True)
-class Local:
+class LocalParameter:
     """A parameter of the plan on this rank: its elements, its Magma scores, its group and dtype."""
 
     p: Tensor
@@ -39,7 +39,7 @@ class Stack:
 
 
 @dataclasses.dataclass(frozen=True)
-class Owned:
+class OwnedBlocks:
     """What an owner knows of its matrices when their pieces have arrived, one entry each, in the order of the stacks.
 
     Attributes
@@ -55,8 +55,8 @@ class Owned:
     scores: Tensor | None
 
 
-class Kind:
-    """Pieces of one parameter group and dtype that are updated together: `targets` ← `updates`."""
+class UpdateList:
+    """Pieces of one parameter group and dtype that are updated together: `rectangles` ← `updates`."""
 
     def __init__(self) -> None:
         self.positions: list[int] = []
@@ -104,7 +104,7 @@ class Bucket:
         self.damped = domain.damped
         self.fresh: tuple[int, ...] = ()
         self._plan, self._rank, self._device = plan, rank, device
-        jobs = exchange.route.jobs
+        jobs = exchange.messages.jobs
 
         def pieces(payloads: Sequence[tuple[int, int, int]], ranks: Sequence[int], *, gather: bool) -> list[Piece]:
             leg: Leg = "gather" if gather else "return"
@@ -116,15 +116,15 @@ class Bucket:
         self.applying = pieces(into["return"].payloads, [rank] * len(into["return"].payloads), gather=False)
         self.parameters = tuple(dict.fromkeys(piece.parameter for piece in (*self._packing, *self.applying)))
         stacks: dict[tuple[int, tuple[int, int], bool], list[int]] = {}
-        for j in exchange.route.owned:
+        for j in exchange.messages.owned:
             p = plan.parameters[jobs[j].parameter]
             shape = p.view.block_shapes[jobs[j].block % len(p.view.block_shapes)]
             stacks.setdefault((groups[jobs[j].parameter], shape, p.damped), []).append(j)
         self.stacks = [Stack(*key, tuple(members)) for key, members in stacks.items()]
         self._slots = {j: (s, i) for s, stack in enumerate(self.stacks) for i, j in enumerate(stack.jobs)}
-        peers = domain.ranks if len(exchange.route.gather_in) == len(domain.ranks) else (rank,)
-        senders = [r for r, m in zip(peers, exchange.route.gather_in, strict=True) for _ in m.jobs]
-        receivers = [r for r, m in zip(peers, exchange.route.return_out, strict=True) for _ in m.jobs]
+        peers = domain.ranks if len(exchange.messages.gather_in) == len(domain.ranks) else (rank,)
+        senders = [r for r, m in zip(peers, exchange.messages.gather_in, strict=True) for _ in m.jobs]
+        receivers = [r for r, m in zip(peers, exchange.messages.return_out, strict=True) for _ in m.jobs]
         self._arriving = pieces(into["gather"].payloads, senders, gather=True)
         self._leaving = pieces(out["return"].payloads, receivers, gather=False)
         order = {j: i for i, j in enumerate(j for stack in self.stacks for j in stack.jobs)}
@@ -139,9 +139,9 @@ class Bucket:
 
     def bind(
         self,
-        slot: Slot,
-        room: Tensor,
-        local: Mapping[int, Local],
+        buffers: ExchangeBuffers,
+        workspace: Tensor,
+        local_params: Mapping[int, LocalParameter],
         momenta: Sequence[Tensor],
         rows: Mapping[int, int],
     ) -> None:
@@ -160,20 +160,22 @@ class Bucket:
         rows
             Where each parameter's sums begin in the table that `start_gather` gets.
         """
-        self.exchange.bind(slot)
-        flat, start = room.view(self.exchange.dtype), 0
+        self.exchange.bind(buffers)
+        flat, start = workspace.view(self.exchange.dtype), 0
         self.matrices: list[Tensor] = []
         for stack in self.stacks:
             size = len(stack.jobs) * stack.shape[0] * stack.shape[1]
             self.matrices.append(flat[start : start + size].view(-1, *stack.shape))
             start += size
-        self._bind_packing(local, momenta, rows)
+        self._bind_packing(local_params, momenta, rows)
         into, out = self.exchange.inward["gather"], self.exchange.outward["return"]
         self._arrive = self._rectangles(into.payloads, self._arriving, into.elements(self.exchange.received["gather"]))
         self._leave = self._rectangles(out.payloads, self._leaving, out.elements(self.exchange.sent["return"]))
-        self._bind_applying(local)
+        self._bind_applying(local_params)
 
-    def _bind_packing(self, local: Mapping[int, Local], momenta: Sequence[Tensor], rows: Mapping[int, int]) -> None:
+    def _bind_packing(
+        self, local_params: Mapping[int, LocalParameter], momenta: Sequence[Tensor], rows: Mapping[int, int]
+    ) -> None:
         """Prepare where directions, sums and scores are packed."""
         side, plan = self.exchange.outward["gather"], self._plan
         self._pack_into: list[Tensor] = []
@@ -193,7 +195,7 @@ class Bucket:
                 part = piece.block % max(1, len(parameter.view.sizes))
                 summed.append(k)
                 found.append(rows[piece.parameter] + part * shape[0] + max(piece.batch, 0))
-                scores.append(self._score(local[piece.parameter], piece))
+                scores.append(self._score(local_params[piece.parameter], piece))
         fields = 7 if self.damped else 1
         self._headers = torch.zeros(len(self._packing), fields, dtype=torch.float64, device=self._device)
         self._headers[:, 0] = 1.0
@@ -202,30 +204,30 @@ class Bucket:
         self._sums_of_packed = _index(found, self._device)
         self._scores_of_packed = scores
 
-    def _bind_applying(self, local: Mapping[int, Local]) -> None:
+    def _bind_applying(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Prepare which parts of parameters and scores are updated from where."""
         side, plan = self.exchange.inward["return"], self._plan
-        kinds: dict[tuple[int, torch.dtype], Kind] = defaultdict(Kind)
+        update_lists: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
         scored, scores = [], []
         for k, (piece, flat) in enumerate(
             zip(self.applying, side.elements(self.exchange.received["return"]), strict=True)
         ):
-            mine = local[piece.parameter]
+            mine = local_params[piece.parameter]
             if plan.parameters[piece.parameter].damped:
                 scored.append(k)
                 scores.append(self._score(mine, piece))
             if piece.elements:
-                kind = kinds[mine.group, mine.p.dtype]
+                update_list = update_lists[mine.group, mine.p.dtype]
                 shape = local_shape(plan, piece.parameter, self._rank, "return")
                 rows, columns = slice(*piece.rows[:2]), slice(*piece.columns[:2])
-                kind.positions.append(k)
-                kind.targets.append(mine.p.view(shape)[piece.batch, rows, columns])
-                kind.updates.append(flat.view(piece.rows.size, piece.columns.size))
-        self.kinds = [(group, kind) for (group, _), kind in kinds.items()]
+                update_list.positions.append(k)
+                update_list.targets.append(mine.p.view(shape)[piece.batch, rows, columns])
+                update_list.updates.append(flat.view(piece.rows.size, piece.columns.size))
+        self.update_lists = [(group, update_list) for (group, _), update_list in update_lists.items()]
         self._scored = slice(None) if len(scored) == len(self.applying) else _index(scored, self._device)
         self._scores = scores
 
-    def _score(self, mine: Local, piece: Piece) -> Tensor:
+    def _score(self, mine: LocalParameter, piece: Piece) -> Tensor:
         """Return the view of a block's score on this rank."""
         assert mine.scores is not None
         at = score_index(self._plan, piece.parameter, piece.block, self._rank)
@@ -240,9 +242,9 @@ class Bucket:
             if not piece.elements:
                 continue
             s, i = self._slots[j]
-            for target in targets(piece):
+            for target in rectangles(piece):
                 in_blocks.append(self.matrices[s][i][target.in_block])
-                in_buffer.append(_rectangle(flat, piece, target))
+                in_buffer.append(_piece_rectangle(flat, piece, target))
         return in_blocks, in_buffer
 
     def pack(self, directions: Mapping[int, Tensor], sums: Tensor | None, absent: Mapping[int, Tensor]) -> None:
@@ -273,7 +275,7 @@ class Bucket:
             headers[self._summed, 1:] = torch.cat([scores, sums[self._sums_of_packed]], dim=1)
         self.exchange.sent["gather"][self.exchange.outward["gather"].headers] = headers
 
-    def assemble(self) -> Owned:
+    def assemble(self) -> OwnedBlocks:
         """Put arrived pieces together in `matrices`."""
         if self._arrive[0]:
             torch._foreach_copy_(*self._arrive)
@@ -281,11 +283,11 @@ class Bucket:
         padded = torch.cat([headers, headers.new_zeros(1, headers.shape[1])])[self._header_table]
         present = padded[:, :, 0].amax(dim=1)
         if not self.damped:
-            return Owned(present, None, None)
+            return OwnedBlocks(present, None, None)
         # Every sender has the same score.
-        return Owned(present, magma.cosines(padded[:, :, 2:]), padded[:, :, 1].amax(dim=1).float())
+        return OwnedBlocks(present, magma.cosines(padded[:, :, 2:]), padded[:, :, 1].amax(dim=1).float())
 
-    def unpack(self, updates: Sequence[Tensor], owned: Owned) -> None:
+    def unpack(self, updates: Sequence[Tensor], owned: OwnedBlocks) -> None:
         """Write every holder's piece of the updates, one tensor per stack, into the buffer for the holders."""
         if updates:
             torch._foreach_copy_(self.matrices, list(updates))
@@ -312,7 +314,7 @@ def _index(positions: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(positions, dtype=torch.int64, device=device)
 
 
-def _rectangle(flat: Tensor, piece: Piece, target: Target) -> Tensor:
+def _piece_rectangle(flat: Tensor, piece: Piece, target: Rectangle) -> Tensor:
     return flat.view(piece.rows.size, piece.columns.size)[target.in_piece]
 
 

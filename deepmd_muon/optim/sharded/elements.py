@@ -16,36 +16,36 @@ from torch import Tensor
 
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route
-from deepmd_muon.optim.sharded.layout import held, total
-from deepmd_muon.optim.sharded.params import Member, StateCut
+from deepmd_muon.optim.sharded.layout import held_runs, total
+from deepmd_muon.optim.sharded.params import ShardedParameter, StateSharding
 from deepmd_muon.optim.sharded.process_groups import group_of
-from deepmd_muon.optim.sharded.transport import Lane
-from deepmd_muon.optim.state.host_memory import Lot, Offload
+from deepmd_muon.optim.sharded.transport import CollectiveStream
+from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import State, complete_state
 from deepmd_muon.optim.step import (
     StateLists,
     elements_at_a_time,
-    lot_of,
     state_lists,
     step_elements,
+    transfer_batch_of,
     with_moments,
 )
 from deepmd_muon.optim.update.gradients import StepControl, waves
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ElementWave:
+class ElementwiseWave:
     """Parameters of one group, route, device and dtype that are stepped together: this rank's elements and moments."""
 
     group: Group
     route: Route
-    members: list[Member]
+    members: list[ShardedParameter]
     params: list[Tensor]
     state: StateLists
-    lot: Lot | None
+    transfer_batch: TransferBatch | None
 
 
-class Elements:
+class ElementwiseStep:
     """The element-wise routes of some members.
 
     Parameters
@@ -56,22 +56,22 @@ class Elements:
         Where collectives run.
     """
 
-    def __init__(self, members: Sequence[Member], lane: Lane) -> None:
+    def __init__(self, members: Sequence[ShardedParameter], collectives: CollectiveStream) -> None:
         self._members = members
-        self._waves: list[ElementWave] = []
-        parts: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Tensor, StateCut]]] = defaultdict(list)
+        self._waves: list[ElementwiseWave] = []
+        parts: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Tensor, StateSharding]]] = defaultdict(list)
         for member in members:
-            if member.cut is not None and len(member.cut.layout.ranks) > 1:
-                parts[member.cut.layout.ranks, member.p.dtype].append((member.p, member.cut))
-        self._parts = [Parts(chosen, lane) for chosen in parts.values()]
+            if member.sharding is not None and len(member.sharding.layout.ranks) > 1:
+                parts[member.sharding.layout.ranks, member.p.dtype].append((member.p, member.sharding))
+        self._parts = [GatheredParts(chosen, collectives) for chosen in parts.values()]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Release all references to parameters' memory and state."""
         self._waves = []
 
-    def compile(self, groups: Sequence[Group], state: State, memory: Offload | None, workspace: int) -> None:
+    def compile(self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int) -> None:
         """Cut the parameters that have a gradient into waves; make the state of those that have none."""
-        kinds: dict[tuple[int, Route], list[tuple[Tensor, Member]]] = defaultdict(list)
+        kinds: dict[tuple[int, Route], list[tuple[Tensor, ShardedParameter]]] = defaultdict(list)
         for member in self._members:
             if member.p.grad is not None:
                 kinds[member.group, member.entry.route].append((member.elements(), member))
@@ -81,13 +81,13 @@ class Elements:
             for wave in waves(taken, elements_at_a_time(group, route, [x for x, _ in taken], memory, workspace)):
                 chosen = [member for _, member in wave]
                 states = [complete_state(state[member.p], member, damped=False) for member in chosen]
-                lot = lot_of(state, memory, [member.p for member in chosen], route)
+                transfer_batch = transfer_batch_of(state, memory, [member.p for member in chosen], route)
                 lists = state_lists(states, route, damped=False)
-                self._waves.append(ElementWave(group, route, chosen, [x for x, _ in wave], lists, lot))
+                self._waves.append(ElementwiseWave(group, route, chosen, [x for x, _ in wave], lists, transfer_batch))
 
-    def lots(self) -> list[Lot]:
+    def transfer_batches(self) -> list[TransferBatch]:
         """Return the lots of offloaded moments, one for each wave."""
-        return [wave.lot for wave in self._waves if wave.lot is not None]
+        return [wave.transfer_batch for wave in self._waves if wave.transfer_batch is not None]
 
     def step(self, control: StepControl, moments: Iterator[list[Tensor]] | None) -> Callable[[], None]:
         """Step all waves; return the function that waits for the other ranks' parts and takes them.
@@ -107,7 +107,7 @@ class Elements:
         return finish
 
 
-class Parts:
+class GatheredParts:
     """The parts of parameters of one dtype that the ranks of one group step, gathered by one collective.
 
     Between steps it keeps room for all parts, and for this rank's once more.
@@ -120,18 +120,20 @@ class Parts:
         Where the collective runs.
     """
 
-    def __init__(self, params: Sequence[tuple[Tensor, StateCut]], lane: Lane) -> None:
+    def __init__(self, params: Sequence[tuple[Tensor, StateSharding]], collectives: CollectiveStream) -> None:
         first = params[0]
         ranks = first[1].layout.ranks
         self._params = params
-        self._lane = lane
+        self._collectives = collectives
         self._group = group_of(tuple(sorted(ranks)), first[0].device)
         places = dict(zip(ranks, first[1].layout.coordinates(), strict=True))
         self._runs: list[list[tuple[int, int]]] = []  # of every rank and parameter: first row and number of rows
         for rank in sorted(ranks):
-            found = [held(p.shape[cut.dim], cut.dim, cut.layout, places[rank]) for p, cut in params]
+            found = [
+                held_runs(p.shape[sharding.dim], sharding.dim, sharding.layout, places[rank]) for p, sharding in params
+            ]
             self._runs.append([(runs[0][0] if runs else 0, total(runs)) for runs in found])
-        self._row_sizes = [p.numel() // max(1, p.shape[cut.dim]) for p, cut in params]
+        self._row_sizes = [p.numel() // max(1, p.shape[sharding.dim]) for p, sharding in params]
         lengths = [sum(n * size for (_, n), size in zip(runs, self._row_sizes, strict=True)) for runs in self._runs]
         self._longest = max(lengths)
         self._mine = torch.empty(self._longest, dtype=first[0].dtype, device=first[0].device)
@@ -139,11 +141,11 @@ class Parts:
 
     def gather(self) -> Callable[[], None]:
         """Send this rank's parts to the others; return what waits for theirs and writes them into the parameters."""
-        own = [cut.part(p.detach()) for p, cut in self._params]
+        own = [sharding.part(p.detach()) for p, sharding in self._params]
         if any(x.numel() for x in own):
             flat = torch.cat([x.reshape(-1) for x in own])
             self._mine[: len(flat)] = flat
-        arrived: Callable[[], Any] = self._lane.launch(
+        arrived: Callable[[], Any] = self._collectives.launch(
             dist.all_gather, list(self._all.split(self._longest)), self._mine, group=self._group
         )
 
@@ -152,9 +154,9 @@ class Parts:
             into, out_of = [], []
             for number, runs in enumerate(self._runs):
                 at = number * self._longest
-                for (p, cut), (start, rows), size in zip(self._params, runs, self._row_sizes, strict=True):
+                for (p, sharding), (start, rows), size in zip(self._params, runs, self._row_sizes, strict=True):
                     if rows * size:
-                        target = p.detach().narrow(cut.dim, start, rows)
+                        target = p.detach().narrow(sharding.dim, start, rows)
                         into.append(target)
                         out_of.append(self._all[at : at + rows * size].view(target.shape))
                     at += rows * size

@@ -96,7 +96,7 @@ class Region(NamedTuple):
         return total(self.batch), total(self.rows), total(self.columns)
 
 
-class Cut(NamedTuple):
+class Overlap(NamedTuple):
     """One rank's part of one block along rows or columns.
 
     Attributes
@@ -151,7 +151,7 @@ def _joined(runs: Sequence[tuple[int, int]]) -> Runs:
     return tuple(merged)
 
 
-def held(size: int, dim: int, layout: Layout, place: Sequence[int]) -> Runs:
+def held_runs(size: int, dim: int, layout: Layout, place: Sequence[int]) -> Runs:
     """Return which indices of a dimension the rank at mesh coordinates `place` holds.
 
     Placements apply from the first mesh axis to the last, each to what the ones before have left, as in DTensor.
@@ -192,23 +192,23 @@ def regions(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> tuple[R
     i, j = view_axes(shape, view)
     found = []
     for place in layout.coordinates():
-        parts = [(held(size, dim, layout, place), size) for dim, size in enumerate(shape)]
+        parts = [(held_runs(size, dim, layout, place), size) for dim, size in enumerate(shape)]
         found.append(Region(_folded(parts[:i]), _folded(parts[i:j]), _folded(parts[j:])))
     return tuple(found)
 
 
 @functools.lru_cache(maxsize=1024)
-def region_of_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Region]:
+def regions_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Region]:
     """Return what `regions` does, by rank."""
     return dict(zip(layout.ranks, regions(shape, view, layout), strict=True))
 
 
 @functools.lru_cache(maxsize=1024)
-def scores_of_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Runs]:
+def score_runs_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Runs]:
     """Return the numbers of the blocks whose scores each rank keeps."""
     scores = score_layout(shape, view, layout)
     places = zip(scores.ranks, scores.coordinates(), strict=True)
-    return {rank: held(view.blocks, 0, scores, place) for rank, place in places}
+    return {rank: held_runs(view.blocks, 0, scores, place) for rank, place in places}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -224,12 +224,12 @@ def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> La
     parts = max(1, len(view.sizes))
     for place, region in zip(layout.coordinates(), regions(shape, view, layout), strict=True):
         wanted = tuple((start * parts, stop * parts) for start, stop in region.batch)
-        if held(view.blocks, 0, candidate, place) != wanted:
+        if held_runs(view.blocks, 0, candidate, place) != wanted:
             return Layout(layout.mesh, layout.ranks, (None,) * len(layout.mesh))
     return candidate
 
 
-def cut(runs: Runs, start: int, stop: int) -> Cut:
+def overlap(runs: Runs, start: int, stop: int) -> Overlap:
     """Return where the block that spans start … stop lies in runs."""
     position, first, found = 0, None, []
     end = 0
@@ -240,10 +240,10 @@ def cut(runs: Runs, start: int, stop: int) -> Cut:
             end = position + b - low
             found.append((a - start, b - start))
         position += high - low
-    return Cut(first or 0, end, tuple(found))
+    return Overlap(first or 0, end, tuple(found))
 
 
-def spans(view: MatrixView) -> tuple[tuple[int, int, int, int], ...]:
+def block_bounds(view: MatrixView) -> tuple[tuple[int, int, int, int], ...]:
     """Return first row, last row, first column, last column (exclusive ends) of the blocks of one matrix."""
     if view.axis is None:
         return ((0, view.rows, 0, view.columns),)

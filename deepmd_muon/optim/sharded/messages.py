@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from deepmd_muon.optim.sharded.layout import Cut, cut, region_of_rank, scores_of_rank, spans
+from deepmd_muon.optim.sharded.layout import Overlap, block_bounds, overlap, regions_by_rank, score_runs_by_rank
 from deepmd_muon.optim.sharded.plan import WORD, Domain, Job, Leg, Plan
 
 
@@ -28,8 +28,8 @@ class Piece(NamedTuple):
     parameter: int
     block: int
     batch: int
-    rows: Cut
-    columns: Cut
+    rows: Overlap
+    columns: Overlap
 
     @property
     def elements(self) -> int:
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
         return self.rows.size * self.columns.size if self.batch >= 0 else 0
 
 
-class Target(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle of a piece and where it lies in its block: half-open intervals."""
 
     in_piece: tuple[slice, slice]
@@ -64,7 +64,7 @@ class Message(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Route:
+class RankMessages:
     """One rank's part in one exchange of one domain.
 
     Attributes
@@ -88,28 +88,28 @@ class Route:
 def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
     """Return what a rank holds of a block: of its momentum, which is gathered, or of the elements that it updates."""
     p = plan.parameters[parameter]
-    parts = spans(p.view)
+    parts = block_bounds(p.view)
     batch, part = divmod(block, len(parts))
     r0, r1, c0, c1 = parts[part]
-    region = region_of_rank(p.shape, p.view, p.layout_of(leg))[rank]
-    where = cut(region.batch, batch, batch + 1)
-    rows, columns = cut(region.rows, r0, r1), cut(region.columns, c0, c1)
+    region = regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank]
+    where = overlap(region.batch, batch, batch + 1)
+    rows, columns = overlap(region.rows, r0, r1), overlap(region.columns, c0, c1)
     return Piece(parameter, block, where.start if where.size else -1, rows, columns)
 
 
 def score_index(plan: Plan, parameter: int, block: int, rank: int) -> int:
     """Return where a rank keeps a block's score in its local scores."""
     p = plan.parameters[parameter]
-    return cut(scores_of_rank(p.shape, p.view, p.layout)[rank], block, block + 1).start
+    return overlap(score_runs_by_rank(p.shape, p.view, p.layout)[rank], block, block + 1).start
 
 
 def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:
     """Return the shape of a rank's local momentum, or of its elements, seen as (batch, rows, columns)."""
     p = plan.parameters[parameter]
-    return region_of_rank(p.shape, p.view, p.layout_of(leg))[rank].shape
+    return regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank].shape
 
 
-def targets(piece: Piece) -> list[Target]:
+def rectangles(piece: Piece) -> list[Rectangle]:
     """Return the rectangles of a piece; more than one where strided shards or folded dimensions interrupt it."""
     found = []
     row = 0
@@ -117,20 +117,20 @@ def targets(piece: Piece) -> list[Target]:
         column = 0
         for c0, c1 in piece.columns.runs:
             inside = slice(row, row + r1 - r0), slice(column, column + c1 - c0)
-            found.append(Target(inside, (slice(r0, r1), slice(c0, c1))))
+            found.append(Rectangle(inside, (slice(r0, r1), slice(c0, c1))))
             column += c1 - c0
         row += r1 - r0
     return found
 
 
-def travelling_route(plan: Plan, domain: Domain, bucket: int, rank: int) -> Route:
+def bucket_messages(plan: Plan, domain: Domain, bucket: int, rank: int) -> RankMessages:
     """Return a rank's part in one bucket."""
     jobs = [job for job in domain.jobs if job.bucket == bucket]
     mine = [job for job in jobs if rank == job.owner or rank in job.sources or rank in job.destinations]
-    return _route(plan, domain, mine, domain.ranks, rank)
+    return _rank_messages(plan, domain, mine, domain.ranks, rank)
 
 
-def staying_routes(plan: Plan, domain: Domain, rank: int) -> list[Route]:
+def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
     """Return the jobs that stay on a rank, in portions of at most the size of a bucket; messages go to itself."""
     portions: list[list[Job]] = []
     room = 0
@@ -142,10 +142,10 @@ def staying_routes(plan: Plan, domain: Domain, rank: int) -> list[Route]:
                 room = plan.settings.bucket_bytes
             portions[-1].append(job)
             room -= size
-    return [_route(plan, domain, portion, (rank,), rank) for portion in portions]
+    return [_rank_messages(plan, domain, portion, (rank,), rank) for portion in portions]
 
 
-def _route(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: Sequence[int], rank: int) -> Route:
+def _rank_messages(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: Sequence[int], rank: int) -> RankMessages:
     """Sort the pieces of these jobs into messages, both sides in the order of jobs."""
     pieces: dict[tuple[str, bool, int], list[tuple[int, int]]] = defaultdict(list)
     for i, job in enumerate(jobs):
@@ -167,7 +167,7 @@ def _route(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: Sequence[int]
             start += words
         return tuple(found)
 
-    return Route(
+    return RankMessages(
         tuple(jobs),
         tuple(i for i, job in enumerate(jobs) if job.owner == rank),
         side("gather", sending=True),
@@ -199,9 +199,9 @@ def payload_starts(messages: Sequence[Message], header: int, itemsize: int) -> l
 def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
     """Return which rows and columns of each matrix of the local momentum belong to each of its parts."""
     p = plan.parameters[parameter]
-    region = region_of_rank(p.shape, p.view, p.layout_of("gather"))[rank]
+    region = regions_by_rank(p.shape, p.view, p.layout_of("gather"))[rank]
     found = []
-    for r0, r1, c0, c1 in spans(p.view):
-        rows, columns = cut(region.rows, r0, r1), cut(region.columns, c0, c1)
+    for r0, r1, c0, c1 in block_bounds(p.view):
+        rows, columns = overlap(region.rows, r0, r1), overlap(region.columns, c0, c1)
         found.append((slice(rows.start, rows.stop), slice(columns.start, columns.stop)))
     return found

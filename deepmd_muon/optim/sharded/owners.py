@@ -8,11 +8,18 @@ import heapq
 from collections.abc import Iterator, Mapping
 
 from deepmd_muon.optim.routing.views import MatrixView
-from deepmd_muon.optim.sharded.layout import Layout, cut, region_of_rank, score_layout, scores_of_rank, spans
+from deepmd_muon.optim.sharded.layout import (
+    Layout,
+    block_bounds,
+    overlap,
+    regions_by_rank,
+    score_layout,
+    score_runs_by_rank,
+)
 
 # Ranks that would do the same work, one in each replica; one rank alone where replicas share the work.
-Slot = tuple[int, ...]
-Way = tuple[int, Mapping[int, int], Mapping[int, int]]
+OwnerSet = tuple[int, ...]
+Assignment = tuple[int, Mapping[int, int], Mapping[int, int]]
 
 
 class Balance:
@@ -21,34 +28,34 @@ class Balance:
     def __init__(self, loads: Mapping[int, int]) -> None:
         self.loads = dict(loads)
         self.bytes = dict.fromkeys(loads, 0)
-        self._heaps: dict[tuple[Slot, ...], list[tuple[tuple[int, int], Slot]]] = {}
+        self._heaps: dict[tuple[OwnerSet, ...], list[tuple[tuple[int, int], OwnerSet]]] = {}
 
-    def weight(self, slot: Slot) -> tuple[int, int]:
+    def weight(self, owners: OwnerSet) -> tuple[int, int]:
         """Return the work and bytes of a slot's busiest rank."""
-        return max((self.loads[rank], self.bytes[rank]) for rank in slot)
+        return max((self.loads[rank], self.bytes[rank]) for rank in owners)
 
-    def lightest(self, slots: tuple[Slot, ...]) -> Slot:
+    def lightest(self, candidates: tuple[OwnerSet, ...]) -> OwnerSet:
         """Return the slot with least work; ties go to fewer bytes, then to lower ranks."""
-        heap = self._heaps.get(slots)
+        heap = self._heaps.get(candidates)
         if heap is None:
-            heap = self._heaps[slots] = [(self.weight(slot), slot) for slot in slots]
+            heap = self._heaps[candidates] = [(self.weight(owners), owners) for owners in candidates]
             heapq.heapify(heap)
         while True:
-            known, slot = heap[0]
-            now = self.weight(slot)
+            known, owners = heap[0]
+            now = self.weight(owners)
             if now == known:
-                return slot
-            heapq.heapreplace(heap, (now, slot))  # weights only grow, so an old one is a lower bound
+                return owners
+            heapq.heapreplace(heap, (now, owners))  # weights only grow, so an old one is a lower bound
 
-    def give(self, slot: Slot, work: int, size: int) -> None:
+    def give(self, owners: OwnerSet, work: int, size: int) -> None:
         """Add one block to each rank of a slot."""
-        for rank in slot:
+        for rank in owners:
             self.loads[rank] += work
             self.bytes[rank] += size
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Holders:
+class BlockHolders:
     """Who holds the elements and the scores of blocks of one kind.
 
     Attributes
@@ -72,16 +79,18 @@ class Holders:
         return all(len(copy) == 1 for copy in self.copies)
 
     @functools.cached_property
-    def _spread(self) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    def _spread(self) -> tuple[tuple[OwnerSet, ...], tuple[OwnerSet, ...]]:
         holding = tuple((rank,) for copy in self.copies for rank in copy)
         return (holding, ()) if self.whole else (tuple((r,) for copy in self.replicas for r in copy), holding)
 
     @functools.cached_property
-    def _repeat(self) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    def _repeat(self) -> tuple[tuple[OwnerSet, ...], tuple[OwnerSet, ...]]:
         if self.whole:
             return (tuple(next(iter(copy)) for copy in self.copies),), ()
-        slots = tuple(zip(*self.replicas, strict=True))
-        return slots, tuple(s for s in slots if all(r in copy for r, copy in zip(s, self.copies, strict=True)))
+        candidates = tuple(zip(*self.replicas, strict=True))
+        return candidates, tuple(
+            s for s in candidates if all(r in copy for r, copy in zip(s, self.copies, strict=True))
+        )
 
     @functools.cached_property
     def _everyone(self) -> Mapping[int, int]:
@@ -91,28 +100,28 @@ class Holders:
     def _replica_of(self) -> Mapping[int, int]:
         return {rank: i for i, copy in enumerate(self.replicas) for rank in copy}
 
-    def ways(self, balance: Balance, work: int, size: int, *, spread: bool) -> Iterator[Way]:
+    def assign(self, balance: Balance, work: int, size: int, *, spread: bool) -> Iterator[Assignment]:
         """Choose the owner, or one per replica, and yield each with its sources and destinations.
 
         A block that is whole on one rank stays there. Any rank may own another one; of equally busy ranks one that
         holds a part is preferred.
         """
-        slots, preferred = self._spread if spread else self._repeat
-        slot = balance.lightest(slots)
+        candidates, preferred = self._spread if spread else self._repeat
+        owners = balance.lightest(candidates)
         if preferred:
             near = balance.lightest(preferred)
-            slot = near if balance.weight(near)[0] <= balance.weight(slot)[0] else slot
-        balance.give(slot, work, size)
+            owners = near if balance.weight(near)[0] <= balance.weight(owners)[0] else owners
+        balance.give(owners, work, size)
         if spread:
-            yield slot[0], self.copies[self._replica_of[slot[0]]], self._everyone
+            yield owners[0], self.copies[self._replica_of[owners[0]]], self._everyone
         else:
-            yield from zip(slot, self.copies, self.destinations, strict=True)
+            yield from zip(owners, self.copies, self.destinations, strict=True)
 
 
 @functools.lru_cache(maxsize=256)
 def holders_of_blocks(
     shape: tuple[int, ...], view: MatrixView, layout: Layout, state_layout: Layout, *, damped: bool
-) -> tuple[Holders, ...]:
+) -> tuple[BlockHolders, ...]:
     """Return the holders of every block, in the order of block numbers; blocks held alike share one object.
 
     Parameters
@@ -129,7 +138,7 @@ def holders_of_blocks(
     sizes, having = _ranks_with_elements(shape, view, layout)
     sizes_of_state, having_state = _ranks_with_elements(shape, view, state_layout)
     scored = _ranks_with_scores(shape, view, layout) if damped else None
-    known: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int], Holders] = {}
+    known: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int], BlockHolders] = {}
     found = []
     for b, (ranks, with_state) in enumerate(zip(having, having_state, strict=True)):
         for part, size in enumerate(sizes):
@@ -139,7 +148,7 @@ def holders_of_blocks(
                 holding = {rank: size[rank] for rank in ranks if size[rank]}
                 needing = {**dict.fromkeys(keeping, 0), **holding}
                 state = {rank: n for rank in with_state if (n := sizes_of_state[part][rank])}
-                known[key] = Holders(
+                known[key] = BlockHolders(
                     copies_of_state,
                     tuple({r: state[r] for r in copy if r in state} for copy in copies_of_state),
                     tuple({r: needing[r] for r in copy if r in needing} for copy in replicas),
@@ -152,10 +161,12 @@ def _ranks_with_elements(
     shape: tuple[int, ...], view: MatrixView, layout: Layout
 ) -> tuple[list[dict[int, int]], list[tuple[int, ...]]]:
     """Return how many elements of each part of a matrix a rank has that has the matrix, and who has each matrix."""
-    regions_of = region_of_rank(shape, view, layout)
+    regions_of = regions_by_rank(shape, view, layout)
     sizes = []
-    for r0, r1, c0, c1 in spans(view):
-        sizes.append({rank: cut(x.rows, r0, r1).size * cut(x.columns, c0, c1).size for rank, x in regions_of.items()})
+    for r0, r1, c0, c1 in block_bounds(view):
+        sizes.append(
+            {rank: overlap(x.rows, r0, r1).size * overlap(x.columns, c0, c1).size for rank, x in regions_of.items()}
+        )
     having: list[list[int]] = [[] for _ in range(view.batch)]
     for rank, region in regions_of.items():
         for start, stop in region.batch:
@@ -169,7 +180,7 @@ def _ranks_with_scores(shape: tuple[int, ...], view: MatrixView, layout: Layout)
     if all(placement is None for placement in score_layout(shape, view, layout).placements):
         return [layout.ranks] * view.blocks
     keeping: list[list[int]] = [[] for _ in range(view.blocks)]
-    for rank, runs in scores_of_rank(shape, view, layout).items():
+    for rank, runs in score_runs_by_rank(shape, view, layout).items():
         for start, stop in runs:
             for block in range(start, stop):
                 keeping[block].append(rank)

@@ -24,14 +24,14 @@ from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.sharded.layout import (
     Layout,
     Split,
-    held,
+    held_runs,
     replicated,
     score_layout,
-    scores_of_rank,
+    score_runs_by_rank,
     state_layout,
     total,
 )
-from deepmd_muon.optim.state.schema import ALL_MOMENTS, LocalHolder, StateTensor
+from deepmd_muon.optim.state.schema import ALL_MOMENTS, LocalStateFactory, StateTensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,7 +39,7 @@ Replicas = DeviceMesh | dist.ProcessGroup
 
 
 @dataclasses.dataclass(frozen=True)
-class StateCut:
+class StateSharding:
     """How the state of a replicated parameter is cut: one dimension in parts, one a rank.
 
     Attributes
@@ -82,7 +82,7 @@ class StateCut:
         return self.joined(self.part(value).contiguous(), value.shape)
 
 
-def state_cut(p: Tensor, replicas: Replicas, *, matrices: bool) -> StateCut | None:
+def state_sharding(p: Tensor, replicas: Replicas, *, matrices: bool) -> StateSharding | None:
     """Return how the state of a replicated parameter is cut, see `state_layout`; None for a scalar."""
     if p.ndim == 0:
         return None
@@ -92,13 +92,13 @@ def state_cut(p: Tensor, replicas: Replicas, *, matrices: bool) -> StateCut | No
     place = mesh.get_coordinate()
     assert first is not None
     assert place is not None
-    runs = held(p.shape[first.dim], first.dim, layout, tuple(place))
+    runs = held_runs(p.shape[first.dim], first.dim, layout, tuple(place))
     start, stop = runs[0] if runs else (0, 0)
-    return StateCut(mesh, layout, first.dim, start, stop - start)
+    return StateSharding(mesh, layout, first.dim, start, stop - start)
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class ShardedParameter:
     """A parameter that lives on several ranks.
 
     Attributes
@@ -122,19 +122,19 @@ class Member:
     group: int
     layout: Layout
     device: torch.device
-    cut: StateCut | None = None
+    sharding: StateSharding | None = None
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of those elements whose momentum is here."""
         grad = self.p.grad
-        if grad is None or self.cut is None:
+        if grad is None or self.sharding is None:
             return grad if grad is None else local_of(grad)
-        return self.cut.part(grad)
+        return self.sharding.part(grad)
 
     def elements(self) -> Tensor:
         """Return those elements whose moments are here, sharing memory."""
         local = local_of(self.p).detach()
-        return local if self.cut is None else self.cut.part(local)
+        return local if self.sharding is None else self.sharding.part(local)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -143,18 +143,18 @@ class Member:
 
     def full(self, tensor: StateTensor) -> Tensor:
         """Return a new state tensor, filled with its first value and laid out as the parameter's state is."""
-        if tensor.extent == "parameter" and self.cut is not None:
-            return self.cut.zeros(self.p, tensor.dtype_for(self.p.dtype))
+        if tensor.extent == "parameter" and self.sharding is not None:
+            return self.sharding.zeros(self.p, tensor.dtype_for(self.p.dtype))
         if tensor.extent == "blocks" and isinstance(self.p, DTensor):
             return self._scores(tensor)
-        return LocalHolder(self.p, self.entry).full(tensor)
+        return LocalStateFactory(self.p, self.entry).full(tensor)
 
     def _scores(self, tensor: StateTensor) -> Tensor:
         """Return one number per matrix, laid out as the matrices of a DTensor parameter are."""
         entry, view = self.entry, self.entry.view
         assert view is not None
         assert isinstance(self.p, DTensor)
-        kept = total(scores_of_rank(entry.shape, view, self.layout)[dist.get_rank()])
+        kept = total(score_runs_by_rank(entry.shape, view, self.layout)[dist.get_rank()])
         axes = score_layout(entry.shape, view, self.layout).placements
         return DTensor.from_local(
             torch.full((kept,), tensor.start, dtype=tensor.dtype_for(self.p.dtype), device=local_of(self.p).device),
@@ -195,20 +195,22 @@ def _placement(axis: Split | None) -> Placement:
     return Shard(axis.dim) if axis.stride == 1 else _StridedShard(axis.dim, split_factor=axis.stride)
 
 
-def problem_of(state: Mapping[Tensor, Mapping[str, Any]], members: Sequence[Member]) -> ShardingError | None:
+def layout_error(
+    state: Mapping[Tensor, Mapping[str, Any]], members: Sequence[ShardedParameter]
+) -> ShardingError | None:
     """Return, to be raised, what could not be exchanged, naming every such parameter.
 
     It is a `PartialPlacementError`, `GradientPlacementError` or `ReshardedParameterError`; of several problems the
     first decides the class and all are listed.
     """
-    problems = [found for member in members if (found := _problem(state.get(member.p, {}), member))]
+    problems = [found for member in members if (found := _layout_error_of(state.get(member.p, {}), member))]
     if not problems:
         return None
     listed = "\n".join(f"  {message}" for _, message in problems)
     return problems[0][0](f"the sharded step cannot start, nothing was changed:\n{listed}")
 
 
-def _problem(state: Mapping[str, Any], member: Member) -> tuple[type[ShardingError], str] | None:
+def _layout_error_of(state: Mapping[str, Any], member: ShardedParameter) -> tuple[type[ShardingError], str] | None:
     p, grad = member.p, member.p.grad
     if p.device != member.device:
         return ReshardedParameterError, f"{member}: moved from {member.device} to {p.device}; make the optimizer anew"

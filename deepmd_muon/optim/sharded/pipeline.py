@@ -18,12 +18,12 @@ from torch import Tensor
 
 from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.sharded.bucket import Bucket, Kind, Local, Owned
-from deepmd_muon.optim.sharded.messages import local_parts, local_shape, piece_of, staying_routes, travelling_route
-from deepmd_muon.optim.sharded.params import Member
+from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter, OwnedBlocks, UpdateList
+from deepmd_muon.optim.sharded.messages import bucket_messages, local_messages, local_parts, local_shape, piece_of
+from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.plan import Plan
-from deepmd_muon.optim.sharded.transport import Exchange, Lane, Slot
-from deepmd_muon.optim.state.host_memory import Lot, Offload
+from deepmd_muon.optim.sharded.transport import CollectiveStream, Exchange, ExchangeBuffers
+from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import State, complete_state
 from deepmd_muon.optim.update import magma
 from deepmd_muon.optim.update.gradients import StepControl
@@ -31,7 +31,7 @@ from deepmd_muon.optim.update.muon import (
     advance_momenta,
     apply_updates,
     directions_of,
-    running_lr,
+    effective_lr,
     scaled_polar_factors,
 )
 
@@ -39,7 +39,7 @@ _WIDE = {4: torch.float32, 8: torch.float64}
 
 
 @dataclasses.dataclass
-class Advance:
+class MomentumGroup:
     """Momenta of one parameter group and dtype that a bucket advances.
 
     Attributes
@@ -58,15 +58,15 @@ class Advance:
     parts: list[list[tuple[slice, slice]]]
 
 
-class Preparation:
+class MomentumUpdate:
     """What must be done to momenta before a bucket can be packed."""
 
-    def __init__(self, plan: Plan, members: Sequence[Member], fresh: Sequence[int], rank: int) -> None:
+    def __init__(self, plan: Plan, members: Sequence[ShardedParameter], fresh: Sequence[int], rank: int) -> None:
         kinds: dict[tuple[int, torch.dtype], list[int]] = {}
         for i in fresh:
             kinds.setdefault((members[i].group, members[i].p.dtype), []).append(i)
-        self.advances = [
-            Advance(
+        self.momenta_groups = [
+            MomentumGroup(
                 group,
                 some,
                 [local_shape(plan, i, rank, "gather") for i in some],
@@ -74,11 +74,13 @@ class Preparation:
             )
             for (group, _), some in kinds.items()
         ]
-        self.order = [i for advance in self.advances for i in advance.parameters]
+        self.order = [i for momenta_group in self.momenta_groups for i in momenta_group.parameters]
         self.rows: dict[int, int] = {}  # where a parameter's sums begin
         self.height = 0
-        for advance in self.advances:
-            for i, shape, parts in zip(advance.parameters, advance.shapes, advance.parts, strict=True):
+        for momenta_group in self.momenta_groups:
+            for i, shape, parts in zip(
+                momenta_group.parameters, momenta_group.shapes, momenta_group.parts, strict=True
+            ):
                 if plan.parameters[i].damped:
                     self.rows[i] = self.height
                     self.height += shape[0] * len(parts)
@@ -106,28 +108,28 @@ class Pipeline:
     def __init__(
         self,
         plan: Plan,
-        members: Sequence[Member],
+        members: Sequence[ShardedParameter],
         groups: Sequence[dist.ProcessGroup | None],
-        lane: Lane,
+        collectives: CollectiveStream,
     ) -> None:
         self.plan = plan
         self.members = members
         self.rank = dist.get_rank()
         self.device = local_of(members[0].p).device
-        self.lane = lane
+        self.collectives = collectives
         self.travelling: list[Bucket] = []
         self.staying: list[Bucket] = []
         numbers = [member.group for member in members]
         for domain, group in zip(plan.domains, groups, strict=True):
             wide = _WIDE[domain.itemsize]
             for number in range(domain.buckets):
-                route = travelling_route(plan, domain, number, self.rank)
-                exchange = Exchange(plan, domain, route, number, group, wide, self.device)
+                messages = bucket_messages(plan, domain, number, self.rank)
+                exchange = Exchange(plan, domain, messages, number, group, wide, self.device)
                 self.travelling.append(Bucket(plan, domain, exchange, numbers, self.rank, self.device))
-            for route in staying_routes(plan, domain, self.rank):
-                exchange = Exchange(plan, domain, route, None, None, wide, self.device)
+            for messages in local_messages(plan, domain, self.rank):
+                exchange = Exchange(plan, domain, messages, None, None, wide, self.device)
                 self.staying.append(Bucket(plan, domain, exchange, numbers, self.rank, self.device))
-        # The order in which buckets are packed; see `Run`.
+        # The order in which buckets are packed; see `PipelineStep`.
         self.first = plan.settings.slots
         self.order = [*self.travelling[: self.first], *self.staying, *self.travelling[self.first :]]
         self.last_use = {i: bucket for bucket in self.order for i in bucket.parameters}
@@ -135,7 +137,7 @@ class Pipeline:
         for bucket in self.order:
             bucket.fresh = tuple(i for i in bucket.parameters if i not in seen)
             seen.update(bucket.fresh)
-        self.preparations = [Preparation(plan, members, bucket.fresh, self.rank) for bucket in self.order]
+        self.momentum_updates = [MomentumUpdate(plan, members, bucket.fresh, self.rank) for bucket in self.order]
         self._make_slots()
 
     def _make_slots(self) -> None:
@@ -146,58 +148,60 @@ class Pipeline:
             return max((w[0] for w in words), default=0), max((w[1] for w in words), default=0)
 
         count = self.plan.settings.slots
-        lots = [self.travelling[k::count] for k in range(count)] + [self.staying]
-        self._slots = [(Slot(widest(lot), self.device), lot) for lot in lots if lot]
+        by_slot = [self.travelling[k::count] for k in range(count)] + [self.staying]
+        self._slots = [(ExchangeBuffers(widest(buckets), self.device), buckets) for buckets in by_slot if buckets]
         words = max((b.elements * b.exchange.dtype.itemsize // 8 + 1 for b in self.order), default=0)
-        self._room = torch.empty(words, dtype=torch.float64, device=self.device)
+        self._workspace = torch.empty(words, dtype=torch.float64, device=self.device)
 
-    def bind(self, groups: Sequence[Group], state: State, memory: Offload | None) -> None:
+    def bind(self, groups: Sequence[Group], state: State, memory: HostMemory | None) -> None:
         """Make all views of buffers, parameters and state, as they are now; no communication."""
         # Every rank has all state, also where it holds no element, and in the same order: who gathers a state dict's
         # tensors one after the other relies on it. Offloaded momenta are made one bucket at a time.
         for member in self.members:
             state.setdefault(member.p, {})
         everything = range(len(self.members))
-        for positions in (*(preparation.order for preparation in self.preparations), everything):
+        for positions in (*(update.order for update in self.momentum_updates), everything):
             chosen = [self.members[i] for i in positions]
             for member in chosen:
                 complete_state(state[member.p], member, damped=groups[member.group].settings.magma_muon)
             if memory is not None:
-                memory.house(state, [(member.p, "momentum_buffer") for member in chosen])
+                memory.offload(state, [(member.p, "momentum_buffer") for member in chosen])
         states = [state[member.p] for member in self.members]
         local = {
-            i: Local(local_of(m.p).detach(), local_of(s["magma_score"]) if "magma_score" in s else None, m.group)
+            i: LocalParameter(
+                local_of(m.p).detach(), local_of(s["magma_score"]) if "magma_score" in s else None, m.group
+            )
             for i, (m, s) in enumerate(zip(self.members, states, strict=True))
         }
         self.needed: list[list[int]] = []  # for each bucket, whose tables of sums it reads
-        maker = {i: k for k, preparation in enumerate(self.preparations) for i in preparation.order}
+        maker = {i: k for k, update in enumerate(self.momentum_updates) for i in update.order}
         rows: list[dict[int, int]] = []
         for bucket in self.order:
             needed = sorted({maker[i] for i in bucket.parameters})
-            heights = itertools.accumulate((self.preparations[k].height for k in needed), initial=0)
+            heights = itertools.accumulate((self.momentum_updates[k].height for k in needed), initial=0)
             start = dict(zip(needed, heights, strict=False))
             self.needed.append(needed)
-            where = {i: self.preparations[maker[i]].rows.get(i, 0) + start[maker[i]] for i in bucket.parameters}
+            where = {i: self.momentum_updates[maker[i]].rows.get(i, 0) + start[maker[i]] for i in bucket.parameters}
             rows.append(where)
         momenta = [local_of(state["momentum_buffer"]) for state in states]
         for slot, buckets in self._slots:
             for bucket in buckets:
-                bucket.bind(slot, self._room, local, momenta, rows[self.order.index(bucket)])
-        for preparation in self.preparations:
-            preparation.buffers = [momenta[i] for i in preparation.order]
+                bucket.bind(slot, self._workspace, local, momenta, rows[self.order.index(bucket)])
+        for update in self.momentum_updates:
+            update.buffers = [momenta[i] for i in update.order]
 
-    def lots(self, state: State, memory: Offload) -> tuple[list[Lot], list[Lot]]:
+    def transfer_batches(self, state: State, memory: HostMemory) -> tuple[list[TransferBatch], list[TransferBatch]]:
         """Return what offloaded momenta travel as: before the element-wise routes' turn, and after it."""
         found = []
-        for preparation in self.preparations:
-            wanted = [(self.members[i].p, "momentum_buffer") for i in preparation.order]
-            found.append([memory.lot(state, wanted)] if wanted else [])
+        for update in self.momentum_updates:
+            wanted = [(self.members[i].p, "momentum_buffer") for i in update.order]
+            found.append([memory.transfer_batch(state, wanted)] if wanted else [])
         first = min(self.first, len(self.travelling))
         before, after = found[:first], found[first:]
         return [*itertools.chain(*before)], [*itertools.chain(*after)]
 
 
-class Run:
+class PipelineStep:
     """One step under way: the first pieces leave for their owners when it is made, the rest is done by `finish`.
 
     Parameters
@@ -217,7 +221,7 @@ class Run:
         pipeline: Pipeline,
         groups: Sequence[Group],
         state: State,
-        memory: Offload | None,
+        memory: HostMemory | None,
         control: StepControl,
         moments: Iterator[list[Tensor]] | None,
     ) -> None:
@@ -265,11 +269,11 @@ class Run:
         pipeline, number = self._pipeline, self._packed
         assert pipeline.order[number] is bucket
         self._packed += 1
-        preparation = pipeline.preparations[number]
-        buffers = preparation.buffers
-        if self._moments is not None and preparation.order:
+        update = pipeline.momentum_updates[number]
+        buffers = update.buffers
+        if self._moments is not None and update.order:
             buffers = next(self._moments)
-        self._tables[number] = self._advance(preparation, buffers)
+        self._tables[number] = self._advance(update, buffers)
         tables = [self._tables[k] for k in pipeline.needed[number]]
         sums = None
         if bucket.damped and tables:
@@ -278,15 +282,15 @@ class Run:
         for i in bucket.parameters:
             if pipeline.last_use[i] is bucket:
                 del self._directions[i]
-        return bucket.exchange.start("gather", pipeline.lane)
+        return bucket.exchange.start("gather", pipeline.collectives)
 
-    def _advance(self, preparation: Preparation, buffers: Sequence[Tensor]) -> Tensor:
+    def _advance(self, update: MomentumUpdate, buffers: Sequence[Tensor]) -> Tensor:
         """Advance momenta; return Magma's sums of this rank's pieces of their blocks, float64 (pieces, 5)."""
         start = 0
         pairs: list[magma.Pair] = []
-        for advance in preparation.advances:
-            settings, group = self._groups[advance.group].settings, self._groups[advance.group].values
-            members = [self._pipeline.members[i] for i in advance.parameters]
+        for momenta_group in update.momenta_groups:
+            settings, group = self._groups[momenta_group.group].settings, self._groups[momenta_group.group].values
+            members = [self._pipeline.members[i] for i in momenta_group.parameters]
             mine = list(buffers[start : start + len(members)])
             start += len(members)
             grads = []
@@ -294,16 +298,16 @@ class Run:
                 grad = member.gradient()
                 if grad is None:
                     # Whether another rank has a gradient is known only at the end: the momentum waits until then.
-                    mine[k] = self._tentative[advance.parameters[k]] = mine[k].clone()
+                    mine[k] = self._tentative[momenta_group.parameters[k]] = mine[k].clone()
                     grad = torch.zeros_like(mine[k])
                 grads.append(grad)
             momenta, gradients = advance_momenta(grads, mine, settings, self._control, maximize=group["maximize"])
             directions = directions_of(momenta, gradients, settings)
             if self._moments is not None and not settings.nesterov:
                 directions = [u.clone() for u in directions]  # a lot's memory belongs to the next one soon
-            self._directions.update(zip(advance.parameters, directions, strict=True))
+            self._directions.update(zip(momenta_group.parameters, directions, strict=True))
             if settings.magma_muon:
-                pairs += _pairs(momenta, gradients, advance)
+                pairs += _pairs(momenta, gradients, momenta_group)
             if self._pipeline.plan.settings.free_gradients:
                 for member in members:
                     member.p.grad = None
@@ -330,9 +334,9 @@ class Run:
             for k, update in zip(mine, done, strict=True):
                 updates[k] = update
         bucket.unpack(updates, owned)
-        return bucket.exchange.start("return", self._pipeline.lane)
+        return bucket.exchange.start("return", self._pipeline.collectives)
 
-    def _damp(self, owned: Owned, cosines: Tensor, scores: Tensor) -> tuple[Owned, Tensor]:
+    def _damp(self, owned: OwnedBlocks, cosines: Tensor, scores: Tensor) -> tuple[OwnedBlocks, Tensor]:
         """Advance the scores of owned blocks; return them, and the blocks' factors."""
         new = scores.clone()
         (factors,) = magma.update_scores([new], [cosines], self._control.skip)
@@ -348,15 +352,17 @@ class Run:
         if undecided:
             moved = bucket.presence()
             self._moved.update({bucket.applying[k][:2]: moved[k] for k in undecided})
-            targets = {k: x for _, kind in bucket.kinds for k, x in zip(kind.positions, kind.targets, strict=True)}
+            targets = {
+                k: x for _, kind in bucket.update_lists for k, x in zip(kind.positions, kind.targets, strict=True)
+            }
             before = {k: targets[k].clone() for k in undecided if k in targets}
-        for number, kind in bucket.kinds:
+        for number, kind in bucket.update_lists:
             group = self._groups[number]
-            lr = running_lr(group.lr, self._control)
+            lr = effective_lr(group.lr, self._control)
             apply_updates(kind.targets, kind.updates, lr, group.settings.weight_decay)
             self._take_back(bucket, kind, before)
 
-    def _take_back(self, bucket: Bucket, kind: Kind, before: dict[int, Tensor]) -> None:
+    def _take_back(self, bucket: Bucket, kind: UpdateList, before: dict[int, Tensor]) -> None:
         """Undo the update of blocks that turned out to have a gradient on no rank."""
         for k, target in zip(kind.positions, kind.targets, strict=True):
             if k in before:
@@ -380,10 +386,10 @@ class Run:
                     old.copy_(torch.where(self._moved[i, block], new, old.to(new.device)))
 
 
-def _pairs(momenta: Sequence[Tensor], gradients: Sequence[Tensor], advance: Advance) -> list[magma.Pair]:
+def _pairs(momenta: Sequence[Tensor], gradients: Sequence[Tensor], momenta_group: MomentumGroup) -> list[magma.Pair]:
     """Return momentum and gradient of every part of every parameter."""
     pairs = []
-    for m, g, shape, parts in zip(momenta, gradients, advance.shapes, advance.parts, strict=True):
+    for m, g, shape, parts in zip(momenta, gradients, momenta_group.shapes, momenta_group.parts, strict=True):
         if len(parts) == 1:
             pairs.append(magma.Pair(m, g, (shape[0], shape[1] * shape[2])))
             continue

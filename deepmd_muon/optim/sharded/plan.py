@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.sharded.layout import Layout
-from deepmd_muon.optim.sharded.owners import Balance, Holders, holders_of_blocks
+from deepmd_muon.optim.sharded.owners import Balance, BlockHolders, holders_of_blocks
 from deepmd_muon.optim.sharded_config import ShardedSettings
 
 Leg = Literal["gather", "return"]
@@ -279,13 +279,13 @@ def plan_from_routes(
     return make_plan(planned, settings)
 
 
-class _Block(NamedTuple):
+class _PlannedBlock(NamedTuple):
     work: int
     name: str
     number: int
     parameter: int
     size: int
-    holders: Holders
+    holders: BlockHolders
 
 
 def _domain(
@@ -299,7 +299,7 @@ def _domain(
     spread: bool,
 ) -> Domain:
     """Choose owners and cut buckets for one domain."""
-    blocks: list[_Block] = []
+    blocks: list[_PlannedBlock] = []
     for i in positions:
         p = parameters[i]
         shapes = p.view.block_shapes
@@ -309,13 +309,13 @@ def _domain(
             holders_of_blocks(p.shape, p.view, p.layout, p.layout_of("gather"), damped=p.damped)
         ):
             part = number % len(shapes)
-            blocks.append(_Block(work[part], p.name, number, i, size[part] * itemsize, holders))
+            blocks.append(_PlannedBlock(work[part], p.name, number, i, size[part] * itemsize, holders))
     blocks.sort(key=lambda block: (-block.work, block.name, block.number))
     balance = Balance(loads)
     jobs: list[Job] = []
     filled: dict[int, tuple[int, int]] = {}  # owner -> its bucket being filled, bytes in it
     for work_of_block, _, number, i, bytes_of_block, holders in blocks:
-        for owner, sources, destinations in holders.ways(balance, work_of_block, bytes_of_block, spread=spread):
+        for owner, sources, destinations in holders.assign(balance, work_of_block, bytes_of_block, spread=spread):
             bucket = None
             if any(rank != owner for rank in (*sources, *destinations)):
                 outgoing = sum(destinations.values()) * itemsize

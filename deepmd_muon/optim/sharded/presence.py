@@ -13,7 +13,7 @@ from deepmd_muon.optim.errors import MissingGradientError
 from deepmd_muon.optim.sharded.process_groups import agreeing_groups, check_names
 
 
-class Watched(NamedTuple):
+class ComparedParameter(NamedTuple):
     """A parameter of which a gradient that is missing on some ranks only would let replicas differ.
 
     Attributes
@@ -31,11 +31,11 @@ class Watched(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Presence:
+class GradientPresence:
     """Compares the gradients of some parameters among the ranks that have them, by one small all-reduce.
 
-    On a CPU the comparison is read at once. On a GPU it is read when the next one begins, or by `finish`, so that the
-    host does not wait for the device: all ranks then raise together, one step late.
+    On a CPU the result is read at once. On a GPU it is read when the next comparison begins, or by `raise_deferred`, so
+    that the host does not wait for the device: all ranks then raise together, one step late.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class Presence:
 
     def __init__(
         self,
-        watched: Sequence[Watched],
+        compared: Sequence[ComparedParameter],
         ranks: Sequence[tuple[int, ...]],
         device: torch.device,
         *,
@@ -70,7 +70,7 @@ class Presence:
         self._members: list[list[Tensor]] = []  # of every group: this rank's parameters …
         self._places: list[list[int]] = []  # … where their flags are …
         self._names: list[list[str]] = []  # … and the names of all ranks' parameters, one for each flag
-        rest = [each for each in watched if len(each.ranks) > 1]
+        rest = [each for each in compared if len(each.ranks) > 1]
         for among, group in agreeing_groups(ranks, device):
             mine = [each for each in rest if set(each.ranks) <= set(among)]
             rest = [each for each in rest if not set(each.ranks) <= set(among)]
@@ -107,7 +107,7 @@ class Presence:
         """
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if not capturing:
-            self.finish()
+            self.raise_deferred()
             self._look()
         for k, group in enumerate(self._groups):
             here = None if capturing or not self._names[k] else self._here[k]
@@ -125,10 +125,10 @@ class Presence:
             if self._copied is not None:
                 self._copied.record(torch.cuda.current_stream(self._device))
             if not self._late:
-                self.finish()
+                self.raise_deferred()
         return flags
 
-    def finish(self) -> None:
+    def raise_deferred(self) -> None:
         """Raise what the last comparison has found, once; without communication, and alike on all ranks.
 
         Raises

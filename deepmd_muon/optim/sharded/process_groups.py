@@ -97,7 +97,7 @@ def check_names(
     PlanMismatchError
         On every rank, naming the first difference.
     """
-    everyone = _where_different(repr(list(mine)).encode(), lambda: list(mine), ranks, group, device)
+    everyone = _statements_if_different(repr(list(mine)).encode(), lambda: list(mine), ranks, group, device)
     if everyone is None:
         return {each: number for number, each in enumerate(mine)}
     by_rank = dict(zip(ranks, everyone, strict=True))
@@ -114,7 +114,7 @@ def check_names(
     return {each: number for number, each in enumerate(together)}
 
 
-def _where_different(
+def _statements_if_different(
     statement: bytes, value: Callable[[], T], ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
 ) -> list[T] | None:
     """Return what each rank has to say where their statements differ; None where all have made the same."""
@@ -133,7 +133,7 @@ def check_agreement(
     domain: Domain,
     group: dist.ProcessGroup | None,
     device: torch.device,
-    problem: ShardingError | None = None,
+    error: ShardingError | None = None,
 ) -> None:
     """Compare the plans of all ranks of a domain, and tell all of what one of them has found wrong.
 
@@ -157,14 +157,14 @@ def check_agreement(
     """
     if group is None:
         return
-    found = (type(problem).__name__, str(problem)) if problem is not None else None
-    everyone = _where_different(
+    found = (type(error).__name__, str(error)) if error is not None else None
+    everyone = _statements_if_different(
         plan.digest(domain) + repr(found).encode(), lambda: (found, plan.lines(domain)), domain.ranks, group, device
     )
     if everyone is None:
         return
-    if problem is not None:
-        raise problem
+    if error is not None:
+        raise error
     for rank, (other, _) in zip(domain.ranks, everyone, strict=True):
         if other is not None:
             kind = getattr(errors, other[0], ShardingError)

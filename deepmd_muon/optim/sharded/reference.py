@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from deepmd_muon.optim.dtensors import local_of, whole
 from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.sharded.params import Member
+from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.plan import Plan
-from deepmd_muon.optim.state.host_memory import Offload
+from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.schema import State, complete_state
 from deepmd_muon.optim.update.gradients import StepControl, waves
 from deepmd_muon.optim.update.muon import muon_
@@ -21,11 +21,11 @@ from deepmd_muon.optim.update.muon import muon_
 
 def step_everywhere(
     plan: Plan,
-    members: Sequence[Member],
+    members: Sequence[ShardedParameter],
     process_groups: Sequence[dist.ProcessGroup | None],
     groups: Sequence[Group],
     state: State,
-    memory: Offload | None,
+    memory: HostMemory | None,
     workspace: int,
     control: StepControl,
 ) -> None:
@@ -54,7 +54,7 @@ def step_everywhere(
             chosen = [member for _, member in wave]
             states = [complete_state(state[member.p], member, damped=damped) for member in chosen]
             if memory is not None:
-                memory.house(state, [(member.p, "momentum_buffer") for member in chosen])
+                memory.offload(state, [(member.p, "momentum_buffer") for member in chosen])
             params = [_full(member.p.detach()) for member in chosen]
             for p, member in zip(params, chosen, strict=True):
                 p.grad = _full(torch.zeros_like(member.p.detach()) if member.p.grad is None else member.p.grad)
@@ -77,7 +77,9 @@ def step_everywhere(
                 _keep(own["magma_score"], score)
 
 
-def _somewhere(plan: Plan, members: Sequence[Member], groups: Sequence[dist.ProcessGroup | None]) -> list[bool]:
+def _somewhere(
+    plan: Plan, members: Sequence[ShardedParameter], groups: Sequence[dist.ProcessGroup | None]
+) -> list[bool]:
     """Return of each member whether any rank has its gradient; one small all-reduce a domain."""
     found = [member.p.grad is not None for member in members]
     for domain, group in zip(plan.domains, groups, strict=True):

@@ -13,18 +13,26 @@ from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTransportError
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.sharded.elements import Elements
-from deepmd_muon.optim.sharded.params import DTYPES, Member, Replicas, StateCut, layout_of, problem_of, state_cut
-from deepmd_muon.optim.sharded.pipeline import Pipeline, Run
+from deepmd_muon.optim.sharded.elements import ElementwiseStep
+from deepmd_muon.optim.sharded.params import (
+    DTYPES,
+    Replicas,
+    ShardedParameter,
+    StateSharding,
+    layout_error,
+    layout_of,
+    state_sharding,
+)
+from deepmd_muon.optim.sharded.pipeline import Pipeline, PipelineStep
 from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
-from deepmd_muon.optim.sharded.presence import Presence, Watched
+from deepmd_muon.optim.sharded.presence import ComparedParameter, GradientPresence
 from deepmd_muon.optim.sharded.process_groups import check_agreement, group_of
 from deepmd_muon.optim.sharded.reference import step_everywhere
-from deepmd_muon.optim.sharded.transport import Lane
+from deepmd_muon.optim.sharded.transport import CollectiveStream
 from deepmd_muon.optim.sharded_config import ShardedSettings
-from deepmd_muon.optim.state.host_memory import Offload
+from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.schema import State, complete_state
-from deepmd_muon.optim.step import Members
+from deepmd_muon.optim.step import RoutedParams
 from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.gradients import StepControl
 
@@ -39,13 +47,13 @@ def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: S
     """
     members = []
     for number, group in enumerate(groups):
-        for p, entry in group.members:
+        for p, entry in group.routed:
             layout = layout_of(p, replicas)
             if layout is not None and entry.route != "frozen":
-                cut = None
+                sharding = None
                 if settings.state == "sharded" and replicas is not None and not isinstance(p, DTensor):
-                    cut = state_cut(p, replicas, matrices=entry.route == "muon")
-                members.append(Member(p, entry, number, layout, p.device, cut))
+                    sharding = state_sharding(p, replicas, matrices=entry.route == "muon")
+                members.append(ShardedParameter(p, entry, number, layout, p.device, sharding))
                 if p.dtype not in DTYPES:
                     raise UnsupportedTransportError(
                         f"{members[-1]}: {p.dtype} cannot be stepped; freeze it, or keep it in bfloat16 or wider"
@@ -73,7 +81,7 @@ class ShardedStep:
         Those parameters; none where every replica takes the whole step by itself.
     """
 
-    def __init__(self, groups: Sequence[Group], members: Sequence[Member], settings: ShardedSettings) -> None:
+    def __init__(self, groups: Sequence[Group], members: Sequence[ShardedParameter], settings: ShardedSettings) -> None:
         self._settings = settings
         self._members = list(members)
         self._here = {member.p for member in members}
@@ -82,26 +90,26 @@ class ShardedStep:
         self.plan = make_plan([_planned(member, groups[member.group].settings) for member in self._muon], settings)
         # Replicas that repeat the work take one process's own step, with all its fast paths, once their plans agree.
         plain = not any(isinstance(member.p, DTensor) for member in members)
-        cut = any(member.cut is not None for member in members)
-        self._repeating = plain and not cut and not any(domain.buckets for domain in self.plan.domains)
+        sharding = any(member.sharding is not None for member in members)
+        self._repeating = plain and not sharding and not any(domain.buckets for domain in self.plan.domains)
         self.params: list[Tensor] = [] if self._repeating else [member.p for member in members]
         self._agreed = False
-        self._problem: ShardingError | None = None
+        self._error: ShardingError | None = None
         self._bound = self._compiled = False
         self._groups: list[dist.ProcessGroup | None] = []
         self._pipeline: Pipeline | None = None
-        self._elements: Elements | None = None
-        self._presence: Presence | None = None
+        self._elements: ElementwiseStep | None = None
+        self._presence: GradientPresence | None = None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Release all references to parameters' memory and state; the next step is bound anew."""
         self._bound = self._compiled = False
         if self._elements is not None:
-            self._elements.forget()
-        for preparation in self._pipeline.preparations if self._pipeline is not None else ():
-            preparation.buffers = []
+            self._elements.reset()
+        for update in self._pipeline.momentum_updates if self._pipeline is not None else ():
+            update.buffers = []
 
-    def finish(self) -> None:
+    def raise_deferred(self) -> None:
         """Raise deferred errors from the previous step; without communication.
 
         Raises
@@ -110,15 +118,15 @@ class ShardedStep:
             As `agree`.
         """
         if self._presence is not None:
-            self._presence.finish()
+            self._presence.raise_deferred()
 
-    def left(self, members: Members) -> Members:
+    def local_params(self, members: RoutedParams) -> RoutedParams:
         """Return those of some parameters that each process steps by itself."""
         return members if self._repeating else [(p, entry) for p, entry in members if p not in self._here]
 
-    def cut_of(self, p: Tensor) -> StateCut | None:
+    def sharding_of(self, p: Tensor) -> StateSharding | None:
         """Return how a parameter's state is cut, where the parameter itself is not."""
-        return next((member.cut for member in self._members if member.p is p), None)
+        return next((member.sharding for member in self._members if member.p is p), None)
 
     def fresh_state(self, groups: Sequence[Group]) -> dict[str, dict[str, Tensor]]:
         """Return state as the first step would make it, by parameter name; the optimizer's own is left alone."""
@@ -127,9 +135,9 @@ class ShardedStep:
             for member in self._members
         }
 
-    def begin(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
+    def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
         """Check parameters, gradients and state; `agree` raises what is found, on all ranks."""
-        self._problem = problem_of(state, self._members)
+        self._error = layout_error(state, self._members)
         self._compiled = False
         self._bound = self._bound and same_tensors
 
@@ -142,7 +150,7 @@ class ShardedStep:
             When something cannot be exchanged; on all ranks alike, and nothing has been changed.
         MissingGradientError
             On all ranks when replicas that do not travel have a gradient on some of them only; on a GPU in the step
-            after that, or by `finish`.
+            after that, or by `raise_deferred`.
         PlanMismatchError
             On all ranks, in the first step, when some have other parameters than the others.
         CaptureError
@@ -153,26 +161,28 @@ class ShardedStep:
         if not self._agreed:
             self._groups = [group_of(domain.ranks, self._device) for domain in self.plan.domains]
             for domain, group in zip(self.plan.domains, self._groups, strict=True):
-                check_agreement(self.plan, domain, group, self._device, self._problem)
-        if self._problem is not None:
-            raise self._problem
+                check_agreement(self.plan, domain, group, self._device, self._error)
+        if self._error is not None:
+            raise self._error
         self._agreed = True
         if self._presence is None:
             self._presence = self._compare_presence()
         return self._presence.compare(None if flags is None else flags.to(self._device).reshape(-1))
 
-    def take(
-        self, groups: Sequence[Group], state: State, memory: Offload | None, workspace: int, control: StepControl
+    def run(
+        self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int, control: StepControl
     ) -> None:
         """Take the step of both routes; the element-wise one while the first pieces of the other travel."""
         if self._repeating:
             return
         everywhere = self._settings.exchange == "reference"
         if self._elements is None:
-            lane = Lane(self._device)
-            self._elements = Elements([member for member in self._members if member.entry.route != "muon"], lane)
+            collectives = CollectiveStream(self._device)
+            self._elements = ElementwiseStep(
+                [member for member in self._members if member.entry.route != "muon"], collectives
+            )
             if self._muon and not everywhere:
-                self._pipeline = Pipeline(self.plan, self._muon, self._groups, lane)
+                self._pipeline = Pipeline(self.plan, self._muon, self._groups, collectives)
         if self._pipeline is not None and not self._bound:
             self._pipeline.bind(groups, state, memory)
         if not self._compiled or not self._bound:
@@ -180,9 +190,9 @@ class ShardedStep:
         self._bound = self._compiled = True
         moments = None
         if memory is not None:
-            before, after = self._pipeline.lots(state, memory) if self._pipeline is not None else ([], [])
-            moments = memory.carry([*before, *self._elements.lots(), *after])
-        run = None if self._pipeline is None else Run(self._pipeline, groups, state, memory, control, moments)
+            before, after = self._pipeline.transfer_batches(state, memory) if self._pipeline is not None else ([], [])
+            moments = memory.fetch_in_turn([*before, *self._elements.transfer_batches(), *after])
+        run = None if self._pipeline is None else PipelineStep(self._pipeline, groups, state, memory, control, moments)
         finish = self._elements.step(control, moments)
         if run is not None:
             run.finish()
@@ -192,21 +202,21 @@ class ShardedStep:
             pass
         finish()
 
-    def _compare_presence(self) -> Presence:
+    def _compare_presence(self) -> GradientPresence:
         """Return the comparison of gradients where replicas would differ if one were missing on some of them."""
         everywhere = self._settings.exchange == "reference"
         still = self._repeating or everywhere
         members = self._members if still else [m for m in self._members if m.entry.route != "muon"]
         compared = [
-            Watched(member.p, f"{member} (route {member.entry.route})", tuple(sorted(member.layout.ranks)))
+            ComparedParameter(member.p, f"{member} (route {member.entry.route})", tuple(sorted(member.layout.ranks)))
             for member in members
             if len(member.layout.replicas()) > 1
         ]
         known = [tuple(sorted(member.layout.ranks)) for member in self._members]
-        return Presence(compared, known, self._device, late=False if everywhere else None)
+        return GradientPresence(compared, known, self._device, late=False if everywhere else None)
 
 
-def _planned(member: Member, settings: HybridMuonConfig) -> PlannedParameter:
+def _planned(member: ShardedParameter, settings: HybridMuonConfig) -> PlannedParameter:
     entry = member.entry
     assert entry.view is not None
     return PlannedParameter(
@@ -218,5 +228,5 @@ def _planned(member: Member, settings: HybridMuonConfig) -> PlannedParameter:
         damped=settings.magma_muon,
         steps=len(coefficients_of(settings.schedule)),
         gram=settings.enable_gram,
-        state_layout=member.cut.layout if member.cut else None,
+        state_layout=member.sharding.layout if member.sharding else None,
     )

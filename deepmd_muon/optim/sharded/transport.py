@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.sharded.messages import Message, Route, header_words, payload_starts
+from deepmd_muon.optim.sharded.messages import Message, RankMessages, header_words, payload_starts
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,7 +63,7 @@ class Side:
         return [flat[start : start + count] for _, start, count in self.payloads]
 
 
-class Slot:
+class ExchangeBuffers:
     """The buffers of one bucket at a time: one on its holders' side, one on its owners'.
 
     The way to the owner leads from the first into the second, the way back from the second into the first; a leg on
@@ -74,7 +74,7 @@ class Slot:
         self.holders, self.owners = (torch.empty(n, dtype=torch.float64, device=device) for n in words)
 
 
-class Lane:
+class CollectiveStream:
     """Where collectives run: a stream with priority on a GPU, the backend's own threads elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
@@ -118,13 +118,13 @@ class Exchange:
         self,
         plan: Plan,
         domain: Domain,
-        route: Route,
+        messages: RankMessages,
         bucket: int | None,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.route = route
+        self.messages = messages
         self.dtype = dtype
         self._group = group
         crossing = domain.exchanges()
@@ -135,12 +135,12 @@ class Exchange:
             return Side.of(messages, domain.header(leg), _DTYPES.get(wire, dtype), device)
 
         self.outward: dict[Leg, Side] = {
-            "gather": side(route.gather_out, "gather"),
-            "return": side(route.return_out, "return"),
+            "gather": side(messages.gather_out, "gather"),
+            "return": side(messages.return_out, "return"),
         }
         self.inward: dict[Leg, Side] = {
-            "gather": side(route.gather_in, "gather"),
-            "return": side(route.return_in, "return"),
+            "gather": side(messages.gather_in, "gather"),
+            "return": side(messages.return_in, "return"),
         }
         self.sent: dict[Leg, Tensor] = {}
         self.received: dict[Leg, Tensor] = {}
@@ -151,22 +151,22 @@ class Exchange:
         out, into = self.outward, self.inward
         return max(out["gather"].words, into["return"].words), max(into["gather"].words, out["return"].words)
 
-    def bind(self, slot: Slot) -> None:
+    def bind(self, buffers: ExchangeBuffers) -> None:
         """Use these buffers from now on."""
         sides: dict[Leg, tuple[Tensor, Tensor]] = {
-            "gather": (slot.holders, slot.owners),
-            "return": (slot.owners, slot.holders),
+            "gather": (buffers.holders, buffers.owners),
+            "return": (buffers.owners, buffers.holders),
         }
         for leg, (near, far) in sides.items():
             self.sent[leg] = near[: self.outward[leg].words]
             self.received[leg] = (far if self._crosses[leg] else near)[: self.inward[leg].words]
 
-    def start(self, leg: Leg, lane: Lane) -> Callable[[], Any]:
+    def start(self, leg: Leg, collectives: CollectiveStream) -> Callable[[], Any]:
         """Send what has been packed; return what waits until this rank's part has arrived."""
         if not self._crosses[leg]:
             return _nothing  # every message is to oneself, in the same order
         received, sent = self.inward[leg], self.outward[leg]
-        return lane.launch(
+        return collectives.launch(
             dist.all_to_all_single,
             self.received[leg],
             self.sent[leg],

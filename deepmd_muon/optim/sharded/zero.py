@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from deepmd_muon.optim.errors import ReshardedParameterError, ShardingError
-from deepmd_muon.optim.sharded.elements import Parts
-from deepmd_muon.optim.sharded.params import Replicas, StateCut, layout_of, state_cut
-from deepmd_muon.optim.sharded.presence import Presence, Watched
-from deepmd_muon.optim.sharded.transport import Lane
+from deepmd_muon.optim.sharded.elements import GatheredParts
+from deepmd_muon.optim.sharded.params import Replicas, StateSharding, layout_of, state_sharding
+from deepmd_muon.optim.sharded.presence import ComparedParameter, GradientPresence
+from deepmd_muon.optim.sharded.transport import CollectiveStream
 
 _Kind = TypeVar("_Kind", bound=Optimizer)
 
 
-def in_parts(
+def shard_state(
     kind: type[_Kind], params: Iterable[tuple[str, nn.Parameter]], replicas: Replicas, **options: Any
 ) -> _Kind:
     """Make an optimizer that keeps state for this rank's rows of every parameter, steps them, and gathers the others'.
@@ -47,22 +47,22 @@ def in_parts(
     PlanMismatchError
         On all ranks, when some have other parameters than the others.
     """
-    owned = [_Owned(name, p, state_cut(p, replicas, matrices=False)) for name, p in params]
+    whole_params = [_WholeParameter(name, p, state_sharding(p, replicas, matrices=False)) for name, p in params]
     own: Any = kind  # mypy takes a class for unhashable
-    optimizer: Any = _class_in_parts(own)([(each.name, each.part) for each in owned], **options)
-    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, StateCut]]] = defaultdict(list)
-    for each in owned:
-        if each.cut is not None and len(each.cut.layout.ranks) > 1:
-            kinds[each.p.device, each.p.dtype].append((each.p, each.cut))
-    parts = [Parts(taken, Lane(device)) for (device, _), taken in kinds.items()]
-    presence = _presence(owned, replicas)
+    optimizer: Any = _sharded_state_class(own)([(each.name, each.part) for each in whole_params], **options)
+    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, StateSharding]]] = defaultdict(list)
+    for each in whole_params:
+        if each.sharding is not None and len(each.sharding.layout.ranks) > 1:
+            kinds[each.p.device, each.p.dtype].append((each.p, each.sharding))
+    parts = [GatheredParts(taken, CollectiveStream(device)) for (device, _), taken in kinds.items()]
+    presence = _presence(whole_params, replicas)
 
     def take_gradients() -> None:
-        for each in owned:
+        for each in whole_params:
             each.follow()
         if presence is not None:
             presence.compare()
-        for each in owned:
+        for each in whole_params:
             each.take_gradient()
 
     def gather() -> None:
@@ -71,33 +71,33 @@ def in_parts(
 
     def finish(*_: Any) -> None:
         if presence is not None:
-            presence.finish()
+            presence.raise_deferred()
 
     def cut_state(_self: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         finish()
         keys = [key for group in state["param_groups"] for key in group["params"]]
         found = dict(state["state"])
-        for key, each in zip(keys, owned, strict=False):  # torch refuses another number, in its words
-            cut, shape = each.cut, each.p.shape
-            if cut is not None and key in found:
-                found[key] = {k: cut.of(x).clone() if x.shape == shape else x for k, x in found[key].items()}
+        for key, each in zip(keys, whole_params, strict=False):  # torch refuses another number, in its words
+            sharding, shape = each.sharding, each.p.shape
+            if sharding is not None and key in found:
+                found[key] = {k: sharding.of(x).clone() if x.shape == shape else x for k, x in found[key].items()}
         return {**state, "state": found}
 
     optimizer.register_state_dict_pre_hook(finish)
     optimizer.register_load_state_dict_pre_hook(cut_state)
-    optimizer._whole = [each.p for each in owned]
+    optimizer._whole = [each.p for each in whole_params]
     optimizer._around = take_gradients, gather
     made: _Kind = optimizer
     return made
 
 
 @functools.cache
-def _class_in_parts(kind: type[Optimizer]) -> Any:
+def _sharded_state_class(kind: type[Optimizer]) -> Any:
     """Return the subclass of an optimizer's class that steps parts."""
-    return type(kind.__name__, (_InParts, kind), {})
+    return type(kind.__name__, (_ShardedStateOptimizer, kind), {})
 
 
-class _InParts(Optimizer):
+class _ShardedStateOptimizer(Optimizer):
     """An optimizer that steps this rank's parts of whole parameters.
 
     Attributes
@@ -142,15 +142,15 @@ class _InParts(Optimizer):
 
 
 @dataclasses.dataclass
-class _Owned:
+class _WholeParameter:
     """A whole parameter, how its state is cut (None for a scalar), and the optimizer's parameter in its memory."""
 
     name: str
     p: nn.Parameter
-    cut: StateCut | None
+    sharding: StateSharding | None
 
     def __post_init__(self) -> None:
-        self.part = nn.Parameter(_part(self.p.detach(), self.cut))
+        self.part = nn.Parameter(_part(self.p.detach(), self.sharding))
         self._memory, self._kind = self.p.data_ptr(), _kind(self.p)
 
     def follow(self) -> None:
@@ -162,7 +162,7 @@ class _Owned:
                 f"{self.name!r} was {_describe(self._kind)} when its optimizer was made, "
                 f"and is {_describe(_kind(self.p))} now; make the optimizer anew and load its state"
             )
-        now = _part(self.p.detach(), self.cut)
+        now = _part(self.p.detach(), self.sharding)
         if isinstance(self.part, DTensor) and isinstance(now, DTensor):
             self.part._local_tensor = now._local_tensor
         else:
@@ -171,18 +171,20 @@ class _Owned:
 
     def take_gradient(self) -> None:
         """Give this rank's part of the gradient to the optimizer's parameter."""
-        self.part.grad = None if self.p.grad is None else _part(self.p.grad, self.cut)
+        self.part.grad = None if self.p.grad is None else _part(self.p.grad, self.sharding)
         self.p.grad = None
 
 
-def _presence(owned: Sequence[_Owned], replicas: Replicas) -> Presence | None:
+def _presence(whole_params: Sequence[_WholeParameter], replicas: Replicas) -> GradientPresence | None:
     """Return what compares gradients among the replicas; None where there is nothing to compare."""
-    watched = []
-    for each in owned:
+    compared = []
+    for each in whole_params:
         layout = layout_of(each.p, replicas)
         assert layout is not None
-        watched.append(Watched(each.p, f"{each.name!r} of shape {tuple(each.p.shape)}", tuple(sorted(layout.ranks))))
-    return Presence(watched, [each.ranks for each in watched], owned[0].p.device) if watched else None
+        compared.append(
+            ComparedParameter(each.p, f"{each.name!r} of shape {tuple(each.p.shape)}", tuple(sorted(layout.ranks)))
+        )
+    return GradientPresence(compared, [each.ranks for each in compared], whole_params[0].p.device) if compared else None
 
 
 def _kind(p: Tensor) -> tuple[Any, ...]:
@@ -194,6 +196,6 @@ def _describe(kind: tuple[Any, ...]) -> str:
     return f"{dtype} of shape {tuple(shape)} and strides {tuple(stride)} on {device}"
 
 
-def _part(whole: Tensor, cut: StateCut | None) -> Tensor:
+def _part(whole: Tensor, sharding: StateSharding | None) -> Tensor:
     """Return this rank's part of a tensor, sharing memory; a scalar is everyone's."""
-    return whole if cut is None else cut.joined(cut.part(whole), whole.shape)
+    return whole if sharding is None else sharding.joined(sharding.part(whole), whole.shape)

@@ -17,7 +17,7 @@ from torch import Tensor
 from deepmd_muon.optim.errors import ForeignStateError
 from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name, choose_route
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
-from deepmd_muon.optim.state.migrate import Saved
+from deepmd_muon.optim.state.migrate import SavedParameter
 
 # Below this, the power of a decay no longer tells the number of steps; 1 minus it is 1 in float64 long before.
 _LEAST_POWER = 1e-300
@@ -68,7 +68,7 @@ def read_deepmd_kit(
     state: Mapping[Any, Mapping[str, Any]],
     present: RouteTable,
     rules: Sequence[RoutingRules],
-) -> dict[str, Saved]:
+) -> dict[str, SavedParameter]:
     """Read a state dict of deepmd-kit's HybridMuon.
 
     Parameters
@@ -91,13 +91,13 @@ def read_deepmd_kit(
     """
     names = _names(groups, present)
     known = {entry.name: (entry, rule) for entry, rule in zip(present, rules, strict=True)}
-    found: dict[str, Saved] = {}
+    found: dict[str, SavedParameter] = {}
     for group in groups:
         for key in group["params"]:
             name = names[key]
             values = state.get(key, {})
             if name in known and not values:  # never stepped, so nothing tells its route
-                found[name] = Saved(known[name][0], {})
+                found[name] = SavedParameter(known[name][0], {})
             elif values:
                 found[name] = _saved(name, values, group, *known.get(name, (None, None)))
     return found
@@ -126,7 +126,7 @@ def _saved(
     group: Mapping[str, Any],
     present: RouteEntry | None,
     rules: RoutingRules | None,
-) -> Saved:
+) -> SavedParameter:
     """Infer one parameter's route and view, translate its state, and say whether its version explains a difference."""
     mode = group.get("muon_mode")
     kept: dict[str, Tensor] = {}
@@ -145,7 +145,7 @@ def _saved(
         kept = {"exp_avg": values["exp_avg"], "exp_avg_sq": values["exp_avg_sq"], "step": _steps(values, group)}
         entry = RouteEntry(name, shape, None, route, "inferred")
     explained = present is not None and rules is not None and _explained(entry, present, group, rules)
-    return Saved(entry, kept, explained)
+    return SavedParameter(entry, kept, explained)
 
 
 def _explained(saved: RouteEntry, present: RouteEntry, group: Mapping[str, Any], rules: RoutingRules) -> bool:

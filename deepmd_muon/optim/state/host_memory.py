@@ -1,11 +1,11 @@
-"""Moments of an optimizer in host memory: fetched lot by lot around a step, and brought back, beside the computation.
+"""The optimizer's moments in host memory: copied to the device one batch at a time around a step, and back.
 
-A *lot* is what one piece of a step's work needs. While lot i is stepped, lot i + 1 travels to the device and lot i − 1
-back: two rooms on the device take turns, so that beside the step's own workspace they are all the memory that the
-moments take there. Copies run on two streams of their own, one each way, between pinned memory and the rooms. Without
-a GPU the same code copies from memory to memory, at once.
+A *transfer batch* is the state that one portion of the step needs. While batch i is stepped, batch i + 1 is copied to
+the device and batch i − 1 back. Two device buffers take turns; beside the step's own workspace they are all the device
+memory that the moments use. Copies run on two CUDA streams, one in each direction, between pinned memory and the
+buffers. Without a GPU the same code copies synchronously from memory to memory.
 
-Momenta and Adam's moments live this way; step counts and Magma's scores, one number per parameter or matrix, stay.
+Momenta and Adam's moments are offloaded; step counts and Magma's scores, one number per parameter or matrix, are not.
 """
 
 from __future__ import annotations
@@ -26,124 +26,127 @@ _ALIGNMENT = 256  # bytes; kernels read whole vectors
 
 
 @dataclasses.dataclass(frozen=True)
-class Home:
-    """Where one state tensor lives: `room` bytes of pinned memory from `start` on; `value` is what the state holds."""
+class HostSlot:
+    """Pinned memory of one state tensor: `nbytes` bytes of `slab` from `start` on; `value` is the tensor in the state.
+
+    `nbytes` is padded to whole vectors, so it may exceed the tensor's size.
+    """
 
     slab: Tensor
     start: int
-    room: int
+    nbytes: int
     value: Tensor
 
 
-class Lot:
-    """State tensors that travel together.
+class TransferBatch:
+    """State tensors that are copied together.
 
     Attributes
     ----------
     device
-        Where they are needed.
-    size
-        Bytes that they take there.
+        The device that steps them.
+    nbytes
+        Size on the device.
     """
 
-    def __init__(self, homes: Sequence[Home], device: torch.device) -> None:
+    def __init__(self, slots: Sequence[HostSlot], device: torch.device) -> None:
         self.device = device
         self._tensors: list[tuple[int, Tensor]] = []
-        self._copies: list[list[Any]] = []  # slab, first byte there, first byte in the room, bytes
+        self._copies: list[list[Any]] = []  # slab, offset in it, offset in the buffer, bytes
         self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        self.size = 0
-        for home in homes:
-            self._tensors.append((self.size, local_of(home.value)))
+        self.nbytes = 0
+        for slot in slots:
+            self._tensors.append((self.nbytes, local_of(slot.value)))
             last = self._copies[-1] if self._copies else None
-            if last and last[0] is home.slab and last[1] + last[3] == home.start:
-                last[3] += home.room
+            if last and last[0] is slot.slab and last[1] + last[3] == slot.start:
+                last[3] += slot.nbytes
             else:
-                self._copies.append([home.slab, home.start, self.size, home.room])
-            self.size += home.room
+                self._copies.append([slot.slab, slot.start, self.nbytes, slot.nbytes])
+            self.nbytes += slot.nbytes
 
-    def copies(self, room: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return what is to be copied as pairs (host memory, device memory); neighbours are one copy."""
-        return [(slab[a : a + n], room[b : b + n]) for slab, a, b, n in self._copies if n]
+    def copies(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the copies as pairs (host memory, device memory); adjacent slots share one copy."""
+        return [(slab[a : a + n], buffer[b : b + n]) for slab, a, b, n in self._copies if n]
 
-    def on(self, number: int, room: Tensor) -> list[Tensor]:
-        """Return the tensors as they lie in a room of the device; remembered by its number."""
+    def views(self, number: int, buffer: Tensor) -> list[Tensor]:
+        """Return the tensors as views of a device buffer; cached by the buffer's number."""
         known = self._views.get(number)
-        if known is None or known[0] is not room:
+        if known is None or known[0] is not buffer:
             views = [
-                room[b : b + x.nbytes].view(x.dtype).as_strided(x.size(), x.stride())
+                buffer[b : b + x.nbytes].view(x.dtype).as_strided(x.size(), x.stride())
                 if x.numel()
                 else torch.empty_like(x, device=self.device)
                 for b, x in self._tensors
             ]
-            known = self._views[number] = room, views
+            known = self._views[number] = buffer, views
         return known[1]
 
 
-class Ring:
-    """The rooms of one device, and the streams between them and host memory."""
+class DeviceBuffers:
+    """The buffers of one device, and the streams that copy between them and host memory."""
 
-    def __init__(self, device: torch.device, rooms: int = 2) -> None:
+    def __init__(self, device: torch.device, count: int = 2) -> None:
         self._device = device
-        self._rooms = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(rooms)]
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(count)]
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
-        self._filled: list[Any] = [None] * rooms  # events
-        self._emptied: list[Any] = [None] * rooms
+        self._filled: list[Any] = [None] * count  # events
+        self._emptied: list[Any] = [None] * count
 
-    def carry(self, lots: Sequence[Lot]) -> Iterator[list[Tensor]]:
-        """Yield the tensors of one lot after the other on the device; what is done to them goes back to the host.
+    def fetch_in_turn(self, batches: Sequence[TransferBatch]) -> Iterator[list[Tensor]]:
+        """Yield each batch's tensors on the device in turn; changes made to them are copied back to the host.
 
-        Advancing the iterator says that everything that uses a lot's tensors has been launched.
+        Advance the iterator once everything that uses the yielded tensors has been launched.
         """
-        self._make_room(lots)
-        if self._streams:  # what the last step has sent home may be on its way yet
+        self._grow(batches)
+        if self._streams:  # copies of the previous step to the host may still be running
             self._streams[0].wait_stream(self._streams[1])
-        count = len(self._rooms)
-        for i in range(min(count - 1, len(lots))):
-            self._fetch(lots[i], i)
-        for i, lot in enumerate(lots):
+        count = len(self._buffers)
+        for i in range(min(count - 1, len(batches))):
+            self._fetch(batches[i], i)
+        for i, batch in enumerate(batches):
             ahead = i + count - 1
-            if ahead < len(lots):
-                self._fetch(lots[ahead], ahead % count)
+            if ahead < len(batches):
+                self._fetch(batches[ahead], ahead % count)
             if self._streams:
                 torch.cuda.current_stream(self._device).wait_event(self._filled[i % count])
-            yield lot.on(i % count, self._rooms[i % count])
-            self._evict(lot, i % count)
+            yield batch.views(i % count, self._buffers[i % count])
+            self._evict(batch, i % count)
 
     def wait(self) -> None:
-        """Wait until host memory holds everything."""
+        """Wait until host memory is up to date."""
         if self._streams:
             self._streams[1].synchronize()
 
-    def _make_room(self, lots: Sequence[Lot]) -> None:
-        """Let the rooms be as large as their lots; they are kept from step to step, and so are addresses in them."""
-        for k, room in enumerate(self._rooms):
-            size = max((lot.size for lot in lots[k :: len(self._rooms)]), default=0)
-            if size > room.numel():
-                self._rooms[k] = torch.empty(size, dtype=torch.uint8, device=self._device)
+    def _grow(self, batches: Sequence[TransferBatch]) -> None:
+        """Enlarge the buffers to hold their batches; they are kept from step to step, so addresses stay."""
+        for k, buffer in enumerate(self._buffers):
+            nbytes = max((batch.nbytes for batch in batches[k :: len(self._buffers)]), default=0)
+            if nbytes > buffer.numel():
+                self._buffers[k] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
                 for stream in self._streams:
-                    # The allocator knows this memory by the present stream: others wait for its past use, and it for
-                    # theirs before it gives the memory to anyone else.
+                    # The caching allocator knows this memory by the current stream: the copy streams wait for its
+                    # past use, and it waits for theirs before it hands the memory out again.
                     stream.wait_stream(torch.cuda.current_stream(self._device))
-                    self._rooms[k].record_stream(stream)
+                    self._buffers[k].record_stream(stream)
 
-    def _fetch(self, lot: Lot, k: int) -> None:
+    def _fetch(self, batch: TransferBatch, k: int) -> None:
         with self._on(0, self._emptied[k]):
-            for host, room in lot.copies(self._rooms[k]):
-                self._copy(room, host)
+            for host, buffer in batch.copies(self._buffers[k]):
+                self._copy(buffer, host)
         if self._streams:
             self._filled[k] = self._streams[0].record_event()
 
-    def _evict(self, lot: Lot, k: int) -> None:
+    def _evict(self, batch: TransferBatch, k: int) -> None:
         done = torch.cuda.current_stream(self._device).record_event() if self._streams else None
         with self._on(1, done):
-            for host, room in lot.copies(self._rooms[k]):
-                self._copy(host, room)
+            for host, buffer in batch.copies(self._buffers[k]):
+                self._copy(host, buffer)
         if self._streams:
             self._emptied[k] = self._streams[1].record_event()
 
     @contextlib.contextmanager
     def _on(self, number: int, after: Any) -> Iterator[None]:
-        """Use one of the streams, after an event, where there are streams."""
+        """Switch to one of the copy streams, after an event; do nothing on a CPU."""
         if not self._streams:
             yield
             return
@@ -156,90 +159,94 @@ class Ring:
         into.copy_(source, non_blocking=True)
 
 
-class Offload:
+class HostMemory:
     """The moments of one optimizer in host memory.
 
     Parameters
     ----------
-    bucket_bytes
-        Bound on the bytes of one lot; a larger tensor goes alone.
+    batch_bytes
+        Bound on the bytes of one transfer batch; a larger tensor goes alone.
     """
 
-    def __init__(self, bucket_bytes: int) -> None:
-        self.bucket_bytes = bucket_bytes
-        self._homes: dict[Tensor, dict[str, Home]] = {}
-        self._rings: dict[torch.device, Ring] = {}
+    def __init__(self, batch_bytes: int) -> None:
+        self.batch_bytes = batch_bytes
+        self._slots: dict[Tensor, dict[str, HostSlot]] = {}
+        self._buffers: dict[torch.device, DeviceBuffers] = {}
 
-    def __reduce__(self) -> tuple[type[Offload], tuple[int]]:
-        return Offload, (self.bucket_bytes,)  # a copy of the optimizer finds homes of its own
+    def __reduce__(self) -> tuple[type[HostMemory], tuple[int]]:
+        return HostMemory, (self.batch_bytes,)  # a copy of the optimizer allocates its own slots
 
-    def elements(self, params: Iterable[Tensor], moments: int) -> int:
-        """Return how many elements, with so many moments each, a lot may have."""
-        return self.bucket_bytes // (moments * max((p.element_size() for p in params), default=1))
+    def elements_per_batch(self, params: Iterable[Tensor], moments: int) -> int:
+        """Return how many elements, with `moments` moments each, a transfer batch may have."""
+        return self.batch_bytes // (moments * max((p.element_size() for p in params), default=1))
 
-    def lot(self, state: Mapping[Tensor, dict[str, Any]], wanted: Sequence[tuple[Tensor, str]]) -> Lot:
-        """Return the lot of some state tensors, given as (parameter, key); those that were not yet move home first."""
+    def transfer_batch(
+        self, state: Mapping[Tensor, dict[str, Any]], wanted: Sequence[tuple[Tensor, str]]
+    ) -> TransferBatch:
+        """Return the transfer batch of some (parameter, key) state tensors; offload them first where necessary."""
         wanted = list(wanted)
-        self.house(state, wanted)
-        return Lot([self._homes[p][key] for p, key in wanted], local_of(wanted[0][0]).device)
+        self.offload(state, wanted)
+        return TransferBatch([self._slots[p][key] for p, key in wanted], local_of(wanted[0][0]).device)
 
-    def house(self, state: Mapping[Tensor, dict[str, Any]], wanted: Iterable[tuple[Tensor, str]]) -> None:
-        """Move state tensors into host memory, side by side in the order given."""
-        strangers = []
+    def offload(self, state: Mapping[Tensor, dict[str, Any]], wanted: Iterable[tuple[Tensor, str]]) -> None:
+        """Move state tensors into host memory, side by side in the given order."""
+        not_yet_offloaded = []
         for p, key in wanted:
-            known = self._homes.get(p, {}).get(key)
-            if known is None or state[p][key] is not known.value:
-                strangers.append((p, key))
-        rooms = [-(-local_of(state[p][key]).nbytes // _ALIGNMENT) * _ALIGNMENT for p, key in strangers]
-        slab, start, left = torch.empty(0, dtype=torch.uint8, device="cpu"), 0, sum(rooms)
-        for (p, key), room in zip(strangers, rooms, strict=True):
-            if start + room > slab.numel():
-                size, start = max(room, min(left, self.bucket_bytes)), 0
+            slot = self._slots.get(p, {}).get(key)
+            if slot is None or state[p][key] is not slot.value:
+                not_yet_offloaded.append((p, key))
+        sizes = [-(-local_of(state[p][key]).nbytes // _ALIGNMENT) * _ALIGNMENT for p, key in not_yet_offloaded]
+        slab, start, left = torch.empty(0, dtype=torch.uint8, device="cpu"), 0, sum(sizes)
+        for (p, key), nbytes in zip(not_yet_offloaded, sizes, strict=True):
+            if start + nbytes > slab.numel():
+                size, start = max(nbytes, min(left, self.batch_bytes)), 0
                 slab = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=local_of(p).is_cuda)
             value = state[p][key]
             local = local_of(value)
             host = slab[start : start + local.nbytes].view(local.dtype).as_strided(local.size(), local.stride())
             host.copy_(local)
             state[p][key] = with_local(value, host)
-            self._homes.setdefault(p, {})[key] = Home(slab, start, room, state[p][key])
-            start, left = start + room, left - room
+            self._slots.setdefault(p, {})[key] = HostSlot(slab, start, nbytes, state[p][key])
+            start, left = start + nbytes, left - nbytes
 
-    def house_all(self, state: dict[Tensor, dict[str, Any]], params: Sequence[Tensor]) -> None:
-        """Move all moments into host memory, and forget those that are no more."""
-        kept = {p: {k: h for k, h in homes.items() if state[p].get(k) is h.value} for p, homes in self._homes.items()
-                if p in state}  # fmt: skip
-        self._homes = kept
-        # Moments of one kind side by side: a lot is then few copies.
+    def offload_all(self, state: dict[Tensor, dict[str, Any]], params: Sequence[Tensor]) -> None:
+        """Move all moments into host memory, and drop the slots of state that is gone."""
+        self._slots = {
+            p: {key: slot for key, slot in slots.items() if state[p].get(key) is slot.value}
+            for p, slots in self._slots.items()
+            if p in state
+        }
+        # Moments of one kind side by side, so that a transfer batch is few copies.
         for keys in (ALL_MOMENTS[:1], ALL_MOMENTS[1:]):
-            self.house(state, [(p, key) for p in params for key in keys if key in state.get(p, {})])
+            self.offload(state, [(p, key) for p in params for key in keys if key in state.get(p, {})])
 
-    def release(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+    def restore(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Move all moments back to their parameters' devices."""
         self.wait()
-        for p, homes in self._homes.items():
-            for key, home in homes.items():
+        for p, slots in self._slots.items():
+            for key, slot in slots.items():
                 own = state.get(p, {})
-                if own.get(key) is home.value:
-                    local = local_of(home.value)
-                    own[key] = with_local(home.value, local.to(local_of(p).device, copy=True))
-        self._homes, self._rings = {}, {}
+                if own.get(key) is slot.value:
+                    local = local_of(slot.value)
+                    own[key] = with_local(slot.value, local.to(local_of(p).device, copy=True))
+        self._slots, self._buffers = {}, {}
 
-    def carry(self, lots: Sequence[Lot]) -> Iterator[list[Tensor]]:
-        """Yield the tensors of one lot after the other, on its device; see `Ring.carry`."""
-        for device, run in itertools.groupby(lots, lambda lot: lot.device):
-            if device not in self._rings:
-                self._rings[device] = Ring(device)
-            yield from self._rings[device].carry(list(run))
+    def fetch_in_turn(self, batches: Sequence[TransferBatch]) -> Iterator[list[Tensor]]:
+        """Yield the tensors of each batch in turn on its device; see `DeviceBuffers.fetch_in_turn`."""
+        for device, run in itertools.groupby(batches, lambda batch: batch.device):
+            if device not in self._buffers:
+                self._buffers[device] = DeviceBuffers(device)
+            yield from self._buffers[device].fetch_in_turn(list(run))
 
     def wait(self) -> None:
-        """Wait until host memory holds everything that steps have done."""
-        for ring in self._rings.values():
-            ring.wait()
+        """Wait until host memory holds the results of all steps."""
+        for buffers in self._buffers.values():
+            buffers.wait()
 
-    def outside(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one parameter's state as others see it: all of it in host memory but for scalars.
+    def exported(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return one parameter's state for a state dict: every tensor but scalars in host memory.
 
-        (torch.distributed.checkpoint wants the tensors of a state dict, scalars aside, on one device.)
+        torch.distributed.checkpoint requires the tensors of a state dict, scalars aside, on one device.
         """
         return {
             key: with_local(x, local_of(x).cpu()) if isinstance(x, Tensor) and x.ndim else x for key, x in state.items()

@@ -18,7 +18,7 @@ from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit, read_deepmd_kit
-from deepmd_muon.optim.state.migrate import Saved, migrate
+from deepmd_muon.optim.state.migrate import SavedParameter, migrate
 from deepmd_muon.optim.state.schema import ALL_MOMENTS, STATE_OF_ROUTE, STATE_TENSORS
 
 log = logging.getLogger(__name__)
@@ -120,10 +120,10 @@ def load_state(
 
 def _parameters(groups: Sequence[Group]) -> list[tuple[Tensor, RouteEntry, Group]]:
     """Return every parameter with its routing entry and its group."""
-    return [(p, entry, group) for group in groups for p, entry in group.members]
+    return [(p, entry, group) for group in groups for p, entry in group.routed]
 
 
-def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: RouteTable) -> dict[str, Saved]:
+def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: RouteTable) -> dict[str, SavedParameter]:
     """Return what a state dict holds, by parameter name."""
     if not {"param_groups", "state"} <= state_dict.keys():
         raise ForeignStateError(
@@ -142,7 +142,7 @@ def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: Rout
     )
 
 
-def _read_own(groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> dict[str, Saved]:
+def _read_own(groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> dict[str, SavedParameter]:
     """Read a state dict with a manifest; its parameters are numbers, or names where torch.distributed made it."""
     table = RouteTable.from_manifest(groups)
     keys = [key for group in groups for key in group["params"]]
@@ -153,7 +153,7 @@ def _read_own(groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]])
                 f"the state dict lists {len(keys)} parameters but routes {len(table)} of them: it is damaged"
             )
         by_name = {entry.name: key for entry, key in zip(table, keys, strict=True)}
-    return {entry.name: Saved(entry, _without_powers(state.get(by_name[entry.name], {}))) for entry in table}
+    return {entry.name: SavedParameter(entry, _without_powers(state.get(by_name[entry.name], {}))) for entry in table}
 
 
 def _without_powers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _kind(state: Mapping[Any, Mapping[str, Any]]) -> str:
     return "another optimizer"
 
 
-def _differences(saved: Mapping[str, Saved], present: RouteTable) -> dict[str, str]:
+def _differences(saved: Mapping[str, SavedParameter], present: RouteTable) -> dict[str, str]:
     """Return one line for each parameter that is on one side only or whose shape, route or view differs.
 
     A parameter without elements may be missing: deepmd-kit's models have some that ours do not.
@@ -226,7 +226,7 @@ def _damage(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-class Cut(Protocol):
+class StateSharding(Protocol):
     """How the state of a parameter is cut where the parameter itself is not."""
 
     def of(self, value: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class Cut(Protocol):
 
 
 def placed(
-    key: str, value: Tensor, p: Tensor, *, offloaded: bool, cut_of: Callable[[Tensor], Cut | None] | None
+    key: str, value: Tensor, p: Tensor, *, offloaded: bool, sharding_of: Callable[[Tensor], StateSharding | None] | None
 ) -> Tensor:
     """Copy a saved state tensor to where it is kept, in the dtype and layout that it has for such a parameter.
 
@@ -246,8 +246,8 @@ def placed(
     if tensor.extent == "parameter":
         device = torch.device("cpu") if offloaded else device
         if spec_of(p) is None:
-            cut = None if cut_of is None else cut_of(p)
-            value = whole(value) if cut is None else cut.of(value)
+            sharding = None if sharding_of is None else sharding_of(p)
+            value = whole(value) if sharding is None else sharding.of(value)
         if spec_of(value) is None:
             # With the parameter's strides, whatever the saved ones were, as a first step would make it.
             return torch.empty_like(p, dtype=dtype, device=device, requires_grad=False).copy_(value.detach())

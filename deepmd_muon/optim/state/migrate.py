@@ -14,7 +14,7 @@ from deepmd_muon.optim.routing.views import MatrixView
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class SavedParameter:
     """One parameter of a state dict.
 
     Attributes
@@ -32,7 +32,7 @@ class Saved:
     explained: bool = False
 
 
-def migrate(saved: Saved, present: RouteEntry, betas: tuple[float, float]) -> tuple[dict[str, Tensor], str]:
+def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, float]) -> tuple[dict[str, Tensor], str]:
     """Return the state that carries over, and in words what happened.
 
     Parameters

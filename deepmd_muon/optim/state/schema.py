@@ -65,7 +65,7 @@ MOMENTS: dict[Route, tuple[str, ...]] = {
 ALL_MOMENTS = tuple(dict.fromkeys(key for keys in MOMENTS.values() for key in keys))
 
 
-class StateHolder(Protocol):
+class StateFactory(Protocol):
     """Makes tensors where and how the state of one parameter is laid out."""
 
     @property
@@ -81,7 +81,7 @@ class StateHolder(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalHolder:
+class LocalStateFactory:
     """Lays state out like a parameter that lives on this process alone."""
 
     p: Tensor
@@ -102,7 +102,7 @@ class LocalHolder:
         return torch.full(shape, tensor.start, dtype=dtype, device=self.p.device)
 
 
-def complete_state(state: dict[str, Any], holder: StateHolder, *, damped: bool) -> dict[str, Any]:
+def complete_state(state: dict[str, Any], holder: StateFactory, *, damped: bool) -> dict[str, Any]:
     """Add the tensors that one parameter's state lacks, and return it.
 
     Parameters

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
-from deepmd_muon.optim.update.gradients import StepControl, in_dtype, ready_gradients
+from deepmd_muon.optim.update.gradients import StepControl, in_dtype, prepare_gradients
 
 EPSILON = 1e-20
 
@@ -65,7 +65,7 @@ def adam_(
         Climb instead of descend.
     """
     wide = moment_dtype(params[0].dtype)
-    grads = ready_gradients(grads, wide, control.scale, maximize=maximize)
+    grads = prepare_gradients(grads, wide, control.scale, maximize=maximize)
     # The parameters themselves unless they are 16 bits wide.
     targets = list(params) if params[0].dtype is wide else in_dtype(params, wide)
     on_gpu = targets[0].is_cuda
@@ -87,12 +87,12 @@ def adam_(
     tensors = targets, grads, list(exp_avgs), list(exp_avg_sqs)
     (_fused_on_gpu if on_gpu else _fused_on_cpu)(*tensors, list(steps), **values)
     if exact is not None:
-        make_up_for_rounded_rate(targets, before, exact)
+        correct_rounded_lr(targets, before, exact)
     if wide != params[0].dtype:
         torch._foreach_copy_(list(params), targets)
 
 
-def make_up_for_rounded_rate(targets: list[Tensor], before: list[Tensor], lr: Tensor) -> None:
+def correct_rounded_lr(targets: list[Tensor], before: list[Tensor], lr: Tensor) -> None:
     """Turn a step that was taken with ``lr.float()`` into one with float64 `lr`: the change is proportional to it."""
     rate = lr.float().double()
     change = torch._foreach_sub(targets, before)

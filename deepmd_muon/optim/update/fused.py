@@ -23,11 +23,11 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, update_scale
 from deepmd_muon.optim.cuda import SideStream, record
-from deepmd_muon.optim.polar.dispatch import Problem, choose
+from deepmd_muon.optim.polar.dispatch import MatrixBatch, choose
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.fused_kernels import SUMS, advance, apply, damp
-from deepmd_muon.optim.update.fused_tables import Addresses, Block, Numbers, blocks_of, cut, halves
+from deepmd_muon.optim.update.fused_tables import AddressTable, BlockLocation, StepScalars, block_locations, cut, halves
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of
 from deepmd_muon.optim.update.muon import muon_, polar_factors
 
@@ -36,7 +36,7 @@ _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: t
 # Elements of a chunk: short ones keep all multiprocessors busy on small models, long ones stream large ones.
 _SHORT, _LONG = 1024, 4096
 _SMALL = 4 * 2**20
-_MOST_RECORDINGS = 8
+_MAX_RECORDINGS = 8
 _ALIGNED = 16  # elements, and bytes, that whole vectors start at
 
 
@@ -82,8 +82,8 @@ class FusedMuon:
         dtype, self._wide = params[0].dtype, moment_dtype(params[0].dtype)
         self._dtype, self._wide_type = _TYPES[dtype], _TYPES[self._wide]
         self._magma = bool(scores)
-        groups: dict[tuple[int, int], list[Block]] = defaultdict(list)
-        blocks = [block for i, view in enumerate(views) for block in blocks_of(i, view)]
+        groups: dict[tuple[int, int], list[BlockLocation]] = defaultdict(list)
+        blocks = [block for i, view in enumerate(views) for block in block_locations(i, view)]
         for block in blocks:
             groups[block.rows, block.columns].append(block)
         small = sum(p.numel() for p in params) <= _SMALL
@@ -96,8 +96,8 @@ class FusedMuon:
         self._directions: list[Tensor] | None = None
         scale = [update_scale((block.rows, block.columns), settings) for block in blocks]
         self._scales = torch.tensor(scale, dtype=torch.float32, device=self._device)
-        self._gradients = Addresses(len(params), self._device)
-        self._results = Addresses(len(groups), self._device)
+        self._gradients = AddressTable(len(params), self._device)
+        self._results = AddressTable(len(groups), self._device)
         self._sums = self._scales  # stands in where nothing is summed
         if self._magma:
             at = [score.data_ptr() + 4 * i for score in scores for i in range(score.numel())]
@@ -112,8 +112,8 @@ class FusedMuon:
         self._first = [i for i in range(len(self._shapes)) if i not in self._second]
         if not self._first:
             self._first, self._second = self._second, []
-        self._beside = SideStream(self._device) if self._device.type == "cuda" else None
-        self._numbers = Numbers(self._device)
+        self._side_stream = SideStream(self._device) if self._device.type == "cuda" else None
+        self._scalars = StepScalars(self._device)
         self._recorded: dict[_Variant, torch.cuda.CUDAGraph] = {}
         self._record_launches = recording and self._keep and self._device.type == "cuda"
         self._weight = halves(1.0 - settings.momentum)
@@ -123,11 +123,11 @@ class FusedMuon:
         self,
         params: Sequence[Tensor],
         buffers: Sequence[Tensor],
-        blocks: Sequence[Block],
-        groups: dict[tuple[int, int], list[Block]],
+        blocks: Sequence[BlockLocation],
+        groups: dict[tuple[int, int], list[BlockLocation]],
     ) -> Tensor:
         """Return the blocks' rows of the table, and fix where equal shapes lie together in the directions."""
-        rows: dict[Block, list[int]] = {}
+        rows: dict[BlockLocation, list[int]] = {}
         self._shapes: list[tuple[int, int, int, int]] = []
         start = 0
         numbers = {block: i for i, block in enumerate(blocks)}
@@ -153,7 +153,7 @@ class FusedMuon:
             return []
         capability = torch.cuda.get_device_capability(self._device)
         chosen = [
-            choose(Problem(min(m, n), max(m, n), b, self._wide, "cuda", capability, torch.float16))
+            choose(MatrixBatch(min(m, n), max(m, n), b, self._wide, "cuda", capability, torch.float16))
             for _, b, m, n in self._shapes
         ]
         return [i for i, name in enumerate(chosen) if name == "whole"]
@@ -169,7 +169,7 @@ class FusedMuon:
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         table = self._gradients.of(grads, capturing)
         variant = _Variant(grads[0].dtype, maximize, control.skip is not None, control.scale is not None)
-        self._numbers.take(lr, control)
+        self._scalars.write(lr, control)
         recorded = None if capturing else self._recorded.get(variant)
         if recorded is not None:
             recorded.replay()
@@ -188,8 +188,8 @@ class FusedMuon:
 
     def _launch(self, table: Tensor, variant: _Variant, capturing: bool) -> None:
         """Start all kernels of a step."""
-        skip = self._numbers.skip if variant.skip else None
-        scale = self._numbers.scale if variant.scale else None
+        skip = self._scalars.skip if variant.skip else None
+        scale = self._scalars.scale if variant.scale else None
         directions, matrices = self._room()
         advance[(self._programs,)](
             self._chunks, table, directions, self._sums, *self._weight, skip, scale, DTYPE=self._dtype,
@@ -197,7 +197,7 @@ class FusedMuon:
             NESTEROV=self._settings.nesterov, MAXIMIZE=variant.maximize, PEAKS=self._peaks, WIDTH=self._width,
             num_warps=self._warps,
         )  # fmt: skip
-        beside = self._beside if capturing else None
+        beside = self._side_stream if capturing else None
         if beside is not None:
             beside.open()
         polar = self._orthogonalize(matrices, self._first)
@@ -206,7 +206,7 @@ class FusedMuon:
             polar |= self._orthogonalize(matrices, self._second)
             results = self._results.of([polar[i] for i in range(len(matrices))], capturing)
         apply[(self._programs,)](
-            self._chunks, results, factors, self._numbers.rate, *self._decay, skip, DTYPE=self._dtype,
+            self._chunks, results, factors, self._scalars.rate, *self._decay, skip, DTYPE=self._dtype,
             POLAR=_TYPES[polar[0].dtype], WIDE=self._wide_type, WIDTH=self._width, num_warps=self._warps,
         )  # fmt: skip
 
@@ -235,7 +235,7 @@ class FusedMuon:
         return flat, matrices
 
 
-class FusedSteps:
+class FusedStepCache:
     """The fused steps of an optimizer, kept by the first parameter of each wave."""
 
     def __init__(self) -> None:
@@ -274,7 +274,7 @@ class FusedSteps:
                 return False
             # Where tensors move again and again, recording would cost more than it saves.
             self._made[params[0]] += 1
-            recording = self._made[params[0]] <= _MOST_RECORDINGS
+            recording = self._made[params[0]] <= _MAX_RECORDINGS
             known = self._known[params[0]] = FusedMuon(params, buffers, scores, views, settings, recording=recording)
         if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
             self._captured.append(known)

@@ -18,7 +18,7 @@ _AT_ONCE = 16  # addresses that `write_addresses` takes
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class BlockLocation:
     """One matrix that is orthogonalized: where it lies in its parameter, and in its group of equal shapes."""
 
     tensor: int
@@ -28,7 +28,7 @@ class Block:
     columns: int
 
 
-class Addresses:
+class AddressTable:
     """Addresses of tensors that may move between steps, on the device."""
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -61,7 +61,7 @@ def _on_host(addresses: tuple[int, ...], length: int, pinned: bool) -> Tensor:
     return torch.tensor(padded, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
 
-class Numbers:
+class StepScalars:
     """The learning rate, the skip predicate and the gradients' scale where recorded launches read them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class Numbers:
         self.skip, self.scale = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(2))
         self._rate: float | None = None
 
-    def take(self, lr: float | Tensor, control: StepControl) -> None:
+    def write(self, lr: float | Tensor, control: StepControl) -> None:
         """Write the present ones, without waiting."""
         if isinstance(lr, Tensor):
             self.rate.copy_(lr)
@@ -83,13 +83,13 @@ class Numbers:
             self.scale.copy_(control.scale)
 
 
-def blocks_of(tensor: int, view: MatrixView) -> list[Block]:
+def block_locations(tensor: int, view: MatrixView) -> list[BlockLocation]:
     """Return a parameter's blocks in the order of its Magma scores."""
     blocks = []
     for b in range(view.batch):
         offset = b * view.rows * view.columns
         for m, n in view.block_shapes:
-            blocks.append(Block(tensor, offset, view.columns, m, n))
+            blocks.append(BlockLocation(tensor, offset, view.columns, m, n))
             offset += m * n if view.axis == "rows" else n
     return blocks
 

@@ -38,7 +38,7 @@ class StepControl(NamedTuple):
         return StepControl(*moved)
 
 
-def ready_gradients(
+def prepare_gradients(
     grads: Sequence[Tensor], dtype: torch.dtype, scale: Tensor | None, *, maximize: bool
 ) -> list[Tensor]:
     """Return the gradients in `dtype`, unscaled, and with the sign of a minimisation; none is changed."""

@@ -13,7 +13,7 @@ from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.update import magma
 from deepmd_muon.optim.update.adam import moment_dtype
-from deepmd_muon.optim.update.gradients import StepControl, gradients_of, in_dtype, ready_gradients
+from deepmd_muon.optim.update.gradients import StepControl, gradients_of, in_dtype, prepare_gradients
 
 
 def muon_(
@@ -52,7 +52,7 @@ def muon_(
     momenta, grads = advance_momenta(grads, buffers, settings, control, maximize=maximize)
     factors = _damping(scores, views, momenta, grads, control.skip) if scores else None
     updates = _updates(directions_of(momenta, grads, settings), views, factors, settings)
-    apply_updates(params, updates, running_lr(lr, control), settings.weight_decay)
+    apply_updates(params, updates, effective_lr(lr, control), settings.weight_decay)
 
 
 def advance_momenta(
@@ -69,7 +69,7 @@ def advance_momenta(
     """
     wide = moment_dtype(buffers[0].dtype)
     momenta = in_dtype(buffers, wide)  # the buffers themselves unless they are 16 bits wide
-    grads = ready_gradients(grads, wide, control.scale, maximize=maximize)
+    grads = prepare_gradients(grads, wide, control.scale, maximize=maximize)
     if control.skip is not None:
         # A step that is left out sees the momentum as its gradient and a learning rate of zero: nothing moves.
         leave = control.skip > 0
@@ -85,7 +85,7 @@ def directions_of(momenta: list[Tensor], grads: list[Tensor], settings: HybridMu
     return list(torch._foreach_lerp(grads, momenta, settings.momentum)) if settings.nesterov else momenta
 
 
-def running_lr(lr: float | Tensor, control: StepControl) -> float | Tensor:
+def effective_lr(lr: float | Tensor, control: StepControl) -> float | Tensor:
     """Return the learning rate, or zero, on the device, for a step that is left out."""
     return lr if control.skip is None else (control.skip > 0).logical_not().double() * lr
 

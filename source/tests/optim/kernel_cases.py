@@ -63,13 +63,13 @@ class Way:
 def default_choice(shape: tuple[int, int], batch: int) -> str:
     """Return what the table chooses for a batch of float32 matrices on an H200."""
     m, n = min(shape), max(shape)
-    return dispatch.choose(dispatch.Problem(m, n, batch, torch.float32, "cuda", (9, 0), torch.float16))
+    return dispatch.choose(dispatch.MatrixBatch(m, n, batch, torch.float32, "cuda", (9, 0), torch.float16))
 
 
 def fits(name: str, shape: tuple[int, int]) -> bool:
     """Say whether the table would give an implementation three float32 matrices of a shape, were it the only one."""
-    problem = dispatch.Problem(min(shape), max(shape), 3, torch.float32, "cuda", (9, 0), torch.float16)
-    return dispatch.choose(problem, (name,)) == name
+    batch = dispatch.MatrixBatch(min(shape), max(shape), 3, torch.float32, "cuda", (9, 0), torch.float16)
+    return dispatch.choose(batch, (name,)) == name
 
 
 def bits(x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def check_views(way: Way, shape: tuple[int, int], batch: int = 2) -> None:
     hulls = {
         "offset": (padded := hull.clone(), padded[1:, 2 : 2 + m, 3 : 3 + n]),
         "strided": (apart := hull.clone(), apart[:batch, 1 : 1 + 2 * m : 2, 2 : 2 + 2 * n : 2]),
-        "turned": (turned := hull.mT.clone(), turned.mT[1:, 2 : 2 + m, 3 : 3 + n]),
+        "turned": (transposed := hull.mT.clone(), transposed.mT[1:, 2 : 2 + m, 3 : 3 + n]),
         "batch last": (last := hull.permute(1, 2, 0).clone(), last.permute(2, 0, 1)[1:, :m, :n]),
     }
     for _, view in hulls.values():

@@ -130,13 +130,13 @@ def test_streams_have_their_own_addresses_and_recordings_come_to_an_end(monkeypa
                 # The first call launches, the second records, the third replays, from other addresses.
                 assert names == [["write_addresses", "small_matrices"], ["small_matrices"], ["write_addresses"]][calls]
         assert len(made) == 2
-        plan = one_launch.plan_for("whole", ((tuple(xs[0].shape), xs[0].stride(), xs[0].dtype),), made[0])
+        plan = one_launch.launches_for("whole", ((tuple(xs[0].shape), xs[0].stride(), xs[0].dtype),), made[0])
         assert plan.addresses[1] is not plan.addresses[2]
         assert plan.written[1] == plan.written[2] == (xs[1].data_ptr(),)
         for i in range(20):  # as many schedules take turns as are not kept
             for _ in range(2):
                 run_kernels("whole", [xs[0]], ((1.0, 0.5, 0.1 * i),))
-        assert len(made) == plan.recordings == one_launch._MOST_RECORDINGS + 1
+        assert len(made) == plan.recordings == one_launch._MAX_RECORDINGS + 1
     forget_workspaces()
 
 
@@ -180,7 +180,7 @@ def test_only_the_larger_matrices_stand_between_first_and_last_launch(monkeypatc
         lists = [[torch.ones(view.rows, view.columns) for view in views] for _ in range(3)]
         scores = [torch.full((1,), SCORE_START, device=torch.device("cpu")) for _ in views]
         step = FusedMuon(*lists[:2], scores, views, HybridMuonConfig().explicit())
-        step._beside = Log(found)
+        step._side_stream = Log(found)
         step.step(lists[2], 0.1, StepControl(), maximize=False)
     names = [note if isinstance(note, str) else note.kernel.__name__ for note in found]
     assert names == [

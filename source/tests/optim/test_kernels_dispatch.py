@@ -9,12 +9,12 @@ import torch
 from kernel_cases import BATCHES, SHAPES, default_choice
 
 from deepmd_muon.optim.polar import dispatch, orthogonalize_matrices, run
-from deepmd_muon.optim.polar.dispatch import TABLE, Problem, choose
+from deepmd_muon.optim.polar.dispatch import TABLE, MatrixBatch, choose
 
 
-def problem(rows, columns, count=1, **other):
+def batch(rows, columns, count=1, **other):
     defaults = {"dtype": torch.float32, "device": "cuda", "capability": (9, 0), "operand": torch.float16}
-    return Problem(rows, columns, count, **{**defaults, **other})
+    return MatrixBatch(rows, columns, count, **{**defaults, **other})
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def problem(rows, columns, count=1, **other):
     ],
 )
 def test_shapes_go_where_they_are_fastest(rows, columns, count, name):
-    assert choose(problem(rows, columns, count)) == name
+    assert choose(batch(rows, columns, count)) == name
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_shapes_go_where_they_are_fastest(rows, columns, count, name):
 )
 def test_what_kernels_cannot_do_is_left_to_torch(other):
     for shape in ((25, 50), (128, 768), (240, 240), (4096, 4096)):
-        assert choose(problem(*shape, **other)) == "torch"
+        assert choose(batch(*shape, **other)) == "torch"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
@@ -69,9 +69,9 @@ def test_every_shape_of_the_gates_has_a_kernel_in_any_batch(shape):
 
 
 def test_the_choice_can_be_restricted():
-    assert choose(problem(25, 50), ()) == "torch"
-    assert choose(problem(240, 240), ("symmetric",)) == "symmetric"
-    assert choose(problem(25, 50), ("whole", "tiles")) == "whole"
+    assert choose(batch(25, 50), ()) == "torch"
+    assert choose(batch(240, 240), ("symmetric",)) == "symmetric"
+    assert choose(batch(25, 50), ("whole", "tiles")) == "whole"
 
 
 def test_the_table_prints_and_ends_with_torch():

@@ -27,7 +27,7 @@ from deepmd_muon.optim.polar import orthogonalize_matrices
 from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, counts
 
 if torch.cuda.is_available():
-    from deepmd_muon.optim.polar.one_launch import _recording, plan_for
+    from deepmd_muon.optim.polar.one_launch import _recording, launches_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
 
@@ -152,7 +152,7 @@ def test_dispatch_takes_a_whole_model_and_a_captured_call_equals_the_eager_one()
 
 @pytest.mark.parametrize("shape", [(2, 25, 50), (2, 240, 240), (1, 500, 500), (1, 1024, 1024)])
 def test_repeated_calls_are_replayed_with_the_same_bits(shape):
-    plan_for.cache_clear()
+    launches_for.cache_clear()
     _recording.cache_clear()
     x = matrices("gaussian", *shape).cuda()
     (first,) = orthogonalize_matrices([x], "8+2")
@@ -169,7 +169,7 @@ def test_repeated_calls_are_replayed_with_the_same_bits(shape):
         for recordings in (1, 2):  # streams do not share workspaces
             assert torch.equal(orthogonalize_matrices([x], "8+2")[0], first)
             assert _recording.cache_info().currsize == recordings
-    plan_for.cache_clear()
+    launches_for.cache_clear()
     _recording.cache_clear()
 
 

@@ -17,7 +17,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.routing.views import MatrixView
-from deepmd_muon.optim.update.fused import FusedMuon, FusedSteps
+from deepmd_muon.optim.update.fused import FusedMuon, FusedStepCache
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.update.magma import SCORE_START
 from deepmd_muon.optim.update.muon import muon_
@@ -70,7 +70,7 @@ def run_both(prepare=lambda job: None, *, steps=2, dtype=torch.float32, lr=0.1, 
     settings = HybridMuonConfig(flash_muon=False, precision="float32", weight_decay=0.01, **settings).explicit()
     scale = None if scale is None else torch.tensor(scale, device=DEVICE)
     results = []
-    for step in (muon_, FusedSteps().step):
+    for step in (muon_, FusedStepCache().step):
         job = Job(dtype, settings.magma_muon)
         for k in range(steps):
             job.give(k)
@@ -170,7 +170,7 @@ def test_a_skipped_step_changes_no_bit():
     job.params[0].grad[0, 0] = float("inf")
     settings = HybridMuonConfig(flash_muon=False, precision="float32").explicit()
     with torch.no_grad():
-        assert FusedSteps().step(
+        assert FusedStepCache().step(
             *job.lists, lr=0.1, settings=settings, control=StepControl(torch.ones((), device=DEVICE))
         )
     assert all(torch.equal(a, b) for a, b in zip(before, job.tensors, strict=True))
@@ -190,14 +190,14 @@ def test_gradients_may_lie_anywhere_and_move():
 
 def test_tables_are_made_anew_when_state_moves():
     settings = HybridMuonConfig(flash_muon=False, precision="float32").explicit()
-    (job, other), steps = (Job(), Job()), FusedSteps()
+    (job, other), steps = (Job(), Job()), FusedStepCache()
     for k in range(2):
         with torch.no_grad():
             job.give(k)
             other.give(k)
             assert steps.step(*job.lists, lr=0.1, settings=settings, control=StepControl())
             job.buffers = [m.clone() for m in job.buffers]
-            assert FusedSteps().step(*other.lists, lr=0.1, settings=settings, control=StepControl())
+            assert FusedStepCache().step(*other.lists, lr=0.1, settings=settings, control=StepControl())
     assert all(torch.equal(a, b) for a, b in zip(job.tensors, other.tensors, strict=True))
 
 
@@ -213,7 +213,7 @@ def test_what_it_does_not_take_is_left_to_torch():
     job.params[0].grad = torch.ones_like(job.params[0])
     before = [x.clone() for x in job.tensors]
     with torch.no_grad():
-        done = FusedSteps().step(
+        done = FusedStepCache().step(
             *job.lists,
             lr=0.1,
             settings=HybridMuonConfig(flash_muon=False, precision="float32").explicit(),

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidSettingError
-from deepmd_muon.optim.state.host_memory import Lot, Offload, Ring
+from deepmd_muon.optim.state.host_memory import DeviceBuffers, HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import ALL_MOMENTS
 
 SHAPES = {
@@ -81,7 +81,7 @@ def test_steps_are_bitwise_the_same_on_and_off_at_any_time(dtype, settings):
 
 
 @pytest.mark.parametrize("size", [1, 700, 1000, 2**20])
-def test_lots_of_any_size_give_what_a_workspace_of_that_size_gives(size):
+def test_batches_of_any_size_equal_a_workspace_of_that_size(size):
     """One parameter at a time, several, all; a parameter without a gradient now and then."""
     plain, other = make(workspace=max(1, size // 4)), make(offload=True, offload_bytes=size)
     for optimizer in (plain, other):
@@ -89,10 +89,10 @@ def test_lots_of_any_size_give_what_a_workspace_of_that_size_gives(size):
         train(*optimizer, 2, start=2, without=("b_weight", "a_bias"))
         train(*optimizer, 1, start=4)
     equal(plain, other)
-    (ring,) = other[1]._offload._rings.values()
+    (buffers,) = other[1]._host_memory._buffers.values()
     largest = max(x.numel() * 4 * (1 if x.ndim > 1 else 2) for x in other[0].parameters())
-    for room in ring._rooms:
-        assert room.numel() <= max(size + 10 * 256, 2 * -(-largest // 256) * 256)  # rooms start at multiples of 256
+    for buffer in buffers._buffers:
+        assert buffer.numel() <= max(size + 10 * 256, 2 * -(-largest // 256) * 256)  # tensors start at multiples of 256
 
 
 def test_moments_are_in_few_slabs_side_by_side():
@@ -104,47 +104,47 @@ def test_moments_are_in_few_slabs_side_by_side():
         # AdamW's parameter is stepped apart from Adam's.
         assert len({x.untyped_storage().data_ptr() for x in found}) == number
         assert all(x.data_ptr() % 64 == 0 for x in found)
-    lots = [wave.lot for wave in optimizer._compiled._waves]
-    assert [len(lot.copies(torch.empty(lot.size, dtype=torch.uint8))) for lot in lots] == [1, 1, 1]
+    batches = [wave.transfer_batch for wave in optimizer._compiled._waves]
+    assert [len(batch.copies(torch.empty(batch.nbytes, dtype=torch.uint8))) for batch in batches] == [1, 1, 1]
 
 
-class Watched(Ring):
-    """A ring that writes down what it copies, and rooms that a test can tell from host memory."""
+class LoggedBuffers(DeviceBuffers):
+    """Buffers that log their copies."""
 
     def __init__(self, device, log):
         super().__init__(device)
         self.log = log
 
-    def _fetch(self, lot, k):
-        self.log.append(("fetch", lot, k))
-        super()._fetch(lot, k)
+    def _fetch(self, batch, k):
+        self.log.append(("fetch", batch, k))
+        super()._fetch(batch, k)
 
-    def _evict(self, lot, k):
-        self.log.append(("evict", lot, k))
-        super()._evict(lot, k)
+    def _evict(self, batch, k):
+        self.log.append(("evict", batch, k))
+        super()._evict(batch, k)
 
 
-def test_the_next_lot_is_fetched_before_a_lot_is_stepped_and_rooms_take_turns():
+def test_the_next_batch_is_fetched_before_a_batch_is_stepped_and_buffers_take_turns():
     cpu, log = torch.device("cpu"), []
-    offload = Offload(bucket_bytes=64)
+    offload = HostMemory(batch_bytes=64)
     params = [nn.Parameter(torch.full((4, 4), float(i))) for i in range(4)]
     state = {p: {"momentum_buffer": p.detach().clone()} for p in params}
-    lots = [offload.lot(state, [(p, "momentum_buffer")]) for p in params]
-    ring = Watched(cpu, log)
+    batches = [offload.transfer_batch(state, [(p, "momentum_buffer")]) for p in params]
+    buffers = LoggedBuffers(cpu, log)
     for step in range(2):
-        for i, (lot, (moment,)) in enumerate(zip(lots, ring.carry(lots), strict=True)):
-            log.append(("step", lot, None))
+        for i, (batch, (moment,)) in enumerate(zip(batches, buffers.fetch_in_turn(batches), strict=True)):
+            log.append(("step", batch, None))
             assert torch.equal(moment, torch.full((4, 4), float(i + step)))
             moment += 1
             home = state[params[i]]["momentum_buffer"]
             assert moment.data_ptr() != home.data_ptr()
-            assert torch.equal(home, moment - 1)  # until it goes home
-    a, b, c, d = lots
+            assert torch.equal(home, moment - 1)  # until it is copied back
+    a, b, c, d = batches
     order = [("fetch", a, 0), ("fetch", b, 1), ("step", a, None), ("evict", a, 0), ("fetch", c, 0), ("step", b, None)]
     order += [("evict", b, 1), ("fetch", d, 1), ("step", c, None), ("evict", c, 0), ("step", d, None), ("evict", d, 1)]
     assert log == 2 * order
     assert [state[p]["momentum_buffer"][0, 0].item() for p in params] == [2.0, 3.0, 4.0, 5.0]
-    assert [room.numel() for room in ring._rooms] == [256, 256]
+    assert [buffer.numel() for buffer in buffers._buffers] == [256, 256]
 
 
 class FakeStream:
@@ -190,7 +190,7 @@ def test_streams_wait_for_each_other_wherever_they_share_memory(monkeypatch, for
         yield
         FakeStream.now = before
 
-    class FakeRing(Ring):
+    class FakeBuffers(DeviceBuffers):
         def _copy(self, into, source):
             races.access(source, write=False)
             races.access(into, write=True)
@@ -200,20 +200,21 @@ def test_streams_wait_for_each_other_wherever_they_share_memory(monkeypatch, for
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: FakeStream.now)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    ring = FakeRing(torch.device("cpu"))
-    ring._streams = [FakeStream("in"), FakeStream("out")]
-    waits = {"fetch before step": main, "step before evict": ring._streams[1], "evict before fetch": ring._streams[0]}
+    buffers = FakeBuffers(torch.device("cpu"))
+    buffers._streams = [FakeStream("in"), FakeStream("out")]
+    inward, outward = buffers._streams
+    waits = {"fetch before step": main, "step before evict": outward, "evict before fetch": inward}
     if forgotten in waits:
         monkeypatch.setattr(waits[forgotten], "wait_event", lambda _: None)
     if forgotten == "steps":
-        monkeypatch.setattr(ring._streams[0], "wait_stream", lambda _: None)
-    offload = Offload(bucket_bytes=64)
+        monkeypatch.setattr(inward, "wait_stream", lambda _: None)
+    offload = HostMemory(batch_bytes=64)
     state = {p: {"exp_avg": p.detach().clone()} for p in [torch.randn(4, 4) for _ in range(5)]}
-    lots = [offload.lot(state, [(p, "exp_avg")]) for p in state]
+    batches = [offload.transfer_batch(state, [(p, "exp_avg")]) for p in state]
 
     def steps():
-        for some in (lots, lots, lots[:2], lots[1:2]):
-            for (moment,) in ring.carry(some):
+        for some in (batches, batches, batches[:2], batches[1:2]):
+            for (moment,) in buffers.fetch_in_turn(some):
                 races.access(moment, write=True)
                 moment += 1
 
@@ -226,13 +227,13 @@ def test_streams_wait_for_each_other_wherever_they_share_memory(monkeypatch, for
             steps()
 
 
-def test_a_lot_keeps_layouts_and_empty_tensors():
-    offload = Offload(bucket_bytes=2**20)
+def test_a_transfer_batch_keeps_layouts_and_empty_tensors():
+    offload = HostMemory(batch_bytes=2**20)
     params = [torch.randn(3, 4, dtype=torch.float64).T, torch.randn(0, 5), torch.randn(5).bfloat16()]
     state = {p: {"exp_avg": p.clone()} for p in params}
-    lot = offload.lot(state, [(p, "exp_avg") for p in params])
-    assert isinstance(lot, Lot)
-    (moments,) = Ring(torch.device("cpu")).carry([lot])
+    batch = offload.transfer_batch(state, [(p, "exp_avg") for p in params])
+    assert isinstance(batch, TransferBatch)
+    (moments,) = DeviceBuffers(torch.device("cpu")).fetch_in_turn([batch])
     for p, x in zip(params, moments, strict=True):
         assert (x.dtype, x.shape, x.stride()) == (p.dtype, p.shape, p.stride())
         assert torch.equal(x, p)
@@ -253,15 +254,15 @@ def test_states_copies_and_files():
     fresh[0].load_state_dict(plain[0].state_dict())
     fresh[1].load_state_dict(saved)
     equal(plain, fresh)
-    homes = {id(home.value) for homes in fresh[1]._offload._homes.values() for home in homes.values()}
+    offloaded = {id(slot.value) for slots in fresh[1]._host_memory._slots.values() for slot in slots.values()}
     moments = [x for s in fresh[1].state.values() for k, x in s.items() if k not in ("step", "magma_score")]
-    assert homes == {id(x) for x in moments}
+    assert offloaded == {id(x) for x in moments}
     copied = copy.deepcopy(other)
     train(*plain, 2, start=2)
     for optimizer in (other, copied, fresh):
         train(*optimizer, 2, start=2)
         equal(plain, optimizer)
-    assert copied[1]._offload is not other[1]._offload
+    assert copied[1]._host_memory is not other[1]._host_memory
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -282,7 +283,7 @@ def test_distributed_checkpoint_functions(full):
     equal(plain, back)
 
 
-def test_memory_is_let_go_of_when_moments_leave():
+def test_memory_is_released_when_moments_are_offloaded_and_restored():
     model, optimizer = make()
     train(model, optimizer, 2)
     moments = [weakref.ref(x) for s in optimizer.state.values() for k, x in s.items() if k in ALL_MOMENTS]
@@ -290,7 +291,7 @@ def test_memory_is_let_go_of_when_moments_leave():
     assert len(moments) == 9
     assert not any(moment() is not None for moment in moments)
     train(model, optimizer, 1, start=2)
-    slabs = [weakref.ref(home.slab) for homes in optimizer._offload._homes.values() for home in homes.values()]
+    slabs = [weakref.ref(slot.slab) for slots in optimizer._host_memory._slots.values() for slot in slots.values()]
     optimizer.offload(False)
     assert not any(slab() is not None for slab in slabs)
 
@@ -311,8 +312,8 @@ def test_routes_may_change_and_parameters_be_added():
 
 def test_as_a_setting_of_the_input():
     model = Net()
-    assert HybridMuonConfig(offload=True).build(model)._offload is not None
-    assert HybridMuonConfig().build(model)._offload is None
+    assert HybridMuonConfig(offload=True).build(model)._host_memory is not None
+    assert HybridMuonConfig().build(model)._host_memory is None
     with pytest.raises(InvalidSettingError, match="offload_bytes: must be >= 1; found 0"):
         HybridMuon(model.named_parameters(), offload_bytes=0)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, InvalidParameterError
-from deepmd_muon.optim.update.adam import make_up_for_rounded_rate
+from deepmd_muon.optim.update.adam import correct_rounded_lr
 
 SHAPE = (4, 6, 3, 2)
 
@@ -129,8 +129,8 @@ def test_a_step_with_a_rounded_rate_becomes_one_with_the_exact_rate():
     before, update = torch.linspace(1, 2, 9, dtype=torch.float64), torch.linspace(-3, 5, 9, dtype=torch.float64)
     p = before - lr.float().double() * update
     assert not torch.allclose(p, before - lr * update, rtol=1e-10, atol=0)
-    make_up_for_rounded_rate([p], [before], lr)
+    correct_rounded_lr([p], [before], lr)
     assert torch.allclose(p, before - lr * update, rtol=1e-15, atol=1e-16)
     still = before.clone()
-    make_up_for_rounded_rate([still], [before], torch.zeros((), dtype=torch.float64))
+    correct_rounded_lr([still], [before], torch.zeros((), dtype=torch.float64))
     assert torch.equal(still, before)

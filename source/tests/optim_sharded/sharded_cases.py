@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.sharded import ShardedSettings
-from deepmd_muon.optim.sharded.layout import held, total
+from deepmd_muon.optim.sharded.layout import held_runs, total
 from deepmd_muon.optim.sharded.params import layout_of
 
 SHAPES = {
@@ -73,7 +73,7 @@ def place(x, mesh, placements):
     layout, here = layout_of(empty, None), mesh.get_coordinate()
     local = x
     for dim, size in enumerate(shape):
-        index = [i for start, stop in held(size, dim, layout, here) for i in range(start, stop)]
+        index = [i for start, stop in held_runs(size, dim, layout, here) for i in range(start, stop)]
         local = local.index_select(dim, torch.tensor(index, dtype=torch.long))
     return DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
@@ -118,7 +118,7 @@ class Twins:
         """Whether the last bit must agree: torch's vector loops round otherwise in a remainder of fewer than 8."""
         layouts = [(q.shape, layout_of(q, None)) for q in self.many]
         sizes = [
-            math.prod(total(held(size, dim, layout, place)) for dim, size in enumerate(shape))
+            math.prod(total(held_runs(size, dim, layout, place)) for dim, size in enumerate(shape))
             for shape, layout in layouts
             for place in layout.coordinates()
         ]

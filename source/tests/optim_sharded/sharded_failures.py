@@ -24,7 +24,7 @@ from deepmd_muon.optim.errors import (
     UnsupportedTransportError,
 )
 from deepmd_muon.optim.sharded import ShardedSettings, step
-from deepmd_muon.optim.sharded.presence import Presence
+from deepmd_muon.optim.sharded.presence import GradientPresence
 
 
 def missing_gradients():
@@ -89,7 +89,7 @@ def gradients_compared_late():
         model = nn.Linear(8, 8)
         optimizer = HybridMuon(model.named_parameters(), lr=0.1, replicas=mesh, sharded=sharded)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step, "Presence", lambda *args, **_: Presence(*args, late=True))
+            patch.setattr(step, "GradientPresence", lambda *args, **_: GradientPresence(*args, late=True))
             ones(model)
             optimizer.step()
         state = optimizer.state_dict()

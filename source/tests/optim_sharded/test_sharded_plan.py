@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.sharded import Layout, PlannedParameter, ShardedSettings, Split, make_plan
-from deepmd_muon.optim.sharded.layout import cut, held, regions, replicated, score_layout, spans
+from deepmd_muon.optim.sharded.layout import block_bounds, held_runs, overlap, regions, replicated, score_layout
 from deepmd_muon.optim.sharded.plan import LEGS, newton_schulz_flops
 
 
@@ -100,14 +100,14 @@ def test_every_element_is_gathered_once_and_returned_to_every_holder(drawn, repl
         served = {i: {rank: torch.zeros(drawn[i].shape) for rank in domain.ranks} for i in domain.parameters}
         for job in domain.jobs:
             p = drawn[job.parameter]
-            parts = spans(p.view)
+            parts = block_bounds(p.view)
             batch, part = divmod(job.block, len(parts))
             r0, r1, c0, c1 = parts[part]
             gathered = torch.zeros(p.view.shape)
             of = dict(zip(p.layout.ranks, regions(p.shape, p.view, p.layout), strict=True))
             for leg, ends in (("gather", job.sources), ("return", job.destinations)):
                 for rank, elements in ends.items():
-                    rows, columns = cut(of[rank].rows, r0, r1), cut(of[rank].columns, c0, c1)
+                    rows, columns = overlap(of[rank].rows, r0, r1), overlap(of[rank].columns, c0, c1)
                     present = any(a <= batch < z for a, z in of[rank].batch)
                     assert elements == present * rows.size * columns.size
                     target = gathered if leg == "gather" else served[job.parameter][rank].view(p.view.shape)
@@ -257,7 +257,7 @@ def test_scores_live_with_their_blocks(drawn):
         everywhere = all(x is None for x in scores.placements)
         places = zip(p.layout.coordinates(), regions(p.shape, p.view, p.layout), strict=True)
         for place, region in places:
-            kept = {i for a, z in held(p.view.blocks, 0, scores, place) for i in range(a, z)}
+            kept = {i for a, z in held_runs(p.view.blocks, 0, scores, place) for i in range(a, z)}
             parts = max(1, len(p.view.sizes))
             own = {i for a, z in region.batch for i in range(a * parts, z * parts)}
             assert kept == (set(range(p.view.blocks)) if everywhere else own)

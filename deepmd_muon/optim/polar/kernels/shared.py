@@ -27,7 +27,7 @@ from deepmd_muon.optim.polar.kernels.whole import (
 )
 
 # Programs of one matrix at most; a power of two.
-MOST = tl.constexpr(128)
+MAX_PROGRAMS = tl.constexpr(128)
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def tiles(
     tl.store(sums + 2 * (first + rank), largest)
     tl.store(sums + 2 * (first + rank) + 1, squares)
     meet(counter, count)
-    joint, norm = norm_of_all(sums, first, count, MOST)
+    joint, norm = norm_of_all(sums, first, count, MAX_PROGRAMS)
     for number in range(rank, down * along, count):
         r = number % down * T + t
         c = number // down * T + t
@@ -212,7 +212,7 @@ def strip(
     tl.store(sums + 2 * (first + rank), power)
     tl.store(sums + 2 * (first + rank) + 1, tl.sum(scaled * scaled))
     meet(counter, count)
-    joint, norm = norm_of_all(sums, first, count, MOST)
+    joint, norm = norm_of_all(sums, first, count, MAX_PROGRAMS)
     x = (scaled * (power / joint / norm)).to(tl.float32)
     arrivals = count
     for k in range(STEPS):

@@ -181,9 +181,9 @@ def precise(squares, rest, r, c, FINE: tl.constexpr):
 
 
 # What an update reads: X as it was left, or the input in tiles where it lies in memory as X does, or turned.
-PRESENT, INPUT, TURNED_INPUT = (tl.constexpr(i) for i in range(3))
+PRESENT, INPUT, TRANSPOSED_INPUT = (tl.constexpr(i) for i in range(3))
 # What an update writes: the next X, or the result, in tiles where it lies in memory as X does or turned, or anywhere.
-NEXT, ANYWHERE, IN_TILES, IN_TURNED_TILES = (tl.constexpr(i) for i in range(4))
+NEXT, ANYWHERE, IN_TILES, IN_TRANSPOSED_TILES = (tl.constexpr(i) for i in range(4))
 
 
 @triton.jit(do_not_specialize=["step", "first"])
@@ -245,7 +245,7 @@ def finish(
     """Add a X + D X to half a tile of the product and write it."""
     top = matrix * order
     here = tl.program_id(1) * order
-    if READ == TURNED_INPUT:
+    if READ == TRANSPOSED_INPUT:
         x = present.load([tl.program_id(1) * width + c, r]).T
     elif READ == INPUT:
         x = present.load([here + r, c])
@@ -257,7 +257,7 @@ def finish(
     x = tl.fma(x, a, tl.fma(x.to(tl.float16).to(tl.float32), d, product))
     if WRITE == IN_TILES:
         master.store([here + r, c], x)
-    elif WRITE == IN_TURNED_TILES:
+    elif WRITE == IN_TRANSPOSED_TILES:
         master.store([tl.program_id(1) * width + c, r], x.T)
     elif WRITE == ANYWHERE:
         down = r + tl.arange(0, product.shape[0])

@@ -16,7 +16,7 @@ import triton.language as tl
 
 # Columns of a table row, int64: where a matrix lies and how it is read with its smaller dimension as rows.
 ROW = tl.constexpr(13)
-TILE, TENSOR, KIND, OFFSET, ROWS, COLUMNS, STRIDE, TURNED, OUT, OUT_ROW, OUT_COLUMN = (
+TILE, TENSOR, KIND, OFFSET, ROWS, COLUMNS, STRIDE, TRANSPOSED, OUT, OUT_ROW, OUT_COLUMN = (
     tl.constexpr(i) for i in range(11)
 )
 # Where a matrix that several programs share has its workspace, in elements of each precision.
@@ -79,7 +79,7 @@ def load_matrix(row, addresses, r, c):
     kind = tl.load(row + KIND)
     offset = tl.load(row + OFFSET)
     stride = tl.load(row + STRIDE)
-    if tl.load(row + TURNED) != 0:
+    if tl.load(row + TRANSPOSED) != 0:
         upright, largest = load_scaled(
             address, kind, offset + (c * stride)[:, None] + r[None, :], (c[:, None] < n) & (r[None, :] < m)
         )
@@ -100,7 +100,7 @@ def load_single(row, addresses, r, c):
     kind = tl.load(row + KIND)
     offset = tl.load(row + OFFSET)
     stride = tl.load(row + STRIDE)
-    if tl.load(row + TURNED) != 0:
+    if tl.load(row + TRANSPOSED) != 0:
         tile = load_as_single(
             address, kind, offset + (c * stride)[:, None] + r[None, :], (c[:, None] < n) & (r[None, :] < m)
         )
@@ -115,7 +115,7 @@ def load_single(row, addresses, r, c):
 def load_upright(row, addresses, r, c):
     """Load the entries (r, c), as many rows as columns, of a table row's matrix in fp32; not for float64."""
     tile = load_single(row, addresses, r, c)
-    if tl.load(row + TURNED) != 0:
+    if tl.load(row + TRANSPOSED) != 0:
         tile = tl.trans(tile)
     return tile
 
@@ -132,7 +132,7 @@ def load_double(row, addresses, r, c):
     kind = tl.load(row + KIND)
     offset = tl.load(row + OFFSET)
     stride = tl.load(row + STRIDE)
-    if tl.load(row + TURNED) != 0:
+    if tl.load(row + TRANSPOSED) != 0:
         upright = load_as_double(
             address, kind, offset + (c * stride)[:, None] + r[None, :], (c[:, None] < n) & (r[None, :] < m)
         )
