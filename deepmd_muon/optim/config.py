@@ -32,7 +32,7 @@ RouteChange = Literal["error", "migrate", "reset"]
 NonFinite = Literal["ignore", "skip", "error"]
 Steps = tuple[tuple[float, float, float], ...]
 
-SCHEDULES = ("8+2", "keller-jordan", "polar-express", "muon-fsdp2")
+SCHEDULES = ("8+2", "keller-jordan", "polar-express", "polar-express-5", "polar-express-6", "muon-fsdp2")
 
 # What `MuonConfig` leaves out of Muon by default; unlike a user's own patterns, they may well match nothing.
 DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight")

@@ -38,10 +38,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.polar.dispatch import describe
+from deepmd_muon.optim.qk_clip import FusedQKV, QKClip
 
 SETS = ("se_e2_a", "dpa1", "dpa2", "dpa3", "dpa4_mini", "llm")
 Named = list[tuple[str, nn.Parameter]]
-Make = Callable[[Named, bool], list[Optimizer]]
+# What steps: a torch optimizer, or something with its `step` and `state`.
+Make = Callable[[Named, bool], list[Any]]
 
 
 def shapes_of(name: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -64,6 +66,31 @@ def parameters(name: str, dtype: torch.dtype, device: str = "cuda") -> Named:
 def hybrid(**settings: Any) -> Make:
     """Return the maker of our optimizer with some settings."""
     return lambda named, capturable: [HybridMuon(named, lr=1e-3, capturable=capturable, **settings)]
+
+
+class Clipping:
+    """HybridMuon with QK-clip on every attention layer of the transformer, half of whose heads exceed the threshold."""
+
+    HEADS = 16
+
+    def __init__(self, named: Named, capturable: bool, **settings: Any) -> None:
+        weights = [(name.removesuffix(".qkv.weight"), p) for name, p in named if name.endswith(".qkv.weight")]
+        layers = tuple(FusedQKV(name, f"{name}.qkv.weight", self.HEADS) for name, _ in weights)
+        clip = QKClip(layers, threshold=100.0)
+        self.optimizer = HybridMuon(named, lr=1e-3, capturable=capturable, qk_clip=clip, **settings)
+        self.state = self.optimizer.state
+        self.logits = {
+            name: torch.linspace(99.0, 101.0, self.HEADS, dtype=torch.float32, device=p.device) for name, p in weights
+        }
+
+    def step(self) -> None:
+        """Take a step with the largest logits of every layer."""
+        self.optimizer.step(qk_logits=self.logits)
+
+
+def clipping(**settings: Any) -> Make:
+    """Return the maker of our optimizer with QK-clip."""
+    return lambda named, capturable: [Clipping(named, capturable, **settings)]
 
 
 def adamw(named: Named, capturable: bool) -> list[Optimizer]:
@@ -292,6 +319,10 @@ def main() -> None:
     makers: dict[str, Make] = {
         "HybridMuon": hybrid(),
         "HybridMuon, 5 steps": hybrid(schedule="keller-jordan"),
+        "HybridMuon, polar-express-5": hybrid(schedule="polar-express-5"),
+        "HybridMuon, polar-express-5, no Magma": hybrid(schedule="polar-express-5", magma_muon=False),
+        "HybridMuon, polar-express-5, QK-clip": clipping(schedule="polar-express-5"),
+        "HybridMuon, polar-express-6": hybrid(schedule="polar-express-6"),
         "HybridMuon, flash_muon false": hybrid(flash_muon=False),
         "fused AdamW": adamw,
         "torch Muon + AdamW": torch_muon,
@@ -302,7 +333,8 @@ def main() -> None:
     if arguments.only:
         makers = {title: make for title, make in makers.items() if title in arguments.only.split(";")}
     if arguments.device == "cpu":
-        on_cpu(arguments, {title: make for title, make in makers.items() if "flash" not in title})
+        off = ("flash", "QK-clip")
+        on_cpu(arguments, {title: make for title, make in makers.items() if not any(word in title for word in off)})
         return
     device = torch.cuda.get_device_name()
     print(f"{datetime.date.today()} {device}, torch {torch.__version__}, {arguments.dtype}")
@@ -311,7 +343,8 @@ def main() -> None:
     results = []
     for name in arguments.sets.split(","):
         for title, make in makers.items():
-            if name == "llm" and "false" in title:
+            large_only = "polar-express" in title
+            if ("false" in title) if name == "llm" else large_only:
                 continue
             try:
                 result = measure(make, name, getattr(torch, arguments.dtype))

@@ -1,6 +1,7 @@
 """Quality of the polar factor: schedule x precision x form x spectrum, against float64 singular value decompositions.
 
     python source/benchmarks/orthogonalize_quality.py [--momenta FILE] [--out FILE.md] [--device cuda]
+    python source/benchmarks/orthogonalize_quality.py --sizes 1024x1024,1024x2048 --schedules 8+2,polar-express-5
 
 FILE holds matrices by name, or is a checkpoint of a training with HybridMuon, whose momenta are taken. Columns:
 
@@ -112,10 +113,13 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--momenta", type=Path, help="matrices by name, or a checkpoint of a training with HybridMuon")
+    parser.add_argument("--sizes", default="64x64,25x50,64x256", help="of the synthetic matrices")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="which of them to measure")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="write the table here, too")
     args = parser.parse_args()
-    cases = [*synthetic(64, 64), *synthetic(25, 50), *synthetic(64, 256)]
+    sizes = [tuple(map(int, size.split("x"))) for size in args.sizes.split(",")]
+    cases = [case for m, n in sizes for case in synthetic(m, n)]
     cases += list(stored(args.momenta)) if args.momenta else []
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU"
     lines = [
@@ -130,6 +134,8 @@ def main() -> None:
             gram_pays=max(x.shape[1:]) >= 2 * min(x.shape[1:]),
             kernels=args.device == "cuda",
         ):
+            if schedule.name in SCHEDULES and schedule.name not in args.schedules.split(","):
+                continue
             noise, low, high, error = measure(x, run(x.to(args.device)), schedule)
             cells = (kind, name, precision, form, f"{noise:.1e}", f"{low:.3f} … {high:.3f}", f"{error:.1e}")
             lines.append(f"| {' | '.join(cells)} |")

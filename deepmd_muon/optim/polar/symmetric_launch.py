@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -68,9 +69,11 @@ _CHUNK = 1024  # terms that tensor cores sum in exact updates
 _LIFT = 500.0  # updates are exact where later steps enlarge what is small by more than this
 _WIDE = 1.5  # columns / rows from which steps share products with X
 # Steps that may share products with X: two, where errors of R grow by no more than this; at the beginning, where X was
-# normalised and R is small, two in any case and more from so many rows on (errors of more rows average more).
+# normalised and R is small, two in any case and more from so many rows on (errors of more rows average more). From
+# _MANY_ROWS on the first steps may grow unequally, if together they grow no more than the most that are allowed.
 _GROWTH = 12.0
 _FIRST_STEPS = ((512, 4), (256, 3))
+_MANY_ROWS = 1024
 _LONG = 4  # steps of a segment whose matrices are all fine; of shorter ones the first R is
 _KEEP = 50.0  # X stays in fp32 where later steps enlarge what is small by more than this
 _MULTIPROCESSORS = 132
@@ -119,8 +122,13 @@ def segments(coefficients: Coefficients, rows: int, columns: int) -> list[Coeffi
     if most == 0 or columns < _WIDE * rows:
         return [(step,) for step in coefficients]
     growth = [a * a for a, _, _ in coefficients]
-    lengths = [n for n in range(1, min(most, len(growth)) + 1) if n <= 2 or max(growth[: n - 1]) <= _GROWTH]
+    lengths = [n for n in range(1, min(most, len(growth)) + 1) if n <= 2 or _may_share(growth[: n - 1], rows, most)]
     return min(([coefficients[:n], *_pairs(coefficients[n:])] for n in lengths), key=len)
+
+
+def _may_share(growth: Sequence[float], rows: int, most: int) -> bool:
+    """Return whether errors of R may grow by these factors before R is computed anew from X."""
+    return max(growth) <= _GROWTH or (rows >= _MANY_ROWS and math.prod(growth) <= _GROWTH ** (most - 1))
 
 
 def _pairs(coefficients: Coefficients) -> list[Coefficients]:

@@ -75,7 +75,7 @@ def test_results_and_inputs_in_tiles(shape):
     check_tiles(Way("symmetric", "cuda"), shape[1:], shape[0], (1.0, 2.0**-100, 1e30))
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (256, 768), (300, 1000)])
+@pytest.mark.parametrize("shape", [(128, 128), (256, 768), (300, 1000), (1024, 2048)])
 def test_schedules(shape):
     check_schedules(Way("symmetric", "cuda"), shape)
 

@@ -37,14 +37,16 @@ def test_default_schedule_keeps_its_promise_on_every_spectrum(shape, precision):
         assert noise_fraction(x, o).max() <= 1e-3, kind
 
 
-@pytest.mark.parametrize("schedule", ["keller-jordan", "polar-express", "muon-fsdp2"])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "8+2"])
 @pytest.mark.parametrize("gram", [True, False])
 def test_other_schedules_follow_their_scalar_map_in_both_forms(schedule, gram):
+    # Their first steps multiply what float32 leaves out of X Xᵀ by up to 24.
+    limit = 1e-3 if schedule in ("polar-express-5", "polar-express-6") else 2e-4
     for shape in ((5, 7), (25, 50), (65, 64), (64, 256)):
         for kind in ("gaussian", "rank1", "rank-deficient", "log3", "log6"):
             x = matrices(kind, 2, *shape)
             o = orthogonalize(x, schedule, gram=gram)
-            assert error_inside(x, o, schedule, threshold=1e-3).max() <= 2e-4, (shape, kind)
+            assert error_inside(x, o, schedule, threshold=1e-3).max() <= limit, (shape, kind)
             assert noise_fraction(x, o).max() <= 1e-4, (shape, kind)
 
 
@@ -225,6 +227,22 @@ def test_schedule_bands_hold_from_the_cutoff_to_one(name):
     assert low <= min(reached)
     assert max(reached) <= high
     assert schedule.source
+
+
+@pytest.mark.parametrize(("name", "steps"), [("polar-express-5", 5), ("polar-express-6", 6)])
+def test_the_short_schedules_are_the_best_composition_with_headroom(name, steps):
+    """Chebyshev's criterion: each step's error takes its largest value four times with alternating sign."""
+    schedule = SCHEDULES[name]
+    low, high = schedule.cutoff, 1.0
+    assert len(schedule.coefficients) == steps
+    for a, b, c in schedule.coefficients:
+        turning = torch.tensor([-3 * b - s * (9 * b * b - 20 * a * c) ** 0.5 for s in (1.0, -1.0)]) / (10 * c)
+        sigma = torch.cat([torch.tensor([low]), turning.sqrt(), torch.tensor([1.02 * high])]).double()
+        errors = sigma * (a + sigma**2 * (b + sigma**2 * c)) - 1.0
+        largest = errors.abs().max().item()
+        assert errors.tolist() == pytest.approx([-largest, largest, -largest, largest], abs=5e-3)
+        low, high = 1.0 - largest, 1.0 + largest
+    assert largest == pytest.approx(0.05, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
