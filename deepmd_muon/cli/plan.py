@@ -116,7 +116,7 @@ def _input_of(path: Path) -> Input:
 
 def _layout(ranks: int | None, stage: int, groups: int) -> Layout:
     """Return how every parameter is laid out."""
-    from deepmd_muon.optim.sharded import Layout, Split
+    from deepmd_muon.optim.sharded import Layout, ShardPlacement
 
     if ranks is None or ranks < 1:
         raise CommandError(f"show plan needs the number of processes, --world-size N; found {ranks}")
@@ -129,5 +129,5 @@ def _layout(ranks: int | None, stage: int, groups: int) -> Layout:
     if stage < 2:
         return Layout((ranks,), everyone, (None,))
     if groups > 1:
-        return Layout((groups, ranks // groups), everyone, (None, Split(0)))
-    return Layout((ranks,), everyone, (Split(0),))
+        return Layout((groups, ranks // groups), everyone, (None, ShardPlacement(0)))
+    return Layout((ranks,), everyone, (ShardPlacement(0),))

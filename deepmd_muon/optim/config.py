@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MuonMode = Literal["2d", "flat", "slice"]
 Scaling = Literal["none", "match_rms", "rectangular", "spectral"]
-Layout = Literal["auto", "as_stored", "in_out", "out_in"]
+WeightLayout = Literal["auto", "as_stored", "in_out", "out_in"]
 Precision = Literal["auto", "float16", "bfloat16", "float32", "float64"]
 RouteChange = Literal["error", "migrate", "reset"]
 NonFinite = Literal["ignore", "skip", "error"]
@@ -193,9 +193,9 @@ class HybridMuonConfig(_Buildable):
             "follows the sign of lr_adjust."
         ),
     )
-    layout: Layout = setting(
+    layout: WeightLayout = setting(
         "auto",
-        choices=get_args(Layout),
+        choices=get_args(WeightLayout),
         doc=(
             "Which dimension of a matrix is its output, for 'rectangular' and 'spectral' scaling: 'in_out' for "
             "DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as output, whatever they mean. 'auto' is "
@@ -333,7 +333,7 @@ class MuonConfig(_Buildable):
     weight_decay: float = setting(0.1, minimum=0.0, doc="Decoupled weight decay of the Muon and AdamW routes.")
     scaling: Scaling = setting("rectangular", choices=get_args(Scaling), doc="See `HybridMuonConfig`.")
     rms_coefficient: float = setting(0.2, above=0.0, doc="Coefficient of the 'match_rms' scaling.")
-    layout: Layout = setting("out_in", choices=get_args(Layout), doc="See `HybridMuonConfig`.")
+    layout: WeightLayout = setting("out_in", choices=get_args(WeightLayout), doc="See `HybridMuonConfig`.")
     schedule: str | Steps = setting("keller-jordan", pattern="|".join(map(re.escape, SCHEDULES)), doc="Coefficients.")
     precision: Precision = setting("auto", choices=get_args(Precision), doc="See `HybridMuonConfig`.")
     muon_mode: MuonMode = setting("2d", choices=get_args(MuonMode), doc="See `HybridMuonConfig`.")

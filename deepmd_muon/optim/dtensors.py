@@ -28,7 +28,7 @@ def with_local(x: Tensor, local: Tensor) -> Tensor:
     return found
 
 
-def whole(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """Return all elements of a tensor; of a DTensor, in host memory or not, all ranks must ask for them."""
     if not hasattr(x, "device_mesh"):
         return x

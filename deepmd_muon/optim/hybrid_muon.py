@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from deepmd_muon.optim.config import (
     HybridMuonConfig,
-    Layout,
     MuonMode,
     NonFinite,
     Precision,
     RouteChange,
     Scaling,
+    WeightLayout,
     reject_renamed_settings,
 )
 from deepmd_muon.optim.cuda import refuse_unsafe_capture
@@ -43,7 +43,7 @@ from deepmd_muon.optim.routing.rules import RouteTable
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import HostMemory
-from deepmd_muon.optim.state.load import drop_unused, load_state, placed, restore_learning_rates
+from deepmd_muon.optim.state.load import drop_unused, load_state, place_state_tensor, restore_learning_rates
 from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.torch_hooks import profiled_on_demand, read_by_grad_scaler
 
@@ -147,7 +147,7 @@ class HybridMuon(Optimizer):
         *,
         nesterov: bool = _DEFAULTS.nesterov,
         scaling: Scaling | None = _DEFAULTS.scaling,
-        layout: Layout = _DEFAULTS.layout,
+        layout: WeightLayout = _DEFAULTS.layout,
         adam_lr_ratio: float | None = _DEFAULTS.adam_lr_ratio,
         schedule: AnySchedule = _DEFAULTS.schedule,
         precision: Precision = _DEFAULTS.precision,
@@ -376,7 +376,7 @@ class HybridMuon(Optimizer):
             changed = hook(self, state_dict)
             state_dict = changed if changed is not None else state_dict
         sharding_of = None if self._sharded is None else self._sharded.sharding_of
-        place = functools.partial(placed, offloaded=self._host_memory is not None, sharding_of=sharding_of)
+        place = functools.partial(place_state_tensor, offloaded=self._host_memory is not None, sharding_of=sharding_of)
         state = load_state(state_dict, self._groups(), self.on_route_change, place)
         restore_learning_rates(self.param_groups, state_dict["param_groups"])
         self.state.clear()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deepmd_muon.optim.routing.views import MatrixView
-from deepmd_muon.optim.sharded import Layout, Plan, PlannedParameter, ShardedSettings, Split, make_plan
+from deepmd_muon.optim.sharded import Layout, Plan, PlannedParameter, ShardedSettings, ShardPlacement, make_plan
 
 STEPS = 10
 ELEMENT = 4  # bytes
@@ -88,9 +88,9 @@ def operations(shape: Shape) -> float:
 def plan_of(case: Case) -> Plan:
     """Plan a case: dense matrices FSDP over all ranks; experts spread, and cut on their rows where ranks remain."""
     ranks = tuple(range(case.ranks))
-    fsdp = Layout((case.ranks,), ranks, (Split(0),))
+    fsdp = Layout((case.ranks,), ranks, (ShardPlacement(0),))
     cutting = case.ranks // case.expert_ranks
-    spread = Layout((cutting, case.expert_ranks), ranks, (Split(1), Split(0)))
+    spread = Layout((cutting, case.expert_ranks), ranks, (ShardPlacement(1), ShardPlacement(0)))
     options = {"damped": False, "steps": STEPS, "gram": False}
     parameters = [
         PlannedParameter(f"dense{i:04}", shape, MatrixView(1, *shape), fsdp, **options)

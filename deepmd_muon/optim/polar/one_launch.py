@@ -51,10 +51,10 @@ def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficie
     list of Tensor
         float32 results (b, m, n), parts of one new tensor.
     """
-    return run(name, _start, matrices, coefficients)
+    return run_launches(name, _start, matrices, coefficients)
 
 
-def run(name: str, start: StartLaunch, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
+def run_launches(name: str, start: StartLaunch, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
     """Plan for these shapes and start all launches, or replay them where they were recorded."""
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
@@ -184,12 +184,12 @@ def launches_for(name: str, geometry: Geometry, device: torch.device) -> LaunchS
             for i in range(batch)
         ]
         out += -(-batch * m * n // 4) * 4  # each tensor's results start at 16 bytes
-    make = {"whole": _whole, "strips": _strips, "tiles": _tiles, "symmetric": _one_shape}[name]
+    make = {"whole": _whole, "strips": _strips, "tiles": _tiles, "symmetric": _batches_by_shape}[name]
     count = -(-len(geometry) // _ADDRESSES) * _ADDRESSES
     return LaunchSet(name, make(pieces, device), out, places, count)
 
 
-def _one_shape(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
+def _batches_by_shape(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
     """Make one batch of each shape."""
     groups: dict[tuple[int, int], list[MatrixLocation]] = {}
     for p in pieces:
@@ -235,28 +235,28 @@ def _whole(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launc
 def _strips(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
     """Each matrix gets a program for every strip of columns, narrow strips where these all run at once."""
     kinds = [next(i for i, most in enumerate(_STRIPS) if p.rows <= most) for p in pieces]
-    room = _STRIPS_AT_ONCE * multiprocessors(device)
+    capacity = _STRIPS_AT_ONCE * multiprocessors(device)
     # In an interpreter, where programs cannot meet, one strip takes everything.
     all_columns = 1 << max(p.columns for p in pieces).bit_length() + 1
     for wide in (32, 64) if device.type == "cuda" else (all_columns,):
         strips = [wide // 2 if _STRIPS[kind] == 256 else wide for kind in kinds]
         owners = [-(-p.columns // strip) for p, strip in zip(pieces, strips, strict=True)]
-        if sum(owners) <= room:
+        if sum(owners) <= capacity:
             break
     launches = []
-    for group in _packed(owners, room):
+    for group in _split_into_launches(owners, capacity):
         numbers = [kinds[i] for i in group]
         constants = {"MASK": sum(1 << kind for kind in set(numbers)), "WIDE": wide, "num_warps": 8, "num_stages": 4}
         sizes = [_STRIPS[kinds[i]] * (owners[i] * strips[i] + _STRIPS[kinds[i]]) for i in group]
         programs = [owners[i] for i in group]
         if device.type == "cuda":
-            programs = _helped(programs, numbers, room)
+            programs = _with_helpers(programs, numbers, capacity)
         members = [pieces[i] for i in group]
         launches.append(_cooperative(members, programs, [], sizes, constants, device, numbers))
     return launches
 
 
-def _helped(owners: Sequence[int], kinds: Sequence[int], room: int) -> list[int]:
+def _with_helpers(owners: Sequence[int], kinds: Sequence[int], capacity: int) -> list[int]:
     """Add programs that only help with X Xᵀ, tallest matrices first, where each tile can then have its own."""
     programs = list(owners)
     for kind in sorted(set(kinds), reverse=True):
@@ -264,7 +264,7 @@ def _helped(owners: Sequence[int], kinds: Sequence[int], room: int) -> list[int]
             side = _STRIPS[kind] // tile
             count = side * (side + 1) // 2
             members = [i for i, other in enumerate(kinds) if other == kind and programs[i] < count]
-            if sum(programs) + sum(count - programs[i] for i in members) <= room:
+            if sum(programs) + sum(count - programs[i] for i in members) <= capacity:
                 for i in members:
                     programs[i] = count
     return programs
@@ -273,20 +273,20 @@ def _helped(owners: Sequence[int], kinds: Sequence[int], room: int) -> list[int]
 def _tiles(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
     """Programs take equally many tiles, as few as let all matrices run at once; small tiles where those fit."""
     padded = [(-(-p.rows // _TILE) * _TILE, -(-p.columns // _TILE) * _TILE) for p in pieces]
-    room = _TILES_AT_ONCE * multiprocessors(device)
+    capacity = _TILES_AT_ONCE * multiprocessors(device)
     for tile, symmetric in ((32, 32), (64, 32), (64, 64)):
         halves = [m // symmetric for m, _ in padded]
         most = [max(m * n // tile**2, h * (h + 1) // 2) for (m, n), h in zip(padded, halves, strict=True)]
-        if sum(most) <= (room // 2 if tile == 32 else room):
+        if sum(most) <= (capacity // 2 if tile == 32 else capacity):
             break
-    each = max(-(-sum(most) // room), *(-(-tiles // int(MAX_PROGRAMS.value)) for tiles in most))
-    while sum(-(-tiles // each) for tiles in most) > max(room, len(most)):
+    each = max(-(-sum(most) // capacity), *(-(-tiles // int(MAX_PROGRAMS.value)) for tiles in most))
+    while sum(-(-tiles // each) for tiles in most) > max(capacity, len(most)):
         each += 1
     # An interpreter runs programs one after the other, so that they cannot meet.
     programs = [-(-tiles // each) if device.type == "cuda" else 1 for tiles in most]
     constants = {"T": tile, "G": symmetric, "K": _TILE, "num_warps": 4, "num_stages": 4}
     launches = []
-    for group in _packed(programs, room):
+    for group in _split_into_launches(programs, capacity):
         singles = [padded[i][0] * padded[i][1] for i in group]
         workspace = [2 * (padded[i][0] * padded[i][1] + padded[i][0] ** 2) for i in group]
         members, counts = [pieces[i] for i in group], [programs[i] for i in group]
@@ -294,11 +294,11 @@ def _tiles(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launc
     return launches
 
 
-def _packed(programs: Sequence[int], room: int) -> list[list[int]]:
+def _split_into_launches(programs: Sequence[int], capacity: int) -> list[list[int]]:
     """Distribute matrices over launches so that each launch's programs fit at once."""
     groups: list[tuple[int, list[int]]] = []
     for i, count in enumerate(programs):
-        if not groups or groups[-1][0] + count > room:
+        if not groups or groups[-1][0] + count > capacity:
             groups.append((0, []))
         total, members = groups[-1]
         groups[-1] = (total + count, [*members, i])

@@ -62,7 +62,7 @@ def orthogonalize_with_kernels(
         members = [i for i, c in enumerate(chosen) if c == name]
         if name == "torch":
             continue
-        done = attempt(name, [matrices[i] for i in members], coefficients)
+        done = try_kernels(name, [matrices[i] for i in members], coefficients)
         if done is None:  # it has just been switched off: ask the table again
             return orthogonalize_with_kernels(matrices, coefficients, operand, allowed)
         for i, x in zip(members, done, strict=True):
@@ -90,7 +90,7 @@ def choose_all(
     return tuple(chosen)
 
 
-def attempt(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor] | None:
+def try_kernels(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor] | None:
     """Run one implementation; on its first use check it against torch; on failure switch it off and say so."""
     try:
         _check(name, matrices[0].device)

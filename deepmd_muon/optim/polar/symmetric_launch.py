@@ -27,7 +27,7 @@ from deepmd_muon.optim.polar.kernels.symmetric import (
     symmetric_product,
     update,
 )
-from deepmd_muon.optim.polar.one_launch import on_device, run
+from deepmd_muon.optim.polar.one_launch import on_device, run_launches
 from deepmd_muon.optim.polar.schedules import Coefficients
 from deepmd_muon.optim.polar.tables import Inputs, Launch, Span
 
@@ -188,7 +188,7 @@ def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coeffici
         float32 results (b, m, n), parts of one new tensor. The workspace is freed on return: 4 bytes an element of X, 8
         where X stays in fp32, and up to 16 an element of X Xᵀ, both padded to whole tiles.
     """
-    return run("symmetric", _run, matrices, coefficients)
+    return run_launches("symmetric", _run, matrices, coefficients)
 
 
 def _run(_name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients, out: Tensor) -> None:
@@ -198,12 +198,12 @@ def _run(_name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients,
     work = _Workspace(launch, inputs, products, out)
     for k, product in enumerate(products):
         if product.target == "X":
-            work.update(k, product, _lift(products[k + 1 :]), last=k + 1 == len(products))
+            work.update(k, product, _amplification(products[k + 1 :]), last=k + 1 == len(products))
         else:
             work.multiply(k, product)
 
 
-def _lift(products: Sequence[Product]) -> float:
+def _amplification(products: Sequence[Product]) -> float:
     """Return how many times these launches enlarge what is small in X, at the most on the way."""
     factors = (abs(product.weights[0]) for product in products if product.target == "X")
     return max(itertools.accumulate(factors, operator.mul, initial=1.0))
@@ -231,12 +231,14 @@ class _Workspace:
         shares = _shares(count) if out.is_cuda else 4  # an interpreter runs programs one after the other
         sums = torch.empty(count, shares, 2, dtype=torch.float64, device=out.device)
         self.factors = single(count, 2)
-        self.single = _lift(products) > _KEEP  # whether X is there in fp32
+        self.single = _amplification(products) > _KEEP  # whether X is there in fp32
         spans = launch.constants["spans"]
         self.spans: Sequence[Span] = spans if len(spans) <= _MOST_SPANS else ()
         self.inputs = self._inputs(inputs.tensors) if self.single else []
         keep = self.single and not self.inputs
-        kept = keep or any(_lift(products[k + 1 :]) > _KEEP for k, each in enumerate(products) if each.target == "X")
+        kept = keep or any(
+            _amplification(products[k + 1 :]) > _KEEP for k, each in enumerate(products) if each.target == "X"
+        )
         iterates = half(2, count * order, width)
         master = single(count * order, width) if kept else iterates[1]
         measure[shares, count](self.table, inputs.addresses, sums, SHARES=shares, T=64, num_warps=8)

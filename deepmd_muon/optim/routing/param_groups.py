@@ -31,7 +31,7 @@ from deepmd_muon.optim.routing.rules import (
     choose_route,
     unnamed,
 )
-from deepmd_muon.optim.routing.views import Split
+from deepmd_muon.optim.routing.views import FusedSplit
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.setting import check_settings, setting
 
@@ -164,7 +164,7 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
         deep = [name for name, p in zip(names, group["params"], strict=False) if p.ndim > 2]
         for key in _LISTS:
             for text in _several(group[key]) if names else ():
-                pattern = Split.parse(text).pattern if key == "splits" else text
+                pattern = FusedSplit.parse(text).pattern if key == "splits" else text
                 hit = any(fnmatchcase(name, pattern) for name in (deep if key == "expert_patterns" else names))
                 used[key, text] = used.get((key, text), number < new) or hit
     idle = [f"{key} {text!r}" for (key, text), hit in used.items() if not hit and text not in DEFAULT_ADAMW_PATTERNS]

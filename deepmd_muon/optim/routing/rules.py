@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 
 from deepmd_muon.optim.config import HybridMuonConfig, MuonMode
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.routing.views import MatrixView, Split, effective_shape, matrix_view
+from deepmd_muon.optim.routing.views import FusedSplit, MatrixView, effective_shape, matrix_view
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class RoutingRules:
     expert_patterns
         Shell patterns on full names of parameters whose first dimension counts experts.
     splits
-        Fused weights and how they are cut, in the form of `deepmd_muon.optim.routing.views.Split`.
+        Fused weights and how they are cut, in the form of `deepmd_muon.optim.routing.views.FusedSplit`.
     """
 
     muon_mode: MuonMode = "slice"
@@ -259,7 +259,7 @@ def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> tuple[Rou
     if expert:
         view = dataclasses.replace(view, batch=shape[0] * view.batch)
     reason = f"{f'experts {expert!r}, each a ' if expert else ''}matrix in mode {rules.muon_mode!r}"
-    for split in map(Split.parse, rules.splits):
+    for split in map(FusedSplit.parse, rules.splits):
         if _matching(name, [split.pattern]):
             view = split.apply(view, name)
             reason += f", split {split.pattern!r}"

@@ -108,7 +108,7 @@ class MatrixView:
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class FusedSplit:
     """How fused weights are cut: `count` equal parts, or parts of the given sizes."""
 
     pattern: str
@@ -117,7 +117,7 @@ class Split:
     count: int
 
     @classmethod
-    def parse(cls, text: str) -> Split:
+    def parse(cls, text: str) -> FusedSplit:
         """Read the form of the setting `splits`, e.g. ``*.qkv.weight: rows 3`` or ``*.mlp: columns 64+32``."""
         found = re.fullmatch(SPLIT_PATTERN, text)
         if not found:

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import warnings
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.sharded.layout import Layout, Split
+    from deepmd_muon.optim.sharded.layout import Layout, ShardPlacement
     from deepmd_muon.optim.sharded.plan import Plan, PlannedParameter, make_plan, plan_from_routes
     from deepmd_muon.optim.sharded_config import ShardedSettings
 
-_HOMES = {
+_MODULES = {
     "Layout": f"{__name__}.layout",
     "Plan": f"{__name__}.plan",
     "PlannedParameter": f"{__name__}.plan",
+    "ShardPlacement": f"{__name__}.layout",
     "ShardedSettings": "deepmd_muon.optim.sharded_config",
-    "Split": f"{__name__}.layout",
     "make_plan": f"{__name__}.plan",
     "plan_from_routes": f"{__name__}.plan",
 }
 
-__all__ = ["Layout", "Plan", "PlannedParameter", "ShardedSettings", "Split", "make_plan", "plan_from_routes"]
+__all__ = ["Layout", "Plan", "PlannedParameter", "ShardPlacement", "ShardedSettings", "make_plan", "plan_from_routes"]
 
 
 def __getattr__(name: str) -> Any:
     # Single-process training never imports torch.distributed because of this package.
-    if name in _HOMES:
-        from importlib import import_module
-
-        return getattr(import_module(_HOMES[name]), name)
+    if name == "Split":
+        warnings.warn("deepmd_muon.optim.sharded.Split is now ShardPlacement", DeprecationWarning, stacklevel=2)
+        name = "ShardPlacement"
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -39,30 +39,30 @@ class ElementwiseWave:
 
     group: Group
     route: Route
-    members: list[ShardedParameter]
-    params: list[Tensor]
+    sharded_params: list[ShardedParameter]
+    elements: list[Tensor]
     state: StateLists
     transfer_batch: TransferBatch | None
 
 
 class ElementwiseStep:
-    """The element-wise routes of some members.
+    """The element-wise routes of sharded parameters.
 
     Parameters
     ----------
-    members
+    sharded_params
         Parameters of the Adam routes that live on several ranks.
     lane
         Where collectives run.
     """
 
-    def __init__(self, members: Sequence[ShardedParameter], collectives: CollectiveStream) -> None:
-        self._members = members
+    def __init__(self, sharded_params: Sequence[ShardedParameter], collectives: CollectiveStream) -> None:
+        self._sharded_params = sharded_params
         self._waves: list[ElementwiseWave] = []
         parts: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Tensor, StateSharding]]] = defaultdict(list)
-        for member in members:
-            if member.sharding is not None and len(member.sharding.layout.ranks) > 1:
-                parts[member.sharding.layout.ranks, member.p.dtype].append((member.p, member.sharding))
+        for param in sharded_params:
+            if param.sharding is not None and len(param.sharding.layout.ranks) > 1:
+                parts[param.sharding.layout.ranks, param.p.dtype].append((param.p, param.sharding))
         self._parts = [GatheredParts(chosen, collectives) for chosen in parts.values()]
 
     def reset(self) -> None:
@@ -72,16 +72,16 @@ class ElementwiseStep:
     def compile(self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int) -> None:
         """Cut the parameters that have a gradient into waves; make the state of those that have none."""
         kinds: dict[tuple[int, Route], list[tuple[Tensor, ShardedParameter]]] = defaultdict(list)
-        for member in self._members:
-            if member.p.grad is not None:
-                kinds[member.group, member.entry.route].append((member.elements(), member))
+        for param in self._sharded_params:
+            if param.p.grad is not None:
+                kinds[param.group, param.entry.route].append((param.elements(), param))
         self._waves = []
         for (number, route), taken in kinds.items():
             group = groups[number]
             for wave in waves(taken, elements_at_a_time(group, route, [x for x, _ in taken], memory, workspace)):
-                chosen = [member for _, member in wave]
-                states = [complete_state(state[member.p], member, damped=False) for member in chosen]
-                transfer_batch = transfer_batch_of(state, memory, [member.p for member in chosen], route)
+                chosen = [param for _, param in wave]
+                states = [complete_state(state[param.p], param, damped=False) for param in chosen]
+                transfer_batch = transfer_batch_of(state, memory, [param.p for param in chosen], route)
                 lists = state_lists(states, route, damped=False)
                 self._waves.append(ElementwiseWave(group, route, chosen, [x for x, _ in wave], lists, transfer_batch))
 
@@ -96,8 +96,8 @@ class ElementwiseStep:
         """
         for wave in self._waves:
             state = wave.state if moments is None else with_moments(wave.state, wave.route, next(moments))
-            grads = [grad for member in wave.members if (grad := member.gradient()) is not None]
-            step_elements(wave.params, grads, state, wave.route, wave.group, control.on(wave.params[0].device))
+            grads = [grad for param in wave.sharded_params if (grad := param.gradient()) is not None]
+            step_elements(wave.elements, grads, state, wave.route, wave.group, control.on(wave.elements[0].device))
         arriving = [parts.gather() for parts in self._parts]
 
         def finish() -> None:

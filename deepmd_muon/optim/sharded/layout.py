@@ -20,7 +20,7 @@ Runs = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class ShardPlacement:
     """A placement: one mesh axis cuts tensor dimension `dim`, each of `stride` equal pieces of it in turn."""
 
     dim: int
@@ -41,12 +41,12 @@ class Layout:
     ranks
         Global ranks in row-major order of the mesh.
     placements
-        One per mesh axis: a `Split`, or None where the parameter is replicated.
+        One per mesh axis: a `ShardPlacement`, or None where the parameter is replicated.
     """
 
     mesh: tuple[int, ...]
     ranks: tuple[int, ...]
-    placements: tuple[Split | None, ...]
+    placements: tuple[ShardPlacement | None, ...]
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.mesh))
@@ -80,7 +80,7 @@ def state_layout(shape: Sequence[int], ranks: Sequence[int], mesh: tuple[int, ..
     dim = 0
     if matrices:
         dim = min(range(len(shape)), key=lambda d: (-(-shape[d] // size) * (math.prod(shape) // max(1, shape[d])), d))
-    return Layout(mesh, tuple(ranks), (Split(dim),) * len(mesh))
+    return Layout(mesh, tuple(ranks), (ShardPlacement(dim),) * len(mesh))
 
 
 class Region(NamedTuple):

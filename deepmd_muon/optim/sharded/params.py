@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from deepmd_muon.optim.dtensors import local_of, whole
+from deepmd_muon.optim.dtensors import full_tensor, local_of
 from deepmd_muon.optim.errors import (
     GradientPlacementError,
     PartialPlacementError,
@@ -23,7 +23,7 @@ from deepmd_muon.optim.errors import (
 from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.sharded.layout import (
     Layout,
-    Split,
+    ShardPlacement,
     held_runs,
     replicated,
     score_layout,
@@ -78,7 +78,7 @@ class StateSharding:
         if isinstance(value, DTensor):
             if value.device_mesh == self.mesh and value.placements == (Shard(self.dim),) * self.mesh.ndim:
                 return value
-            value = whole(value)
+            value = full_tensor(value)
         return self.joined(self.part(value).contiguous(), value.shape)
 
 
@@ -182,71 +182,71 @@ def layout_of(p: Tensor, replicas: Replicas | None) -> Layout | None:
     return replicated(dist.get_process_group_ranks(replicas))
 
 
-def _split(placement: Placement, ndim: int) -> Split | None:
+def _split(placement: Placement, ndim: int) -> ShardPlacement | None:
     """Translate one placement; sums that are not reduced yet count as replicated here and are refused later."""
     if isinstance(placement, _StridedShard):
-        return Split(placement.dim % ndim, int(placement.split_factor))
-    return Split(placement.dim % ndim) if isinstance(placement, Shard) else None
+        return ShardPlacement(placement.dim % ndim, int(placement.split_factor))
+    return ShardPlacement(placement.dim % ndim) if isinstance(placement, Shard) else None
 
 
-def _placement(axis: Split | None) -> Placement:
+def _placement(axis: ShardPlacement | None) -> Placement:
     if axis is None:
         return Replicate()
     return Shard(axis.dim) if axis.stride == 1 else _StridedShard(axis.dim, split_factor=axis.stride)
 
 
 def layout_error(
-    state: Mapping[Tensor, Mapping[str, Any]], members: Sequence[ShardedParameter]
+    state: Mapping[Tensor, Mapping[str, Any]], sharded_params: Sequence[ShardedParameter]
 ) -> ShardingError | None:
     """Return, to be raised, what could not be exchanged, naming every such parameter.
 
     It is a `PartialPlacementError`, `GradientPlacementError` or `ReshardedParameterError`; of several problems the
     first decides the class and all are listed.
     """
-    problems = [found for member in members if (found := _layout_error_of(state.get(member.p, {}), member))]
+    problems = [found for param in sharded_params if (found := _layout_error_of(state.get(param.p, {}), param))]
     if not problems:
         return None
     listed = "\n".join(f"  {message}" for _, message in problems)
     return problems[0][0](f"the sharded step cannot start, nothing was changed:\n{listed}")
 
 
-def _layout_error_of(state: Mapping[str, Any], member: ShardedParameter) -> tuple[type[ShardingError], str] | None:
-    p, grad = member.p, member.p.grad
-    if p.device != member.device:
-        return ReshardedParameterError, f"{member}: moved from {member.device} to {p.device}; make the optimizer anew"
+def _layout_error_of(state: Mapping[str, Any], param: ShardedParameter) -> tuple[type[ShardingError], str] | None:
+    p, grad = param.p, param.p.grad
+    if p.device != param.device:
+        return ReshardedParameterError, f"{param}: moved from {param.device} to {p.device}; make the optimizer anew"
     if not isinstance(p, DTensor):
         if isinstance(grad, DTensor):
-            return GradientPlacementError, f"{member}: its gradient is a DTensor and the parameter is not"
+            return GradientPlacementError, f"{param}: its gradient is a DTensor and the parameter is not"
         if grad is not None and grad.device != p.device:
-            return GradientPlacementError, f"{member}: its gradient is on {grad.device}, the parameter on {p.device}"
+            return GradientPlacementError, f"{param}: its gradient is on {grad.device}, the parameter on {p.device}"
         return None
     if any(isinstance(placement, Partial) for placement in p.placements):
-        return PartialPlacementError, f"{member} is {p.placements}; redistribute it to Shard or Replicate"
+        return PartialPlacementError, f"{param} is {p.placements}; redistribute it to Shard or Replicate"
     if grad is not None:
         if not isinstance(grad, DTensor):
-            return GradientPlacementError, f"{member}: its gradient is a plain tensor of shape {tuple(grad.shape)}"
+            return GradientPlacementError, f"{param}: its gradient is a plain tensor of shape {tuple(grad.shape)}"
         if any(isinstance(placement, Partial) for placement in grad.placements):
             return PartialPlacementError, (
-                f"{member}: its gradient is {grad.placements}; reduce it: "
+                f"{param}: its gradient is {grad.placements}; reduce it: "
                 f"p.grad = p.grad.redistribute(placements={p.placements})"
             )
         if grad.placements != p.placements or grad.device_mesh != p.device_mesh:
             return GradientPlacementError, (
-                f"{member}: its gradient is {grad.placements} on {grad.device_mesh}; redistribute it to {p.placements}"
+                f"{param}: its gradient is {grad.placements} on {grad.device_mesh}; redistribute it to {p.placements}"
             )
-    if member.layout.placements != tuple(_split(placement, p.ndim) for placement in p.placements):
+    if param.layout.placements != tuple(_split(placement, p.ndim) for placement in p.placements):
         return (
             ReshardedParameterError,
-            f"{member}: it is {p.placements} now; make the optimizer anew and load its state",
+            f"{param}: it is {p.placements} now; make the optimizer anew and load its state",
         )
     for key in ALL_MOMENTS:
         value = state.get(key)
         if value is None:
             continue
         if not isinstance(value, DTensor):
-            return ReshardedParameterError, f"{member}: its {key} is a plain tensor; save and load the state instead"
+            return ReshardedParameterError, f"{param}: its {key} is a plain tensor; save and load the state instead"
         if value.placements != p.placements or value.device_mesh != p.device_mesh:
             return ReshardedParameterError, (
-                f"{member}: its {key} is {value.placements} on {value.device_mesh}; to reshard, save and load the state"
+                f"{param}: its {key} is {value.placements} on {value.device_mesh}; to reshard, save and load the state"
             )
     return None

@@ -61,10 +61,10 @@ class MomentumGroup:
 class MomentumUpdate:
     """What must be done to momenta before a bucket can be packed."""
 
-    def __init__(self, plan: Plan, members: Sequence[ShardedParameter], fresh: Sequence[int], rank: int) -> None:
+    def __init__(self, plan: Plan, sharded_params: Sequence[ShardedParameter], fresh: Sequence[int], rank: int) -> None:
         kinds: dict[tuple[int, torch.dtype], list[int]] = {}
         for i in fresh:
-            kinds.setdefault((members[i].group, members[i].p.dtype), []).append(i)
+            kinds.setdefault((sharded_params[i].group, sharded_params[i].p.dtype), []).append(i)
         self.momenta_groups = [
             MomentumGroup(
                 group,
@@ -93,8 +93,8 @@ class Pipeline:
     Parameters
     ----------
     plan
-        Of `members`, in the same order.
-    members
+        Of `sharded_params`, in the same order.
+    sharded_params
         The parameters of the Muon route that live on several ranks; at least one.
     groups, lane
         Process groups of the plan's domains; where collectives run.
@@ -108,18 +108,18 @@ class Pipeline:
     def __init__(
         self,
         plan: Plan,
-        members: Sequence[ShardedParameter],
+        sharded_params: Sequence[ShardedParameter],
         groups: Sequence[dist.ProcessGroup | None],
         collectives: CollectiveStream,
     ) -> None:
         self.plan = plan
-        self.members = members
+        self.sharded_params = sharded_params
         self.rank = dist.get_rank()
-        self.device = local_of(members[0].p).device
+        self.device = local_of(sharded_params[0].p).device
         self.collectives = collectives
         self.travelling: list[Bucket] = []
         self.staying: list[Bucket] = []
-        numbers = [member.group for member in members]
+        numbers = [param.group for param in sharded_params]
         for domain, group in zip(plan.domains, groups, strict=True):
             wide = _WIDE[domain.itemsize]
             for number in range(domain.buckets):
@@ -137,7 +137,7 @@ class Pipeline:
         for bucket in self.order:
             bucket.fresh = tuple(i for i in bucket.parameters if i not in seen)
             seen.update(bucket.fresh)
-        self.momentum_updates = [MomentumUpdate(plan, members, bucket.fresh, self.rank) for bucket in self.order]
+        self.momentum_updates = [MomentumUpdate(plan, sharded_params, bucket.fresh, self.rank) for bucket in self.order]
         self._make_slots()
 
     def _make_slots(self) -> None:
@@ -157,21 +157,21 @@ class Pipeline:
         """Make all views of buffers, parameters and state, as they are now; no communication."""
         # Every rank has all state, also where it holds no element, and in the same order: who gathers a state dict's
         # tensors one after the other relies on it. Offloaded momenta are made one bucket at a time.
-        for member in self.members:
-            state.setdefault(member.p, {})
-        everything = range(len(self.members))
+        for param in self.sharded_params:
+            state.setdefault(param.p, {})
+        everything = range(len(self.sharded_params))
         for positions in (*(update.order for update in self.momentum_updates), everything):
-            chosen = [self.members[i] for i in positions]
-            for member in chosen:
-                complete_state(state[member.p], member, damped=groups[member.group].settings.magma_muon)
+            chosen = [self.sharded_params[i] for i in positions]
+            for param in chosen:
+                complete_state(state[param.p], param, damped=groups[param.group].settings.magma_muon)
             if memory is not None:
-                memory.offload(state, [(member.p, "momentum_buffer") for member in chosen])
-        states = [state[member.p] for member in self.members]
+                memory.offload(state, [(param.p, "momentum_buffer") for param in chosen])
+        states = [state[param.p] for param in self.sharded_params]
         local = {
             i: LocalParameter(
                 local_of(m.p).detach(), local_of(s["magma_score"]) if "magma_score" in s else None, m.group
             )
-            for i, (m, s) in enumerate(zip(self.members, states, strict=True))
+            for i, (m, s) in enumerate(zip(self.sharded_params, states, strict=True))
         }
         self.needed: list[list[int]] = []  # for each bucket, whose tables of sums it reads
         maker = {i: k for k, update in enumerate(self.momentum_updates) for i in update.order}
@@ -194,7 +194,7 @@ class Pipeline:
         """Return what offloaded momenta travel as: before the element-wise routes' turn, and after it."""
         found = []
         for update in self.momentum_updates:
-            wanted = [(self.members[i].p, "momentum_buffer") for i in update.order]
+            wanted = [(self.sharded_params[i].p, "momentum_buffer") for i in update.order]
             found.append([memory.transfer_batch(state, wanted)] if wanted else [])
         first = min(self.first, len(self.travelling))
         before, after = found[:first], found[first:]
@@ -290,12 +290,12 @@ class PipelineStep:
         pairs: list[magma.Pair] = []
         for momenta_group in update.momenta_groups:
             settings, group = self._groups[momenta_group.group].settings, self._groups[momenta_group.group].values
-            members = [self._pipeline.members[i] for i in momenta_group.parameters]
-            mine = list(buffers[start : start + len(members)])
-            start += len(members)
+            sharded_params = [self._pipeline.sharded_params[i] for i in momenta_group.parameters]
+            mine = list(buffers[start : start + len(sharded_params)])
+            start += len(sharded_params)
             grads = []
-            for k, member in enumerate(members):
-                grad = member.gradient()
+            for k, param in enumerate(sharded_params):
+                grad = param.gradient()
                 if grad is None:
                     # Whether another rank has a gradient is known only at the end: the momentum waits until then.
                     mine[k] = self._tentative[momenta_group.parameters[k]] = mine[k].clone()
@@ -309,8 +309,8 @@ class PipelineStep:
             if settings.magma_muon:
                 pairs += _pairs(momenta, gradients, momenta_group)
             if self._pipeline.plan.settings.free_gradients:
-                for member in members:
-                    member.p.grad = None
+                for param in sharded_params:
+                    param.p.grad = None
         return magma.table_of_sums(pairs, self._pipeline.device)
 
     def _orthogonalize(
@@ -374,8 +374,8 @@ class PipelineStep:
         if self._tentative and self._memory is not None:
             self._memory.wait()
         for i, advanced in self._tentative.items():
-            member = pipeline.members[i]
-            buffer = local_of(self._state[member.p]["momentum_buffer"])
+            param = pipeline.sharded_params[i]
+            buffer = local_of(self._state[param.p]["momentum_buffer"])
             shape = local_shape(pipeline.plan, i, pipeline.rank, "gather")
             for block in range(pipeline.plan.parameters[i].view.blocks):
                 piece = piece_of(pipeline.plan, i, block, pipeline.rank, "gather")

@@ -27,7 +27,7 @@ from deepmd_muon.optim.sharded.pipeline import Pipeline, PipelineStep
 from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
 from deepmd_muon.optim.sharded.presence import ComparedParameter, GradientPresence
 from deepmd_muon.optim.sharded.process_groups import check_agreement, group_of
-from deepmd_muon.optim.sharded.reference import step_everywhere
+from deepmd_muon.optim.sharded.reference import reference_step
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import HostMemory
@@ -45,7 +45,7 @@ def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: S
     UnsupportedTransportError
         When one has elements of another type than float16, bfloat16, float32 or float64.
     """
-    members = []
+    sharded_params = []
     for number, group in enumerate(groups):
         for p, entry in group.routed:
             layout = layout_of(p, replicas)
@@ -53,12 +53,12 @@ def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: S
                 sharding = None
                 if settings.state == "sharded" and replicas is not None and not isinstance(p, DTensor):
                     sharding = state_sharding(p, replicas, matrices=entry.route == "muon")
-                members.append(ShardedParameter(p, entry, number, layout, p.device, sharding))
+                sharded_params.append(ShardedParameter(p, entry, number, layout, p.device, sharding))
                 if p.dtype not in DTYPES:
                     raise UnsupportedTransportError(
-                        f"{members[-1]}: {p.dtype} cannot be stepped; freeze it, or keep it in bfloat16 or wider"
+                        f"{sharded_params[-1]}: {p.dtype} cannot be stepped; freeze it, or keep it in bfloat16 or wider"
                     )
-    return ShardedStep(groups, members, settings) if members else None
+    return ShardedStep(groups, sharded_params, settings) if sharded_params else None
 
 
 class ShardedStep:
@@ -68,7 +68,7 @@ class ShardedStep:
     ----------
     groups
         The optimizer's parameter groups.
-    members
+    sharded_params
         Those parameters, in the optimizer's order.
     settings
         Of the exchange.
@@ -81,18 +81,20 @@ class ShardedStep:
         Those parameters; none where every replica takes the whole step by itself.
     """
 
-    def __init__(self, groups: Sequence[Group], members: Sequence[ShardedParameter], settings: ShardedSettings) -> None:
+    def __init__(
+        self, groups: Sequence[Group], sharded_params: Sequence[ShardedParameter], settings: ShardedSettings
+    ) -> None:
         self._settings = settings
-        self._members = list(members)
-        self._here = {member.p for member in members}
-        self._device = members[0].device
-        self._muon = [member for member in members if member.entry.route == "muon"]
-        self.plan = make_plan([_planned(member, groups[member.group].settings) for member in self._muon], settings)
+        self._sharded_params = list(sharded_params)
+        self._here = {param.p for param in sharded_params}
+        self._device = sharded_params[0].device
+        self._muon = [param for param in sharded_params if param.entry.route == "muon"]
+        self.plan = make_plan([_planned(param, groups[param.group].settings) for param in self._muon], settings)
         # Replicas that repeat the work take one process's own step, with all its fast paths, once their plans agree.
-        plain = not any(isinstance(member.p, DTensor) for member in members)
-        sharding = any(member.sharding is not None for member in members)
+        plain = not any(isinstance(param.p, DTensor) for param in sharded_params)
+        sharding = any(param.sharding is not None for param in sharded_params)
         self._repeating = plain and not sharding and not any(domain.buckets for domain in self.plan.domains)
-        self.params: list[Tensor] = [] if self._repeating else [member.p for member in members]
+        self.params: list[Tensor] = [] if self._repeating else [param.p for param in sharded_params]
         self._agreed = False
         self._error: ShardingError | None = None
         self._bound = self._compiled = False
@@ -120,24 +122,24 @@ class ShardedStep:
         if self._presence is not None:
             self._presence.raise_deferred()
 
-    def local_params(self, members: RoutedParams) -> RoutedParams:
+    def local_params(self, routed: RoutedParams) -> RoutedParams:
         """Return those of some parameters that each process steps by itself."""
-        return members if self._repeating else [(p, entry) for p, entry in members if p not in self._here]
+        return routed if self._repeating else [(p, entry) for p, entry in routed if p not in self._here]
 
     def sharding_of(self, p: Tensor) -> StateSharding | None:
         """Return how a parameter's state is cut, where the parameter itself is not."""
-        return next((member.sharding for member in self._members if member.p is p), None)
+        return next((param.sharding for param in self._sharded_params if param.p is p), None)
 
     def fresh_state(self, groups: Sequence[Group]) -> dict[str, dict[str, Tensor]]:
         """Return state as the first step would make it, by parameter name; the optimizer's own is left alone."""
         return {
-            member.entry.name: complete_state({}, member, damped=groups[member.group].settings.magma_muon)
-            for member in self._members
+            param.entry.name: complete_state({}, param, damped=groups[param.group].settings.magma_muon)
+            for param in self._sharded_params
         }
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
         """Check parameters, gradients and state; `agree` raises what is found, on all ranks."""
-        self._error = layout_error(state, self._members)
+        self._error = layout_error(state, self._sharded_params)
         self._compiled = False
         self._bound = self._bound and same_tensors
 
@@ -179,7 +181,7 @@ class ShardedStep:
         if self._elements is None:
             collectives = CollectiveStream(self._device)
             self._elements = ElementwiseStep(
-                [member for member in self._members if member.entry.route != "muon"], collectives
+                [param for param in self._sharded_params if param.entry.route != "muon"], collectives
             )
             if self._muon and not everywhere:
                 self._pipeline = Pipeline(self.plan, self._muon, self._groups, collectives)
@@ -197,7 +199,7 @@ class ShardedStep:
         if run is not None:
             run.finish()
         elif self._muon:
-            step_everywhere(self.plan, self._muon, self._groups, groups, state, memory, workspace, control)
+            reference_step(self.plan, self._muon, self._groups, groups, state, memory, workspace, control)
         for _ in moments or ():  # the last lot goes home
             pass
         finish()
@@ -206,27 +208,27 @@ class ShardedStep:
         """Return the comparison of gradients where replicas would differ if one were missing on some of them."""
         everywhere = self._settings.exchange == "reference"
         still = self._repeating or everywhere
-        members = self._members if still else [m for m in self._members if m.entry.route != "muon"]
+        sharded_params = self._sharded_params if still else [m for m in self._sharded_params if m.entry.route != "muon"]
         compared = [
-            ComparedParameter(member.p, f"{member} (route {member.entry.route})", tuple(sorted(member.layout.ranks)))
-            for member in members
-            if len(member.layout.replicas()) > 1
+            ComparedParameter(param.p, f"{param} (route {param.entry.route})", tuple(sorted(param.layout.ranks)))
+            for param in sharded_params
+            if len(param.layout.replicas()) > 1
         ]
-        known = [tuple(sorted(member.layout.ranks)) for member in self._members]
+        known = [tuple(sorted(param.layout.ranks)) for param in self._sharded_params]
         return GradientPresence(compared, known, self._device, late=False if everywhere else None)
 
 
-def _planned(member: ShardedParameter, settings: HybridMuonConfig) -> PlannedParameter:
-    entry = member.entry
+def _planned(param: ShardedParameter, settings: HybridMuonConfig) -> PlannedParameter:
+    entry = param.entry
     assert entry.view is not None
     return PlannedParameter(
         entry.name,
         entry.shape,
         entry.view,
-        member.layout,
-        itemsize=moment_dtype(member.p.dtype).itemsize,
+        param.layout,
+        itemsize=moment_dtype(param.p.dtype).itemsize,
         damped=settings.magma_muon,
         steps=len(coefficients_of(settings.schedule)),
         gram=settings.enable_gram,
-        state_layout=member.sharding.layout if member.sharding else None,
+        state_layout=param.sharding.layout if param.sharding else None,
     )

@@ -102,7 +102,7 @@ class Exchange:
 
     Parameters
     ----------
-    plan, domain, route
+    plan, domain, messages
         What travels.
     bucket
         Its number; None for jobs that stay.

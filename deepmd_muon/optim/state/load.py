@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import RouteChange
-from deepmd_muon.optim.dtensors import spec_of, whole
+from deepmd_muon.optim.dtensors import full_tensor, spec_of
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name
@@ -42,7 +42,7 @@ def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group])
     """
     for p, entry, group in _parameters(groups):
         own, damped = state.get(p, {}), group.settings.magma_muon
-        unused = [key for key in STATE_TENSORS.keys() & own.keys() if not _fits(key, own[key], entry, damped=damped)]
+        unused = [key for key in STATE_TENSORS.keys() & own.keys() if not _is_used(key, own[key], entry, damped=damped)]
         for key in unused:
             del own[key]
         if unused:
@@ -50,7 +50,7 @@ def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group])
             log.warning("%s: its state %s is dropped: %s now", entry.name, ", ".join(sorted(unused)), why)
 
 
-def _fits(key: str, value: Tensor, entry: RouteEntry, *, damped: bool) -> bool:
+def _is_used(key: str, value: Tensor, entry: RouteEntry, *, damped: bool) -> bool:
     """Whether a known state tensor belongs to a parameter of this route, with Magma on or off."""
     if key == "magma_score" and not damped:
         return False
@@ -83,9 +83,9 @@ def load_state(
     present = RouteTable([entry for _, entry, _ in _parameters(groups)])
     saved = _read(state_dict, groups, present)
     differences = _differences(saved, present)
-    damaged = [problem for old in saved.values() for problem in _damage(old.entry, old.values)]
-    if damaged:
-        raise RoutingMismatchError(damaged, "The file is damaged or was changed by hand: use another checkpoint.")
+    inconsistent = [problem for old in saved.values() for problem in _inconsistencies(old.entry, old.values)]
+    if inconsistent:
+        raise RoutingMismatchError(inconsistent, "The file is damaged or was changed by hand: use another checkpoint.")
     unexplained = [line for name, line in differences.items() if name not in saved or not saved[name].explained]
     if unexplained and on_route_change == "error":
         raise RoutingMismatchError(unexplained, _ADVICE)
@@ -137,7 +137,7 @@ def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: Rout
         rules = [RoutingRules(each.muon_mode, each.min_matrix_dim) for each in settings]
         return read_deepmd_kit(groups, state, routing, rules)
     raise ForeignStateError(
-        f"the optimizer state carries no routing manifest; it looks like that of {_kind(state)}. "
+        f"the optimizer state carries no routing manifest; it looks like that of {_likely_optimizer(state)}. "
         "Start from the weights alone with a fresh optimizer state (dp train --init-model)."
     )
 
@@ -161,7 +161,7 @@ def _without_powers(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in ("beta1_pow", "beta2_pow")}
 
 
-def _kind(state: Mapping[Any, Mapping[str, Any]]) -> str:
+def _likely_optimizer(state: Mapping[Any, Mapping[str, Any]]) -> str:
     """Say what a state dict without a routing manifest looks like."""
     keys = {key for values in state.values() for key in values}
     if "exp_avg" in keys:
@@ -200,7 +200,7 @@ def _describe(entry: RouteEntry) -> str:
     return f"route {entry.route}{view}, shape {shape}"
 
 
-def _damage(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
+def _inconsistencies(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
     """List what does not fit between a parameter's saved state and its route."""
     # A frozen parameter keeps the state of the route it had before.
     before: Route = "muon" if "momentum_buffer" in values else "adam"
@@ -233,7 +233,7 @@ class StateSharding(Protocol):
         """Return a state tensor cut like this, whatever it was before."""
 
 
-def placed(
+def place_state_tensor(
     key: str, value: Tensor, p: Tensor, *, offloaded: bool, sharding_of: Callable[[Tensor], StateSharding | None] | None
 ) -> Tensor:
     """Copy a saved state tensor to where it is kept, in the dtype and layout that it has for such a parameter.
@@ -247,7 +247,7 @@ def placed(
         device = torch.device("cpu") if offloaded else device
         if spec_of(p) is None:
             sharding = None if sharding_of is None else sharding_of(p)
-            value = whole(value) if sharding is None else sharding.of(value)
+            value = full_tensor(value) if sharding is None else sharding.of(value)
         if spec_of(value) is None:
             # With the parameter's strides, whatever the saved ones were, as a first step would make it.
             return torch.empty_like(p, dtype=dtype, device=device, requires_grad=False).copy_(value.detach())

@@ -20,7 +20,7 @@ from deepmd_muon.optim.update.gradients import StepControl, in_dtype, prepare_gr
 EPSILON = 1e-20
 
 # Targets, gradients, first and second moments.
-Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+TensorLists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 
 def moment_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -110,7 +110,7 @@ def _fused_on_cpu(
 ) -> None:
     """Call torch's kernel on tensors with the strides it takes for granted."""
     tensors = targets, grads, exp_avgs, exp_avg_sqs
-    alike = _alike(tensors)
+    alike = _with_equal_strides(tensors)
     torch_adam(*alike, [], steps, fused=True, decoupled_weight_decay=True, **values)
     _copy_back(tensors, alike)
 
@@ -136,7 +136,7 @@ def _fused_on_gpu(
     try:
         torch._fused_adamw_(*tensors, nothing, steps, **values)
     except RuntimeError:  # of strides that differ: torch compares them before it launches anything
-        alike = _alike(tensors)
+        alike = _with_equal_strides(tensors)
         if all(map(is_, itertools.chain(*tensors), itertools.chain(*alike))):
             raise
         torch._fused_adamw_(*alike, nothing, steps, **values)
@@ -145,7 +145,7 @@ def _fused_on_gpu(
         torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
-def _alike(several: Lists) -> Lists:
+def _with_equal_strides(several: TensorLists) -> TensorLists:
     """Return lists whose i-th tensors have equal strides and no gaps, which torch's fused kernels take for granted.
 
     Tensors that are so already are returned themselves; of the others, contiguous copies.
@@ -170,7 +170,7 @@ def _is_dense(x: Tensor) -> bool:
     return True
 
 
-def _copy_back(originals: Lists, results: Lists) -> None:
+def _copy_back(originals: TensorLists, results: TensorLists) -> None:
     """Write what a kernel did to copies into their originals; gradients, the second list, stay as they are."""
     if originals is results:
         return

@@ -27,7 +27,14 @@ from deepmd_muon.optim.polar.dispatch import MatrixBatch, choose
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.fused_kernels import SUMS, advance, apply, damp
-from deepmd_muon.optim.update.fused_tables import AddressTable, BlockLocation, StepScalars, block_locations, cut, halves
+from deepmd_muon.optim.update.fused_tables import (
+    AddressTable,
+    BlockLocation,
+    StepScalars,
+    block_locations,
+    chunks_of,
+    split_float64,
+)
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of
 from deepmd_muon.optim.update.muon import muon_, polar_factors
 
@@ -89,8 +96,8 @@ class FusedMuon:
         small = sum(p.numel() for p in params) <= _SMALL
         self._width = _SHORT if small else _LONG
         self._warps = 4 if small else 8
-        table = self._lay_out(params, buffers, blocks, groups)
-        self._chunks, first, count = cut(table, self._width, self._device)
+        table = self._make_table(params, buffers, blocks, groups)
+        self._chunks, first, count = chunks_of(table, self._width, self._device)
         self._programs = self._chunks.shape[0]
         self._keep = small
         self._directions: list[Tensor] | None = None
@@ -116,10 +123,10 @@ class FusedMuon:
         self._scalars = StepScalars(self._device)
         self._recorded: dict[_Variant, torch.cuda.CUDAGraph] = {}
         self._record_launches = recording and self._keep and self._device.type == "cuda"
-        self._weight = halves(1.0 - settings.momentum)
-        self._decay = halves(settings.weight_decay)
+        self._weight = split_float64(1.0 - settings.momentum)
+        self._decay = split_float64(settings.weight_decay)
 
-    def _lay_out(
+    def _make_table(
         self,
         params: Sequence[Tensor],
         buffers: Sequence[Tensor],
@@ -190,7 +197,7 @@ class FusedMuon:
         """Start all kernels of a step."""
         skip = self._scalars.skip if variant.skip else None
         scale = self._scalars.scale if variant.scale else None
-        directions, matrices = self._room()
+        directions, matrices = self._direction_buffers()
         advance[(self._programs,)](
             self._chunks, table, directions, self._sums, *self._weight, skip, scale, DTYPE=self._dtype,
             GRADIENT=_TYPES[variant.gradient], WIDE=self._wide_type, MAGMA=self._magma,
@@ -224,7 +231,7 @@ class FusedMuon:
         found = polar_factors([matrices[i] for i in chosen], self._settings) if chosen else []
         return {i: o if o.is_contiguous() else o.contiguous() for i, o in zip(chosen, found, strict=True)}
 
-    def _room(self) -> tuple[Tensor, list[Tensor]]:
+    def _direction_buffers(self) -> tuple[Tensor, list[Tensor]]:
         """Return memory for what is orthogonalized, and it as batches of equal shapes; kept when it is small."""
         if self._directions is not None:
             return self._directions[0], self._directions[1:]

@@ -43,7 +43,7 @@ def chunk_size(row, skip):
 
 
 @triton.jit
-def whole(x, step: tl.constexpr):
+def floor_multiple(x, step: tl.constexpr):
     """Return a multiple of `step` as a product, so that the compiler sees that it is one."""
     return x // step * step
 
@@ -129,12 +129,12 @@ def advance(
     direction = tl.load(row + DIRECTION)
     if (tl.load(row + PLAIN) != 0) & (gradient % 16 == 0):
         # Everything starts at 16 bytes and lies in a row: whole vectors are read and written.
-        element = whole(tl.load(row + START), WIDTH) + tl.arange(0, WIDTH)
-        offset = whole(tl.load(row + OFFSET), 16) + element
+        element = floor_multiple(tl.load(row + START), WIDTH) + tl.arange(0, WIDTH)
+        offset = floor_multiple(tl.load(row + OFFSET), 16) + element
         advance_part(
             aligned(momentum, chunks, DTYPE) + offset,
             aligned(gradient, chunks, GRADIENT) + offset,
-            directions + whole(direction, 16) + element, element < whole(size, 16),
+            directions + floor_multiple(direction, 16) + element, element < floor_multiple(size, 16),
             factor, weight, sums + number * SUMS, MAGMA, NESTEROV, MAXIMIZE, WIDE, PEAKS,
         )  # fmt: skip
     else:
@@ -218,12 +218,12 @@ def apply(
     result = tl.load(results + tl.load(row + GROUP))
     start = tl.load(row + RESULT)
     if (tl.load(row + PLAIN) != 0) & (result % 16 == 0):
-        element = whole(tl.load(row + START), WIDTH) + tl.arange(0, WIDTH)
-        offset = whole(tl.load(row + OFFSET), 16) + element
-        inside = element < whole(size, 16)
+        element = floor_multiple(tl.load(row + START), WIDTH) + tl.arange(0, WIDTH)
+        offset = floor_multiple(tl.load(row + OFFSET), 16) + element
+        inside = element < floor_multiple(size, 16)
         apply_part(
             aligned(parameter, chunks, DTYPE) + offset,
-            aligned(result, chunks, POLAR) + whole(start, 16) + element, inside, kept, step, WIDE,
+            aligned(result, chunks, POLAR) + floor_multiple(start, 16) + element, inside, kept, step, WIDE,
         )  # fmt: skip
     else:
         number_in_block, place = places(row, WIDTH)

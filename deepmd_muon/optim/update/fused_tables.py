@@ -94,7 +94,7 @@ def block_locations(tensor: int, view: MatrixView) -> list[BlockLocation]:
     return blocks
 
 
-def cut(table: Tensor, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def chunks_of(table: Tensor, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Cut blocks into chunks; return the chunks' table, and each block's first chunk and how many it has."""
     count = (table[:, 1] + width - 1) // width
     first = count.cumsum(0) - count
@@ -104,7 +104,7 @@ def cut(table: Tensor, width: int, device: torch.device) -> tuple[Tensor, Tensor
     return chunks.to(device), first, count
 
 
-def halves(x: float) -> tuple[float, float]:
+def split_float64(x: float) -> tuple[float, float]:
     """Split a float64 number into two float32 ones, the kind that a kernel takes."""
     high = _rounded(x)
     return high, x - high

@@ -80,7 +80,7 @@ def decide(
     named = on_nonfinite == "error" and skip is None  # the host waits for the flags, one for each parameter
     if on_nonfinite != "ignore":
         here = {i: g for i, g in enumerate(grads) if g is not None and g.numel()}
-        bad = nonfinite(list(here.values())).float() if here else torch.zeros(0, device="cpu")
+        bad = nonfinite_flags(list(here.values())).float() if here else torch.zeros(0, device="cpu")
         if named:
             flags = bad.new_zeros(len(grads))
             flags[list(here)] = bad
@@ -107,7 +107,7 @@ def gradients_of(params: Sequence[Tensor]) -> list[Tensor]:
     return [g for p in params if (g := p.grad) is not None]
 
 
-def nonfinite(grads: Sequence[Tensor]) -> Tensor:
+def nonfinite_flags(grads: Sequence[Tensor]) -> Tensor:
     """Return bool (n,), on the first gradient's device: which gradients hold NaN or infinity."""
     flags: dict[int, Tensor] = {}
     for members in index_by_kind(grads):

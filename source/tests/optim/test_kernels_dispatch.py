@@ -102,7 +102,7 @@ def test_a_failing_kernel_is_switched_off_with_one_line(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "FAILED", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with caplog.at_level(logging.WARNING):
-        assert run.attempt("whole", [torch.zeros(1, 2, 2)], ((1.0, 0.0, 0.0),)) is None
+        assert run.try_kernels("whole", [torch.zeros(1, 2, 2)], ((1.0, 0.0, 0.0),)) is None
     assert [r.message for r in caplog.records] == [
         "'whole' is switched off and torch takes over: RuntimeError: no compiler"
     ]

@@ -12,7 +12,7 @@ from torch import nn
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidShapeError, RoutingRules
 from deepmd_muon.optim.config import update_scale
 from deepmd_muon.optim.routing.rules import choose_route
-from deepmd_muon.optim.routing.views import MatrixView, Split
+from deepmd_muon.optim.routing.views import FusedSplit, MatrixView
 
 
 def random(*shape, seed=0):
@@ -105,7 +105,7 @@ def test_cutting_and_joining_are_inverse(view):
 
 @given(st.integers(1, 4), st.integers(1, 6))
 def test_equal_parts_are_sizes(count, size):
-    view = Split.parse(f"*: rows {count}").apply(MatrixView(1, count * size, 7), "w")
+    view = FusedSplit.parse(f"*: rows {count}").apply(MatrixView(1, count * size, 7), "w")
     assert view.sizes == (size,) * count
 
 

@@ -11,15 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepmd_muon.optim import sharded
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
-from deepmd_muon.optim.sharded import Layout, PlannedParameter, ShardedSettings, Split, make_plan
+from deepmd_muon.optim.sharded import Layout, PlannedParameter, ShardedSettings, ShardPlacement, make_plan
 from deepmd_muon.optim.sharded.layout import block_bounds, held_runs, overlap, regions, replicated, score_layout
 from deepmd_muon.optim.sharded.plan import LEGS, newton_schulz_flops
 
 
 def fsdp(ranks, dim=0):
-    return Layout((ranks,), tuple(range(ranks)), (Split(dim),))
+    return Layout((ranks,), tuple(range(ranks)), (ShardPlacement(dim),))
 
 
 def parameter(name, shape, layout, **options):
@@ -33,7 +34,8 @@ def layouts(draw, dims, most=64):
     while torch.tensor(mesh).prod() > most:
         mesh[mesh.index(max(mesh))] //= 2
     placements = [
-        draw(st.none() | st.builds(Split, st.integers(0, dims - 1), st.sampled_from([1, 1, 2, 3]))) for _ in mesh
+        draw(st.none() | st.builds(ShardPlacement, st.integers(0, dims - 1), st.sampled_from([1, 1, 2, 3])))
+        for _ in mesh
     ]
     size = int(torch.tensor(mesh).prod())
     return Layout(tuple(mesh), tuple(range(size)), tuple(placements))
@@ -185,7 +187,7 @@ def test_balance_is_within_four_thirds_of_the_best(ranks, sizes):
 
 
 def test_whole_matrices_stay_where_they_are():
-    mesh = Layout((4,), (0, 1, 2, 3), (Split(0),))
+    mesh = Layout((4,), (0, 1, 2, 3), (ShardPlacement(0),))
     plan = make_plan([PlannedParameter("experts", (8, 5, 7), MatrixView(8, 5, 7), mesh)])
     (domain,) = plan.domains
     assert domain.buckets == 0
@@ -195,7 +197,7 @@ def test_whole_matrices_stay_where_they_are():
 
 def test_experts_split_inside_their_group_are_owned_there():
     """Expert parallelism over 4, each expert's rows over 2 ranks more: owners hold a part of what they own."""
-    mesh = Layout((2, 4), tuple(range(8)), (Split(1), Split(0)))
+    mesh = Layout((2, 4), tuple(range(8)), (ShardPlacement(1), ShardPlacement(0)))
     (domain,) = make_plan([PlannedParameter("experts", (8, 6, 6), MatrixView(8, 6, 6), mesh)]).domains
     assert all(job.owner in job.sources for job in domain.jobs)
     assert len(set(domain.work.values())) == 1
@@ -210,7 +212,7 @@ def test_experts_split_inside_their_group_are_owned_there():
     ],
 )
 def test_hsdp_shares_or_repeats(replication, largest, sent):
-    mesh = Layout((2, 2), (0, 1, 2, 3), (None, Split(0)))
+    mesh = Layout((2, 2), (0, 1, 2, 3), (None, ShardPlacement(0)))
     drawn = [parameter(f"p{i}", (8, 8), mesh, damped=False) for i in range(4)]
     (domain,) = make_plan(drawn, ShardedSettings(replication=replication)).domains
     one = newton_schulz_flops(8, 8, 10, gram=True)
@@ -230,7 +232,7 @@ def test_replicas_repeat_small_work_and_share_large_work():
 
 
 def test_domains_are_apart_and_know_the_load_before():
-    world, pair = fsdp(4), Layout((2,), (0, 1), (Split(0),))
+    world, pair = fsdp(4), Layout((2,), (0, 1), (ShardPlacement(0),))
     drawn = [parameter("a", (8, 8), pair), parameter("b", (64, 64), world), parameter("c", (8, 8), world, itemsize=8)]
     plan = make_plan(drawn)
     assert [(d.ranks, d.parameters) for d in plan.domains] == [
@@ -268,7 +270,7 @@ def test_a_large_plan_takes_seconds():
     random.seed(0)
     shapes = [(8192, 8192), (1024, 8192), (28672, 8192)]
     dense = [parameter(f"dense{i:03}", random.choice(shapes), fsdp(1024)) for i in range(70)]
-    mesh = Layout((16, 64), tuple(range(1024)), (Split(1), Split(0)))
+    mesh = Layout((16, 64), tuple(range(1024)), (ShardPlacement(1), ShardPlacement(0)))
     experts = [
         PlannedParameter(f"experts{i:03}", (64, 2048, 7168), MatrixView(64, 2048, 7168), mesh) for i in range(20)
     ]
@@ -280,7 +282,7 @@ def test_a_large_plan_takes_seconds():
 
 
 def test_describe_says_who_and_how_much():
-    mesh = Layout((2, 2), (0, 1, 2, 3), (None, Split(0)))
+    mesh = Layout((2, 2), (0, 1, 2, 3), (None, ShardPlacement(0)))
     plan = make_plan(
         [parameter("w", (8, 6), mesh), parameter("v", (4, 4), mesh)], ShardedSettings(replication="spread")
     )
@@ -297,3 +299,8 @@ def test_settings_are_checked():
         ShardedSettings(bucket_bytes=0)
     with pytest.raises(InvalidSettingError, match="replication"):
         ShardedSettings(replication="some")
+
+
+def test_the_former_name_of_a_placement_is_deprecated():
+    with pytest.warns(DeprecationWarning, match="ShardPlacement"):
+        assert sharded.Split is ShardPlacement

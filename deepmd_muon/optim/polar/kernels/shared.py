@@ -31,7 +31,7 @@ MAX_PROGRAMS = tl.constexpr(128)
 
 
 @triton.jit
-def look(counter):
+def read_counter(counter):
     """Read a counter with all that was stored before it was raised."""
     return tl.inline_asm_elementwise(
         "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [counter], dtype=tl.int32, is_pure=False, pack=1
@@ -39,12 +39,12 @@ def look(counter):
 
 
 @triton.jit
-def meet(counter, target):
+def barrier(counter, target):
     """Wait until `target` arrivals were counted: what the others stored before theirs can then be read."""
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
     while arrived < target:
-        arrived = look(counter)
+        arrived = read_counter(counter)
     tl.debug_barrier()
 
 
@@ -59,9 +59,9 @@ def merge(largest, squares, other_largest, other_squares):
 
 
 @triton.jit
-def norm_of_all(sums, first, count, ROOM: tl.constexpr):
+def norm_of_all(sums, first, count, LIMIT: tl.constexpr):
     """Return the largest magnitude of a whole matrix and its norm relative to that, from at most ROOM shares."""
-    i = tl.arange(0, ROOM)
+    i = tl.arange(0, LIMIT)
     inside = i < count
     largest = tl.load(sums + 2 * (first + i), mask=inside, other=0.0)
     squares = tl.load(sums + 2 * (first + i) + 1, mask=inside, other=0.0)
@@ -148,7 +148,7 @@ def tiles(
         largest, squares = merge(largest, squares, peak, tl.sum(x * x).to(tl.float64))
     tl.store(sums + 2 * (first + rank), largest)
     tl.store(sums + 2 * (first + rank) + 1, squares)
-    meet(counter, count)
+    barrier(counter, count)
     joint, norm = norm_of_all(sums, first, count, MAX_PROGRAMS)
     for number in range(rank, down * along, count):
         r = number % down * T + t
@@ -158,7 +158,7 @@ def tiles(
         where = r[:, None] * width + c[None, :]
         tl.store(master + where, x)
         tl.store(iterate + where, x.to(tl.float16))
-    meet(counter, 2 * count)
+    barrier(counter, 2 * count)
     arrivals = 2 * count
     for k in range(STEPS):
         a = tl.load(coefficients + 3 * k)
@@ -167,9 +167,9 @@ def tiles(
         current = iterate + tl.multiple_of((k % 2) * size, T)
         following = iterate + tl.multiple_of(((k + 1) % 2) * size, T)
         symmetric_tiles(gram, current, width, order // G, rank, count, b, d, False, G, K)
-        meet(counter, arrivals + count)
+        barrier(counter, arrivals + count)
         symmetric_tiles(polynomial, gram, order, order // G, rank, count, b, d, True, G, K)
-        meet(counter, arrivals + 2 * count)
+        barrier(counter, arrivals + 2 * count)
         for number in range(rank, down * along, count):
             r = number % down * T + t
             c = number // down * T + t
@@ -188,7 +188,7 @@ def tiles(
                 store_result(row, out, x, r, c)
         arrivals += 3 * count
         if k + 1 < STEPS:
-            meet(counter, arrivals)
+            barrier(counter, arrivals)
 
 
 @triton.jit
@@ -211,7 +211,7 @@ def strip(
     scaled = wide * (1.0 / power)
     tl.store(sums + 2 * (first + rank), power)
     tl.store(sums + 2 * (first + rank) + 1, tl.sum(scaled * scaled))
-    meet(counter, count)
+    barrier(counter, count)
     joint, norm = norm_of_all(sums, first, count, MAX_PROGRAMS)
     x = (scaled * (power / joint / norm)).to(tl.float32)
     arrivals = count
@@ -221,14 +221,14 @@ def strip(
         d = tl.load(coefficients + 3 * k + 2)
         if owner:
             tl.store(buffer + r[:, None] * width + c[None, :], x.to(tl.float16))
-        meet(counter, arrivals + count)
+        barrier(counter, arrivals + count)
         # Few programs take large tiles, many take small ones, one each.
         if count < (MP // 32) * (MP // 32 + 1) // 2:
             symmetric_tiles(gram, buffer, width, MP // 64, rank, count, 0.0, 1.0, False, 64, 128)
         else:
             symmetric_tiles(gram, buffer, width, MP // 32, rank, count, 0.0, 1.0, False, 32, 128)
         arrivals += 2 * count
-        meet(counter, arrivals)
+        barrier(counter, arrivals)
         if owner:
             whole = tl.load(gram + r[:, None] * MP + r[None, :])
             product = tl.dot(whole, x.to(tl.float16))
