@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from deepmd_muon.optim.config import (
     HybridMuonConfig,
@@ -45,7 +44,7 @@ from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.load import drop_unused, load_state, place_state_tensor, restore_learning_rates
 from deepmd_muon.optim.step import CompiledStep
-from deepmd_muon.optim.torch_hooks import profiled_on_demand, read_by_grad_scaler
+from deepmd_muon.optim.torch_hooks import QuickOptimizer, profiled_on_demand, read_by_grad_scaler
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.config import Replicas
@@ -56,7 +55,7 @@ _DEFAULTS = HybridMuonConfig()
 
 
 @reject_renamed_settings
-class HybridMuon(Optimizer):
+class HybridMuon(QuickOptimizer):
     r"""Muon on every matrix, Adam on vectors and biases, AdamW on what the mode does not see as a matrix.
 
     One step of the Muon route, for a parameter seen as matrices (`deepmd_muon.optim.routing.views`)::

@@ -13,6 +13,35 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 Step = TypeVar("Step", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def outside_compiler(method: Method) -> Method:
+    """Keep torch's compiler from looking inside a method, without importing it.
+
+    torch's own decorator of its optimizers imports the compiler at the first call, which takes seconds; but before
+    somebody else has imported it nothing can be compiled.
+    """
+    disabled = _disable_dynamo(method)
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (disabled if "torch._dynamo" in sys.modules else method)(*args, **kwargs)
+
+    return cast("Method", call)
+
+
+def _bare(method: Method) -> Method:
+    """Return a method of torch's optimizer without torch's decorator, decorated by `outside_compiler`."""
+    return outside_compiler(getattr(method, "__wrapped__", method))
+
+
+class QuickOptimizer(Optimizer):
+    """torch's base class of optimizers, whose use does not import the compiler."""
+
+    add_param_group = _bare(Optimizer.add_param_group)
+    state_dict = _bare(Optimizer.state_dict)
+    zero_grad = _bare(Optimizer.zero_grad)
 
 
 def read_by_grad_scaler() -> bool:
@@ -35,8 +64,7 @@ def profiled_on_demand(step: Step) -> Step:
     """
     seen = Optimizer.profile_hook_step(step)
 
-    # torch.compiler.disable would import the compiler now; this, torch.optim's own, does not.
-    @_disable_dynamo
+    @outside_compiler
     @functools.wraps(step)
     def outer(self: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
