@@ -15,13 +15,14 @@ import sys
 from collections.abc import Sequence
 
 from deepmd_muon import __version__
-from deepmd_muon.cli import convert_data, doc_train_input, neighbor_stat, show, test, train
+from deepmd_muon.cli import convert_data, doc_train_input, freeze, neighbor_stat, show, test, train
 from deepmd_muon.cli.handover import HandOver, choices, hand_over
 from deepmd_muon.plugins import load_plugins
 
 COMMANDS = {
     "train": train,
     "test": test,
+    "freeze": freeze,
     "neighbor-stat": neighbor_stat,
     "convert-data": convert_data,
     "doc-train-input": doc_train_input,
@@ -145,7 +146,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dp",
         description="Train and test DeePMD potentials with the HybridMuon optimizer.",
-        epilog="Other backends and commands (freeze, compress, model-devi, …) are handed to deepmd-kit.",
+        epilog="Other backends and commands (compress, gui, …) are handed to deepmd-kit.",
     )
     parser.add_argument("--version", action="version", version=_version())
     backend = parser.add_mutually_exclusive_group()

@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options; names and meaning are deepmd-kit's, `--plot` and `--ema` are ours."""
-    parser.add_argument("-m", "--model", required=True, metavar="CKPT", help="checkpoint, ours or deepmd-kit's")
+    parser.add_argument(
+        "-m", "--model", required=True, metavar="CKPT", help="checkpoint or frozen file, ours or deepmd-kit's"
+    )
     data = parser.add_mutually_exclusive_group()
     data.add_argument("-s", "--system", help="system, or a folder or HDF5 file of systems [.]")
     data.add_argument("-f", "--datafile", metavar="LIST", help="text file with one system a line")
@@ -50,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Test every system, then report the errors of all."""
-    if Path(options.model).suffix in (".pth", ".pb", ".pt2", ".dp", ".yaml", ".savedmodel", ".hlo"):
+    if Path(options.model).suffix in (".pb", ".pt2", ".dp", ".yaml", ".savedmodel", ".hlo"):
         raise HandOver(f"the model format {Path(options.model).suffix}")
     if options.numb_test < 0:
         raise CommandError(f"-n must be 0 (all frames) or a number of frames; found {options.numb_test}")

@@ -95,7 +95,7 @@ class FrameNeighbors:
 
 
 @dataclass(frozen=True)
-class _Pairs:
+class Pairs:
     """All pairs of one frame within the cutoff, own images included; i and j count the real atoms."""
 
     real: np.ndarray  # (nreal,) numbers of the atoms that are no padding
@@ -106,6 +106,7 @@ class _Pairs:
     distance: np.ndarray  # (npairs,) [Å]
 
     def statistics(self, ntypes: int) -> NeighborStatistics:
+        """Return what the pairs say about the frame."""
         nreal = len(self.real)
         seen = np.bincount(self.i * ntypes + self.types[self.j], minlength=nreal * ntypes).reshape(nreal, ntypes)
         return NeighborStatistics(
@@ -115,7 +116,8 @@ class _Pairs:
         )
 
 
-def _find_pairs(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float) -> _Pairs:
+def find_pairs(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float) -> Pairs:
+    """Find all pairs of one frame; arguments and errors as in `build_neighbors`."""
     # vesin imports torch where it is installed; only those who build neighbour lists shall pay for that.
     from vesin import NeighborList as Vesin
 
@@ -142,14 +144,14 @@ def _find_pairs(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rc
     if distance.size and distance.min() < SAME_PLACE:
         k = int(distance.argmin())
         raise NeighborError(f"atoms {real[i[k]]} and {real[j[k]]} lie at the same place; remove one of them")
-    return _Pairs(real, atype[real].astype(np.int64), i, j, np.array(shift), np.array(distance))
+    return Pairs(real, atype[real].astype(np.int64), i, j, np.array(shift), np.array(distance))
 
 
 def frame_statistics(
     coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float, ntypes: int
 ) -> NeighborStatistics:
     """Count the neighbours of one frame without laying them out; arguments as in `build_neighbors`."""
-    return _find_pairs(coord, box, np.asarray(atype), rcut).statistics(ntypes)
+    return find_pairs(coord, box, np.asarray(atype), rcut).statistics(ntypes)
 
 
 def build_neighbors(
@@ -192,13 +194,13 @@ def build_neighbors(
     atype = np.asarray(atype)
     if ntypes is None:
         ntypes = len(sel) if sel is not None and by_type else int(atype.max(initial=-1)) + 1
-    pairs = _find_pairs(coord, box, atype, rcut)
+    pairs = find_pairs(coord, box, atype, rcut)
     limits = group_limits(sel, by_type, ntypes)
     counts = _count_inner(pairs, len(atype), [(short, min(most, limits[0])) for short, most in inner])
     return _lay_out(pairs, len(atype), rcut, limits, by_type, ntypes, counts)
 
 
-def _count_inner(pairs: _Pairs, natoms: int, inner: Sequence[tuple[float, int]]) -> np.ndarray:
+def _count_inner(pairs: Pairs, natoms: int, inner: Sequence[tuple[float, int]]) -> np.ndarray:
     """Count the neighbours of every atom within shorter cutoffs, at most so many: int32 (ninner, natoms)."""
     counts = np.zeros((len(inner), natoms), dtype=np.int32)
     for row, (short, most) in zip(counts, inner, strict=True):
@@ -208,7 +210,7 @@ def _count_inner(pairs: _Pairs, natoms: int, inner: Sequence[tuple[float, int]])
 
 
 def _lay_out(
-    pairs: _Pairs, natoms: int, rcut: float, limits: np.ndarray, by_type: bool, ntypes: int, inner: np.ndarray
+    pairs: Pairs, natoms: int, rcut: float, limits: np.ndarray, by_type: bool, ntypes: int, inner: np.ndarray
 ) -> FrameNeighbors:
     """Sort pairs into rows of atoms and columns of groups, nearest first, at most `limits` a group."""
     nreal, ngroups = len(pairs.real), len(limits)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepmd_muon.infer.ase_calculator import DeepPotCalculator
-    from deepmd_muon.infer.predictor import Prediction, Predictor, load_model
+    from deepmd_muon.infer.prediction import Prediction
+    from deepmd_muon.infer.predictor import Predictor, load_model
 
 __all__ = ["DeepPotCalculator", "Prediction", "Predictor", "load_model"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from deepmd_muon.data import Frames
 from deepmd_muon.files import append_to, fresh_file
 from deepmd_muon.infer.metrics import volumes
-from deepmd_muon.infer.predictor import Prediction
+from deepmd_muon.infer.prediction import Prediction
 
 _PAIRS = tuple(f"{row}{column}" for row in "xyz" for column in "xyz")
 

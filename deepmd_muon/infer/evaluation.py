@@ -9,7 +9,8 @@ import numpy as np
 
 from deepmd_muon.data import Frames, System
 from deepmd_muon.infer.metrics import Errors, frame_errors
-from deepmd_muon.infer.predictor import Prediction, Predictor
+from deepmd_muon.infer.prediction import Prediction
+from deepmd_muon.infer.predictor import Predictor
 
 
 @dataclass(frozen=True)

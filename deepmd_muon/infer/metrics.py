@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepmd_muon.data import Frames
-from deepmd_muon.infer.predictor import Prediction
+from deepmd_muon.infer.prediction import Prediction
 
 
 @dataclass(frozen=True)

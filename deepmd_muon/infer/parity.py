@@ -15,7 +15,7 @@ from deepmd_muon.data import Frames
 from deepmd_muon.infer.errors import PictureError
 from deepmd_muon.infer.metrics import ErrorSum
 from deepmd_muon.infer.picture import check_ending, write
-from deepmd_muon.infer.predictor import Prediction
+from deepmd_muon.infer.prediction import Prediction
 
 # Title, unit, words of the axis.
 _PANELS = {

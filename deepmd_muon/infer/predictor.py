@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -11,36 +11,11 @@ import torch
 
 from deepmd_muon.data import Frames, build_neighbors, stack_neighbors
 from deepmd_muon.infer.errors import CheckpointError, PredictionInputError
+from deepmd_muon.infer.frozen import FrozenModel, is_frozen
+from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.model import CheckpointFileError, EnergyModel, Structures, build_model
 from deepmd_muon.model.checkpoint_file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a model says about some frames.
-
-    Attributes
-    ----------
-    energy : ndarray of float64, (nframes,)
-        Total energy [eV].
-    force : ndarray of float64, (nframes, natoms, 3)
-        Forces [eV/Å]; zero for padding atoms.
-    virial : ndarray of float64, (nframes, 9)
-        −volume·stress [eV], row-major.
-    atom_energy : ndarray of float64, (nframes, natoms)
-        Energy of each atom [eV].
-    """
-
-    energy: np.ndarray
-    force: np.ndarray
-    virial: np.ndarray
-    atom_energy: np.ndarray
-
-    @property
-    def not_finite(self) -> list[str]:
-        """Names of the quantities that hold NaN or infinity."""
-        return [field.name for field in fields(self) if not np.isfinite(getattr(self, field.name)).all()]
 
 
 def load_model(path: str | os.PathLike[str], *, ema: bool = False) -> EnergyModel:
@@ -87,7 +62,7 @@ class Predictor:
     Parameters
     ----------
     model
-        The model, or the path of a checkpoint.
+        The model, or the path of a checkpoint or of a frozen file (".pth").
     device
         Where to compute; by default a GPU when there is one.
     ema
@@ -108,8 +83,15 @@ class Predictor:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
-        loaded = model if isinstance(model, EnergyModel) else load_model(model, ema=ema)
-        self.model = loaded.to(self.device).eval()
+        self.model: EnergyModel | FrozenModel
+        if isinstance(model, EnergyModel):
+            self.model = model.to(self.device).eval()
+        elif is_frozen(model):
+            if ema:
+                raise CheckpointError(f"{model} holds one set of weights; choose averaged ones when you freeze: --ema")
+            self.model = FrozenModel(model, self.device)
+        else:
+            self.model = load_model(model, ema=ema).to(self.device).eval()
         # A CPU is busy with a thousand atoms; a GPU needs more of them to be so.
         self.batch_atoms = batch_atoms or (16384 if self.device.type == "cuda" else 1024)
 
@@ -173,6 +155,8 @@ class Predictor:
         model = self.model
         coord, atype = frames.coord[rows], frames.atype[rows]
         box = None if frames.box is None else frames.box[rows]
+        if isinstance(model, FrozenModel):
+            return model.predict(coord, box, atype)
         neighbors = stack_neighbors(
             [
                 # A batch of frames with and without cell marks the latter by zeros.

@@ -31,11 +31,14 @@ class Part:
         `torch.nn.Module` that is built from these settings.
     deepmd_kit
         `Translation` between its state dict and deepmd-kit's; None when deepmd-kit has no such part.
+    scripted
+        Its form for frozen files, see `deepmd_muon.model.scripted.interface`; None when it cannot be frozen.
     """
 
     settings: str | type
     module: str | type
     deepmd_kit: str | Any | None = None
+    scripted: str | type | None = None
 
 
 def _found(reference: Any) -> Any:
@@ -90,6 +93,10 @@ class Registry:
         """Return the part's `Translation` to deepmd-kit, None when deepmd-kit has no such part."""
         return _found(self._parts[self.name_of(settings)].deepmd_kit)
 
+    def scripted(self, settings: Any) -> Any:
+        """Return the class for frozen files, None when the part has none."""
+        return _found(self._parts[self.name_of(settings)].scripted)
+
     def settings_class(self, name: str) -> Any:
         """Return the settings class behind a name or an alias."""
         return self.settings[self.aliases.get(name, name)]
@@ -117,24 +124,31 @@ class _SettingsView(Mapping[str, type]):
         return len(self._parts)
 
 
-def _own(folder: str, settings: str, module: str) -> Part:
+def _own(folder: str, settings: str, module: str, *, scripted: bool = False) -> Part:
     """Return a part of this package, from its folder and the names of its classes."""
     place = f"deepmd_muon.model.{folder}"
-    return Part(f"{place}.settings:{settings}", f"{place}.module:{module}", f"{place}.deepmd_kit:TRANSLATION")
+    frozen = f"{place}.scripted:Scripted{module}" if scripted else None
+    return Part(f"{place}.settings:{settings}", f"{place}.module:{module}", f"{place}.deepmd_kit:TRANSLATION", frozen)
 
 
 DESCRIPTORS = Registry("descriptor")
-DESCRIPTORS.register("se_e2_a", _own("descriptor.se_e2_a", "SeE2ASettings", "SeE2A"), aliases=("se_a",))
+DESCRIPTORS.register("se_e2_a", _own("descriptor.se_e2_a", "SeE2ASettings", "SeE2A", scripted=True), aliases=("se_a",))
 DESCRIPTORS.register("dpa3", _own("descriptor.dpa3", "DPA3Settings", "DPA3"))
 for _name, _settings, _aliases in (("se_atten", "DPA1Settings", ("dpa1",)), ("se_atten_v2", "SeAttenV2Settings", ())):
     DESCRIPTORS.register(_name, _own("descriptor.dpa1", _settings, "DPA1"), aliases=_aliases)
 
 FITTING_NETS = Registry("fitting net")
-FITTING_NETS.register("ener", _own("fitting.ener", "EnerSettings", "EnergyFitting"))
+FITTING_NETS.register("ener", _own("fitting.ener", "EnerSettings", "EnergyFitting", scripted=True))
 
 
 def register_descriptor(
-    name: str, *, settings: str | type, module: str | type, aliases: tuple[str, ...] = (), deepmd_kit: Any = None
+    name: str,
+    *,
+    settings: str | type,
+    module: str | type,
+    aliases: tuple[str, ...] = (),
+    deepmd_kit: Any = None,
+    scripted: str | type | None = None,
 ) -> None:
     """Make a descriptor available as `model/descriptor` of type `name`.
 
@@ -148,20 +162,28 @@ def register_descriptor(
         A `Descriptor`: see `deepmd_muon.model.descriptor.interface`.
     deepmd_kit
         A `Translation`, when deepmd-kit has the same descriptor.
+    scripted
+        Its form for `dp freeze`, see `deepmd_muon.model.scripted.interface`.
 
     Raises
     ------
     ModelError
         When a name is taken.
     """
-    DESCRIPTORS.register(name, Part(settings, module, deepmd_kit), aliases)
+    DESCRIPTORS.register(name, Part(settings, module, deepmd_kit, scripted), aliases)
 
 
 def register_fitting(
-    name: str, *, settings: str | type, module: str | type, aliases: tuple[str, ...] = (), deepmd_kit: Any = None
+    name: str,
+    *,
+    settings: str | type,
+    module: str | type,
+    aliases: tuple[str, ...] = (),
+    deepmd_kit: Any = None,
+    scripted: str | type | None = None,
 ) -> None:
     """Make a fitting net available as `model/fitting_net` of type `name`; arguments as in `register_descriptor`.
 
     `settings` derives from `Section`, `module` is a `Fitting`: see `deepmd_muon.model.fitting.interface`.
     """
-    FITTING_NETS.register(name, Part(settings, module, deepmd_kit), aliases)
+    FITTING_NETS.register(name, Part(settings, module, deepmd_kit, scripted), aliases)

@@ -17,7 +17,7 @@ from deepmd_muon.data import Frames, StatFile
 from deepmd_muon.files import append_to, fresh_file, hidden_name, is_special, replace_link, whole_file
 from deepmd_muon.infer import picture
 from deepmd_muon.infer.details import DetailFiles
-from deepmd_muon.infer.predictor import Prediction
+from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.train.report.lcurve import LearningCurveFile
 from deepmd_muon.train.report.logs import set_up_logging
 

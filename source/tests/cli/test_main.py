@@ -90,12 +90,13 @@ def test_backend_of_the_environment_is_read_when_main_runs(monkeypatch, deepmd_k
     [
         (["--tf", "train", "in.json"], ["--tf", "train", "in.json"]),
         (["-b", "jax", "test", "-m", "x"], ["-b", "jax", "test", "-m", "x"]),
-        (["--pt", "freeze", "-o", "x.pth"], ["--pt", "freeze", "-o", "x.pth"]),
-        (["freeze"], ["--pt", "freeze"]),
+        (["--pt", "freeze", "-o", "x.pt2"], ["--pt", "freeze", "-o", "x.pt2"]),
+        (["freeze", "--head", "A"], ["--pt", "freeze", "--head", "A"]),
+        (["--pt", "compress", "-i", "x.pth"], ["--pt", "compress", "-i", "x.pth"]),
         (["model-devi", "-m", "a", "b"], ["--pt", "model-devi", "-m", "a", "b"]),
         (["convert-from", "-i", "x.pb"], ["convert-from", "-i", "x.pb"]),
         (["train", "in.json", "--finetune", "base.pt"], ["--pt", "train", "in.json", "--finetune", "base.pt"]),
-        (["--pt", "test", "-m", "frozen.pth"], ["--pt", "test", "-m", "frozen.pth"]),
+        (["--pt", "test", "-m", "frozen.pb"], ["--pt", "test", "-m", "frozen.pb"]),
         (["--pt", "test", "-m", "m.pt", "--head", "A"], ["--pt", "test", "-m", "m.pt", "--head", "A"]),
         (["--pt", "show", "m.pt", "type-map"], ["--pt", "show", "m.pt", "type-map"]),
     ],
@@ -145,12 +146,12 @@ def test_without_deepmd_kit_such_an_input_is_refused_in_one_line(dpa4, no_deepmd
         (
             ["trian", "in.json"],
             "the command 'trian'",
-            "did you mean 'train'? There are: train, test, neighbor-stat, convert-data, doc-train-input, show",
+            "did you mean 'train'? There are: train, test, freeze, neighbor-stat, convert-data, doc-train-input, show",
         ),
         (
             ["compress"],
             "the command 'compress'",
-            "There are: train, test, neighbor-stat, convert-data, doc-train-input, show",
+            "There are: train, test, freeze, neighbor-stat, convert-data, doc-train-input, show",
         ),
         (
             ["-b", "Pytroch", "train", "in.json"],
@@ -174,7 +175,7 @@ def test_unknown_words_are_answered_with_the_known_ones(words, what, advice, no_
 
 def test_status_of_deepmd_kit_is_returned(deepmd_kit, monkeypatch):
     monkeypatch.setattr(sys.modules["deepmd.main"], "main", lambda args: 3)
-    assert main(["freeze"]) == 3
+    assert main(["compress"]) == 3
 
 
 def test_all_problems_of_an_input_and_no_traceback(tmp_path, capsys):

@@ -7,7 +7,7 @@ from deepmd_muon.infer.details import DetailFiles
 from deepmd_muon.infer.errors import PictureError
 from deepmd_muon.infer.metrics import ErrorSum, add_errors, frame_errors, report_lines
 from deepmd_muon.infer.parity import ParityPicture
-from deepmd_muon.infer.predictor import Prediction
+from deepmd_muon.infer.prediction import Prediction
 
 
 def compared(seed, nframes=4, natoms=3, labels=("energy", "force", "virial", "atom_ener", "atom_pref")):

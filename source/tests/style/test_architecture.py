@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "deepmd_muon"
-ROOMS = ("argcheck", "cli", "data", "deepmd_kit", "infer", "loss", "model", "optim", "train")
+ROOMS = ("argcheck", "cli", "data", "deepmd_kit", "deploy", "infer", "loss", "model", "optim", "train")
 # Which rooms a room may import from, beside itself.
 ARROWS = {
     "argcheck": {"model", "optim"},
-    "cli": {"argcheck", "data", "infer", "model", "optim", "train"},
+    "cli": {"argcheck", "data", "deploy", "infer", "model", "optim", "train"},
     "data": set(),
     "deepmd_kit": {"argcheck", "optim"},
+    "deploy": {"infer", "model"},
     "infer": {"data", "model"},
     "loss": set(),
     "model": set(),

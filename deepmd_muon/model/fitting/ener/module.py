@@ -135,6 +135,7 @@ class EnergyFitting(torch.nn.Module):
     ) -> None:
         super().__init__()
         ntypes = len(type_map)
+        self.settings = settings
         self.mixed_types = mixed_types
         self.vacuum = _vacuum(settings.atom_ener, ntypes)
         self.activation = activation(settings.activation_function)

@@ -1,0 +1,69 @@
+"""`dp freeze`: a checkpoint as a TorchScript file for molecular dynamics."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+from deepmd_muon.cli.errors import CommandError
+from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
+
+HELP = "write the model of a checkpoint as a file for LAMMPS, deepmd-kit and dp test"
+
+log = logging.getLogger(__name__)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options; names and meaning are deepmd-kit's, `--ema` is ours."""
+    parser.add_argument(
+        "-c",
+        "--checkpoint-folder",
+        "--checkpoint",
+        dest="checkpoint",
+        metavar="CKPT",
+        default=".",
+        help="checkpoint, ours or deepmd-kit's, or a folder of a run: then its latest one [.]",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", default="frozen_model", help="the file; .pth is added [%(default)s]"
+    )
+    parser.add_argument("--ema", action="store_true", help="take the averaged weights of the checkpoint")
+    parser.add_argument(
+        "--head", "--model-branch", metavar="NAME", action=DeepmdKitOption, help="branch of a multi-task model"
+    )
+    for words, what in ((("-n", "--node-names"), "nodes"), (("-w", "--nvnmd-weight"), "NVNMD's file")):
+        parser.add_argument(*words, metavar="NAME", action=DeepmdKitOption, help=f"{what}, for other backends")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Freeze."""
+    output = Path(options.output)
+    if output.suffix in (".pt2", ".pte", ".pb", ".savedmodel", ".json", ".hlo"):
+        raise HandOver(f"frozen files of the format {output.suffix}")
+    output = output.with_suffix(".pth")
+    from deepmd_muon.deploy.freeze import freeze
+    from deepmd_muon.infer.predictor import load_model
+    from deepmd_muon.model.errors import CheckpointError as ForeignModelError
+    from deepmd_muon.train.report import set_up_logging
+
+    set_up_logging(options.log_level, options.log_path)
+    checkpoint = _checkpoint(Path(options.checkpoint))
+    try:
+        model = load_model(checkpoint, ema=options.ema)
+    except ForeignModelError as error:
+        raise HandOver(f"this model ({error})") from error
+    difference = freeze(model, output)
+    log.info("%s written from %s", output, checkpoint)
+    log.info("largest differences from the checkpoint on random structures: %s", difference)
+    return 0
+
+
+def _checkpoint(path: Path) -> Path:
+    """Return the checkpoint that a path means; in the folder of a run, the latest one."""
+    pointer = path / "checkpoint"
+    if not path.is_dir() or path.suffix == ".dcp":
+        return path
+    if not pointer.is_file():
+        raise CommandError(f"{path} holds no file 'checkpoint' that names the latest one; give the checkpoint with -c")
+    return path / pointer.read_text(encoding="utf-8").strip()

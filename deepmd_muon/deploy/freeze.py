@@ -1,0 +1,147 @@
+"""Freezing: a checkpoint's model as a TorchScript file, compared with the checkpoint before it takes its name."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepmd_muon.deploy.errors import FreezeError
+from deepmd_muon.deploy.program import Program
+from deepmd_muon.files import replacement
+from deepmd_muon.infer.prediction import Prediction
+from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+from deepmd_muon.model.networks import dtype_of
+from deepmd_muon.section import thaw
+
+log = logging.getLogger(__name__)
+
+# Largest difference between file and checkpoint, relative to the largest force (or energy per atom, …), by precision.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+STRUCTURES = 4
+VOLUME_PER_ATOM = 10.0  # [Å³], about that of water
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference between a frozen file and its checkpoint, over all random structures.
+
+    Attributes
+    ----------
+    energy
+        Of the energy [eV/atom].
+    force
+        Of a force component [eV/Å].
+    virial
+        Of a virial component [eV/atom].
+    relative
+        The largest of these over the largest value of its kind.
+    """
+
+    energy: float
+    force: float
+    virial: float
+    relative: float
+
+    def __str__(self) -> str:
+        return f"energy {self.energy:.1e} eV/atom, forces {self.force:.1e} eV/Å, virial {self.virial:.1e} eV/atom"
+
+
+def freeze(model: EnergyModel, output: str | os.PathLike[str]) -> Difference:
+    """Write a model as a frozen file, and compare the file with the model.
+
+    Parameters
+    ----------
+    model
+        The model, on the CPU.
+    output
+        The file; it appears only after the comparison.
+
+    Returns
+    -------
+    Difference
+        Between the file and the model on random structures.
+
+    Raises
+    ------
+    ModelError
+        When a part of the model cannot be frozen.
+    FreezeError
+        When the file computes something else than the model.
+    """
+    section: dict[str, Any] = thaw(model.settings)
+    described = to_deepmd_kit(model, section, {})["_extra_state"]["model_params"]
+    program = Program(model, described).eval()
+    output = Path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with replacement(output) as temporary:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript: LAMMPS's plugin reads nothing else
+            torch.jit.save(torch.jit.script(program), str(temporary))
+        difference = compare(model, temporary)
+        precisions = {dtype_of(getattr(part, "precision", "default")) for part in _parts(model)}
+        allowed = max(TOLERANCE[precision] for precision in precisions)
+        if not difference.relative <= allowed:
+            raise FreezeError(
+                f"the frozen file differs from the checkpoint by {difference} (relative {difference.relative:.1e}, "
+                f"allowed {allowed:.0e}); nothing was written to {output}: report this with the input file"
+            )
+    return difference
+
+
+def compare(model: EnergyModel, path: str | os.PathLike[str], seed: int = 0) -> Difference:
+    """Compare a frozen file with a model on random structures, periodic and not."""
+    reference, frozen = Predictor(model, device="cpu"), Predictor(path, device="cpu")
+    if frozen.type_map != reference.type_map:
+        raise FreezeError(f"the file has types {frozen.type_map}, the checkpoint {reference.type_map}")
+    random = np.random.default_rng(seed)
+    pairs = []
+    for number in range(STRUCTURES):
+        coord, box, atype = random_structure(random, model, periodic=number < STRUCTURES - 1)
+        one, other = (predictor.predict(coord, box, atype) for predictor in (reference, frozen))
+        pairs.append((_per_atom(one), _per_atom(other)))
+    return _largest(pairs)
+
+
+def random_structure(
+    random: np.random.Generator, model: EnergyModel, *, periodic: bool
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    """Return positions (natoms, 3) [Å], a triclinic cell (3, 3) [Å] or None, and types (natoms,).
+
+    Atoms keep about 1 Å apart: they stand on a jittered grid.
+    """
+    points = 3
+    edge = (VOLUME_PER_ATOM * points**3) ** (1 / 3)
+    box = edge * (np.eye(3) + random.uniform(-0.1, 0.1, size=(3, 3)))
+    grid = np.stack(np.meshgrid(*[np.arange(points)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
+    coord = (grid + random.uniform(-0.2, 0.2, size=grid.shape)) / points @ box
+    return coord, box if periodic else None, random.integers(model.ntypes, size=len(coord))
+
+
+def _parts(model: EnergyModel) -> tuple[Any, Any]:
+    return model.settings.descriptor, model.settings.fitting_net
+
+
+def _per_atom(prediction: Prediction) -> dict[str, np.ndarray]:
+    natoms = prediction.atom_energy.shape[1]
+    values = {field.name: np.asarray(getattr(prediction, field.name)) for field in fields(prediction)}
+    return values | {"energy": values["energy"] / natoms, "virial": values["virial"] / natoms}
+
+
+def _largest(pairs: Sequence[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]) -> Difference:
+    found, relative = {}, 0.0
+    for name in ("energy", "atom_energy", "force", "virial"):
+        found[name] = max(float(np.abs(one[name] - other[name]).max()) for one, other in pairs)
+        scale = max(float(np.abs(one[name]).max()) for one, _ in pairs)
+        # NaN in either must not pass: comparisons with it are false.
+        relative = max(relative, found[name] / scale if scale else found[name], key=lambda x: (np.isnan(x), x))
+    return Difference(max(found["energy"], found["atom_energy"]), found["force"], found["virial"], relative)

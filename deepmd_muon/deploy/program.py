@@ -1,0 +1,324 @@
+"""The program in a frozen file, with the methods that LAMMPS's plugin and deepmd-kit's `DeepPot` call.
+
+The plugin asks for `get_rcut`, `get_ntypes`, `get_type_map`, `get_dim_fparam`, `get_dim_aparam`, `is_aparam_nall` and
+`has_message_passing`, and runs `forward_lower` each step. `DeepPot` runs `forward_common_lower` where it finds
+neighbours itself, else `forward`. Our predictor runs `forward_lower`.
+"""
+
+import json
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from deepmd_muon.deploy.images import all_pairs, with_images
+from deepmd_muon.model.energy_model import EnergyModel
+from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
+from deepmd_muon.model.scripted.near import Near, neighbors_within, sort_by_type
+
+
+class Sums(NamedTuple):
+    """What centres add up to.
+
+    Attributes
+    ----------
+    energy
+        Of every local atom `(nframes·nloc,)`.
+    force
+        On every atom `(nframes·nall, 3)`.
+    virial
+        Of every frame `(nframes, 9)`.
+    atom_virial
+        Of every atom `(nframes·nall, 9)`, or without rows.
+    """
+
+    energy: torch.Tensor
+    force: torch.Tensor
+    virial: torch.Tensor
+    atom_virial: torch.Tensor
+
+
+def add_edges(near: Near, slope: torch.Tensor, frame: torch.Tensor, sums: Sums) -> None:
+    """Add what edges with dE/dr_ij `slope` give to forces and virials; the virial of an edge goes to the neighbour."""
+    sums.force.index_add_(0, near.centre, slope.sum(1))
+    atoms = near.neighbor.clamp(min=0).view(-1)
+    sums.force.index_add_(0, atoms, slope.reshape(-1, 3), alpha=-1)
+    if sums.atom_virial.shape[0] > 0:
+        products = slope.unsqueeze(3) * near.vectors.unsqueeze(2)
+        sums.atom_virial.index_add_(0, atoms, products.reshape(-1, 9), alpha=-1)
+    sums.virial.index_add_(0, frame, torch.bmm(slope.transpose(1, 2), near.vectors).reshape(-1, 9), alpha=-1)
+
+
+def _outputs(sums: Sums, nframes: int, do_atomic_virial: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return what `forward_lower` returns; forces and virials in this precision."""
+    per_atom = sums.energy.view(nframes, -1)
+    out = {
+        "energy": per_atom.sum(1, keepdim=True),
+        "atom_energy": per_atom.unsqueeze(2),
+        "extended_force": sums.force.view(nframes, -1, 3).to(dtype),
+        "virial": sums.virial.to(dtype),
+    }
+    if do_atomic_virial:
+        out["extended_virial"] = sums.atom_virial.view(nframes, -1, 9).to(dtype)
+    return out
+
+
+class Program(torch.nn.Module):
+    """Energy, forces and virial from positions and a neighbour list; see the module.
+
+    Parameters
+    ----------
+    model
+        The trained model; its weights are copied.
+    section
+        The model section as deepmd-kit would have it; `DeepPot` reads it from the file.
+
+    Raises
+    ------
+    ModelError
+        When a part of the model has no scripted form.
+    """
+
+    centres_cpu: Final[int] = 256  # computed at once: they bound the memory of a large system
+    centres_gpu: Final[int] = 8192
+    type_map: list[str]
+    sel: list[int]
+    bias: torch.Tensor
+    if TYPE_CHECKING:  # TorchScript finds the types of submodules itself
+        descriptor: Any
+        fitting_net: Any
+
+    def __init__(self, model: EnergyModel, section: dict[str, Any]) -> None:
+        super().__init__()
+        own = model.atomic_model
+        parts = []
+        for table, settings, module in (
+            (DESCRIPTORS, model.settings.descriptor, own.descriptor),
+            (FITTING_NETS, model.settings.fitting_net, own.fitting_net),
+        ):
+            scripted = table.scripted(settings)
+            if scripted is None:
+                kind = f"{table.what} {table.name_of(settings)!r}"
+                raise ModelError(f"the {kind} cannot be frozen: it was registered without `scripted`")
+            parts.append(scripted(module))
+        self.descriptor, self.fitting_net = parts
+        self.type_map, self.rcut, self.sel = list(model.type_map), float(model.rcut), list(model.sel)
+        self.ntypes = len(self.type_map)
+        self.section = json.dumps(section)
+        self.register_buffer("bias", own.out_bias.detach()[0, :, 0].clone())
+
+    @torch.jit.export
+    def get_rcut(self) -> float:
+        """Return the cut-off [Å]."""
+        return self.rcut
+
+    @torch.jit.export
+    def get_ntypes(self) -> int:
+        """Return the number of types."""
+        return self.ntypes
+
+    @torch.jit.export
+    def get_type_map(self) -> list[str]:
+        """Return the element symbol of every type."""
+        return self.type_map
+
+    @torch.jit.export
+    def get_sel(self) -> list[int]:
+        """Return the neighbour slots: for each type, or one number for all."""
+        return self.sel
+
+    @torch.jit.export
+    def get_dim_fparam(self) -> int:
+        """Return how many frame parameters there are."""
+        return 0
+
+    @torch.jit.export
+    def get_dim_aparam(self) -> int:
+        """Return how many atomic parameters there are."""
+        return 0
+
+    @torch.jit.export
+    def is_aparam_nall(self) -> bool:
+        """Return whether ghosts have atomic parameters."""
+        return False
+
+    @torch.jit.export
+    def get_sel_type(self) -> list[int]:
+        """Return the types that have an energy; empty for all."""
+        empty: list[int] = []
+        return empty
+
+    @torch.jit.export
+    def has_message_passing(self) -> bool:
+        """Return whether features of ghosts have to be exchanged between ranks."""
+        needed: bool = self.descriptor.message_passing
+        return needed
+
+    @torch.jit.export
+    def model_output_type(self) -> list[str]:
+        """Return what the fitting net predicts."""
+        return ["energy"]
+
+    @torch.jit.export
+    def get_model_def_script(self) -> str:
+        """Return the model section as JSON."""
+        return self.section
+
+    @torch.jit.export
+    def forward_lower(
+        self,
+        extended_coord: torch.Tensor,
+        extended_atype: torch.Tensor,
+        nlist: torch.Tensor,
+        mapping: torch.Tensor | None = None,
+        fparam: torch.Tensor | None = None,
+        aparam: torch.Tensor | None = None,
+        do_atomic_virial: bool = False,
+        comm_dict: dict[str, torch.Tensor] | None = None,
+        charge_spin: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Evaluate atoms and ghosts with a given neighbour list.
+
+        Parameters
+        ----------
+        extended_coord
+            Positions of local atoms, then ghosts `(nframes, nall, 3)` [Å].
+        extended_atype
+            Types `(nframes, nall)`, −1 for padding.
+        nlist
+            Numbers of the atoms near each local atom `(nframes, nloc, n)`, in any order, farther than the cut-off or
+            not, −1 for an empty entry.
+        mapping
+            Local atom that each atom is an image of `(nframes, nall)`; message passing needs it or `comm_dict`.
+        fparam, aparam, charge_spin
+            Not used.
+        do_atomic_virial
+            Whether to return the virial of every atom.
+        comm_dict
+            How ranks exchange ghosts: the arguments of `deepmd::border_op`.
+
+        Returns
+        -------
+        dict
+            `energy (nframes, 1)`, `atom_energy (nframes, nloc, 1)` [eV], `extended_force (nframes, nall, 3)` [eV/Å],
+            `virial (nframes, 9)` and, if asked for, `extended_virial (nframes, nall, 9)` [eV]; energies float64, the
+            others in the precision of the positions.
+        """
+        return self._evaluate(extended_coord, extended_atype, nlist, mapping, do_atomic_virial, comm_dict)
+
+    def _evaluate(
+        self,
+        extended_coord: torch.Tensor,
+        extended_atype: torch.Tensor,
+        nlist: torch.Tensor,
+        mapping: torch.Tensor | None,
+        do_atomic_virial: bool,
+        comm_dict: dict[str, torch.Tensor] | None,
+    ) -> dict[str, torch.Tensor]:
+        """Do what `forward_lower` says: TorchScript methods call each other without defaults."""
+        nframes, nall = extended_atype.shape
+        nloc = nlist.shape[1]
+        coord = extended_coord.reshape(nframes * nall, 3).to(torch.float64)
+        types = extended_atype.reshape(-1)
+        offset = torch.arange(nframes, device=coord.device) * nall
+        centre = (offset.unsqueeze(1) + torch.arange(nloc, device=coord.device)).view(-1)
+        listed = torch.where(nlist >= 0, nlist + offset.view(-1, 1, 1), -1).view(nframes * nloc, -1)
+        order = sort_by_type(types[centre])
+        sums = Sums(
+            energy=torch.zeros([nframes * nloc], dtype=torch.float64, device=coord.device),
+            force=torch.zeros_like(coord),
+            virial=torch.zeros([nframes, 9], dtype=torch.float64, device=coord.device),
+            atom_virial=coord.new_zeros([coord.shape[0] if do_atomic_virial else 0, 9]),
+        )
+        step = self.centres_gpu if coord.is_cuda else self.centres_cpu
+        for begin in range(0, order.shape[0], step):
+            here = order[begin : begin + step]
+            atoms = centre[here]
+            kind = types[atoms]
+            own: list[int] = torch.bincount(kind, minlength=self.ntypes).cpu().tolist()
+            neighbor, sections, vectors = neighbors_within(coord, types, atoms, listed[here], self.descriptor.request)
+            frame = torch.div(atoms, nall, rounding_mode="floor")
+            first_type = types[frame * nall].clamp(min=0)
+            near = Near(atoms, kind, own, neighbor, sections, vectors, types, first_type)
+            described, tape = self.descriptor.describe(near)
+            values, adjoint = self.fitting_net.energy_and_slope(described, own)
+            sums.energy[here] = values + self.bias[kind]
+            add_edges(near, self.descriptor.pullback(adjoint, tape), frame, sums)
+        return _outputs(sums, nframes, do_atomic_virial, extended_coord.dtype)
+
+    @torch.jit.export
+    def forward_common_lower(
+        self,
+        extended_coord: torch.Tensor,
+        extended_atype: torch.Tensor,
+        nlist: torch.Tensor,
+        mapping: torch.Tensor | None = None,
+        fparam: torch.Tensor | None = None,
+        aparam: torch.Tensor | None = None,
+        do_atomic_virial: bool = False,
+        charge_spin: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return what `forward_lower` returns under the names of deepmd-kit's Python."""
+        found = self._evaluate(extended_coord, extended_atype, nlist, mapping, do_atomic_virial, None)
+        out = {
+            "energy": found["atom_energy"],
+            "energy_redu": found["energy"],
+            "energy_derv_r": found["extended_force"].unsqueeze(2),
+            "energy_derv_c_redu": found["virial"].unsqueeze(1),
+            "mask": (extended_atype[:, : nlist.shape[1]] >= 0).to(torch.int32),
+        }
+        if do_atomic_virial:
+            out["energy_derv_c"] = found["extended_virial"].unsqueeze(2)
+        return out
+
+    def forward(
+        self,
+        coord: torch.Tensor,
+        atype: torch.Tensor,
+        box: torch.Tensor | None = None,
+        fparam: torch.Tensor | None = None,
+        aparam: torch.Tensor | None = None,
+        do_atomic_virial: bool = False,
+        charge_spin: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Evaluate frames; the neighbours are found by comparing all pairs.
+
+        Parameters
+        ----------
+        coord
+            Positions `(nframes, natoms, 3)` or `(nframes, 3·natoms)` [Å].
+        atype
+            Types `(nframes, natoms)`, −1 for padding.
+        box
+            Cell vectors `(nframes, 9)` or `(nframes, 3, 3)` [Å]; None without periodicity.
+        fparam, aparam, charge_spin
+            Not used.
+        do_atomic_virial
+            Whether to return the virial of every atom.
+
+        Returns
+        -------
+        dict
+            `energy (nframes, 1)`, `atom_energy (nframes, natoms, 1)`, `force (nframes, natoms, 3)`,
+            `virial (nframes, 9)` and, if asked for, `atom_virial (nframes, natoms, 9)`.
+        """
+        nframes, natoms = atype.shape
+        parts: list[dict[str, torch.Tensor]] = []
+        for frame in range(nframes):
+            own, kind = coord[frame].view(natoms, 3), atype[frame]
+            owner = torch.arange(natoms, device=coord.device)
+            if box is not None:
+                own, kind, owner = with_images(own, kind, box[frame].view(3, 3), self.rcut)
+            nlist = all_pairs(own, natoms, self.rcut)
+            found = self._evaluate(own[None], kind[None], nlist[None], owner[None], do_atomic_virial, None)
+            part = {"energy": found["energy"], "atom_energy": found["atom_energy"], "virial": found["virial"]}
+            part["force"] = torch.zeros_like(own[:natoms]).index_add(0, owner, found["extended_force"][0]).unsqueeze(0)
+            if do_atomic_virial:
+                zeros = torch.zeros([natoms, 9], dtype=own.dtype, device=own.device)
+                part["atom_virial"] = zeros.index_add(0, owner, found["extended_virial"][0]).unsqueeze(0)
+            part["mask"] = (atype[frame : frame + 1] >= 0).to(torch.int32)
+            parts.append(part)
+        out: dict[str, torch.Tensor] = {}
+        for key in parts[0]:
+            out[key] = torch.cat([part[key] for part in parts])
+        return out

@@ -1,0 +1,91 @@
+"""Frozen files (`.pth`), of this package or of deepmd-kit, as a function of positions."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deepmd_muon.data.ghosts import with_ghosts
+from deepmd_muon.files import open_regular
+from deepmd_muon.infer.errors import CheckpointError
+from deepmd_muon.infer.prediction import Prediction
+
+SUFFIX = ".pth"
+
+
+def is_frozen(path: object) -> bool:
+    """Tell by its ending whether a path is that of a frozen file."""
+    return isinstance(path, (str, os.PathLike)) and Path(path).suffix == SUFFIX
+
+
+class FrozenModel:
+    """A TorchScript program with the methods that LAMMPS calls.
+
+    Parameters
+    ----------
+    path
+        The file.
+    device
+        Where to compute.
+
+    Attributes
+    ----------
+    rcut
+        Cut-off radius [Å].
+    type_map
+        Element symbol of every type.
+
+    Raises
+    ------
+    CheckpointError
+        When the file cannot be read as a potential.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        if not Path(path).exists():
+            raise CheckpointError(f"there is no frozen model {path}")
+        try:
+            with open_regular(path) as file, warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, which LAMMPS's plugin needs
+                self._program = torch.jit.load(file, map_location=self.device).eval()
+            self.rcut = float(self._program.get_rcut())
+            self.type_map = tuple(self._program.get_type_map())
+        except (OSError, RuntimeError, AttributeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise CheckpointError(f"{path} cannot be read as a frozen potential: {reason}") from error
+
+    def predict(self, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray) -> Prediction:
+        """Evaluate frames one by one; arguments as `Predictor.predict`, with their full shapes."""
+        nframes, natoms = atype.shape
+        out = Prediction(
+            np.zeros(nframes), np.zeros((nframes, natoms, 3)), np.zeros((nframes, 9)), np.zeros((nframes, natoms))
+        )
+        for frame in range(nframes):
+            cell = None if box is None or not box[frame].any() else box[frame]
+            self._predict_one(out, frame, coord[frame], cell, atype[frame])
+        return out
+
+    def _predict_one(
+        self, out: Prediction, frame: int, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray
+    ) -> None:
+        ghosted = with_ghosts(coord, box, atype, self.rcut)
+        owner, nloc = ghosted.owner, len(ghosted.neighbor)
+        if not nloc:
+            return
+        given = ghosted.coord, atype[owner].astype(np.int64), ghosted.neighbor
+        local = np.empty(len(atype), dtype=np.int64)
+        local[owner[:nloc]] = np.arange(nloc)
+        arrays = [torch.from_numpy(array)[None].to(self.device) for array in (*given, local[owner])]
+        found = self._program.forward_lower(*arrays)
+        values = {name: value[0].detach().to("cpu", torch.float64).numpy() for name, value in found.items()}
+        out.energy[frame] = values["energy"].item()
+        out.atom_energy[frame, owner[:nloc]] = values["atom_energy"][:, 0]
+        out.virial[frame] = values["virial"]
+        force = values["extended_force"]
+        for axis in range(3):
+            out.force[frame, :, axis] = np.bincount(owner, weights=force[:, axis], minlength=len(atype))

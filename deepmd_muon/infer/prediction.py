@@ -1,0 +1,34 @@
+"""What a model says about frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says about some frames.
+
+    Attributes
+    ----------
+    energy : ndarray of float64, (nframes,)
+        Total energy [eV].
+    force : ndarray of float64, (nframes, natoms, 3)
+        Forces [eV/Å]; zero for padding atoms.
+    virial : ndarray of float64, (nframes, 9)
+        −volume·stress [eV], row-major.
+    atom_energy : ndarray of float64, (nframes, natoms)
+        Energy of each atom [eV].
+    """
+
+    energy: np.ndarray
+    force: np.ndarray
+    virial: np.ndarray
+    atom_energy: np.ndarray
+
+    @property
+    def not_finite(self) -> list[str]:
+        """Names of the quantities that hold NaN or infinity."""
+        return [field.name for field in fields(self) if not np.isfinite(getattr(self, field.name)).all()]

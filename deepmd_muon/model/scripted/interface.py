@@ -1,0 +1,17 @@
+"""What a part of a frozen file is: the contract between its folder and `deepmd_muon.deploy`.
+
+A part's folder holds `scripted.py` with a module that TorchScript compiles, built from the part's trained module. The
+registry names it; a part without one cannot be frozen.
+
+A scripted descriptor is built as `cls(module)` and has
+
+- attributes `message_passing: bool` (it needs all centres at once, and the features of neighbours) and
+  `request: Request`;
+- `describe(near: Near) -> tuple[Tensor, Tape]`, the descriptor `(ncentre, dim_out)` and whatever its pullback needs;
+- `pullback(adjoint, tape) -> Tensor`, dE/dr_ij `(ncentre, nnei, 3)` [eV/Å] from dE/dD.
+
+A scripted fitting net is built as `cls(module)` and has
+
+- `energy_and_slope(descriptor, counts) -> tuple[Tensor, Tensor]`, energies of the centres `(ncentre,)` [eV], float64,
+  and dE/dD; the centres are sorted by type, `counts` of each.
+"""

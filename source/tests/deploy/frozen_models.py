@@ -1,0 +1,42 @@
+"""Small models for the tests of frozen files."""
+
+import numpy as np
+
+from deepmd_muon.argcheck import normalize
+from deepmd_muon.model import build_model
+
+
+def build(descriptor, fitting_net=None, type_map=("O", "H")):
+    """A small model with uneven statistics and energy bias."""
+    checked = normalize(
+        {
+            "model": {
+                "type_map": list(type_map),
+                "descriptor": descriptor,
+                "fitting_net": {"neuron": [12, 12], "seed": 2, **(fitting_net or {})},
+            },
+            "learning_rate": {"start_lr": 1e-3},
+            "loss": {},
+            "training": {"training_data": {"systems": ["data"]}, "numb_steps": 1},
+        }
+    )
+    model = build_model(checked.normalized["model"])
+    ntypes = len(type_map)
+    random = np.random.default_rng(11)
+    as_tensor = model.atomic_model.out_bias.new_tensor
+    mean = np.zeros((ntypes, 4))
+    mean[:, 0] = random.uniform(0.05, 0.1, size=ntypes)
+    model.set_statistics(as_tensor(mean), as_tensor(random.uniform(0.1, 0.3, size=(ntypes, 4))))
+    model.set_energy_bias(random.normal(size=ntypes))
+    return model
+
+
+SE_E2_A = {
+    "type": "se_e2_a",
+    "sel": [24, 48],
+    "rcut": 4.0,
+    "rcut_smth": 1.0,
+    "neuron": [4, 8],
+    "axis_neuron": 2,
+    "seed": 1,
+}

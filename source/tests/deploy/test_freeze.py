@@ -1,0 +1,204 @@
+import logging
+import re
+
+import numpy as np
+import pytest
+import torch
+from frozen_models import SE_E2_A, build
+
+from deepmd_muon.cli.main import main
+from deepmd_muon.data.ghosts import with_ghosts
+from deepmd_muon.deploy import freeze as freezing
+from deepmd_muon.deploy.errors import FreezeError
+from deepmd_muon.deploy.freeze import compare, freeze
+from deepmd_muon.deploy.program import Program
+from deepmd_muon.infer import DeepPotCalculator, Predictor
+from deepmd_muon.infer.errors import CheckpointError
+from deepmd_muon.model import ModelError
+from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+from deepmd_muon.section import thaw
+
+MODELS = {
+    "se_e2_a": (SE_E2_A, {}),
+    "fewer slots than neighbours": (SE_E2_A | {"sel": [5, 9]}, {}),
+    "one side, time steps, excluded pairs": (
+        SE_E2_A | {"type_one_side": True, "resnet_dt": True, "exclude_types": [[0, 1]], "neuron": [4, 4, 8]},
+        {"resnet_dt": True},
+    ),
+    "vacuum energies, silut": (
+        SE_E2_A | {"activation_function": "silut:0.5", "set_davg_zero": True, "env_protection": 0.01},
+        {"atom_ener": [-1.0, None], "activation_function": "gelu"},
+    ),
+    "float32": (SE_E2_A | {"precision": "float32"}, {"precision": "float32"}),
+}
+
+
+def lower(frames, program, rcut, *, atomic=False):
+    """What `forward_lower` returns of each frame, forces summed over images."""
+    out = []
+    for coord, box, atype in zip(*frames, strict=True):
+        ghosted = with_ghosts(coord, box, atype, rcut)
+        given = ghosted.coord, atype[ghosted.owner], ghosted.neighbor, ghosted.owner
+        tensors = [torch.from_numpy(array)[None] for array in given]
+        found = program.forward_lower(*tensors, None, None, atomic)
+        force = np.zeros_like(coord)
+        np.add.at(force, ghosted.owner, found["extended_force"][0].numpy())
+        out.append({name: value[0].numpy() for name, value in found.items()} | {"force": force})
+    return out
+
+
+def assert_equal(found, expected, frame, tolerance):
+    for name, value in (
+        ("energy", found["energy"][0]),
+        ("atom_energy", found["atom_energy"][:, 0]),
+        ("force", found["force"]),
+        ("virial", found["virial"]),
+    ):
+        reference = getattr(expected, name)[frame]
+        np.testing.assert_allclose(value, reference, rtol=0, atol=tolerance * max(1.0, np.abs(reference).max()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_program_is_the_model(name, water_frames):
+    model = build(*MODELS[name])
+    expected = Predictor(model, device="cpu").predict(*water_frames)
+    program = Program(model, {}).eval()
+    tolerance = 1e-5 if name == "float32" else 1e-13
+    assert np.abs(expected.force).max() > 1e-3
+    for frame, found in enumerate(lower(water_frames, program, model.rcut, atomic=True)):
+        assert_equal(found, expected, frame, tolerance)
+        np.testing.assert_allclose(found["extended_virial"].sum(0), found["virial"], atol=1e-12)
+    whole = program(*(torch.from_numpy(array) for array in (water_frames[0], water_frames[2], water_frames[1])))
+    np.testing.assert_allclose(whole["force"].numpy(), expected.force, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(whole["energy"][:, 0].numpy(), expected.energy, rtol=tolerance)
+
+
+def test_the_list_may_be_longer_and_in_any_order(water_frames):
+    model = build(SE_E2_A | {"sel": [5, 9]})
+    program = Program(model, {}).eval()
+    one = tuple(part[:1] for part in water_frames)
+    (expected,) = lower(one, program, model.rcut)
+    ghosted = with_ghosts(one[0][0], one[1][0], one[2][0], model.rcut + 1.5)
+    shuffled = np.random.default_rng(0).permuted(ghosted.neighbor, axis=1)
+    given = [torch.from_numpy(array)[None] for array in (ghosted.coord, one[2][0][ghosted.owner], shuffled)]
+    found = program.forward_lower(*given)
+    force = np.zeros_like(one[0][0])
+    np.add.at(force, ghosted.owner, found["extended_force"][0].numpy())
+    np.testing.assert_allclose(force, expected["force"], rtol=0, atol=1e-14)
+    assert found["energy"].item() == pytest.approx(expected["energy"].item(), abs=1e-13)
+
+
+def test_several_frames_with_padding_at_once(water_frames):
+    model = build(SE_E2_A)
+    program = Program(model, {}).eval()
+    coord, _, atype = (None if part is None else part.copy() for part in water_frames)
+    atype[1, 20:] = -1
+    expected = Predictor(model, device="cpu").predict(coord, None, atype)
+    every = np.tile(np.arange(24), (3, 24, 1))
+    nlist = np.where(every == np.arange(24)[:, None], -1, every)
+    found = program.forward_lower(*(torch.from_numpy(array) for array in (coord, atype, nlist)))
+    np.testing.assert_allclose(found["extended_force"].numpy(), expected.force, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(found["atom_energy"][..., 0].numpy(), expected.atom_energy, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(found["virial"].numpy(), expected.virial, rtol=0, atol=1e-13)
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory):
+    """A model, its checkpoint and its frozen file, made by the command."""
+    folder = tmp_path_factory.mktemp("frozen")
+    model = build(SE_E2_A)
+    section = thaw(model.settings)
+    torch.save({"model": to_deepmd_kit(model, section, {"lr": 1e-3, "step": 0})}, folder / "model.ckpt-1.pt")
+    (folder / "checkpoint").write_text("model.ckpt-1.pt\n")
+    assert main(["--pt", "freeze", "-c", str(folder), "-o", str(folder / "model")]) == 0
+    return model, folder / "model.ckpt-1.pt", folder / "model.pth"
+
+
+def test_the_file_is_the_checkpoint(frozen, water_frames):
+    model, checkpoint, file = frozen
+    coord, box, atype = water_frames
+    expected = Predictor(checkpoint, device="cpu").predict(coord, box, atype)
+    found = Predictor(file, device="cpu").predict(coord, box, atype)
+    for name in ("energy", "force", "virial", "atom_energy"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-13)
+    assert compare(model, file).relative < 1e-12
+
+
+def test_deepmd_kits_names_say_the_same(frozen, water_frames):
+    program = torch.jit.load(frozen[2])
+    one = tuple(part[:1] for part in water_frames)
+    (expected,) = lower(one, program, program.get_rcut())
+    ghosted = with_ghosts(one[0][0], one[1][0], one[2][0], program.get_rcut())
+    given = [torch.from_numpy(array)[None] for array in (ghosted.coord, one[2][0][ghosted.owner], ghosted.neighbor)]
+    found = program.forward_common_lower(*given, None, None, None, True)
+    assert found["energy_redu"].item() == expected["energy"].item()
+    assert np.array_equal(found["energy_derv_r"][0, :, 0].numpy(), expected["extended_force"])
+    assert found["energy_derv_c"].shape == (1, len(ghosted.coord), 1, 9)
+    assert program.get_sel() == [24, 48]
+    assert (program.get_type_map(), program.get_rcut(), program.get_ntypes()) == (["O", "H"], 4.0, 2)
+    assert not program.has_message_passing()
+    assert '"type": "se_e2_a"' in program.get_model_def_script()
+
+
+def test_dp_test_reads_the_file(frozen, water_frames, tmp_path, caplog):
+    coord, box, atype = water_frames
+    (tmp_path / "water" / "set.000").mkdir(parents=True)
+    (tmp_path / "water" / "type.raw").write_text(" ".join(map(str, atype[0])))
+    (tmp_path / "water" / "type_map.raw").write_text("O\nH\n")
+    for name, array in (("coord", coord), ("box", box), ("force", np.ones_like(coord)), ("energy", np.ones(3))):
+        np.save(tmp_path / "water" / "set.000" / f"{name}.npy", array.reshape(3, -1))
+    lines = []
+    for path in frozen[1:]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert main(["--pt", "test", "-m", str(path), "-s", str(tmp_path / "water")]) == 0
+        lines.append([record.message for record in caplog.records if "RMSE" in record.message])
+    assert lines[0] == lines[1]
+    assert any(re.search(r"Force\s+RMSE", line) for line in lines[0])
+
+
+def test_ase_moves_atoms_with_the_file(frozen, water_frames):
+    ase = pytest.importorskip("ase")
+    coord, box, atype = (part[0] for part in water_frames)
+    forces = []
+    for path in frozen[1:]:
+        atoms = ase.Atoms(["OH"[t] for t in atype], positions=coord, cell=box, pbc=(True, True, False))
+        atoms.calc = DeepPotCalculator(path, device="cpu")
+        forces.append(atoms.get_forces())
+    np.testing.assert_allclose(forces[1], forces[0], rtol=0, atol=1e-14)
+
+
+def test_a_file_that_differs_is_not_written(tmp_path, monkeypatch):
+    model = build(SE_E2_A)
+    monkeypatch.setitem(freezing.TOLERANCE, torch.float64, -1.0)
+    with pytest.raises(FreezeError, match=r"differs.*model\.pth"):
+        freeze(model, tmp_path / "model.pth")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_comparison_sees_other_weights(frozen):
+    model = build(SE_E2_A)
+    with torch.no_grad():
+        model.atomic_model.fitting_net.filter_layers[1].tensors[0].matrix[0, 0] += 1e-3
+    assert compare(model, frozen[2]).force > 1e-9
+
+
+def test_what_has_no_scripted_form_is_named(monkeypatch):
+    from deepmd_muon.model.registry import DESCRIPTORS
+
+    monkeypatch.setattr(DESCRIPTORS, "scripted", lambda settings: None)
+    with pytest.raises(ModelError, match=r"descriptor 'se_e2_a' cannot be frozen"):
+        Program(build(SE_E2_A), {})
+
+
+def test_what_is_no_frozen_file_is_refused(tmp_path):
+    (tmp_path / "model.pth").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="frozen"):
+        Predictor(tmp_path / "model.pth", device="cpu")
+    with pytest.raises(CheckpointError, match="there is no"):
+        Predictor(tmp_path / "other.pth", device="cpu")
+
+
+def test_folders_without_a_run_and_other_formats(tmp_path, capsys):
+    assert main(["--pt", "freeze", "-c", str(tmp_path)]) == 2
+    assert "checkpoint" in capsys.readouterr().err
