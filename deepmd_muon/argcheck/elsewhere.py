@@ -54,11 +54,6 @@ def only_in_deepmd_kit(data: Mapping[str, Any], schema: Key) -> list[Problem]:
         number = _value(data, path)
         if type(number) is int and number > 0:
             found[path] = what
-    systems = _value(data, "training/training_data/systems")
-    if any(
-        str(system).rstrip("/").endswith(".lmdb") for system in (systems if isinstance(systems, list) else [systems])
-    ):
-        found["training/training_data/systems"] = "LMDB data"
     return [Problem(path, f"deepmd-kit has {what}, this package does not", what) for path, what in found.items()]
 
 

@@ -11,8 +11,8 @@ from deepmd_muon.setting import setting
 
 _SYSTEMS = (
     "Systems of data: folders, HDF5 files or groups in them (file.hdf5#/group), folders in which to look for systems, "
-    "files that ASE reads (extended XYZ), or patterns of such paths (data/**/fcc*). A single string stands for a list "
-    "of one."
+    "LMDB databases (data.lmdb), files that ASE reads (extended XYZ), or patterns of such paths (data/**/fcc*). A "
+    "single string stands for a list of one."
 )
 _NUMBER = r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?"
 
@@ -56,12 +56,13 @@ class TrainingDataSettings(Section):
     batch_size: int | str | tuple[int, ...] = setting(
         "auto",
         minimum=1,
-        pattern=r"auto(:[1-9]\d*)?|(max|filter|mixed):[1-9]\d*",
-        forms='"auto", "auto:N", "max:N", "filter:N", "mixed:N", a whole number or one for each system',
+        pattern=r"auto(:[1-9]\d*)?|(max|filter|mixed|mix):[1-9]\d*",
+        forms='"auto", "auto:N", "max:N", "filter:N", "mixed:N", "mix:N", a whole number or one for each system',
         doc=(
             "Frames in a batch. 'auto:N' is the smallest size with at least N atoms in a batch ('auto': 32); 'max:N' "
             "the largest with at most N atoms, but at least one frame; 'filter:N' the same without the systems of "
-            "more than N atoms; 'mixed:N' draws N frames from all systems together."
+            "more than N atoms; 'mixed:N' draws N frames from all systems together; 'mix:N' fills batches with frames "
+            "of similar sizes from all systems, up to N atoms with padding."
         ),
     )
     auto_prob: str = setting(

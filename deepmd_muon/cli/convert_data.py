@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from deepmd_muon.data import System
 
-HELP = "convert data between extended XYZ (or any file that ASE reads), npy folders and HDF5"
+HELP = "convert data between extended XYZ (or any file that ASE reads), npy folders, HDF5 and LMDB"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("input", metavar="IN", nargs="+", help="systems: folders, HDF5 files, files that ASE reads")
     parser.add_argument(
-        "output", metavar="OUT", help="file.hdf5 or file.h5, file.xyz or file.extxyz, or else a folder of npy systems"
+        "input", metavar="IN", nargs="+", help="systems: folders, HDF5 files, LMDB databases, files that ASE reads"
+    )
+    parser.add_argument(
+        "output",
+        metavar="OUT",
+        help="name.hdf5 or name.h5, name.lmdb, name.xyz or name.extxyz, or else a folder of npy systems",
     )
     parser.add_argument("-t", "--type-map", nargs="+", metavar="ELEMENT", help="order of the elements in the output")
     keys = parser.add_argument_group("labels of files that ASE reads", "left out, ASE's own energy, forces and stress")
@@ -30,13 +34,20 @@ def run(options: argparse.Namespace) -> int:
     """Convert, and print what was found."""
     from deepmd_muon.data import open_systems
     from deepmd_muon.data.ase_reading import LabelKeys
+    from deepmd_muon.data.lmdb_writing import write_lmdb
     from deepmd_muon.data.plausible import suspicions
     from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_npy
 
     keys = LabelKeys(options.energy_key, options.force_key, options.virial_key, options.stress_key)
     systems = open_systems(options.input, options.type_map, keys)
     output = Path(options.output)
-    writers = {".hdf5": write_hdf5, ".h5": write_hdf5, ".xyz": write_extxyz, ".extxyz": write_extxyz}
+    writers = {
+        ".hdf5": write_hdf5,
+        ".h5": write_hdf5,
+        ".lmdb": write_lmdb,
+        ".xyz": write_extxyz,
+        ".extxyz": write_extxyz,
+    }
     places = writers.get(output.suffix.lower(), write_npy)(systems, output)
     print(_summary(systems))
     for system in systems:

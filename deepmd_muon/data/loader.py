@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deepmd_muon.data.budget_sampling import AtomBudgetSampler
 from deepmd_muon.data.errors import NeighborError, SamplingError
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.neighbor_cache import NeighborCache, number_of_types
@@ -93,24 +94,26 @@ class DataLoader:
         self.systems = tuple(systems[k] for k in rule.keep(natoms))
         self.batch_sizes = rule.frames_per_batch([system.natoms for system in self.systems])
         nframes = [system.nframes for system in self.systems]
-        # A mixed batch draws single frames, so systems count by frames there.
+        # Batches of several systems draw single frames, so systems count by frames there.
         self.nbatches = tuple(
-            n if rule.kind == "mixed" else -(-n // b) for n, b in zip(nframes, self.batch_sizes, strict=True)
+            n if rule.kind in ("mixed", "mix") else -(-n // b) for n, b in zip(nframes, self.batch_sizes, strict=True)
         )
         self.probabilities = system_probabilities(self.nbatches, auto_prob, sys_probs)
         self.cache = cache if cache is not None else _new_cache(self.systems, rcut, sel, by_type, cache_bytes)
         self.rank = rank
         self.world_size = world_size
-        self._sampler = Sampler(
-            nframes,
-            self.batch_sizes,
-            self.probabilities,
+        if seed is None:
             # 63 bits: more than enough, and a plain integer for everybody.
-            seed=seed if seed is not None else int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1),
-            mixed=rule.number if rule.kind == "mixed" else 0,
-            # Without names: data that moved to another place are still the same data.
-            identity=repr([(s.natoms, s.pbc, s.mixed, sorted(s.labels)) for s in self.systems]),
-        )
+            seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1)
+        # Without names: data that moved to another place are still the same data.
+        identity = repr([(s.natoms, s.pbc, s.mixed, sorted(s.labels)) for s in self.systems])
+        self._sampler: Sampler | AtomBudgetSampler
+        if rule.kind == "mix":
+            sizes = [system.natoms for system in self.systems]
+            self._sampler = AtomBudgetSampler(nframes, sizes, self.probabilities, rule.number, seed, identity)
+        else:
+            mixed = rule.number if rule.kind == "mixed" else 0
+            self._sampler = Sampler(nframes, self.batch_sizes, self.probabilities, seed, mixed, identity)
         self._step = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepmd_muon-data") if prefetch else None
         self._ahead: Future[Batch] | None = None
@@ -132,7 +135,7 @@ class DataLoader:
     @property
     def mixes_systems(self) -> bool:
         """Whether the frames of a batch may come from several systems."""
-        return self._sampler.mixed > 0
+        return self._sampler.mixes_systems
 
     def draw(self) -> Plan:
         """Draw the next batch of this rank without reading its frames, any number ahead of `advance`."""
@@ -166,6 +169,8 @@ class DataLoader:
 
         Those of all ranks together; this is what ``numb_epoch`` multiplies, as in DeePMD.
         """
+        if isinstance(self._sampler, AtomBudgetSampler):
+            return self._sampler.batches_per_epoch
         drawn = self.probabilities > 0
         turns = float((np.array(self.nbatches)[drawn] / self.probabilities[drawn]).max())
         frames_a_batch = max(1, self._sampler.mixed)

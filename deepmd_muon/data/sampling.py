@@ -19,7 +19,7 @@ import numpy as np
 from deepmd_muon.data.errors import SamplerStateError, SamplingError
 
 #: How a batch size is told.
-BatchKind = Literal["fixed", "list", "auto", "max", "filter", "mixed"]
+BatchKind = Literal["fixed", "list", "auto", "max", "filter", "mixed", "mix"]
 
 #: System choices drawn at once; part of the definition of the order, do not change.
 CHOICE_BLOCK = 1024
@@ -35,7 +35,8 @@ class BatchRule:
         ``fixed``: the same number of frames in every system. ``list``: one number per system.
         ``auto``: the smallest number of frames with at least `number` atoms. ``max``: the largest with at
         most `number` atoms, and at least one. ``filter``: as ``max``, and systems of more atoms are left out.
-        ``mixed``: batches of `number` frames drawn from all systems, padded to the largest.
+        ``mixed``: batches of `number` frames drawn from all systems, padded to the largest. ``mix``: batches of frames
+        of similar sizes from all systems, at most `number` atoms with padding.
     number : int
         Frames or atoms.
     sizes : tuple of int
@@ -48,14 +49,16 @@ class BatchRule:
 
     @classmethod
     def parse(cls, spec: int | str | Sequence[int]) -> BatchRule:
-        """Read ``4``, ``[1, 2]``, ``"auto"``, ``"auto:32"``, ``"max:512"``, ``"filter:512"``, ``"mixed:8"``.
+        """Read a batch size: ``4``, ``[1, 2]``, ``"auto"``, ``"auto:32"`` and, like it, max, filter, mixed and mix.
 
         Raises
         ------
         SamplingError
             When `spec` is none of these or a number is not positive.
         """
-        help_text = 'use a positive integer, a list of them, "auto", "auto:N", "max:N", "filter:N" or "mixed:N"'
+        help_text = (
+            'use a positive integer, a list of them, "auto", "auto:N", "max:N", "filter:N", "mixed:N" or "mix:N"'
+        )
         if isinstance(spec, str):
             kind, colon, tail = spec.partition(":")
             if spec == "auto":
@@ -187,6 +190,29 @@ class Plan:
     parts: tuple[tuple[int, np.ndarray], ...]
 
 
+def position(step: int, seed: int, identity: str) -> dict[str, int | str]:
+    """Return a sampler's position as plain values."""
+    # The seed as text: it may have 128 bits, which not every serialiser takes as an integer.
+    return {"version": 1, "step": int(step), "seed": str(seed), "identity": identity}
+
+
+def check_position(state: dict[str, int | str], identity: str) -> None:
+    """Compare a saved position with the sampler that is to continue from it.
+
+    Raises
+    ------
+    SamplerStateError
+        When it was saved with other systems, sizes or probabilities.
+    """
+    if state.get("version") != 1:
+        raise SamplerStateError(f"sampler state of version {state.get('version')}, expected version 1")
+    if state["identity"] != identity:
+        raise SamplerStateError(
+            "the saved position belongs to other training data: atoms, frames, labels, batch sizes or "
+            "probabilities of the systems have changed, so the order of batches cannot be continued"
+        )
+
+
 class Sampler:
     """An endless, reproducible order of batches.
 
@@ -232,6 +258,11 @@ class Sampler:
         self.step = 0
         self._served = np.zeros(len(self.nframes), dtype=np.int64)
 
+    @property
+    def mixes_systems(self) -> bool:
+        """Whether the frames of a batch may come from several systems."""
+        return self.mixed > 0
+
     def _choice_block(self, block: int) -> np.ndarray:
         """Systems of draws ``1024·block …``."""
         if self._choices is None or self._choices[0] != block:
@@ -264,13 +295,7 @@ class Sampler:
 
     def state_dict(self, step: int | None = None) -> dict[str, int | str]:
         """Position as plain values; `step` names another position than the present one."""
-        return {
-            "version": 1,
-            "step": self.step if step is None else int(step),
-            # As text: a seed may have 128 bits, which not every serialiser takes as an integer.
-            "seed": str(self.seed),
-            "identity": self._identity,
-        }
+        return position(self.step if step is None else step, self.seed, self._identity)
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Go to a saved position; the seed comes along.
@@ -280,13 +305,7 @@ class Sampler:
         SamplerStateError
             When the position was saved with other systems, sizes or probabilities.
         """
-        if state.get("version") != 1:
-            raise SamplerStateError(f"sampler state of version {state.get('version')}, expected version 1")
-        if state["identity"] != self._identity:
-            raise SamplerStateError(
-                "the saved position belongs to other training data: atoms, frames, labels, batch sizes or "
-                "probabilities of the systems have changed, so the order of batches cannot be continued"
-            )
+        check_position(state, self._identity)
         self.seed = int(state["seed"])
         self._choices = None
         self._orders.clear()

@@ -1,4 +1,4 @@
-"""Systems: frames of one set of atoms, read lazily from npy folders or HDF5 groups."""
+"""Systems: frames of one set of atoms, read lazily from npy folders, HDF5 groups or LMDB databases."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from deepmd_muon.data.ase_reading import LabelKeys, read_ase
 from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError, TypeMapError
 from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, Frames, label_shape
 from deepmd_muon.data.hdf5_store import hdf5_stores
+from deepmd_muon.data.lmdb_store import is_lmdb, lmdb_stores
 from deepmd_muon.data.npy_store import npy_stores
 from deepmd_muon.data.storage import HandleCache, Store
 
@@ -291,8 +292,9 @@ def open_systems(
     ----------
     paths : str or iterable of str
         Each is a system folder; a folder above systems (searched for ``type.raw``, sorted); an HDF5 file (all
-        systems in it); ``file.hdf5#/group`` (that system, or all systems below the group); any other file that ASE
-        reads, e.g. extended XYZ; or a pattern with ``*``, ``?`` or ``[…]`` of such paths (``**`` crosses folders).
+        systems in it); ``file.hdf5#/group`` (that system, or all systems below the group); an LMDB database
+        (``data.lmdb``); any other file that ASE reads, e.g. extended XYZ; or a pattern with ``*``, ``?`` or ``[…]`` of
+        such paths (``**`` crosses folders).
     type_map : sequence of str, optional
         Element names that types shall index.
     keys : LabelKeys, optional
@@ -352,7 +354,9 @@ def _expanded(path: str) -> list[str]:
 
 def _stores(path: str, handles: HandleCache, keys: LabelKeys | None) -> Iterator[Store]:
     """Find all systems at or below a path."""
-    if os.path.isfile(path) and not is_hdf5(path) and not path.endswith((".h5", ".hdf5")):
+    if is_lmdb(path) or path.endswith(".lmdb"):
+        yield from lmdb_stores(path)
+    elif os.path.isfile(path) and not is_hdf5(path) and not path.endswith((".h5", ".hdf5")):
         yield from read_ase(path, keys)
     elif "#" in path or os.path.isfile(path):
         yield from hdf5_stores(path, handles)

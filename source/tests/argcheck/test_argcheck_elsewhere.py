@@ -48,11 +48,6 @@ def test_several_are_told_once_each(water):
     assert elsewhere(water).elsewhere == "multi-task training and the optimizer 'LKF'"
 
 
-def test_data_in_lmdb(water):
-    water["training"]["training_data"]["systems"] = "frames.lmdb"
-    assert elsewhere(water).elsewhere == "LMDB data"
-
-
 def test_a_key_of_deepmd_kit_is_told_with_advice(water):
     water["training"]["acc_freq"] = 4
     error = elsewhere(water)

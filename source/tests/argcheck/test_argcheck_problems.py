@@ -135,7 +135,7 @@ def change(data, path, value):
         (
             "training/training_data/batch_size",
             "auto:x",
-            'must be "auto", "auto:N", "max:N", "filter:N", "mixed:N", '
+            'must be "auto", "auto:N", "max:N", "filter:N", "mixed:N", "mix:N", '
             "a whole number or one for each system; found 'auto:x'",
         ),
         ("training/training_data/systems", [], "must name at least one system; found an empty list"),

@@ -163,7 +163,7 @@ def test_a_single_system_is_a_list_of_one(water):
     assert normalize(water).settings.training.training_data.systems == ("data.hdf5#/water",)
 
 
-@pytest.mark.parametrize("size", [4, [1, 2], "auto", "auto:64", "max:512", "filter:512", "mixed:8"])
+@pytest.mark.parametrize("size", [4, [1, 2], "auto", "auto:64", "max:512", "filter:512", "mixed:8", "mix:512"])
 def test_batch_sizes(water, size):
     water["training"]["training_data"]["batch_size"] = size
     found = normalize(water).settings.training.training_data.batch_size

@@ -92,7 +92,7 @@ def equal(ours, theirs):
             np.testing.assert_allclose(left[rows[0]], right[rows[1]], rtol=0, atol=2e-6, err_msg=field.name)
 
 
-@pytest.mark.parametrize("form", ["folder", "all.hdf5", "all.xyz"])
+@pytest.mark.parametrize("form", ["folder", "all.hdf5", "all.xyz", "all.lmdb"])
 def test_a_round_trip_keeps_every_label(frames, tmp_path, form, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write("train.xyz", frames)

@@ -46,7 +46,7 @@ def same(a, b):
     )
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, "mixed:5"])
+@pytest.mark.parametrize("batch_size", [1, 3, "mixed:5", "mix:30"])
 def test_neighbours_belong_to_the_frames(systems, batch_size):
     data = loader(systems, batch_size)
     for _ in range(20):
@@ -67,7 +67,7 @@ def test_neighbours_belong_to_the_frames(systems, batch_size):
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 2, [3, 1, 2], "auto:20", "max:12", "mixed:3"])
+@pytest.mark.parametrize("batch_size", [1, 2, [3, 1, 2], "auto:20", "max:12", "mixed:3", "mix:25"])
 def test_resuming_gives_the_batches_of_an_uninterrupted_run(systems, batch_size, prefetch):
     whole = loader(systems, batch_size)
     expected = [whole.next() for _ in range(25)]
@@ -197,6 +197,8 @@ def test_batches_per_epoch(systems):
     assert loader(systems, 2, auto_prob="prob_uniform").batches_per_epoch == 15
     assert loader(systems, 2, sys_probs=[0.5, 0.5, 0.0]).batches_per_epoch == 10
     assert loader(systems, "mixed:4").batches_per_epoch == 6
+    # 6 and 4 frames of 4 atoms, 4 and 3 of 6, 3 and 2 of 8.
+    assert loader(systems, "mix:24").batches_per_epoch == 6
 
 
 def test_filter_leaves_systems_out(systems):

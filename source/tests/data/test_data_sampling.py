@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepmd_muon.data import BatchRule, Sampler, SamplerStateError, SamplingError, system_probabilities
+from deepmd_muon.data.budget_sampling import AtomBudgetSampler
 
 NATOMS = st.lists(st.integers(1, 500), min_size=1, max_size=8)
 
@@ -52,7 +53,7 @@ def test_plain_batch_sizes():
         BatchRule.parse([2, 9]).frames_per_batch([5, 7, 9])
 
 
-BAD_TEXTS = ["", "auto:", "auto:0", "auto:x", "auto:²", "max", "max:-3", "mixed", "filter:1.5", "list:3", "mix:4"]
+BAD_TEXTS = ["", "auto:", "auto:0", "auto:x", "auto:²", "max", "max:-3", "mixed", "filter:1.5", "list:3", "mix:"]
 
 
 @pytest.mark.parametrize("spec", [0, -1, True, [], [1, 0], [1.5], [True], *BAD_TEXTS])
@@ -248,3 +249,51 @@ def test_state_is_plain_and_checked():
     assert other.state_dict() == before
     with pytest.raises(SamplerStateError, match="expected version 1"):
         sampler.load_state_dict({})
+
+
+# -- batches under a bound on atoms ------------------------------------------------------------------------------
+
+BUDGETS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=6)
+
+
+@given(BUDGETS, st.integers(1, 200), st.integers(0, 5))
+def test_mix_serves_every_frame_once_within_the_bound(systems, budget, seed):
+    nframes, natoms = zip(*systems, strict=True)
+    sampler = AtomBudgetSampler(nframes, natoms, system_probabilities(nframes), budget, seed)
+    for _ in range(2):
+        served = Counter()
+        sizes = []
+        for _ in range(sampler.batches_per_epoch):
+            parts = sampler.next().parts
+            atoms = [natoms[k] for k, frames in parts for _ in frames]
+            assert len(atoms) * max(atoms) <= budget or len(atoms) == 1
+            sizes.append((min(atoms), max(atoms), -len(atoms)))
+            served.update((k, int(f)) for k, frames in parts for f in frames)
+        assert served == Counter({(k, f): 1 for k, n in enumerate(nframes) for f in range(n)})
+        # No batch could take the first frame of the next one: they are full.
+        for (_, _, count), (smallest, _, _) in pairwise(sorted(sizes)):
+            assert (1 - count) * smallest > budget
+
+
+def test_mix_weighs_systems_by_their_probability():
+    probabilities = system_probabilities([10, 40], sys_probs=[0.6, 0.4])
+    sampler = AtomBudgetSampler([10, 40], [3, 5], probabilities, 20, 7)
+    served = Counter()
+    for _ in range(sampler.batches_per_epoch):
+        for k, frames in sampler.next().parts:
+            served.update((k, int(f)) for f in frames)
+    # The second system once, the first as often as its share says.
+    assert served == Counter({**{(0, f): 6 for f in range(10)}, **{(1, f): 1 for f in range(40)}})
+    with pytest.raises(SamplingError, match="epoch"):
+        AtomBudgetSampler([10, 40], [3, 5], np.array([1 - 1e-12, 1e-12]), 20, 7)
+
+
+def test_mix_orders_differ_by_epoch_and_seed():
+    def plans_of(seed, count):
+        sampler = AtomBudgetSampler([8, 9], [3, 5], np.array([8 / 17, 9 / 17]), 12, seed)
+        return [[(k, f.tolist()) for k, f in sampler.next().parts] for _ in range(count)], sampler.batches_per_epoch
+
+    first, size = plans_of(1, 20)
+    assert first == plans_of(1, 20)[0]
+    assert first[:size] != first[size : 2 * size]
+    assert first != plans_of(2, 20)[0]

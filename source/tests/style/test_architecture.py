@@ -28,7 +28,7 @@ TORCH_FREE = {"deepmd_muon.optim.config", "deepmd_muon.model.settings"}
 GROUND = ("setting", "section")
 THIRD_PARTY = {
     "argcheck": {"dargs", "yaml"},
-    "data": {"numpy", "h5py", "vesin", "ase"},  # ase for the files that need it
+    "data": {"numpy", "h5py", "vesin", "ase", "lmdb", "msgpack"},  # ase, lmdb, msgpack for the files that need them
     "deepmd_kit": {"dargs", "deepmd", "torch"},
     "loss": {"torch"},
     "model": {"torch", "numpy", "triton"},

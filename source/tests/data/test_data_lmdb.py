@@ -1,0 +1,274 @@
+"""LMDB databases in deepmd-kit's format: what is read, what is written, and what damage is found."""
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from write_systems import make_arrays, write_npy
+
+from deepmd_muon.cli.main import main
+from deepmd_muon.data import DataError, SystemFormatError, SystemNotFoundError, TypeMapError, open_systems
+from deepmd_muon.data.lmdb_store import METADATA
+
+lmdb = pytest.importorskip("lmdb")
+msgpack = pytest.importorskip("msgpack")
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def array(values, dtype=None):
+    values = np.asarray(values, dtype=dtype)
+    return {"type": str(values.dtype), "shape": list(values.shape), "data": values.tobytes()}
+
+
+def frame(types, seed=0, *, cell=True, **others):
+    """A frame as deepmd-kit's converters write it."""
+    rng = np.random.default_rng(seed)
+    n = len(types)
+    found = {
+        "atom_types": array(types, np.int32),
+        "coords": array(rng.uniform(0, 5, (n, 3))),
+        "energies": array(rng.normal()),
+        "forces": array(rng.normal(size=(n, 3)), np.float32),
+    }
+    if cell:
+        found["cells"] = array(np.eye(3) * 6.0)
+    return {**found, **others}
+
+
+def database(path, frames, **metadata):
+    """Write a database as it is given, sound or not."""
+    path.mkdir()
+    with lmdb.open(str(path), map_size=1 << 26) as environment, environment.begin(write=True) as transaction:
+        for number, one in enumerate(frames):
+            packed = one if isinstance(one, bytes) else msgpack.packb(one, use_bin_type=True)
+            transaction.put(format(number, "012d").encode(), packed)
+        meta = {"nframes": len(frames), "frame_idx_fmt": "012d", "type_map": ["O", "H"], **metadata}
+        transaction.put(METADATA, msgpack.packb({k: v for k, v in meta.items() if v is not None}))
+    return str(path)
+
+
+def decoded(entry):
+    return np.frombuffer(entry["data"], dtype=entry["type"]).reshape(entry["shape"])
+
+
+def test_frames_are_sorted_into_systems_by_source_size_and_cell(tmp_path):
+    frames = [
+        frame([0, 1, 1], 0),
+        frame([0, 1, 1, 1], 1),
+        frame([0, 1, 1], 2, cell=False),
+        frame([0, 1, 1], 3),
+        frame([1, 0, 1], 4),
+    ]
+    path = database(tmp_path / "d.lmdb", frames, frame_system_ids=[0, 0, 0, 0, 1])
+    water, larger, bare, other = open_systems(path, ["H", "O"])
+    assert [s.name for s in (water, larger, bare, other)] == [f"{path}#{k}" for k in range(4)]
+    assert [(s.nframes, s.natoms, s.pbc, s.mixed) for s in (water, larger, bare, other)] == [
+        (2, 3, True, False),
+        (1, 4, True, False),
+        (1, 3, False, False),
+        (1, 3, True, False),
+    ]
+    read = water.frames([1, 0])
+    assert read.atype.tolist() == [[1, 0, 0]] * 2
+    for row, k in enumerate((3, 0)):
+        np.testing.assert_array_equal(read.coord[row], decoded(frames[k]["coords"]))
+        np.testing.assert_array_equal(read.force[row], decoded(frames[k]["forces"]))
+        assert read.energy[row] == decoded(frames[k]["energies"])
+        np.testing.assert_array_equal(read.box[row], np.eye(3) * 6.0)
+    assert read.virial is None
+    assert other.frames([0]).atype.tolist() == [[0, 1, 0]]
+
+
+def test_other_types_of_atoms_labels_and_names(tmp_path):
+    frames = [
+        frame([0, 1, -1], 0, virials=array(np.arange(9.0).reshape(3, 3)), find_force=0.0),
+        frame([1, 1, 0], 1, cells=array(np.zeros(9)), atomic_ener=array([1.0, 2.0, 3.0]), fparam=array([7.0])),
+        frame([1, 0, 0], 2, energies=-2.5, orig="cp2k"),
+    ]
+    mixed, bare = open_systems(database(tmp_path / "d.lmdb", frames), ["O", "H"])
+    assert mixed.mixed
+    assert not bare.pbc
+    read = mixed.frames([0, 1])
+    assert read.atype.tolist() == [[0, 1, -1], [1, 0, 0]]
+    assert read.energy[1] == -2.5
+    assert read.virial[0].tolist() == list(range(9))
+    assert read.present("virial").tolist() == [True, False]
+    assert read.present("force").tolist() == [False, True]
+    assert bare.frames([0]).atom_ener.tolist() == [[1.0, 2.0, 3.0]]
+    with pytest.raises(TypeMapError, match="H"):
+        open_systems(str(tmp_path / "d.lmdb"), ["O"])
+
+
+def test_a_system_travels_to_another_process_and_is_opened_twice(tmp_path):
+    path = database(tmp_path / "d.lmdb", [frame([0, 1], k) for k in range(5)])
+    (system,) = open_systems(path)
+    (again,) = open_systems(path)
+    copy = pickle.loads(pickle.dumps(system))
+    for other in (again, copy):
+        np.testing.assert_array_equal(other.frames([4, 1]).coord, system.frames([4, 1]).coord)
+    assert copy.fingerprint() == system.fingerprint()
+    with lmdb.open(path, map_size=1 << 26) as environment, environment.begin(write=True) as transaction:
+        transaction.put(b"more", bytes(10_000))
+    with pytest.raises(SystemFormatError, match="changed"):
+        system.frames([0])
+
+
+def test_files_of_dpdata_are_read(tmp_path):
+    dpdata = pytest.importorskip("dpdata")
+    folders = [
+        write_npy(tmp_path / "a", [0, 1] * 4, [make_arrays(3, 8, 1, ("energy", "force", "virial"))], ("O", "H")),
+        write_npy(tmp_path / "b", [1, 0, 1], [make_arrays(2, 3, 2, ("energy", "force"))], ("H", "O"), nopbc=True),
+    ]
+    systems = dpdata.MultiSystems(*(dpdata.LabeledSystem(folder, fmt="deepmd/npy") for folder in folders))
+    systems.to("deepmd/lmdb", str(tmp_path / "d.lmdb"))
+    theirs = {system.natoms: system for system in open_systems(str(tmp_path / "d.lmdb"), ["H", "O"])}
+    for folder in folders:
+        (ours,) = open_systems(folder, ["H", "O"])
+        # dpdata sorts atoms by type.
+        order = np.argsort(ours.frames([0]).atype[0], kind="stable")
+        other = np.argsort(theirs[ours.natoms].frames([0]).atype[0], kind="stable")
+        every = np.arange(ours.nframes)
+        a, b = ours.frames(every), theirs[ours.natoms].frames(every)
+        np.testing.assert_allclose(a.coord[:, order], b.coord[:, other], atol=1e-12)
+        np.testing.assert_allclose(a.force[:, order], b.force[:, other], atol=1e-12)
+        np.testing.assert_allclose(a.energy, b.energy, rtol=1e-12)
+        assert (a.box is None) == (b.box is None)
+        if a.virial is not None:
+            np.testing.assert_allclose(a.virial, b.virial, atol=1e-12)
+
+
+DAMAGE = {
+    "nframes": ({"nframes": 10**15}, "nframes"),
+    "format": ({"frame_idx_fmt": "999999999d"}, "frame_idx_fmt"),
+    "type_map": ({"type_map": [1, 2]}, "type_map"),
+    "systems": ({"frame_system_ids": [0]}, "frame_system_ids"),
+}
+
+
+@pytest.mark.parametrize("metadata", DAMAGE)
+def test_metadata_that_make_no_sense_are_named(tmp_path, metadata):
+    change, word = DAMAGE[metadata]
+    with pytest.raises(SystemFormatError, match=word) as raised:
+        open_systems(database(tmp_path / "d.lmdb", [frame([0, 1])] * 3, **change))
+    assert raised.value.file == "__metadata__"
+
+
+FRAMES = {
+    "pickle": (b"\x80\x04\x95cos\nsystem\n", "msgpack"),
+    "a list": (msgpack.packb([1, 2]), "map"),
+    "deep": (b"\x91" * 5000, "msgpack"),
+    "long": (b"\xdd\xff\xff\xff\xff", "msgpack"),
+    "no positions": ({"atom_types": array([0])}, "coords"),
+    "no types": ({"coords": array([0.0] * 3)}, "atom_types"),
+    "objects": (frame([0], energies={"type": "O", "shape": [1], "data": bytes(8)}), "dtype O"),
+    "text": (frame([0], energies="low"), "str"),
+    "records": (frame([0], energies={"type": "f8,f8", "shape": [1], "data": bytes(16)}), "dtype"),
+    "shape": (frame([0], coords={"type": "<f8", "shape": [1 << 40, 3], "data": bytes(24)}), "shape"),
+    "bytes": (frame([0], coords={"type": "<f8", "shape": [3], "data": bytes(23)}), "bytes"),
+    "size": (frame([0, 1], forces=array([1.0, 2.0])), "force"),
+    "fractions": (frame([0, 1], atom_types=array([0.5, 1.0])), "atom_types"),
+}
+
+
+@pytest.mark.parametrize("case", FRAMES)
+def test_frames_that_make_no_sense_are_named(tmp_path, case):
+    broken, word = FRAMES[case]
+    with pytest.raises(SystemFormatError, match=word) as raised:
+        open_systems(database(tmp_path / "d.lmdb", [frame([0, 1]), broken]))
+    assert raised.value.file.startswith("frame 1")
+
+
+def test_what_is_no_database_of_frames_is_named(tmp_path):
+    path = Path(database(tmp_path / "d.lmdb", [frame([0, 1])]))
+    with lmdb.open(str(tmp_path / "other.lmdb"), map_size=1 << 20) as environment:
+        with pytest.raises(SystemFormatError, match="__metadata__"):
+            open_systems(str(tmp_path / "other.lmdb"))
+        with environment.begin(write=True) as transaction:
+            transaction.put(b"0", pickle.dumps([1]))
+    with pytest.raises(SystemFormatError, match="deepmd-kit"):
+        open_systems(str(tmp_path / "other.lmdb"))
+    with pytest.raises(SystemNotFoundError, match=r"none\.lmdb"):
+        open_systems(str(tmp_path / "none.lmdb"))
+    (path / "data.mdb").write_bytes(bytes(8192))
+    with pytest.raises(SystemFormatError, match="not an LMDB"):
+        open_systems(str(path))
+
+
+def test_damaged_copies_raise_errors_and_never_end_the_process(tmp_path):
+    """liblmdb ends the process with SIGBUS for every file of this test that is cut."""
+    path = Path(database(tmp_path / "d.lmdb", [frame([0, 1] * (1 + 40 * (k % 2)), k) for k in range(60)])) / "data.mdb"
+    sound = path.read_bytes()
+    for cut in (0, 100, 4096, 9000, len(sound) // 2, len(sound) - 4096):
+        path.write_bytes(sound[:cut])
+        with pytest.raises(SystemFormatError, match=r"truncated|not an LMDB"):
+            open_systems(str(path.parent))
+    chance = random.Random(1)
+    refused = 0
+    for _ in range(150):
+        damaged = bytearray(sound)
+        # Headers of pages and nodes stand at both ends of a page; most other bytes are numbers.
+        for _ in range(20):
+            page = chance.randrange(len(sound) // 4096)
+            damaged[page * 4096 + chance.choice([chance.randrange(200), 4095 - chance.randrange(200)])] ^= 1 << (
+                chance.randrange(8)
+            )
+        path.write_bytes(damaged)
+        try:
+            for system in open_systems(str(path.parent)):
+                system.frames(np.arange(system.nframes))
+        except DataError:
+            refused += 1
+    assert refused > 100
+
+
+def test_missing_packages_are_asked_for_by_name(tmp_path, monkeypatch, capsys):
+    path = database(tmp_path / "d.lmdb", [frame([0, 1])])
+    monkeypatch.setitem(sys.modules, "lmdb", None)
+    assert main(["convert-data", path, str(tmp_path / "folder")]) == 0
+    assert main(["convert-data", path, str(tmp_path / "new.lmdb")]) == 2
+    assert "pip install lmdb" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "msgpack", None)
+    with pytest.raises(DataError, match="pip install msgpack"):
+        open_systems(path)
+
+
+READ_WITH_DEEPMD_KIT = """
+import json, sys
+from deepmd.dpmodel.utils.lmdb_data import LmdbDataReader, merge_lmdb
+reader = LmdbDataReader(sys.argv[1], ["H", "O"], "mix:64")
+frames = [reader[k] for k in range(len(reader))]
+names = ("atype", "coord", "box", "energy", "force", "virial")
+print("FRAMES" + json.dumps([{n: f[n].reshape(-1).tolist() for n in names if n in f} for f in frames]))
+merge_lmdb([sys.argv[1], sys.argv[1]], sys.argv[2])
+"""
+
+
+@pytest.mark.deepmd_kit
+@pytest.mark.skipif("DEEPMD_KIT_PYTHON" not in os.environ, reason="DEEPMD_KIT_PYTHON does not name its python")
+def test_deepmd_kit_reads_what_we_write_and_we_read_what_it_merges(tmp_path):
+    write_npy(tmp_path / "in/a", [0, 1] * 4, [make_arrays(3, 8, 1, ("energy", "force", "virial"))], ("O", "H"))
+    write_npy(tmp_path / "in/b", [1, 0, 1], [make_arrays(2, 3, 2)], ("H", "O"))
+    ours, merged = str(tmp_path / "ours.lmdb"), str(tmp_path / "merged.lmdb")
+    assert main(["convert-data", str(tmp_path / "in"), ours]) == 0
+    command = [os.environ["DEEPMD_KIT_PYTHON"], "-c", READ_WITH_DEEPMD_KIT, ours, merged]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": ""})
+    theirs = json.loads(done.stdout.partition("FRAMES")[2].splitlines()[0])
+    row = 0
+    for system in open_systems(str(tmp_path / "in"), ["H", "O"]):
+        frames = system.frames(np.arange(system.nframes))
+        for k in range(system.nframes):
+            for name in ("coord", "box", "energy", "force", "virial"):
+                if (values := getattr(frames, name)) is not None:
+                    np.testing.assert_allclose(theirs[row][name], values[k].ravel(), rtol=1e-6, atol=1e-7)
+            assert theirs[row]["atype"] == frames.atype[k].tolist()
+            row += 1
+    assert row == len(theirs) == 5
+    counts = sorted((system.natoms, system.nframes) for system in open_systems(merged, ["H", "O"]))
+    assert counts == [(3, 2), (3, 2), (8, 3), (8, 3)]
