@@ -23,11 +23,6 @@ def test_readme_has_the_two_commands():
     assert "pytest" in commands[1]
 
 
-@pytest.mark.parametrize("code", blocks(TOP / "README.md", "python"))
-def test_readme_code_runs(code):
-    exec(compile(code, "README.md", "exec"), {})
-
-
 def test_code_of_the_extension_page_runs():
     (code,) = blocks(TOP / "doc" / "extending.md", "python")
     # In a process of its own: what it registers would stay.

@@ -1,0 +1,82 @@
+"""Every block of code on every page runs, or says why it does not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from page_runner import REASONS, blocks_of, run_page
+
+TOP = Path(__file__).parents[3]
+PAGES = {
+    str(page.relative_to(TOP)): page
+    for page in (*TOP.glob("*.md"), *(TOP / "doc").rglob("*.md"), *TOP.glob("examples/*/README.md"))
+}
+# Pages whose blocks run one after the other. Benchmarks show commands of scripts, which take hours.
+WALKS = {name: page for name, page in PAGES.items() if not name.startswith("doc/benchmarks/")}
+NEED_ASE = ("doc/tutorials/water.md", "doc/tutorials/own-data.md")
+
+
+def runs(block, *, slow):
+    """Whether a block runs in a tier."""
+    return block.language in ("python", "sh") and (block.note in ("", "slow")) and (block.note == "slow") == slow
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder that holds the examples, three frames of each system; training stays on the CPU with one thread."""
+    shutil.copytree(TOP / "examples", tmp_path / "examples")
+    for array in tmp_path.glob("examples/*/data/*/*/set.*/*.npy"):
+        np.save(array, np.load(array)[:3])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logger = logging.getLogger("deepmd_muon")  # a run sets its level and handlers
+    level, handlers = logger.level, list(logger.handlers)
+    monkeypatch.setenv("DEVICE", "cpu")
+    monkeypatch.delenv("DP_BACKEND", raising=False)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    torch.set_num_threads(threads)
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, page in WALKS.items() if any(runs(b, slow=False) for b in blocks_of(page))]
+)
+def test_the_blocks_of_a_page_run(name, checkout):
+    if name in NEED_ASE:
+        pytest.importorskip("ase")
+    assert run_page(PAGES[name], slow=False) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name, page in WALKS.items() if any(runs(b, slow=True) for b in blocks_of(page))]
+)
+def test_the_slow_blocks_of_a_page_run(name, checkout):
+    assert run_page(PAGES[name], slow=True) > 0
+
+
+@pytest.mark.parametrize("name", sorted(WALKS))
+def test_every_block_has_a_language_and_a_reason_if_it_does_not_run(name):
+    for block in blocks_of(PAGES[name]):
+        where = f"{name}:{block.line}"
+        assert block.language in ("sh", "python", "json", "toml", "text", "{toctree}", "{eval-rst}"), where
+        kind, _, what = block.note.partition(": ")
+        if kind == "not run":
+            assert what in REASONS, f"{where}: give one of the reasons {sorted(REASONS)}"
+        elif kind == "tested":
+            named = TOP / what if "/" in what else next(iter((TOP / "source" / "tests").rglob(what)), None)
+            assert named is not None, f"{where} names {what}, which does not exist"
+            assert named.exists(), f"{where} names {what}, which does not exist"
+        elif kind not in ("file", "slow"):
+            assert not block.note, f"{where}: {block.note!r} is no note that the tests know"
+        if block.language == "json":
+            text = block.code
+            json.loads(text if text.startswith(("{", "[")) else f"{{{text}}}")

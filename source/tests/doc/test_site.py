@@ -1,0 +1,52 @@
+"""The documentation site builds without a warning: links, anchors and docstrings are right, and nothing is fetched."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepmd_muon import optim
+from deepmd_muon.optim import sharded
+
+TOP = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built as CONTRIBUTING.md says."""
+    for needed in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(needed, reason="pip install -c constraints.txt '.[docs]' brings it")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "doc", ".", str(out)]
+    # The cache of a build lies beside it; no proxy answers.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(TOP),
+        "https_proxy": "http://127.0.0.1:9",
+        "http_proxy": "http://127.0.0.1:9",
+    }
+    done = subprocess.run(command, cwd=TOP, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_every_public_name_of_the_optimizer_is_documented(site):
+    text = (site / "doc" / "api.html").read_text()
+    names = [f"{module.__name__}.{name}" for module in (optim, sharded) for name in module.__all__]
+    described = set(re.findall(r'id="(deepmd_muon[\w.]+)"', text))
+    described |= {name.replace("optim.qk_clip.", "optim.") for name in described}
+    assert [name for name in names if name not in described] == []
+
+
+def test_readers_fetch_nothing_from_elsewhere(site):
+    pages = list(site.rglob("*.html"))
+    assert {"index.html", "start.html", "api.html", "training.html"} <= {page.name for page in pages}
+    for page in pages:
+        loaded = re.findall(r'<(?:script|img)[^>]* src="(https?:[^"]*)"', page.read_text())
+        loaded += re.findall(r'<link[^>]* rel="(?:stylesheet|preload)"[^>]* href="(https?:[^"]*)"', page.read_text())
+        assert loaded == [], page.name
