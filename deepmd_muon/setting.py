@@ -110,12 +110,20 @@ def setting(default: Any = dataclasses.MISSING, *, doc: str, **rules: Any) -> An
     return dataclasses.field(default=default, metadata={"setting": Setting(doc, **rules)})
 
 
+def setting_like(settings: type, name: str, default: Any) -> Any:
+    """Declare a dataclass field with the rules and text of another class's field, and a default of its own."""
+    declared: Any = settings
+    (field,) = (field for field in dataclasses.fields(declared) if field.name == name)
+    return dataclasses.field(default=default, metadata={"setting": dataclasses.replace(setting_of(field), alias=())})
+
+
 def setting_of(field: dataclasses.Field[Any], annotation: Any = None) -> Setting:
     """Return the `Setting` that `setting` attached to a dataclass field; a Literal annotation gives its choices."""
     found = field.metadata["setting"]
     assert isinstance(found, Setting)
-    if found.choices is None and typing.get_origin(annotation) is typing.Literal:
-        return dataclasses.replace(found, choices=typing.get_args(annotation))
+    literals = [kind for kind in alternatives_of(annotation) if typing.get_origin(kind) is typing.Literal]
+    if found.choices is None and len(literals) == 1:
+        return dataclasses.replace(found, choices=typing.get_args(literals[0]))
     return found
 
 

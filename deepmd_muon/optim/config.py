@@ -10,11 +10,11 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.sharded_config import ShardedSettings
-from deepmd_muon.setting import check_settings, setting
+from deepmd_muon.setting import check_settings, setting, setting_like
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -164,7 +164,6 @@ class HybridMuonConfig(_Buildable):
     )
     muon_mode: MuonMode = setting(
         "slice",
-        choices=get_args(MuonMode),
         doc=(
             "How a parameter is seen as matrices, after dimensions of size 1 are dropped. '2d': rank 2 only; "
             "'flat': all leading dimensions become rows; 'slice': a batch of the last two dimensions."
@@ -186,7 +185,6 @@ class HybridMuonConfig(_Buildable):
     nesterov: bool = setting(True, doc="Orthogonalize β m + (1 − β) g instead of m.")
     scaling: Scaling | None = setting(
         None,
-        choices=get_args(Scaling),
         doc=(
             "Scale of the Muon update: 'none' is 1, 'match_rms' is lr_adjust_coeff·sqrt(max(rows, columns)), "
             "'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with out and in by `layout`. null "
@@ -195,7 +193,6 @@ class HybridMuonConfig(_Buildable):
     )
     layout: WeightLayout = setting(
         "auto",
-        choices=get_args(WeightLayout),
         doc=(
             "Which dimension of a matrix is its output, for 'rectangular' and 'spectral' scaling: 'in_out' for "
             "DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as output, whatever they mean. 'auto' is "
@@ -221,7 +218,6 @@ class HybridMuonConfig(_Buildable):
     )
     precision: Precision = setting(
         "auto",
-        choices=get_args(Precision),
         doc=(
             "Operands of the matrix products; the iterate itself is kept in fp32 or wider. 'auto' is fp16 on a GPU "
             "and fp32 on a CPU."
@@ -260,7 +256,6 @@ class HybridMuonConfig(_Buildable):
     )
     on_route_change: RouteChange = setting(
         "error",
-        choices=get_args(RouteChange),
         doc=(
             "What a reload does when a parameter's route or view differs from the checkpoint's: 'error' refuses it, "
             "'migrate' carries over what means the same, 'reset' starts those parameters afresh."
@@ -268,7 +263,6 @@ class HybridMuonConfig(_Buildable):
     )
     on_nonfinite: NonFinite = setting(
         "ignore",
-        choices=get_args(NonFinite),
         doc=(
             "What a step does when a gradient holds NaN or infinity: 'ignore' spoils that parameter alone, 'skip' "
             "leaves all parameters and state as they are, 'error' stops the run (and waits for the device each step)."
@@ -328,25 +322,25 @@ class MuonConfig(_Buildable):
     """
 
     lr: float = setting(0.02, minimum=0.0, doc="Learning rate of the Muon route, when `build` is not given one.")
-    momentum: float = setting(0.95, minimum=0.0, below=1.0, doc="Decay β of the momentum m ← β m + (1 − β) g.")
-    nesterov: bool = setting(True, doc="Orthogonalize β m + (1 − β) g instead of m.")
+    momentum: float = setting_like(HybridMuonConfig, "momentum", 0.95)
+    nesterov: bool = setting_like(HybridMuonConfig, "nesterov", True)
     weight_decay: float = setting(0.1, minimum=0.0, doc="Decoupled weight decay of the Muon and AdamW routes.")
-    scaling: Scaling = setting("rectangular", choices=get_args(Scaling), doc="See `HybridMuonConfig`.")
+    scaling: Scaling = setting_like(HybridMuonConfig, "scaling", "rectangular")
     rms_coefficient: float = setting(0.2, above=0.0, doc="Coefficient of the 'match_rms' scaling.")
-    layout: WeightLayout = setting("out_in", choices=get_args(WeightLayout), doc="See `HybridMuonConfig`.")
-    schedule: str | Steps = setting("keller-jordan", pattern="|".join(map(re.escape, SCHEDULES)), doc="Coefficients.")
-    precision: Precision = setting("auto", choices=get_args(Precision), doc="See `HybridMuonConfig`.")
-    muon_mode: MuonMode = setting("2d", choices=get_args(MuonMode), doc="See `HybridMuonConfig`.")
+    layout: WeightLayout = setting_like(HybridMuonConfig, "layout", "out_in")
+    schedule: str | Steps = setting_like(HybridMuonConfig, "schedule", "keller-jordan")
+    precision: Precision = setting_like(HybridMuonConfig, "precision", "auto")
+    muon_mode: MuonMode = setting_like(HybridMuonConfig, "muon_mode", "2d")
     adam_lr: float | None = setting(None, above=0.0, doc="Learning rate of the AdamW route; None takes `lr`.")
     adam_betas: tuple[float, float] = setting((0.9, 0.95), minimum=0.0, below=1.0, doc="Decays of Adam's moments.")
     adamw_patterns: tuple[str, ...] = setting(
         DEFAULT_ADAMW_PATTERNS, doc="Parameters that take AdamW though they are matrices, as shell patterns."
     )
-    expert_patterns: tuple[str, ...] = setting((), doc="See `HybridMuonConfig`.")
-    splits: tuple[str, ...] = setting((), pattern=SPLIT_PATTERN, forms=SPLIT_SYNTAX, doc="See `HybridMuonConfig`.")
-    flash_muon: bool = setting(True, doc="See `HybridMuonConfig`.")
-    offload: bool = setting(False, doc="See `HybridMuonConfig`.")
-    sharded: ShardedSettings = setting(ShardedSettings(), doc="See `HybridMuonConfig`.")
+    expert_patterns: tuple[str, ...] = setting_like(HybridMuonConfig, "expert_patterns", ())
+    splits: tuple[str, ...] = setting_like(HybridMuonConfig, "splits", ())
+    flash_muon: bool = setting_like(HybridMuonConfig, "flash_muon", True)
+    offload: bool = setting_like(HybridMuonConfig, "offload", False)
+    sharded: ShardedSettings = setting_like(HybridMuonConfig, "sharded", ShardedSettings())
 
     def __post_init__(self) -> None:
         check_settings(self)

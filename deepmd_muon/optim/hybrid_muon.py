@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import (
-    HybridMuonConfig,
     MuonMode,
     NonFinite,
     Precision,
@@ -25,16 +24,12 @@ from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.polar.schedules import AnySchedule
 from deepmd_muon.optim.qk_clip.clip import Logits, checked_logits, clip_heads, clipper
 from deepmd_muon.optim.qk_clip.layers import QKClip
+from deepmd_muon.optim.routing.group_settings import Arguments, check_group, group_defaults, lr_tensor
 from deepmd_muon.optim.routing.param_groups import (
     Group,
     Params,
-    check_group,
+    Routing,
     check_parameters,
-    group_defaults,
-    group_settings,
-    lr_tensor,
-    routes_of,
-    rules_of,
     warn_unmatched_patterns,
     with_names,
 )
@@ -51,12 +46,12 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.sharded.step import ShardedStep
 
 
-_DEFAULTS = HybridMuonConfig()
+_DEFAULTS = Arguments()
 
 
 @reject_renamed_settings
 class HybridMuon(QuickOptimizer):
-    r"""Muon on every matrix, Adam on vectors and biases, AdamW on what the mode does not see as a matrix.
+    r"""Muon for matrices, Adam for vectors and biases, AdamW for tensors that `muon_mode` does not see as matrices.
 
     One step of the Muon route, for a parameter seen as matrices (`deepmd_muon.optim.routing.views`)::
 
@@ -65,7 +60,7 @@ class HybridMuon(QuickOptimizer):
         O = polar factor of u                     (schedule, precision)
         p ← p (1 − lr λ) − lr · scale · damping · O
 
-    `scale` is chosen by the setting `scaling`, e.g. ``lr_adjust_coeff · sqrt(max(rows, columns))`` for 'match_rms';
+    The setting `scaling` chooses `scale`, e.g. ``lr_adjust_coeff · sqrt(max(rows, columns))`` for 'match_rms';
     `damping` is Magma's factor per matrix, or 1. The Adam routes step with ``lr · adam_lr_ratio``.
 
     Parameters
@@ -77,30 +72,30 @@ class HybridMuon(QuickOptimizer):
     momentum, weight_decay, adam_betas, lr_adjust, lr_adjust_coeff, muon_mode, enable_gram, flash_muon, magma_muon
         DeePMD's settings; see `HybridMuonConfig`, whose defaults they share.
     named_parameters
-        Names of unnamed parameters, as (name, parameter) pairs; trainable ones missing from `params` are reported.
+        (name, parameter) pairs that name unnamed `params`; a warning lists trainable ones missing from `params`.
     nesterov, scaling, layout, adam_lr_ratio, schedule, precision, min_matrix_dim, deepmd_kit_arithmetic
         See `HybridMuonConfig`.
     adam_patterns, adamw_patterns, expert_patterns, splits
         Rules on names; see `HybridMuonConfig`.
     on_route_change, on_nonfinite
-        What `load_state_dict` does with other routes, and `step` with non-finite gradients, for all groups.
+        How `load_state_dict` handles changed routes, and `step` non-finite gradients, in all groups.
     foreach
-        False takes one parameter at a time, which is slow and needs least memory.
+        False steps one parameter at a time, which is slow and needs least memory.
     capturable
-        Keep the learning rate on the parameters' device, so that a step captured in a CUDA graph follows it.
+        Keep the learning rate on the parameters' device, so that a step captured in a CUDA graph reads it there.
     maximize, differentiable
-        Climb instead of descend; the second must be False.
+        Maximize the objective; `differentiable` must be False.
     workspace
-        Bound on the parameter elements that are worked on at a time; beside the state, a step takes 20 to 24 bytes
-        for each (float32; on a GPU up to 27 where wide matrices share products). A larger parameter is taken whole.
+        Bound on the parameter elements of a wave. A step needs 20 to 24 bytes for each of them besides the state
+        (float32; on a GPU up to 27 where wide matrices share products). A larger parameter forms a wave of its own.
     offload
         Keep momenta and Adam's moments in (pinned) host memory; see `HybridMuonConfig` and the method `offload`.
     offload_bytes
-        Bound on the bytes of moments that travel together; twice as much is on the device. It bounds the elements
-        stepped together as `workspace` does. A single larger moment travels whole.
+        Bound on the bytes of a transfer batch, of which two are on the device; like `workspace`, it bounds a wave. A
+        larger moment is copied whole.
     replicas
-        Ranks, as a device mesh or process group, that hold copies of the non-DTensor parameters with equal gradients
-        (DDP), and share the step. Without it, this process steps such parameters alone. DTensors carry their layout.
+        Device mesh or process group whose ranks hold copies of the non-DTensor parameters with equal gradients (DDP)
+        and share the step. Without it, this process steps such parameters alone. DTensors carry their own layout.
     sharded
         How DTensors and replicated parameters are stepped; see `deepmd_muon.optim.sharded.ShardedSettings`.
     qk_clip
@@ -132,7 +127,7 @@ class HybridMuon(QuickOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 5e-4,
+        lr: float | Tensor = _DEFAULTS.lr,
         momentum: float = _DEFAULTS.momentum,
         weight_decay: float = _DEFAULTS.weight_decay,
         adam_betas: tuple[float, float] = (_DEFAULTS.adam_beta1, _DEFAULTS.adam_beta2),
@@ -158,13 +153,13 @@ class HybridMuon(QuickOptimizer):
         on_route_change: RouteChange = _DEFAULTS.on_route_change,
         on_nonfinite: NonFinite = _DEFAULTS.on_nonfinite,
         deepmd_kit_arithmetic: bool = _DEFAULTS.deepmd_kit_arithmetic,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        workspace: int = 80 * 2**20,
+        maximize: bool = _DEFAULTS.maximize,
+        foreach: bool | None = _DEFAULTS.foreach,
+        capturable: bool = _DEFAULTS.capturable,
+        differentiable: bool = _DEFAULTS.differentiable,
+        workspace: int = _DEFAULTS.workspace,
         offload: bool = _DEFAULTS.offload,
-        offload_bytes: int = 64 * 2**20,
+        offload_bytes: int = _DEFAULTS.offload_bytes,
         replicas: Replicas | None = None,
         sharded: ShardedSettings | None = None,
         qk_clip: QKClip | None = None,
@@ -204,49 +199,41 @@ class HybridMuon(QuickOptimizer):
     def _route_parameters(self) -> None:
         """Compute the routing anew from names, shapes and settings, and store its manifest in the groups."""
         self._compiled.raise_deferred()
-        # All at once: a split that does not fit leaves everything as it was.
-        self._entries = [routes_of(group, number) for number, group in enumerate(self.param_groups)]
-        for group, entries in zip(self.param_groups, self._entries, strict=True):
-            group.update(RouteTable(entries).manifest())
-        self.routing = RouteTable([entry for entries in self._entries for entry in entries])
-        self._routed_inputs = self._routing_inputs()
-        groups = self._groups()
-        self._clipper = clipper(self.qk_clip, [pair for group in groups for pair in group.routed], self.replicas)
-        drop_unused(self.state, groups)
-        self._compiled.reset()
-        self._compiled.sharded = None
-        self._sharded: ShardedStep | None = None
-        if self.replicas is not None or any(spec_of(p) is not None for group in groups for p, _ in group.routed):
+        routing = Routing(self.param_groups)
+        groups = routing.groups(self.param_groups)
+        routed = [pair for group in groups for pair in group.routed]
+        clip = clipper(self.qk_clip, routed, self.replicas)
+        sharded: ShardedStep | None = None
+        if self.replicas is not None or any(spec_of(p) is not None for p, _ in routed):
             from deepmd_muon.optim.sharded.step import sharded_step  # needs torch.distributed
 
-            self._sharded = sharded_step(groups, self.replicas, self.sharded)
-            self._compiled.sharded = self._sharded
+            sharded = sharded_step(groups, self.replicas, self.sharded)
+        # Nothing above changes the optimizer: a split that does not fit leaves it as it was.
+        routing.write_manifests(self.param_groups)
+        self._routing, self.routing = routing, routing.table
+        self._clipper, self._sharded = clip, sharded
+        drop_unused(self.state, groups)
+        self._compiled.reset(sharded)
 
     def _groups(self) -> list[Group]:
-        """Return the parameter groups as a step reads them."""
-        groups = zip(self.param_groups, self._entries, strict=True)
-        return [Group(g, group_settings(g), tuple(zip(g["params"], some, strict=True))) for g, some in groups]
+        return self._routing.groups(self.param_groups)
 
     @property
     def plan(self) -> Plan:
-        """Who orthogonalizes what where parameters live on several ranks; `plan.describe()` says it in words."""
+        """The plan of the sharded step: which rank orthogonalizes which matrix; `plan.describe()` prints it."""
         return self._sharded.plan if self._sharded else Plan((), self.sharded, ())
 
     def fresh_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return state as the first step would make it, by parameter name, for parameters that live on several ranks.
+        """Return newly initialised state, by parameter name, of the parameters that live on several ranks.
 
-        It tells how state is laid out, for a reader that fetches no more than this rank's part.
+        Its tensors have the layout of the state, so that a reader can fetch this rank's part alone.
         """
         self._reroute_if_changed()
         return self._sharded.fresh_state(self._groups()) if self._sharded else {}
 
-    def _routing_inputs(self) -> list[Any]:
-        """Return what a user may change between steps that changes routes or the state they need."""
-        return [(g["magma_muon"], rules_of(g), *(p.requires_grad for p in g["params"])) for g in self.param_groups]
-
     def _reroute_if_changed(self) -> None:
-        """Route parameters anew where a switch or a routing setting of a group has changed, and log new routes."""
-        if self._routing_inputs() != self._routed_inputs:
+        """Route parameters anew where a routing setting or `requires_grad` has changed, and log new routes."""
+        if not self._routing.is_current(self.param_groups):
             before = self.routing
             self._route_parameters()
             self.routing.log_changes(before)
@@ -254,9 +241,13 @@ class HybridMuon(QuickOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state with its routing; a frozen parameter keeps the state it had before.
 
-        While the state is offloaded its tensors are in host memory, up to date when this returns. On several GPUs it
-        raises MissingGradientError where ranks did not have the same gradients in the last step; also call it after
-        the last step of a run.
+        While the state is offloaded its tensors are in host memory, up to date when this returns.
+
+        Raises
+        ------
+        MissingGradientError
+            On several GPUs, when ranks did not have the same gradients in the last step; a run should therefore end
+            with a call of this method.
         """
         self._compiled.raise_deferred()
         self._reroute_if_changed()
@@ -268,10 +259,10 @@ class HybridMuon(QuickOptimizer):
 
     @torch.no_grad()
     def offload(self, on: bool = True) -> None:
-        """Keep momenta and Adam's moments in host memory from now on, or on the parameters' devices.
+        """Move momenta and Adam's moments to host memory and keep them there, or back to the parameters' devices.
 
-        Steps give the same results either way; see `HybridMuonConfig`. Read the state through `state_dict`, which
-        waits until host memory is up to date.
+        Results are the same either way; see `HybridMuonConfig`. Read the state through `state_dict`, which waits until
+        host memory is up to date.
         """
         if on and self._host_memory is None:
             self._host_memory = HostMemory(self.offload_bytes)
@@ -279,7 +270,7 @@ class HybridMuon(QuickOptimizer):
         elif not on and self._host_memory is not None:
             self._host_memory.restore(self.state)
             self._host_memory = None
-        self._compiled.reset()
+        self._compiled.reset(self._sharded)
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -304,11 +295,11 @@ class HybridMuon(QuickOptimizer):
         Raises
         ------
         InvalidGradientError
-            When a gradient is sparse; nothing has been changed then.
+            When a gradient is sparse; nothing is changed.
         NonFiniteGradientError
-            When a gradient holds NaN or infinity and `on_nonfinite` is 'error'; nothing has been changed then.
+            When a gradient holds NaN or infinity and `on_nonfinite` is 'error'; nothing is changed.
         CaptureError
-            When a CUDA graph is being captured that could not be replayed rightly.
+            When a CUDA graph is being captured and its replays would not repeat the step.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -325,48 +316,39 @@ class HybridMuon(QuickOptimizer):
         refuse_unsafe_capture(
             self.param_groups, self.state, compiled.params, offloaded=offloaded, on_nonfinite=self.on_nonfinite
         )
-        # torch.amp.GradScaler sets these two for the time of the call.
+        # torch.amp.GradScaler sets these two attributes during the call.
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         control = compiled.decide(self.on_nonfinite, scale, skip)
         compiled.run(self.state, self._host_memory, self.workspace, control)
         clip_heads(self._clipper, logits, control.skip)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore state by parameter name, after checking that every route and view is the present one.
+        """Restore state by parameter name, after checking every saved route and view against the present one.
 
-        Tensors keep their values bitwise. The running learning rate is restored; every other setting stays as it is
-        now, and a difference from the saved one is logged. `initial_lr`, which schedulers start from, is the
-        learning rate this optimizer was made with, never the saved one.
+        Tensors keep their values bitwise. The current learning rate is restored; every other setting keeps its present
+        value, and a difference from the saved one is logged. `initial_lr`, from which schedulers start, is the learning
+        rate that this optimizer was constructed with.
 
-        Where a parameter's route, view or shape is no longer the saved one, or it is on one side only,
-        `on_route_change` decides: 'error' raises; 'reset' starts that parameter afresh; 'migrate' carries over
+        Where a parameter's route, view or shape differs from the saved one, or it exists on one side only,
+        `on_route_change` decides: 'error' raises; 'reset' discards that parameter's state; 'migrate' keeps what means
+        the same on both routes (`deepmd_muon.optim.state.migrate` lists it).
 
-        - Muon to Muon with another view: the momentum exactly; each new block's Magma score is the mean of the
-          scores its elements had;
-        - Adam to AdamW and back: both moments and the step count, exactly;
-        - Muon to Adam: the momentum, an average of gradients in both, as if it were the one gradient seen so far
-          (the second moment cannot be known and restarts from its square);
-        - Adam to Muon: the bias-corrected first moment becomes the momentum; Magma scores restart;
-        - anything to frozen: all of it, kept until the parameter is trained again; and back, but for Magma scores
-          whose number has changed;
-        - nothing where the shape changed.
-
-        Magma scores are dropped where Magma is off. One warning per parameter says what happened. States of
-        deepmd-kit's HybridMuon load too; where such a route differs because its version routed otherwise, it is
-        migrated under every policy.
+        Magma scores are dropped where Magma is off. One warning per parameter reports the outcome. States of
+        deepmd-kit's HybridMuon load too; a route that differs because its version chose routes differently is migrated
+        under every policy.
 
         Parameters
         ----------
         state_dict
-            What `state_dict` returned, in this or another process; or a state dict of deepmd-kit's HybridMuon, see
-            `deepmd_muon.optim.name_deepmd_kit_state` for one whose parameters are not in the present order.
+            What `state_dict` returned, in this or another process; or a state dict of deepmd-kit's HybridMuon, whose
+            parameters `deepmd_muon.optim.name_deepmd_kit_state` can name where their order differs.
 
         Raises
         ------
         RoutingMismatchError
-            When parameters, routes or views differ and may not; nothing has been changed then.
+            When parameters, routes or views differ and `on_route_change` is 'error'; nothing is changed.
         ForeignStateError
-            When the state comes from another optimizer or carries no routing; nothing has been changed then.
+            When the state comes from another optimizer or carries no routing; nothing is changed.
         """
         self._compiled.raise_deferred()
         self._reroute_if_changed()

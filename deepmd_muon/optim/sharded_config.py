@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
 
 from deepmd_muon.setting import check_settings, setting
 
@@ -20,7 +20,6 @@ class ShardedSettings:
 
     exchange: Exchange = setting(
         "owners",
-        choices=get_args(Exchange),
         doc=(
             "'owners' sends every matrix to one rank and its update back. 'reference' gathers every parameter and "
             "steps it everywhere: slow, needs the memory of the whole model, and defines what 'owners' must give."
@@ -28,7 +27,6 @@ class ShardedSettings:
     )
     replication: Replication = setting(
         "auto",
-        choices=get_args(Replication),
         doc=(
             "What happens where several ranks hold the same elements (DDP, HSDP): 'spread' gives each matrix one "
             "owner among all of them, 'repeat' one in every replica, which costs work and saves bytes. 'auto' takes "
@@ -51,7 +49,6 @@ class ShardedSettings:
     )
     state: StatePlace = setting(
         "replicated",
-        choices=get_args(StatePlace),
         doc=(
             "Where plain parameters given with `replicas` keep momenta and Adam's moments: 'replicated' on every "
             "rank, 'sharded' each rank an equal part (ZeRO-1): DTensors in the state dict, like any sharded state. "
@@ -61,15 +58,12 @@ class ShardedSettings:
     )
     gather_dtype: GatherDtype = setting(
         "full",
-        choices=get_args(GatherDtype),
         doc=(
             "Element type on the way to the owner; 'full' is float32, or float64 for float64 parameters. Rounding "
             "before the orthogonalization lifts the noise of low-rank matrices to full strength."
         ),
     )
-    return_dtype: ReturnDtype = setting(
-        "full", choices=get_args(ReturnDtype), doc="Element type of the updates on the way back."
-    )
+    return_dtype: ReturnDtype = setting("full", doc="Element type of the updates on the way back.")
     free_gradients: bool = setting(
         False,
         doc="Set the gradient of a parameter that is exchanged to None as soon as its momentum has taken it up.",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.dtensors import local_of, spec_of
-from deepmd_muon.optim.routing.param_groups import raw_settings
+from deepmd_muon.optim.routing.group_settings import raw_settings
 from deepmd_muon.optim.state.schema import STATE_TENSORS, State
 
 _is_trained = attrgetter("requires_grad")

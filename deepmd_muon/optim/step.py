@@ -154,12 +154,19 @@ class CompiledStep:
         if self.sharded is not None:
             self.sharded.raise_deferred()
 
-    def reset(self) -> None:
-        """Release all references to parameters, gradients and state; the next step is compiled anew."""
+    def reset(self, sharded: ShardedPart | None) -> None:
+        """Release all references to parameters, gradients and state; the next step is compiled anew.
+
+        Parameters
+        ----------
+        sharded
+            The part of the step on parameters that live on several ranks, from now on.
+        """
         self._snapshot, self._waves = None, None
         self._groups, self._with_gradients, self.params = (), [], []
-        if self.sharded is not None:
-            self.sharded.reset()
+        self.sharded = sharded
+        if sharded is not None:
+            sharded.reset()
 
     def _compile(self, state: State, memory: HostMemory | None, workspace: int) -> list[Wave]:
         """Return the waves of the parameters that this process steps by itself, the longest first."""

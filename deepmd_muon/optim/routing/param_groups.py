@@ -1,39 +1,20 @@
-"""Parameter groups: names for parameters given without, and a group's settings as the dataclass that checks them."""
+"""Parameter groups: names for parameters without one, checks of parameters, and their routes."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from operator import itemgetter
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from deepmd_muon.optim.config import (
-    DEFAULT_ADAMW_PATTERNS,
-    RENAMED_SETTINGS,
-    HybridMuonConfig,
-    NonFinite,
-    RouteChange,
-    Steps,
-)
-from deepmd_muon.optim.errors import InvalidParameterError, InvalidSettingError
-from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
-from deepmd_muon.optim.routing.rules import (
-    RouteEntry,
-    RouteTable,
-    RoutingRules,
-    canonical_name,
-    choose_route,
-    unnamed,
-)
+from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, HybridMuonConfig
+from deepmd_muon.optim.errors import InvalidParameterError
+from deepmd_muon.optim.routing.group_settings import LISTS, as_tuple, group_settings, rules_of
+from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name, choose_route, unnamed
 from deepmd_muon.optim.routing.views import FusedSplit
-from deepmd_muon.optim.sharded_config import ShardedSettings
-from deepmd_muon.setting import check_settings, setting
 
 
 class Group(NamedTuple):
@@ -65,17 +46,6 @@ class Group(NamedTuple):
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
-# Settings of the optimizer, not of a group; and those that a group holds in another form.
-_OF_ALL_GROUPS = {"on_route_change", "on_nonfinite", "offload", "sharded"}
-_OTHER_FORM = {"adam_beta1", "adam_beta2", "schedule"}
-_FIELDS = [f for f in dataclasses.fields(HybridMuonConfig) if f.name not in _OF_ALL_GROUPS | _OTHER_FORM]
-_LISTS = tuple(field.name for field in _FIELDS if isinstance(field.default, tuple))
-_PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in _LISTS)
-# What else a new group may hold: parameters, a label for loggers, and what torch's schedulers leave in a group that is
-# given again.
-_MORE_KEYS = (
-    *("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"),
-)
 # Frames from a warning up to who calls the constructor: its decorator is one of them.
 _CONSTRUCTOR = 4
 
@@ -162,8 +132,8 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
     for number, group in enumerate(groups):
         names = [canonical_name(name) for name in group.get("param_names", ())]
         deep = [name for name, p in zip(names, group["params"], strict=False) if p.ndim > 2]
-        for key in _LISTS:
-            for text in _several(group[key]) if names else ():
+        for key in LISTS:
+            for text in as_tuple(group[key]) if names else ():
                 pattern = FusedSplit.parse(text).pattern if key == "splits" else text
                 hit = any(fnmatchcase(name, pattern) for name in (deep if key == "expert_patterns" else names))
                 used[key, text] = used.get((key, text), number < new) or hit
@@ -176,133 +146,52 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Arguments:
-    """What `HybridMuon` takes beside the fields of `HybridMuonConfig`; made to be checked."""
+class Routing:
+    """The routes of all parameters of some groups, and the inputs that they were computed from.
 
-    lr: float = setting(minimum=0.0, doc="Learning rate of the Muon route.")
-    adam_betas: tuple[float, float] = setting(doc="Decays of Adam's moments; their range is that of the configuration.")
-    maximize: bool = setting(doc="Climb.")
-    foreach: bool | None = setting(doc="Many parameters at a time.")
-    capturable: bool = setting(doc="Keep the learning rate on the device.")
-    workspace: int = setting(1, minimum=1, doc="Elements worked on at a time.")
-    offload: bool = setting(False, doc="Keep moments in host memory.")
-    offload_bytes: int = setting(1, minimum=1, doc="Bytes of moments that travel together.")
-    on_route_change: RouteChange = setting("error", choices=("error", "migrate", "reset"), doc="At a load.")
-    on_nonfinite: NonFinite = setting("ignore", choices=("ignore", "skip", "error"), doc="At a step.")
-    differentiable: bool = setting(
-        False, choices=(False,), note="HybridMuon is not differentiable", doc="Whether gradients flow through steps."
-    )
-    sharded: ShardedSettings | None = setting(None, doc="How several processes share the step.")
+    Parameters
+    ----------
+    param_groups
+        Of the optimizer; nothing in them is changed.
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-
-def _unknown_keys(group: Mapping[str, Any], defaults: Collection[str]) -> list[str]:
-    """Return, in words, the keys of a parameter group that no code would read."""
-    known = {*defaults, *_MORE_KEYS, *RouteTable(()).manifest()}
-    unknown = [key for key in group if key not in known]
-    problems = [f"{key} is now {RENAMED_SETTINGS[key]}" for key in unknown if key in RENAMED_SETTINGS]
-    if others := ", ".join(repr(key) for key in unknown if key not in RENAMED_SETTINGS):
-        problems.append(
-            f"{others}: unknown in a parameter group; known are {', '.join(sorted(('params', 'name', *defaults)))}"
-        )
-    return problems
-
-
-def check_group(given: Mapping[str, Any], defaults: Collection[str] | None = None) -> None:
-    """Check the constructor's arguments, or a parameter group, whose keys are then those of `defaults`.
+    Attributes
+    ----------
+    table
+        All routes.
 
     Raises
     ------
-    InvalidSettingError
-        Naming every setting that is unknown, of a wrong type or out of its range.
+    InvalidShapeError
+        When a split does not fit a parameter.
     """
-    values = {field.name: given[field.name] for field in dataclasses.fields(_Arguments) if field.name in given}
-    checked = dict(given)
-    values["lr"], problems = _plain_lr(given["lr"])
-    problems += [] if defaults is None else _unknown_keys(given, defaults)
 
-    def check(make: Callable[[], Any]) -> None:
-        try:
-            make()
-        except InvalidSettingError as error:
-            problems.extend(error.problems)
+    def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        self._inputs = _routing_inputs(param_groups)
+        routes = [_routes_of(group, number) for number, group in enumerate(param_groups)]
+        self.table = RouteTable([entry for entries in routes for entry in entries])
+        self._routes = routes
 
-    check(lambda: _Arguments(**values))
-    check(lambda: frozen_schedule(given["schedule"]))
-    # What has been reported must not keep the rest from being checked.
-    stand_ins = {"adam_betas": (0.0, 0.0), "schedule": "8+2"}
-    checked |= {key: x for key, x in stand_ins.items() if any(problem.startswith(key) for problem in problems)}
-    check(lambda: group_settings(checked))
-    if problems:
-        raise InvalidSettingError(f"HybridMuon: {'; '.join(problems)}", problems)
+    def is_current(self, param_groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether the switches and routing settings that users may change between steps are the same as before."""
+        return self._inputs == _routing_inputs(param_groups)
 
+    def groups(self, param_groups: Sequence[dict[str, Any]]) -> list[Group]:
+        """Return the groups as a step reads them."""
+        groups = zip(param_groups, self._routes, strict=True)
+        return [Group(g, group_settings(g), tuple(zip(g["params"], some, strict=True))) for g, some in groups]
 
-def _plain_lr(lr: Any) -> tuple[Any, list[str]]:
-    """Return a learning rate as the number to check, and what is wrong with it as a tensor."""
-    if not isinstance(lr, Tensor):
-        return lr, []
-    if lr.numel() != 1 or not lr.is_floating_point():
-        return 0.0, [f"lr: a tensor must hold one real number; found {lr.dtype} of shape {tuple(lr.shape)}"]
-    # Reading a tensor on a GPU would wait for it.
-    return float(lr) if lr.device.type == "cpu" else 0.0, []
+    def write_manifests(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Store each group's routes in it as plain lists, which state dicts keep."""
+        for group, entries in zip(param_groups, self._routes, strict=True):
+            group.update(RouteTable(entries).manifest())
 
 
-def rules_of(group: Mapping[str, Any]) -> RoutingRules:
-    """Return what of a group's settings decides routes."""
-    return RoutingRules.of(group_settings(group))
+def _routing_inputs(param_groups: Sequence[dict[str, Any]]) -> list[Any]:
+    """Return what may change between steps and decides routes or the state that they need."""
+    return [(g["magma_muon"], rules_of(g), *(p.requires_grad for p in g["params"])) for g in param_groups]
 
 
-def lr_tensor(group: Mapping[str, Any]) -> Tensor:
-    """Return a group's learning rate as a tensor beside its parameters, which a captured step reads."""
-    params: list[Tensor] = group["params"]
-    wide = any(p.dtype == torch.float64 for p in params)
-    return torch.tensor(group["lr"], dtype=torch.float64 if wide else torch.float32, device=params[0].device)
-
-
-def group_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group takes from the constructor's arguments, as the plain values that a state dict may hold."""
-    check_group(given)
-    schedule = frozen_schedule(given["schedule"])
-    return {
-        **{key: given[key] for key in ("lr", "maximize", "foreach", "capturable", *_PLAIN_SETTINGS)},
-        **{key: list(_several(given[key])) for key in _LISTS},
-        "adam_betas": tuple(given["adam_betas"]),
-        "schedule": schedule if isinstance(schedule, str) else [list(step) for step in schedule],
-    }
-
-
-def _several(patterns: Any) -> Any:
-    """Take a single pattern for a list of one, and leave what is neither to the check of its type."""
-    if isinstance(patterns, str):
-        return (patterns,)
-    return tuple(patterns) if isinstance(patterns, Iterable) else patterns
-
-
-@functools.lru_cache(maxsize=256, typed=True)
-def _settings(**values: Any) -> HybridMuonConfig:
-    return HybridMuonConfig(**values).explicit()
-
-
-def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
-    """Return a parameter group's settings as the dataclass that checks them, made explicit."""
-    beta1, beta2 = group["adam_betas"]
-    values = {
-        "adam_beta1": beta1,
-        "adam_beta2": beta2,
-        "schedule": frozen_schedule(group["schedule"]),
-        **{key: _several(group[key]) for key in _LISTS},
-        **{key: group[key] for key in _PLAIN_SETTINGS},
-    }
-    try:
-        return _settings(**values)
-    except TypeError:  # a value that cannot be hashed is of a wrong type; say of which
-        return HybridMuonConfig(**values)
-
-
-def routes_of(group: Mapping[str, Any], number: int) -> tuple[RouteEntry, ...]:
+def _routes_of(group: Mapping[str, Any], number: int) -> tuple[RouteEntry, ...]:
     """Return the routes of a group's parameters, from their names and shapes and the group's settings."""
     rules = rules_of(group)
     names = group.get("param_names")
@@ -311,15 +200,3 @@ def routes_of(group: Mapping[str, Any], number: int) -> tuple[RouteEntry, ...]:
         entry = choose_route(names[i] if names else None, tuple(p.shape), rules, trainable=p.requires_grad)
         chosen.append(entry if names else dataclasses.replace(entry, name=unnamed(number, i)))
     return tuple(chosen)
-
-
-# A group's settings as they stand there, to be compared; quicker than the dataclass.
-raw_settings = itemgetter(*("adam_betas", "schedule", *_LISTS, *_PLAIN_SETTINGS))
-
-
-def frozen_schedule(schedule: AnySchedule) -> str | Steps:
-    """Return a schedule as settings hold it: a name, or a tuple of triples."""
-    try:
-        return schedule if isinstance(schedule, str) else coefficients_of(schedule)
-    except TypeError:
-        raise InvalidSettingError(f"schedule: must be a name or a list of triples; found {schedule!r}") from None

@@ -1,4 +1,13 @@
-"""Carrying a parameter's state over to another route or view, as far as it means the same there."""
+"""Migrate a parameter's state to another route or view.
+
+- Muon to Muon with another view: the momentum stays exactly; each new block's Magma score is the mean of its elements'
+  old scores.
+- Adam to AdamW and back: both moments and the step count stay exactly.
+- Muon to Adam: the momentum becomes the first moment after one gradient; the second moment restarts from its square.
+- Adam to Muon: the bias-corrected first moment becomes the momentum; Magma scores restart.
+- Any route to frozen, and back: all state stays, except Magma scores whose number has changed.
+- Nothing stays where the shape changed.
+"""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_the_constructor_and_groups_name_all_bad_settings_together():
         optimizer.add_param_group({"params": [("v", nn.Parameter(torch.ones(3, 3)))], **bad})
     assert [problem.split(":")[0] for problem in error.value.problems] == named
     bad.update(schedule="8+2", workspace=0, differentiable=True, sharded="yes")
-    named = ["lr", "adam_betas", "workspace", "differentiable", "sharded", "momentum", "muon_mode"]
+    named = ["lr", "adam_betas", "momentum", "muon_mode", "sharded", "differentiable", "workspace"]
     with pytest.raises(InvalidSettingError) as error:
         HybridMuon([("w", nn.Parameter(torch.ones(3, 3)))], **bad)
     assert [problem.split(":")[0] for problem in error.value.problems] == named

@@ -1,0 +1,161 @@
+"""The arguments of `HybridMuon`, and the settings of a parameter group, as the dataclasses that check them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterable, Mapping
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.config import RENAMED_SETTINGS, HybridMuonConfig, Steps
+from deepmd_muon.optim.errors import InvalidSettingError
+from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
+from deepmd_muon.optim.routing.rules import RouteTable, RoutingRules
+from deepmd_muon.setting import Mismatch, convert, setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(HybridMuonConfig):
+    """The arguments of `HybridMuon`: the settings of its configuration, and those that only code sets."""
+
+    lr: float = setting(5e-4, minimum=0.0, doc="Learning rate of the Muon route.")
+    maximize: bool = setting(False, doc="Maximize the objective instead of minimizing it.")
+    foreach: bool | None = setting(None, doc="False steps one parameter at a time.")
+    capturable: bool = setting(False, doc="Keep the learning rate on the parameters' device.")
+    differentiable: bool = setting(
+        False, choices=(False,), note="HybridMuon is not differentiable", doc="Differentiate through steps."
+    )
+    workspace: int = setting(80 * 2**20, minimum=1, doc="Bound on the parameter elements of a wave.")
+    offload_bytes: int = setting(64 * 2**20, minimum=1, doc="Bound on the bytes of a transfer batch.")
+
+
+# Settings that hold for all groups, and those that a group stores in another form.
+_OF_ALL_GROUPS = {"on_route_change", "on_nonfinite", "offload", "sharded"}
+_OTHER_FORM = {"adam_beta1", "adam_beta2", "schedule"}
+_FIELDS = [f for f in dataclasses.fields(HybridMuonConfig) if f.name not in _OF_ALL_GROUPS | _OTHER_FORM]
+LISTS = tuple(field.name for field in _FIELDS if isinstance(field.default, tuple))
+_PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in LISTS)
+# What else a new group may hold: parameters, a label for loggers, and what torch's schedulers leave in a group that is
+# added again.
+_MORE_KEYS = (
+    *("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"),
+)
+# The settings of a group as its dict stores them; comparing these is faster than comparing dataclasses.
+raw_settings = itemgetter(*("adam_betas", "schedule", *LISTS, *_PLAIN_SETTINGS))
+
+
+def check_group(given: Mapping[str, Any], defaults: Collection[str] | None = None) -> None:
+    """Check the constructor's arguments, or a parameter group, whose keys are then those of `defaults`.
+
+    Raises
+    ------
+    InvalidSettingError
+        Naming every setting that is unknown, of a wrong type or out of its range.
+    """
+    values = {field.name: given[field.name] for field in dataclasses.fields(Arguments) if field.name in given}
+    values |= {key: as_tuple(given[key]) for key in LISTS}
+    values["lr"], problems = _plain_lr(given["lr"])
+    problems += [] if defaults is None else _unknown_keys(given, defaults)
+    betas = convert(given["adam_betas"], tuple[float, float], exact=True)
+    if isinstance(betas, Mismatch):
+        problems.append(f"adam_betas: {betas.words}")
+    else:
+        values["adam_beta1"], values["adam_beta2"] = betas
+    if values.get("sharded", ...) is None:
+        del values["sharded"]
+    try:
+        values["schedule"] = frozen_schedule(values.pop("schedule"))
+    except InvalidSettingError as error:
+        problems += error.problems
+    try:
+        Arguments(**values)
+    except InvalidSettingError as error:
+        problems += error.problems
+    if problems:
+        raise InvalidSettingError(f"HybridMuon: {'; '.join(problems)}", problems)
+
+
+def _unknown_keys(group: Mapping[str, Any], defaults: Collection[str]) -> list[str]:
+    """Return a problem for the keys of a parameter group that no code reads."""
+    known = {*defaults, *_MORE_KEYS, *RouteTable(()).manifest()}
+    unknown = [key for key in group if key not in known]
+    problems = [f"{key} is now {RENAMED_SETTINGS[key]}" for key in unknown if key in RENAMED_SETTINGS]
+    if others := ", ".join(repr(key) for key in unknown if key not in RENAMED_SETTINGS):
+        problems.append(
+            f"{others}: unknown in a parameter group; known are {', '.join(sorted(('params', 'name', *defaults)))}"
+        )
+    return problems
+
+
+def _plain_lr(lr: Any) -> tuple[Any, list[str]]:
+    """Return a learning rate as the number to check, and the problems of a tensor."""
+    if not isinstance(lr, Tensor):
+        return lr, []
+    if lr.numel() != 1 or not lr.is_floating_point():
+        return 0.0, [f"lr: a tensor must hold one real number; found {lr.dtype} of shape {tuple(lr.shape)}"]
+    # Reading a tensor on a GPU would wait for it.
+    return float(lr) if lr.device.type == "cpu" else 0.0, []
+
+
+def lr_tensor(group: Mapping[str, Any]) -> Tensor:
+    """Return a group's learning rate as a tensor on its parameters' device, which a captured step reads."""
+    params: list[Tensor] = group["params"]
+    wide = any(p.dtype == torch.float64 for p in params)
+    return torch.tensor(group["lr"], dtype=torch.float64 if wide else torch.float32, device=params[0].device)
+
+
+def group_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the constructor's arguments; return a group's defaults as plain values that a state dict may hold."""
+    check_group(given)
+    schedule = frozen_schedule(given["schedule"])
+    return {
+        **{key: given[key] for key in ("lr", "maximize", "foreach", "capturable", *_PLAIN_SETTINGS)},
+        **{key: list(as_tuple(given[key])) for key in LISTS},
+        "adam_betas": tuple(given["adam_betas"]),
+        "schedule": schedule if isinstance(schedule, str) else [list(step) for step in schedule],
+    }
+
+
+def as_tuple(patterns: Any) -> Any:
+    """Return patterns as a tuple; a single one becomes a tuple of one, and other types are left to the type check."""
+    if isinstance(patterns, str):
+        return (patterns,)
+    return tuple(patterns) if isinstance(patterns, Iterable) else patterns
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _settings(**values: Any) -> HybridMuonConfig:
+    return HybridMuonConfig(**values).explicit()
+
+
+def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
+    """Return a parameter group's settings, checked and explicit; equal settings are one object."""
+    beta1, beta2 = group["adam_betas"]
+    values = {
+        "adam_beta1": beta1,
+        "adam_beta2": beta2,
+        "schedule": frozen_schedule(group["schedule"]),
+        **{key: as_tuple(group[key]) for key in LISTS},
+        **{key: group[key] for key in _PLAIN_SETTINGS},
+    }
+    try:
+        return _settings(**values)
+    except TypeError:  # an unhashable value has the wrong type: let the check name the setting
+        return HybridMuonConfig(**values)
+
+
+def rules_of(group: Mapping[str, Any]) -> RoutingRules:
+    """Return the settings of a group that decide routes."""
+    return RoutingRules.of(group_settings(group))
+
+
+def frozen_schedule(schedule: AnySchedule) -> str | Steps:
+    """Return a schedule as settings hold it: a name, or a tuple of triples."""
+    try:
+        return schedule if isinstance(schedule, str) else coefficients_of(schedule)
+    except TypeError:
+        raise InvalidSettingError(f"schedule: must be a name or a list of triples; found {schedule!r}") from None
