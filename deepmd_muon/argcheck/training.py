@@ -25,6 +25,15 @@ def _some_systems(systems: tuple[str, ...]) -> str | None:
     return None if systems else "must name at least one system; found an empty list"
 
 
+def _relative_patterns(rglob_patterns: tuple[str, ...] | None) -> str | None:
+    if rglob_patterns is None:
+        return None
+    wrong = [pattern for pattern in rglob_patterns if not pattern.strip("./") or pattern.startswith("/")]
+    if wrong or not rglob_patterns:
+        return f"must be patterns of folders below systems, e.g. 'fcc*'; found {wrong or 'an empty list'}"
+    return None
+
+
 def _probabilities(sys_probs: tuple[float, ...] | None, systems: tuple[str, ...]) -> str | None:
     if sys_probs is None:
         return None
@@ -53,6 +62,13 @@ class TrainingDataSettings(Section):
     """Systems that training draws its batches from."""
 
     systems: tuple[str, ...] = setting(lone=True, doc=_SYSTEMS)
+    rglob_patterns: tuple[str, ...] | None = setting(
+        None,
+        doc=(
+            "Patterns such as 'fcc*'. Then systems names folders, and of the folders at any depth below them those are "
+            "systems that fit a pattern and have a type.raw; patterns search as Path.rglob of Python does."
+        ),
+    )
     batch_size: int | str | tuple[int, ...] = setting(
         "auto",
         minimum=1,
@@ -83,13 +99,13 @@ class TrainingDataSettings(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("systems",), _some_systems),
+        Rule(("rglob_patterns",), _relative_patterns),
         Rule(("batch_size",), _one_size_a_system),
         Rule(("sys_probs", "systems"), _probabilities),
         Rule(("auto_prob", "sys_probs"), _blocks),
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "set_prefix": Foreign("sets of frames with another prefix than 'set'", ("set",)),
-        "rglob_patterns": Foreign('patterns apart from systems (write "folder/**/pattern" into systems)'),
         "min_pair_dist": Foreign("frames left out for a small distance of atoms", (0,)),
     }
 

@@ -24,13 +24,14 @@ from deepmd_muon.data.neighbors import (
     stack_neighbors,
     widen_sections,
 )
+from deepmd_muon.data.opening import check_type_maps, open_systems
 from deepmd_muon.data.sampling import BatchRule, Plan, Sampler, system_probabilities
 from deepmd_muon.data.statistics import (
     StatFile,
     data_fingerprint,
     energy_bias,
 )
-from deepmd_muon.data.system import System, check_type_maps, open_systems
+from deepmd_muon.data.system import System
 
 __all__ = [
     "Batch",

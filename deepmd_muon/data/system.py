@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from h5py import is_hdf5
 
-from deepmd_muon.data.ase_reading import LabelKeys, read_ase
-from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError, TypeMapError
+from deepmd_muon.data.errors import SystemFormatError, TypeMapError
 from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, Frames, label_shape
-from deepmd_muon.data.hdf5_store import hdf5_stores
-from deepmd_muon.data.lmdb_store import is_lmdb, lmdb_stores
-from deepmd_muon.data.npy_store import npy_stores
-from deepmd_muon.data.storage import HandleCache, Store
+from deepmd_muon.data.storage import Store
 
 #: Positions and cells beyond it [Å] are mistakes; the neighbour list counts cells with 32 bits.
 MAX_LENGTH = 1e7
@@ -281,84 +274,3 @@ class System:
         if "energy" in self.labels:
             digest.update(self._read(self._files["energy"], every).tobytes())
         return digest.hexdigest()
-
-
-def open_systems(
-    paths: str | Iterable[str], type_map: Sequence[str] | None = None, keys: LabelKeys | None = None
-) -> list[System]:
-    """Open systems of any kind.
-
-    Parameters
-    ----------
-    paths : str or iterable of str
-        Each is a system folder; a folder above systems (searched for ``type.raw``, sorted); an HDF5 file (all
-        systems in it); ``file.hdf5#/group`` (that system, or all systems below the group); an LMDB database
-        (``data.lmdb``); any other file that ASE reads, e.g. extended XYZ; or a pattern with ``*``, ``?`` or ``[…]`` of
-        such paths (``**`` crosses folders).
-    type_map : sequence of str, optional
-        Element names that types shall index.
-    keys : LabelKeys, optional
-        Names of the labels in files that ASE reads.
-
-    Returns
-    -------
-    list of System
-        In the order of `paths`.
-
-    Raises
-    ------
-    SystemNotFoundError
-        When a path does not exist or holds no system.
-    SystemFormatError, TypeMapError
-        See `System`.
-    """
-    if isinstance(paths, (str, os.PathLike)):
-        paths = [os.fspath(paths)]
-    handles = HandleCache()
-    found = (store for path in paths for one in _expanded(os.fspath(path)) for store in _stores(one, handles, keys))
-    systems = [System(store, type_map) for store in found]
-    if not systems:
-        raise SystemNotFoundError("no systems given")
-    return systems
-
-
-def check_type_maps(systems: Sequence[System]) -> tuple[str, ...] | None:
-    """Return the type map that all systems agree on, for a caller that gave none.
-
-    Raises
-    ------
-    TypeMapError
-        When two systems number the elements differently.
-    """
-    longest: tuple[str, ...] = ()
-    for system in systems:
-        own = system.type_map or ()
-        shared = min(len(own), len(longest))
-        if own[:shared] != longest[:shared]:
-            raise TypeMapError(
-                f"system {system.name} has type map {list(own)}, others have {list(longest)}; "
-                "give the type map to use (model.type_map of an input, -t of neighbor-stat)"
-            )
-        longest = max(longest, own, key=len)
-    return longest or None
-
-
-def _expanded(path: str) -> list[str]:
-    """Return the paths that fit a pattern, sorted; a path that exists stands for itself."""
-    if not glob.has_magic(path) or os.path.exists(path.partition("#")[0]):
-        return [path]
-    if found := sorted(glob.glob(path, recursive=True)):
-        return found
-    raise SystemNotFoundError(f"no path fits the pattern {path} (relative patterns start at {os.getcwd()})")
-
-
-def _stores(path: str, handles: HandleCache, keys: LabelKeys | None) -> Iterator[Store]:
-    """Find all systems at or below a path."""
-    if is_lmdb(path) or path.endswith(".lmdb"):
-        yield from lmdb_stores(path)
-    elif os.path.isfile(path) and not is_hdf5(path) and not path.endswith((".h5", ".hdf5")):
-        yield from read_ase(path, keys)
-    elif "#" in path or os.path.isfile(path):
-        yield from hdf5_stores(path, handles)
-    else:
-        yield from npy_stores(path, handles)

@@ -63,8 +63,12 @@ def open_training_systems(settings: ModelSettings, training: TrainingSettings) -
     tuple of lists
         Training and validation systems, types translated to the model's.
     """
-    train = open_systems(training.training_data.systems, settings.type_map)
-    valid = open_systems(training.validation_data.systems, settings.type_map) if training.validation_data else []
+
+    def opened(section: TrainingDataSettings) -> list[System]:
+        return open_systems(section.systems, settings.type_map, patterns=section.rglob_patterns)
+
+    train = opened(training.training_data)
+    valid = opened(training.validation_data) if training.validation_data else []
     for kind, systems in (("training", train), ("validation", valid)):
         for system in systems:
             log.info(

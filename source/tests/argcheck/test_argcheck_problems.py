@@ -144,6 +144,11 @@ def change(data, path, value):
             [0.5, 0.6],
             "must sum to 1 over the entries that are not negative; found 1.1",
         ),
+        (
+            "training/training_data/rglob_patterns",
+            ["/data/*"],
+            "must be patterns of folders below systems, e.g. 'fcc*'; found ['/data/*']",
+        ),
         ("training/training_data/sys_probs", [1], "must have one probability for each of the 2 systems; found 1"),
         (
             "training/training_data/auto_prob",

@@ -121,6 +121,22 @@ def test_patterns_find_systems_in_order():
         open_systems([str(EXAMPLES / "nothing*")])
 
 
+def test_rglob_patterns_choose_folders_below_the_systems():
+    def names(folders, *patterns):
+        return ["/".join(Path(s.name).parts[-2:]) for s in open_systems(folders, patterns=patterns)]
+
+    data = str(EXAMPLES / "cu_emt" / "data")
+    assert names(data, "fcc*", "tri*8") == ["train/fcc32", "train/triclinic8", "valid/fcc32", "valid/triclinic8"]
+    # Two patterns that both fit give a system once, as in deepmd-kit, but in order.
+    assert names([f"{data}/valid"], "fcc*", "*32") == ["valid/fcc32"]
+    assert names(str(EXAMPLES / "cu_emt"), "train/fcc*") == ["train/fcc32"]
+    for folder, pattern, word in ((data, "bcc*", "bcc"), (data, "set.*", "type.raw"), (data, "a**b", "rglob_patterns")):
+        with pytest.raises(SystemNotFoundError, match=word):
+            names(folder, pattern)
+    with pytest.raises(SystemNotFoundError, match="folders"):
+        names(str(EXAMPLES / "cu_emt" / "input.json"), "*")
+
+
 @pytest.mark.parametrize(
     ("scale", "force", "energy", "word"),
     [
