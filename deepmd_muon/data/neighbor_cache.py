@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from typing import Protocol
@@ -24,8 +26,15 @@ from deepmd_muon.data.neighbors import (
 )
 from deepmd_muon.data.system import System
 
-#: Frames read at once while going through a system.
+log = logging.getLogger(__name__)
+
+#: Most frames read at once while going through a system, and most atoms in them.
 CHUNK = 64
+CHUNK_ATOMS = 8192
+#: Seconds between two lines on how far the counting is.
+_TELL = 10.0
+# Atoms of a cell [1/Å³]: diamond has 0.18, hydrogen in a shock wave 1; positions in nm are a thousand times too dense.
+_DENSEST = 10.0
 
 
 class NeighborRequest(Protocol):
@@ -166,10 +175,12 @@ def neighbor_statistics(
     Raises
     ------
     NeighborError
-        When atoms coincide, a cell has no volume, or `cache` has another cutoff.
+        When atoms coincide, a cell has no volume or is denser than any matter, or `cache` has another cutoff.
 
     Notes
     -----
+    A count that takes long logs how far it is.
+
     Atoms outside of their cell are counted like all others. deepmd-kit 3.2.0's ``neighbor-stat`` does not move
     them back before it adds images, so for unwrapped trajectories it may report fewer neighbours.
     """
@@ -182,8 +193,9 @@ def neighbor_statistics(
 
     def chunk(job: tuple[System, int]) -> NeighborStatistics:
         system, first = job
-        numbers = range(first, min(first + CHUNK, system.nframes))
+        numbers = range(first, min(first + _chunk(system), system.nframes))
         frames = system.frames(numbers)
+        _check_density(system, first, frames)
         if cache is not None:
             found = [cache.frame(system, number, frames, row).statistics for row, number in enumerate(numbers)]
         else:
@@ -192,9 +204,41 @@ def neighbor_statistics(
 
     if workers is None:
         workers = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    jobs = [(system, first) for system in systems for first in range(0, system.nframes, CHUNK)]
+    jobs = [(system, first) for system in systems for first in range(0, system.nframes, _chunk(system))]
+    nothing = NeighborStatistics(np.inf, (0,) * ntypes, 0)
     with ThreadPoolExecutor(workers, thread_name_prefix="deepmd_muon-neighbors") as pool:
-        return reduce(NeighborStatistics.merge, pool.map(chunk, jobs), NeighborStatistics(np.inf, (0,) * ntypes, 0))
+        return reduce(NeighborStatistics.merge, _told(pool.map(chunk, jobs), len(jobs)), nothing)
+
+
+def _chunk(system: System) -> int:
+    """Frames of a system read at once."""
+    return max(1, min(CHUNK, CHUNK_ATOMS // system.natoms))
+
+
+def _told(results: Iterable[NeighborStatistics], total: int) -> Iterator[NeighborStatistics]:
+    """Yield results; log now and then how many there are."""
+    started = told = time.monotonic()
+    for done, result in enumerate(results, 1):
+        now = time.monotonic()
+        if now - told > _TELL and done < total:
+            told = now
+            left = (now - started) * (total - done) / done
+            log.info("counting neighbours: %.0f %% done, about %.0f s left", 100 * done / total, left)
+        yield result
+
+
+def _check_density(system: System, first: int, frames: Frames) -> None:
+    """Refuse cells denser than any matter: counting would take minutes and much memory for a mistake in the units."""
+    if frames.box is None:
+        return
+    volume = np.abs(np.linalg.det(frames.box))
+    density = (frames.atype >= 0).sum(axis=1) / np.maximum(volume, np.finfo(np.float64).tiny)
+    densest = int(density.argmax())
+    if density[densest] > _DENSEST and volume[densest] > 0:  # without a volume, counting says so
+        raise NeighborError(
+            f"system {system.name}, frame {first + densest}: {density[densest]:.3g} atoms per Å³ (diamond has 0.18); "
+            "box and coord must be in Å (nm would look like this)"
+        )
 
 
 def _count(system: System, number: int, frames: Frames, row: int, rcut: float, ntypes: int) -> NeighborStatistics:

@@ -15,6 +15,7 @@ from deepmd_muon.data import (
     NeighborError,
     NeighborStatistics,
     build_neighbors,
+    neighbor_cache,
     neighbor_statistics,
     open_systems,
     stack_neighbors,
@@ -270,3 +271,30 @@ def test_errors_name_system_and_frame(tmp_path):
     for cache in (None, NeighborCache(4.0, (50,), True)):
         with pytest.raises(NeighborError, match=r"/s, frame 2: atoms . and . lie at the same place"):
             neighbor_statistics([system], 4.0, cache)
+
+
+def test_long_counts_tell_how_far_they_are(system, monkeypatch, caplog):
+    monkeypatch.setattr(neighbor_cache, "CHUNK", 2)
+    monkeypatch.setattr(neighbor_cache, "_TELL", -1.0)
+    caplog.set_level("INFO", "deepmd_muon")
+    neighbor_statistics([system], 4.0)
+    assert [line.partition(" % done")[0] for line in caplog.messages] == [
+        "counting neighbours: 33",
+        "counting neighbours: 67",
+    ]
+    caplog.clear()
+    monkeypatch.undo()
+    neighbor_statistics([system], 4.0)
+    assert caplog.messages == []
+
+
+def test_positions_in_nanometres_are_refused_before_they_are_counted(tmp_path, monkeypatch):
+    arrays = make_arrays(3, 60)
+    for name in ("coord", "box"):
+        arrays[name][1:] /= 10
+    (system,) = open_systems(write_npy(tmp_path / "nm", [0] * 60, [arrays], type_map=("A",)))
+    counted = []
+    monkeypatch.setattr(neighbor_cache, "_count", lambda *arguments: counted.append(arguments))
+    with pytest.raises(NeighborError, match=r"/nm, frame [12]: \d+ atoms per Å³"):
+        neighbor_statistics([system], 6.0)
+    assert counted == []
