@@ -1,17 +1,78 @@
-"""Opening files: written in one piece, never through a link that someone has put there; read if they are files."""
+"""Opening files: written in one piece, never through a link that someone has put there; read if they are files.
+
+Every error of writing is a `WriteError`, which names the file that was to be written, not a temporary one.
+"""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class WriteError(OSError):
+    """A file that cannot be written, such as on a full disk; made of errno, its text and the path."""
+
+    #: Of a command that ends with it.
+    exit_status: ClassVar[int] = 1
+
+    def __str__(self) -> str:
+        return f"cannot write {self.filename}: {self.strerror}"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn errors of the system in a `with` block into a `WriteError` that names `path`."""
+    try:
+        yield
+    except WriteError:
+        raise
+    except OSError as error:
+        raise WriteError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+class _NamedFile(io.FileIO):
+    """A file under a temporary name that remembers its first error, whatever a library makes of it.
+
+    torch.save, for one, answers a full disk with a RuntimeError about positions.
+    """
+
+    failure: WriteError | None = None
+
+    def __init__(self, handle: int, path: Path) -> None:
+        super().__init__(handle, "wb")
+        self._path = path
+
+    def write(self, data: Any) -> int:
+        """Write some bytes."""
+        try:
+            with writing(self._path):
+                return super().write(data)
+        except WriteError as error:
+            self.failure = self.failure or error
+            raise
+
+
+def make_folder_of(path: Path) -> None:
+    """Make the folder that a file will be in, if there is none."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def try_to_write(folder: Path) -> None:
+    """Make a file in a folder and remove it, to find out whether that is possible."""
+    with writing(folder):
+        temporary = hidden_name(folder / "try")
+        os.close(os.open(temporary, _NEW, 0o666))
+        temporary.unlink()
 
 
 @contextmanager
@@ -21,13 +82,28 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     It is synced to the disk before that, so a reader (or a machine that comes up after a power cut) finds the old
     file or the new one, never a part. After an exception the old file is untouched. A link is replaced, not followed;
     a device, FIFO or terminal is written to and stays.
+
+    Raises
+    ------
+    WriteError
+        When some part of this fails; also when the block ends with another error after it could not write.
     """
     if is_special(path):
         with append_to(path) as special:
             yield special
         return
-    with replacement(path) as temporary, temporary.open("r+b") as file:
-        yield file
+    with replacement(path) as temporary:
+        with writing(path):
+            raw = _NamedFile(os.open(temporary, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), path)
+        try:
+            with io.BufferedWriter(raw) as file:
+                yield file
+        except Exception as error:
+            if raw.failure is not None and raw.failure is not error:
+                raise raw.failure from error
+            nameless = isinstance(error, OSError) and error.filename is None
+            with writing(path) if nameless else nullcontext():
+                raise
 
 
 @contextmanager
@@ -37,17 +113,20 @@ def replacement(path: Path) -> Iterator[Path]:
     For writers that take a name; everybody else calls `whole_file`. The name cannot be guessed and keeps the ending.
     """
     temporary = hidden_name(path)
-    os.close(os.open(temporary, _NEW, 0o666))
+    with writing(path):
+        os.close(os.open(temporary, _NEW, 0o666))
     try:
         yield temporary
-        handle = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        os.replace(temporary, path)
+        with writing(path):
+            handle = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+            os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # of the same disk; the first error counts
+            temporary.unlink(missing_ok=True)
         raise
 
 
@@ -68,18 +147,20 @@ def fresh_file(path: Path, content: bytes = b"") -> BinaryIO:
 def append_to(path: Path) -> BinaryIO:
     """Open for appending what `fresh_file` has made, unless someone has put a link there since."""
     flags = os.O_WRONLY if is_special(path) else os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
-    return os.fdopen(os.open(path, flags | os.O_CLOEXEC), "wb")
+    with writing(path):
+        return io.BufferedWriter(_NamedFile(os.open(path, flags | os.O_CLOEXEC), path))
 
 
 def replace_link(link: Path, target: str) -> None:
     """Point a symbolic link at a file in the same folder, without a moment in which there is none."""
     temporary = hidden_name(link)
-    temporary.symlink_to(target)  # fails if the name is taken
-    try:
-        os.replace(temporary, link)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with writing(link):
+        temporary.symlink_to(target)  # fails if the name is taken
+        try:
+            os.replace(temporary, link)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def hidden_name(path: Path) -> Path:

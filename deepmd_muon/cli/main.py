@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from deepmd_muon import __version__
 from deepmd_muon.cli import convert_data, doc_train_input, freeze, neighbor_stat, show, test, train
 from deepmd_muon.cli.handover import HandOver, choices, hand_over
+from deepmd_muon.failures import failure_of
 from deepmd_muon.plugins import load_plugins
 
 COMMANDS = {
@@ -50,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0 on success, 2 when the command line or a file it names is wrong, 130 after Ctrl-C; otherwise what
-        the command or deepmd-kit returned.
+        0 on success, 2 when the command line or a file it names is wrong, 1 when the work cannot go on (a full disk, no
+        memory, a loss that is not finite), 130 after Ctrl-C; otherwise what the command or deepmd-kit returned.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     backend, rest = split_backend(words)
@@ -96,15 +97,16 @@ def _guarded(options: argparse.Namespace) -> int:
     except (HandOver, BrokenPipeError):
         raise
     except Exception as error:
-        # Our own exception classes and files that cannot be opened say what to do; nothing else is expected.
-        expected = type(error).__module__.startswith("deepmd_muon") or isinstance(error, OSError)
-        if not expected or options.log_level <= logging.DEBUG:
+        # Our own exception classes, files that cannot be opened and the machine's failures: nothing else is expected.
+        ours = type(error).__module__.startswith("deepmd_muon") or isinstance(error, OSError)
+        failure = failure_of(error)
+        if not (ours or failure) or options.log_level <= logging.DEBUG:
             raise
         with _telling(options.command, error) as mine:
             if mine:
                 # In one piece: several ranks write to one terminal.
-                sys.stderr.write(f"dp {options.command}: {error}\n")
-        return 2
+                sys.stderr.write(f"dp {options.command}: {failure or error}\n")
+        return 1 if failure else getattr(error, "exit_status", 2)
 
 
 def _telling(command: str, error: Exception) -> contextlib.AbstractContextManager[bool]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from deepmd_muon.data import Frames
-from deepmd_muon.files import append_to, fresh_file
+from deepmd_muon.files import append_to, fresh_file, make_folder_of
 from deepmd_muon.infer.metrics import volumes
 from deepmd_muon.infer.prediction import Prediction
 
@@ -29,7 +29,7 @@ class DetailFiles:
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._begun: dict[str, str] = {}
-        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        make_folder_of(Path(prefix))
 
     def add(self, system: str, reference: Frames, prediction: Prediction) -> None:
         """Append some frames of a system."""

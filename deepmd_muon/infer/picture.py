@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from deepmd_muon.files import whole_file
+from deepmd_muon.files import make_folder_of, whole_file
 from deepmd_muon.infer.errors import PictureError
 
 
@@ -21,6 +21,6 @@ def check_ending(path: Path) -> None:
 
 def write(figure: Figure, path: Path) -> None:
     """Write a figure; missing folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_of(path)
     with whole_file(path) as file:
         figure.savefig(file, dpi=150, format=path.suffix.removeprefix(".").lower())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class TrainingError(RuntimeError):
     """A run that cannot start or go on; the command line prints the message without a traceback."""
@@ -11,7 +13,14 @@ class CheckpointError(TrainingError):
     """A checkpoint that cannot be read, or does not fit the run."""
 
 
-class NonFiniteError(TrainingError):
+class RunError(TrainingError):
+    """A run that cannot go on although its input was right; the message names step, cause and last checkpoint."""
+
+    #: Of the command.
+    exit_status: ClassVar[int] = 1
+
+
+class NonFiniteError(RunError):
     """Loss or gradient is no longer a finite number; the parameters are those before the step.
 
     Parameters

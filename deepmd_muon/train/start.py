@@ -14,6 +14,7 @@ import torch
 
 from deepmd_muon.argcheck import Input, dump, load, normalize
 from deepmd_muon.data import NeighborCache, StatFile
+from deepmd_muon.files import make_folder_of
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.checkpoint_file import understood
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, from_deepmd_kit
@@ -21,6 +22,7 @@ from deepmd_muon.model.settings import model_settings
 from deepmd_muon.train.checkpoint.changes import check_model_section
 from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, remove_leftovers
 from deepmd_muon.train.checkpoint.reading import read
+from deepmd_muon.train.endings import Moment, explained
 from deepmd_muon.train.errors import CheckpointError, TrainingError
 from deepmd_muon.train.parallel import Ranks, joined
 from deepmd_muon.train.report import set_up_logging
@@ -127,6 +129,8 @@ def run(
     given = load(input_path)
     training = given.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
+        found: str | None = None
+        stack.enter_context(explained(lambda: Moment("preparing"), lambda: Path(found) if found else None))
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
         ranks.from_first("locking its files", lambda: stack.enter_context(held(training, input_path)))
         ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training))
@@ -167,7 +171,7 @@ def _newest(save_ckpt: str) -> str | None:
 
 def _check_reports(given: Input, output: str) -> None:
     """Find out before the long work begins that a report or the normalised input could not be written."""
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    make_folder_of(Path(output))
     if given.settings.training.tensorboard:
         require_tensorboard()
 

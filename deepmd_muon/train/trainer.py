@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import signal
-import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,17 +25,19 @@ from deepmd_muon.train.checkpoint.changes import report_rate
 from deepmd_muon.train.checkpoint.content import RunState
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.ema import Ema
+from deepmd_muon.train.endings import Moment, explained, last_good
 from deepmd_muon.train.errors import CheckpointError, NonFiniteError, TrainingError
 from deepmd_muon.train.learning_rate import learning_rate
 from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.train.report import Reports, open_reports
 from deepmd_muon.train.setup import Data, number_of_steps
+from deepmd_muon.train.signals import StopSignals
 from deepmd_muon.train.stepper import build_stepper
 from deepmd_muon.train.strategy import choose_strategy
 from deepmd_muon.train.tuning import Tuning
 from deepmd_muon.train.validate import mean_metrics, metric_weights, validate
-from deepmd_muon.train.watch import STEPPING
+from deepmd_muon.train.watch import STEPPING, is_lost_connection
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Trainer:
         self.checkpoints = Checkpoints(training, self.ranks)
         self.step = 0
         self.source: Path | None = None
+        self._moment = Moment("starting")
         parts = self.strategy, self.loss, self.optimizer, self.ema
         self._stepper = build_stepper(*parts, training, self._rate_and_fraction)
         self._tuning: Tuning | None = None
@@ -117,39 +119,59 @@ class Trainer:
 
         Raises
         ------
-        NonFiniteError
-            When loss or gradient is no longer finite; the message names the last good checkpoint.
+        RunError
+            When it cannot go on: loss or gradient is not finite, a disk is full, memory is short, data are unreadable.
+            The message names the last good checkpoint.
         """
-        training = self.given.settings.training
         with self.ranks.together("starting"):
             log.info("training from step %d to step %d", self.step, self.num_steps)
-        reports = open_reports(training, num_steps=self.num_steps, start_step=self.step, silent=not self.ranks.first)
-        batches = self._stepper.open_batches(self.data.training, self.model.ntypes, self.num_steps - self.step)
-        try:
-            with self._signals(), _profiler(training.profiling and self.ranks.first, training.profiling_file):
-                self._steps(reports, batches)
-                self._stepper.check(self.step)
-        except NonFiniteError as error:
-            self.checkpoints.finish()
-            good = self.checkpoints.newest or self.source
-            advice = f"the last good checkpoint is {good}" if good else "no checkpoint has been written yet"
-            update = error.update or self.step + 1
-            raise NonFiniteError(f"training stopped before update {update}: {error}; {advice}", update) from error
-        finally:
-            reports.close()
-            batches.close()
-            self.data.training.close()
-            if self.data.validation:
-                self.data.validation.close()
-        self.checkpoints.complete(self.step, self._content)
+        # With several ranks their launcher repeats what they have got from the terminal.
+        repeats = 0 if self.ranks.size == 1 else 1
+        with (
+            explained(lambda: self._moment, lambda: self.checkpoints.newest or self.source),
+            StopSignals(self.strategy.request_stop, lambda: self.checkpoints.writing, repeats) as signals,
+        ):
+            try:
+                self._go_through_steps()
+                self._now("saving", self.step)
+                self.checkpoints.complete(self.step, self._content)
+            except Exception as error:
+                self.checkpoints.rescue(wait=not is_lost_connection(error))
+                if not isinstance(error, NonFiniteError):
+                    raise
+                update, good = error.update or self.step + 1, last_good(self.checkpoints.newest or self.source)
+                message = f"training stopped before update {update}: {error}; {good}"
+                raise NonFiniteError(message, update) from error
         newest = self.checkpoints.files.newest
-        number = self.strategy.stop_signal
+        number = self.strategy.stop_signal or signals.number
         if number is not None:
             name = signal.Signals(number).name
             log.warning("stopped by %s after step %d; continue with --restart %s", name, self.step, newest)
             return 128 + number
         log.info("training done; the model is %s", newest)
         return 0
+
+    def _go_through_steps(self) -> None:
+        """Open reports and batches, take all steps, and close."""
+        training = self.given.settings.training
+        with contextlib.ExitStack() as stack:
+            for loader in (self.data.validation, self.data.training):
+                if loader is not None:
+                    stack.callback(loader.close)
+            self._now("opening its reports")
+            start = {"num_steps": self.num_steps, "start_step": self.step}
+            reports = open_reports(training, **start, silent=not self.ranks.first)
+            stack.callback(reports.close)
+            batches = self._stepper.open_batches(self.data.training, self.model.ntypes, self.num_steps - self.step)
+            stack.callback(batches.close)
+            stack.enter_context(_profiler(training.profiling and self.ranks.first, training.profiling_file))
+            self._steps(reports, batches)
+            self._stepper.check(self.step)
+
+    def _now(self, doing: str, step: int = 0, *, reads_data: bool = False) -> None:
+        """Note what the run does, for its other ranks and for the error that may end it."""
+        self._moment = Moment(doing, step, reads_data)
+        self.ranks.doing(doing, step)
 
     def _steps(self, reports: Reports, batches: BatchSource) -> None:
         """Go through the steps, reporting and saving on the way."""
@@ -158,11 +180,11 @@ class Trainer:
         dropped = False
         while self.step < self.num_steps and self.strategy.stop_signal is None:
             lr, fraction = self._rate_and_fraction(self.step)
-            self.ranks.doing("reading its batch", self.step + 1)
+            self._now("reading its batch", self.step + 1, reads_data=True)
             batch = batches.next()
             if self._tuning is not None:
                 self._tuning(self.step)
-            self.ranks.doing(STEPPING, self.step + 1)
+            self._now(STEPPING, self.step + 1)
             metrics = self._stepper(batch, self.step)
             self.step += 1
             due = reports.due(self.step)
@@ -176,6 +198,7 @@ class Trainer:
                 shown = self._validate(fraction) if reports.due_validation(self.step) else None
                 with self.ranks.waiting():  # on a GPU, reading them waits for the sum over ranks
                     found = _numbers(averaged)
+                self._now("reporting", self.step)
                 reports.step(self.step, lr, found, shown)
             reports.advance(self.step)
             self.checkpoints.poll()
@@ -209,14 +232,14 @@ class Trainer:
     def _announced(self, batches: Iterable[T]) -> Iterator[T]:
         """Tell the other ranks of every validation batch, because all of them may take longer than the ranks wait."""
         for batch in batches:
-            self.ranks.doing("validating", self.step)
+            self._now("validating", self.step)
             yield batch
 
     def save(self) -> None:
         """Write a checkpoint of the present step; all ranks must call it."""
         self._stepper.check(self.step)
-        self.ranks.doing("saving", self.step)
-        self.checkpoints.save(self.step, self._content())
+        self._now("saving", self.step)
+        self.checkpoints.save(self.step, self._content)
 
     def _content(self) -> dict[str, Any]:
         """Return what a checkpoint of the present step holds, laid out over the ranks as it is."""
@@ -260,27 +283,6 @@ class Trainer:
         """Make model and optimizer as a single process has them."""
         model = build_model(self.given.normalized["model"])
         return model, build_optimizer(self.given.settings.optimizer, model, self.rate(0))
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Turn the first SIGINT or SIGTERM into the end of the loop; a second one ends the process as usual."""
-
-        def stop(number: int, frame: types.FrameType | None) -> None:
-            self.strategy.request_stop(number)
-            signal.signal(number, previous[signal.Signals(number)])
-            log.warning("%s: finishing the step and saving", signal.Signals(number).name)
-
-        previous: dict[signal.Signals, Any] = {}
-        try:
-            for caught in (signal.SIGINT, signal.SIGTERM):
-                previous[caught] = signal.signal(caught, stop)
-        except ValueError:  # not the main thread: whoever runs it there handles signals
-            previous.clear()
-        try:
-            yield
-        finally:
-            for caught, handler in previous.items():
-                signal.signal(caught, handler)
 
 
 def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -14,7 +15,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from deepmd_muon.data import Frames, StatFile
-from deepmd_muon.files import append_to, fresh_file, hidden_name, is_special, replace_link, whole_file
+from deepmd_muon.files import WriteError, append_to, fresh_file, hidden_name, is_special, replace_link, whole_file
 from deepmd_muon.infer import picture
 from deepmd_muon.infer.details import DetailFiles
 from deepmd_muon.infer.prediction import Prediction
@@ -124,8 +125,9 @@ def test_names_of_temporary_files_cannot_be_guessed(monkeypatch):
     monkeypatch.setattr("secrets.token_hex", lambda length: "guessed")
     Path(".out.guessed").symlink_to("victim")
     for write in (write_whole, write_fresh, write_learning_curve, lambda path: replace_link(Path(path), "victim")):
-        with pytest.raises(FileExistsError):
+        with pytest.raises(WriteError) as error:
             write("out")
+        assert (error.value.errno, error.value.filename) == (errno.EEXIST, "out")
     assert Path("victim").read_text() == "precious"
 
 
@@ -142,8 +144,9 @@ def test_links_are_replaced():
     replace_link(Path("newest"), "b")
     assert os.readlink("newest") == "b"
     Path("folder").mkdir()
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(WriteError) as error:
         replace_link(Path("folder"), "a")
+    assert (error.value.errno, error.value.filename) == (errno.EISDIR, "folder")
     assert sorted(os.listdir()) == ["folder", "newest", "victim"]
 
 

@@ -90,6 +90,11 @@ class DirectorySeries:
         """The last complete checkpoint of this run."""
         return self.prefix.parent / self.written[-1] if self.written else None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a checkpoint is being written beside the steps."""
+        return self._under_way is not None
+
     def names_with(self, step: int) -> list[str]:
         """Return the names that exist once the checkpoint of `step` is written."""
         name = f"{self.prefix.name}-{step}{SUFFIX}"

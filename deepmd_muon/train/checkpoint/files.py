@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.files import replace_link, whole_file
+from deepmd_muon.files import make_folder_of, replace_link, whole_file
 from deepmd_muon.model.checkpoint_file import OWN_KEY
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class FileSeries:
         if not write:
             self.written = written[-self.keep :]
             return path
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder_of(path)
         own = {**content[OWN_KEY], "series": written}
         with whole_file(path) as file:
             torch.save({**content, OWN_KEY: own}, file)

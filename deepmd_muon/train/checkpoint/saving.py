@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ class Checkpoints:
         self.files = FileSeries(prefix, keep)
         self.directories: DirectorySeries | None = None
         self._ranks = ranks
+        self._saving = False
         self._always_files = training.checkpoint_format != "dcp"
         if training.checkpoint_format != "file":
             from deepmd_muon.train.checkpoint.directories import (
@@ -60,7 +62,12 @@ class Checkpoints:
         found = [path for path in (directory, file) if path is not None]
         return max(found, key=_step, default=None)  # of the same step, the directory
 
-    def save(self, step: int, content: Mapping[str, Any]) -> None:
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written, also beside the steps."""
+        return self._saving or (self.directories is not None and self.directories.under_way)
+
+    def save(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
         """Write the checkpoint of `step` updates; a directory is only begun.
 
         Parameters
@@ -68,35 +75,61 @@ class Checkpoints:
         step
             Updates done.
         content
-            The keys of the file, tensors laid out over the ranks as they are; the lists of files are added.
+            Returns the keys of the file, tensors laid out over the ranks as they are; the lists of files are added.
         """
-        if self.directories:
-            self.directories.finish()
-        content = self._with_names(step, content)
-        if self.directories:
-            self.directories.save(step, content)
-        if self._always_files:
-            self._save_file(step, content)
+        with self._write():
+            if self.directories:
+                self.directories.finish()
+            named = self._with_names(step, content())
+            if self.directories:
+                self.directories.save(step, named)
+            if self._always_files:
+                self._save_file(step, named)
 
     def complete(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
         """See to it that the last step of a run is saved, as a file too, and that nothing is under way."""
-        self.finish()
-        directory, file = self.directories.newest if self.directories else None, self.files.newest
-        if self.directories and (directory is None or _step(directory) != step):
-            self.directories.save(step, self._with_names(step, content()))
-        if file is None or _step(file) != step:
-            self._save_file(step, self._with_names(step, content()))
-        self.finish()
+        with self._write():
+            self.finish()
+            directory, file = self.directories.newest if self.directories else None, self.files.newest
+            if self.directories and (directory is None or _step(directory) != step):
+                self.directories.save(step, self._with_names(step, content()))
+            if file is None or _step(file) != step:
+                self._save_file(step, self._with_names(step, content()))
+            self.finish()
 
     def poll(self) -> None:
         """Publish a directory whose writing has ended meanwhile."""
         if self.directories:
-            self.directories.poll()
+            with self._write():
+                self.directories.poll()
 
     def finish(self) -> None:
         """Wait for the directory under way."""
         if self.directories:
-            self.directories.finish()
+            with self._write():
+                self.directories.finish()
+
+    def rescue(self, *, wait: bool) -> None:
+        """Publish the directory under way when the run ends with an error, which counts more than one of this.
+
+        Parameters
+        ----------
+        wait
+            Wait for it; False when another rank is lost, and with it perhaps its part.
+        """
+        try:
+            self.finish() if wait else self.poll()
+        except Exception as error:
+            log.warning("%s", error)
+
+    @contextlib.contextmanager
+    def _write(self) -> Iterator[None]:
+        """Mark a `with` block as one in which a checkpoint is being written."""
+        outer, self._saving = self._saving, True
+        try:
+            yield
+        finally:
+            self._saving = outer
 
     def adopt(self, own: Mapping[str, Any], source: Path) -> None:
         """Count the checkpoints of the run that is continued as this run's own.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepmd_muon.files import fresh_file, is_special
+from deepmd_muon.files import fresh_file, is_special, make_folder_of
 
 
 class JsonLinesFile:
@@ -34,7 +34,7 @@ class JsonLinesFile:
     def __init__(self, path: str | os.PathLike[str], frequency: int, *, start_step: int = 0) -> None:
         self.frequency = frequency
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder_of(path)
         kept = _lines_until(path, start_step) if start_step and path.is_file() and not is_special(path) else []
         before = float(json.loads(kept[-1]).get("time") or 0.0) if kept else 0.0
         self._begin = time.perf_counter() - before

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepmd_muon.files import fresh_file, is_special
+from deepmd_muon.files import fresh_file, is_special, make_folder_of
 
 _NOTE = "# If there is no available reference data, rmse_*_{val,trn} will print nan"
 
@@ -52,7 +52,7 @@ class LearningCurveFile:
     def __init__(self, path: str | os.PathLike[str], frequency: int, *, start_step: int = 0) -> None:
         self.frequency = frequency
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder_of(path)
         kept = _rows_until(path, start_step) if start_step and path.is_file() and not is_special(path) else []
         headers = [line for line in kept if line.startswith("# step")]
         self._header = headers[-1] if headers else None

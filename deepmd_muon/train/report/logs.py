@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from deepmd_muon.files import fresh_file
+from deepmd_muon.files import fresh_file, make_folder_of
 
 # The line form of deepmd-kit's log, so that scripts which read it read ours.
 _CONSOLE = "[%(asctime)s] DEEPMD {rank}%(levelname)-7s %(message)s"
@@ -72,7 +72,7 @@ def set_up_logging(
     if rank:
         handlers[0].setLevel(logging.WARNING)
     if path is not None and not rank:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        make_folder_of(Path(path))
         file = _FileHandler(io.TextIOWrapper(fresh_file(Path(path)), encoding="utf-8"))
         file.setFormatter(logging.Formatter(_FILE.format(rank=prefix)))
         handlers.append(file)

@@ -1,0 +1,48 @@
+"""Failures of the machine in words: no memory, a full disk, a faulty device. torch's errors are known by name."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+from deepmd_muon.files import WriteError
+
+_ADVICE = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there, or ask for a larger quota",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f), or write to another file system",
+    errno.EROFS: "write to another place, or mount it writable",
+    errno.EIO: "the disk or its connection fails: see the system's log, or write to another place",
+}
+_LESS = "use smaller batches (training/training_data/batch_size), a smaller sel or model"
+
+
+def failure_of(error: BaseException) -> str | None:
+    """Say what the machine lacks and what helps; None for errors of another kind.
+
+    Parameters
+    ----------
+    error
+        Of Python, NumPy or torch. A `WriteError` counts, other errors of files do not.
+    """
+    text = str(error)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if isinstance(error, WriteError):
+        advice = _ADVICE.get(error.errno or 0)
+        return f"{error}; {advice}" if advice else text
+    if "OutOfMemoryError" in kinds or re.search(r"(CUDA|HIP|XPU) error: out of memory|_STATUS_ALLOC_FAILED", text):
+        return f"the GPU has no memory left{_wanted(text)}: {_LESS}, or more GPUs with training/zero_stage 3"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text or getattr(error, "errno", 0) == errno.ENOMEM:
+        return f"this machine has no memory left{_wanted(text)}: {_LESS}, or end other programs"
+    if isinstance(error, RuntimeError) and "can't start new thread" in text:
+        return "the system starts no more threads: raise the limit of processes (ulimit -u)"
+    if "AcceleratorError" in kinds or text.startswith("CUDA error:"):
+        line = text.partition("\n")[0]
+        return f"the GPU reports an error ({line}): see the system's log; training/capture off may show where it is"
+    return None
+
+
+def _wanted(text: str) -> str:
+    """Return how much was asked for, where an error says so."""
+    found = re.search(r"(?:allocate|Unable to allocate) ([\d.]+ ?(?:bytes|[KMGTPE]?i?B))", text)
+    return f" ({found[1]} more were asked for)" if found else ""

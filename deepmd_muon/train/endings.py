@@ -1,0 +1,78 @@
+"""How a run that cannot go on ends: one message that names the step, the cause, what helps and the last checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from deepmd_muon.failures import failure_of
+from deepmd_muon.train.errors import RunError
+from deepmd_muon.train.watch import is_lost_connection
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """What a run is doing.
+
+    Attributes
+    ----------
+    doing
+        In words.
+    step
+        1-based; 0 before the first.
+    reads_data
+        Whether it waits for data, so that whatever is raised comes from reading them.
+    """
+
+    doing: str
+    step: int = 0
+    reads_data: bool = False
+
+    def __str__(self) -> str:
+        return f"{f'at step {self.step}' if self.step else 'before its first step'} ({self.doing})"
+
+
+@contextlib.contextmanager
+def explained(moment: Callable[[], Moment], newest: Callable[[], Path | None]) -> Iterator[None]:
+    """Turn what ends a run in a `with` block into a `RunError`.
+
+    A full disk, no memory and a device that fails are no mistakes of this package, nor are, once steps are taken, data
+    that can no longer be read: no traceback helps. Other errors stay as they are, and the log says how far the run was.
+
+    Parameters
+    ----------
+    moment, newest
+        Return what the run is doing and its last checkpoint; called when it ends.
+    """
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        cause = _cause(error, moment())
+        if cause is None:
+            if moment().step:
+                log.error("training stopped %s; %s", moment(), last_good(newest()))
+            raise
+        raise RunError(f"training stopped {moment()}: {cause}; {last_good(newest())}") from error
+
+
+def _cause(error: Exception, moment: Moment) -> str | None:
+    """Return the cause in words; None when only a traceback, or another rank, can tell it."""
+    if is_lost_connection(error):
+        return None
+    if failure := failure_of(error):
+        return failure
+    if moment.step and (isinstance(error, OSError) or type(error).__module__.startswith("deepmd_muon")):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if moment.reads_data else None
+
+
+def last_good(checkpoint: Path | None) -> str:
+    """Name the checkpoint to continue from."""
+    return f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint has been written yet"
