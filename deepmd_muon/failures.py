@@ -17,6 +17,11 @@ _ADVICE = {
 _LESS = "use smaller batches (training/training_data/batch_size), a smaller sel or model"
 
 
+def is_disk_failure(error: OSError) -> bool:
+    """Return whether a disk is full, read-only or faulty, so that another name in the same folder does not help."""
+    return error.errno in _ADVICE
+
+
 def failure_of(error: BaseException) -> str | None:
     """Say what the machine lacks and what helps; None for errors of another kind.
 
@@ -43,6 +48,7 @@ def failure_of(error: BaseException) -> str | None:
 
 
 def _wanted(text: str) -> str:
-    """Return how much was asked for, where an error says so."""
-    found = re.search(r"(?:allocate|Unable to allocate) ([\d.]+ ?(?:bytes|[KMGTPE]?i?B))", text)
-    return f" ({found[1]} more were asked for)" if found else ""
+    """Return how much was asked for, where torch says so; of other messages, which are short, all."""
+    found = re.search(r"ried to allocate ([\d.]+ ?(?:bytes|[KMGTPE]?i?B))", text)
+    line = f"{found[1]} more were asked for" if found else text.partition("\n")[0]
+    return f" ({line})" if line else ""

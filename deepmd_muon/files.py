@@ -92,18 +92,24 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with append_to(path) as special:
             yield special
         return
-    with replacement(path) as temporary:
-        with writing(path):
-            raw = _NamedFile(os.open(temporary, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), path)
-        try:
-            with io.BufferedWriter(raw) as file:
-                yield file
-        except Exception as error:
-            if raw.failure is not None and raw.failure is not error:
-                raise raw.failure from error
-            nameless = isinstance(error, OSError) and error.filename is None
-            with writing(path) if nameless else nullcontext():
-                raise
+    with replacement(path) as temporary, named_file(temporary, path) as file:
+        yield file
+
+
+@contextmanager
+def named_file(place: Path, path: Path) -> Iterator[BinaryIO]:
+    """Open a file at `place` for writing, whose errors name `path`, where it will be; see `whole_file`."""
+    with writing(path):
+        raw = _NamedFile(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), path)
+    try:
+        with io.BufferedWriter(raw) as file:
+            yield file
+    except Exception as error:
+        if raw.failure is not None and raw.failure is not error:
+            raise raw.failure from error
+        nameless = isinstance(error, OSError) and error.filename is None
+        with writing(path) if nameless else nullcontext():
+            raise
 
 
 @contextmanager

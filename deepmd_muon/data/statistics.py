@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from deepmd_muon.data.errors import DataError
 from deepmd_muon.data.system import System
-from deepmd_muon.files import replacement
+from deepmd_muon.files import make_folder_of, whole_file
 
 
 def energy_bias(
@@ -105,21 +105,21 @@ class StatFile:
     def save(self, key: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> None:
         """Keep arrays under `key`, in place of what was there."""
         name, text = self._name(key)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with replacement(self.path) as temporary:
-            known = self.path.is_file()
-            if known:
-                shutil.copyfile(self.path, temporary)
-            with self._open(temporary, "r+" if known else "w") as file:
-                group = file.require_group(self.GROUP)
-                if name in group:
-                    del group[name]
-                entry = group.create_group(name)
-                entry.attrs["key"] = text
-                for k, v in arrays.items():
-                    entry[k] = np.asarray(v)
+        make_folder_of(self.path)
+        known = self.path.is_file()
+        content = io.BytesIO(self.path.read_bytes() if known else b"")
+        with self._open(content, "r+" if known else "w") as file:
+            group = file.require_group(self.GROUP)
+            if name in group:
+                del group[name]
+            entry = group.create_group(name)
+            entry.attrs["key"] = text
+            for k, v in arrays.items():
+                entry[k] = np.asarray(v)
+        with whole_file(self.path) as whole:
+            whole.write(content.getbuffer())
 
-    def _open(self, path: Path, mode: str) -> h5py.File:
+    def _open(self, path: Path | io.BytesIO, mode: str) -> h5py.File:
         try:
             return h5py.File(path, mode)
         except OSError as error:

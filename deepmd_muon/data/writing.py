@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import numpy as np
 from deepmd_muon.data.errors import DataError
 from deepmd_muon.data.frames import LABELS, Frames
 from deepmd_muon.data.system import System
+from deepmd_muon.files import WriteError, make_folder_of, replacement, whole_file
 
 
 def write_npy(systems: Sequence[System], folder: Path) -> list[str]:
@@ -22,11 +28,12 @@ def write_npy(systems: Sequence[System], folder: Path) -> list[str]:
     for name, system in zip(_names(systems), systems, strict=True):
         place = folder / name if name else folder
         for path, content in _contents(system):
-            (place / path).parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(content, np.ndarray):
-                np.save(place / path, content)
-            else:
-                (place / path).write_text("".join(f"{word}\n" for word in content))
+            make_folder_of(place / path)
+            with whole_file(place / path) as file:
+                if isinstance(content, np.ndarray):
+                    np.save(file, content)
+                else:
+                    file.write("".join(f"{word}\n" for word in content).encode())
         names.append(str(place))
     return names
 
@@ -35,9 +42,9 @@ def write_hdf5(systems: Sequence[System], path: Path) -> list[str]:
     """Write systems as groups of a new HDF5 file; return ``file#/group`` of each."""
     if path.exists():
         raise DataError(f"{path} exists; remove it or give another name")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_of(path)
     names = []
-    with h5py.File(path, "w") as file:
+    with _hdf5(path) as file:
         for name, system in zip(_names(systems), systems, strict=True):
             group = file.require_group(name or "/")
             for inside, content in _contents(system):
@@ -59,7 +66,7 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
 
     if path.exists():
         raise DataError(f"{path} exists; remove it or give another name")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_of(path)
     images = []
     for system in systems:
         if system.type_map is None:
@@ -81,8 +88,22 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
                 results["stress"] = stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
             atoms.calc = SinglePointCalculator(atoms, **results)
             images.append(atoms)
-    write(path, images, format="extxyz")
+    with whole_file(path) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
+        write(text, images, format="extxyz")
     return [str(path)]
+
+
+@contextmanager
+def _hdf5(path: Path) -> Iterator[h5py.File]:
+    """Open a new HDF5 file that appears when it is complete."""
+    with replacement(path) as temporary:
+        try:
+            with h5py.File(temporary, "w") as file:
+                yield file
+        except (OSError, RuntimeError) as error:  # the library's, which name the temporary file, or none
+            found = re.search(r"errno = (\d+)", str(error))
+            number = int(found[1]) if found else errno.EIO
+            raise WriteError(number, os.strerror(number) if found else str(error), str(path)) from error
 
 
 def _names(systems: Sequence[System]) -> list[str]:

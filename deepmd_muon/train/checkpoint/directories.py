@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import os
 import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from deepmd_muon.files import hidden_name, replace_link, whole_file
+from deepmd_muon.failures import failure_of
+from deepmd_muon.files import hidden_name, named_file, replace_link, writing
 from deepmd_muon.model.checkpoint_directory import CONTENT, SUFFIX, take_apart
 from deepmd_muon.train.checkpoint.files import write_pointer
 from deepmd_muon.train.errors import TrainingError
@@ -37,6 +40,23 @@ class _Write:
     name: str
     place: Path
     done: Future[Any]
+
+
+class _NamedFiles(FileSystem):
+    """Opens the parts of a directory so that errors name it as it will be called."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a part."""
+        assert mode == "wb"
+        with named_file(Path(path), self._path) as stream:
+            yield stream
+            if not stream.closed:  # torch syncs what describes the parts before it is written
+                stream.flush()
+                os.fsync(stream.fileno())
 
 
 class DirectorySeries:
@@ -110,10 +130,14 @@ class DirectorySeries:
         name = f"{self.prefix.name}-{step}{SUFFIX}"
         place = self.prefix.parent / f".{self.prefix.name}-{step}.{self._token}{SUFFIX}"
         if self._ranks.first:
-            place.mkdir(parents=True, exist_ok=True)  # another rank may have been first
-            with whole_file(place / CONTENT) as file:
+            with writing(self.prefix.parent / name):
+                place.mkdir(parents=True, exist_ok=True)  # another rank may have been first
+        files = _NamedFiles(self.prefix.parent / name)
+        if self._ranks.first:
+            with files.create_stream(place / CONTENT, "wb") as file:
                 torch.save(parts, file)
         writer = FileSystemWriter(place)
+        writer.fs = files
         done = async_save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         assert isinstance(done, Future)  # the writer copies at once, so there is no second answer
         self._under_way = _Write(name, place, done)
@@ -138,15 +162,20 @@ class DirectorySeries:
             write.done.result()
         except (CheckpointException, Exception) as error:  # torch's is no Exception
             failures = getattr(error, "failures", {self._ranks.rank: (error, None)})
-            found = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in failures.items())
+            found = "; ".join(
+                f"rank {rank}: {failure_of(e) or f'{type(e).__name__}: {e}'}" for rank, (e, _) in failures.items()
+            )
+            if self._ranks.first:
+                shutil.rmtree(write.place, ignore_errors=True)  # it may be what fills the disk
             raise TrainingError(f"the checkpoint {write.name} could not be written: {found}") from error
         self.written = [*(name for name in self.written if name != write.name), write.name]
         surplus, self.written = self.written[: -self.keep], self.written[-self.keep :]
         if not self._ranks.first:
             return
         folder = self.prefix.parent
-        self._remove(write.name)  # the same step of an earlier run
-        write.place.rename(folder / write.name)
+        with writing(folder / write.name):
+            self._remove(write.name)  # the same step of an earlier run
+            write.place.rename(folder / write.name)
         replace_link(folder / f"{self.prefix.name}{SUFFIX}", write.name)
         if self._pointer:
             write_pointer(folder, write.name)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.files import make_folder_of, replace_link, whole_file
+from deepmd_muon.files import make_folder_of, replace_link, whole_file, writing
 from deepmd_muon.model.checkpoint_file import OWN_KEY
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,9 @@ class FileSeries:
         replace_link(self.prefix.parent / f"{self.prefix.name}.pt", path.name)
         write_pointer(self.prefix.parent, path.name)
         while len(self.written) > self.keep:
-            (self.prefix.parent / self.written.pop(0)).unlink(missing_ok=True)
+            oldest = self.prefix.parent / self.written.pop(0)
+            with writing(oldest):
+                oldest.unlink(missing_ok=True)
         return path
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepmd_muon.files import is_special, replace_link
+from deepmd_muon.failures import is_disk_failure
+from deepmd_muon.files import WriteError, is_special, make_folder_of, replace_link, writing
 from deepmd_muon.train.checkpoint.files import write_pointer
 from deepmd_muon.train.errors import TrainingError
 
@@ -60,19 +61,24 @@ def _curve(training: TrainingSettings) -> Path | None:
 def _lock(path: Path, setting: str, input_path: str) -> Iterator[None]:
     place = path.with_name(f".{path.name}.lock")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = _open_locked(place, path, setting)
-    except OSError as error:
+        make_folder_of(place)
+        with writing(place):
+            handle = _open_locked(place, path, setting)
+    except WriteError as error:
+        if is_disk_failure(error):
+            raise
         what = "checkpoints" if setting.endswith("save_ckpt") else "the learning curve"
-        raise TrainingError(f"{setting}: cannot write {what} to {path.parent}: {error}") from error
+        raise TrainingError(f"{setting}: cannot write {what} to {path.parent}: {error.strerror}") from error
     try:
-        os.truncate(handle, 0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         who = f"process {os.getpid()} on {socket.gethostname()}, started {started} with {os.path.abspath(input_path)}"
-        os.pwrite(handle, who.encode(), 0)
+        with writing(place):
+            os.truncate(handle, 0)
+            os.pwrite(handle, who.encode(), 0)
         yield
     finally:
-        place.unlink(missing_ok=True)  # before the lock is released, see _open_locked
+        with contextlib.suppress(OSError):  # the next run takes the file as it is
+            place.unlink(missing_ok=True)  # before the lock is released, see _open_locked
         os.close(handle)
 
 
@@ -103,7 +109,8 @@ def remove_leftovers(training: TrainingSettings) -> None:
     own = re.compile(rf"\.{re.escape(prefix.name)}(-[0-9]+)?\.[0-9a-f]{{16}}\.pt")
     for rest in _entries(prefix.parent):
         if own.fullmatch(rest.name):
-            rest.unlink(missing_ok=True)
+            with writing(rest):
+                rest.unlink(missing_ok=True)
             log.info("removed %s, which a run that was killed had begun to write", rest)
 
 
@@ -124,14 +131,16 @@ def keep_earlier(training: TrainingSettings) -> None:
     links = {suffix: prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES}
     targets = {suffix: os.readlink(link) for suffix, link in links.items() if link.is_symlink()}
     for old, new in renamed.items():
-        (prefix.parent / old).rename(prefix.parent / new)
+        with writing(prefix.parent / new):
+            (prefix.parent / old).rename(prefix.parent / new)
     for suffix, target in targets.items():
         if target in renamed:
             replace_link(prefix.with_name(f"{prefix.name}.{number}{suffix}"), renamed[target])
             links[suffix].unlink()
     _rename_in_pointer(prefix.parent, renamed)
     if curve is not None and written:
-        curve.rename(curve.with_name(f"{curve.name}.{number}"))
+        with writing(curve):
+            curve.rename(curve.with_name(f"{curve.name}.{number}"))
     names = [*renamed.values(), *([f"{curve.name}.{number}"] if curve is not None and written else [])]
     log.info("kept the files of an earlier run as %s", ", ".join(names))
 

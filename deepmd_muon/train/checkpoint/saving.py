@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepmd_muon.failures import is_disk_failure
+from deepmd_muon.files import WriteError, make_folder_of, try_to_write
 from deepmd_muon.model.checkpoint_file import OWN_KEY
 from deepmd_muon.train.checkpoint.files import FileSeries
 from deepmd_muon.train.errors import TrainingError
@@ -167,24 +168,21 @@ def _step(path: Path) -> int:
 def _require_writable(folder: Path) -> None:
     """Make the folder of the checkpoints and write to it, so that a run does not fail at its first save."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _try_to_write(folder)
-    except OSError as error:
-        raise TrainingError(f"training/save_ckpt: cannot write checkpoints to {folder}: {error}") from error
+        make_folder_of(folder / "checkpoint")
+        try_to_write(folder)
+    except WriteError as error:
+        if is_disk_failure(error):
+            raise
+        raise TrainingError(f"training/save_ckpt: cannot write checkpoints to {folder}: {error.strerror}") from error
 
 
 def _require_writable_everywhere(folder: Path, ranks: Ranks) -> None:
     """Let all ranks write to the folder that rank 0 has made, which the machine of another may not reach."""
     problem = None
     try:
-        _try_to_write(folder)
-    except OSError as error:
-        problem = f"on {socket.gethostname()}: {error}"
+        try_to_write(folder)
+    except WriteError as error:
+        problem = f"on {socket.gethostname()}: {error.strerror}"
     found = [f"rank {rank} {each}" for rank, each in enumerate(ranks.gather_objects(problem)) if each]
     if found:
         raise TrainingError(f"training/save_ckpt: cannot write checkpoints to {folder}: {'; '.join(found)}")
-
-
-def _try_to_write(folder: Path) -> None:
-    with tempfile.NamedTemporaryFile(dir=folder):
-        pass

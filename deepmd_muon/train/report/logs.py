@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from deepmd_muon.failures import failure_of
 from deepmd_muon.files import fresh_file, make_folder_of
 
 # The line form of deepmd-kit's log, so that scripts which read it read ours.
@@ -32,13 +34,38 @@ class _StderrHandler(_Handler):
     def stream(self, value: TextIO) -> None:
         """Ignore the stream that `StreamHandler.__init__` sets."""
 
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging calls it)
+        """Go on when stderr leads to a full disk: there is no other place to say so."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
 
 class _FileHandler(_Handler):
-    """Write to a file of its own; `logging.FileHandler` would open it through a link."""
+    """Write to a file of its own; `logging.FileHandler` would open it through a link.
+
+    The log is on stderr as well, so a file that cannot be written any more is told there once and ends nothing.
+    """
+
+    broken = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        if not self.broken:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging calls it)
+        """Give the file up after an error of the system."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self.broken = True
+        logging.getLogger(__name__).warning("%s; the log goes on without this file", failure_of(error) or error)
 
     def close(self) -> None:
         """Close the file."""
-        self.stream.close()
+        with contextlib.suppress(OSError):  # told by handleError
+            self.stream.close()
         super().close()
 
 

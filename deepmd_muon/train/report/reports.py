@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -91,10 +92,11 @@ class Reports:
 
     def close(self) -> None:
         """Close every report; safe to call after an interruption."""
-        if self._progress is not None:
-            self._progress.close()
-        for report in self._reports:
-            report.close()
+        with contextlib.ExitStack() as stack:  # all of them, whatever one raises
+            for report in self._reports:
+                stack.callback(report.close)
+            if self._progress is not None:
+                stack.callback(self._progress.close)
 
 
 @dataclasses.dataclass(frozen=True)

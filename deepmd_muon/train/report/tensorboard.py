@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+
+from deepmd_muon.files import writing
 
 
 class TensorBoardError(RuntimeError):
@@ -45,16 +48,20 @@ class TensorBoardReport:
         from torch.utils.tensorboard import SummaryWriter
 
         self.frequency = frequency
-        self._writer = SummaryWriter(log_dir, purge_step=start_step + 1 if start_step else None)
+        self._place = Path(log_dir)
+        with writing(self._place):
+            self._writer = SummaryWriter(log_dir, purge_step=start_step + 1 if start_step else None)
 
     def step(self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]) -> None:
         """Write the metrics of the 1-based `step`; those of validation data as `Default/<name>_val`."""
-        self._writer.add_scalar("Default/lr", lr, step)
-        for name, value in train.items():
-            self._writer.add_scalar(f"Default/{name}", value, step)
-        for name, value in valid.items():
-            self._writer.add_scalar(f"Default/{name}_val", value, step)
+        with writing(self._place):  # its thread's errors come with the next value
+            self._writer.add_scalar("Default/lr", lr, step)
+            for name, value in train.items():
+                self._writer.add_scalar(f"Default/{name}", value, step)
+            for name, value in valid.items():
+                self._writer.add_scalar(f"Default/{name}_val", value, step)
 
     def close(self) -> None:
         """Flush and close the event file."""
-        self._writer.close()
+        with writing(self._place):
+            self._writer.close()
