@@ -98,12 +98,19 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def named_file(place: Path, path: Path) -> Iterator[BinaryIO]:
-    """Open a file at `place` for writing, whose errors name `path`, where it will be; see `whole_file`."""
+    """Open a file at `place` for writing, synced in the end, whose errors name `path`, where it will be.
+
+    See `whole_file`.
+    """
     with writing(path):
         raw = _NamedFile(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), path)
     try:
         with io.BufferedWriter(raw) as file:
             yield file
+            if not file.closed:
+                with writing(path):
+                    file.flush()
+                    os.fsync(file.fileno())
     except Exception as error:
         if raw.failure is not None and raw.failure is not error:
             raise raw.failure from error
@@ -116,7 +123,8 @@ def named_file(place: Path, path: Path) -> Iterator[BinaryIO]:
 def replacement(path: Path) -> Iterator[Path]:
     """Yield an empty file beside `path` that takes its place at the end of the `with` block.
 
-    For writers that take a name; everybody else calls `whole_file`. The name cannot be guessed and keeps the ending.
+    For writers that take a name; everybody else calls `whole_file`, which syncs. The name cannot be guessed and keeps
+    the ending.
     """
     temporary = hidden_name(path)
     with writing(path):
@@ -124,11 +132,6 @@ def replacement(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         with writing(path):
-            handle = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
             os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):  # of the same disk; the first error counts

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +14,7 @@ import numpy as np
 from deepmd_muon.data.errors import DataError
 from deepmd_muon.data.frames import LABELS, Frames
 from deepmd_muon.data.system import System
-from deepmd_muon.files import WriteError, make_folder_of, replacement, whole_file
+from deepmd_muon.files import make_folder_of, whole_file
 
 
 def write_npy(systems: Sequence[System], folder: Path) -> list[str]:
@@ -88,22 +85,21 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
                 results["stress"] = stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
             atoms.calc = SinglePointCalculator(atoms, **results)
             images.append(atoms)
-    with whole_file(path) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
+    with whole_file(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8")
         write(text, images, format="extxyz")
+        text.detach()  # flushed, and open
     return [str(path)]
 
 
 @contextmanager
 def _hdf5(path: Path) -> Iterator[h5py.File]:
-    """Open a new HDF5 file that appears when it is complete."""
-    with replacement(path) as temporary:
-        try:
-            with h5py.File(temporary, "w") as file:
-                yield file
-        except (OSError, RuntimeError) as error:  # the library's, which name the temporary file, or none
-            found = re.search(r"errno = (\d+)", str(error))
-            number = int(found[1]) if found else errno.EIO
-            raise WriteError(number, os.strerror(number) if found else str(error), str(path)) from error
+    """Open a new HDF5 file in memory, which is written when it is complete."""
+    content = io.BytesIO()  # the library's own writer crashes on a full disk
+    with h5py.File(content, "w") as file:
+        yield file
+    with whole_file(path) as whole:
+        whole.write(content.getbuffer())
 
 
 def _names(systems: Sequence[System]) -> list[str]:

@@ -129,7 +129,7 @@ def run(
     given = load(input_path)
     training = given.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
-        found: str | None = None
+        found = init_model or (None if restart in AUTOMATIC else restart)
         stack.enter_context(explained(lambda: Moment("preparing"), lambda: Path(found) if found else None))
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
         ranks.from_first("locking its files", lambda: stack.enter_context(held(training, input_path)))

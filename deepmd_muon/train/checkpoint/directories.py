@@ -54,9 +54,6 @@ class _NamedFiles(FileSystem):
         assert mode == "wb"
         with named_file(Path(path), self._path) as stream:
             yield stream
-            if not stream.closed:  # torch syncs what describes the parts before it is written
-                stream.flush()
-                os.fsync(stream.fileno())
 
 
 class DirectorySeries:
@@ -129,16 +126,18 @@ class DirectorySeries:
         parts, tensors = take_apart(content)
         name = f"{self.prefix.name}-{step}{SUFFIX}"
         place = self.prefix.parent / f".{self.prefix.name}-{step}.{self._token}{SUFFIX}"
-        if self._ranks.first:
-            with writing(self.prefix.parent / name):
-                place.mkdir(parents=True, exist_ok=True)  # another rank may have been first
-        files = _NamedFiles(self.prefix.parent / name)
-        if self._ranks.first:
-            with files.create_stream(place / CONTENT, "wb") as file:
-                torch.save(parts, file)
         writer = FileSystemWriter(place)
-        writer.fs = files
-        done = async_save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+        writer.fs = files = _NamedFiles(self.prefix.parent / name)
+        try:
+            if self._ranks.first:
+                with writing(self.prefix.parent / name):
+                    place.mkdir(parents=True, exist_ok=True)  # another rank may have been first
+                with files.create_stream(place / CONTENT, "wb") as file:
+                    torch.save(parts, file)
+            done = async_save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+        except BaseException:
+            self._discard(place)
+            raise
         assert isinstance(done, Future)  # the writer copies at once, so there is no second answer
         self._under_way = _Write(name, place, done)
 
@@ -165,23 +164,28 @@ class DirectorySeries:
             found = "; ".join(
                 f"rank {rank}: {failure_of(e) or f'{type(e).__name__}: {e}'}" for rank, (e, _) in failures.items()
             )
-            if self._ranks.first:
-                shutil.rmtree(write.place, ignore_errors=True)  # it may be what fills the disk
+            self._discard(write.place)
             raise TrainingError(f"the checkpoint {write.name} could not be written: {found}") from error
+        folder = self.prefix.parent
+        if self._ranks.first:
+            with writing(folder / write.name):
+                self._remove(write.name)  # the same step of an earlier run
+                write.place.rename(folder / write.name)
         self.written = [*(name for name in self.written if name != write.name), write.name]
         surplus, self.written = self.written[: -self.keep], self.written[-self.keep :]
         if not self._ranks.first:
             return
-        folder = self.prefix.parent
-        with writing(folder / write.name):
-            self._remove(write.name)  # the same step of an earlier run
-            write.place.rename(folder / write.name)
         replace_link(folder / f"{self.prefix.name}{SUFFIX}", write.name)
         if self._pointer:
             write_pointer(folder, write.name)
         for name in surplus:
             self._remove(name)
         log.info("saved %s", folder / write.name)
+
+    def _discard(self, place: Path) -> None:
+        """Delete what has been written of a checkpoint that will not be complete: it may be what fills the disk."""
+        if self._ranks.first:
+            shutil.rmtree(place, ignore_errors=True)
 
     def _remove(self, name: str) -> None:
         """Delete a directory if it exists; what is half deleted no longer bears a checkpoint's name."""

@@ -1,0 +1,274 @@
+"""Disks that are full, read-only or faulty: each file that is written is named, and no good one is lost.
+
+Errors are injected where files are made, `deepmd_muon.files`; a few come from the system itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from deepmd_muon import files
+from deepmd_muon.cli.main import main
+from deepmd_muon.data import Frames, StatFile
+from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_npy
+from deepmd_muon.files import WriteError, fresh_file, replace_link, whole_file
+from deepmd_muon.infer import picture
+from deepmd_muon.infer.details import DetailFiles
+from deepmd_muon.infer.predictor import Prediction
+from deepmd_muon.model.checkpoint_file import read_checkpoint
+from deepmd_muon.train.checkpoint import ownership
+from deepmd_muon.train.report.tensorboard import TensorBoardReport
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
+ERRORS = ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS")
+OPERATIONS = ("open", "write", "fsync", "replace")
+
+
+class FaultyDisk:
+    """`os` as `deepmd_muon.files` sees it, one of whose functions fails for names that match."""
+
+    def __init__(self, operation, number, name):
+        self.operation, self.number, self.name = operation, number, re.compile(name)
+        self.failed = False
+
+    def __getattr__(self, key):
+        return self.faulty if key == self.operation else getattr(os, key)
+
+    def fail_for(self, path):
+        if self.name.search(os.fspath(path)) and not os.fspath(path).startswith(str(EXAMPLE)):
+            self.failed = True
+            raise OSError(self.number, os.strerror(self.number), os.fspath(path))
+
+    def faulty(self, first, *args, **kwargs):
+        path = args[0] if self.operation == "replace" else first
+        self.fail_for(os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path)
+        return getattr(os, self.operation)(first, *args, **kwargs)
+
+
+@pytest.fixture
+def break_disk(monkeypatch):
+    """A function that lets an operation fail for files whose names match; temporary names begin with a dot."""
+
+    def start(operation, error, name):
+        disk = FaultyDisk(operation, getattr(errno, error), name)
+        for module in (files, ownership):
+            monkeypatch.setattr(module, "os", disk)
+        if operation == "write":
+            original = files.io.FileIO.write
+
+            class Broken(files._NamedFile):
+                def write(self, data):
+                    with files.writing(self._path):
+                        disk.fail_for(self._path)
+                    return original(self, data)
+
+            monkeypatch.setattr(files, "_NamedFile", Broken)
+        return disk
+
+    return start
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_file_is_whole_or_the_old_one(break_disk, operation, error):
+    Path("a.txt").write_text("old")
+    disk = break_disk(operation, error, r"\.?a\b.*\.txt")
+    for write in (whole_file, fresh_file):
+        with pytest.raises(WriteError) as caught, write(Path("a.txt")) as file:
+            file.write(b"new")
+        if write is whole_file or operation != "write":
+            assert Path("a.txt").read_text() == "old"
+        assert caught.value.errno == disk.number
+        assert str(caught.value) == f"cannot write a.txt: {os.strerror(disk.number)}"
+        assert os.listdir() == ["a.txt"]
+    if operation == "replace":
+        with pytest.raises(WriteError, match=r"a\.txt"):
+            replace_link(Path("a.txt"), "b.txt")
+        assert os.listdir() == ["a.txt"]
+
+
+def details(path):
+    frames = Frames(np.zeros((2, 1), int), np.zeros((2, 1, 3)), None, energy=np.array([1.0, 2.0]))
+    prediction = Prediction(np.array([1.5, 2.5]), np.zeros((2, 1, 3)), np.zeros((2, 9)), np.zeros((2, 1)))
+    DetailFiles(str(path).removesuffix(".e.out")).add("a", frames, prediction)
+
+
+def systems():
+    from deepmd_muon.data import open_systems
+
+    return open_systems([str(EXAMPLE / "valid")], None)[:1]
+
+
+# Name of the file that is named, and what writes it.
+WRITERS = {
+    "d.e.out": details,
+    "p.png": lambda path: picture.write(Figure(), path),
+    "p.pdf": lambda path: picture.write(Figure(), path),
+    "s.hdf5": lambda path: StatFile(path).save({"a": 1}, {"x": np.arange(5000)}),
+    "npy/type.raw": lambda path: write_npy(systems(), path.parent),
+    "npy/set.000/coord.npy": lambda path: write_npy(systems(), path.parents[1]),
+    "c.h5": lambda path: write_hdf5(systems(), path),
+    "c.xyz": lambda path: write_extxyz(systems(), path),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("operation", ["open", "write", "replace"])
+def test_commands_name_what_they_cannot_write(break_disk, name, operation):
+    suffix = "".join(Path(name).suffixes)
+    disk = break_disk(operation, "ENOSPC", rf"(^|/)\.?{Path(name).name.removesuffix(suffix)}\b[^/]*$")
+    with pytest.raises(WriteError) as caught:
+        WRITERS[name](Path(name))
+    assert caught.value.filename == name
+    assert disk.failed
+    assert not [path for path in Path().rglob("*") if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("output", ["c.h5", "c.xyz", "npy"])
+def test_conversion_under_a_limit_of_file_sizes(output, capfd):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        status = main(["convert-data", str(EXAMPLE / "valid"), output])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capfd.readouterr().err
+    assert status == 1
+    assert f"cannot write {output}" in said
+    assert not [path for path in Path().rglob("*") if path.name.startswith(".")]
+
+
+# What is named, the operation and its error, the last good checkpoint, and what the input asks for besides.
+DCP = {"checkpoint_format": "dcp"}
+FAULTS = [
+    ("model.ckpt-4.pt", "write", "ENOSPC", r"model\.ckpt-4", "model.ckpt-2.pt", {}),
+    ("model.ckpt-4.pt", "open", "EROFS", r"model\.ckpt-4", "model.ckpt-2.pt", {}),
+    ("model.ckpt-4.pt", "fsync", "EIO", r"model\.ckpt-4", "model.ckpt-2.pt", {}),
+    ("model.ckpt-4.pt", "replace", "EDQUOT", r"model\.ckpt-4", "model.ckpt-2.pt", {}),
+    ("model.ckpt.pt", "replace", "ENOSPC", r"model\.ckpt\.pt$", "model.ckpt-2.pt", {}),
+    ("checkpoint", "write", "ENOSPC", r"^checkpoint$", "model.ckpt-2.pt", {}),
+    ("model.ckpt-4.dcp", "write", "EFBIG", r"model\.ckpt-4\.dcp", "model.ckpt-2.dcp", DCP),
+    ("model.ckpt-4.dcp", "open", "ENOSPC", r"ckpt-4.*/\.metadata", "model.ckpt-2.dcp", DCP),
+    ("model.ckpt-4.dcp", "fsync", "EIO", r"ckpt-4.*dcp", "model.ckpt-2.dcp", DCP),
+    ("model.ckpt.dcp", "replace", "EIO", r"model\.ckpt\.dcp$", "model.ckpt-2.dcp", DCP),
+]
+
+
+def trained(content, said, *options):
+    """Train, and return the message that the run ends with."""
+    Path("input.json").write_text(json.dumps(content))
+    assert main(["train", "input.json", "-v", "WARNING", *options]) == 1
+    lines = said.readouterr().err
+    assert "Traceback" not in lines
+    (message,) = [line for line in lines.splitlines() if line.startswith("dp train: ")]
+    return message
+
+
+@pytest.fixture
+def short_input(small_input):
+    """A function that gives an input which saves at steps 2 and 4, without validation."""
+
+    def make(**training):
+        content = small_input(training={"numb_steps": 4, "save_freq": 2, "disp_freq": 1, **training})
+        content["training"].pop("validation_data")
+        return content
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "operation", "error", "matching", "good", "training"), FAULTS)
+def test_a_save_that_fails_names_itself_and_the_one_before(
+    short_input, break_disk, capfd, name, operation, error, matching, good, training
+):
+    break_disk(operation, error, matching)
+    message = trained(short_input(**training), capfd)
+    assert f"cannot write {name}: {os.strerror(getattr(errno, error))}" in message
+    assert message.endswith(f"the last good checkpoint is {good}")
+    assert read_checkpoint(good)["deepmd_muon"]["step"] == 2
+    assert not [path for path in Path().iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("name", "operation", "matching"),
+    [
+        *[(name, "write", rf"^{name}$") for name in ("out.json", "stat.hdf5", "lcurve.out", "log.jsonl")],
+        *[("train.log", "open", r"\.train"), ("lcurve.out", "open", r"\.lcurve\.\w+\.out")],
+        *[(".model.ckpt.lock", "open", "lock"), (".lcurve.out.lock", "pwrite", r"lcurve\.out\.lock")],
+    ],
+)
+def test_what_cannot_be_begun_names_the_checkpoint_to_continue(
+    short_input, train, break_disk, capfd, name, operation, matching
+):
+    content = short_input(stat_file="stat.hdf5", jsonl_file="log.jsonl", numb_steps=2)
+    assert train(content) == 0
+    Path("stat.hdf5").unlink()
+    break_disk(operation, "ENOSPC", matching)
+    options = ["--force-load"] if name == "stat.hdf5" else []
+    message = trained(content, capfd, "--restart", "model.ckpt-2.pt", "-l", "train.log", *options)
+    assert f"cannot write {name}: No space left on device" in message
+    assert message.endswith("the last good checkpoint is model.ckpt-2.pt")
+
+
+@pytest.mark.parametrize("setting", ["disp_file", "jsonl_file"])
+def test_a_report_on_a_full_device_names_the_last_checkpoint(short_input, capfd, setting):
+    """/dev/full opens and answers every write with ENOSPC; the row of step 1 is the first."""
+    message = trained(short_input(**{setting: "/dev/full"}), capfd)
+    assert "step 1" in message
+    assert "cannot write /dev/full: No space left on device" in message
+    assert "no checkpoint has been written yet" in message
+
+
+def test_a_full_log_file_ends_nothing(short_input, capfd):
+    Path("input.json").write_text(json.dumps(short_input(numb_steps=1)))
+    assert main(["train", "input.json", "-l", "/dev/full"]) == 0
+    said = capfd.readouterr().err
+    assert said.count("cannot write /dev/full") == 1
+    assert "training done" in said
+    assert "Traceback" not in said
+
+
+def test_a_full_disk_behind_stderr_ends_nothing(short_input):
+    Path("input.json").write_text(json.dumps(short_input(numb_steps=1)))
+    with Path("/dev/full").open("w") as full:
+        words = [sys.executable, "-m", "deepmd_muon", "train", "input.json"]
+        assert subprocess.run(words, stderr=full, check=False).returncode == 0
+    assert Path("model.ckpt-1.pt").exists()
+
+
+def test_tensorboard_names_its_folder(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    report = TensorBoardReport(str(tmp_path / "log"), 1)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(report._writer, "add_scalar", full)
+    with pytest.raises(WriteError, match="log: No space"):
+        report.step(1, 0.1, {}, {})
+
+
+@pytest.mark.parametrize("form", ["file", "dcp"])
+def test_checkpoints_under_a_limit_of_file_sizes(short_input, capfd, form):
+    content = short_input(checkpoint_format=form)
+    content["model"]["fitting_net"]["neuron"] = [60, 60]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        message = trained(content, capfd)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    name = f"model.ckpt-2.{'pt' if form == 'file' else 'dcp'}"
+    assert f"cannot write {name}: File too large; raise the limit" in message
+    assert message.endswith("no checkpoint has been written yet")
+    assert not [path for path in Path().iterdir() if "ckpt" in path.name]
