@@ -359,9 +359,7 @@ def test_restarts_and_accidents_on_two_ranks(place):
     assert ends[10][0].startswith(f"TrainingError: {message}saved: rank 1 on ")
     assert "No such file or directory" in ends[10][0]
     assert ends[10][1] == ends[10][0]
-    assert ends[11][0].startswith(
-        "RunError: training stopped at step 3 (reading its batch): this machine has no memory"
-    )
+    assert ends[11][0].startswith("RunError: training stopped at step 3 (in its step): this machine has no memory")
     assert ends[11][1].startswith("TrainingError: rank 1 has lost the others at step 3: rank 0 (process ")
     assert f"stopped with {ends[11][0]}" in ends[11][1]
 
@@ -408,7 +406,7 @@ def test_a_rank_that_fails_is_stuck_or_dies_ends_the_others_with_its_story(place
     failed, asleep, stopped, dead = run_jobs(2, jobs)
     lost = "TrainingError: rank 0 has lost the others at step 3: rank 1 (process "
     assert all(ends[0].startswith(lost) for ends in (failed, asleep, stopped, dead))
-    assert failed[1].startswith("RunError: training stopped at step 3 (reading its batch): this machine has no")
+    assert failed[1].startswith("RunError: training stopped at step 3 (in its step): this machine has no")
     assert "rank 1 has had enough" in failed[1]
     assert f"stopped with {failed[1]}" in failed[0]
     assert "has been reading its batch (step 3) for" in asleep[0]
