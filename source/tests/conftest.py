@@ -1,6 +1,6 @@
-"""Tiers of the tests and the order of their files; property tests draw the same examples in every run.
+"""Tiers of the tests and the order of their files; property tests draw the same 40 examples in every run.
 
-With HYPOTHESIS_PROFILE=default property tests draw others each time.
+With HYPOTHESIS_PROFILE=default property tests draw others each time, and more.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ with contextlib.suppress(ImportError):
 
     # No deadline and no check of the time examples take: a slow machine must only make tests slow.
     patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-    settings.register_profile("repeatable", derandomize=True, database=None, **patient)
-    settings.register_profile("default", **patient)
+    settings.register_profile("repeatable", max_examples=40, derandomize=True, database=None, **patient)
+    settings.register_profile("default", max_examples=200, **patient)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 TESTS = Path(__file__).parent

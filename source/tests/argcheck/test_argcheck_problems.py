@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepmd_muon.argcheck import InputError, Problem, load, normalize
@@ -302,7 +302,6 @@ OLDER = {"muon_2d_only": True, "min_2d_dim": 2, "opt_type": "HybridMuon", "warmu
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
 def test_no_input_raises_anything_but_an_input_error(pristine_water, data):
     mutated = copy.deepcopy(pristine_water)
     mutated["optimizer"] = {"type": "HybridMuon", "momentum": 0.9}

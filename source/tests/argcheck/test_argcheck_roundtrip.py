@@ -4,7 +4,7 @@ import json
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepmd_muon.argcheck import dump, load, normalize
@@ -124,7 +124,6 @@ inputs = merged(
 
 
 @given(inputs)
-@settings(max_examples=150, deadline=None)
 def test_normalising_twice_is_normalising_once(given_input):
     once = normalize(given_input)
     twice = normalize(once.normalized)
@@ -135,7 +134,6 @@ def test_normalising_twice_is_normalising_once(given_input):
 
 
 @given(inputs)
-@settings(max_examples=60, deadline=None)
 def test_every_normalised_input_satisfies_both_schemas(given_input):
     normalized = normalize(given_input).normalized
     assert [error.message for error in VALIDATOR.iter_errors(normalized)] == []

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from write_systems import make_arrays, write_npy
 
@@ -72,7 +72,6 @@ def structures(draw):
     return coord, box if draw(st.booleans()) else None, rng.integers(0, 3, natoms), draw(st.floats(0.8, 3.5))
 
 
-@settings(max_examples=120, deadline=None)
 @given(structures())
 def test_pairs_equal_the_sum_over_images(structure):
     coord, box, atype, rcut = structure

@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepmd_muon.optim import sharded
@@ -81,7 +81,6 @@ def chunks(x, count, dim):
 
 
 @given(parameters())
-@settings(max_examples=150, deadline=None)
 def test_regions_are_what_chunking_gives(drawn):
     for p in drawn:
         full = torch.arange(torch.Size(p.shape).numel()).view(p.shape)
@@ -93,7 +92,6 @@ def test_regions_are_what_chunking_gives(drawn):
 
 
 @given(parameters(), st.sampled_from(["spread", "repeat"]), st.sampled_from([1, 64, 2**26]))
-@settings(max_examples=150, deadline=None)
 def test_every_element_is_gathered_once_and_returned_to_every_holder(drawn, replication, bucket_bytes):
     plan = make_plan(drawn, ShardedSettings(replication=replication, bucket_bytes=bucket_bytes))
     planned = [i for domain in plan.domains for i in domain.parameters]
@@ -130,7 +128,6 @@ def test_every_element_is_gathered_once_and_returned_to_every_holder(drawn, repl
 
 
 @given(parameters(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
 def test_work_bytes_and_digest_agree_with_the_jobs(drawn, shuffle):
     plan = make_plan(drawn)
     again = make_plan([dataclasses.replace(p) for p in drawn])
@@ -164,7 +161,6 @@ def test_work_bytes_and_digest_agree_with_the_jobs(drawn, shuffle):
 
 
 @given(st.integers(2, 64), st.lists(st.tuples(st.integers(2, 300), st.integers(2, 300)), min_size=1, max_size=80))
-@settings(max_examples=80, deadline=None)
 def test_balance_keeps_the_bound_of_list_scheduling(ranks, shapes):
     """No rank has more than the mean plus (1 − 1/W) of the largest block that travels."""
     drawn = [parameter(f"p{i:02}", shape, fsdp(ranks)) for i, shape in enumerate(shapes)]
@@ -174,7 +170,6 @@ def test_balance_keeps_the_bound_of_list_scheduling(ranks, shapes):
 
 
 @given(st.integers(2, 3), st.lists(st.integers(4, 40), min_size=1, max_size=7))
-@settings(max_examples=60, deadline=None)
 def test_balance_is_within_four_thirds_of_the_best(ranks, sizes):
     drawn = [parameter(f"p{i}", (size, size), fsdp(ranks)) for i, size in enumerate(sizes)]
     (domain,) = make_plan(drawn).domains
@@ -252,7 +247,6 @@ def test_buckets_bound_what_one_rank_receives():
 
 
 @given(parameters())
-@settings(max_examples=60, deadline=None)
 def test_scores_live_with_their_blocks(drawn):
     for p in drawn:
         scores = score_layout(p.shape, p.view, p.layout)
