@@ -40,13 +40,14 @@ def statements_of(path: Path, package: str) -> Iterator[Statement]:
     tree = ast.parse(path.read_text())
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
-        lazy = _is_lazy(node, parents)
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Statement(alias.name, (), node.lineno, lazy)
+                yield Statement(alias.name, (), node.lineno, _is_lazy(node, parents))
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno} imports relatively"
-            yield Statement(node.module or "", tuple(alias.name for alias in node.names), node.lineno, lazy)
+            yield Statement(
+                node.module or "", tuple(alias.name for alias in node.names), node.lineno, _is_lazy(node, parents)
+            )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{package}."):
             name = node.value.replace(":", ".")
             if all(part.isidentifier() for part in name.split(".")):
