@@ -1,4 +1,4 @@
-"""HybridMuon and what it is made of; usable with any torch model, needs nothing else of this package."""
+"""HybridMuon and its parts, for any torch model; independent of the rest of the package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, RoutingRules
     from deepmd_muon.optim.state.deepmd_kit import name_deepmd_kit_state
 
-_HOMES = {
+_MODULES = {
     "AdamConfig": "config",
     "AdamWConfig": "config",
     "CaptureError": "errors",
@@ -83,8 +83,8 @@ import_builders_with(lambda: import_module(f"{__name__}.build"))
 
 
 def __getattr__(name: str) -> Any:
-    # Settings are read by the input checker, which must not pay for importing torch.
-    if name in _HOMES:
-        module, _, inside = _HOMES[name].partition(":")
+    # The input checker reads settings and must not import torch.
+    if name in _MODULES:
+        module, _, inside = _MODULES[name].partition(":")
         return getattr(import_module(f"{__name__}.{module}"), inside or name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

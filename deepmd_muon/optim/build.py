@@ -1,4 +1,4 @@
-"""From settings to optimizer: what each configuration's `build` method does, and the one place that reports it."""
+"""Build optimizers from their configurations, and log what was built."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build_hybrid_muon(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = HybridMuon(model.named_parameters(), lr, adam_betas=betas, replicas=replicas, **settings)
-    for warning in caught:  # from settings, not from code: they belong into the log with all else
+    for warning in caught:  # caused by settings, not by code: they belong in the log
         log.warning("%s", warning.message)
     _report(optimizer, model)
     return optimizer
@@ -44,7 +44,7 @@ def build_muon(
 ) -> HybridMuon:
     """Make a plain Muon, AdamW for the rest, for every named parameter of `model`.
 
-    What is no matrix forms a parameter group of its own, the second, all of which takes AdamW.
+    Parameters that are not matrices form a second parameter group, which takes AdamW.
     """
     shared = {
         field.name: getattr(config, field.name)
@@ -86,7 +86,7 @@ def build_muon(
 def build_adam(
     config: AdamConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> torch.optim.Adam:
-    """Make torch's fused Adam for the trainable named parameters of `model`, its state in parts on `replicas`."""
+    """Make torch's fused Adam for the trainable named parameters of `model`; its state is sharded over `replicas`."""
     return _element_wise(torch.optim.Adam, config, model, lr, replicas)
 
 
@@ -94,7 +94,7 @@ def build_adam(
 def build_adamw(
     config: AdamWConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> torch.optim.AdamW:
-    """Make torch's fused AdamW for the trainable named parameters of `model`, its state in parts on `replicas`."""
+    """Make torch's fused AdamW for the trainable named parameters of `model`; its state is sharded over `replicas`."""
     return _element_wise(torch.optim.AdamW, config, model, lr, replicas)
 
 
@@ -111,7 +111,7 @@ def _element_wise(
     if replicas is None:
         optimizer = kind(trainable, **options)
     else:
-        from deepmd_muon.optim.sharded.zero import shard_state  # brings torch.distributed along
+        from deepmd_muon.optim.sharded.zero import shard_state  # imports torch.distributed
 
         optimizer = shard_state(kind, trainable, replicas, **options)
     _report(optimizer, model)

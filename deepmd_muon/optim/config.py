@@ -1,4 +1,4 @@
-"""Settings of the optimizers as frozen dataclasses: each key's default and meaning stand here, once.
+"""Settings of the optimizers as frozen dataclasses: the one place of each key's type, default, range and meaning.
 
 This module does not import torch, so that the input checker can read it; the `build` methods do.
 """
@@ -34,7 +34,7 @@ Steps = tuple[tuple[float, float, float], ...]
 
 SCHEDULES = ("8+2", "keller-jordan", "polar-express", "polar-express-5", "polar-express-6", "muon-fsdp2")
 
-# What `MuonConfig` leaves out of Muon by default; unlike a user's own patterns, they may well match nothing.
+# Parameters that `MuonConfig` excludes from Muon by default. Unlike a user's own patterns, they may match nothing.
 DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight")
 
 # "*.in_proj.matrix: columns 64+64+32" or "*.qkv.weight: rows 3".
@@ -42,7 +42,7 @@ SPLIT_PATTERN = r"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>\d+(\+\d+)*
 
 SPLIT_SYNTAX = "of the form 'PATTERN: rows 3' or 'PATTERN: columns 64+64+32'"
 
-# Keys of HybridMuon's first version, each with the setting that has replaced it.
+# Keys of HybridMuon's first version, each with its replacement.
 RENAMED_SETTINGS = {
     "muon_2d_only": 'muon_mode: "2d" for true, "flat" for false',
     "min_2d_dim": "min_matrix_dim",
@@ -109,7 +109,7 @@ class _Buildable:
 
 
 def reject_renamed_settings(cls: type[T]) -> type[T]:
-    """Decorate a class that takes HybridMuon's settings as keywords: older names get an InvalidSettingError."""
+    """Decorate a class that takes HybridMuon's settings as keywords, so that renamed ones raise InvalidSettingError."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -118,7 +118,7 @@ def reject_renamed_settings(cls: type[T]) -> type[T]:
             raise InvalidSettingError(f"{cls.__name__}: {'; '.join(given)}")
         init(self, *args, **kwargs)
 
-    cls.__init__ = checked  # type: ignore[method-assign, assignment]  # it takes what `init` takes
+    cls.__init__ = checked  # type: ignore[method-assign, assignment]  # same arguments as `init`
     return cls
 
 
@@ -250,37 +250,37 @@ class HybridMuonConfig(_Buildable):
         forms=SPLIT_SYNTAX,
         doc=(
             "Fused weights, one entry each: a shell pattern on full names, then 'rows' or 'columns' of the matrix as "
-            "stored, then a number of equal parts or the sizes of the parts. Every part is orthogonalized by itself. "
+            "stored, then a number of equal parts or the sizes of the parts. Every part is orthogonalized separately. "
             "Example: '*.in_proj.matrix: columns 3'."
         ),
     )
     on_route_change: RouteChange = setting(
         "error",
         doc=(
-            "What a reload does when a parameter's route or view differs from the checkpoint's: 'error' refuses it, "
-            "'migrate' carries over what means the same, 'reset' starts those parameters afresh."
+            "What a reload does when a parameter's route or view differs from the checkpoint's: 'error' raises, "
+            "'migrate' keeps the state that means the same, 'reset' discards the state of those parameters."
         ),
     )
     on_nonfinite: NonFinite = setting(
         "ignore",
         doc=(
-            "What a step does when a gradient holds NaN or infinity: 'ignore' spoils that parameter alone, 'skip' "
-            "leaves all parameters and state as they are, 'error' stops the run (and waits for the device each step)."
+            "What a step does when a gradient holds NaN or infinity: 'ignore': only that parameter becomes NaN; 'skip': "
+            "all parameters and state stay unchanged; 'error': raises (and waits for the device in each step)."
         ),
     )
     offload: bool = setting(
         False,
         doc=(
-            "Keep the momenta and Adam's moments in pinned host memory between steps; around a step they travel to the "
-            "device and back in pieces, beside the computation. Results are the same: bitwise up to 16 M weights, "
-            "beyond that up to last bits, as matrices are orthogonalized in smaller batches."
+            "Keep momenta and Adam's moments in pinned host memory between steps; during a step they are copied to the "
+            "device and back in batches, concurrently with the computation. Results are the same: bitwise up to 16 M "
+            "weights, beyond that up to rounding, because matrices are orthogonalized in smaller batches."
         ),
     )
     sharded: ShardedSettings = setting(
         ShardedSettings(),
         doc=(
-            "How several processes share the step (see doc/sharded.md): what travels in which pieces, and where state "
-            "is kept. A single process ignores it."
+            "How several processes share the step (see doc/sharded.md): how matrices are exchanged, and where state is "
+            "kept. A single process ignores it."
         ),
     )
     deepmd_kit_arithmetic: bool = setting(
@@ -296,9 +296,9 @@ class HybridMuonConfig(_Buildable):
         check_settings(self)
 
     def explicit(self) -> HybridMuonConfig:
-        """Return the same settings with `scaling`, `adam_lr_ratio` and `layout` set, which null and 'auto' leave open.
+        """Return the settings with `scaling`, `adam_lr_ratio` and `layout` resolved, which null and 'auto' leave open.
 
-        Update rules read these three alone: no rule asks for the sign of `lr_adjust`.
+        Update rules read these three and never the sign of `lr_adjust`.
         """
         by_rms = self.lr_adjust <= 0
         return dataclasses.replace(
@@ -383,7 +383,7 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
 
 
 def update_scale(shape: tuple[int, int], settings: HybridMuonConfig) -> float:
-    """Return the factor of lr · O for a matrix of (rows, columns), by explicit settings."""
+    """Return the factor of lr · O for a matrix of shape (rows, columns); `settings` must be explicit."""
     rows, columns = shape
     assert settings.scaling is not None
     if settings.scaling == "none":

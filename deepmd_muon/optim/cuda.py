@@ -17,7 +17,7 @@ T = TypeVar("T")
 class SideStream:
     """A second stream of a device.
 
-    Work launched inside ``with side_stream:`` waits for the work that the current stream held at the last `open`, and
+    Work launched inside ``with side_stream:`` waits for the work queued on the current stream at the last `fork`, and
     not for later work; on exit the current stream waits for it. A captured graph contains both the fork and the join.
 
     Parameters
@@ -30,14 +30,14 @@ class SideStream:
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._inside = torch.cuda.stream(self._stream)
-        self._opened = torch.cuda.Event()
+        self._forked = torch.cuda.Event()
 
-    def open(self) -> None:
-        """Let what is launched inside wait for everything up to here."""
-        self._opened.record(torch.cuda.current_stream(self.device))
+    def fork(self) -> None:
+        """Make work launched inside wait for everything queued up to here."""
+        self._forked.record(torch.cuda.current_stream(self.device))
 
     def __enter__(self) -> None:
-        self._stream.wait_event(self._opened)
+        self._stream.wait_event(self._forked)
         self._inside.__enter__()
 
     def __exit__(
@@ -53,14 +53,14 @@ def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
     Parameters
     ----------
     launch
-        Starts kernels, all compiled already, and waits for none.
+        Launches kernels that are compiled already, and does not synchronize.
     device
-        Where they run.
+        The device that they run on.
 
     Returns
     -------
     tuple
-        The graph, and what `launch` returned, in memory that each replay of the graph writes anew.
+        The graph, and the value of `launch`, in memory that each replay of the graph overwrites.
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -81,14 +81,14 @@ def refuse_unsafe_capture(
     offloaded: bool,
     on_nonfinite: str,
 ) -> None:
-    """Raise when a capture is under way whose replays would not repeat the step.
+    """Raise during a capture whose replays would not repeat the step.
 
     Parameters
     ----------
     groups, state
         The optimizer's parameter groups and state.
     params
-        The parameters that have a gradient now.
+        The parameters that have a gradient.
     offloaded
         Whether moments are in host memory.
     on_nonfinite
@@ -103,16 +103,14 @@ def refuse_unsafe_capture(
     if not params or not params[0].is_cuda or not torch.cuda.is_current_stream_capturing():
         return
     if not all(group["capturable"] and isinstance(group["lr"], Tensor) for group in groups):
-        raise CaptureError("a captured step would keep today's learning rate; make HybridMuon with capturable=True")
+        raise CaptureError("a captured step would freeze the learning rate; construct HybridMuon with capturable=True")
     if offloaded:
-        raise CaptureError("moments in host memory travel on streams of their own; call optimizer.offload(False) first")
+        raise CaptureError("moments in host memory are copied on other streams; call optimizer.offload(False) first")
     if on_nonfinite == "error":
-        raise CaptureError("on_nonfinite='error' waits for the device, which a graph cannot; use 'skip'")
+        raise CaptureError("on_nonfinite='error' synchronizes with the device, which a graph cannot; use 'skip'")
     fresh = sum(p not in state for p in params)
     if fresh:
         raise CaptureError(f"{fresh} parameters have no state yet; take one step before the capture")
     missing = len(state) - len(params)
     if missing > 0:
-        raise CaptureError(
-            f"{missing} parameters that were stepped before have no gradient now; replays would leave them out"
-        )
+        raise CaptureError(f"{missing} parameters with state have no gradient; replays would not step them")

@@ -1,4 +1,4 @@
-"""The elements that a process holds of a DTensor, and the way back."""
+"""Between a DTensor and this process's local elements."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 def local_of(x: Tensor) -> Tensor:
-    """Return the elements that this process holds; those of a DTensor without a view made anew."""
-    # DTensor.to_local() would move nothing either, but makes an autograd node or, of a parameter, a view each time.
+    """Return this process's elements; those of a DTensor without creating a view."""
+    # DTensor.to_local() moves nothing either, but creates an autograd node or, for a parameter, a view at each call.
     local: Tensor = getattr(x, "_local_tensor", x)
     return local
 
 
 def with_local(x: Tensor, local: Tensor) -> Tensor:
-    """Return `local`, as a DTensor laid out like `x` where that is one; `local` may be in host memory."""
+    """Return `local` as a DTensor with the layout of `x` if `x` is one; `local` may be in host memory."""
     if not hasattr(x, "device_mesh"):
         return local
     sharded: Any = x
-    # DTensor.from_local() would move it to the mesh's device. A wrapper made around a view into a larger memory cannot
-    # be deep-copied (it takes the view's offset for its own address), so that it is made around another tensor first.
+    # DTensor.from_local() would move it to the mesh's device. A wrapper around a view into a larger storage cannot be
+    # deep-copied (the view's offset is applied twice), so it is created around another tensor first.
     wrapped: Any = type(sharded)(torch.empty_like(local), sharded._spec, requires_grad=False)
     wrapped._local_tensor = local
     found: Tensor = wrapped
@@ -29,11 +29,11 @@ def with_local(x: Tensor, local: Tensor) -> Tensor:
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """Return all elements of a tensor; of a DTensor, in host memory or not, all ranks must ask for them."""
+    """Return all elements of a tensor; for a DTensor, in host memory or not, all ranks must call it together."""
     if not hasattr(x, "device_mesh"):
         return x
     sharded: Any = x
-    device = sharded.device_mesh.device_type  # that its process groups serve
+    device = sharded.device_mesh.device_type  # the device type of its process groups
     gathered: Tensor = (sharded if sharded.device.type == device else sharded.to(device)).full_tensor()
     return gathered
 

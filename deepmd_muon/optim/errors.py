@@ -1,4 +1,4 @@
-"""What the optimizer raises: each class derives from the built-in that callers already catch."""
+"""Exceptions of the optimizer; each derives from the built-in class that callers already catch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from deepmd_muon.setting import InvalidSettingError as InvalidSettingError  # on
 
 
 class InvalidParameterError(ValueError):
-    """A parameter cannot be optimized: complex, given twice, or two parameters of one name."""
+    """A parameter cannot be optimized: it is complex or repeated, or shares its name with another."""
 
 
 class InvalidShapeError(ValueError):
-    """A tensor has no matrices to orthogonalize, or cannot be split as it should be."""
+    """A tensor has no matrices to orthogonalize, or cannot be split as requested."""
 
 
 class InvalidGradientError(RuntimeError):
@@ -25,7 +25,7 @@ class NonFiniteGradientError(InvalidGradientError):
     Attributes
     ----------
     names
-        The parameters whose gradients do.
+        Names of the parameters with such gradients.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -33,12 +33,12 @@ class NonFiniteGradientError(InvalidGradientError):
         listed = ", ".join(repr(name) for name in self.names[:10]) + (", …" if len(self.names) > 10 else "")
         super().__init__(
             f"{len(self.names)} gradient{'s' if len(self.names) != 1 else ''} with NaN or infinity: {listed}; nothing "
-            "was changed. on_nonfinite='skip' leaves such steps out."
+            "was changed. Set on_nonfinite='skip' to skip such steps."
         )
 
 
 class CaptureError(RuntimeError):
-    """A step cannot be captured in a CUDA graph as things are."""
+    """A step cannot be captured in a CUDA graph in its present configuration."""
 
 
 class RoutingMismatchError(ValueError):
@@ -54,50 +54,50 @@ class RoutingMismatchError(ValueError):
         self.differences = tuple(differences)
         listed = "\n".join(f"  {line}" for line in differences)
         super().__init__(
-            f"the optimizer state does not fit the present routing ({len(self.differences)} "
+            f"the optimizer state does not match the present routing ({len(self.differences)} "
             f"parameter{'s' if len(self.differences) != 1 else ''} affected):\n{listed}\n{advice}"
         )
 
 
 class ForeignStateError(ValueError):
-    """A state dict does not come from HybridMuon, or carries no routing that could be checked."""
+    """A state dict does not come from HybridMuon, or has no routing manifest."""
 
 
 class ShardingError(RuntimeError):
-    """A parameter, its gradient or its state cannot take part in a sharded step as it is laid out."""
+    """The layout of a parameter, its gradient or its state does not allow a sharded step."""
 
 
 class PartialPlacementError(ShardingError):
-    """A parameter or gradient holds sums that have not been reduced yet."""
+    """A parameter or gradient has a Partial placement: its sums have not been reduced."""
 
 
 class GradientPlacementError(ShardingError):
-    """A gradient is not laid out as its parameter."""
+    """A gradient's layout differs from its parameter's."""
 
 
 class ReshardedParameterError(ShardingError):
-    """A parameter is laid out otherwise than its state."""
+    """A parameter's layout differs from its state's."""
 
 
 class UnsupportedTransportError(ShardingError):
-    """The process group, device or dtype cannot carry the exchange."""
+    """The process group, device or dtype does not support the exchange."""
 
 
 class PlanMismatchError(ShardingError):
-    """Ranks have made different plans: their parameters, settings or meshes differ."""
+    """Ranks have different plans: their parameters, settings or meshes differ."""
 
 
 class MissingGradientError(ShardingError):
-    """Some ranks have a gradient and others have none, of a parameter whose steps do not travel."""
+    """Some ranks have a gradient of a parameter and others have none, and its step is not exchanged."""
 
 
 class QKClipError(ValueError):
-    """QK-clip's layers or logits do not fit the model.
+    """QK-clip's layers or logits do not match the model.
 
     Attributes
     ----------
     problems
-        One phrase per layer, weight or logit that does not fit.
+        One phrase per layer, weight or logit that does not match.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:

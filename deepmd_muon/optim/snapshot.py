@@ -1,4 +1,4 @@
-"""What a step was compiled for, and whether it still holds."""
+"""The conditions that a step was compiled for, and whether they still hold."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _is_trained = attrgetter("requires_grad")
 
 
 class Snapshot:
-    """What a step was compiled for: groups and their settings, parameters, layouts of gradients, and state.
+    """Groups and their settings, parameters, layouts of gradients, and state that a step was compiled for.
 
     Parameters
     ----------
     param_groups, state
         Of the optimizer.
     workspace
-        Bound on the elements that are worked on together.
+        Bound on the elements of a wave.
     devices
         One parameter of each wave, and its device.
     shared
@@ -59,7 +59,7 @@ class Snapshot:
         self._addresses = [local_of(p).data_ptr() for p in shared]
 
     def holds(self, param_groups: Sequence[dict[str, Any]], state: State, workspace: int) -> bool:
-        """Return whether a step compiled now would be the same."""
+        """Return whether the compiled step is still valid."""
         return (
             [len(group["params"]) for group in param_groups] == self._sizes
             and all(map(is_, param_groups, self._groups))
@@ -86,11 +86,11 @@ class Snapshot:
         """Return whether all state tensors are the same."""
         try:
             return all(all(map(is_, map(get, holders), known)) for get, holders, known in self._tensors)
-        except KeyError:  # one has been deleted
+        except KeyError:  # a state tensor has been deleted
             return False
 
     def _same_gradients(self) -> bool:
-        """Return whether the same parameters are trained and have gradients, laid out as they were."""
+        """Return whether the same parameters are trained and have gradients of the same layout."""
         if _layouts(self._params) != self._gradients or list(map(_is_trained, self._params)) != self._trained:
             return False
         grads = [p.grad for p in self._shared]
@@ -98,7 +98,7 @@ class Snapshot:
 
 
 def _settings_of(group: Mapping[str, Any], workspace: int) -> tuple[Any, ...]:
-    """Return the settings that decide which parameters are stepped together, and how."""
+    """Return the settings that determine waves and updates."""
     return raw_settings(group), group["foreach"], workspace
 
 

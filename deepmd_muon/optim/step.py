@@ -1,7 +1,7 @@
-"""One step: what is compiled, and how the parameters of this process are stepped.
+"""The compiled step, and the step of the parameters that this process steps by itself.
 
-A small model's step is bound by the host. So everything that stays the same from step to step is compiled once, and a
-step asks one question first: does the `Snapshot` still hold?
+A small model's step is limited by the host. Everything that stays the same from step to step is therefore compiled
+once, and each step first checks whether the `Snapshot` still holds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SMALL = 4 * 2**20  # elements
 class Wave:
     """Parameters of one group, route, device and dtype that are stepped together, and their state.
 
-    Where moments are in host memory, `transfer_batch` is them: parameter by parameter, in the order of `MOMENTS`.
+    With moments in host memory, `transfer_batch` holds them, parameter by parameter, in the order of `MOMENTS`.
     """
 
     group: Group
@@ -60,13 +60,13 @@ class ShardedPart(Protocol):
 
     @property
     def params(self) -> Sequence[Tensor]:
-        """The parameters of which the compiled step holds views."""
+        """The parameters whose local memory the compiled step holds views of."""
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
-        """Check parameters, gradients and state, which may all have changed."""
+        """Check parameters, gradients and state, all of which may have changed."""
 
     def agree(self, flags: Tensor | None) -> Tensor | None:
-        """Agree with the other ranks that a step is taken; return the largest flags of all ranks."""
+        """Agree with the other ranks to take a step; return the elementwise maximum of all ranks' flags."""
 
     def run(
         self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int, control: StepControl
@@ -74,7 +74,7 @@ class ShardedPart(Protocol):
         """Step the parameters that live on several ranks."""
 
     def local_params(self, routed: RoutedParams) -> RoutedParams:
-        """Return those of some parameters that each process steps by itself."""
+        """Return those of the given parameters that each process steps by itself."""
 
     def raise_deferred(self) -> None:
         """Raise deferred errors from the previous step."""
@@ -93,7 +93,7 @@ class CompiledStep:
     sharded
         The part of the step on parameters that live on several ranks; None when there are none.
     side_stream
-        Stream of the Adam routes where they run beside the Muon route; None where they follow it.
+        Stream of the Adam routes where they run concurrently with the Muon route; None where they run after it.
     """
 
     def __init__(self) -> None:
@@ -104,15 +104,15 @@ class CompiledStep:
         self._with_gradients: list[RoutedParams] = []
         self._waves: list[Wave] | None = None
         self._snapshot: Snapshot | None = None
-        self._stream: SideStream | None = None  # kept: no other stream reuses the memory that one once took
+        self._stream: SideStream | None = None  # kept: memory allocated on a stream is reused by that stream only
         self._fused: FusedStepCache | None = None
 
     def holds(self, param_groups: Sequence[dict[str, Any]], state: State, workspace: int) -> bool:
-        """Return whether the last step can be repeated as it was compiled."""
+        """Return whether the compiled step is still valid."""
         return self._snapshot is not None and self._snapshot.holds(param_groups, state, workspace)
 
     def prepare(self, groups: Sequence[Group], state: State) -> None:
-        """Look at parameters and gradients anew; the step itself is compiled by `run`.
+        """Collect the parameters that have a gradient; `run` compiles the step itself.
 
         Raises
         ------
@@ -128,7 +128,7 @@ class CompiledStep:
             self.sharded.prepare(groups, state, same_tensors=same)
 
     def decide(self, on_nonfinite: NonFinite, scale: Tensor | None, skip: Tensor | None) -> StepControl:
-        """Decide on all ranks alike, and on the device, whether this step is skipped; see `gradients.decide`."""
+        """Decide on the device, identically on all ranks, whether this step is skipped; see `gradients.decide`."""
         agree = None if self.sharded is None else self.sharded.agree
         if on_nonfinite == "ignore" and agree is None:
             return StepControl(skip, scale)
@@ -138,7 +138,7 @@ class CompiledStep:
         return decide([entry.name for _, entry in routed], local, on_nonfinite, scale, skip, agree)
 
     def run(self, state: State, memory: HostMemory | None, workspace: int, control: StepControl) -> None:
-        """Step all parameters that have a gradient; compile first what is not compiled yet."""
+        """Step all parameters that have a gradient; compile the step if necessary."""
         if self.sharded is not None:
             self.sharded.run(self._groups, state, memory, workspace, control)
         if self._waves is None:
@@ -169,7 +169,7 @@ class CompiledStep:
             sharded.reset()
 
     def _compile(self, state: State, memory: HostMemory | None, workspace: int) -> list[Wave]:
-        """Return the waves of the parameters that this process steps by itself, the longest first."""
+        """Return the waves that this process steps locally, the Muon route first."""
         found: list[Wave] = []
         for group, routed in zip(self._groups, self._with_gradients, strict=True):
             mine = routed if self.sharded is None else self.sharded.local_params(routed)
@@ -179,7 +179,7 @@ class CompiledStep:
         return found
 
     def _side_stream_for(self, found: Sequence[Wave]) -> SideStream | None:
-        """Return the stream of the Adam routes: on one GPU, if they are small and there is a Muon route beside them."""
+        """Return the stream of the Adam routes: on one GPU, if they are small and there is a Muon route."""
         devices, routes = {wave.device for wave in found}, {wave.route for wave in found}
         small = sum(p.numel() for wave in found if wave.route != "muon" for p in wave.params) <= _SMALL
         if not small or len(devices) != 1 or "muon" not in routes or len(routes) == 1:
@@ -194,7 +194,7 @@ class CompiledStep:
     def _step_waves(self, found: Sequence[Wave], memory: HostMemory | None, control: StepControl) -> None:
         if self.side_stream is not None:
             control = control.on(self.side_stream.device)
-            self.side_stream.open()
+            self.side_stream.fork()
         for wave, state in zip(found, _ready(found, memory), strict=True):
             here = control.on(wave.device)
             if wave.route == "muon":
@@ -213,7 +213,7 @@ class CompiledStep:
             muon_(*lists, **options, maximize=group["maximize"])
 
     def _fused_steps(self, device: torch.device, settings: HybridMuonConfig) -> FusedStepCache | None:
-        """Return the fused form of the Muon route; None where torch's operations take the step."""
+        """Return the fused form of the Muon route; None where torch's operations are used."""
         if device.type != "cuda" or not settings.flash_muon or settings.deepmd_kit_arithmetic:
             return None
         if self._fused is None and not unavailable():
@@ -241,10 +241,10 @@ def _with_gradient(group: Group) -> RoutedParams:
 def _waves_of(
     group: Group, routed: RoutedParams, state: State, memory: HostMemory | None, workspace: int
 ) -> Iterator[Wave]:
-    """Cut one group's parameters into waves; make the state of those that have none."""
+    """Divide one group's parameters into waves; create missing state."""
     for route in STATE_OF_ROUTE:
         taken = [(p, entry) for p, entry in routed if entry.route == route]
-        # Equal shapes side by side: where not all fit in one wave, they are still orthogonalized in batches.
+        # Equal shapes are adjacent, so that they share batches even when a group needs several waves.
         taken.sort(key=lambda member: (member[1].view.rows, member[1].view.columns) if member[1].view else (0, 0))
         for wave in waves(taken, elements_at_a_time(group, route, [p for p, _ in taken], memory, workspace)):
             params = [p for p, _ in wave]
@@ -258,7 +258,7 @@ def _waves_of(
 
 
 def state_lists(states: Sequence[dict[str, Tensor]], route: Route, *, damped: bool) -> StateLists:
-    """Return the state of parameters of one route by key; scores only where Magma is on."""
+    """Return the state of some parameters of one route by key; Magma's scores only if `damped`."""
     keys = [key for key in STATE_OF_ROUTE[route] if damped or key != "magma_score"]
     return {key: [local_of(values[key]) for values in states] for key in keys}
 
@@ -266,7 +266,7 @@ def state_lists(states: Sequence[dict[str, Tensor]], route: Route, *, damped: bo
 def elements_at_a_time(
     group: Group, route: Route, params: Sequence[Tensor], memory: HostMemory | None, workspace: int
 ) -> int:
-    """Return how many elements of such parameters are worked on together."""
+    """Return the bound on the elements of a wave of such parameters."""
     if group.values["foreach"] is False:
         return 0
     if memory is None or not params:
@@ -279,20 +279,20 @@ def elements_at_a_time(
 def transfer_batch_of(
     state: State, memory: HostMemory | None, params: Sequence[Tensor], route: Route
 ) -> TransferBatch | None:
-    """Return the moments of some parameters as what travels together; None where they stay on the device."""
+    """Return the moments of some parameters as a transfer batch; None where they stay on the device."""
     return (
         None if memory is None else memory.transfer_batch(state, [(p, key) for p in params for key in MOMENTS[route]])
     )
 
 
 def with_moments(state: StateLists, route: Route, moments: Sequence[Tensor]) -> StateLists:
-    """Return state with its moments replaced by those of its lot."""
+    """Return state with its moments replaced by those of its transfer batch."""
     keys = MOMENTS[route]
     return {**state, **{key: list(moments[i :: len(keys)]) for i, key in enumerate(keys)}}
 
 
 def _ready(found: Sequence[Wave], memory: HostMemory | None) -> Iterable[StateLists]:
-    """Return the state of each wave, on its device when its turn comes."""
+    """Return the state of each wave; offloaded moments are fetched when the iterator reaches the wave."""
     if memory is None:
         return [wave.state for wave in found]
     fetched = memory.fetch_in_turn([wave.transfer_batch for wave in found if wave.transfer_batch is not None])
@@ -307,7 +307,7 @@ def step_elements(
     group: Group,
     control: StepControl,
 ) -> None:
-    """Take a step of one of the Adam routes, on parameters of one group, device and dtype."""
+    """Step parameters of one Adam route, group, device and dtype."""
     settings, lr = group.settings, group.lr
     ratio = settings.adam_lr_ratio
     assert ratio is not None

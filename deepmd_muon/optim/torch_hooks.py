@@ -1,4 +1,4 @@
-"""What torch asks of an optimizer: a step that profilers and hooks see, and support of gradient scalers."""
+"""torch's requirements on an optimizer: profiler ranges, hooks, gradient scalers, and the compiler."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def outside_compiler(method: Method) -> Method:
-    """Keep torch's compiler from looking inside a method, without importing it.
+    """Exclude a method from torch.compile without importing the compiler.
 
-    torch's own decorator of its optimizers imports the compiler at the first call, which takes seconds; but before
-    somebody else has imported it nothing can be compiled.
+    torch's own decorator imports the compiler at the first call, which takes seconds; unless it has been imported,
+    nothing can be compiled.
     """
     disabled = _disable_dynamo(method)
 
@@ -37,7 +37,7 @@ def _bare(method: Method) -> Method:
 
 
 class QuickOptimizer(Optimizer):
-    """torch's base class of optimizers, whose use does not import the compiler."""
+    """torch's Optimizer without the import of the compiler at the first call."""
 
     add_param_group = _bare(Optimizer.add_param_group)
     state_dict = _bare(Optimizer.state_dict)
@@ -45,34 +45,33 @@ class QuickOptimizer(Optimizer):
 
 
 def read_by_grad_scaler() -> bool:
-    """Whether torch.amp.GradScaler reads the property that calls this.
+    """Return True when the property that calls this is read by torch.amp.GradScaler.
 
-    The scaler then leaves unscaling and skipping to `step`, through the attributes `grad_scale` and `found_inf`. Others
-    take a true value for "gradients are still scaled before the step": Lightning refuses to clip them, also in bf16,
-    where no scaler is used.
+    GradScaler then leaves unscaling and skipping to `step`, through the attributes `grad_scale` and `found_inf`. Other
+    readers interpret True as "gradients are still scaled before the step": Lightning then refuses to clip them, even in
+    bf16, where no scaler is used.
     """
     # Frames: this function, the property, its reader.
     return sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"
 
 
 def profiled_on_demand(step: Step) -> Step:
-    """Wrap an optimizer's `step` as torch does when the optimizer is made, but for steps that nobody watches.
+    """Wrap an optimizer's `step` in torch's profiler range and hooks, but only while either is in use.
 
-    torch opens a range for profilers around each step and looks for hooks to call, which takes the host as long as all
-    checks of a small model's step. Compiled code calls the step and does not look inside: tracing Newton-Schulz for
-    every shape takes seconds per parameter.
+    Opening the range and looking for hooks takes the host as long as all checks of a small model's step. Compiled code
+    calls the step without tracing it: tracing Newton-Schulz for every shape takes seconds per parameter.
     """
-    seen = Optimizer.profile_hook_step(step)
+    profiled = Optimizer.profile_hook_step(step)
 
     @outside_compiler
     @functools.wraps(step)
     def outer(self: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         hooks = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        # Around the step of a subclass torch has put its own range and hooks.
+        # torch wraps the step of a subclass itself.
         if (hooks or torch._C._autograd._profiler_enabled()) and type(self).step is outer:
-            return seen(self, closure, **options)
+            return profiled(self, closure, **options)
         return step(self, closure, **options)
 
-    outer.hooked = True  # type: ignore[attr-defined]  # says to torch that this is done
+    outer.hooked = True  # type: ignore[attr-defined]  # marks the step as wrapped for torch
     return cast("Step", outer)

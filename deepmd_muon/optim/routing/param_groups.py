@@ -23,8 +23,8 @@ class Group(NamedTuple):
     Attributes
     ----------
     values
-        The group in `param_groups`; a step reads the learning rate and `maximize` from it, which may change at any
-        time.
+        The group in `param_groups`; a step reads the learning rate and `maximize` from it, because they may change
+        between steps.
     settings
         Its settings, checked and frozen.
     routed
@@ -37,7 +37,7 @@ class Group(NamedTuple):
 
     @property
     def lr(self) -> float | Tensor:
-        """The learning rate: a number, read where that waits for nothing, or a 0-dim tensor."""
+        """The learning rate: a number where reading it does not synchronize, or a 0-dim tensor."""
         lr: float | Tensor = self.values["lr"]
         if isinstance(lr, Tensor):
             return float(lr) if lr.device.type == "cpu" else lr.view(())
@@ -46,14 +46,14 @@ class Group(NamedTuple):
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
-# Frames from a warning up to who calls the constructor: its decorator is one of them.
+# Stack level of the constructor's caller: the constructor's decorator is one of the frames.
 _CONSTRUCTOR = 4
 
 
 def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[Any]:
-    """Turn plain parameters and their names, given apart, into the (name, parameter) pairs torch knows.
+    """Join parameters with their names from `named_parameters` into torch's (name, parameter) pairs.
 
-    A warning names the trainable parameters that `named_parameters` lists and `params` leaves out.
+    A warning lists the trainable parameters of `named_parameters` that are missing from `params`.
     """
     given: list[Any] = list(params)
     if named_parameters is None:
@@ -77,7 +77,7 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
     omitted = [name for p, name in names.items() if p not in used and p.requires_grad]
     if omitted:
         warnings.warn(
-            f"not optimized, though named_parameters lists them: {', '.join(omitted)}", stacklevel=_CONSTRUCTOR
+            f"missing from params, though named_parameters lists them: {', '.join(omitted)}", stacklevel=_CONSTRUCTOR
         )
     return named
 
@@ -87,7 +87,7 @@ def _as_list(params: Any) -> list[Any]:
 
 
 def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse, by name, parameters that are complex, overlap themselves or are given twice, and names that are.
+    """Refuse parameters that are complex, overlap themselves or are repeated, and repeated names.
 
     Raises
     ------
@@ -104,27 +104,27 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
                 raise InvalidParameterError(f"HybridMuon needs real parameters; {name!r} is {p.dtype}")
             if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
                 raise InvalidParameterError(
-                    f"{name!r} of shape {tuple(p.shape)} and strides {p.stride()} has elements that share memory, "
-                    "which no step can change one by one; make it of a copy: nn.Parameter(x.clone())"
+                    f"{name!r} of shape {tuple(p.shape)} and strides {p.stride()} has elements that share memory and "
+                    "cannot be updated separately; make the parameter from a copy: nn.Parameter(x.clone())"
                 )
             if p in seen:
                 raise InvalidParameterError(
-                    f"{name!r} and {seen[p]!r} are the same parameter; give it once (model.named_parameters() does)"
+                    f"{name!r} and {seen[p]!r} are the same parameter; pass it once, as model.named_parameters() does"
                 )
             if name in taken:
-                raise InvalidParameterError(f"two parameters are called {name!r}; names must tell them apart")
+                raise InvalidParameterError(f"two parameters are named {name!r}; names must be unique")
             seen[p] = name
             taken.add(name)
 
 
 def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -> None:
-    """Warn of parameters without names, and once for all patterns that match no name in any group that has them.
+    """Warn of parameters without names, and of patterns that match no name in any group with these patterns.
 
-    Groups before number `new`, and the patterns in them, were looked at before.
+    Groups before number `new`, and their patterns, have been checked before.
     """
     if not all("param_names" in group for group in groups[new:]):
         warnings.warn(
-            "HybridMuon got parameters without names, so its rules on names (biases, adam_, adamw_, patterns) are off; "
+            "HybridMuon got parameters without names, so rules on names (biases, adam_, adamw_, patterns) do not apply; "
             "pass model.named_parameters()",
             stacklevel=3 if new else _CONSTRUCTOR,
         )

@@ -204,11 +204,11 @@ class FusedMuon:
             NESTEROV=self._settings.nesterov, MAXIMIZE=variant.maximize, PEAKS=self._peaks, WIDTH=self._width,
             num_warps=self._warps,
         )  # fmt: skip
-        beside = self._side_stream if capturing else None
-        if beside is not None:
-            beside.open()
+        side = self._side_stream if capturing else None
+        if side is not None:
+            side.fork()
         polar = self._orthogonalize(matrices, self._first)
-        with beside or contextlib.nullcontext():
+        with side or contextlib.nullcontext():
             factors = self._damping(skip)
             polar |= self._orthogonalize(matrices, self._second)
             results = self._results.of([polar[i] for i in range(len(matrices))], capturing)
