@@ -264,8 +264,8 @@ class HybridMuonConfig(_Buildable):
     on_nonfinite: NonFinite = setting(
         "ignore",
         doc=(
-            "What a step does when a gradient holds NaN or infinity: 'ignore': only that parameter becomes NaN; 'skip': "
-            "all parameters and state stay unchanged; 'error': raises (and waits for the device in each step)."
+            "What a step does when a gradient holds NaN or infinity: 'ignore': only that parameter becomes NaN; "
+            "'skip': all parameters and state stay unchanged; 'error': raises (and waits for the device each step)."
         ),
     )
     offload: bool = setting(

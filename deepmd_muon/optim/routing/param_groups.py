@@ -124,8 +124,8 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
     """
     if not all("param_names" in group for group in groups[new:]):
         warnings.warn(
-            "HybridMuon got parameters without names, so rules on names (biases, adam_, adamw_, patterns) do not apply; "
-            "pass model.named_parameters()",
+            "HybridMuon got parameters without names, so rules on names (biases, adam_, adamw_, patterns) do not "
+            "apply; pass model.named_parameters()",
             stacklevel=3 if new else _CONSTRUCTOR,
         )
     used: dict[tuple[str, str], bool] = {}

@@ -1,4 +1,4 @@
-"""Which update each parameter gets: a pure function of its name, its shape and the rules."""
+"""The route of each parameter: a pure function of its name, its shape and the rules."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ROUTES: tuple[Route, ...] = ("muon", "adam", "adamw", "frozen")
 
 MANIFEST_VERSION = 2
 
-# What torch.compile, DDP, FSDP1, activation checkpointing and DeePMD's model wrapper put into names.
+# Segments that torch.compile, DDP, FSDP1, activation checkpointing and DeePMD's model wrapper insert into names.
 _WRAPPER_SEGMENTS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _WRAPPER_PREFIXES = re.compile(r"^(?:module\.)*(?:model\.Default\.)?")
 
 
 @dataclasses.dataclass(frozen=True)
 class RoutingRules:
-    """What decides a route besides name and shape.
+    """The settings that decide a route, besides name and shape.
 
     Attributes
     ----------
@@ -54,13 +54,13 @@ class RoutingRules:
 
     @classmethod
     def of(cls, settings: HybridMuonConfig) -> RoutingRules:
-        """Take the rules out of the optimizer's settings."""
+        """Return the rules among the optimizer's settings."""
         return cls(*(getattr(settings, field.name) for field in dataclasses.fields(cls)))
 
 
 @dataclasses.dataclass(frozen=True)
 class RouteEntry:
-    """The route of one parameter, and why it was chosen; the reason does not count in comparisons."""
+    """The route of one parameter, and why it was chosen; comparisons ignore the reason."""
 
     name: str
     shape: tuple[int, ...]
@@ -119,12 +119,12 @@ class RouteTable(Sequence[RouteEntry]):
         return "\n".join(line.rstrip() for line in lines)
 
     def log_changes(self, before: RouteTable) -> None:
-        """Warn of each parameter whose route or view differs from an earlier one; freezing and thawing is no change."""
+        """Warn of each parameter whose route or view differs from `before`, unless it was frozen or unfrozen."""
         earlier = {entry.name: entry for entry in before}
         for entry in self:
             old = earlier.get(entry.name, entry)
             if "frozen" not in (old.route, entry.route) and old.placement != entry.placement:
-                log.warning("%s: route %s from now on, %s before", entry.name, entry.placement, old.placement)
+                log.warning("%s: the route is now %s; it was %s", entry.name, entry.placement, old.placement)
 
     def summary(self) -> str:
         """Return one line: parameters and share of the weights per route."""
@@ -142,17 +142,17 @@ class RouteTable(Sequence[RouteEntry]):
 
     @classmethod
     def from_manifest(cls, param_groups: Sequence[Mapping[str, Any]]) -> RouteTable:
-        """Read the routing that a HybridMuon state dict carries in its `param_groups`.
+        """Read the routing from the `param_groups` of a HybridMuon state dict.
 
         Raises
         ------
         ForeignStateError
-            When a group carries no manifest, or one of a later version than this code knows.
+            When a group has no manifest, or one of a later version than this code reads.
         """
         entries = []
         for number, group in enumerate(param_groups):
             if not {"routes", "views", "shapes"} <= set(group):
-                raise ForeignStateError(f"param_groups[{number}] carries no routing manifest")
+                raise ForeignStateError(f"param_groups[{number}] has no routing manifest")
             if group["routing_version"] > MANIFEST_VERSION:
                 raise ForeignStateError(
                     f"param_groups[{number}] has a routing manifest of version {group['routing_version']}; this "
@@ -166,7 +166,7 @@ class RouteTable(Sequence[RouteEntry]):
         return cls(entries)
 
     def manifest(self) -> dict[str, Any]:
-        """Return the plain lists that a param group stores, so that every kind of state dict keeps them."""
+        """Return the routing as plain lists for a param group, which every kind of state dict preserves."""
         return {
             "routing_version": MANIFEST_VERSION,
             "routes": [entry.route for entry in self],
@@ -182,12 +182,12 @@ def _read_shape(saved: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def unnamed(group: int, index: int) -> str:
-    """Name a parameter that was given without one."""
+    """Return the name of a parameter without one."""
     return f"group {group} parameter {index}"
 
 
 def canonical_name(name: str) -> str:
-    """Strip what wrappers add to a parameter's name (``module.``, ``_orig_mod.``, ``model.Default.`` …)."""
+    """Strip segments added to a parameter's name by wrappers (``module.``, ``_orig_mod.``, ``model.Default.`` …)."""
     return _WRAPPER_PREFIXES.sub("", _WRAPPER_SEGMENTS.sub("", name))
 
 
@@ -207,7 +207,7 @@ def choose_route(
     Parameters
     ----------
     name
-        Its full name; None when it has none, which switches every rule on names off.
+        Its full name; None disables all rules on names.
     shape
         Its (global) shape.
     rules
@@ -218,7 +218,7 @@ def choose_route(
     Returns
     -------
     RouteEntry
-        With `name` "" when none was given.
+        With the canonical name, or "".
     """
     known = canonical_name(name) if name else ""
     route, view, reason = _decide(known, shape, rules)
@@ -230,7 +230,7 @@ def choose_route(
 
 
 def _matching(name: str, patterns: Sequence[str]) -> str | None:
-    """Return the first shell pattern that a name matches; without a name none does."""
+    """Return the first shell pattern that a name matches; an empty name matches none."""
     return next((pattern for pattern in patterns if name and fnmatchcase(name, pattern)), None)
 
 
@@ -244,9 +244,9 @@ def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> tuple[Rou
     if leaf == "b" or "bias" in leaf:
         return "adam", None, f"leaf {leaf!r} is a bias"
     if leaf.startswith("adam_"):
-        return "adam", None, f"leaf {leaf!r} asks for Adam"
+        return "adam", None, f"leaf {leaf!r} selects Adam"
     if leaf.startswith("adamw_"):
-        return "adamw", None, f"leaf {leaf!r} asks for AdamW"
+        return "adamw", None, f"leaf {leaf!r} selects AdamW"
     expert = _matching(name, rules.expert_patterns) if len(shape) > 2 else None
     each = shape[1:] if expert else shape
     rank = len(effective_shape(each))

@@ -1,4 +1,4 @@
-"""A parameter seen as matrices: which elements form a row, a column, a block and a batch."""
+"""Matrix views: how a parameter's elements form rows, columns, blocks and a batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VIEW_FORM = re.compile(r"(\d+)x(\d+)x(\d+)(?: (rows|columns) (\d+(?:\+\d+)*))?"
 
 @dataclasses.dataclass(frozen=True)
 class MatrixView:
-    """A tensor read as `batch` matrices of shape (rows, columns), in storage order, each cut into blocks or not.
+    """A tensor read as `batch` matrices of shape (rows, columns), in storage order, each divided into blocks or not.
 
     Its text form is ``batch x rows x columns``, e.g. ``1x240x1600``, and for fused weights ``1x64x160 columns
     64+64+32``; it is what state dicts store.
@@ -31,7 +31,7 @@ class MatrixView:
     batch, rows, columns
         Number and shape of the matrices.
     axis, sizes
-        For a fused weight, the direction in which each matrix is cut and the sizes of its blocks.
+        For a fused weight, the axis along which each matrix is split and the sizes of its blocks.
     """
 
     batch: int
@@ -47,7 +47,7 @@ class MatrixView:
 
     @property
     def blocks(self) -> int:
-        """How many matrices are orthogonalized, each with a Magma score of its own; one matrix's blocks adjoin."""
+        """Number of blocks: matrices orthogonalized separately, each with its own Magma score; matrix by matrix."""
         return self.batch * max(1, len(self.sizes))
 
     @property
@@ -109,7 +109,7 @@ class MatrixView:
 
 @dataclasses.dataclass(frozen=True)
 class FusedSplit:
-    """How fused weights are cut: `count` equal parts, or parts of the given sizes."""
+    """How a fused weight is split: into `count` equal parts, or parts of the given sizes."""
 
     pattern: str
     axis: Axis
@@ -127,7 +127,7 @@ class FusedSplit:
         return cls(found["pattern"], cast("Axis", found["axis"]), numbers if len(numbers) > 1 else (), count)
 
     def apply(self, view: MatrixView, name: str) -> MatrixView:
-        """Return the view cut into blocks.
+        """Return the view divided into blocks.
 
         Raises
         ------
@@ -143,12 +143,12 @@ class FusedSplit:
 
 
 def effective_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Drop the dimensions of size 1, which carry no matrix structure."""
+    """Drop the dimensions of size 1."""
     return tuple(size for size in shape if size != 1)
 
 
 def matrix_view(shape: tuple[int, ...], mode: MuonMode) -> MatrixView | None:
-    """Return how a parameter of this shape is seen as matrices, or None when the mode has no view of it.
+    """Return the matrix view of a shape, or None when the mode defines none.
 
     Parameters
     ----------

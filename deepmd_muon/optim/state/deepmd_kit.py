@@ -1,8 +1,8 @@
-"""Optimizer states of deepmd-kit's HybridMuon, from its first version to 3.2.0: they hold no names and no routes.
+"""Read optimizer states of deepmd-kit's HybridMuon, up to 3.2.0, which hold neither names nor routes.
 
 The route follows from a state's keys (``momentum_buffer``: Muon; ``exp_avg``: Adam or AdamW), the view from the
-settings in its group. The first version knew no `muon_mode`: it routed by the raw number of dimensions and by no
-name, and saw a tensor as (first dimension, all others).
+settings in its group. The first version had no `muon_mode`: it routed by the raw number of dimensions, without
+names, and flattened a tensor to (first dimension, all others).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, Routi
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.state.migrate import SavedParameter
 
-# Below this, the power of a decay no longer tells the number of steps; 1 minus it is 1 in float64 long before.
+# Below this, the power of a decay no longer determines the number of steps, and 1 minus it is 1 in float64.
 _LEAST_POWER = 1e-300
 
 
@@ -33,16 +33,16 @@ def name_deepmd_kit_state(
 ) -> dict[str, Any]:
     """Attach names to the positional state dict of deepmd-kit's HybridMuon, so that it loads by name.
 
-    Needed when its parameters are not exactly the present ones in their order.
+    Needed when its parameters or their order differ from the present ones.
 
     Parameters
     ----------
     state_dict
         The key ``optimizer`` of a deepmd-kit checkpoint.
     names
-        Name of every parameter it was made for, in its order; wrapper prefixes do not matter.
+        Name of every parameter of the state dict, in its order; wrapper prefixes do not matter.
     step
-        Steps taken (``train_infos`` of the checkpoint), for the bias correction where the state no longer tells it.
+        Steps taken (``train_infos`` of the checkpoint), for the bias correction where the state no longer shows it.
 
     Returns
     -------
@@ -52,7 +52,7 @@ def name_deepmd_kit_state(
     Raises
     ------
     ForeignStateError
-        When the number of names is not that of the parameters.
+        When the number of names differs from the number of parameters.
     """
     given = iter(names := list(names))
     count = sum(len(group["params"]) for group in state_dict["param_groups"])
@@ -74,10 +74,10 @@ def read_deepmd_kit(
     Parameters
     ----------
     groups, state
-        ``param_groups`` and ``state`` of the state dict; parameters are numbers, in the present order unless
-        ``param_names`` tell otherwise, or names.
+        ``param_groups`` and ``state`` of the state dict; parameter keys are names, or numbers in the order
+        of ``param_names`` or, without these, in the present order.
     present, rules
-        The present routing, and for each of its parameters the rules without the user's own patterns.
+        The present routing, and each parameter's rules without the user's patterns.
 
     Returns
     -------
@@ -96,7 +96,7 @@ def read_deepmd_kit(
         for key in group["params"]:
             name = names[key]
             values = state.get(key, {})
-            if name in known and not values:  # never stepped, so nothing tells its route
+            if name in known and not values:  # never stepped, so its route is unknown
                 found[name] = SavedParameter(known[name][0], {})
             elif values:
                 found[name] = _saved(name, values, group, *known.get(name, (None, None)))
@@ -114,8 +114,8 @@ def _names(groups: Sequence[Mapping[str, Any]], present: RouteTable) -> dict[Any
         return {key: canonical_name(key) for key in keys}
     if len(keys) != len(present):
         raise ForeignStateError(
-            f"the optimizer state of deepmd-kit lists {len(keys)} parameters without names, there are {len(present)} "
-            "here; attach names with deepmd_muon.optim.name_deepmd_kit_state"
+            f"the optimizer state of deepmd-kit lists {len(keys)} parameters without names, but there are "
+            f"{len(present)}; attach names with deepmd_muon.optim.name_deepmd_kit_state"
         )
     return {key: entry.name for key, entry in zip(keys, present, strict=True)}
 
@@ -127,7 +127,7 @@ def _saved(
     present: RouteEntry | None,
     rules: RoutingRules | None,
 ) -> SavedParameter:
-    """Infer one parameter's route and view, translate its state, and say whether its version explains a difference."""
+    """Infer one parameter's route and view, and translate its state."""
     mode = group.get("muon_mode")
     kept: dict[str, Tensor] = {}
     if "momentum_buffer" in values:
@@ -140,7 +140,7 @@ def _saved(
         entry = RouteEntry(name, shape, view, "muon", "inferred")
     else:
         shape = tuple(values["exp_avg"].shape)
-        # Adam and AdamW have the same state; the present route tells which it was.
+        # Adam and AdamW have the same state; take the present route.
         route: Route = "adamw" if present is not None and present.route == "adamw" else "adam"
         kept = {"exp_avg": values["exp_avg"], "exp_avg_sq": values["exp_avg_sq"], "step": _steps(values, group)}
         entry = RouteEntry(name, shape, None, route, "inferred")
@@ -149,11 +149,11 @@ def _saved(
 
 
 def _explained(saved: RouteEntry, present: RouteEntry, group: Mapping[str, Any], rules: RoutingRules) -> bool:
-    """Whether older rules chose the saved route, and today's rules alone choose the present one."""
+    """Whether the saved route follows from an older version's rules, and the present one from today's default rules."""
     if saved.shape != present.shape or choose_route(present.name, present.shape, rules).placement != present.placement:
         return False
     mode = group.get("muon_mode")
-    if mode is not None:  # a version between, which saw shapes as today but no names
+    if mode is not None:  # an intermediate version, with today's views but without names
         same_mode = mode == rules.muon_mode
         return same_mode and choose_route(None, saved.shape, RoutingRules(mode)).placement == saved.placement
     dims = len(saved.shape)
@@ -163,7 +163,7 @@ def _explained(saved: RouteEntry, present: RouteEntry, group: Mapping[str, Any],
 
 
 def _steps(values: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
-    """Return the number of steps that the powers of the decays stand for."""
+    """Return the number of steps, from the powers of the decays."""
     powers = (values.get("beta2_pow", 0.0), values.get("beta1_pow", 0.0))
     for power, beta in zip(powers, reversed(group["adam_betas"]), strict=True):
         if _LEAST_POWER < float(power) <= 1.0 and 0.0 < beta < 1.0:

@@ -1,6 +1,6 @@
-"""State from a state dict, by parameter name: read, compared with the routing, migrated, and placed.
+"""Load a state dict by parameter name: read it, compare it with the routing, migrate it, and place its tensors.
 
-Nothing here changes the optimizer: `load_state` returns the new state, and the caller swaps it in at once.
+Nothing here changes the optimizer: `load_state` returns the new state, and the caller replaces the old one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deepmd_muon.optim.state.schema import ALL_MOMENTS, STATE_OF_ROUTE, STATE_TE
 
 log = logging.getLogger(__name__)
 
-# Group keys that describe the parameters or the run rather than the user's settings.
+# Group keys that are not the user's settings.
 _NOT_SETTINGS = {"params", "param_names", "lr", "initial_lr", "routing_version", "routes", "views", "shapes"}
 
 
@@ -37,8 +37,8 @@ _ADVICE = (
 def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group]) -> None:
     """Drop the state that the present settings do not use, and log it.
 
-    Magma scores are dropped where Magma is off, so that stale ones cannot come back. Other state is unused where
-    settings changed while a parameter was frozen; a frozen parameter itself keeps all state but the scores.
+    Magma scores are dropped where Magma is off, so that stale ones cannot reappear. Other state becomes unused when
+    settings change while a parameter is frozen; a frozen parameter keeps all state except the scores.
     """
     for p, entry, group in _parameters(groups):
         own, damped = state.get(p, {}), group.settings.magma_muon
@@ -75,17 +75,16 @@ def load_state(
     groups
         The present parameters, routes and settings.
     on_route_change
-        What to do where a route, view or shape differs.
+        The setting of this name.
     place
-        Called with a state tensor's key, its value and its parameter: returns a copy in the present dtype, layout and
-        device.
+        Takes a state tensor's key, value and parameter; returns a copy with the present dtype, layout and device.
     """
     present = RouteTable([entry for _, entry, _ in _parameters(groups)])
     saved = _read(state_dict, groups, present)
     differences = _differences(saved, present)
     inconsistent = [problem for old in saved.values() for problem in _inconsistencies(old.entry, old.values)]
     if inconsistent:
-        raise RoutingMismatchError(inconsistent, "The file is damaged or was changed by hand: use another checkpoint.")
+        raise RoutingMismatchError(inconsistent, "The file is damaged or was edited by hand: use another checkpoint.")
     unexplained = [line for name, line in differences.items() if name not in saved or not saved[name].explained]
     if unexplained and on_route_change == "error":
         raise RoutingMismatchError(unexplained, _ADVICE)
@@ -99,7 +98,7 @@ def load_state(
             values = old.values if old else {}
         elif old is None or (on_route_change == "reset" and not old.explained):
             values = {}
-            log.warning("%s; it starts afresh", differences[entry.name])
+            log.warning("%s; it starts without state", differences[entry.name])
         else:
             values, happened = migrate(old, entry, (group.settings.adam_beta1, group.settings.adam_beta2))
             log.warning("%s; %s", differences[entry.name], happened)
@@ -114,7 +113,7 @@ def load_state(
     if without_scores:
         log.warning("magma_muon is off: the saved Magma scores of %d parameters are dropped", without_scores)
     for key, old_dtype, new_dtype in sorted(converted, key=str):
-        log.info("%s: saved as %s, kept as %s from now on", key, old_dtype, new_dtype)
+        log.info("%s: saved as %s, now kept as %s", key, old_dtype, new_dtype)
     return state
 
 
@@ -137,13 +136,13 @@ def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: Rout
         rules = [RoutingRules(each.muon_mode, each.min_matrix_dim) for each in settings]
         return read_deepmd_kit(groups, state, routing, rules)
     raise ForeignStateError(
-        f"the optimizer state carries no routing manifest; it looks like that of {_likely_optimizer(state)}. "
+        f"the optimizer state has no routing manifest; it looks like the state of {_likely_optimizer(state)}. "
         "Start from the weights alone with a fresh optimizer state (dp train --init-model)."
     )
 
 
 def _read_own(groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> dict[str, SavedParameter]:
-    """Read a state dict with a manifest; its parameters are numbers, or names where torch.distributed made it."""
+    """Read a state dict with a manifest; its parameter keys are numbers, or names from torch.distributed."""
     table = RouteTable.from_manifest(groups)
     keys = [key for group in groups for key in group["params"]]
     by_name = {canonical_name(key): key for key in keys if isinstance(key, str)}
@@ -157,12 +156,12 @@ def _read_own(groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]])
 
 
 def _without_powers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what a state carries for deepmd-kit's class alone, which counts no steps."""
+    """Drop the powers of the decays, which the state holds for deepmd-kit's class alone."""
     return {key: value for key, value in values.items() if key not in ("beta1_pow", "beta2_pow")}
 
 
 def _likely_optimizer(state: Mapping[Any, Mapping[str, Any]]) -> str:
-    """Say what a state dict without a routing manifest looks like."""
+    """Guess the optimizer that wrote a state dict without a routing manifest."""
     keys = {key for values in state.values() for key in values}
     if "exp_avg" in keys:
         return "Adam or AdamW"
@@ -172,9 +171,9 @@ def _likely_optimizer(state: Mapping[Any, Mapping[str, Any]]) -> str:
 
 
 def _differences(saved: Mapping[str, SavedParameter], present: RouteTable) -> dict[str, str]:
-    """Return one line for each parameter that is on one side only or whose shape, route or view differs.
+    """Return one line for each parameter that exists on one side only or whose shape, route or view differs.
 
-    A parameter without elements may be missing: deepmd-kit's models have some that ours do not.
+    Parameters without elements may be missing: deepmd-kit's models have some that ours lack.
     """
     differences = {}
     for entry in present:
@@ -201,7 +200,7 @@ def _describe(entry: RouteEntry) -> str:
 
 
 def _inconsistencies(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
-    """List what does not fit between a parameter's saved state and its route."""
+    """List the inconsistencies between a parameter's saved state and its route."""
     # A frozen parameter keeps the state of the route it had before.
     before: Route = "muon" if "momentum_buffer" in values else "adam"
     expected = STATE_OF_ROUTE[before if entry.route == "frozen" else entry.route].keys()
@@ -227,19 +226,19 @@ def _inconsistencies(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
 
 
 class StateSharding(Protocol):
-    """How the state of a parameter is cut where the parameter itself is not."""
+    """How the state of a replicated parameter is sharded."""
 
     def of(self, value: Tensor) -> Tensor:
-        """Return a state tensor cut like this, whatever it was before."""
+        """Return a state tensor, in any layout, with this sharding."""
 
 
 def place_state_tensor(
     key: str, value: Tensor, p: Tensor, *, offloaded: bool, sharding_of: Callable[[Tensor], StateSharding | None] | None
 ) -> Tensor:
-    """Copy a saved state tensor to where it is kept, in the dtype and layout that it has for such a parameter.
+    """Copy a saved state tensor to its device, with the dtype and layout of its parameter's state.
 
-    All ranks must call this, since it takes collectives where the tensor was laid out otherwise. The layout of a
-    DTensor parameter's state is checked before the step, not here.
+    All ranks must call this together, since tensors in another layout take collectives. The layout of a DTensor
+    parameter's state is checked before the step, not here.
     """
     tensor, device = STATE_TENSORS[key], p.device
     dtype = tensor.dtype_for(p.dtype)
@@ -249,23 +248,23 @@ def place_state_tensor(
             sharding = None if sharding_of is None else sharding_of(p)
             value = full_tensor(value) if sharding is None else sharding.of(value)
         if spec_of(value) is None:
-            # With the parameter's strides, whatever the saved ones were, as a first step would make it.
+            # With the parameter's strides, like newly initialised state.
             return torch.empty_like(p, dtype=dtype, device=device, requires_grad=False).copy_(value.detach())
     return value.detach().to(device, dtype, copy=True)
 
 
 def restore_learning_rates(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Take the running learning rates of saved groups over, and log every other setting that has changed since."""
+    """Restore the learning rates of saved groups, and log every other setting that differs."""
     if len(groups) != len(param_groups):
         log.info(
-            "the state was saved with %d parameter groups, there are %d now: learning rates stay as they are",
+            "the state was saved with %d parameter groups and there are now %d: learning rates are not restored",
             len(groups),
             len(param_groups),
         )
         return
     for number, (present, saved) in enumerate(zip(param_groups, groups, strict=True)):
         if "initial_lr" in saved:
-            # A scheduler made after the load starts from the present setting, never from the saved one.
+            # A scheduler constructed after the load starts from the present setting, not from the saved one.
             present.setdefault("initial_lr", float(present["lr"]))
         if isinstance(present["lr"], Tensor):
             present["lr"].fill_(float(saved["lr"]))

@@ -33,7 +33,7 @@ class SavedParameter:
     values
         Its state.
     explained
-        Whether a difference from the present route comes from the version that saved it, not from a setting.
+        Whether the version that saved it, not a setting, explains a difference from the present route.
     """
 
     entry: RouteEntry
@@ -42,7 +42,7 @@ class SavedParameter:
 
 
 def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, float]) -> tuple[dict[str, Tensor], str]:
-    """Return the state that carries over, and in words what happened.
+    """Return the migrated state, and a phrase for the log.
 
     Parameters
     ----------
@@ -56,12 +56,12 @@ def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, floa
     old = saved.entry
     values: dict[str, Any] = dict(saved.values)
     if old.shape != present.shape:
-        return {}, "its shape changed, so it starts afresh"
+        return {}, "its shape changed, so it starts without state"
     if not values:
-        return {}, "it had no state and starts afresh"
+        return {}, "it had no state"
     if present.route == "frozen":
         return values, "it is frozen now and keeps its state"
-    was_muon = "momentum_buffer" in values  # a frozen parameter's state alone tells the route it had
+    was_muon = "momentum_buffer" in values  # only the state shows the former route of a frozen parameter
     if was_muon and present.route == "muon":
         return _other_view(values, old.view, present.view)
     if was_muon:
@@ -70,31 +70,31 @@ def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, floa
         m = m.to(wide)
         state = {"exp_avg": (1 - betas[0]) * m, "exp_avg_sq": (1 - betas[1]) * m.square()}
         state["step"] = torch.ones((), device="cpu")
-        return state, "its momentum carries over as the one gradient Adam has seen; the second moment restarts"
+        return state, "its momentum becomes the first moment after one gradient; the second moment restarts"
     if present.route == "muon":
         seen = 1.0 - betas[0] ** float(values["step"])
         momentum = values["exp_avg"] / seen if seen > 0 else values["exp_avg"]
         return {"momentum_buffer": momentum}, (
             "its bias-corrected first moment becomes the momentum; the second moment is dropped, Magma scores restart"
         )
-    return values, "both moments and the step count carry over"
+    return values, "both moments and the step count are kept"
 
 
 def _other_view(
     values: dict[str, Tensor], old: MatrixView | None, new: MatrixView | None
 ) -> tuple[dict[str, Tensor], str]:
-    """Keep the momentum, and give each new block the mean of the scores that its elements had."""
+    """Keep the momentum, and set each new block's score to the mean of its elements' old scores."""
     assert new is not None
     score = values.get("magma_score")
-    if old is None:  # it was frozen; the view it had before is not recorded
+    if old is None:  # it was frozen; its former view is not recorded
         if score is None or score.shape == (new.blocks,):
-            return values, "its state carries over"
+            return values, "its state is kept"
         del values["magma_score"]
-        return values, "its momentum carries over; Magma scores restart"
+        return values, "its momentum is kept; Magma scores restart"
     if score is not None:
         of_element = score.double().cpu()[old.block_numbers()]
         numbers = new.block_numbers()
         total = torch.zeros(new.blocks, dtype=torch.float64, device="cpu").index_add_(0, numbers, of_element)
         count = torch.bincount(numbers, minlength=new.blocks)
         values["magma_score"] = (total / count).to(score)
-    return values, "its momentum carries over; each new block has the mean of its elements' Magma scores"
+    return values, "its momentum is kept; each new block takes the mean of its elements' Magma scores"

@@ -1,6 +1,6 @@
-"""Which state tensors a parameter keeps on each route: one table of their extent, dtype and first value.
+"""The state tensors of each route: one table of their extent, dtype and initial value.
 
-Whoever makes, loads, checks or offloads state reads this table.
+All code that creates, loads, checks or offloads state reads this table.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ALL_MOMENTS = tuple(dict.fromkeys(key for keys in MOMENTS.values() for key in ke
 
 
 class StateFactory(Protocol):
-    """Makes tensors where and how the state of one parameter is laid out."""
+    """Creates state tensors with the device and layout of one parameter's state."""
 
     @property
     def entry(self) -> RouteEntry:
@@ -77,12 +77,12 @@ class StateFactory(Protocol):
         """The parameter's dtype."""
 
     def full(self, tensor: StateTensor) -> Tensor:
-        """Return a new state tensor, filled with its first value."""
+        """Return a new state tensor, filled with its initial value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalStateFactory:
-    """Lays state out like a parameter that lives on this process alone."""
+    """Creates the state of a parameter that only this process holds."""
 
     p: Tensor
     entry: RouteEntry
@@ -93,7 +93,7 @@ class LocalStateFactory:
         return self.p.dtype
 
     def full(self, tensor: StateTensor) -> Tensor:
-        """Return a new state tensor, filled with its first value."""
+        """Return a new state tensor, filled with its initial value."""
         dtype = tensor.dtype_for(self.p.dtype)
         if tensor.extent == "parameter":
             return torch.zeros_like(self.p, dtype=dtype, memory_format=torch.preserve_format)
@@ -103,16 +103,16 @@ class LocalStateFactory:
 
 
 def complete_state(state: dict[str, Any], holder: StateFactory, *, damped: bool) -> dict[str, Any]:
-    """Add the tensors that one parameter's state lacks, and return it.
+    """Create the missing tensors of one parameter's state, and return it.
 
     Parameters
     ----------
     state
-        Of one parameter; tensors that are there stay.
+        Of one parameter; existing tensors stay.
     holder
-        Lays new tensors out.
+        Creates the tensors.
     damped
-        Whether Magma is on, which needs scores.
+        Whether Magma is on and needs scores.
     """
     for key, tensor in STATE_OF_ROUTE[holder.entry.route].items():
         if key not in state and (damped or key != "magma_score"):

@@ -1,7 +1,7 @@
 """The element-wise routes: Adam, and AdamW with decoupled decay, on lists of tensors.
 
 The rule is that of D. P. Kingma and J. Ba (arXiv:1412.6980), with the decay of I. Loshchilov and F. Hutter
-(arXiv:1711.05101), ε = 1e-20 outside the root and bias correction. torch's fused multi-tensor kernel does the work.
+(arXiv:1711.05101), ε = 1e-20 outside the root, and bias correction. It calls torch's fused multi-tensor kernel.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def adam_(
     control: StepControl,
     maximize: bool = False,
 ) -> None:
-    """Take one Adam step in place; with `weight_decay` > 0 the decoupled one of AdamW.
+    """Take one Adam step in place; with `weight_decay` > 0, decay is decoupled as in AdamW.
 
     Parameters
     ----------
@@ -60,18 +60,18 @@ def adam_(
     weight_decay
         λ in p ← p (1 − lr λ).
     control
-        Whether the step is left out, and the gradients' scale; on the parameters' device.
+        Whether to skip the step, and the gradients' scale; on the parameters' device.
     maximize
-        Climb instead of descend.
+        Maximize instead of minimizing.
     """
     wide = moment_dtype(params[0].dtype)
     grads = prepare_gradients(grads, wide, control.scale, maximize=maximize)
-    # The parameters themselves unless they are 16 bits wide.
+    # The parameters themselves, unless they have 16 bits.
     targets = list(params) if params[0].dtype is wide else in_dtype(params, wide)
     on_gpu = targets[0].is_cuda
     if isinstance(lr, Tensor) and not (on_gpu and lr.is_cuda):
         lr = float(lr)
-    # On a GPU the fused kernel reads a tensor in float32 alone.
+    # On a GPU the fused kernel reads a learning-rate tensor in float32 only.
     exact = lr if isinstance(lr, Tensor) and lr.dtype == wide == torch.float64 else None
     before = [] if exact is None else list(map(torch.clone, targets))
     values: dict[str, Any] = {
@@ -93,7 +93,7 @@ def adam_(
 
 
 def correct_rounded_lr(targets: list[Tensor], before: list[Tensor], lr: Tensor) -> None:
-    """Turn a step that was taken with ``lr.float()`` into one with float64 `lr`: the change is proportional to it."""
+    """Correct a step taken with ``lr.float()`` to float64 `lr`; the change of the parameters is proportional to lr."""
     rate = lr.float().double()
     change = torch._foreach_sub(targets, before)
     torch._foreach_mul_(change, torch.where(rate > 0, (lr - rate) / rate, 0.0))
@@ -108,7 +108,7 @@ def _fused_on_cpu(
     steps: list[Tensor],
     **values: Any,
 ) -> None:
-    """Call torch's kernel on tensors with the strides it takes for granted."""
+    """Call torch's kernel on tensors with the strides it assumes."""
     tensors = targets, grads, exp_avgs, exp_avg_sqs
     alike = _with_equal_strides(tensors)
     torch_adam(*alike, [], steps, fused=True, decoupled_weight_decay=True, **values)
@@ -125,17 +125,17 @@ def _fused_on_gpu(
     found_inf: Tensor | None,
     **values: Any,
 ) -> None:
-    """Do what torch's function does for tensors of one device and dtype, without grouping them once more.
+    """Call torch's kernel for tensors of one device and dtype, without torch's grouping by device and dtype.
 
-    For 88 parameters grouping takes longer on the host than the launches.
+    For 88 parameters the grouping takes longer on the host than the launches.
     """
-    nothing: list[Tensor] = []  # no maxima: this is not AMSGrad
+    nothing: list[Tensor] = []  # AMSGrad's maxima
     values |= {"grad_scale": None, "found_inf": found_inf}
     tensors = targets, grads, exp_avgs, exp_avg_sqs
     torch._foreach_add_(steps, 1)
     try:
         torch._fused_adamw_(*tensors, nothing, steps, **values)
-    except RuntimeError:  # of strides that differ: torch compares them before it launches anything
+    except RuntimeError:  # different strides, which torch checks before it launches anything
         alike = _with_equal_strides(tensors)
         if all(map(is_, itertools.chain(*tensors), itertools.chain(*alike))):
             raise
@@ -146,9 +146,9 @@ def _fused_on_gpu(
 
 
 def _with_equal_strides(several: TensorLists) -> TensorLists:
-    """Return lists whose i-th tensors have equal strides and no gaps, which torch's fused kernels take for granted.
+    """Return lists whose i-th tensors are dense and have equal strides, as torch's fused kernels assume.
 
-    Tensors that are so already are returned themselves; of the others, contiguous copies.
+    Tensors that comply are returned themselves, others as contiguous copies.
     """
     if all(map(Tensor.is_contiguous, itertools.chain(*several))):
         return several
@@ -161,7 +161,7 @@ def _with_equal_strides(several: TensorLists) -> TensorLists:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether the elements of a tensor fill its memory in some order of the dimensions, each element once."""
+    """Whether a tensor is contiguous under some permutation of its dimensions."""
     expected = 1
     for stride, size in sorted(pair for pair in zip(x.stride(), x.shape, strict=True) if pair[1] != 1):
         if stride != expected:
@@ -171,7 +171,7 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _copy_back(originals: TensorLists, results: TensorLists) -> None:
-    """Write what a kernel did to copies into their originals; gradients, the second list, stay as they are."""
+    """Copy results from temporary tensors back to the originals, except gradients (the second list)."""
     if originals is results:
         return
     for number in (0, 2, 3):

@@ -1,10 +1,10 @@
-"""The Muon route in few launches: momentum, damping and update of all parameters of a wave by one kernel each.
+"""The fused Muon route: one kernel each for the momenta, the damping and the updates of a wave.
 
-`deepmd_muon.optim.update.muon` is the definition; these launches equal it up to rounding. What depends only on the
-parameters (tables on the device, buffers, and for small models a recorded graph of all launches, orthogonalization
-included) is made once and kept while their addresses stay; a step then checks the addresses and starts one launch. New
-addresses of gradients, as after ``zero_grad(set_to_none=True)``, cost one small copy from pinned memory, and a new
-learning rate a launch; nobody waits for either.
+`deepmd_muon.optim.update.muon` defines the results, which agree up to rounding. Tables on the device, buffers, and for
+small models a CUDA graph of all launches, orthogonalization included, are created once and reused while the addresses
+of the parameters stay; a step then checks the addresses and replays the graph. New addresses of gradients, as after
+``zero_grad(set_to_none=True)``, take one small copy from pinned memory, and a new learning rate one launch; neither
+synchronizes.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from deepmd_muon.optim.update.muon import muon_, polar_factors
 
 _LOG = logging.getLogger(__name__)
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-# Elements of a chunk: short ones keep all multiprocessors busy on small models, long ones stream large ones.
+# Elements of a chunk: short chunks occupy all multiprocessors for small models, long ones suit large models.
 _SHORT, _LONG = 1024, 4096
 _SMALL = 4 * 2**20
 _MAX_RECORDINGS = 8
-_ALIGNED = 16  # elements, and bytes, that whole vectors start at
+_ALIGNED = 16  # vectors start at multiples of so many elements, and bytes
 
 
 class FusedError(RuntimeError):
-    """A fused launch's result differs from torch's."""
+    """The result of the fused kernels differs from torch's."""
 
 
 class _Variant(NamedTuple):
-    """What the kernels of a step are compiled for, beside what never changes."""
+    """The conditions that kernels are compiled for and that may change from step to step."""
 
     gradient: torch.dtype
     maximize: bool
@@ -66,11 +66,11 @@ class FusedMuon:
     Parameters
     ----------
     params, buffers, scores, views
-        As `muon_` takes them; parameters and buffers contiguous.
+        As in `muon_`; parameters and buffers must be contiguous.
     settings
         Of the parameters' group.
     recording
-        Record the launches of a small model in a graph.
+        Record the launches of a small model in a CUDA graph.
     """
 
     def __init__(
@@ -105,16 +105,16 @@ class FusedMuon:
         self._scales = torch.tensor(scale, dtype=torch.float32, device=self._device)
         self._gradients = AddressTable(len(params), self._device)
         self._results = AddressTable(len(groups), self._device)
-        self._sums = self._scales  # stands in where nothing is summed
+        self._sums = self._scales  # a placeholder where nothing is summed
         if self._magma:
             at = [score.data_ptr() + 4 * i for score in scores for i in range(score.numel())]
             self._blocks = torch.stack([first, count, torch.tensor(at, device="cpu")], dim=1).to(self._device)
-            # The two peaks are only written where squares could leave the range.
+            # The two peaks are written only for float64, whose squares could overflow.
             self._sums = torch.ones(self._programs, int(SUMS.value), dtype=torch.float64, device=self._device)
             self._factors = torch.empty_like(self._scales)
         self._peaks = self._wide == torch.float64
-        # In a graph the smallest matrices, the damping factors and a table are made beside the other matrices. None of
-        # these waits for other programs, so that they cannot stand in the way of those that do.
+        # In a graph, a side stream computes the smallest matrices, the damping factors and a table. Its kernels do not
+        # wait for other programs and thus cannot block the cooperative kernels, whose programs do.
         self._second = self._in_one_program()
         self._first = [i for i in range(len(self._shapes)) if i not in self._second]
         if not self._first:
@@ -133,7 +133,7 @@ class FusedMuon:
         blocks: Sequence[BlockLocation],
         groups: dict[tuple[int, int], list[BlockLocation]],
     ) -> Tensor:
-        """Return the blocks' rows of the table, and fix where equal shapes lie together in the directions."""
+        """Return the blocks' table rows, and assign equal shapes adjacent places in the directions."""
         rows: dict[BlockLocation, list[int]] = {}
         self._shapes: list[tuple[int, int, int, int]] = []
         start = 0
@@ -155,7 +155,7 @@ class FusedMuon:
         return torch.tensor([rows[block] for block in blocks], dtype=torch.int64, device="cpu")
 
     def _in_one_program(self) -> list[int]:
-        """Return the groups of matrices that are orthogonalized by one program each."""
+        """Return the groups whose matrices are orthogonalized by one program each."""
         if self._device.type != "cuda" or self._settings.precision not in ("auto", "float16"):
             return []
         capability = torch.cuda.get_device_capability(self._device)
@@ -168,7 +168,7 @@ class FusedMuon:
     def fits(
         self, params: Sequence[Tensor], buffers: Sequence[Tensor], scores: Sequence[Tensor], settings: HybridMuonConfig
     ) -> bool:
-        """Return whether these are still the tensors and settings that the tables were made for."""
+        """Return whether the tables hold for these tensors and settings."""
         return settings is self._settings and _addresses(params, buffers, scores) == self._fixed
 
     def step(self, grads: Sequence[Tensor], lr: float | Tensor, control: StepControl, *, maximize: bool) -> None:
@@ -186,12 +186,12 @@ class FusedMuon:
             self._record(table, variant)
 
     def _record(self, table: Tensor, variant: _Variant) -> None:
-        """Record the launches of a step, so that the next ones are a single launch for the host."""
+        """Record the launches of a step in a CUDA graph."""
         try:
             self._recorded[variant], _ = record(lambda: self._launch(table, variant, True), self._device)
-        except Exception as error:  # whatever a driver raises must not end a training run
+        except Exception as error:  # an error of the driver must not end a training run
             self._record_launches = False
-            _LOG.warning("a step is launched kernel by kernel, because it could not be recorded: %s", error)
+            _LOG.warning("a step could not be recorded and is launched kernel by kernel: %s", error)
 
     def _launch(self, table: Tensor, variant: _Variant, capturing: bool) -> None:
         """Start all kernels of a step."""
@@ -232,7 +232,7 @@ class FusedMuon:
         return {i: o if o.is_contiguous() else o.contiguous() for i, o in zip(chosen, found, strict=True)}
 
     def _direction_buffers(self) -> tuple[Tensor, list[Tensor]]:
-        """Return memory for what is orthogonalized, and it as batches of equal shapes; kept when it is small."""
+        """Return the buffer of directions, and its batches of equal shapes; a small one is kept."""
         if self._directions is not None:
             return self._directions[0], self._directions[1:]
         flat = torch.empty(self._length, dtype=self._wide, device=self._device)
@@ -248,7 +248,7 @@ class FusedStepCache:
     def __init__(self) -> None:
         self._known: dict[Tensor, FusedMuon] = {}
         self._made: Counter[Tensor] = Counter()
-        self._captured: list[FusedMuon] = []  # a graph may replay them as long as the optimizer lives
+        self._captured: list[FusedMuon] = []  # captured graphs read their tables as long as the optimizer exists
 
     def step(
         self,
@@ -262,7 +262,7 @@ class FusedStepCache:
         control: StepControl,
         maximize: bool = False,
     ) -> bool:
-        """Take one step as `muon_` does and return True; or return False, nothing changed, where that must do it."""
+        """Take one step as `muon_` does and return True; return False, without changes, where `muon_` is needed."""
         if params[0].is_cuda and params[0].get_device() != torch.cuda.current_device():
             with torch.cuda.device(params[0].device):  # Triton launches on the current device
                 return self.step(
@@ -272,14 +272,14 @@ class FusedStepCache:
         (dtype, *others) = {g.dtype for g in grads}
         if dtype not in _TYPES or others:
             return False
-        lr = float(lr) if isinstance(lr, Tensor) and not lr.is_cuda else lr  # waits for nothing
+        lr = float(lr) if isinstance(lr, Tensor) and not lr.is_cuda else lr  # does not synchronize
         if not _works(params[0].device, params[0].dtype, dtype, bool(scores), settings.nesterov, maximize):
             return False
         known = self._known.get(params[0])
         if known is None or not known.fits(params, buffers, scores, settings):
             if not all(x.is_contiguous() and x.dtype == params[0].dtype for x in (*params, *buffers)):
                 return False
-            # Where tensors move again and again, recording would cost more than it saves.
+            # If tensors move repeatedly, recording costs more than it saves.
             self._made[params[0]] += 1
             recording = self._made[params[0]] <= _MAX_RECORDINGS
             known = self._known[params[0]] = FusedMuon(params, buffers, scores, views, settings, recording=recording)
@@ -299,14 +299,14 @@ def _addresses(*several: Sequence[Tensor]) -> list[int]:
 def _works(
     device: torch.device, dtype: torch.dtype, gradient: torch.dtype, magma: bool, nesterov: bool, maximize: bool
 ) -> bool:
-    """Compile the kernels and compare them with torch on two small matrices; say so where they cannot be used."""
+    """Compile the kernels and compare them with torch on two small matrices; log why they cannot be used."""
     try:
         _check(device, dtype, gradient, magma, nesterov, maximize)
-    except Exception as error:  # whatever a compiler or driver raises must not end a training run
+    except Exception as error:  # an error of the compiler or driver must not end a training run
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        _LOG.warning("fused steps of %s parameters are switched off and torch takes over: %s", dtype, reason)
+        _LOG.warning("fused steps of %s parameters are disabled, and torch is used instead: %s", dtype, reason)
         return False
     return True
 
@@ -315,7 +315,7 @@ def _check(
     device: torch.device, dtype: torch.dtype, gradient: torch.dtype, magma: bool, nesterov: bool, maximize: bool
 ) -> None:
     settings = HybridMuonConfig(magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32").explicit()
-    # Wide random blocks are of full rank: where they are not, rounding decides the polar factor.
+    # Wide random blocks have full rank; otherwise rounding would determine the polar factor.
     random = torch.Generator("cpu").manual_seed(0)
     wave = torch.randn(2, 8, 36, generator=random, dtype=torch.float64, device="cpu").to(device)
     view = MatrixView(2, 8, 36, "columns", (20, 16))
@@ -341,4 +341,4 @@ def _check(
     for expected, got in zip(*found, strict=True):
         error = float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
         if not error <= tolerance:
-            raise FusedError(f"its result is {error:.1e} from torch's")
+            raise FusedError(f"the result differs from torch's by {error:.1e}")

@@ -1,7 +1,7 @@
-"""Triton kernels for what the Muon route does element by element: one launch for all parameters of a kind.
+"""Triton kernels for the element-wise operations of the Muon route: one launch for all parameters of a wave.
 
-A program takes one chunk, a run of elements of one block (a matrix that is orthogonalized); its table row says where
-they lie. Sums are stored per chunk and added up in a fixed order, so that a step repeats bitwise.
+A program takes one chunk, a run of elements of one block, located by its table row. Sums are stored per chunk and added
+in a fixed order, so that a step is bitwise reproducible.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -18,14 +18,14 @@ import triton.language as tl
 
 from deepmd_muon.optim.update import magma
 
-# Columns of a chunk's row, int64. Parameter, momentum and gradient of a tensor lie alike, so one offset serves all.
+# Columns of a chunk's row, int64. Parameter, momentum and gradient share their layout, so one offset serves all.
 ROW = tl.constexpr(13)
 START, SIZE, COLUMNS, STRIDE, OFFSET, PARAMETER, MOMENTUM, TENSOR, DIRECTION, GROUP, RESULT, BLOCK, PLAIN = (
     tl.constexpr(i) for i in range(13)
 )
-# Columns of a block's row: its first chunk, how many, and where its Magma score is.
+# Columns of a block's row: its first chunk, its number of chunks, and the address of its Magma score.
 BLOCK_ROW = tl.constexpr(3)
-# What a chunk leaves for Magma: the largest |m| and |g|, and Σ m g, Σ m², Σ g² relative to them.
+# A chunk's contribution to Magma: the largest |m| and |g|, and Σ m g, Σ m², Σ g² relative to them.
 SUMS = tl.constexpr(5)
 
 _HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / magma.TEMPERATURE))
@@ -35,7 +35,7 @@ PACE, MIN_SCALE = map(tl.constexpr, (1.0 - magma.SCORE_DECAY, magma.MIN_SCALE))
 
 @triton.jit
 def chunk_size(row, skip):
-    """Return how many elements the block has; none where the step is left out, so that nothing is written."""
+    """Return the block's number of elements; 0 for a skipped step, so that nothing is written."""
     size = tl.load(row + SIZE)
     if skip is not None:
         size = tl.where(tl.load(skip) > 0, 0, size)
@@ -44,13 +44,13 @@ def chunk_size(row, skip):
 
 @triton.jit
 def floor_multiple(x, step: tl.constexpr):
-    """Return a multiple of `step` as a product, so that the compiler sees that it is one."""
+    """Return a multiple of `step` as a product, so that the compiler recognizes it."""
     return x // step * step
 
 
 @triton.jit
 def aligned(address, anchor, TYPE: tl.constexpr):
-    """Return an address that is a multiple of 16 as a pointer that the compiler sees to be one."""
+    """Return an address that is a multiple of 16 as a pointer whose alignment the compiler recognizes."""
     BYTES: tl.constexpr = TYPE.primitive_bitwidth // 8
     away = (address - anchor.to(tl.int64)) // 16 * (16 // BYTES)
     return anchor.to(tl.pointer_type(TYPE), bitcast=True) + away
@@ -58,13 +58,13 @@ def aligned(address, anchor, TYPE: tl.constexpr):
 
 @triton.jit
 def joined(high, low):
-    """Return the float64 number that the host has split into two float32 ones."""
+    """Return the float64 number that the host split into two float32 numbers."""
     return tl.zeros((), tl.float64) + high + low
 
 
 @triton.jit
 def places(row, WIDTH: tl.constexpr):
-    """Return the chunk's element numbers in its block, and where they lie from the tensor's first element."""
+    """Return the chunk's element numbers in its block, and their offsets from the tensor's first element."""
     element = tl.load(row + START).to(tl.int32) + tl.arange(0, WIDTH)
     columns = tl.load(row + COLUMNS).to(tl.int32)
     r = element // columns
@@ -82,7 +82,7 @@ def advance_part(
     m_pointers, g_pointers, u_pointers, inside, factor, weight, sums, MAGMA: tl.constexpr, NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr, WIDE: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
-    """Do m ← lerp(m, g), write what is to be orthogonalized, and store the chunk's sums."""
+    """Do m ← lerp(m, g), write the directions, and store the chunk's sums."""
     m = tl.load(m_pointers, mask=inside, other=0.0).to(WIDE)
     g = tl.load(g_pointers, mask=inside, other=0.0).to(WIDE)
     if factor is not None:
@@ -98,7 +98,7 @@ def advance_part(
     if MAGMA:
         a = m.to(tl.float64)
         b = g.to(tl.float64)
-        if PEAKS:  # squares of these can leave the range; float32's cannot
+        if PEAKS:  # squares of float64 can overflow; those of float32 cannot
             peak_a = tl.max(tl.abs(a))
             peak_b = tl.max(tl.abs(b))
             a = a / tl.where(peak_a == 0.0, 1.0, peak_a)
@@ -128,7 +128,7 @@ def advance(
     momentum = tl.load(row + MOMENTUM)
     direction = tl.load(row + DIRECTION)
     if (tl.load(row + PLAIN) != 0) & (gradient % 16 == 0):
-        # Everything starts at 16 bytes and lies in a row: whole vectors are read and written.
+        # Aligned to 16 bytes and contiguous: whole vectors are read and written.
         element = floor_multiple(tl.load(row + START), WIDTH) + tl.arange(0, WIDTH)
         offset = floor_multiple(tl.load(row + OFFSET), 16) + element
         advance_part(

@@ -1,4 +1,4 @@
-"""What the fused kernels read: tables of where matrices lie, and the numbers that change from step to step."""
+"""Tables that the fused kernels read: locations of matrices, and the scalars that change from step to step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AT_ONCE = 16  # addresses that `write_addresses` takes
 
 @dataclasses.dataclass(frozen=True)
 class BlockLocation:
-    """One matrix that is orthogonalized: where it lies in its parameter, and in its group of equal shapes."""
+    """The location of one block in its parameter: tensor number, offset, row stride and shape, in elements."""
 
     tensor: int
     offset: int
@@ -36,7 +36,7 @@ class AddressTable:
         self._table = torch.zeros(-(-count // _AT_ONCE) * _AT_ONCE, dtype=torch.int64, device=device)
 
     def of(self, tensors: Sequence[Tensor], capturing: bool) -> Tensor:
-        """Return the table with the tensors' present addresses; a captured graph gets a table of its own."""
+        """Return a table of the tensors' present addresses; a captured graph gets its own table."""
         now = tuple(map(Tensor.data_ptr, tensors))
         if capturing:
             table = torch.empty_like(self._table)
@@ -52,17 +52,17 @@ class AddressTable:
 
 @functools.lru_cache(maxsize=64)
 def _on_host(addresses: tuple[int, ...], length: int, pinned: bool) -> Tensor:
-    """Return addresses in memory that copies to the device start from; it is never written again.
+    """Return addresses in (pinned) host memory, for copies to the device; it is never overwritten.
 
-    An allocator soon gives gradients addresses that they have had. What is forgotten here may still be read by a copy:
-    torch keeps pinned memory until then.
+    The cache pays because the allocator soon reuses addresses for gradients. A copy may still read an evicted entry:
+    torch keeps its pinned memory until the copy has finished.
     """
     padded = [*addresses, *[0] * (length - len(addresses))]
     return torch.tensor(padded, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
 
 class StepScalars:
-    """The learning rate, the skip predicate and the gradients' scale where recorded launches read them."""
+    """The learning rate, the skip predicate and the gradients' scale, at the addresses that recorded launches read."""
 
     def __init__(self, device: torch.device) -> None:
         self.rate = torch.zeros((), dtype=torch.float64, device=device)
@@ -70,7 +70,7 @@ class StepScalars:
         self._rate: float | None = None
 
     def write(self, lr: float | Tensor, control: StepControl) -> None:
-        """Write the present ones, without waiting."""
+        """Write the present values without synchronizing."""
         if isinstance(lr, Tensor):
             self.rate.copy_(lr)
             self._rate = None
@@ -95,7 +95,7 @@ def block_locations(tensor: int, view: MatrixView) -> list[BlockLocation]:
 
 
 def chunks_of(table: Tensor, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut blocks into chunks; return the chunks' table, and each block's first chunk and how many it has."""
+    """Divide blocks into chunks; return the chunks' table, and each block's first chunk and number of chunks."""
     count = (table[:, 1] + width - 1) // width
     first = count.cumsum(0) - count
     chunks = table.repeat_interleave(count, dim=0)
@@ -105,7 +105,7 @@ def chunks_of(table: Tensor, width: int, device: torch.device) -> tuple[Tensor, 
 
 
 def split_float64(x: float) -> tuple[float, float]:
-    """Split a float64 number into two float32 ones, the kind that a kernel takes."""
+    """Split a float64 number into two float32 numbers, because kernel arguments are float32."""
     high = _rounded(x)
     return high, x - high
 

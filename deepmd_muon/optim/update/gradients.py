@@ -1,4 +1,4 @@
-"""What happens to gradients before any route sees them: unscaled, turned for `maximize`, checked for NaN."""
+"""Prepare gradients for the update rules: unscale, negate for `maximize`, check for NaN; and form waves."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ T = TypeVar("T")
 
 
 class StepControl(NamedTuple):
-    """What holds for all parameters of one step.
+    """Conditions of one step, the same for all parameters.
 
     Attributes
     ----------
     skip
-        Device predicate, float32 scalar: 1 leaves every parameter and all state as they are. None when no step is
-        ever left out. Nothing waits for its value.
+        Device predicate, float32 scalar: 1 keeps every parameter and all state unchanged; None never skips. The host
+        does not read it.
     scale
-        What a gradient scaler multiplied the loss by, or None.
+        The factor by which a gradient scaler multiplied the loss, or None.
     """
 
     skip: Tensor | None = None
     scale: Tensor | None = None
 
     def on(self, device: torch.device) -> StepControl:
-        """Return the same on another device."""
+        """Return the same conditions on another device."""
         if self.skip is None and self.scale is None:
             return self
         moved = [None if x is None else x.to(device, non_blocking=True) for x in (self.skip, self.scale)]
@@ -41,10 +41,10 @@ class StepControl(NamedTuple):
 def prepare_gradients(
     grads: Sequence[Tensor], dtype: torch.dtype, scale: Tensor | None, *, maximize: bool
 ) -> list[Tensor]:
-    """Return the gradients in `dtype`, unscaled, and with the sign of a minimisation; none is changed."""
+    """Return the gradients in `dtype`, unscaled, and negated for `maximize`; the originals stay."""
     grads = in_dtype(grads, dtype)
     if scale is not None:
-        # The scale is a power of two in practice; its reciprocal in float64 loses nothing.
+        # The scale is a power of two in practice, so its reciprocal in float64 is exact.
         grads = list(torch._foreach_mul(grads, scale.double().reciprocal().to(dtype)))
     return list(torch._foreach_neg(grads)) if maximize else grads
 
@@ -62,14 +62,14 @@ def decide(
     Parameters
     ----------
     names, grads
-        Of all parameters; None where there is no gradient. On several ranks each has the same names, in one order, and
-        its own elements of the gradients.
+        Of all parameters; None without a gradient. On several ranks the names and their order are the same, and each
+        rank passes its local elements of the gradients.
     on_nonfinite
         The setting of this name.
     scale, skip
         A gradient scaler's, or None.
     agree
-        On several ranks: takes this rank's flags, float32 (n,) or None, and returns the largest of all ranks.
+        On several ranks: takes this rank's flags, float32 (n,) or None; returns the maximum over ranks.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def decide(
         When a gradient holds NaN or infinity, `on_nonfinite` is 'error' and no scaler skips the step.
     """
     flags = skip
-    named = on_nonfinite == "error" and skip is None  # the host waits for the flags, one for each parameter
+    named = on_nonfinite == "error" and skip is None  # the host reads the flags, one per parameter
     if on_nonfinite != "ignore":
         here = {i: g for i, g in enumerate(grads) if g is not None and g.numel()}
         bad = nonfinite_flags(list(here.values())).float() if here else torch.zeros(0, device="cpu")
@@ -97,18 +97,18 @@ def decide(
 
 
 def in_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors in a dtype, those that have it themselves."""
-    # Asking first is cheaper than `to`: a small model's step is bound by the host.
+    """Return tensors in a dtype; a tensor that has it is returned itself."""
+    # The comparison is cheaper than `to`: a small model's step is limited by the host.
     return [x if x.dtype is dtype else x.to(dtype) for x in tensors]
 
 
 def gradients_of(params: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of parameters that have one."""
+    """Return the gradients of the parameters that have one."""
     return [g for p in params if (g := p.grad) is not None]
 
 
 def nonfinite_flags(grads: Sequence[Tensor]) -> Tensor:
-    """Return bool (n,), on the first gradient's device: which gradients hold NaN or infinity."""
+    """Return whether each gradient holds NaN or infinity: bool (n,), on the first gradient's device."""
     flags: dict[int, Tensor] = {}
     for members in index_by_kind(grads):
         norms = torch.stack(torch._foreach_norm([grads[i] for i in members], float("inf")))
@@ -118,7 +118,7 @@ def nonfinite_flags(grads: Sequence[Tensor]) -> Tensor:
 
 
 def index_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Group positions by device and dtype, which multi-tensor operations need to be equal."""
+    """Group positions by device and dtype, as multi-tensor operations require."""
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for i, x in enumerate(tensors):
         kinds[x.device, x.dtype].append(i)
@@ -126,7 +126,7 @@ def index_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def waves(members: Sequence[tuple[Tensor, T]], workspace: int) -> Iterator[list[tuple[Tensor, T]]]:
-    """Cut parameters into runs of one device and dtype with at most `workspace` elements; a larger one goes alone."""
+    """Divide parameters into waves of one device and dtype with at most `workspace` elements, or one parameter."""
     for kind in index_by_kind([p for p, _ in members]):
         wave: list[tuple[Tensor, T]] = []
         size = 0

@@ -1,4 +1,4 @@
-"""Magma damping: blocks whose momentum no longer points along the gradient take smaller steps.
+"""Magma damping: smaller steps for blocks whose momentum is no longer aligned with the gradient.
 
 For each block (one matrix of a parameter's view) with momentum m and gradient g::
 
@@ -7,7 +7,7 @@ For each block (one matrix of a parameter's view) with momentum m and gradient g
     s ← 0.9 s + 0.1 r                                                         starts at 0.5
     update ← (0.1 + 0.9 s) · update
 
-This is the form that deepmd-kit calls Magma-lite: masked momentum alignment without the random masks.
+deepmd-kit calls this form Magma-lite: momentum alignment without random masks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SCORE_DECAY = 0.9
 SCORE_START = 0.5
 MIN_SCALE = 0.1
 
-# Elements that are widened at a time on a CPU.
+# Elements that a CPU converts to float64 at a time.
 _AT_A_TIME = 2**22
-# Sums of float64 squares above it, and below its inverse, have surely stayed in range.
+# Sums of float64 squares between this and its inverse have neither overflowed nor underflowed.
 _SAFE_SQUARE = 1e-270
 
 _LOWEST = 1.0 / (1.0 + math.exp(1.0 / TEMPERATURE))
@@ -39,7 +39,7 @@ _HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / TEMPERATURE))
 
 
 def alignments(momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return `alignment` of several pairs (blocks, elements) of one dtype; equal lengths share their operations."""
+    """Return `alignment` of several pairs (blocks, elements) of one dtype; equal lengths are batched."""
     if not momenta:
         return []
     from_float64 = momenta[0].dtype == torch.float64
@@ -76,8 +76,8 @@ def alignment(momentum: Tensor, gradient: Tensor) -> Tensor:
     Parameters
     ----------
     momentum, gradient
-        (blocks, elements). Sums run in float64 and float64 blocks are scaled first, so that neither size nor scale
-        of a block matters.
+        (blocks, elements). Sums are in float64, and float64 blocks are scaled first, so that a block's size and
+        scale do not matter.
 
     Returns
     -------
@@ -88,7 +88,7 @@ def alignment(momentum: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _sums_of_one(m: Tensor, g: Tensor) -> Tensor:
-    """Return `_sums` of a pair; a CPU widens no more than a piece of it at a time."""
+    """Return `_sums` of a pair; a CPU converts it piece by piece."""
     if m.dtype == torch.float64:
         return _sums_in_range(m, g)
     if m.is_cuda:
@@ -103,18 +103,18 @@ def _sums_of_one(m: Tensor, g: Tensor) -> Tensor:
 
 
 def _sums_in_range(m: Tensor, g: Tensor) -> Tensor:
-    """Return `_sums` of float64 rows as they are, or of rows scaled where squares might leave the range of float64."""
+    """Return `_sums` of float64 rows, scaled first where their squares might overflow or underflow."""
     sums = _sums(m, g, keep=True)
     squares = sums[::2]
     safe = ((squares > _SAFE_SQUARE) & (squares < 1.0 / _SAFE_SQUARE)).all(dim=0)
-    if not m.is_cuda and safe.all():  # a device is not asked
+    if not m.is_cuda and safe.all():  # a GPU would synchronize
         return sums
     m, g = (x / torch.where(top == 0, 1.0, top) for x in (m, g) for top in (x.abs().amax(1, keepdim=True),))
     return torch.where(safe, sums, _sums(m, g))
 
 
 def _sums(m: Tensor, g: Tensor, *, keep: bool = False) -> Tensor:
-    """Return Σ m², Σ m g and Σ g² of float64 rows, (3, blocks); the operands are used up unless to `keep`."""
+    """Return Σ m², Σ m g and Σ g² of float64 rows, (3, blocks); `keep` preserves the operands."""
     mm, gg = (torch.linalg.vector_norm(x, dim=1).square_() for x in (m, g))
     return torch.stack((mm, (m * g if keep else m.mul_(g)).sum(dim=1), gg))
 
@@ -129,7 +129,7 @@ def update_scores(scores: Sequence[Tensor], cosines: Sequence[Tensor], skip: Ten
     cosines
         Alignments of the same shapes.
     skip
-        Device predicate; where it is positive the scores stay.
+        Device predicate; where positive, the scores stay.
 
     Returns
     -------
@@ -137,7 +137,7 @@ def update_scores(scores: Sequence[Tensor], cosines: Sequence[Tensor], skip: Ten
         Factors in [0.1, 1], shapes as the scores.
     """
     sizes = [len(score) for score in scores]
-    # In float64, so that a score does not depend on how many stand beside it: vector units round otherwise.
+    # In float64, so that a score does not depend on the number of scores: vector and scalar units round differently.
     old, cosine = torch.cat(list(scores)).double(), torch.cat(list(cosines)).double()
     new = old.lerp((torch.sigmoid(cosine / TEMPERATURE) - _LOWEST) / (_HIGHEST - _LOWEST), 1.0 - SCORE_DECAY)
     if skip is not None:
@@ -147,7 +147,7 @@ def update_scores(scores: Sequence[Tensor], cosines: Sequence[Tensor], skip: Ten
     return list((MIN_SCALE + (1.0 - MIN_SCALE) * new).split(sizes))
 
 
-# Elements of a tensor below which launches cost more than the copies that joining it with others takes.
+# Number of elements up to which launches cost more than concatenating the tensor with others.
 _SMALL = 2**16
 
 
@@ -160,7 +160,7 @@ class Pair(NamedTuple):
 
 
 def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
-    """Return what a piece contributes to its block's alignment.
+    """Return the contribution of each piece to its block's alignment.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
     -------
     Tensor
         float64 (pieces, 5): the scales s and t, then Σ(m/s)², Σ(m/s)(g/t) and Σ(g/t)². The scales are 1 unless the
-        dtype is float64, whose squares can leave the range of float64.
+        dtype is float64, whose squares can overflow.
     """
     m, g = momentum.double(), gradient.double()
     ones = torch.ones(len(m), 1, dtype=torch.float64, device=m.device)
@@ -184,10 +184,10 @@ def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
 
 
 def piece_sums_of_many(pairs: Sequence[Pair], *, joined: bool | None = None) -> list[Tensor]:
-    """Return `piece_sums` of several pairs, in one tensor or several, below each other.
+    """Return `piece_sums` of several pairs, in one tensor or several, row by row.
 
-    With `joined` small float32 ones are summed together, in a few launches; by default on a GPU, where launches cost
-    more than copies.
+    With `joined`, small float32 pairs are concatenated and summed in a few launches; the default on a GPU, where
+    launches cost more than copies.
     """
     found: list[Tensor | None] = [None] * len(pairs)
     joined = bool(pairs) and pairs[0].momentum.is_cuda if joined is None else joined
@@ -197,7 +197,7 @@ def piece_sums_of_many(pairs: Sequence[Pair], *, joined: bool | None = None) -> 
         m, g = (x.double() for x in flat)
         shapes = tuple(pairs[i].shape for i in small)
         lengths = _lengths(shapes, m.device)
-        # unsafe: the lengths are right by construction, and checking them would wait for the device.
+        # unsafe: the lengths are correct by construction, and checking them would synchronize.
         sums = torch.segment_reduce(
             torch.stack((m * m, m * g, g * g), dim=1), "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0
         )
@@ -213,7 +213,7 @@ def piece_sums_of_many(pairs: Sequence[Pair], *, joined: bool | None = None) -> 
 
 
 def table_of_sums(pairs: Sequence[Pair], device: torch.device) -> Tensor:
-    """Return `piece_sums` of several pairs below each other, float64 (pieces of all, 5)."""
+    """Return `piece_sums` of several pairs, concatenated: float64 (pieces of all, 5)."""
     found = piece_sums_of_many(pairs)
     if len(found) == 1:
         return found[0]
@@ -231,7 +231,7 @@ def cosines(sums: Tensor) -> Tensor:
     Parameters
     ----------
     sums
-        float64 (blocks, pieces, 5), what `piece_sums` gave; a piece of zeros stands for none.
+        float64 (blocks, pieces, 5) from `piece_sums`, padded with zeros.
 
     Returns
     -------

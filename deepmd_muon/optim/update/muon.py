@@ -32,21 +32,21 @@ def muon_(
     Parameters
     ----------
     params
-        Real tensors of one device and dtype, with gradients; 16-bit ones are updated in float32 and rounded once.
+        Real tensors of one device and dtype, with gradients; 16-bit parameters are updated in float32 and rounded once.
     buffers
         Momenta, of the parameters' shapes and dtype.
     scores
         Magma scores, float32 (blocks,) each; empty when damping is off.
     views
-        How each parameter is seen as matrices.
+        The parameters' matrix views.
     lr
         Learning rate; a tensor is read on its device.
     settings
-        Of the parameters' group.
+        Settings of the parameters' group.
     control
-        Whether the step is left out, and the gradients' scale; on the parameters' device.
+        Whether to skip the step, and the gradients' scale; on the parameters' device.
     maximize
-        Climb instead of descend.
+        Maximize instead of minimizing.
     """
     grads = gradients_of(params)
     momenta, grads = advance_momenta(grads, buffers, settings, control, maximize=maximize)
@@ -68,10 +68,10 @@ def advance_momenta(
     Parameters are as in `muon_`; the results are in the wider of float32 and the momenta's dtype.
     """
     wide = moment_dtype(buffers[0].dtype)
-    momenta = in_dtype(buffers, wide)  # the buffers themselves unless they are 16 bits wide
+    momenta = in_dtype(buffers, wide)  # the buffers themselves, unless they have 16 bits
     grads = prepare_gradients(grads, wide, control.scale, maximize=maximize)
     if control.skip is not None:
-        # A step that is left out sees the momentum as its gradient and a learning rate of zero: nothing moves.
+        # To skip the step, the momentum replaces the gradient and the learning rate is zero, so nothing changes.
         leave = control.skip > 0
         grads = [torch.where(leave, m, g) for m, g in zip(momenta, grads, strict=True)]
     torch._foreach_lerp_(momenta, grads, 1.0 - settings.momentum)
@@ -81,12 +81,12 @@ def advance_momenta(
 
 
 def directions_of(momenta: list[Tensor], grads: list[Tensor], settings: HybridMuonConfig) -> list[Tensor]:
-    """Return what is to be orthogonalized, from what `advance_momenta` returned."""
+    """Return the matrices to orthogonalize, from the results of `advance_momenta`."""
     return list(torch._foreach_lerp(grads, momenta, settings.momentum)) if settings.nesterov else momenta
 
 
 def effective_lr(lr: float | Tensor, control: StepControl) -> float | Tensor:
-    """Return the learning rate, or zero, on the device, for a step that is left out."""
+    """Return the learning rate; zero, on the device, for a skipped step."""
     return lr if control.skip is None else (control.skip > 0).logical_not().double() * lr
 
 
@@ -120,7 +120,7 @@ def _updates(
     factors: Sequence[Tensor] | None,
     settings: HybridMuonConfig,
 ) -> list[Tensor]:
-    """Orthogonalize all blocks of all parameters together; return scaled, damped updates (batch, rows, columns)."""
+    """Orthogonalize the blocks of all parameters together; return scaled, damped updates (batch, rows, columns)."""
     blocks = [view.cut(u) for u, view in zip(directions, views, strict=True)]
     flat = [block for cut in blocks for block in cut]
     damping = None if factors is None else [column for factor in factors for column in factor.unbind(1)]
@@ -130,7 +130,7 @@ def _updates(
 
 
 def polar_factors(matrices: Sequence[Tensor], settings: HybridMuonConfig) -> list[Tensor]:
-    """Orthogonalize batches (b, rows, columns) as the settings say."""
+    """Orthogonalize batches (b, rows, columns) with the given settings."""
     if settings.deepmd_kit_arithmetic:
         return orthogonalize_as_deepmd_kit(matrices, gram=settings.enable_gram)
     return orthogonalize_matrices(
@@ -141,7 +141,7 @@ def polar_factors(matrices: Sequence[Tensor], settings: HybridMuonConfig) -> lis
 def scaled_polar_factors(
     matrices: Sequence[Tensor], settings: HybridMuonConfig, damping: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
-    """Orthogonalize batches (b, rows, columns) as the settings say, each scaled for its shape and damped by (b,)."""
+    """Orthogonalize batches (b, rows, columns), scale them by shape, and multiply them by `damping`, (b,) each."""
     polar = polar_factors(matrices, settings)
     scales = [update_scale((x.shape[1], x.shape[2]), settings) for x in matrices]
     if damping is None:
@@ -154,10 +154,10 @@ def scaled_polar_factors(
 def apply_updates(params: Sequence[Tensor], updates: Sequence[Tensor], lr: float | Tensor, weight_decay: float) -> None:
     """Do p ← p (1 − lr λ) − lr · update in place."""
     wide = moment_dtype(params[0].dtype)
-    targets = in_dtype(params, wide)  # the parameters themselves unless they are 16 bits wide
+    targets = in_dtype(params, wide)  # the parameters themselves, unless they have 16 bits
     if weight_decay:
         torch._foreach_mul_(targets, 1.0 - lr * weight_decay)
-    # A CPU widens them while it adds a multiple, which saves the memory.
+    # On a CPU, _foreach_add_ converts them on the fly, which saves memory.
     steps = in_dtype(updates, wide) if targets[0].is_cuda or isinstance(lr, Tensor) else updates
     steps = [u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(steps, params, strict=True)]
     if isinstance(lr, Tensor):

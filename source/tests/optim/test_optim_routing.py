@@ -99,8 +99,8 @@ def test_reasons_say_what_decided():
     rules = RoutingRules(min_matrix_dim=5, adam_patterns=("emb*",))
     reasons = {
         ("a.bias", (4,)): "leaf 'bias' is a bias",
-        ("adam_x", (4,)): "leaf 'adam_x' asks for Adam",
-        ("adamw_x", (4,)): "leaf 'adamw_x' asks for AdamW",
+        ("adam_x", (4,)): "leaf 'adam_x' selects Adam",
+        ("adamw_x", (4,)): "leaf 'adamw_x' selects AdamW",
         ("emb", (9, 9)): "matches adam_patterns 'emb*'",
         ("w", (9,)): "effective rank 1",
         ("w", (4, 9)): "smaller dimension 4 is below min_matrix_dim 5",
@@ -233,7 +233,7 @@ def test_manifests_of_later_versions_and_missing_ones_are_refused():
     manifest = table(("a.weight", (4, 5))).manifest()
     with pytest.raises(ForeignStateError, match="version 99; this release reads up to version 2"):
         RouteTable.from_manifest([{"params": [0], **manifest, "routing_version": 99}])
-    with pytest.raises(ForeignStateError, match=r"param_groups\[0\] carries no routing manifest"):
+    with pytest.raises(ForeignStateError, match=r"param_groups\[0\].*manifest"):
         RouteTable.from_manifest([{"params": [0]}])
 
 
@@ -259,10 +259,10 @@ def test_routing_settings_of_a_group_changed_later_are_honoured(caplog):
     step()
     assert set(optimizer.state[w]) == {"step", "exp_avg", "exp_avg_sq"}
     assert set(optimizer.state[v]) == {"momentum_buffer", "magma_score"}
-    told = [record.getMessage() for record in caplog.records if " from now on, " in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if " is now " in record.getMessage()]
     assert told == [
-        "w: route muon 1x12x6 from now on, muon 3x4x6 before",
-        "w: route adam from now on, muon 1x12x6 before",
+        "w: the route is now muon 1x12x6; it was muon 3x4x6",
+        "w: the route is now adam; it was muon 1x12x6",
     ]
 
     changed["adam_patterns"], other["splits"] = [], ["v: rows 3"]

@@ -252,7 +252,7 @@ def test_states_of_other_optimizers_are_recognised(peer, kind):
     model = Net()
     other = peer(model.parameters())
     train(model, other, 1)
-    with pytest.raises(ForeignStateError, match=f"looks like that of {kind}"):
+    with pytest.raises(ForeignStateError, match=f"looks like.*{kind}"):
         HybridMuon(model.named_parameters()).load_state_dict(other.state_dict())
 
 
@@ -287,9 +287,9 @@ def test_a_model_of_another_dtype_takes_the_state_and_says_so(caplog):
         for key, value in optimizer.state[p].items():
             assert torch.equal(value.double(), other.state[q][key].double()), key
     assert [record.getMessage() for record in caplog.records] == [
-        "exp_avg: saved as torch.float32, kept as torch.float64 from now on",
-        "exp_avg_sq: saved as torch.float32, kept as torch.float64 from now on",
-        "momentum_buffer: saved as torch.bfloat16, kept as torch.float64 from now on",
+        "exp_avg: saved as torch.float32, now kept as torch.float64",
+        "exp_avg_sq: saved as torch.float32, now kept as torch.float64",
+        "momentum_buffer: saved as torch.bfloat16, now kept as torch.float64",
     ]
     train(wide, other, 1)
 

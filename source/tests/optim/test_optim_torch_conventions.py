@@ -103,7 +103,7 @@ def test_duplicates_are_refused_by_name():
     p, q = nn.Parameter(torch.zeros(3, 3)), nn.Parameter(torch.zeros(3, 3))
     with pytest.raises(InvalidParameterError, match="'tied' and 'w' are the same parameter"):
         HybridMuon([("w", p), ("tied", p)])
-    with pytest.raises(InvalidParameterError, match="two parameters are called 'w'"):
+    with pytest.raises(InvalidParameterError, match=r"two parameters.*'w'"):
         HybridMuon([("w", p), ("module.w", q)])
     with pytest.raises(ValueError, match="more than one parameter group"):
         HybridMuon([{"params": [("w", p)]}, {"params": [("v", p)]}])
@@ -111,7 +111,7 @@ def test_duplicates_are_refused_by_name():
 
 def test_parameters_without_names_are_warned_about():
     model = make_model()
-    with pytest.warns(UserWarning, match="without names, so its rules on names"):
+    with pytest.warns(UserWarning, match="without names"):
         optimizer = HybridMuon(model.parameters(), **SETTINGS)
     assert [e.name for e in optimizer.routing][:2] == ["group 0 parameter 0", "group 0 parameter 1"]
     assert [e.route for e in optimizer.routing] == ["muon", "adam"] * 3
@@ -124,7 +124,7 @@ def test_names_given_apart_and_what_they_leave_out():
         warnings.simplefilter("error")
         apart = HybridMuon(model.parameters(), named_parameters=model.named_parameters())
     assert apart.routing == HybridMuon(model.named_parameters()).routing
-    with pytest.warns(UserWarning, match=r"not optimized, though named_parameters lists them: 4\.weight, 4\.bias"):
+    with pytest.warns(UserWarning, match=r"named_parameters.*: 4\.weight, 4\.bias"):
         HybridMuon(list(model.parameters())[:4], named_parameters=model.named_parameters())
     with pytest.raises(InvalidParameterError, match=r"no name for a parameter of shape \(7,\)"):
         HybridMuon([nn.Parameter(torch.zeros(7))], named_parameters=model.named_parameters())

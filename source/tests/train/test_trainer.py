@@ -148,7 +148,7 @@ def test_changed_routes_stop_the_restart_and_are_all_named(small_input, train):
 
 def test_a_checkpoint_of_another_optimizer_is_recognised(small_input, train):
     train(small_input(optimizer={"type": "Adam"}))
-    with pytest.raises(CheckpointError, match="looks like that of Adam or AdamW"):
+    with pytest.raises(CheckpointError, match=r"looks like.*Adam or AdamW"):
         train(small_input(), restart="model.ckpt.pt")
     train(small_input(training={"save_ckpt": "muon"}))
     with pytest.raises(CheckpointError, match="HybridMuon's, the input asks for Adam"):
