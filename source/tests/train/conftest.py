@@ -1,5 +1,6 @@
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def small_input():
         content = {
             "model": {
                 "type_map": ["Cu"],
+                "data_stat_nbatch": 1,
                 "descriptor": {
                     "type": "se_e2_a",
                     "sel": "auto",
@@ -47,7 +49,7 @@ def small_input():
             "optimizer": {"type": "HybridMuon"},
             "training": {
                 "training_data": {"systems": [str(EXAMPLE / "train")], "batch_size": 2},
-                "validation_data": {"systems": [str(EXAMPLE / "valid")], "batch_size": 2, "numb_btch": 2},
+                "validation_data": {"systems": [str(EXAMPLE / "valid")], "batch_size": 2, "numb_btch": 1},
                 "numb_steps": 10,
                 "seed": 3,
                 "disp_freq": 2,
@@ -71,6 +73,21 @@ def train():
         return run("input.json", log_level="WARNING", **options)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def _finished_run(tmp_path_factory):
+    return tmp_path_factory.mktemp("finished")
+
+
+@pytest.fixture
+def finished(small_input, train, _finished_run):
+    """Fill the folder with all files of a run of the unchanged small input, which is trained once."""
+    if any(_finished_run.iterdir()):
+        shutil.copytree(_finished_run, Path(), symlinks=True, dirs_exist_ok=True)
+    else:
+        assert train(small_input()) == 0
+        shutil.copytree(Path(), _finished_run, symlinks=True, dirs_exist_ok=True)
 
 
 @pytest.fixture

@@ -84,9 +84,11 @@ def test_a_graph_descriptor_steps_alike_from_bounds_and_counts(small_input, trai
     """Batches of fixed shapes bound the neighbours in angles; on the host they are counted."""
     content = small_input()
     repflow = {"e_rcut": 4.5, "e_rcut_smth": 3.0, "e_sel": "auto", "a_rcut": 3.2, "a_rcut_smth": 2.0, "a_sel": "auto"}
-    repflow |= {"n_dim": 6, "e_dim": 4, "a_dim": 4, "nlayers": 3, "axis_neuron": 2}
+    repflow |= {"n_dim": 6, "e_dim": 4, "a_dim": 4, "nlayers": 2, "axis_neuron": 2}
     content["model"]["descriptor"] = {"type": "dpa3", "repflow": repflow, "seed": 1}
     content["training"] |= {"numb_steps": 3, "disp_freq": 3}
+    content["training"]["training_data"]["systems"] = [str(EXAMPLE / "train" / "triclinic8")]
+    content["training"]["validation_data"]["systems"] = [str(EXAMPLE / "valid" / "triclinic8")]
     train(content)
     host = load()
     on_device(streamed=streamed)
