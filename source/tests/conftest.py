@@ -32,8 +32,12 @@ QUICK = (
     *("optim/test_*routing*.py", "optim/test_*build*.py"),
     *("train/test_learning_rate.py", "train/test_ema.py", "train/test_report.py"),
 )
-# Files that take minutes come first, so that parallel workers end together.
-LONGEST = ("train_parallel/*.py", "optim_sharded/test_sharded_step.py", "optim/test_kernels_interpreter.py")
+# The longest files come first, in this order, so that parallel workers end together.
+LONGEST = (
+    *("train_parallel/*.py", "optim_sharded/test_sharded_step.py", "optim/test_kernels_interpreter.py"),
+    *("train/test_trainer.py", "train/test_device_stepper.py", "train/test_checkpoint_directories.py", "doc/*.py"),
+    *("style/test_lint.py", "consistent/*.py", "train/*.py"),
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -44,4 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         apart = any(item.get_closest_marker(name) for name in ("slow", "gpu", "deepmd_kit"))
         if not apart and any(path.match(pattern) for pattern in QUICK):
             item.add_marker(pytest.mark.quick)
-    items.sort(key=lambda item: not any(item.path.relative_to(TESTS).match(pattern) for pattern in LONGEST))
+    items.sort(key=lambda item: _place(item.path.relative_to(TESTS)))
+
+
+def _place(path: Path) -> int:
+    """Return the first pattern of the longest files that a file matches, or a place behind them all."""
+    return next((i for i, pattern in enumerate(LONGEST) if path.match(pattern)), len(LONGEST))
