@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -11,9 +13,32 @@ import torch
 log = logging.getLogger(__name__)
 
 
+# Whether torch is recording operations for its compiler.
+_tracing = False
+
+
 def usable(device: torch.device) -> bool:
-    """Tell whether Triton kernels run on a device; logs once why they do not on a GPU."""
-    return device.type == "cuda" and _works()
+    """Tell whether Triton kernels run on a device; logs once why they do not on a GPU.
+
+    A trace does not see them, and what replaces torch's operations here the compiler does as well.
+    """
+    return device.type == "cuda" and not _tracing and _works()
+
+
+def usable_as_operators(device: torch.device) -> bool:
+    """Tell whether a trace is being made on a device where Triton kernels run: it sees those that torch knows."""
+    return device.type == "cuda" and _tracing and _works()
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[None]:
+    """Compute with operations that torch can record, within the context."""
+    global _tracing
+    _tracing = True
+    try:
+        yield
+    finally:
+        _tracing = False
 
 
 @lru_cache

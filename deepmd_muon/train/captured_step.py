@@ -3,7 +3,8 @@
 A step is a function of tensors whose addresses stay: the batch, the learning rate, weights, optimizer state, averages.
 `CapturedStep` calls that function eagerly the first time a layout of batches occurs (kernels are compiled, state is
 made), captures it the second time, and replays the graph from then on. Without capture it always calls the function,
-on a CPU too, and gives the same weights.
+on a CPU too, and gives the same weights. A step whose gradient is to be compiled is compiled the second time and
+captured the third.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from deepmd_muon.train.batch import TrainingBatch
 from deepmd_muon.train.batches import Feed
 from deepmd_muon.train.guard import DeviceGuard
 from deepmd_muon.train.step import TrainingStep
@@ -94,6 +96,7 @@ class CapturedStep:
         self._guard = step.guard
         self._rates = rates
         self._capture = capture
+        self._gradient = step.gradient
         self._met: set[Hashable] = set()
         self._graphs: dict[Hashable | None, torch.cuda.CUDAGraph] = {}
         self._full = False
@@ -130,15 +133,13 @@ class CapturedStep:
             self._pieces = self._step.strategy.model.pieces
             self._graphs.clear()
             self._met.clear()
+            if self._gradient is not None:
+                self._gradient.forget()
         graph = self._graphs.get(feed.layout)
-        if graph is None and self._wants_graph(feed.layout):
-            graph = self._captured(feed)
         if graph is not None:
             graph.replay()
-        elif self._capture:
-            self._on_side_stream(lambda: self._run(feed))
         else:
-            self._run(feed)
+            self._without_graph(feed)
         assert self._metrics is not None
         return dict(zip(self._names, self._metrics.unbind(), strict=True))
 
@@ -146,10 +147,32 @@ class CapturedStep:
         """Return whether the next step of a layout will be replayed."""
         return self._pieces == self._step.strategy.model.pieces and layout in self._graphs
 
-    def _run(self, feed: Feed) -> None:
-        """Do what a graph holds: everything of a step that happens on the device."""
+    def _without_graph(self, feed: Feed) -> None:
+        """Take a step for which there is no graph, making one or what must come before where that is wanted."""
+        layout, gradient = feed.layout, self._gradient
+        met = layout in self._met
+        if gradient is not None:
+            gradient.expect(layout)
+        if met and layout is not None and gradient is not None and gradient.wants(layout):
+            self._on_side_stream(lambda: self._run(feed, gradient.compile))  # only captured steps are compiled
+            return
+        if self._wants_graph(layout):
+            graph = self._captured(feed)
+            if graph is not None:
+                graph.replay()
+                return
+        if self._capture:
+            self._on_side_stream(lambda: self._run(feed))
+        else:
+            self._run(feed)
+
+    def _run(self, feed: Feed, prepare: Callable[[TrainingBatch, Tensor], None] | None = None) -> None:
+        """Do what a graph holds: everything of a step that happens on the device; `prepare` sees the batch before."""
         self._rates.read()
-        metrics = self._step(feed.read(), self._rates.lr, self._rates.lr_fraction)
+        batch = feed.read()
+        if prepare is not None:
+            prepare(batch, self._rates.lr_fraction)
+        metrics = self._step(batch, self._rates.lr, self._rates.lr_fraction)
         values = torch.stack([value.double() for value in metrics.values()])
         if self._metrics is None:
             self._names, self._metrics = tuple(metrics), torch.empty_like(values)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deepmd_muon.loss import EnergyLoss
 from deepmd_muon.train.batch import TrainingBatch
+from deepmd_muon.train.compiled_gradient import CompiledGradient, differentiate
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.guard import Guard
 from deepmd_muon.train.strategy import Reduced, Strategy
@@ -30,6 +31,8 @@ class TrainingStep:
         Largest norm of the gradient; 0 for no limit.
     ema
         The averaged parameters; None without.
+    gradient
+        Computes loss and gradient where they are to be compiled; None for `differentiate`.
     """
 
     strategy: Strategy
@@ -38,6 +41,7 @@ class TrainingStep:
     guard: Guard
     max_norm: float = 0.0
     ema: Ema | None = None
+    gradient: CompiledGradient | None = None
 
     def __call__(self, batch: TrainingBatch, lr: float | Tensor, lr_fraction: float | Tensor) -> dict[str, Tensor]:
         """Update the parameters and their average once.
@@ -62,11 +66,11 @@ class TrainingStep:
             As the guard decides, when loss or gradient is not finite; parameters and optimizer state are untouched.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        structures = batch.structures
-        prediction = self.strategy.model(structures, force=self.loss.needs_force, virial=self.loss.needs_virial)
-        value, metrics = self.loss(prediction, batch.labels, lr_fraction, structures.natoms, batch.mask)
-        value.backward()
-        reduced = self.strategy.reduce(value.detach())
+        if self.gradient is None:
+            value, metrics = differentiate(self.strategy.model, self.loss, batch, lr_fraction)
+        else:
+            value, metrics = self.gradient(batch, lr_fraction)
+        reduced = self.strategy.reduce(value)
         if self.guard.admits(reduced, lambda: ", ".join(self.strategy.ranks.gather_objects(batch.system))):
             self._clip(reduced)
             for group in self.optimizer.param_groups:

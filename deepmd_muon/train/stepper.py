@@ -15,6 +15,7 @@ from deepmd_muon.loss import EnergyLoss
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.train.batches import BatchSource, Feed, HostBatches, StreamedBatches
 from deepmd_muon.train.captured_step import CapturedStep, RateTable
+from deepmd_muon.train.compiled_gradient import CompiledGradient
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.guard import DeviceGuard, HostGuard, on_nonfinite
@@ -146,7 +147,7 @@ def build_stepper(
     strategy, loss, optimizer, ema
         What a step works with.
     training
-        The input's section: `capture`, `gradient_max_norm`, `disp_freq` and `disp_avg` count.
+        The input's section: `capture`, `enable_compile`, `gradient_max_norm`, `disp_freq` and `disp_avg` count.
     scalars
         The schedule.
 
@@ -160,10 +161,14 @@ def build_stepper(
     if obstacle and training.capture == "on":
         raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto", or train in one process on a GPU')
     if obstacle:
+        if training.enable_compile:
+            log.info("training/enable_compile is ignored: %s", obstacle)
         step = TrainingStep(
             strategy, loss, optimizer, HostGuard(policy, training.disp_freq), training.gradient_max_norm, ema
         )
         return HostStepper(step, scalars, device)
     guard = DeviceGuard(policy, optimizer, device, training.disp_freq)
-    step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema)
-    return DeviceStepper(step, scalars, device, capture=training.capture != "off", keep_metrics=training.disp_avg)
+    capture = training.capture != "off"
+    gradient = CompiledGradient(strategy.model, loss) if capture and training.enable_compile else None
+    step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema, gradient)
+    return DeviceStepper(step, scalars, device, capture=capture, keep_metrics=training.disp_avg)

@@ -70,6 +70,24 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"seed": 1},
     ),
+    "dpa1": (
+        {
+            "type": "dpa1",
+            "sel": 120,
+            "rcut_smth": 0.5,
+            "rcut": 6.0,
+            "neuron": [25, 50, 100],
+            "tebd_dim": 8,
+            "axis_neuron": 16,
+            "type_one_side": True,
+            "attn": 128,
+            "attn_layer": 2,
+            "attn_dotr": True,
+            "temperature": 1.0,
+            "seed": 1,
+        },
+        {"seed": 1},
+    ),
     "dpa3": ({"type": "dpa3", "repflow": _REPFLOW, **_SILUT}, _SILUT),
     "dpa3-dynamic": ({"type": "dpa3", "repflow": _DYNAMIC, **_SILUT}, _SILUT),
 }
@@ -77,8 +95,13 @@ SCHEDULE = {"type": "exp", "decay_steps": 5000, "start_lr": 1e-3, "stop_lr": 1e-
 PRECISIONS = {"f64": "float64", "f32": "float32"}
 
 
-def make_input(kind: str, case: str, optimizer: str, steps: int, data: Path, capture: str | None) -> dict[str, Any]:
-    """Return the input of a model in a case such as f64-b8: precision and frames in a batch."""
+def make_input(
+    kind: str, case: str, optimizer: str, steps: int, data: Path, own: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the input of a model in a case such as f64-b8: precision and frames in a batch.
+
+    `own` holds keys of `training` that only our trainer knows; None for deepmd-kit's.
+    """
     precision, batch = case.split("-b")
     descriptor, fitting_net = MODELS[kind]
     model = {
@@ -98,10 +121,9 @@ def make_input(kind: str, case: str, optimizer: str, steps: int, data: Path, cap
         "disp_training": False,
         "save_freq": 100_000_000,
     }
-    if capture is not None:
-        training["capture"] = capture
-    section = {"type": optimizer}
-    if optimizer == "HybridMuon" and capture is not None:
+    training.update(own or {})
+    section: dict[str, Any] = {"type": optimizer}
+    if optimizer == "HybridMuon" and own is not None:
         section["lr_adjust_coeff"] = 8.64
     return {
         "model": model,
@@ -210,15 +232,24 @@ def inspect(content: dict[str, Any]) -> dict[str, float]:
 def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[tuple[float, float]]]:
     """Return (ms a step, start-up in s) of every trainer, case and optimizer."""
     ours = [sys.executable, "-m", "deepmd_muon"]
-    trainers: dict[str, tuple[list[str], str | None]] = {f"ours, capture {mode}": (ours, mode) for mode in args.capture}
+    trainers: dict[str, tuple[list[str], dict[str, Any] | None]] = {
+        f"ours, capture {mode}{', compiled' if compiled else ''}": (
+            ours,
+            {"capture": mode, "enable_compile": bool(compiled)},
+        )
+        for mode in args.capture
+        for compiled in args.compile
+    }
     if args.deepmd_kit:
         trainers["deepmd-kit"] = ([shutil.which(args.deepmd_kit) or args.deepmd_kit], None)
     found: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for number in range(args.rounds):
         for case in args.cases:
             for optimizer in args.optimizers:
-                for name, (command, capture) in trainers.items():
-                    inputs = (make_input(args.model, case, optimizer, n, args.data, capture) for n in args.steps)
+                for name, (command, own) in trainers.items():
+                    inputs = [make_input(args.model, case, optimizer, n, args.data, own) for n in args.steps]
+                    if args.warm_up and not number:
+                        train(command, inputs[0], args.threads)
                     runs = [train(command, content, args.threads) for content in inputs]
                     steps = args.steps[1] - args.steps[0]
                     slope = (runs[1].seconds - runs[0].seconds) / steps
@@ -251,6 +282,8 @@ def main() -> None:
         "--cases", nargs="+", default=["f64-b1", "f64-b8", "f64-b32", "f32-b1"], help="precision-bFRAMES"
     )
     parser.add_argument("--capture", nargs="+", default=["auto"], choices=("auto", "on", "off"))
+    parser.add_argument("--compile", nargs="+", type=int, default=[0], choices=(0, 1), help="values of enable_compile")
+    parser.add_argument("--warm-up", action="store_true", help="a run before the first, which fills caches on disk")
     parser.add_argument("--steps", type=int, nargs=2, default=(500, 2500), help="two lengths of a run")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -280,7 +313,8 @@ def main() -> None:
         for case in args.cases:
             for optimizer in args.optimizers:
                 print(f"\n{case}, {optimizer}, in this process:")
-                values = inspect(make_input(args.model, case, optimizer, 10_000, args.data, args.capture[0]))
+                own = {"capture": args.capture[0], "enable_compile": bool(args.compile[-1])}
+                values = inspect(make_input(args.model, case, optimizer, 10_000, args.data, own))
                 report(args.log, case=case, optimizer=optimizer, inspected=values)
                 print("   ", ", ".join(f"{name} {value:.3g}" for name, value in values.items()), flush=True)
 

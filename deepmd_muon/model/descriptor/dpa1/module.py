@@ -15,7 +15,7 @@ from deepmd_muon.model.descriptor.environment import Environment, environment
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
 from deepmd_muon.model.networks import Copies, LayerTensors, Network, NetworkCollection, SeedPath, dtype_of
 from deepmd_muon.model.structures import Structures
-from deepmd_muon.model.type_embedding import TypeEmbedding
+from deepmd_muon.model.type_embedding import TypeEmbedding, rows_of
 
 
 class Neighborhood(NamedTuple):
@@ -142,7 +142,7 @@ class DPA1(torch.nn.Module):
         weighted = near.rows * near.weight.unsqueeze(-1)
         a = torch.bmm(weighted.transpose(1, 2), features) / self.slots
         d = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis]).flatten(1)
-        return torch.cat([d, table[structures.sorted_type]], dim=1) if self.settings.concat_output_tebd else d
+        return torch.cat([d, rows_of(table, structures.sorted_type)], dim=1) if self.settings.concat_output_tebd else d
 
     def _neighborhood(self, structures: Structures, edges: torch.Tensor) -> Neighborhood:
         """Return the environment in the precision of the parameters."""
@@ -198,12 +198,12 @@ class DPA1(torch.nn.Module):
             The layer before its activation, and its input in parts, where the residual needs it.
         """
         width = self.settings.tebd_dim
-        h = radial * first.matrix[0] + (table @ first.matrix[1 : 1 + width] + first.bias)[kind]
+        h = radial * first.matrix[0] + rows_of(table @ first.matrix[1 : 1 + width] + first.bias, kind)
         residual = self.se_atten.filter_layers[0].copies[0]
-        inputs = [radial, table[kind]] if residual else []
+        inputs = [radial, rows_of(table, kind)] if residual else []
         if not self.settings.type_one_side:
-            h = h + (table @ first.matrix[1 + width :])[centre].unsqueeze(1)
-            inputs += [table[centre].unsqueeze(1).expand(-1, kind.shape[1], -1)] if residual else []
+            h = h + rows_of(table @ first.matrix[1 + width :], centre).unsqueeze(1)
+            inputs += [rows_of(table, centre).unsqueeze(1).expand(-1, kind.shape[1], -1)] if residual else []
         return h, inputs
 
     def _type_gate(self, kind: torch.Tensor, centre: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -211,9 +211,9 @@ class DPA1(torch.nn.Module):
         assert self.se_atten.filter_layers_strip is not None
         network, ntypes = self.se_atten.filter_layers_strip[0], len(table)
         if self.settings.type_one_side:
-            return self._hidden(table, network.tensors, network.copies)[kind]
+            return rows_of(self._hidden(table, network.tensors, network.copies), kind)
         pairs = torch.cat([table.repeat(ntypes, 1), table.repeat_interleave(ntypes, dim=0)], dim=1)
-        return self._hidden(pairs, network.tensors, network.copies)[centre.unsqueeze(1) * ntypes + kind]
+        return rows_of(self._hidden(pairs, network.tensors, network.copies), centre.unsqueeze(1) * ntypes + kind)
 
     def _hidden(self, x: torch.Tensor, stack: Sequence[LayerTensors], copies: Sequence[Copies]) -> torch.Tensor:
         """Apply layers of an embedding net `(rows, n)`, left to autograd."""

@@ -207,7 +207,11 @@ def spread_reference(edges: Edges, moved: torch.Tensor) -> torch.Tensor:
 
 
 def _kernels(tensor: torch.Tensor) -> Any:
-    """Return the module of Triton kernels where it can be used."""
+    """Return the module of Triton kernels where it can be used, or of operators of torch that launch them."""
+    if kernels.usable_as_operators(tensor.device):
+        from deepmd_muon.model.descriptor.se_e2_a import interpolation_operators
+
+        return interpolation_operators
     if not kernels.usable(tensor.device):
         return None
     from deepmd_muon.model.descriptor.se_e2_a import interpolation_kernels
