@@ -267,7 +267,6 @@ class TrainingSettings(Section):
         "enable_profiler": Foreign("a profile in TensorBoard's form (see profiling)", (False,)),
         "stat_file_mode": Foreign("a stat_file that must be complete", ("update",)),
         "acc_freq": Foreign("gradients summed over several steps", (1,)),
-        "enable_compile": Foreign("a compiled training step", (False,)),
         "enable_tf32": Foreign("TF32 arithmetic", (False,)),
         "neighbor_graph_method": Foreign("neighbour lists are built once on the host", ("auto",), inert=True),
         "mixed_precision": Foreign("TensorFlow's mixed precision (see the precision of descriptor and fitting_net)"),
