@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
+from deepmd_muon.cli.handover import HandOver
+from deepmd_muon.cli.systems import listed_systems
 
 if TYPE_CHECKING:
     from deepmd_muon.data import System
@@ -45,9 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--plot", metavar="FILE", nargs="+", help="draw predictions against reference values (.png, .pdf, …)"
     )
     parser.add_argument("--ema", action="store_true", help="use the averaged weights of the checkpoint")
-    parser.add_argument(
-        "--head", "--model-branch", metavar="NAME", action=DeepmdKitOption, help="branch of a multi-task model"
-    )
+    parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -67,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
     set_up_logging(options.log_level, options.log_path)
     try:
-        predictor = Predictor(options.model, ema=options.ema)
+        predictor = Predictor(options.model, ema=options.ema, head=options.head)
     except ForeignModelError as error:
         raise HandOver(f"this model ({error})") from error
     details = DetailFiles(options.detail_file) if options.detail_file else None
@@ -141,11 +140,7 @@ def _open(options: argparse.Namespace, type_map: tuple[str, ...]) -> dict[str, l
         series = {name: open_systems(_systems_of_input(Path(path), name), type_map) for name, path in given.items()}
         return series if len(series) > 1 else {"": next(iter(series.values()))}
     if options.datafile:
-        path = Path(options.datafile)
-        if not path.exists():
-            raise CommandError(f"there is no list of systems {path}")
-        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        return {"": open_systems([name for name in names if name and not name.startswith("#")], type_map)}
+        return {"": open_systems(listed_systems(options.datafile), type_map)}
     return {"": open_systems([options.system or "."], type_map)}
 
 

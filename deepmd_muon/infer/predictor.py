@@ -18,7 +18,7 @@ from deepmd_muon.model.checkpoint_file import checkpoint_path, read_checkpoint, 
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit
 
 
-def load_model(path: str | os.PathLike[str], *, ema: bool = False) -> EnergyModel:
+def load_model(path: str | os.PathLike[str], *, ema: bool = False, head: str | None = None) -> EnergyModel:
     """Load the model of a checkpoint, of this package or of deepmd-kit.
 
     Parameters
@@ -27,6 +27,8 @@ def load_model(path: str | os.PathLike[str], *, ema: bool = False) -> EnergyMode
         The checkpoint; ".pt" may be left out.
     ema
         Take the averaged weights instead of those of the last step.
+    head
+        Name or alias of the branch of a multi-task checkpoint.
 
     Raises
     ------
@@ -39,7 +41,7 @@ def load_model(path: str | os.PathLike[str], *, ema: bool = False) -> EnergyMode
     except CheckpointFileError as error:
         raise CheckpointError(str(error)) from error
     with understood(path):
-        section, state = from_deepmd_kit(checkpoint["model"])
+        section, state = from_deepmd_kit(checkpoint["model"], head)
         model = build_model(section)
         model.load_state_dict(state)
         if ema:
@@ -67,6 +69,8 @@ class Predictor:
         Where to compute; by default a GPU when there is one.
     ema
         Take the averaged weights of the checkpoint.
+    head
+        Name or alias of the branch of a multi-task checkpoint.
     batch_atoms
         Atoms computed at once, at least one frame; by default 16384 on a GPU and 1024 elsewhere. On a GPU that runs
         out of memory it is halved and stays so.
@@ -78,6 +82,7 @@ class Predictor:
         *,
         device: str | torch.device | None = None,
         ema: bool = False,
+        head: str | None = None,
         batch_atoms: int | None = None,
     ) -> None:
         if device is None:
@@ -91,7 +96,7 @@ class Predictor:
                 raise CheckpointError(f"{model} holds one set of weights; choose averaged ones when you freeze: --ema")
             self.model = FrozenModel(model, self.device)
         else:
-            self.model = load_model(model, ema=ema).to(self.device).eval()
+            self.model = load_model(model, ema=ema, head=head).to(self.device).eval()
         # A CPU is busy with a thousand atoms; a GPU needs more of them to be so.
         self.batch_atoms = batch_atoms or (16384 if self.device.type == "cuda" else 1024)
 

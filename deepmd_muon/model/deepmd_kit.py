@@ -21,7 +21,8 @@ from deepmd_muon.model.translation import PLAIN, Translation
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import annotations_of
 
-PREFIX = "model.Default."
+SINGLE = "Default"  # the one branch of a model that is not multi-task
+PREFIX = f"model.{SINGLE}."
 UNKNOWN_DISTANCE = -1.0  # deepmd-kit's min_nbor_dist of a model that never saw its data's
 _PARTS = {"descriptor": DESCRIPTORS, "fitting_net": FITTING_NETS}
 
@@ -117,8 +118,48 @@ def to_deepmd_kit(
     return state
 
 
-def from_deepmd_kit(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def branches_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
+    """Return the branches of a multi-task checkpoint, names before aliases, and the name each stands for.
+
+    Empty for a checkpoint of a single model.
+    """
+    branches = state_dict.get("_extra_state", {}).get("model_params", {}).get("model_dict", {})
+    aliases = {alias: name for name, section in branches.items() for alias in section.get("model_branch_alias") or ()}
+    return {**{name: name for name in branches}, **aliases}
+
+
+def _branch(state_dict: Mapping[str, Any], wanted: str | None) -> tuple[str, Mapping[str, Any]]:
+    """Return name and model parameters of the branch that is wanted, or of the only one."""
+    params, known = state_dict["_extra_state"]["model_params"], branches_of(state_dict)
+    if not known:
+        if wanted not in (None, SINGLE):
+            raise CheckpointError(f"the checkpoint has no branch {wanted!r}: it holds a single model")
+        return SINGLE, params
+    names = ", ".join(params["model_dict"])
+    if wanted is None:
+        raise CheckpointError(f"the checkpoint holds several models: name one of its branches ({names})")
+    if wanted not in known:
+        raise CheckpointError(f"the checkpoint has no branch {wanted!r}; its branches are {names}")
+    section = params["model_dict"][known[wanted]]
+    return known[wanted], {key: x for key, x in section.items() if key not in ("model_branch_alias", "finetune_head")}
+
+
+def branch_prefix(state_dict: Mapping[str, Any], branch: str | None = None) -> str:
+    """Return what the names of a branch begin with; see `from_deepmd_kit` for the arguments and what is raised."""
+    return f"model.{_branch(state_dict, branch)[0]}."
+
+
+def from_deepmd_kit(
+    state_dict: Mapping[str, Any], branch: str | None = None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Read the `"model"` entry of a deepmd-kit checkpoint.
+
+    Parameters
+    ----------
+    state_dict
+        The entry.
+    branch
+        Name or alias of the branch to take from a multi-task checkpoint.
 
     Returns
     -------
@@ -128,13 +169,15 @@ def from_deepmd_kit(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict
     Raises
     ------
     CheckpointError
-        When the model is of a kind that we do not have; the message names what stands in the way.
+        When the model is of a kind that we do not have, or there is no such branch; the message names what stands in
+        the way.
     """
     if "_extra_state" not in state_dict:
         raise CheckpointError(
             "the state dict has no '_extra_state': it is no checkpoint of deepmd-kit's PyTorch backend"
         )
-    params = state_dict["_extra_state"]["model_params"]
+    name, params = _branch(state_dict, branch)
+    prefix = f"model.{name}."
     problems = list(_foreign(params))
     if problems:
         raise CheckpointError("the checkpoint's model cannot be built here: " + "; ".join(problems))
@@ -144,12 +187,15 @@ def from_deepmd_kit(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict
         raise CheckpointError(f"the checkpoint's model cannot be built here: {error}") from error
     translations = _translations(settings)
     own: dict[str, torch.Tensor] = {}
+    others = tuple(f"model.{other}." for other in set(branches_of(state_dict).values()) - {name})
     for name, value in state_dict.items():
-        if name == "_extra_state" or "._networks." in name or name == f"{PREFIX}min_nbor_dist":
+        if name == "_extra_state" or "._networks." in name or name == f"{prefix}min_nbor_dist":
             continue
-        if not name.startswith(PREFIX):
-            raise CheckpointError(f"the checkpoint holds {name!r}; names must begin with {PREFIX!r}")
-        short = name[len(PREFIX) :]
+        if name.startswith(others):
+            continue
+        if not name.startswith(prefix):
+            raise CheckpointError(f"the checkpoint holds {name!r}; names must begin with {prefix!r}")
+        short = name[len(prefix) :]
         _, part, below = short.split(".", 2) if short.count(".") > 1 else ("", "", "")
         if part in translations and translations[part].is_empty(below):
             if value.numel():
@@ -157,15 +203,13 @@ def from_deepmd_kit(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict
             continue
         own[short] = value
     for part, translation in translations.items():
-        prefix = f"atomic_model.{part}."
-        translation.check({name[len(prefix) :]: value for name, value in own.items() if name.startswith(prefix)})
+        below = f"atomic_model.{part}."
+        translation.check({name[len(below) :]: value for name, value in own.items() if name.startswith(below)})
     return thaw(settings), own
 
 
 def _foreign(params: Mapping[str, Any]) -> list[str]:
     """Say what in deepmd-kit's model parameters has no counterpart here."""
-    if "model_dict" in params:
-        return [f"it has several branches ({', '.join(params['model_dict'])})"]
     problems = [f"{key} is {params[key]!r}" for key in ("lora", "hessian_mode") if params.get(key)]
     problems += _refused(ModelSettings, params, "")
     if params.get("type", "standard") != "standard":

@@ -360,7 +360,7 @@ def test_a_taken_name_is_refused():
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda p: p.update(model_dict={"a": {}, "b": {}}), r"several branches \(a, b\)"),
+        (lambda p: p.update(model_dict={"a": {}, "b": {}}), r"several models.*\(a, b\)"),
         (lambda p: p["descriptor"].update(type="se_t"), "descriptor's type is 'se_t'"),
         (lambda p: p["fitting_net"].update(type="dipole"), "fitting net's type is 'dipole'"),
         (lambda p: p["fitting_net"].update(numb_aparam=2), "numb_aparam: must be 0; found 2"),
