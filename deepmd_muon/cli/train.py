@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
 
 HELP = "train a model as an input file says"
@@ -23,15 +24,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="continue the run that wrote this checkpoint, step and state included; auto (or latest) takes the newest "
         "of training.save_ckpt, and starts afresh when there is none",
     )
-    source.add_argument("-t", "--finetune", metavar="MODEL", action=DeepmdKitOption, help="finetune a pretrained model")
+    source.add_argument(
+        "-t",
+        "--finetune",
+        metavar="CKPT",
+        help="start from the weights of this checkpoint, at step 0, with the energy bias fitted to the training data",
+    )
     source.add_argument(
         "-f", "--init-frz-model", metavar="MODEL", action=DeepmdKitOption, help="start from a frozen model"
     )
-    parser.add_argument("--model-branch", metavar="NAME", action=DeepmdKitOption, help="branch of a multi-task model")
+    parser.add_argument(
+        "--model-branch",
+        metavar="NAME",
+        help="branch of a multi-task checkpoint (with --finetune or --init-model); without it, or with RANDOM, "
+        "--finetune takes the descriptor of the first branch and starts the fitting net anew",
+    )
     parser.add_argument(
         "--use-pretrain-script",
         action="store_true",
-        help="take the model section from the checkpoint instead of INPUT (with --init-model or --restart)",
+        help="take the model section from the checkpoint instead of INPUT; with --finetune, descriptor and fitting net",
     )
     parser.add_argument(
         "-o", "--output", default="out.json", metavar="FILE", help="where the normalised input goes [%(default)s]"
@@ -61,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.train import run as run_training
     from deepmd_muon.train.start import AUTOMATIC
 
+    if options.model_branch and not (options.finetune or options.init_model):
+        raise CommandError("--model-branch names a branch of the checkpoint of --finetune or --init-model; give one")
     restart = options.restart
     if restart and restart not in AUTOMATIC:
         restart = str(checkpoint_path(restart))
@@ -69,6 +82,8 @@ def run(options: argparse.Namespace) -> int:
         output=options.output,
         restart=restart,
         init_model=options.init_model and str(checkpoint_path(options.init_model)),
+        finetune=options.finetune and str(checkpoint_path(options.finetune)),
+        model_branch=options.model_branch,
         skip_neighbor_stat=options.skip_neighbor_stat,
         force_load=options.force_load,
         use_pretrain_script=options.use_pretrain_script,

@@ -8,6 +8,17 @@ import torch
 
 from deepmd_muon.model.networks import Layer, SeedPath
 
+# Name of the matrix below a `TypeEmbedding`; its rows are types.
+TABLE = "embedding.embedding_net.layers.0.matrix"
+
+
+def identity(matrix: torch.Tensor) -> torch.Tensor:
+    """Return what the residual connection adds to the matrix `(ntypes, width)`: one identity, two, or zeros."""
+    ntypes, width = matrix.shape
+    copies = width // ntypes if width in (ntypes, 2 * ntypes) else 0
+    one = torch.eye(ntypes, dtype=matrix.dtype, device=matrix.device)
+    return torch.cat([one] * copies, dim=1) if copies else torch.zeros_like(matrix)
+
 
 class TypeEmbedding(torch.nn.Module):
     """One linear layer on one-hot types, under deepmd-kit's name `embedding.embedding_net.layers.0`.
@@ -40,10 +51,8 @@ class TypeEmbedding(torch.nn.Module):
         """Return the vectors of all types `(ntypes, width)`."""
         layer = self._layer[0]
         table: torch.Tensor = layer.matrix if layer.bias is None else layer.matrix + layer.bias
-        copies = self.width // self.ntypes if self.width in (self.ntypes, 2 * self.ntypes) else 0
-        if copies:
-            one = torch.eye(self.ntypes, dtype=table.dtype, device=table.device)
-            table = table + torch.cat([one] * copies, dim=1)
+        if self.width in (self.ntypes, 2 * self.ntypes):
+            table = table + identity(layer.matrix)
         return table
 
 

@@ -5,32 +5,33 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import re
-from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import get_args
 
 from deepmd_muon.argcheck import Input, dump, load, normalize
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.files import make_folder_of
 from deepmd_muon.model import EnergyModel, build_model
+from deepmd_muon.model.checkpoint_directory import is_directory
 from deepmd_muon.model.checkpoint_file import understood
-from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, from_deepmd_kit
+from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.model.settings import model_settings
-from deepmd_muon.train.checkpoint.changes import check_model_section
 from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, remove_leftovers
-from deepmd_muon.train.checkpoint.reading import read
+from deepmd_muon.train.checkpoint.type_map import moved_content
 from deepmd_muon.train.endings import Moment, explained
+from deepmd_muon.train.energy_bias import fit_energy_bias
 from deepmd_muon.train.errors import CheckpointError, TrainingError
 from deepmd_muon.train.parallel import Ranks, joined
 from deepmd_muon.train.report import set_up_logging
 from deepmd_muon.train.report.tensorboard import require_tensorboard
 from deepmd_muon.train.setup import (
     CACHE_BYTES,
+    Data,
     check_same_data,
     check_sel,
+    fixed_energies,
     make_loaders,
     new_seed,
     open_training_systems,
@@ -38,6 +39,7 @@ from deepmd_muon.train.setup import (
     set_model_statistics,
     with_descriptor,
 )
+from deepmd_muon.train.source import Source, Way
 from deepmd_muon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -46,42 +48,14 @@ log = logging.getLogger(__name__)
 AUTOMATIC = ("auto", "latest")
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """The checkpoint a run starts from, taken apart.
-
-    Attributes
-    ----------
-    path
-        The file.
-    content
-        Everything in it.
-    model_section
-        Section `model` of the input it was trained with.
-    weights
-        The model's state, under our names.
-    """
-
-    path: Path
-    content: Mapping[str, Any]
-    model_section: Mapping[str, Any]
-    weights: Mapping[str, torch.Tensor]
-
-    @classmethod
-    def read(cls, path: str, leave: Collection[str] = ()) -> Source:
-        """Read a checkpoint of ours or of deepmd-kit; `leave` as in `read_checkpoint`."""
-        content = read(path, leave)
-        with understood(path):
-            section, weights = from_deepmd_kit(content["model"])
-        return cls(Path(path), content, section, weights)
-
-
 def run(
     input_path: str,
     *,
     output: str = "out.json",
     restart: str | None = None,
     init_model: str | None = None,
+    finetune: str | None = None,
+    model_branch: str | None = None,
     skip_neighbor_stat: bool = False,
     force_load: bool = False,
     use_pretrain_script: bool = False,
@@ -101,12 +75,16 @@ def run(
         `training/save_ckpt`; without one the run starts afresh.
     init_model
         Checkpoint to take the weights of; the run begins at step 0.
+    finetune
+        The same, and the energy bias is fitted to the training data first.
+    model_branch
+        Branch of a multi-task checkpoint to take with `init_model` or `finetune`; see `Source.read`.
     skip_neighbor_stat
         Believe `sel` without counting neighbours.
     force_load
         Load what fits of the checkpoint and start the other parameters anew.
     use_pretrain_script
-        Take section `model` from the checkpoint of `init_model`.
+        Take section `model` from the checkpoint; with `finetune`, its descriptor and fitting net.
     log_level, log_path
         See `set_up_logging`.
 
@@ -124,6 +102,9 @@ def run(
 
     Notes
     -----
+    Where the checkpoint has another `type_map`, rows of known types move, in the optimizer's state too, and new types
+    start anew; descriptors that have networks for types, as se_e2_a, refuse it.
+
     Under torchrun or srun all processes train one model together, as `training/zero_stage` says.
     """
     given = load(input_path)
@@ -136,22 +117,41 @@ def run(
         ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training))
         if restart in AUTOMATIC:
             restart = ranks.from_first("looking for a checkpoint", lambda: _newest(given.settings.training.save_ckpt))
-        found = restart or init_model
-        # Of a directory, several ranks read optimizer state and average later, each its part.
-        leave = ("optimizer", "ema") if init_model or ranks.size > 1 else ()
-        source = Source.read(found, leave) if found else None
+        source = _read_source(ranks, restart=restart, init_model=init_model, finetune=finetune, branch=model_branch)
         if ranks.first:  # the others learn of an error as of any that ends a rank
             for notice in given.notices:
                 log.warning("%s", notice)
             _check_reports(given, output)
         given = _complete_input(given, source, use_pretrain_script=use_pretrain_script)
         trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
-        if restart and source:
-            with understood(source.path):
-                trainer.restart(source.content, source.path)
+        if source and source.way == "restart":
+            _restart(trainer, source, ranks)
         else:
             ranks.from_first("keeping the files of an earlier run", lambda: keep_earlier(training))
         return trainer.run()
+
+
+def _read_source(ranks: Ranks, *, branch: str | None, **named: str | None) -> Source | None:
+    """Read the checkpoint that the run starts from, by the way it is named; None for a run that starts afresh."""
+    for way in get_args(Way):
+        if path := named[way]:
+            # Of a directory, several ranks read optimizer state and average later, each its part.
+            leave = ("optimizer", "ema") if way != "restart" or ranks.size > 1 else ()
+            return Source.read(path, way, branch, leave)
+    return None
+
+
+def _restart(trainer: Trainer, source: Source, ranks: Ranks) -> None:
+    """Continue the run of a checkpoint, with the rows of its types where this input has them."""
+    move = source.move_to(trainer.model.type_map)
+    if move and ranks.size > 1 and is_directory(source.path):
+        raise CheckpointError(
+            f"type_map is not that of {source.path}, a directory whose state several processes cannot rearrange: "
+            "continue from a file, or start on one process"
+        )
+    with understood(source.path):
+        content = moved_content(source.content, trainer.model, trainer.optimizer, move) if move else source.content
+        trainer.restart(content, source.path)
 
 
 def _newest(save_ckpt: str) -> str | None:
@@ -179,9 +179,8 @@ def _check_reports(given: Input, output: str) -> None:
 def _complete_input(given: Input, source: Source | None, *, use_pretrain_script: bool) -> Input:
     """Take the model section of a checkpoint if asked to, and refuse a `stat_file` that cannot be written."""
     if source and use_pretrain_script:
-        given = dataclasses.replace(
-            normalize({**given.normalized, "model": dict(source.model_section)}), notices=given.notices
-        )
+        section = source.script(given.normalized["model"])
+        given = dataclasses.replace(normalize({**given.normalized, "model": section}), notices=given.notices)
     if given.settings.training.stat_file:
         StatFile(given.settings.training.stat_file)  # refuses a folder before the long work begins
     return given
@@ -199,7 +198,7 @@ def _prepare(
         log.info("sel of model/descriptor becomes %s, as in %s", list(saved.neighbors().sel), source.path)
     given, statistics = ranks.from_first("counting neighbours", lambda: resolve_sel(given, train, count=count))
     if source:
-        check_model_section(model_settings(source.model_section), given.settings.model, source.path, insist=force_load)
+        source.check(given.settings.model, given.normalized["model"], insist=force_load)
     if ranks.first:
         dump(given.normalized, output)
 
@@ -218,57 +217,31 @@ def _prepare(
     seed = given.settings.training.seed
     seed = ranks.from_first("drawing a seed", new_seed) if seed is None else seed
     data = make_loaders(train, valid, given.settings.training, cache, seed, ranks)
-    if source is None or force_load:
+    move = source.move_to(model.type_map) if source else None
+    if source is None or force_load or source.new_fitting or (move and move.new):
         section, training = given.normalized["model"], given.settings.training
         ranks.from_first("computing statistics", lambda: set_model_statistics(model, data, section, training))
     if source is not None:
-        load_weights(model, source, force=force_load)
+        source.load_into(model, force=force_load)
     shortest = statistics.min_distance if statistics else UNKNOWN_DISTANCE
     model = model.to(ranks.device)
+    if source is not None:
+        ranks.from_first("fitting the energy bias", lambda: _settle_energy_bias(model, source, data, given))
     ranks.copy_from_first(model)
     return Trainer(given, model, data, shortest, ranks)
 
 
-def load_weights(model: EnergyModel, source: Source, *, force: bool) -> None:
-    """Load a checkpoint's weights and statistics into the model.
-
-    Parameters
-    ----------
-    model
-        The model of the present input.
-    source
-        The checkpoint.
-    force
-        Take what fits and say what does not, instead of stopping.
-
-    Raises
-    ------
-    CheckpointError
-        Listing every tensor that is missing, unknown or of another shape.
-    """
-    present = model.state_dict()
-    problems = [f"{name}: not in the checkpoint" for name in present if name not in source.weights]
-    problems += [f"{name}: not in the model of this input" for name in source.weights if name not in present]
-    problems += [
-        f"{name}: shape {tuple(tensor.shape)} in the checkpoint, {tuple(present[name].shape)} here"
-        for name, tensor in source.weights.items()
-        if name in present and tensor.shape != present[name].shape
-    ]
-    if problems and not force:
-        saved = model_settings(source.model_section).descriptor.neighbors().sel
-        if saved != model.sel:
-            problems.insert(0, f"model/descriptor/sel: {list(saved)} in the checkpoint, {list(model.sel)} here")
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        raise CheckpointError(
-            f"the weights of {source.path} do not fit the model of this input:\n{listed}\n"
-            "Use the model section the checkpoint was trained with (--use-pretrain-script), "
-            "or --force-load to take what fits."
-        )
-    for problem in problems:
-        log.warning("--force-load: %s", problem)
-    fitting = {
-        name: tensor
-        for name, tensor in source.weights.items()
-        if name in present and tensor.shape == present[name].shape
-    }
-    model.load_state_dict(fitting, strict=False)
+def _settle_energy_bias(model: EnergyModel, source: Source, data: Data, given: Input) -> None:
+    """Fit the energy bias to the training data: of all types when fine-tuning, else of those new to the checkpoint."""
+    move = source.move_to(model.type_map)
+    new = move.new if move else ()
+    if source.new_fitting or not (new or source.way == "finetune"):
+        return
+    settings = given.settings.model
+    fitting = given.normalized["model"]["fitting_net"]
+    given_energies = fixed_energies(fitting.get("atom_ener"), model.ntypes)
+    keep = {name for name in model.type_map if name not in new} if source.way != "finetune" else set()
+    if given_energies is not None:
+        keep |= {name for name, value in zip(model.type_map, given_energies, strict=True) if not math.isnan(value)}
+    batches = data.training.sample_batches(settings.data_stat_nbatch)
+    fit_energy_bias(model, batches, keep=keep, rcond=fitting.get("rcond"))

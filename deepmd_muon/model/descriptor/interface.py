@@ -7,8 +7,8 @@ how "auto" resolves), `module.py` (a `Descriptor`, built from these settings) an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -86,6 +86,19 @@ class Interpolated(Protocol):
 
     def pieces_for(self, structures: Structures, edges: torch.Tensor) -> int:
         """Return how many pieces the present weights need on such a batch; 0 where interpolation is too coarse."""
+
+
+@runtime_checkable
+class TypeIndexed(Protocol):
+    """What a descriptor or fitting net offers besides when it can be given another type map.
+
+    Attributes
+    ----------
+    type_axes
+        Names of its parameters and buffers that have a row for each type, and the axis of these rows.
+    """
+
+    type_axes: ClassVar[Mapping[str, int]]
 
 
 def describe_by_autograd(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from deepmd_muon.model.descriptor.environment import Environment, environment
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
 from deepmd_muon.model.networks import Copies, LayerTensors, Network, NetworkCollection, SeedPath, dtype_of
 from deepmd_muon.model.structures import Structures
-from deepmd_muon.model.type_embedding import TypeEmbedding, rows_of
+from deepmd_muon.model.type_embedding import TABLE, TypeEmbedding, rows_of
 
 
 class Neighborhood(NamedTuple):
@@ -91,6 +91,7 @@ class DPA1(torch.nn.Module):
     """
 
     needs_statistics = True
+    type_axes: ClassVar[Mapping[str, int]] = {"se_atten.mean": 0, "se_atten.stddev": 0, f"type_embedding.{TABLE}": 0}
 
     def __init__(
         self,

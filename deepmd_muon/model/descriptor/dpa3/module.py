@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -14,7 +15,7 @@ from deepmd_muon.model.descriptor.environment import Environment, environment
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
 from deepmd_muon.model.networks import Layer, SeedPath, dtype_of
 from deepmd_muon.model.structures import Structures
-from deepmd_muon.model.type_embedding import TypeEmbedding
+from deepmd_muon.model.type_embedding import TABLE, TypeEmbedding
 
 
 class Repflows(torch.nn.Module):
@@ -52,6 +53,8 @@ class DPA3(torch.nn.Module):
     seed
         Used when the settings have no seed of their own.
     """
+
+    type_axes: ClassVar[Mapping[str, int]] = {"repflows.mean": 0, "repflows.stddev": 0, f"type_embedding.{TABLE}": 0}
 
     def __init__(
         self, settings: DPA3Settings, type_map: Sequence[str], seed: int | Sequence[int] | None = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -122,6 +122,7 @@ class EnergyFitting(torch.nn.Module):
         When `atom_ener` does not fit `type_map`.
     """
 
+    type_axes: ClassVar[Mapping[str, int]] = {"bias_atom_e": 0}
     bias_atom_e: torch.Tensor
     case_embd: torch.Tensor | None
 

@@ -1,0 +1,63 @@
+"""`dp change-bias`: fit the energy bias of a trained model to other data, or set it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from deepmd_muon.cli.errors import CommandError
+from deepmd_muon.cli.handover import HandOver
+from deepmd_muon.cli.systems import listed_systems
+
+HELP = "change the energy that a trained model adds to each atom by its type"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options; names and meaning are deepmd-kit's."""
+    parser.add_argument("INPUT", help="checkpoint, ours or deepmd-kit's")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("-s", "--system", default=".", help="system, or a folder or HDF5 file of systems [%(default)s]")
+    source.add_argument("-f", "--datafile", metavar="LIST", help="text file with one system a line")
+    source.add_argument(
+        "-b", "--bias-value", type=float, nargs="+", metavar="ENERGY", help="energies [eV], one for each type"
+    )
+    parser.add_argument(
+        "-n", "--numb-batch", type=int, default=0, metavar="N", help="most frames of each system; 0 takes all [0]"
+    )
+    parser.add_argument(
+        "-m",
+        "--mode",
+        choices=("change", "set"),
+        default="change",
+        help="change: add what explains the model's errors best; set: what explains the energies best [%(default)s]",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="changed checkpoint [INPUT with _updated before .pt]")
+    parser.add_argument("--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Change the bias."""
+    if Path(options.INPUT).suffix in (".pth", ".pb", ".pt2", ".dp"):
+        raise HandOver(f"change-bias for the model format {Path(options.INPUT).suffix}")
+    if options.numb_batch < 0:
+        raise CommandError(f"-n must be 0 (all frames) or a number of frames; found {options.numb_batch}")
+    from deepmd_muon.model.checkpoint_file import checkpoint_path
+    from deepmd_muon.train.energy_bias import change_bias
+    from deepmd_muon.train.report import set_up_logging
+
+    set_up_logging(options.log_level, options.log_path)
+    source = checkpoint_path(options.INPUT)
+    output = Path(options.output) if options.output else source.with_name(f"{source.stem}_updated.pt")
+    if output.suffix != ".pt":
+        raise CommandError(f"-o must end in .pt; found {output}")
+    systems = listed_systems(options.datafile) if options.datafile else [options.system]
+    change_bias(
+        source,
+        output,
+        branch=options.model_branch,
+        values=options.bias_value,
+        systems=systems,
+        mode=options.mode,
+        frames=options.numb_batch,
+    )
+    return 0

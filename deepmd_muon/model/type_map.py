@@ -1,0 +1,126 @@
+"""Another type map for a trained model: rows of known types move, those of new types stay as a fresh model has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepmd_muon.model.descriptor.interface import TypeIndexed
+from deepmd_muon.model.energy_model import EnergyModel
+from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.type_embedding import TABLE, identity
+
+
+@dataclasses.dataclass(frozen=True)
+class TypeMove:
+    """Where the types of a saved model are among those of the present one.
+
+    Attributes
+    ----------
+    saved, present
+        The type maps.
+    """
+
+    saved: tuple[str, ...]
+    present: tuple[str, ...]
+
+    @property
+    def new(self) -> tuple[str, ...]:
+        """Present types that the saved model does not have."""
+        return tuple(name for name in self.present if name not in self.saved)
+
+    def rows(self, saved: torch.Tensor, fresh: torch.Tensor, axis: int) -> torch.Tensor:
+        """Return `fresh` with the rows of known types from `saved`.
+
+        Parameters
+        ----------
+        saved, fresh
+            Tensors that differ in their length along `axis`, which counts the types of the type maps.
+        axis
+            That axis.
+        """
+        known = [index for index, name in enumerate(self.present) if name in self.saved]
+        sources = [self.saved.index(self.present[index]) for index in known]
+        out = fresh.clone()
+        out.index_copy_(axis, torch.tensor(known), saved.to(out).index_select(axis, torch.tensor(sources)))
+        return out
+
+    def section(self, saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved section `model` for the present types; what new types need is the present section's."""
+        fitting = dict(saved["fitting_net"])
+        if known := fitting.get("atom_ener"):
+            given = present["fitting_net"].get("atom_ener") or [None] * len(self.present)
+            energies = dict(zip(self.present, given, strict=True)) | dict(zip(self.saved, known, strict=True))
+            fitting["atom_ener"] = [energies[name] for name in self.present]
+        return {**saved, "type_map": list(self.present), "fitting_net": fitting}
+
+    def describe(self) -> str:
+        """Say in one phrase what becomes of the types."""
+        dropped = [name for name in self.saved if name not in self.present]
+        parts = [f"rows of {_some([name for name in self.present if name in self.saved])} move"]
+        parts += [f"those of {_some(self.new)} start fresh"] if self.new else []
+        parts += [f"those of {_some(dropped)} are dropped"] if dropped else []
+        return ", ".join(parts)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])} and {len(names) - 5} more types"
+
+
+def type_axes(model: EnergyModel) -> dict[str, int]:
+    """Return the tensors that have a row for each type, by name, and the axis of these rows.
+
+    Raises
+    ------
+    ModelError
+        When networks belong to types, as those of se_e2_a do, so that no rows can move.
+    """
+    parts = {"descriptor": model.atomic_model.descriptor, "fitting_net": model.atomic_model.fitting_net}
+    axes = {"atomic_model.out_bias": 1, "atomic_model.out_std": 1}
+    for name, part in parts.items():
+        if not isinstance(part, TypeIndexed) or not model.settings.descriptor.one_fitting_net:
+            kind = model.settings.descriptor.type
+            raise ModelError(
+                f"the type map of a model with the descriptor {kind!r} cannot change: its networks belong to types; "
+                "keep the type map of the checkpoint (types that the data lack do no harm)"
+            )
+        axes |= {f"atomic_model.{name}.{tensor}": axis for tensor, axis in part.type_axes.items()}
+    return axes
+
+
+def move_weights(model: EnergyModel, saved: Mapping[str, torch.Tensor], move: TypeMove) -> dict[str, torch.Tensor]:
+    """Return saved weights in the shapes of a model with another type map.
+
+    Parameters
+    ----------
+    model
+        The present model; its weights and statistics are those of new types.
+    saved
+        State dict under our names.
+    move
+        Between the two type maps.
+
+    Raises
+    ------
+    ModelError
+        See `type_axes`.
+    """
+    fresh, moved = model.state_dict(), dict(saved)
+    for name, axis in type_axes(model).items():
+        if name not in saved or not _differ_in(axis, old := saved[name], new := fresh[name]):
+            continue
+        if name.endswith(TABLE):  # what a type's vector is includes the identity that some widths add
+            rows = move.rows(old + identity(old), new + identity(new), axis)
+            moved[name] = rows - identity(rows)
+        else:
+            moved[name] = move.rows(old, new, axis)
+    return moved
+
+
+def _differ_in(axis: int, old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether two shapes agree but for one axis; what does not is told when the weights are loaded."""
+    shapes = [[*x.shape[:axis], *x.shape[axis + 1 :]] for x in (old, new)]
+    return shapes[0] == shapes[1]
