@@ -21,14 +21,31 @@ class Place:
     ----------
     rank, local, size
         Its number, its number on this machine, and how many there are.
-    meeting
-        URL at which they find each other, as `torch.distributed` takes it.
+    host, port
+        Where they find each other.
+    srun
+        Whether srun alone says all this; it may show each process its own GPU only.
+    agent
+        Whether torchrun keeps the store at which they meet; otherwise rank 0 does.
     """
 
     rank: int
     local: int
     size: int
-    meeting: str
+    host: str
+    port: int
+    srun: bool = False
+    agent: bool = False
+
+    @property
+    def hosts(self) -> bool:
+        """Whether this process keeps the store."""
+        return self.rank == 0 and not self.agent
+
+    @property
+    def meeting(self) -> str:
+        """Where they find each other, for messages."""
+        return f"{self.host}:{self.port} (MASTER_ADDR and MASTER_PORT)"
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -41,20 +58,27 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     Raises
     ------
     TrainingError
-        When a variable is missing or no number.
+        When a variable is missing, no number or out of range.
     """
     if "WORLD_SIZE" in environment:
         if _number(environment, "WORLD_SIZE") == 1:
             return None
         _require(environment, _TORCHRUN, "start with torchrun")
         rank, local, size = (_number(environment, name) for name in _TORCHRUN[:3])
-        return Place(rank, local, size, "env://")
+        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return _checked(Place(rank, local, size, environment["MASTER_ADDR"], _port(environment), agent=agent))
     if not _is_task(environment) or _number(environment, "SLURM_NTASKS") == 1:
         return None
     _require(environment, _SRUN, "start with srun or torchrun")
     rank, local, size = (_number(environment, name) for name in _SRUN)
-    address, port = _slurm_address(environment), _slurm_port(environment)
-    return Place(rank, local, size, f"tcp://{address}:{port}")
+    return _checked(Place(rank, local, size, _slurm_address(environment), _slurm_port(environment), srun=True))
+
+
+def _checked(place: Place) -> Place:
+    """Refuse a number that no process of the run can have."""
+    if not 0 <= place.rank < place.size:
+        raise TrainingError(f"rank {place.rank} is not one of {place.size} processes, which are 0 to {place.size - 1}")
+    return place
 
 
 def _is_task(environment: Mapping[str, str]) -> bool:
@@ -75,7 +99,7 @@ def _slurm_address(environment: Mapping[str, str]) -> str:
 
 def _slurm_port(environment: Mapping[str, str]) -> int:
     if "MASTER_PORT" in environment:
-        return _number(environment, "MASTER_PORT")
+        return _port(environment)
     if "SLURM_JOB_ID" not in environment:
         raise TrainingError("srun has set no SLURM_JOB_ID: set MASTER_PORT to a free port of the first node")
     # Steps of one job that run beside each other on one node must not meet.
@@ -95,6 +119,13 @@ def _require(environment: Mapping[str, str], names: tuple[str, ...], advice: str
     if missing:
         size = environment.get("WORLD_SIZE") or environment.get("SLURM_NTASKS")
         raise TrainingError(f"there are {size} processes, but {', '.join(missing)} is not set; {advice}")
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    port = _number(environment, "MASTER_PORT")
+    if not 0 < port < 1 << 16:
+        raise TrainingError(f"MASTER_PORT must be from 1 to 65535; found {port}")
+    return port
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import PrefixStore
 
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.launch import Place, find_place
+from deepmd_muon.train.meeting import ANSWER, Meeting, describe
+from deepmd_muon.train.orphan import ended_with_launcher
 from deepmd_muon.train.watch import WAITING, Watch, end_process, is_lost_connection, reason
 
 if TYPE_CHECKING:
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
 
 #: A rank that has not answered for this long is given up, and the run ends.
 TIMEOUT = datetime.timedelta(seconds=60)
-# Processes of a large job may start this far apart.
-_MEETING_TIMEOUT = datetime.timedelta(minutes=5)
-# How long ranks that cannot begin wait to hear whether rank 0 has told why.
-_TELLING_TIMEOUT = datetime.timedelta(seconds=20)
 # Ten times as long as a thread may keep the interpreter's lock from another [s].
 _HANDOVER = 0.05
 # Exchanges that gloo's threads shall not be the last to let go of.
@@ -164,21 +161,20 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
     Raises
     ------
     TrainingError
-        When the environment is incomplete, there are fewer GPUs than processes on this machine, or another rank is
-        lost; then it says what is known of that rank.
+        When the environment is incomplete, there are fewer GPUs than processes on this machine, or another rank
+        cannot begin or is lost; then it says what is known of that rank.
     """
     place = find_place()
     if place is None:
         yield Ranks(training_device())
         return
-    device = _device_of(place)
+    device, meeting = _begin(place)
     on_gpu = device.type == "cuda"
     timeout = datetime.timedelta(seconds=seconds)
-    store = _meet(place, _MEETING_TIMEOUT)
-    # Whoever cannot begin (`first_tells`) learns at once that this rank can.
-    store.set(f"told{place.rank}", "")
-    notes = PrefixStore("watch", store)
-    watch = Watch(notes, place.rank, place.size, seconds, end_process, errors_come=not on_gpu)
+    watch = Watch(
+        *(PrefixStore("watch", meeting.store), place.rank, place.size, seconds, end_process),
+        errors_come=not on_gpu,
+    )
     # NCCL's own watch ends a process without a word; ours should come first.
     patience = timeout + datetime.timedelta(seconds=15) if on_gpu else timeout
     finished = False
@@ -186,12 +182,13 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
         with watch.waiting():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-                store=PrefixStore("ranks", store),
+                store=PrefixStore("ranks", meeting.store),
                 rank=place.rank,
                 world_size=place.size,
                 timeout=patience,
             )
-        yield Ranks(device, place.rank, place.size, patience, watch)
+        with ended_with_launcher(place, meeting.store, seconds):
+            yield Ranks(device, place.rank, place.size, patience, watch)
         finished = True
         watch.close()
         _take_leave()  # rank 0 keeps the notes: nobody needs them when it goes
@@ -208,12 +205,28 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
             time.sleep(_HANDOVER)  # see `_take_leave`, for what was exchanged before
 
 
+def _begin(place: Place) -> tuple[torch.device, Meeting]:
+    """Choose this process's device and meet the others, all of whom learn when one of them cannot begin."""
+    failure: TrainingError | None = None
+    device = torch.device("cpu")
+    try:
+        device = _device_of(place)
+    except TrainingError as error:
+        failure = error
+    meeting = Meeting(place)
+    problems = meeting.report(str(failure or ""))
+    if problems:
+        meeting.linger(ANSWER)
+        raise failure or TrainingError(describe(problems))
+    return device, meeting
+
+
 @contextlib.contextmanager
 def first_tells(message: str) -> Iterator[bool]:
-    """Say whether this process is to tell, in a `with` block, an error that has come before the ranks have `joined`.
+    """Say whether this process is to print, in a `with` block, an error that has come before the ranks have `joined`.
 
-    What several ranks have found alike is told by rank 0 alone, at once. The others wait until it has, and tell what it
-    has not; all do so when they do not hear of each other in time.
+    What several ranks have found alike is printed by rank 0 alone, at once. The others wait until it has reported, and
+    print what it has not; all do so when they do not hear of each other in time. Ranks that can begin learn of it.
     """
     try:
         place = find_place()
@@ -222,19 +235,17 @@ def first_tells(message: str) -> Iterator[bool]:
     if place is None:
         yield True
         return
-    told = ""
+    first = ""
     if place.rank == 0:
         yield True
     with contextlib.suppress(TrainingError, RuntimeError):
-        store = _meet(place, _TELLING_TIMEOUT)
-        store.set_timeout(_TELLING_TIMEOUT)
+        meeting = Meeting(place, ANSWER)
+        meeting.report(message)
         if place.rank:
-            told = store.get("told0").decode()
-        store.set(f"told{place.rank}", message)
-        if place.rank == 0:  # it keeps the store
-            store.wait([f"told{rank}" for rank in range(place.size)])
+            first = meeting.problem_of(0, ANSWER)
+        meeting.linger(ANSWER)
     if place.rank:
-        yield told != message
+        yield first != message
 
 
 def _take_leave() -> None:
@@ -249,26 +260,12 @@ def _take_leave() -> None:
     _HELD.append(farewell)
 
 
-def _meet(place: Place, timeout: datetime.timedelta) -> Store:
-    """Return the store through which the processes reach each other, once all have come."""
-    try:
-        store, _, _ = next(rendezvous(place.meeting, place.rank, place.size, timeout=timeout))
-    except (dist.DistError, RuntimeError) as error:
-        where = "MASTER_ADDR and MASTER_PORT" if place.meeting == "env://" else place.meeting
-        raise TrainingError(
-            f"rank {place.rank} has not met all {place.size} processes at {where} within "
-            f"{timeout.total_seconds():g} s: {reason(error)}"
-        ) from error
-    assert isinstance(store, Store)
-    return store
-
-
 def _device_of(place: Place) -> torch.device:
     device = training_device()
     if device.type != "cuda":
         return device
     there = torch.cuda.device_count()
-    if there == 1 and place.size > 1 and place.meeting != "env://":
+    if there == 1 and place.size > 1 and place.srun:
         # Slurm may show each task its own GPU alone.
         device = torch.device("cuda", 0)
     elif place.local >= there:

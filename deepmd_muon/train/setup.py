@@ -29,11 +29,23 @@ from deepmd_muon.model import EnergyModel, ModelSettings, Structures
 from deepmd_muon.model.descriptor.settings import DescriptorSettings
 from deepmd_muon.model.statistics import environment_statistics
 from deepmd_muon.section import thaw
+from deepmd_muon.train.checkpoint.changes import changed_settings
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.parallel import Ranks
 
 log = logging.getLogger(__name__)
 
+# Places of files, which may have other names on another machine; data are compared by what they hold.
+_OF_A_MACHINE = frozenset(
+    f"training/{key}"
+    for key in (
+        "training_data/systems",
+        "validation_data/systems",
+        "stat_file",
+        "tensorboard_log_dir",
+        "profiling_file",
+    )
+)
 # Neighbour lists of a training set are kept in memory up to this many bytes.
 CACHE_BYTES = 2 << 30
 
@@ -252,25 +264,32 @@ def _check_statistics(arrays: Mapping[str, np.ndarray], ntypes: int, path: str) 
         raise DataError(f"stat_file {path} is damaged: {'; '.join(problems)}; remove it, or name another")
 
 
-def check_same_data(systems: list[System], ranks: Ranks) -> None:
-    """Compare the training data that the ranks see: folders of one name may hold other files on another machine.
+def check_same_run(given: Input, train: list[System], valid: list[System], ranks: Ranks) -> None:
+    """Compare the inputs and data that the ranks see: files of one name may differ on another machine.
 
     Raises
     ------
     TrainingError
-        On all ranks, naming those whose data differ from rank 0's.
+        On all ranks, naming one that differs from rank 0, and in what.
     """
     if ranks.size == 1:
         return
-    mine = data_fingerprint(systems)
-    with ranks.together("comparing the training data"):
+    mine = (thaw(given.settings), data_fingerprint(train), data_fingerprint(valid))
+    with ranks.together("comparing inputs and data"):
         found = ranks.gather_objects(mine)
-    others = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
-    if others:
-        raise TrainingError(
-            f"the training data of rank {', '.join(map(str, others))} are not those of rank 0: "
-            "see that training/training_data/systems is the same on all machines"
-        )
+    for rank, theirs in enumerate(found):
+        keys = [key for key in changed_settings(found[0][0], theirs[0]) if key not in _OF_A_MACHINE]
+        if keys:
+            raise TrainingError(
+                f"the input of rank {rank} differs from that of rank 0 in {', '.join(keys)}: "
+                "all ranks must read the same input"
+            )
+        for kind, first, other in zip(("training", "validation"), found[0][1:], theirs[1:], strict=True):
+            if first != other:
+                raise TrainingError(
+                    f"the {kind} data of rank {rank} are not those of rank 0: "
+                    f"see that training/{kind}_data/systems is the same on all machines"
+                )
 
 
 def _compute(model: EnergyModel, data: Data, settings: Mapping[str, Any]) -> dict[str, np.ndarray]:

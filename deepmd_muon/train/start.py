@@ -29,7 +29,7 @@ from deepmd_muon.train.report.tensorboard import require_tensorboard
 from deepmd_muon.train.setup import (
     CACHE_BYTES,
     Data,
-    check_same_data,
+    check_same_run,
     check_sel,
     fixed_energies,
     make_loaders,
@@ -191,7 +191,7 @@ def _prepare(
 ) -> Trainer:
     """Open the data, build the model with its statistics or weights, and make the trainer."""
     train, valid = open_training_systems(given.settings.model, given.settings.training)
-    check_same_data(train, ranks)
+    check_same_run(given, train, valid, ranks)
     if source and given.settings.model.descriptor.needs_counts:
         saved = model_settings(source.model_section).descriptor
         given = with_descriptor(given, given.settings.model.descriptor.with_counts_of(saved))

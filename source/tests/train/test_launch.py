@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
+import contextlib
 import socket
+import threading
 import time
 
 import pytest
 import torch.distributed as dist
 
-from deepmd_muon.train import parallel
+from deepmd_muon.train import meeting, parallel
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.launch import Place, find_place, first_node
 
@@ -25,13 +26,16 @@ SRUN = {
 
 
 def test_torchrun():
-    assert find_place(TORCHRUN) == Place(3, 1, 4, "env://")
-    assert find_place({**SRUN, **TORCHRUN, "WORLD_SIZE": "8"}) == Place(3, 1, 8, "env://")
+    assert find_place(TORCHRUN) == Place(3, 1, 4, "a", 1)
+    agent = find_place({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert agent == Place(3, 1, 4, "a", 1, agent=True)
+    assert [Place(0, 0, 2, "a", 1, agent=kept).hosts for kept in (False, True)] == [True, False]
+    assert find_place({**SRUN, **TORCHRUN, "WORLD_SIZE": "8"}) == Place(3, 1, 8, "a", 1)
 
 
 def test_srun_finds_the_first_node_and_a_port_of_the_job():
-    assert find_place(SRUN) == Place(3, 1, 4, f"tcp://gpu07:{15000 + (123456 + 202) % 15000}")
-    assert find_place({**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "77"}) == Place(3, 1, 4, "tcp://head:77")
+    assert find_place(SRUN) == Place(3, 1, 4, "gpu07", 15000 + (123456 + 202) % 15000, srun=True)
+    assert find_place({**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "77"}) == Place(3, 1, 4, "head", 77, srun=True)
     other_step = find_place({**SRUN, "SLURM_STEP_ID": "3"})
     assert other_step.meeting != find_place(SRUN).meeting
 
@@ -57,6 +61,8 @@ def test_a_process_that_is_alone(environment):
     [
         ({"WORLD_SIZE": "2", "RANK": "0"}, "2 processes, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set"),
         ({**TORCHRUN, "RANK": "one"}, "RANK must be a whole number; found 'one'"),
+        ({**TORCHRUN, "RANK": "4"}, "rank 4 is not one of 4 processes, which are 0 to 3"),
+        ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT must be from 1 to 65535; found 65536"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_LOCALID is not set; start with srun or torchrun"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, "set MASTER_ADDR to the name"),
         (
@@ -84,11 +90,15 @@ def test_first_node(nodes, first):
     assert first_node(nodes) == first
 
 
-def become_one_of_two(monkeypatch, rank):
-    """Set what torchrun would tell this process, where the other one never comes."""
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def become_one_of_two(monkeypatch, rank):
+    """Set what torchrun would tell this process, where the other one never comes."""
+    port = free_port()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in {**place, "DEVICE": "cpu"}.items():
         monkeypatch.setenv(name, value)
@@ -97,16 +107,19 @@ def become_one_of_two(monkeypatch, rank):
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_processes_that_do_not_come_are_missed(monkeypatch, rank):
     become_one_of_two(monkeypatch, rank)
-    monkeypatch.setattr(parallel, "_MEETING_TIMEOUT", datetime.timedelta(seconds=1))
-    message = f"rank {rank} has not met all 2 processes at MASTER_ADDR and MASTER_PORT within 1 s"
-    with pytest.raises(TrainingError, match=message), parallel.joined():
+    monkeypatch.setattr(parallel, "Meeting", lambda place: meeting.Meeting(place, 1.0))
+    message = {
+        "0": r"rank 1 has not come to 127.0.0.1:\d+ .* within 1 s",
+        "1": "rank 1 has not found rank 0 at .*refused",
+    }
+    with pytest.raises(TrainingError, match=message[rank]), parallel.joined():
         pass
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_who_hears_nothing_of_the_others_tells_what_is_wrong(monkeypatch, rank):
     become_one_of_two(monkeypatch, rank)
-    monkeypatch.setattr(parallel, "_TELLING_TIMEOUT", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(parallel, "ANSWER", 1.0)
     begin = time.monotonic()
     with parallel.first_tells("wrong") as mine:
         waited = time.monotonic() - begin
@@ -117,17 +130,82 @@ def test_who_hears_nothing_of_the_others_tells_what_is_wrong(monkeypatch, rank):
         assert mine
 
 
+def listen(answer):
+    """Return the port of a program that is not ours; `answer` takes each connection."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                answer(server.accept()[0])
+
+    threading.Thread(target=serve, daemon=True).start()
+    return server
+
+
+def answer_http(connection):
+    with connection:
+        connection.recv(100)
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+OPEN = []
+
+
+@pytest.mark.parametrize("answer", [OPEN.append, socket.socket.close, answer_http])
+def test_another_program_at_the_port_is_an_error_of_every_rank(monkeypatch, answer):
+    monkeypatch.setattr(meeting, "ANSWER", 1.0)
+    with listen(answer) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(TrainingError, match=r"rank 0 cannot listen.*choose another MASTER_PORT"):
+            meeting.Meeting(Place(0, 0, 2, "127.0.0.1", port))
+        with pytest.raises(TrainingError, match=r"rank 1 finds something else than rank 0.*choose another MASTER_PORT"):
+            meeting.Meeting(Place(1, 1, 2, "127.0.0.1", port))
+
+
+def test_two_runs_at_one_port_are_told_apart(monkeypatch):
+    port = free_port()
+    first = meeting.Meeting(Place(0, 0, 2, "127.0.0.1", port))
+    meeting.Meeting(Place(1, 1, 2, "127.0.0.1", port))
+    with pytest.raises(TrainingError, match="another process is rank 1 at"):
+        meeting.Meeting(Place(1, 1, 2, "127.0.0.1", port))
+    with pytest.raises(TrainingError, match=r"rank 2 is one of 3 processes, those that it meets at .* are 2"):
+        meeting.Meeting(Place(2, 2, 3, "127.0.0.1", port))
+    assert first.store.get("size") == b"2"
+
+
+def test_a_problem_reaches_all_before_all_have_come():
+    port = free_port()
+    first, second = (meeting.Meeting(Place(rank, rank, 3, "127.0.0.1", port)) for rank in (0, 1))
+    assert second.report("no data") == {1: "no data"}
+    assert first.report() == {1: "no data"}
+    assert meeting.describe({1: "a", 0: "b", 2: "a"}) == "rank 0 cannot begin: b; rank 1, 2 cannot begin: a"
+
+
+def test_a_rank_without_its_gpu_ends_the_others(monkeypatch):
+    port = free_port()
+    monkeypatch.setattr(parallel, "find_place", lambda: Place(0, 0, 2, "127.0.0.1", port))
+    other = []
+    thread = threading.Thread(
+        target=lambda: other.append(meeting.Meeting(Place(1, 1, 2, "127.0.0.1", port)).report("finds 1 GPUs"))
+    )
+    thread.start()
+    with pytest.raises(TrainingError, match="rank 1 cannot begin: finds 1 GPUs"), parallel.joined():
+        pass
+    thread.join()
+    assert other == [{1: "finds 1 GPUs"}]
+
+
 def test_the_last_exchange_of_ranks_outlives_the_run(monkeypatch):
     """A thread of gloo that were the last to hold it when the interpreter ends would abort the process."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     exchange, made = dist.all_reduce, []
 
     def all_reduce(*args, **options):
         made.append(exchange(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(parallel, "find_place", lambda: Place(0, 0, 1, f"tcp://127.0.0.1:{port}"))
+    monkeypatch.setattr(parallel, "find_place", lambda: Place(0, 0, 1, "127.0.0.1", port))
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     with parallel.joined(5.0):
         pass

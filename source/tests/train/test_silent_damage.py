@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.main import main
-from deepmd_muon.data import DataError
+from deepmd_muon.data import DataError, data_fingerprint
+from deepmd_muon.section import thaw
 from deepmd_muon.train import NonFiniteError, TrainingError
 from deepmd_muon.train.guard import DeviceGuard, HostGuard, SkipCount
-from deepmd_muon.train.setup import check_same_data
+from deepmd_muon.train.setup import check_same_run
 from deepmd_muon.train.strategy.base import Reduced
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
@@ -108,11 +110,21 @@ class Ranks(SimpleNamespace):
         return [mine, *self.others]
 
 
-def test_ranks_with_other_data_are_named():
-    systems = [SimpleNamespace(fingerprint=lambda: "a")]
-    from deepmd_muon.data import data_fingerprint
+def test_ranks_with_other_data_or_inputs_are_named(small_input):
+    given = normalize(small_input())
+    other = normalize(
+        small_input(optimizer={"weight_decay": 0.5}, training={"numb_steps": 9, "stat_file": "elsewhere"})
+    )
+    a, b = ([SimpleNamespace(fingerprint=lambda name=name: name)] for name in "ab")
+    mine = (thaw(given.settings), data_fingerprint(a), data_fingerprint(b))
 
-    same = data_fingerprint(systems)
-    check_same_data(systems, Ranks(size=3, others=[same, same]))
-    with pytest.raises(TrainingError, match="rank 2 are not those of rank 0"):
-        check_same_data(systems, Ranks(size=3, others=[same, "other"]))
+    def check(*others):
+        check_same_run(given, a, b, Ranks(size=1 + len(others), others=others))
+
+    check(mine, mine)
+    with pytest.raises(TrainingError, match="training data of rank 2 are not those of rank 0"):
+        check(mine, (mine[0], mine[2], mine[2]))
+    with pytest.raises(TrainingError, match="validation data of rank 1 are not those of rank 0"):
+        check((*mine[:2], mine[1]))
+    with pytest.raises(TrainingError, match=r"rank 1 differs .* in optimizer/weight_decay, training/numb_steps: all"):
+        check((thaw(other.settings), *mine[1:]))

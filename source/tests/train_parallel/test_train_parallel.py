@@ -55,6 +55,7 @@ def place(tmp_path_factory):
         found = tmp_path_factory.mktemp("ranks")
         write_system(found / "train", 24)
         write_system(found / "valid", 5)
+        write_system(found / "one_frame", 1)
         yield found
 
 
@@ -448,12 +449,107 @@ def test_rank_0_that_is_stopped_ends_the_others(place, accident, opening, seen):
         assert f"through which they reach each other, is dead or stopped, {seen}" in ends[rank]
 
 
-def torchrun(folder):
-    """Train on two ranks in a folder."""
+def test_what_is_wrong_on_one_rank_alone_is_told_by_all(place):
+    """Other data, inputs or files than rank 0's, and a port that another program uses; nobody waits for the limit."""
+    jobs = {}
+    for name, training in (
+        ("bad_data", {"training_data": {"systems": [str(place / "damaged")], "batch_size": 1}}),
+        ("no_folder", {"validation_data": {"systems": [str(place / "nowhere")]}}),
+        ("no_validation", {"validation_data": None}),
+        ("other_steps", {"numb_steps": 9}),
+        ("other_validation", {"validation_data": {"systems": [str(place / "train")], "batch_size": 2, "numb_btch": 3}}),
+    ):
+        jobs[name] = Job(place / name, {}, accident="own_folder")
+        for rank, changes in enumerate(({}, training)):
+            own = content(place, 1)
+            own["training"] = {key: x for key, x in {**own["training"], **changes}.items() if x is not None}
+            (jobs[name].folder / str(rank)).mkdir(parents=True)
+            (jobs[name].folder / str(rank) / "input.json").write_text(json.dumps(own))
+    shutil.copytree(place / "train", place / "damaged", dirs_exist_ok=True)
+    (place / "damaged/set.000/force.npy").write_bytes(b"damaged")
+    jobs["port"] = Job(place / "port", content(place, 1), accident="busy_port")
+    ends = dict(zip(jobs, run_jobs(2, list(jobs.values())), strict=True))
+    for name, parts in (
+        ("bad_data", ("SystemFormatError: ", "damaged", "set.000/force.npy")),
+        ("no_folder", ("SystemNotFoundError: ", str(place / "nowhere"))),
+    ):
+        assert ends[name][0].startswith("TrainingError: rank 0 has lost the others: rank 1 (process ")
+        for text in ends[name]:
+            assert all(part in text for part in parts)
+    for name, part in (
+        ("no_validation", "input of rank 1 differs from that of rank 0 in training/validation_data: "),
+        ("other_steps", "input of rank 1 differs from that of rank 0 in training/numb_steps: "),
+        ("other_validation", "validation data of rank 1 are not those of rank 0"),
+        ("port", "choose another MASTER_PORT"),
+    ):
+        for text in ends[name]:
+            assert text.startswith("TrainingError: ")
+            assert part in text
+
+
+@pytest.mark.parametrize("number", [1, "all"])
+def test_fewer_validation_frames_than_ranks(place, number):
+    seen = {"validation_data": {"systems": [str(place / "one_frame")], "batch_size": 1, "numb_btch": number}}
+    alone(place / f"one_frame_alone_{number}", content(place, 3, **seen))
+    job = Job(place / f"one_frame_{number}", content(place, 1, **seen))
+    assert run_jobs(3, [job]) == [["0"] * 3]
+    curves = [np.loadtxt(place / name / "lcurve.out") for name in (f"one_frame_alone_{number}", job.folder.name)]
+    np.testing.assert_allclose(curves[1], curves[0], rtol=2e-3)
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition):
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_ranks_end_when_torchrun_is_killed(place, tmp_path):
+    """They save first, as after SIGTERM."""
+    given = content(place, 1, numb_steps=10**9, save_freq=10**9)
+    (tmp_path / "input.json").write_text(json.dumps(given))
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen(**torchrun_command(tmp_path), stdout=log, stderr=log)
+    ranks = []
+    try:
+        curve = tmp_path / "lcurve.out"
+        wait_until(lambda: launcher.poll() is not None or (curve.exists() and curve.stat().st_size > 1000))
+        ranks = children(launcher.pid)
+        assert len(ranks) == 2
+        launcher.kill()
+        launcher.wait()
+        wait_until(lambda: not any(map(is_running, ranks)))
+    finally:
+        launcher.kill()
+        for rank in filter(is_running, ranks):
+            os.kill(rank, signal.SIGKILL)
+    assert (tmp_path / "log").read_text().count("torchrun, which started rank ") == 2
+    assert read_checkpoint(tmp_path / "model.ckpt.pt")["deepmd_muon"]["step"] > 0
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def torchrun_command(folder):
+    """Return how two ranks are started in a folder."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--master-port", str(free_ports(1)[0]), "-m", "deepmd_muon", "--pt", "train", "input.json"]
     environment = {**os.environ, "DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return {"args": command, "cwd": folder, "env": environment}
+
+
+def torchrun(folder):
+    """Train on two ranks in a folder."""
+    return subprocess.run(**torchrun_command(folder), capture_output=True, text=True)
 
 
 def test_torchrun_tells_a_wrong_input_once(place, tmp_path):
@@ -480,10 +576,10 @@ def test_a_wrong_input_of_one_rank_is_told_by_it(place, tmp_path):
             found.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True))
     told = [process.communicate(timeout=900)[1] for process in found]
     assert [process.returncode for process in found] == [2, 2, 2, 2]
-    message = "dp train: 1 problem in input.json:\n  training/numb_steps: must be >= 0; found {}\n"
-    lost = "dp train: rank 0 has lost the others: rank 1 has never reported"
-    for text, expected in zip(told, (message.format(-1), message.format(-2), lost, message.format(-2)), strict=True):
-        assert expected in text
+    message = "1 problem in input.json:\n  training/numb_steps: must be >= 0; found {}\n"
+    other = f"rank 1 cannot begin: {message.format(-2)}"
+    for text, expected in zip(told, (message.format(-1), message.format(-2), other, message.format(-2)), strict=True):
+        assert f"dp train: {expected}" in text
         assert text.count("dp train:") == 1
 
 

@@ -195,6 +195,30 @@ def other_folder(rank):
         os.chdir("elsewhere")
 
 
+def own_folder(rank):
+    """Every rank has an input of its own."""
+    os.chdir(str(rank))
+
+
+def busy_port(rank):
+    """Another program listens where the ranks want to meet."""
+    from deepmd_muon.train import meeting
+
+    patience, meeting.ANSWER = meeting.ANSWER, 2.0
+    server = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))) if rank == 0 else None
+
+    def undo():
+        meeting.ANSWER = patience
+        if server:
+            while not Path("ended").exists():  # it listens for as long as rank 1 tries
+                time.sleep(0.05)
+            server.close()
+        else:
+            Path("ended").touch()
+
+    return undo
+
+
 def die(rank):
     """Rank 1 vanishes in its third step."""
 
@@ -292,17 +316,17 @@ def stop_second(rank):
     from deepmd_muon.train import start
 
     undo_counting = _in_counting(lambda: time.sleep(PATIENCE))
-    original = start.check_same_data
+    original = start.check_same_run
 
     def compare(*args):
         original(*args)
         if rank == 1:
             _stop_for_good(4.0)
 
-    start.check_same_data = compare
+    start.check_same_run = compare
 
     def undo():
-        start.check_same_data = original
+        start.check_same_run = original
         undo_counting()
 
     return undo

@@ -1,0 +1,242 @@
+"""How the processes of a run find each other, and hear before the first exchange who cannot begin and why.
+
+They meet in a store of torch at one host and port, which rank 0 keeps, or torchrun's agent. torch's own client waits
+without end for an answer from another program that listens there, and takes part in the store of another run; so this
+module tries the connection first, gives it a limit, and lets every rank claim its number.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.launch import Place
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Processes of a large job may start this far apart [s].
+PATIENCE = 300.0
+#: A store answers within this time [s]; torchrun's is there before its processes are.
+ANSWER = 20.0
+# Whoever waits longer for rank 0 logs it [s].
+_SILENCE = 10.0
+# The runs of this process, one after the other, of which torchrun keeps one store.
+_NUMBERS = itertools.count()
+
+
+class Meeting:
+    """A process among those of its run.
+
+    Parameters
+    ----------
+    place
+        Which process this is.
+    patience
+        How long it waits for the others [s].
+
+    Attributes
+    ----------
+    store
+        Reaches all ranks of this run.
+
+    Raises
+    ------
+    TrainingError
+        When the port is in use, rank 0 does not come, or another process has this rank.
+    """
+
+    def __init__(self, place: Place, patience: float = PATIENCE) -> None:
+        self._place = place
+        self._end = time.monotonic() + patience
+        self._patience = patience
+        number = next(_NUMBERS) if place.agent else 0
+        connection = _listen(place) if place.hosts else _connect(place, self._end)
+        self.store: Store = PrefixStore(f"deepmd_muon{number}", connection)
+        self.store.set_timeout(datetime.timedelta(seconds=ANSWER))
+        token = secrets.token_hex(8)
+        if self._ask(lambda: self.store.compare_set(f"claim{place.rank}", "", token)) != token.encode():
+            raise TrainingError(
+                f"another process is rank {place.rank} at {place.meeting} already: "
+                "give each run a MASTER_PORT of its own"
+            )
+        size = self._ask(lambda: self.store.compare_set("size", "", str(place.size))).decode()
+        if size != str(place.size):
+            raise TrainingError(
+                f"rank {place.rank} is one of {place.size} processes, those that it meets at {place.meeting} "
+                f"are {size}: give each run a MASTER_PORT of its own"
+            )
+
+    def report(self, problem: str = "") -> dict[int, str]:
+        """Say whether this rank can begin, and wait until all have come or one has a problem.
+
+        Returns
+        -------
+        dict
+            The problems of the ranks that have one; without an entry, all can begin.
+
+        Raises
+        ------
+        TrainingError
+            When some rank does not come in time.
+        """
+        self._ask(lambda: self.store.set(f"report{self._place.rank}", problem))
+        if problem:
+            self._ask(lambda: self.store.set("problem", str(self._place.rank)))
+        everyone = [f"report{rank}" for rank in range(self._place.size)]
+        pause = 0.01
+        while not self._ask(lambda: self.store.check(everyone) or self.store.check(["problem"])):
+            if time.monotonic() > self._end:
+                missing = [rank for rank in range(self._place.size) if not self._has_come(rank)]
+                raise TrainingError(
+                    f"rank {', '.join(map(str, missing))} has not come to {self._place.meeting} within "
+                    f"{self._patience:g} s; see its output, and that all of the {self._place.size} processes start"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+        found = {rank: self._problem_of(rank) for rank in range(self._place.size)}
+        self._ask(lambda: self.store.set(f"heard{self._place.rank}", ""))
+        return {rank: text for rank, text in found.items() if text}
+
+    def linger(self, seconds: float) -> None:
+        """Keep the store, where this process does, until the others have heard of a problem."""
+        if not self._place.hosts:
+            return
+        others = [f"heard{rank}" for rank in range(1, self._place.size)]
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.store.check(others):
+            time.sleep(0.05)
+
+    def problem_of(self, rank: int, seconds: float) -> str:
+        """Return the problem of a rank once it has reported; nothing when it has none or does not report in time."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._has_come(rank):
+            time.sleep(0.05)
+        return self._problem_of(rank)
+
+    def _has_come(self, rank: int) -> bool:
+        return bool(self._ask(lambda: self.store.check([f"report{rank}"])))
+
+    def _problem_of(self, rank: int) -> str:
+        if not self._has_come(rank):
+            return ""
+        return str(self._ask(lambda: self.store.get(f"report{rank}")).decode())
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        try:
+            return question()
+        except RuntimeError as error:
+            keeper = "torchrun" if self._place.agent else "rank 0"
+            raise TrainingError(
+                f"rank {self._place.rank} has lost {keeper}, which keeps {self._place.meeting}; see its output"
+            ) from error
+
+
+def _listen(place: Place) -> Store:
+    """Make the store that this process keeps."""
+    try:
+        return _in_time(lambda: _store(place))
+    except TimeoutError as error:
+        raise TrainingError(
+            f"rank 0 does not reach itself at {place.meeting} within {ANSWER:g} s: MASTER_ADDR must name its machine"
+        ) from error
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        if "EADDRINUSE" in reason:
+            reason = "another program or run uses this port; choose another MASTER_PORT"
+        raise TrainingError(f"rank 0 cannot listen at {place.meeting}: {reason}") from error
+
+
+def _connect(place: Place, end: float) -> Store:
+    """Reach the store as soon as it is there."""
+    begin, told, pause = time.monotonic(), False, 0.01
+    if place.agent:
+        end = min(end, begin + ANSWER)
+    while (refusal := _refusal(place)) is not None:
+        now = time.monotonic()
+        if now > end:
+            keeper = "torchrun, which started it," if place.agent else "rank 0"
+            raise TrainingError(
+                f"rank {place.rank} has not found {keeper} at {place.meeting} within {now - begin:.0f} s: {refusal}"
+            )
+        if not told and now > begin + _SILENCE:
+            told = True
+            log.warning("rank %d waits for rank 0 at %s: %s", place.rank, place.meeting, refusal)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+    try:
+        return _in_time(lambda: _store(place))
+    except (TimeoutError, dist.DistError, RuntimeError) as error:
+        raise TrainingError(
+            f"rank {place.rank} finds something else than rank 0 at {place.meeting}: another program uses this port, "
+            "or rank 0 is stopped; choose another MASTER_PORT"
+        ) from error
+
+
+def _refusal(place: Place) -> str | None:
+    """Say why nobody can be reached where the store should be; None when somebody listens there."""
+    try:
+        socket.create_connection((place.host, place.port), timeout=ANSWER).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _store(place: Place) -> Store:
+    """Return torch's store, of which this process is the keeper or a client."""
+    return dist.TCPStore(  # type: ignore[attr-defined]  # not in the stubs
+        place.host,
+        place.port,
+        None,
+        is_master=place.hosts,
+        timeout=datetime.timedelta(seconds=ANSWER / 2),
+        wait_for_workers=False,
+        multi_tenant=not place.agent,
+    )
+
+
+def _in_time(make: Callable[[], T]) -> T:
+    """Return what a call returns that may hang, or raise what it raises.
+
+    Raises
+    ------
+    TimeoutError
+        When it hangs; its thread is left behind.
+    """
+    made: list[T] = []
+    errors: list[BaseException] = []
+
+    def attempt() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=attempt, name="deepmd_muon-meeting", daemon=True)
+    thread.start()
+    thread.join(ANSWER)
+    if errors:
+        raise errors[0]
+    if not made:
+        raise TimeoutError(f"no answer within {ANSWER:g} s")
+    return made[0]
+
+
+def describe(problems: dict[int, str]) -> str:
+    """Return what a rank that could begin says of the others; a problem of several ranks comes once."""
+    ranks: dict[str, list[str]] = {}
+    for rank, problem in sorted(problems.items()):
+        ranks.setdefault(problem, []).append(str(rank))
+    return "; ".join(f"rank {', '.join(names)} cannot begin: {problem}" for problem, names in ranks.items())
