@@ -20,6 +20,18 @@ def _warmup_fits(warmup_steps: int, numb_steps: int | None) -> str | None:
     return None
 
 
+def _validation_data(full_validation: bool, data: object) -> str | None:
+    return "needs training/validation_data; add it or set false" if full_validation and data is None else None
+
+
+def _trained_metric(metric: str, enabled: bool, *prefactors: float) -> str | None:
+    term = "v" if metric[0] in "SsVv" else metric[0].lower()
+    start, limit = dict(zip("efv", zip(prefactors[::2], prefactors[1::2], strict=True), strict=True))[term]
+    if enabled and not (start and limit):
+        return f"needs loss/start_pref_{term} and loss/limit_pref_{term} above 0; found {start:g} and {limit:g}"
+    return None
+
+
 def _state_on_the_device(exchange: str, offload: bool) -> str | None:
     if exchange == "reference" and offload:
         return 'gathers state where it is: "reference" excludes optimizer/offload, set one of them back'
@@ -51,6 +63,14 @@ class Settings(Section):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("learning_rate/warmup_steps", "training/numb_steps"), _warmup_fits),
         Rule(("optimizer/sharded/exchange", "optimizer/offload"), _state_on_the_device),
+        Rule(("validating/full_validation", "training/validation_data"), _validation_data),
+        Rule(
+            (
+                *("validating/validation_metric", "validating/full_validation"),
+                *(f"loss/{end}_pref_{term}" for term in "efv" for end in ("start", "limit")),
+            ),
+            _trained_metric,
+        ),
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "nvnmd": Foreign("training for non-von-Neumann hardware"),

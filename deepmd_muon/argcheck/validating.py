@@ -1,4 +1,4 @@
-"""Section `validating`: passes over all validation data during training."""
+"""Section `validating`: passes over all validation data during training, and the best checkpoints by them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,41 @@ from typing import ClassVar
 from deepmd_muon.section import Foreign, Section
 from deepmd_muon.setting import setting
 
-_NOTE = "choosing checkpoints by a pass over all validation data is not available; use dp test on them"
-_UNUSED = "it belongs to full_validation"
-
 
 @dataclasses.dataclass(frozen=True)
 class ValidatingSettings(Section):
     """Passes over all validation data during training."""
 
     full_validation: bool = setting(
-        False, choices=(False,), note=_NOTE, doc="Measure the error on all validation data during training."
+        False, doc="Measure the errors on all validation data during training and keep the best checkpoints."
     )
+    validation_freq: int = setting(5000, minimum=1, doc="Steps between two full validations.")
+    full_val_start: float = setting(
+        0.5,
+        minimum=0.0,
+        doc=(
+            "First step of full validation: below 1 in parts of the run's length, above 1 a step; 0 counts from the "
+            "beginning, 1 switches full validation off."
+        ),
+    )
+    validation_metric: str = setting(
+        "E:MAE",
+        pattern=r"[EeFfSsVv]:([Mm][Aa][Ee]|[Rr][Mm][Ss][Ee])",
+        forms='"E:MAE", "E:RMSE", "F:MAE", "F:RMSE", "S:MAE", "S:RMSE", "V:MAE" or "V:RMSE"',
+        doc=(
+            "Error that decides which checkpoint is best: of the energy per atom (E), of the components of the forces "
+            "(F), of the stress (S), or of the virial per atom (V)."
+        ),
+    )
+    save_best: bool = setting(True, doc="Write the best checkpoints as best.ckpt-STEP.t-RANK.pt; rank 1 is the best.")
+    save_best_dir: str | None = setting(
+        None, doc="Folder of the best checkpoints; that of training/save_ckpt when left out."
+    )
+    max_best_ckpt: int = setting(1, minimum=1, doc="Number of best checkpoints that are kept.")
+    full_val_file: str = setting("val.log", doc="File of the errors of full validations.")
 
     foreign: ClassVar[dict[str, Foreign]] = {
         "ema_full_validation": Foreign("full validation of averaged parameters", (False,)),
-        "validation_freq": Foreign(_UNUSED, (5000,), inert=True),
-        "save_best": Foreign(_UNUSED, (True, False), inert=True),
-        "save_best_dir": Foreign(_UNUSED, inert=True),
-        "max_best_ckpt": Foreign(_UNUSED, (1,), inert=True),
-        "validation_metric": Foreign(_UNUSED, ("E:MAE",), inert=True),
-        "full_val_file": Foreign(_UNUSED, ("val.log",), inert=True),
-        "full_val_start": Foreign(_UNUSED, (0.5,), inert=True),
         "compiled_infer": Foreign("compiled inference", (False,)),
         "tf32_infer": Foreign("TF32 arithmetic", (False,)),
         "amp_infer": Foreign("mixed precision in inference", (False,)),

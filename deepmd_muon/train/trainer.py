@@ -27,6 +27,7 @@ from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.endings import Moment, explained, last_good
 from deepmd_muon.train.errors import CheckpointError, NonFiniteError, TrainingError
+from deepmd_muon.train.full_validation import FullValidation, full_errors
 from deepmd_muon.train.learning_rate import learning_rate
 from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.parallel import Ranks
@@ -91,6 +92,7 @@ class Trainer:
             self.optimizer = self.strategy.build_optimizer(settings.optimizer, self.rate(0))
             self.ema = Ema(model, training.ema_decay) if training.enable_ema else None
         self.checkpoints = Checkpoints(training, self.ranks)
+        self.full_validation = FullValidation(settings.validating, training.save_ckpt, self.num_steps, self.ranks)
         self.step = 0
         self.source: Path | None = None
         self._moment = Moment("starting")
@@ -162,6 +164,8 @@ class Trainer:
             start = {"num_steps": self.num_steps, "start_step": self.step}
             reports = open_reports(training, **start, silent=not self.ranks.first)
             stack.callback(reports.close)
+            self.full_validation.begin(self.step, fresh=self.source is None)
+            stack.callback(self.full_validation.close)
             batches = self._stepper.open_batches(self.data.training, self.model.ntypes, self.num_steps - self.step)
             stack.callback(batches.close)
             stack.enter_context(_profiler(training.profiling and self.ranks.first, training.profiling_file))
@@ -205,6 +209,8 @@ class Trainer:
             if not dropped and self.data.training.cache.dropped:
                 dropped = True
                 log.warning("some atoms have more neighbours than sel allows: the farthest are left out")
+            if self.full_validation.due(self.step):
+                self._validate_fully()
             if self.step % training.save_freq == 0:
                 self.save()
 
@@ -229,6 +235,19 @@ class Trainer:
         self.strategy.reshard()
         return found
 
+    def _validate_fully(self) -> None:
+        """Measure the present weights on all validation data, and save them if they are among the best."""
+        assert self.data.validation is not None  # a rule of the input
+        self._stepper.check(self.step)
+        batches = (
+            (to_device(batch, self.model.ntypes, self._device), counts)
+            for batch, counts in self._announced(self.data.validation.deal_all())
+        )
+        errors = full_errors(self.model, batches, self.ranks.sum)
+        self.strategy.reshard()
+        self._now("saving", self.step)
+        self.full_validation.take(self.step, errors, self._content)
+
     def _announced(self, batches: Iterable[T]) -> Iterator[T]:
         """Tell the other ranks of every validation batch, because all of them may take longer than the ranks wait."""
         for batch in batches:
@@ -243,7 +262,7 @@ class Trainer:
 
     def _content(self) -> dict[str, Any]:
         """Return what a checkpoint of the present step holds, laid out over the ranks as it is."""
-        return self._state.content(self.step, self.rate(max(0, self.step - 1)))
+        return self._state.content(self.step, self.rate(max(0, self.step - 1)), self.full_validation.state())
 
     def restart(self, content: Mapping[str, Any], source: Path) -> None:
         """Continue from a checkpoint: optimizer, averages, data order and random numbers; the weights are loaded.
@@ -265,8 +284,10 @@ class Trainer:
         self.strategy.load_optimizer_state(self.optimizer, content, source, self._build_whole)
         self.source = source
         self.step = self._state.restore(content, source)
+        infos = content["model"]["_extra_state"]["train_infos"]
+        self.full_validation.best.restore(infos)
         if self.step:
-            rate = float(content["model"]["_extra_state"]["train_infos"]["lr"])
+            rate = float(infos["lr"])
             report_rate(rate, self.rate(self.step - 1), source)
         if self.step > self.num_steps:
             raise CheckpointError(

@@ -46,7 +46,7 @@ class RunState:
     ema: Ema | None
     min_nbor_dist: float
 
-    def content(self, step: int, lr: float) -> dict[str, Any]:
+    def content(self, step: int, lr: float, infos: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of a checkpoint, tensors laid out over the ranks as they are.
 
         Parameters
@@ -55,12 +55,14 @@ class RunState:
             Updates done.
         lr
             Learning rate of the last update.
+        infos
+            Plain values that deepmd-kit keeps beside these two.
         """
         content: dict[str, Any] = {
             "model": to_deepmd_kit(
                 self.model,
                 self.given.normalized["model"],
-                {"lr": lr, "step": step - 1},  # deepmd-kit counts from 0
+                {**infos, "lr": lr, "step": step - 1},  # deepmd-kit counts from 0
                 min_nbor_dist=self.min_nbor_dist,
             ),
             "optimizer": _with_plain_rates(self.optimizer.state_dict()),

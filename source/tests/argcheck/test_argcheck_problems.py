@@ -155,11 +155,11 @@ def change(data, path, value):
             "prob_sys_size;2:1:1",
             "must have blocks start:end:weight with start < end; found '2:1:1'",
         ),
+        ("validating/max_best_ckpt", 0, "must be >= 1; found 0"),
         (
-            "validating/full_validation",
-            True,
-            "must be false; found true (choosing checkpoints by a pass over all validation data is not available; "
-            "use dp test on them)",
+            "validating/validation_metric",
+            "E",
+            'must be "E:MAE", "E:RMSE", "F:MAE", "F:RMSE", "S:MAE", "S:RMSE", "V:MAE" or "V:RMSE"; found \'E\'',
         ),
         ("nvnmd", {}, "asks for training for non-von-Neumann hardware, which this package does not have; remove it"),
     ],

@@ -1,0 +1,110 @@
+"""The best checkpoints by an error on validation data, under deepmd-kit's names: ``best.ckpt-STEP.t-RANK.pt``."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepmd_muon.files import whole_file
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"best\.ckpt-([0-9]+)\.t-([0-9]+)\.pt")
+_LEFT = re.compile(r"\.best\.ckpt-[0-9]+\.t-[0-9]+\.[0-9a-f]{16}\.pt")
+_KEPT = re.compile(r"best\.ckpt\.([0-9]+)-.*")
+
+
+@dataclasses.dataclass
+class BestCheckpoints:
+    """The best checkpoints of a run.
+
+    Attributes
+    ----------
+    folder
+        Where they lie.
+    keep
+        How many are kept.
+    metric
+        Name of the error that ranks them, such as "e:mae".
+    records
+        Error and step of the best, best first; of equal errors the earlier step.
+    """
+
+    folder: Path
+    keep: int
+    metric: str
+    records: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+
+    def enter(self, step: int, error: float) -> bool:
+        """Rank a step; return whether it is among the best."""
+        ranked = sorted([*(record for record in self.records if record[1] != step), (error, step)])[: self.keep]
+        if (error, step) not in ranked:
+            return False
+        self.records = ranked
+        return True
+
+    def path(self, step: int) -> Path:
+        """Path of a step among the best."""
+        rank = [record[1] for record in self.records].index(step) + 1
+        return self.folder / f"best.ckpt-{step}.t-{rank}.pt"
+
+    def save(self, step: int, content: Mapping[str, Any]) -> Path:
+        """Write the checkpoint of a step among the best, and give the others their ranks."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with whole_file(self.path(step)) as file:
+            torch.save(dict(content), file)
+        self.tidy()
+        return self.path(step)
+
+    def tidy(self) -> None:
+        """Rename the files to their ranks and delete those that are no longer among the best."""
+        steps = {step for _, step in self.records}
+        found = {path: int(name[1]) for path in self._files() if (name := _NAME.fullmatch(path.name))}
+        aside = []
+        for path, step in found.items():
+            if step not in steps:
+                path.unlink()
+            elif path != self.path(step):
+                # Two may change places.
+                aside.append((path.rename(path.with_name(f".{path.name}.moved")), self.path(step)))
+        for path, place in aside:
+            path.replace(place)
+
+    def keep_earlier(self) -> None:
+        """Give the files of an earlier run a number: ``best.ckpt-100.t-1.pt`` becomes ``best.ckpt.1-100.t-1.pt``."""
+        earlier = [path for path in self._files() if _NAME.fullmatch(path.name)]
+        if not earlier:
+            return
+        number = max((int(name[1]) for path in self._files() if (name := _KEPT.fullmatch(path.name))), default=0) + 1
+        for path in earlier:
+            path.rename(path.with_name(path.name.replace("best.ckpt", f"best.ckpt.{number}", 1)))
+        log.info("kept the best checkpoints of an earlier run as %s", self.folder / f"best.ckpt.{number}-*")
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob("best.ckpt*.pt"))
+
+    def remove_leftovers(self) -> None:
+        """Delete what runs that were killed while they saved have left."""
+        for rest in self.folder.glob(".best.ckpt-*.pt"):
+            if _LEFT.fullmatch(rest.name):
+                rest.unlink()
+
+    def state(self) -> dict[str, Any]:
+        """Return the records as deepmd-kit keeps them among a checkpoint's ``train_infos``."""
+        return {
+            "full_validation_metric": self.metric,
+            "full_validation_topk_records": [{"metric": error, "step": step} for error, step in self.records],
+        }
+
+    def restore(self, infos: Mapping[str, Any]) -> None:
+        """Take over the records of a checkpoint, ours or deepmd-kit's; those of another error do not count."""
+        records = infos.get("full_validation_topk_records", [])
+        if infos.get("full_validation_metric") != self.metric or not isinstance(records, list):
+            return
+        self.records = sorted((float(r["metric"]), int(r["step"])) for r in records)[: self.keep]

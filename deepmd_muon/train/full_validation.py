@@ -1,0 +1,193 @@
+"""Full validation: errors on all validation data at intervals, and the checkpoints that are best by them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.model.checkpoint_file import OWN_KEY
+from deepmd_muon.train.checkpoint.best import BestCheckpoints
+from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.parallel import Ranks, gather_whole
+from deepmd_muon.train.report.validation_file import ValidationFile
+
+if TYPE_CHECKING:
+    from deepmd_muon.argcheck import ValidatingSettings
+    from deepmd_muon.model import EnergyModel
+    from deepmd_muon.train.batch import TrainingBatch
+
+log = logging.getLogger(__name__)
+
+_FAMILIES = ("e", "f", "s", "v")
+
+
+class FullValidation:
+    """Decides when to validate, ranks the results, and writes files; every rank has one and calls it with the others.
+
+    Parameters
+    ----------
+    settings
+        Section `validating`.
+    save_ckpt
+        Prefix of the other checkpoints.
+    num_steps
+        Length of the run.
+    ranks
+        The processes of the run; rank 0 writes.
+
+    Attributes
+    ----------
+    best
+        The best checkpoints so far.
+    """
+
+    def __init__(self, settings: ValidatingSettings, save_ckpt: str, num_steps: int, ranks: Ranks) -> None:
+        self._settings = settings
+        self._ranks = ranks
+        start = settings.full_val_start
+        self._start = int(start * num_steps) if start < 1 else int(start)
+        self._enabled = settings.full_validation and start != 1
+        folder = Path(settings.save_best_dir or Path(save_ckpt).parent)
+        self.best = BestCheckpoints(folder, settings.max_best_ckpt, settings.validation_metric.lower())
+        self._file: ValidationFile | None = None
+
+    def begin(self, step: int, *, fresh: bool) -> None:
+        """Open the file and settle what lies in the folder, before the first step of a run after `step` updates."""
+        if not self._enabled:
+            return
+
+        def settle() -> None:
+            self.best.remove_leftovers()
+            if fresh:
+                self.best.keep_earlier()
+            elif self._settings.save_best and self.best.records:
+                self.best.tidy()
+            self._file = ValidationFile(self._settings.full_val_file, self.best.metric, start_step=step)
+
+        self._ranks.from_first("opening the file of full validations", settle)
+
+    def due(self, step: int) -> bool:
+        """Return whether the 1-based `step` is to be validated."""
+        since = step - self._start
+        return self._enabled and step > 0 and since >= 0 and since % self._settings.validation_freq == 0
+
+    def take(self, step: int, errors: Mapping[str, float], content: Callable[[], Mapping[str, Any]]) -> None:
+        """Rank the errors of a step, save it if it is among the best, and write the row.
+
+        Parameters
+        ----------
+        step
+            Updates done.
+        errors
+            See `full_errors`; equal on all ranks.
+        content
+            Returns the checkpoint of this step, laid out over the ranks as it is.
+
+        Raises
+        ------
+        TrainingError
+            When the validation data have no label for the error that decides.
+        """
+        error = errors[self.best.metric]
+        if math.isnan(error):
+            raise TrainingError(
+                f"validating/validation_metric is {self.best.metric.upper()}, for which no validation data have labels"
+            )
+        note = None
+        if self.best.enter(step, error) and self._settings.save_best:
+            whole = gather_whole(content())
+            # It stands apart from the run's other checkpoints, which a run that continues from it does not delete.
+            whole[OWN_KEY] = {**whole[OWN_KEY], "series": [], "directories": []}
+            self._ranks.from_first("saving a best checkpoint", lambda: self._save(step, whole))
+            note = f"saved {self.best.path(step)}"
+        if self._file is not None:
+            self._file.row(step, errors, note)
+
+    def _save(self, step: int, content: Mapping[str, Any]) -> None:
+        log.info("saved %s", self.best.save(step, content))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it."""
+        return self.best.state() if self._enabled else {}
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+@torch.no_grad()
+def full_errors(
+    model: EnergyModel, batches: Iterable[tuple[TrainingBatch, bool]], add_up: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
+    """Return mean absolute and root-mean-square errors over all batches, by deepmd-kit's definitions.
+
+    Parameters
+    ----------
+    model
+        The model.
+    batches
+        Validation batches on the model's device, and whether each counts.
+    add_up
+        Adds a tensor over all ranks; every rank must have a batch.
+
+    Returns
+    -------
+    dict
+        "e:mae" and "e:rmse" [eV/atom], "f:…" [eV/Å], "s:…" [eV/Å³], "v:…" [eV/atom]; NaN where nothing is compared.
+    """
+    total: Tensor | None = None
+    for batch, counts in batches:
+        prediction = model(batch.structures, force=True, virial=True)
+        sums = _error_sums(prediction, batch)
+        if not counts:
+            sums = torch.zeros_like(sums)
+        total = sums if total is None else total + sums
+    assert total is not None  # a loader deals at least one batch to every rank
+    errors: dict[str, float] = {}
+    for family, (absolute, square, count) in zip(_FAMILIES, add_up(total).view(4, 3).tolist(), strict=True):
+        errors[f"{family}:mae"] = absolute / count if count else float("nan")
+        errors[f"{family}:rmse"] = (square / count) ** 0.5 if count else float("nan")
+    return errors
+
+
+def _error_sums(prediction: Mapping[str, Tensor], batch: TrainingBatch) -> Tensor:
+    """Return Σ|error|, Σ error² and the number of values of every family, (12,) float64."""
+    box = batch.structures.box
+    natoms = torch.as_tensor(batch.atoms, device=prediction["energy"].device)
+    nframes = len(natoms)
+
+    def errors_of(name: str) -> tuple[Tensor, Tensor] | None:
+        """Return errors (nframes, values) and which frames have the label."""
+        wanted = batch.labels.get(name)
+        if wanted is None:
+            return None
+        error = (prediction[name].double() - wanted.reshape(prediction[name].shape).double()).reshape(nframes, -1)
+        found = batch.labels.get(f"find_{name}")
+        return error, torch.ones(nframes, dtype=torch.bool, device=error.device) if found is None else found
+
+    def sums(error: Tensor, counted: Tensor) -> Tensor:
+        kept = torch.where(counted, error, 0.0)
+        return torch.stack([kept.abs().sum(), kept.square().sum(), counted.expand_as(error).sum().double()])
+
+    nothing = torch.zeros(3, dtype=torch.float64, device=natoms.device)
+    energy, force, virial = errors_of("energy"), errors_of("force"), errors_of("virial")
+    found = {"e": nothing, "f": nothing, "s": nothing, "v": nothing}
+    if energy is not None:
+        found["e"] = sums(energy[0] / natoms[:, None], energy[1][:, None])
+    if force is not None:
+        real = force[1][:, None].expand(nframes, force[0].shape[1] // 3)
+        real = real if batch.mask is None else real & batch.mask
+        found["f"] = sums(force[0], real.repeat_interleave(3, dim=1))
+    if virial is not None and box is not None:
+        volume = torch.linalg.det(box.reshape(nframes, 3, 3).double()).abs()
+        counted = (virial[1] & (volume > 0))[:, None]
+        found["s"] = sums(virial[0] / torch.where(volume > 0, volume, 1.0)[:, None], counted)
+        found["v"] = sums(virial[0] / natoms[:, None], counted)
+    return torch.cat([found[family] for family in _FAMILIES])

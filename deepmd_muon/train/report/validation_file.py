@@ -1,0 +1,68 @@
+"""The file of full validations, `val.log`, in deepmd-kit's columns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from deepmd_muon.files import fresh_file, is_special
+
+_UNITS = {"e": "meV/atom", "f": "meV/Å", "s": "meV/Å³", "v": "meV/atom"}
+_WIDTH = 18
+
+
+class ValidationFile:
+    """Append a row of errors at every full validation.
+
+    Parameters
+    ----------
+    path
+        The file. At a restart, rows beyond the restart step are dropped.
+    metric
+        The error that decides, such as "v:rmse"; the virial stands in the place of the stress when it does.
+    start_step
+        Steps already done; 0 begins a new file, and an earlier one is kept as ``val.log.1``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], metric: str, *, start_step: int = 0) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        families = ("e", "f", "v" if metric.startswith("v") else "s")
+        self._columns = [f"{family}:{kind}" for family in families for kind in ("mae", "rmse")]
+        lines: list[str] = []
+        if self._path.is_file() and not is_special(self._path):
+            if start_step:
+                lines = _lines_until(self._path, start_step)
+            elif self._path.stat().st_size:
+                number = 1
+                while (kept := self._path.with_name(f"{self._path.name}.{number}")).exists():
+                    number += 1
+                self._path.rename(kept)
+        names = [f"{name.replace(':', '_').upper()}({_UNITS[name[0]]})" for name in self._columns]
+        header = f"# {'step':>8s}" + "".join(f"   {name:>{_WIDTH}s}" for name in names)
+        if header not in lines:
+            lines.append(header)
+        self._file = fresh_file(self._path, "".join(f"{line}\n" for line in lines).encode())
+
+    def row(self, step: int, errors: Mapping[str, float], note: str | None) -> None:
+        """Write the errors [eV, Å] of the 1-based `step` and flush them; a note becomes a comment line."""
+        values = "".join(f"   {1e3 * errors[name]:>{_WIDTH}.6g}" for name in self._columns)
+        lines = f"  {step:8d}{values}\n" + (f"# {note}\n" if note else "")
+        self._file.write(lines.encode())
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _lines_until(path: Path, last_step: int) -> list[str]:
+    """Return the lines before the first row beyond `last_step`; what a crash cut short is dropped."""
+    kept: list[str] = []
+    for line in path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines():
+        first = line.split()[:1]
+        if not line.startswith("#") and not (first and first[0].isdigit() and int(first[0]) <= last_step):
+            break
+        kept.append(line)
+    return kept
