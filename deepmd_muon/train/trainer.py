@@ -246,7 +246,8 @@ class Trainer:
         errors = full_errors(self.model, batches, self.ranks.sum)
         self.strategy.reshard()
         self._now("saving", self.step)
-        self.full_validation.take(self.step, errors, self._content)
+        with self.checkpoints.being_written():
+            self.full_validation.take(self.step, errors, self._content)
 
     def _announced(self, batches: Iterable[T]) -> Iterator[T]:
         """Tell the other ranks of every validation batch, because all of them may take longer than the ranks wait."""

@@ -78,7 +78,7 @@ class Checkpoints:
         content
             Returns the keys of the file, tensors laid out over the ranks as they are; the lists of files are added.
         """
-        with self._write():
+        with self.being_written():
             if self.directories:
                 self.directories.finish()
             named = self._with_names(step, content())
@@ -89,7 +89,7 @@ class Checkpoints:
 
     def complete(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
         """See to it that the last step of a run is saved, as a file too, and that nothing is under way."""
-        with self._write():
+        with self.being_written():
             self.finish()
             directory, file = self.directories.newest if self.directories else None, self.files.newest
             if self.directories and (directory is None or _step(directory) != step):
@@ -101,13 +101,13 @@ class Checkpoints:
     def poll(self) -> None:
         """Publish a directory whose writing has ended meanwhile."""
         if self.directories:
-            with self._write():
+            with self.being_written():
                 self.directories.poll()
 
     def finish(self) -> None:
         """Wait for the directory under way."""
         if self.directories:
-            with self._write():
+            with self.being_written():
                 self.directories.finish()
 
     def rescue(self, *, wait: bool) -> None:
@@ -124,7 +124,7 @@ class Checkpoints:
             log.warning("%s", error)
 
     @contextlib.contextmanager
-    def _write(self) -> Iterator[None]:
+    def being_written(self) -> Iterator[None]:
         """Mark a `with` block as one in which a checkpoint is being written."""
         outer, self._saving = self._saving, True
         try:
