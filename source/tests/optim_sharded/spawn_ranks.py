@@ -57,15 +57,20 @@ def _run(rank, world, port, cases, results, device):
     dist.destroy_process_group()
 
 
+def preloaded_context():
+    """Return a context whose processes are forked from one that has imported what they need."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "deepmd_muon.optim.sharded.step"])
+    return context
+
+
 def run_cases(world, cases, device="cpu"):
     """Run (name, function) cases on `world` ranks; return the tracebacks by (name, rank) and the seconds by name.
 
     On "cuda" each rank has a GPU, on which tensors are made unless told otherwise. A failing case ends the run, since
     its collectives may be out of step.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "deepmd_muon.optim.sharded.step"])
-    results = context.SimpleQueue()
+    results = preloaded_context().SimpleQueue()
     arguments = world, free_port(), cases, results, device
     mp.start_processes(_run, arguments, nprocs=world, join=True, start_method="forkserver")
     failures, seconds = {}, {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import multiprocessing
 import weakref
 
 import pytest
@@ -15,7 +14,7 @@ import sharded_qk_clip
 import sharded_state
 import torch
 import torch.distributed as dist
-from spawn_ranks import free_port, join, run_cases
+from spawn_ranks import free_port, join, preloaded_context, run_cases
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deepmd_muon.optim.sharded.process_groups import group_of
@@ -126,7 +125,7 @@ def test_process_groups_are_remembered_as_long_as_the_default_group():
 
 
 def test_a_dead_rank_ends_the_others_with_an_error():
-    context = multiprocessing.get_context("spawn")
+    context = preloaded_context()
     queue = context.SimpleQueue()
     port = free_port()
     ranks = [
