@@ -110,10 +110,11 @@ def setting(default: Any = dataclasses.MISSING, *, doc: str, **rules: Any) -> An
     return dataclasses.field(default=default, metadata={"setting": Setting(doc, **rules)})
 
 
-def setting_like(settings: type, name: str, default: Any) -> Any:
-    """Declare a dataclass field with the rules and text of another class's field, and a default of its own."""
+def setting_like(settings: type, name: str, default: Any = dataclasses.MISSING) -> Any:
+    """Declare a dataclass field with the rules and text of another class's field, and its default or another one."""
     declared: Any = settings
     (field,) = (field for field in dataclasses.fields(declared) if field.name == name)
+    default = field.default if default is dataclasses.MISSING else default
     return dataclasses.field(default=default, metadata={"setting": dataclasses.replace(setting_of(field), alias=())})
 
 

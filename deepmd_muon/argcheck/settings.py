@@ -10,7 +10,7 @@ from deepmd_muon.argcheck.loss import EnerLossSettings
 from deepmd_muon.argcheck.training import TrainingSettings
 from deepmd_muon.argcheck.validating import ValidatingSettings
 from deepmd_muon.model.settings import ModelSettings
-from deepmd_muon.optim.config import OPTIMIZERS, AdamConfig, OptimizerConfig
+from deepmd_muon.optim.other_configs import OPTIMIZERS, AdamConfig, OptimizerConfig
 from deepmd_muon.section import Foreign, Rule, Section, Variants, section
 
 

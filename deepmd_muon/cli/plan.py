@@ -43,21 +43,24 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
     CommandError
         When the processes cannot be laid out so, or another optimizer than HybridMuon is asked for.
     """
-    from deepmd_muon.optim import HybridMuon, HybridMuonConfig
+    from deepmd_muon.optim import HybridMuon
     from deepmd_muon.optim.polar.schedules import coefficients_of
+    from deepmd_muon.optim.routing.param_groups import group_settings
     from deepmd_muon.optim.sharded import PlannedParameter, make_plan
     from deepmd_muon.optim.sharded.layout import state_layout
 
     given = _input_of(path)
-    training, settings = given.settings.training, given.settings.optimizer
+    training = given.settings.training
     stage = training.zero_stage if stage is None else stage
     if groups is None:
         groups = training.data_parallel_replicate_degree if stage >= 2 else 1
     layout = _layout(ranks, stage, groups)
     optimizer = optimizer_of(given)
-    if not isinstance(optimizer, HybridMuon) or not isinstance(settings, HybridMuonConfig):
+    if not isinstance(optimizer, HybridMuon):
         raise CommandError(f"{type(optimizer).__name__} steps every element by itself: there is no plan")
-    sharded = dataclasses.replace(settings.sharded, state="sharded") if stage == 1 else settings.sharded
+    (group,) = optimizer.param_groups
+    settings = group_settings(group)
+    sharded = dataclasses.replace(optimizer.sharded, state="sharded") if stage == 1 else optimizer.sharded
     shard_state = stage < 2 and sharded.state == "sharded"
     sizes = {name: max(4, p.element_size()) for name, p in _named(optimizer)}
     planned = [
@@ -68,7 +71,7 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
             layout,
             itemsize=sizes[entry.name],
             damped=settings.magma_muon,
-            steps=len(coefficients_of(settings.schedule)),
+            steps=len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0]))),
             gram=settings.enable_gram,
             state_layout=state_layout(entry.shape, layout.ranks, layout.mesh, matrices=True) if shard_state else None,
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from deepmd_muon.optim.config import import_builders_with
+from deepmd_muon.optim.buildable import import_builders_with
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig, MuonConfig
+    from deepmd_muon.optim.config import HybridMuonConfig
     from deepmd_muon.optim.errors import (
         CaptureError,
         ForeignStateError,
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
         RoutingMismatchError,
     )
     from deepmd_muon.optim.hybrid_muon import HybridMuon
+    from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
     from deepmd_muon.optim.polar import SCHEDULES, Schedule, orthogonalize
     from deepmd_muon.optim.polar.dispatch import describe as describe_kernels
     from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, RoutingRules
     from deepmd_muon.optim.state.deepmd_kit import name_deepmd_kit_state
 
 _MODULES = {
-    "AdamConfig": "config",
-    "AdamWConfig": "config",
+    "AdamConfig": "other_configs",
+    "AdamWConfig": "other_configs",
     "CaptureError": "errors",
     "ForeignStateError": "errors",
     "HybridMuon": "hybrid_muon",
@@ -37,7 +38,7 @@ _MODULES = {
     "InvalidParameterError": "errors",
     "InvalidSettingError": "errors",
     "InvalidShapeError": "errors",
-    "MuonConfig": "config",
+    "MuonConfig": "other_configs",
     "NonFiniteGradientError": "errors",
     "QKClip": "qk_clip",
     "QKClipError": "errors",

@@ -10,16 +10,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig, MuonConfig, register_builder
+from deepmd_muon.optim.buildable import register_builder
+from deepmd_muon.optim.config import AdamImplementation, HybridMuonConfig
 from deepmd_muon.optim.hybrid_muon import HybridMuon
-from deepmd_muon.optim.routing.rules import RoutingRules, choose_route
+from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.config import Replicas
+    from deepmd_muon.optim.buildable import Replicas
 
 log = logging.getLogger(__name__)
 
 _Adam = TypeVar("_Adam", bound=torch.optim.Adam)  # AdamW is one
+_IMPLEMENTATIONS: dict[AdamImplementation, dict[str, bool]] = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "for-loop": {"foreach": False, "fused": False},
+}
 
 
 @register_builder(HybridMuonConfig)
@@ -28,56 +34,28 @@ def build_hybrid_muon(
 ) -> HybridMuon:
     """Make a HybridMuon for every named parameter of `model`, the frozen ones included."""
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    betas = (settings.pop("adam_beta1"), settings.pop("adam_beta2"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer = HybridMuon(model.named_parameters(), lr, adam_betas=betas, replicas=replicas, **settings)
-    for warning in caught:  # caused by settings, not by code: they belong in the log
-        log.warning("%s", warning.message)
-    _report(optimizer, model)
-    return optimizer
+    settings["adam_betas"] = (settings.pop("adam_beta1"), settings.pop("adam_beta2"))
+    return _hybrid_muon(model, lr, replicas, settings)
 
 
 @register_builder(MuonConfig)
 def build_muon(
     config: MuonConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> HybridMuon:
-    """Make a plain Muon, AdamW for the rest, for every named parameter of `model`.
+    """Make a plain Muon, AdamW for the rest, for every named parameter of `model`."""
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    settings["lr_adjust_coeff"] = settings.pop("rms_coefficient")
+    return _hybrid_muon(model, lr, replicas, {**settings, "magma_muon": False, "vector_route": "adamw"})
 
-    Parameters that are not matrices form a second parameter group, which takes AdamW.
-    """
-    shared = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(RoutingRules)
-        if hasattr(config, field.name)
-    }
-    rules = RoutingRules(**shared)
-    named = list(model.named_parameters())
-    plain = {name for name, p in named if choose_route(name, tuple(p.shape), rules).route == "adam"}
-    groups: list[dict[str, Any]] = [
-        {"params": [(name, p) for name, p in named if name not in plain]},
-        {"params": [(name, p) for name, p in named if name in plain], "adamw_patterns": ["*"]},
-    ]
-    optimizer = HybridMuon(
-        [group for group in groups if group["params"]],
-        lr,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        adam_betas=config.adam_betas,
-        lr_adjust_coeff=config.rms_coefficient,
-        magma_muon=False,
-        nesterov=config.nesterov,
-        scaling=config.scaling,
-        layout=config.layout,
-        adam_lr_ratio=None if config.adam_lr is None else config.adam_lr / float(lr),
-        schedule=config.schedule,
-        precision=config.precision,
-        flash_muon=config.flash_muon,
-        offload=config.offload,
-        sharded=config.sharded,
-        replicas=replicas,
-        **shared,
-    )
+
+def _hybrid_muon(
+    model: nn.Module, lr: float | Tensor, replicas: Replicas | None, settings: dict[str, Any]
+) -> HybridMuon:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = HybridMuon(model.named_parameters(), lr, replicas=replicas, **settings)
+    for warning in caught:  # caused by settings, not by code: they belong in the log
+        log.warning("%s", warning.message)
     _report(optimizer, model)
     return optimizer
 
@@ -86,7 +64,7 @@ def build_muon(
 def build_adam(
     config: AdamConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> torch.optim.Adam:
-    """Make torch's fused Adam for the trainable named parameters of `model`; its state is sharded over `replicas`."""
+    """Make torch's Adam for the trainable named parameters of `model`, its state in parts on `replicas`."""
     return _element_wise(torch.optim.Adam, config, model, lr, replicas)
 
 
@@ -94,7 +72,7 @@ def build_adam(
 def build_adamw(
     config: AdamWConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> torch.optim.AdamW:
-    """Make torch's fused AdamW for the trainable named parameters of `model`; its state is sharded over `replicas`."""
+    """Make torch's AdamW for the trainable named parameters of `model`, its state in parts on `replicas`."""
     return _element_wise(torch.optim.AdamW, config, model, lr, replicas)
 
 
@@ -106,7 +84,8 @@ def _element_wise(
     replicas: Replicas | None,
 ) -> _Adam:
     betas = (config.adam_beta1, config.adam_beta2)
-    options: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": config.weight_decay, "fused": True}
+    options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": config.adam_eps, "weight_decay": config.weight_decay}
+    options |= _IMPLEMENTATIONS[config.adam_implementation]
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if replicas is None:
         optimizer = kind(trainable, **options)

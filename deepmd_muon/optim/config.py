@@ -9,20 +9,13 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
 
+from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.sharded_config import ShardedSettings
-from deepmd_muon.setting import check_settings, setting, setting_like
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
-
-    Replicas = DeviceMesh | ProcessGroup
+from deepmd_muon.setting import check_settings, setting
 
 MuonMode = Literal["2d", "flat", "slice"]
 Scaling = Literal["none", "match_rms", "rectangular", "spectral"]
@@ -30,6 +23,8 @@ WeightLayout = Literal["auto", "as_stored", "in_out", "out_in"]
 Precision = Literal["auto", "float16", "bfloat16", "float32", "float64"]
 RouteChange = Literal["error", "migrate", "reset"]
 NonFinite = Literal["ignore", "skip", "error"]
+VectorRoute = Literal["adam", "adamw"]
+AdamImplementation = Literal["fused", "foreach", "for-loop"]
 Steps = tuple[tuple[float, float, float], ...]
 
 SCHEDULES = ("8+2", "keller-jordan", "polar-express", "polar-express-5", "polar-express-6", "muon-fsdp2")
@@ -39,6 +34,9 @@ DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight"
 
 # "*.in_proj.matrix: columns 64+64+32" or "*.qkv.weight: rows 3".
 SPLIT_PATTERN = r"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>\d+(\+\d+)*)"
+
+_SCHEDULE_PATTERN = "|".join(map(re.escape, SCHEDULES))
+_SCHEDULE_SYNTAX = "one of " + ", ".join(map(repr, SCHEDULES)) + " or a list of triples"
 
 SPLIT_SYNTAX = "of the form 'PATTERN: rows 3' or 'PATTERN: columns 64+64+32'"
 
@@ -50,62 +48,6 @@ RENAMED_SETTINGS = {
 }
 
 T = TypeVar("T")
-Builder = TypeVar("Builder", bound="Callable[..., Any]")
-
-# The function that makes an optimizer from each settings class. `deepmd_muon.optim.build` registers them; it needs
-# torch, and this module must not import it, so the package's __init__ says how to import it on first use.
-_BUILDERS: dict[type, Callable[..., Optimizer]] = {}
-_IMPORT_BUILDERS: list[Callable[[], object]] = []
-
-
-def register_builder(settings: type) -> Callable[[Builder], Builder]:
-    """Decorate the function that makes the optimizer of a settings class."""
-
-    def register(build: Builder) -> Builder:
-        _BUILDERS[settings] = build
-        return build
-
-    return register
-
-
-def import_builders_with(load: Callable[[], object]) -> None:
-    """Call `load` when the first optimizer is built; it imports the modules that register builders."""
-    _IMPORT_BUILDERS.append(load)
-
-
-def _builder_of(settings: object) -> Callable[..., Optimizer]:
-    if type(settings) not in _BUILDERS:
-        for load in _IMPORT_BUILDERS:
-            load()
-    return _BUILDERS[type(settings)]
-
-
-class OptimizerSettings(Protocol):
-    """What every configuration offers, and a third party's must offer to take its place."""
-
-    def build(self, model: nn.Module, lr: float | Tensor | None = None, replicas: Replicas | None = None) -> Optimizer:
-        """Make the optimizer for the named parameters of a model.
-
-        Parameters
-        ----------
-        lr
-            Learning rate; None takes the configuration's own.
-        replicas
-            Ranks on which parameters and gradients are equal (DDP). HybridMuon shares its work among them; of Adam and
-            AdamW each keeps a part of the state (ZeRO-1).
-        """
-        ...
-
-
-class _Buildable:
-    """A configuration whose optimizer a registered builder makes; see `OptimizerSettings`."""
-
-    def _own_lr(self) -> float:
-        return 1e-3
-
-    def build(self, model: nn.Module, lr: float | Tensor | None = None, replicas: Replicas | None = None) -> Optimizer:
-        """Make this optimizer for the named parameters of `model`; see `OptimizerSettings`."""
-        return _builder_of(self)(self, model, self._own_lr() if lr is None else lr, replicas)
 
 
 def reject_renamed_settings(cls: type[T]) -> type[T]:
@@ -124,7 +66,7 @@ def reject_renamed_settings(cls: type[T]) -> type[T]:
 
 @reject_renamed_settings
 @dataclasses.dataclass(frozen=True)
-class HybridMuonConfig(_Buildable):
+class HybridMuonConfig(Buildable):
     """Settings of `HybridMuon`; the first ten keys are DeePMD's, with the defaults of deepmd-kit 3.2.0."""
 
     momentum: float = setting(
@@ -139,6 +81,16 @@ class HybridMuonConfig(_Buildable):
     )
     adam_beta2: float = setting(
         0.95, minimum=0.0, below=1.0, doc="Decay of the second moment on the Adam and AdamW routes."
+    )
+    adam_eps: float = setting(
+        1e-20, above=0.0, doc="ε of the Adam and AdamW routes, added to the root of the second moment."
+    )
+    adam_implementation: AdamImplementation = setting(
+        "fused",
+        doc=(
+            "How the Adam and AdamW routes step: torch's 'fused' kernel, multi-tensor operations ('foreach'), or the "
+            "same one parameter after another ('for-loop')."
+        ),
     )
     weight_decay: float = setting(
         0.001,
@@ -209,12 +161,24 @@ class HybridMuonConfig(_Buildable):
     )
     schedule: str | Steps = setting(
         "8+2",
-        pattern="|".join(map(re.escape, SCHEDULES)),
-        forms="one of " + ", ".join(map(repr, SCHEDULES)) + " or a list of triples",
+        pattern=_SCHEDULE_PATTERN,
+        forms=_SCHEDULE_SYNTAX,
         doc=(
             "Coefficients of the Newton–Schulz iteration (see doc/optimizer.md): a name, or one triple [a, b, c] per "
             "step σ ← a σ + b σ³ + c σ⁵."
         ),
+    )
+    large_schedule: str | Steps | None = setting(
+        None,
+        pattern=_SCHEDULE_PATTERN,
+        forms=_SCHEDULE_SYNTAX,
+        doc=(
+            "The same for matrices whose smaller dimension is large_matrix_dim or more, where time counts; null takes "
+            "`schedule`. 'polar-express-5' suits language models."
+        ),
+    )
+    large_matrix_dim: int = setting(
+        1024, minimum=1, doc="Smaller dimension from which matrices take `large_schedule`, if it is given."
     )
     precision: Precision = setting(
         "auto",
@@ -227,8 +191,15 @@ class HybridMuonConfig(_Buildable):
         1,
         minimum=1,
         doc=(
-            "Matrices whose smaller dimension is below this take the Adam route (successor of the legacy key "
+            "Matrices whose smaller dimension is below this take the route of vectors (successor of the legacy key "
             "`min_2d_dim`)."
+        ),
+    )
+    vector_route: VectorRoute = setting(
+        "adam",
+        doc=(
+            "Route of biases, vectors and matrices below min_matrix_dim: 'adam', which decays no weights, or 'adamw', "
+            "which does."
         ),
     )
     adam_patterns: tuple[str, ...] = setting(
@@ -308,78 +279,13 @@ class HybridMuonConfig(_Buildable):
             layout="as_stored" if self.layout == "auto" else self.layout,
         )
 
+    def schedule_of(self, shape: Sequence[int]) -> str | Steps:
+        """Return the schedule of matrices of a shape (..., rows, columns)."""
+        large = min(shape[-2:]) >= self.large_matrix_dim
+        return self.large_schedule if large and self.large_schedule is not None else self.schedule
+
     def _own_lr(self) -> float:
         return 5e-4
-
-
-@dataclasses.dataclass(frozen=True)
-class MuonConfig(_Buildable):
-    """Settings of a plain Muon with AdamW for the rest, in the field's words; it is built as a `HybridMuon`.
-
-    The defaults are those of the literature: Keller Jordan's five steps, no damping, two-dimensional weights only, and
-    AdamW for embeddings and the output layer (names that contain ``embed`` or ``lm_head``, and the weight of a layer
-    called ``head``); `adamw_patterns` replaces these. Everything that is not a matrix takes AdamW too, with decay.
-    """
-
-    lr: float = setting(0.02, minimum=0.0, doc="Learning rate of the Muon route, when `build` is not given one.")
-    momentum: float = setting_like(HybridMuonConfig, "momentum", 0.95)
-    nesterov: bool = setting_like(HybridMuonConfig, "nesterov", True)
-    weight_decay: float = setting(0.1, minimum=0.0, doc="Decoupled weight decay of the Muon and AdamW routes.")
-    scaling: Scaling = setting_like(HybridMuonConfig, "scaling", "rectangular")
-    rms_coefficient: float = setting(0.2, above=0.0, doc="Coefficient of the 'match_rms' scaling.")
-    layout: WeightLayout = setting_like(HybridMuonConfig, "layout", "out_in")
-    schedule: str | Steps = setting_like(HybridMuonConfig, "schedule", "keller-jordan")
-    precision: Precision = setting_like(HybridMuonConfig, "precision", "auto")
-    muon_mode: MuonMode = setting_like(HybridMuonConfig, "muon_mode", "2d")
-    adam_lr: float | None = setting(None, above=0.0, doc="Learning rate of the AdamW route; None takes `lr`.")
-    adam_betas: tuple[float, float] = setting((0.9, 0.95), minimum=0.0, below=1.0, doc="Decays of Adam's moments.")
-    adamw_patterns: tuple[str, ...] = setting(
-        DEFAULT_ADAMW_PATTERNS, doc="Parameters that take AdamW though they are matrices, as shell patterns."
-    )
-    expert_patterns: tuple[str, ...] = setting_like(HybridMuonConfig, "expert_patterns", ())
-    splits: tuple[str, ...] = setting_like(HybridMuonConfig, "splits", ())
-    flash_muon: bool = setting_like(HybridMuonConfig, "flash_muon", True)
-    offload: bool = setting_like(HybridMuonConfig, "offload", False)
-    sharded: ShardedSettings = setting_like(HybridMuonConfig, "sharded", ShardedSettings())
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-    def _own_lr(self) -> float:
-        return self.lr
-
-
-@dataclasses.dataclass(frozen=True)
-class AdamConfig(_Buildable):
-    """Settings of `torch.optim.Adam` with DeePMD's key names; the decay is an L2 term in the gradient."""
-
-    adam_beta1: float = setting(0.9, minimum=0.0, below=1.0, doc="Decay of the first moment.")
-    adam_beta2: float = setting(0.999, minimum=0.0, below=1.0, doc="Decay of the second moment.")
-    weight_decay: float = setting(0.0, minimum=0.0, doc="L2 penalty added to the gradient.")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class AdamWConfig(_Buildable):
-    """Settings of `torch.optim.AdamW` with DeePMD's key names; the decay is decoupled."""
-
-    adam_beta1: float = setting(0.9, minimum=0.0, below=1.0, doc="Decay of the first moment.")
-    adam_beta2: float = setting(0.999, minimum=0.0, below=1.0, doc="Decay of the second moment.")
-    # deepmd-kit 3.2.0 documents 0.001, but its upgrade of older inputs fills in 0 before that default applies.
-    weight_decay: float = setting(0.0, minimum=0.0, doc="Decoupled weight decay λ: p ← p (1 − lr λ).")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-
-OptimizerConfig = HybridMuonConfig | AdamConfig | AdamWConfig
-OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
-    "HybridMuon": HybridMuonConfig,
-    "Adam": AdamConfig,
-    "AdamW": AdamWConfig,
-}
 
 
 def update_scale(shape: tuple[int, int], settings: HybridMuonConfig) -> float:

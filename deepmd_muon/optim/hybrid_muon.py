@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import (
+    AdamImplementation,
     MuonMode,
     NonFinite,
     Precision,
     RouteChange,
     Scaling,
+    VectorRoute,
     WeightLayout,
     reject_renamed_settings,
 )
@@ -42,7 +44,7 @@ from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.torch_hooks import QuickOptimizer, profiled_on_demand, read_by_grad_scaler
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.config import Replicas
+    from deepmd_muon.optim.buildable import Replicas
     from deepmd_muon.optim.sharded.step import ShardedStep
 
 
@@ -73,10 +75,10 @@ class HybridMuon(QuickOptimizer):
         DeePMD's settings; see `HybridMuonConfig`, whose defaults they share.
     named_parameters
         (name, parameter) pairs that name unnamed `params`; a warning lists trainable ones missing from `params`.
-    nesterov, scaling, layout, adam_lr_ratio, schedule, precision, min_matrix_dim, deepmd_kit_arithmetic
+    nesterov, scaling, layout, schedule, large_schedule, large_matrix_dim, precision, deepmd_kit_arithmetic, \
+    adam_lr_ratio, adam_eps, adam_implementation, min_matrix_dim, vector_route, adam_patterns, adamw_patterns, \
+    expert_patterns, splits
         See `HybridMuonConfig`.
-    adam_patterns, adamw_patterns, expert_patterns, splits
-        Rules on names; see `HybridMuonConfig`.
     on_route_change, on_nonfinite
         How `load_state_dict` handles changed routes, and `step` non-finite gradients, in all groups.
     foreach
@@ -144,8 +146,13 @@ class HybridMuon(QuickOptimizer):
         layout: WeightLayout = _DEFAULTS.layout,
         adam_lr_ratio: float | None = _DEFAULTS.adam_lr_ratio,
         schedule: AnySchedule = _DEFAULTS.schedule,
+        large_schedule: AnySchedule | None = _DEFAULTS.large_schedule,
+        large_matrix_dim: int = _DEFAULTS.large_matrix_dim,
         precision: Precision = _DEFAULTS.precision,
         min_matrix_dim: int = _DEFAULTS.min_matrix_dim,
+        adam_eps: float = _DEFAULTS.adam_eps,
+        adam_implementation: AdamImplementation = _DEFAULTS.adam_implementation,
+        vector_route: VectorRoute = _DEFAULTS.vector_route,
         adam_patterns: Sequence[str] = _DEFAULTS.adam_patterns,
         adamw_patterns: Sequence[str] = _DEFAULTS.adamw_patterns,
         expert_patterns: Sequence[str] = _DEFAULTS.expert_patterns,

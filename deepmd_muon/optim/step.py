@@ -318,6 +318,8 @@ def step_elements(
         lr=lr if ratio == 1.0 else lr * ratio,
         betas=(settings.adam_beta1, settings.adam_beta2),
         weight_decay=settings.weight_decay if route == "adamw" else 0.0,
+        eps=settings.adam_eps,
+        implementation=settings.adam_implementation,
         control=control,
         maximize=group.values["maximize"],
     )

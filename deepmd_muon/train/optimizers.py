@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from deepmd_muon.optim.config import HybridMuonConfig, OptimizerConfig
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.other_configs import MuonConfig, OptimizerConfig
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,9 +31,10 @@ def build_optimizer(
     DeePMD's weights are stored (in, out); HybridMuon is told so unless the input says otherwise or asks for
     deepmd-kit's own arithmetic, which takes them as stored.
     """
-    if not isinstance(config, HybridMuonConfig):
+    if not isinstance(config, HybridMuonConfig | MuonConfig):
         return config.build(model, lr, replicas if state_in_parts else None)
-    if config.layout == "auto" and not config.deepmd_kit_arithmetic:
+    as_deepmd_kit = isinstance(config, HybridMuonConfig) and config.deepmd_kit_arithmetic
+    if config.layout == "auto" and not as_deepmd_kit:
         config = dataclasses.replace(config, layout="in_out")
     if state_in_parts:
         config = dataclasses.replace(config, sharded=dataclasses.replace(config.sharded, state="sharded"))

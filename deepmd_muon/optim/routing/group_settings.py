@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -35,7 +35,8 @@ class Arguments(HybridMuonConfig):
 
 # Settings that hold for all groups, and those that a group stores in another form.
 _OF_ALL_GROUPS = {"on_route_change", "on_nonfinite", "offload", "sharded"}
-_OTHER_FORM = {"adam_beta1", "adam_beta2", "schedule"}
+_SCHEDULES = ("schedule", "large_schedule")
+_OTHER_FORM = {"adam_beta1", "adam_beta2", *_SCHEDULES}
 _FIELDS = [f for f in dataclasses.fields(HybridMuonConfig) if f.name not in _OF_ALL_GROUPS | _OTHER_FORM]
 LISTS = tuple(field.name for field in _FIELDS if isinstance(field.default, tuple))
 _PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in LISTS)
@@ -45,7 +46,7 @@ _MORE_KEYS = (
     *("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"),
 )
 # The settings of a group as its dict stores them; comparing these is faster than comparing dataclasses.
-raw_settings = itemgetter(*("adam_betas", "schedule", *LISTS, *_PLAIN_SETTINGS))
+raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS))
 
 
 def check_group(given: Mapping[str, Any], defaults: Collection[str] | None = None) -> None:
@@ -67,10 +68,9 @@ def check_group(given: Mapping[str, Any], defaults: Collection[str] | None = Non
         values["adam_beta1"], values["adam_beta2"] = betas
     if values.get("sharded", ...) is None:
         del values["sharded"]
-    try:
-        values["schedule"] = frozen_schedule(values.pop("schedule"))
-    except InvalidSettingError as error:
-        problems += error.problems
+    for key in _SCHEDULES:
+        values[key], found = _plain_schedule(given[key], key)
+        problems += found
     try:
         Arguments(**values)
     except InvalidSettingError as error:
@@ -101,6 +101,14 @@ def _plain_lr(lr: Any) -> tuple[Any, list[str]]:
     return float(lr) if lr.device.type == "cpu" else 0.0, []
 
 
+def _plain_schedule(schedule: Any, key: str) -> tuple[Any, Sequence[str]]:
+    """Return a schedule to check, and the problems of one that is neither a name nor a list of triples."""
+    try:
+        return frozen_schedule(schedule, key), ()
+    except InvalidSettingError as error:
+        return HybridMuonConfig.schedule, error.problems
+
+
 def lr_tensor(group: Mapping[str, Any]) -> Tensor:
     """Return a group's learning rate as a tensor on its parameters' device, which a captured step reads."""
     params: list[Tensor] = group["params"]
@@ -111,12 +119,12 @@ def lr_tensor(group: Mapping[str, Any]) -> Tensor:
 def group_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Check the constructor's arguments; return a group's defaults as plain values that a state dict may hold."""
     check_group(given)
-    schedule = frozen_schedule(given["schedule"])
+    schedules = {key: frozen_schedule(given[key], key) for key in _SCHEDULES}
     return {
         **{key: given[key] for key in ("lr", "maximize", "foreach", "capturable", *_PLAIN_SETTINGS)},
         **{key: list(as_tuple(given[key])) for key in LISTS},
         "adam_betas": tuple(given["adam_betas"]),
-        "schedule": schedule if isinstance(schedule, str) else [list(step) for step in schedule],
+        **{key: [list(step) for step in x] if isinstance(x, tuple) else x for key, x in schedules.items()},
     }
 
 
@@ -138,7 +146,7 @@ def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
     values = {
         "adam_beta1": beta1,
         "adam_beta2": beta2,
-        "schedule": frozen_schedule(group["schedule"]),
+        **{key: frozen_schedule(group[key], key) for key in _SCHEDULES},
         **{key: as_tuple(group[key]) for key in LISTS},
         **{key: group[key] for key in _PLAIN_SETTINGS},
     }
@@ -153,9 +161,9 @@ def rules_of(group: Mapping[str, Any]) -> RoutingRules:
     return RoutingRules.of(group_settings(group))
 
 
-def frozen_schedule(schedule: AnySchedule) -> str | Steps:
-    """Return a schedule as settings hold it: a name, or a tuple of triples."""
+def frozen_schedule(schedule: AnySchedule | None, key: str) -> str | Steps | None:
+    """Return a schedule as settings hold it: a name, a tuple of triples, or None; `key` names the setting in errors."""
     try:
-        return schedule if isinstance(schedule, str) else coefficients_of(schedule)
+        return schedule if schedule is None or isinstance(schedule, str) else coefficients_of(schedule)
     except TypeError:
-        raise InvalidSettingError(f"schedule: must be a name or a list of triples; found {schedule!r}") from None
+        raise InvalidSettingError(f"{key}: must be a name or a list of triples; found {schedule!r}") from None

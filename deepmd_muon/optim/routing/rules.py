@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, overload
 
-from deepmd_muon.optim.config import HybridMuonConfig, MuonMode
+from deepmd_muon.optim.config import HybridMuonConfig, MuonMode, VectorRoute
 from deepmd_muon.optim.errors import ForeignStateError
 from deepmd_muon.optim.routing.views import FusedSplit, MatrixView, effective_shape, matrix_view
 
@@ -35,8 +35,8 @@ class RoutingRules:
     ----------
     muon_mode
         See `deepmd_muon.optim.routing.views.matrix_view`.
-    min_matrix_dim
-        Matrices whose smaller dimension is below this take the Adam route.
+    min_matrix_dim, vector_route
+        Matrices whose smaller dimension is below this, vectors and biases take that route.
     adam_patterns, adamw_patterns
         Shell patterns on full names, tried before every other rule.
     expert_patterns
@@ -47,6 +47,7 @@ class RoutingRules:
 
     muon_mode: MuonMode = "slice"
     min_matrix_dim: int = 1
+    vector_route: VectorRoute = "adam"
     adam_patterns: tuple[str, ...] = ()
     adamw_patterns: tuple[str, ...] = ()
     expert_patterns: tuple[str, ...] = ()
@@ -242,7 +243,7 @@ def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> tuple[Rou
     if pattern := _matching(name, rules.adamw_patterns):
         return "adamw", None, f"matches adamw_patterns {pattern!r}"
     if leaf == "b" or "bias" in leaf:
-        return "adam", None, f"leaf {leaf!r} is a bias"
+        return rules.vector_route, None, f"leaf {leaf!r} is a bias"
     if leaf.startswith("adam_"):
         return "adam", None, f"leaf {leaf!r} selects Adam"
     if leaf.startswith("adamw_"):
@@ -252,7 +253,7 @@ def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> tuple[Rou
     rank = len(effective_shape(each))
     whose = " of each expert" if expert else ""
     if rank < 2:
-        return "adam", None, f"effective rank {rank}{whose}"
+        return rules.vector_route, None, f"effective rank {rank}{whose}"
     view = matrix_view(each, rules.muon_mode)
     if view is None:
         return "adamw", None, f"effective rank {rank}{whose} has no matrix view in mode {rules.muon_mode!r}"
@@ -265,5 +266,6 @@ def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> tuple[Rou
             reason += f", split {split.pattern!r}"
             break
     if view.min_dim < rules.min_matrix_dim:
-        return "adam", None, f"smaller dimension {view.min_dim} is below min_matrix_dim {rules.min_matrix_dim}"
+        reason = f"smaller dimension {view.min_dim} is below min_matrix_dim {rules.min_matrix_dim}"
+        return rules.vector_route, None, reason
     return "muon", view, reason

@@ -228,7 +228,7 @@ def _planned(param: ShardedParameter, settings: HybridMuonConfig) -> PlannedPara
         param.layout,
         itemsize=moment_dtype(param.p.dtype).itemsize,
         damped=settings.magma_muon,
-        steps=len(coefficients_of(settings.schedule)),
+        steps=len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0]))),
         gram=settings.enable_gram,
         state_layout=param.sharding.layout if param.sharding else None,
     )

@@ -1,7 +1,8 @@
 """The element-wise routes: Adam, and AdamW with decoupled decay, on lists of tensors.
 
 The rule is that of D. P. Kingma and J. Ba (arXiv:1412.6980), with the decay of I. Loshchilov and F. Hutter
-(arXiv:1711.05101), ε = 1e-20 outside the root, and bias correction. It calls torch's fused multi-tensor kernel.
+(arXiv:1711.05101), ε outside the root, and bias correction: by torch's fused multi-tensor kernel, or by operations on
+lists of tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
+from deepmd_muon.optim.config import AdamImplementation
 from deepmd_muon.optim.update.gradients import StepControl, in_dtype, prepare_gradients
-
-EPSILON = 1e-20
 
 # Targets, gradients, first and second moments.
 TensorLists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -38,6 +38,8 @@ def adam_(
     lr: float | Tensor,
     betas: tuple[float, float],
     weight_decay: float,
+    eps: float,
+    implementation: AdamImplementation = "fused",
     control: StepControl,
     maximize: bool = False,
 ) -> None:
@@ -59,6 +61,10 @@ def adam_(
         Decays of the moments.
     weight_decay
         λ in p ← p (1 − lr λ).
+    eps
+        ε, added to the root of the corrected second moment.
+    implementation
+        'fused' is torch's kernel, 'foreach' a few operations on all parameters, 'for-loop' the same one by one.
     control
         Whether to skip the step, and the gradients' scale; on the parameters' device.
     maximize
@@ -71,25 +77,67 @@ def adam_(
     on_gpu = targets[0].is_cuda
     if isinstance(lr, Tensor) and not (on_gpu and lr.is_cuda):
         lr = float(lr)
-    # On a GPU the fused kernel reads a learning-rate tensor in float32 only.
-    exact = lr if isinstance(lr, Tensor) and lr.dtype == wide == torch.float64 else None
-    before = [] if exact is None else list(map(torch.clone, targets))
-    values: dict[str, Any] = {
-        "beta1": betas[0],
-        "beta2": betas[1],
-        "lr": lr.float() if isinstance(lr, Tensor) else lr,
-        "weight_decay": weight_decay,
-        "eps": EPSILON,
-        "amsgrad": False,
-        "maximize": False,
-        "found_inf": control.skip,
-    }
     tensors = targets, grads, list(exp_avgs), list(exp_avg_sqs)
-    (_fused_on_gpu if on_gpu else _fused_on_cpu)(*tensors, list(steps), **values)
-    if exact is not None:
-        correct_rounded_lr(targets, before, exact)
+    values: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": eps}
+    values["found_inf"] = control.skip
+    if implementation == "fused":
+        _fused(tensors, list(steps), lr, values)
+    elif implementation == "foreach":
+        _foreach(*tensors, list(steps), lr=lr, **values)
+    else:
+        for p, g, m, v, step in zip(*tensors, steps, strict=True):
+            _foreach([p], [g], [m], [v], [step], lr=lr, **values)
     if wide != params[0].dtype:
         torch._foreach_copy_(list(params), targets)
+
+
+def _foreach(
+    targets: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    found_inf: Tensor | None,
+) -> None:
+    """Take the step by operations on lists of tensors; nothing waits for the device."""
+    changed = (*targets, *exp_avgs, *exp_avg_sqs, *steps)
+    before = [] if found_inf is None else list(map(torch.clone, changed))
+    torch._foreach_add_(steps, 1)
+    taken = torch.stack(steps).double()
+    rates = (lr / (1.0 - beta1**taken)).to(targets[0].dtype)
+    roots = (1.0 - beta2**taken).sqrt_().to(targets[0].dtype)
+    torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - beta2)
+    if weight_decay:
+        torch._foreach_mul_(targets, 1.0 - lr * weight_decay)
+    denominators = torch._foreach_sqrt(exp_avg_sqs)
+    torch._foreach_div_(denominators, list(roots.unbind()))
+    torch._foreach_add_(denominators, eps)
+    updates = torch._foreach_div(exp_avgs, denominators)
+    torch._foreach_mul_(updates, list(rates.unbind()))
+    torch._foreach_sub_(targets, updates)
+    if found_inf is not None:
+        for x, old in zip(changed, before, strict=True):
+            x.copy_(torch.where(found_inf > 0, old, x))
+
+
+def _fused(tensors: TensorLists, steps: list[Tensor], lr: float | Tensor, values: dict[str, Any]) -> None:
+    """Take the step by torch's fused kernel."""
+    targets = tensors[0]
+    # On a GPU the fused kernel reads a learning-rate tensor in float32 only.
+    exact = lr if isinstance(lr, Tensor) and lr.dtype == targets[0].dtype == torch.float64 else None
+    before = [] if exact is None else list(map(torch.clone, targets))
+    values = {**values, "lr": lr.float() if isinstance(lr, Tensor) else lr, "amsgrad": False, "maximize": False}
+    (_fused_on_gpu if targets[0].is_cuda else _fused_on_cpu)(*tensors, steps, **values)
+    if exact is not None:
+        correct_rounded_lr(targets, before, exact)
 
 
 def correct_rounded_lr(targets: list[Tensor], before: list[Tensor], lr: Tensor) -> None:

@@ -133,9 +133,20 @@ def polar_factors(matrices: Sequence[Tensor], settings: HybridMuonConfig) -> lis
     """Orthogonalize batches (b, rows, columns) with the given settings."""
     if settings.deepmd_kit_arithmetic:
         return orthogonalize_as_deepmd_kit(matrices, gram=settings.enable_gram)
-    return orthogonalize_matrices(
-        matrices, settings.schedule, settings.precision, gram=settings.enable_gram, flash=settings.flash_muon
-    )
+    results = list(matrices)
+    schedules = [settings.schedule_of(x.shape) for x in matrices]
+    for schedule in dict.fromkeys(schedules):
+        chosen = [i for i, own in enumerate(schedules) if own == schedule]
+        done = orthogonalize_matrices(
+            [matrices[i] for i in chosen],
+            schedule,
+            settings.precision,
+            gram=settings.enable_gram,
+            flash=settings.flash_muon,
+        )
+        for i, o in zip(chosen, done, strict=True):
+            results[i] = o
+    return results
 
 
 def scaled_polar_factors(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.optim.config import OptimizerConfig
+from deepmd_muon.optim.other_configs import OptimizerConfig
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
 from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.strategy.base import Reduced, Strategy

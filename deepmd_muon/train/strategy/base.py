@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.optim.config import OptimizerConfig
+from deepmd_muon.optim.other_configs import OptimizerConfig
 from deepmd_muon.train.parallel import Ranks
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_map
 
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.optim.config import OptimizerConfig
+from deepmd_muon.optim.other_configs import OptimizerConfig
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.parallel import Ranks, local_part

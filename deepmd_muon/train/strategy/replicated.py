@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.optim.config import OptimizerConfig
+from deepmd_muon.optim.other_configs import OptimizerConfig
 from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.train.strategy.agreement import SeveralRanks

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from deepmd_muon.argcheck import normalize
-from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig
 
 # Defaults of the version that had `muon_2d_only`, where they differ from today's.
 FIRST = {"lr_adjust": 10.0, "lr_adjust_coeff": 0.2, "magma_muon": False, "layout": "as_stored"}

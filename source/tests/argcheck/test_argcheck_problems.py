@@ -122,7 +122,12 @@ def change(data, path, value):
         ("loss/start_pref_h", 1, "asks for a Hessian term, which this package does not have; remove it or set 0"),
         ("loss/type", "dos", "deepmd-kit has the loss 'dos', this package does not"),
         ("optimizer/type", "LKF", "deepmd-kit has the optimizer 'LKF', this package does not"),
-        ("optimizer/momentum", 0.9, "is not a known key; did you mean optimizer/momentum with type 'HybridMuon'?"),
+        (
+            "optimizer/momentum",
+            0.9,
+            "is not a known key; did you mean optimizer/momentum with type 'HybridMuon' or optimizer/momentum with "
+            "type 'Muon'?",
+        ),
         ("optimizer/adam_beta2", 1.0, "must be < 1; found 1"),
         ("training/numb_epoch", 3, None),
         ("training/numb_steps", -1, "must be >= 0; found -1"),

@@ -20,7 +20,8 @@ from deepmd_muon.argcheck import (
     normalize,
 )
 from deepmd_muon.model.descriptor.se_e2_a.settings import SeE2ASettings
-from deepmd_muon.optim.config import AdamConfig, AdamWConfig, HybridMuonConfig
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
 from deepmd_muon.optim.sharded import ShardedSettings
 
 
@@ -61,14 +62,22 @@ def test_the_sharded_step_has_a_section_of_its_own(water, problems):
     (path, problem) = problems(water).popitem()
     assert (path, "excludes optimizer/offload" in problem) == ("optimizer/sharded/exchange", True)
     water["optimizer"] = {"type": "Adam", "sharded": {}}
-    wanted = "is not a known key; did you mean optimizer/sharded with type 'HybridMuon'?"
+    wanted = " or ".join(f"optimizer/sharded with type {name!r}" for name in ("HybridMuon", "Muon"))
+    wanted = f"is not a known key; did you mean {wanted}?"
     assert problems(water) == {"optimizer/sharded": wanted}
 
 
 def test_normalized_has_every_default_and_no_comment(water):
     normalized = normalize(water).normalized
     assert list(normalized) == ["model", "learning_rate", "loss", "optimizer", "training", "validating"]
-    assert normalized["optimizer"] == {"type": "Adam", "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.0}
+    assert normalized["optimizer"] == {
+        "type": "Adam",
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "weight_decay": 0.0,
+        "adam_eps": 1e-8,
+        "adam_implementation": "fused",
+    }
     assert normalized["model"]["descriptor"]["activation_function"] == "tanh"
     assert normalized["model"]["fitting_net"]["type"] == "ener"
     assert normalized["model"]["fitting_net"]["rcond"] is None
@@ -87,6 +96,18 @@ def test_normalized_has_every_default_and_no_comment(water):
         (
             {"type": "HybridMuon", "sharded": {"slots": 1, "bucket_bytes": 1e6, "state": "sharded"}},
             HybridMuonConfig(sharded=ShardedSettings(slots=1, bucket_bytes=1_000_000, state="sharded")),
+        ),
+        (
+            {"type": "Muon", "scaling": "match_rms", "adam_betas": [0.8, 0.9], "large_schedule": "polar-express-5"},
+            MuonConfig(scaling="match_rms", adam_betas=(0.8, 0.9), large_schedule="polar-express-5"),
+        ),
+        (
+            {"type": "HybridMuon", "large_schedule": [[2, -1.5, 0.5]]},
+            HybridMuonConfig(large_schedule=((2.0, -1.5, 0.5),)),
+        ),
+        (
+            {"type": "AdamW", "adam_eps": 1e-6, "adam_implementation": "foreach"},
+            AdamWConfig(adam_eps=1e-6, adam_implementation="foreach"),
         ),
         ({"type": "AdamW"}, AdamWConfig(weight_decay=0.0)),
         ({"adam_beta2": 0.99}, AdamConfig(adam_beta2=0.99)),

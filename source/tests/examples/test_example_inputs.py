@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from deepmd_muon.argcheck import load
 from deepmd_muon.cli.main import main
@@ -57,9 +58,14 @@ def test_the_table_of_routes_is_that_of_the_input(name, capsys):
     assert f"Muon moves {matrices} matrices with {share} % of the weights" in page
 
 
-def test_copper_learns_all_three_boundary_conditions(tmp_path, monkeypatch):
+MUON = {"type": "Muon", "scaling": "match_rms", "rms_coefficient": 8.64, "schedule": "8+2", "weight_decay": 0.001}
+
+
+@pytest.mark.parametrize("optimizer", [None, MUON], ids=["as it stands", "Muon"])
+def test_copper_learns_all_three_boundary_conditions(optimizer, tmp_path, monkeypatch):
     """A few steps of the example, shortened: every label is compared, and the forces get better."""
     content = json.loads((EXAMPLES / "cu_emt" / "input.json").read_text())
+    content["optimizer"] = optimizer or content["optimizer"]
     for part in ("training_data", "validation_data"):
         content["training"][part]["systems"] = [
             str(EXAMPLES / "cu_emt" / name) for name in content["training"][part]["systems"]
@@ -76,3 +82,6 @@ def test_copper_learns_all_three_boundary_conditions(tmp_path, monkeypatch):
         for part in ("trn", "val"):
             assert all(math.isfinite(row[f"rmse_{quantity}_{part}"]) for row in rows), (quantity, part)
     assert rows[-1]["rmse_f_trn"] < 0.5 * rows[0]["rmse_f_trn"]
+    (group,) = torch.load("model.ckpt-60.pt", weights_only=True)["optimizer"]["param_groups"]
+    vectors = {route for route, view in zip(group["routes"], group["views"], strict=True) if not view}
+    assert vectors == {"adamw" if optimizer else "adam"}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from deepmd_muon.optim import AdamConfig, AdamWConfig, HybridMuon, HybridMuonConfig, InvalidSettingError, MuonConfig
-from deepmd_muon.optim.config import OptimizerSettings
+from deepmd_muon.optim.buildable import OptimizerSettings
 from deepmd_muon.optim.sharded import ShardedSettings
 from deepmd_muon.setting import setting_of
 
@@ -55,25 +55,23 @@ def test_the_constructor_and_the_configuration_share_defaults():
 
 
 def test_a_plain_muon_is_what_the_literature_means():
-    optimizer = MuonConfig(adam_lr=3e-4, lr=0.03).build(make_model())
+    optimizer = MuonConfig(adam_lr_ratio=0.01).build(make_model(), 0.03)
     assert [(e.name, e.route) for e in optimizer.routing] == [
         ("embed.weight", "adamw"),
         ("body.weight", "muon"),
-        ("lm_head.weight", "adamw"),
         ("body.bias", "frozen"),
+        ("lm_head.weight", "adamw"),
     ]
-    (group, plain) = optimizer.param_groups
-    assert group["param_names"] == ["embed.weight", "body.weight", "lm_head.weight"]
+    (group,) = optimizer.param_groups
     assert (group["lr"], group["schedule"], group["magma_muon"]) == (0.03, "keller-jordan", False)
-    assert plain["adamw_patterns"] == ["*"]
-    assert group["lr"] * group["adam_lr_ratio"] == pytest.approx(3e-4)
+    assert (group["vector_route"], group["adam_eps"], group["adam_lr_ratio"]) == ("adamw", 1e-8, 0.01)
     everything = MuonConfig(adamw_patterns=()).build(make_model())
-    assert [e.route for e in everything.routing] == ["muon", "muon", "muon", "frozen"]
+    assert [e.route for e in everything.routing] == ["muon", "muon", "frozen", "muon"]
 
 
 def test_under_a_plain_muon_everything_else_decays_and_a_head_is_the_output_layer():
     model = nn.ModuleDict({"body": nn.Linear(4, 6), "norm": nn.LayerNorm(6), "head": nn.Linear(6, 3)})
-    optimizer = MuonConfig(lr=0.1, weight_decay=0.5).build(model)
+    optimizer = MuonConfig(weight_decay=0.5).build(model, 0.1)
     assert {entry.name: entry.route for entry in optimizer.routing} == {
         "body.weight": "muon",
         "head.weight": "adamw",

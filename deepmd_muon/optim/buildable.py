@@ -1,0 +1,71 @@
+"""How a settings class makes its optimizer: the one contract, and the table of builders. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    Replicas = DeviceMesh | ProcessGroup
+
+Builder = TypeVar("Builder", bound="Callable[..., Any]")
+
+# The function that makes an optimizer from each settings class. `deepmd_muon.optim.build` registers them; it needs
+# torch, and settings must not import it, so the package's __init__ says how to import it on first use.
+_BUILDERS: dict[type, Callable[..., Optimizer]] = {}
+_IMPORT_BUILDERS: list[Callable[[], object]] = []
+
+
+def register_builder(settings: type) -> Callable[[Builder], Builder]:
+    """Decorate the function that makes the optimizer of a settings class."""
+
+    def register(build: Builder) -> Builder:
+        _BUILDERS[settings] = build
+        return build
+
+    return register
+
+
+def import_builders_with(load: Callable[[], object]) -> None:
+    """Call `load` when the first optimizer is built; it imports the modules that register builders."""
+    _IMPORT_BUILDERS.append(load)
+
+
+def _builder_of(settings: object) -> Callable[..., Optimizer]:
+    if type(settings) not in _BUILDERS:
+        for load in _IMPORT_BUILDERS:
+            load()
+    return _BUILDERS[type(settings)]
+
+
+class OptimizerSettings(Protocol):
+    """What every configuration offers, and a third party's must offer to take its place."""
+
+    def build(self, model: nn.Module, lr: float | Tensor | None = None, replicas: Replicas | None = None) -> Optimizer:
+        """Make the optimizer for the named parameters of a model.
+
+        Parameters
+        ----------
+        lr
+            Learning rate; None takes the configuration's own.
+        replicas
+            Ranks on which parameters and gradients are equal (DDP). HybridMuon shares its work among them; of Adam and
+            AdamW each keeps a part of the state (ZeRO-1).
+        """
+        ...
+
+
+class Buildable:
+    """A configuration whose optimizer a registered builder makes; see `OptimizerSettings`."""
+
+    def _own_lr(self) -> float:
+        return 1e-3
+
+    def build(self, model: nn.Module, lr: float | Tensor | None = None, replicas: Replicas | None = None) -> Optimizer:
+        """Make this optimizer for the named parameters of `model`; see `OptimizerSettings`."""
+        return _builder_of(self)(self, model, self._own_lr() if lr is None else lr, replicas)
