@@ -45,7 +45,7 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
     """
     from deepmd_muon.optim import HybridMuon
     from deepmd_muon.optim.polar.schedules import coefficients_of
-    from deepmd_muon.optim.routing.param_groups import group_settings
+    from deepmd_muon.optim.routing.group_settings import group_settings
     from deepmd_muon.optim.sharded import PlannedParameter, make_plan
     from deepmd_muon.optim.sharded.layout import state_layout
 
