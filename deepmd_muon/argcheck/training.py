@@ -204,6 +204,8 @@ class TrainingSettings(Section):
     tensorboard: bool = setting(False, doc="Write TensorBoard events.")
     tensorboard_log_dir: str = setting("log", doc="Folder of the TensorBoard events.")
     tensorboard_freq: int = setting(1, minimum=1, doc="Steps between two TensorBoard events.")
+    wandb: bool = setting(False, doc="Send the rows of the learning curve to Weights & Biases.")
+    wandb_project: str = setting("deepmd_muon", doc="Project of Weights & Biases.")
     profiling: bool = setting(False, doc="Write a trace of the run for chrome://tracing.")
     profiling_file: str = setting("timeline.json", doc="File of the trace.")
     zero_stage: int = setting(

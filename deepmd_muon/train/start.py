@@ -26,6 +26,7 @@ from deepmd_muon.train.errors import CheckpointError, TrainingError
 from deepmd_muon.train.parallel import Ranks, joined
 from deepmd_muon.train.report import set_up_logging
 from deepmd_muon.train.report.tensorboard import require_tensorboard
+from deepmd_muon.train.report.weights_and_biases import require_wandb
 from deepmd_muon.train.setup import (
     CACHE_BYTES,
     Data,
@@ -174,6 +175,8 @@ def _check_reports(given: Input, output: str) -> None:
     make_folder_of(Path(output))
     if given.settings.training.tensorboard:
         require_tensorboard()
+    if given.settings.training.wandb:
+        require_wandb()
 
 
 def _complete_input(given: Input, source: Source | None, *, use_pretrain_script: bool) -> Input:

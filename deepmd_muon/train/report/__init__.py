@@ -10,6 +10,7 @@ from deepmd_muon.train.report.lcurve import LearningCurveFile
 from deepmd_muon.train.report.logs import set_up_logging
 from deepmd_muon.train.report.reports import Report, Reports, open_reports
 from deepmd_muon.train.report.tensorboard import TensorBoardError, TensorBoardReport
+from deepmd_muon.train.report.weights_and_biases import WandbError, WandbReport
 
 __all__ = [
     "ConsoleReport",
@@ -19,6 +20,8 @@ __all__ = [
     "Reports",
     "TensorBoardError",
     "TensorBoardReport",
+    "WandbError",
+    "WandbReport",
     "open_reports",
     "set_up_logging",
 ]

@@ -11,6 +11,7 @@ from deepmd_muon.train.report.console import ConsoleReport, ProgressLine
 from deepmd_muon.train.report.json_lines import JsonLinesFile
 from deepmd_muon.train.report.lcurve import LearningCurveFile
 from deepmd_muon.train.report.tensorboard import TensorBoardReport
+from deepmd_muon.train.report.weights_and_biases import WandbReport
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck import TrainingSettings
@@ -132,9 +133,11 @@ def open_reports(training: TrainingSettings, *, num_steps: int, start_step: int 
     ------
     TensorBoardError
         When `tensorboard` is on and the package is not installed.
+    WandbError
+        When `wandb` is on and the package is not installed or begins no run.
     """
     if silent:
-        shown = training.disp_training or training.jsonl_file is not None
+        shown = training.disp_training or training.jsonl_file is not None or training.wandb
         curve = [_Silent(training.disp_freq, validates=True)] * shown
         return Reports([*curve, *[_Silent(training.tensorboard_freq, validates=False)] * training.tensorboard])
     reports: list[Report] = []
@@ -148,4 +151,6 @@ def open_reports(training: TrainingSettings, *, num_steps: int, start_step: int 
         reports.append(LearningCurveFile(training.disp_file, training.disp_freq, start_step=start_step))
     if training.jsonl_file is not None:
         reports.append(JsonLinesFile(training.jsonl_file, training.disp_freq, start_step=start_step))
+    if training.wandb:
+        reports.append(WandbReport(training.wandb_project, training.disp_freq))
     return Reports(reports, ProgressLine.on_terminal(num_steps, start_step))

@@ -14,6 +14,7 @@ from deepmd_muon.train.report import (
     Reports,
     TensorBoardError,
     TensorBoardReport,
+    WandbError,
     open_reports,
     set_up_logging,
 )
@@ -33,6 +34,8 @@ def training(**changes):
         "disp_file": "lcurve.out",
         "disp_freq": 100,
         "jsonl_file": None,
+        "wandb": False,
+        "wandb_project": "deepmd_muon",
     }
     return SimpleNamespace(**(section | changes))
 
@@ -266,3 +269,35 @@ def test_json_lines_keep_every_metric_and_continue_at_a_restart(tmp_path):
     }
     assert third["rmse_f_trn"] == 0.125
     assert third["time"] >= second["time"]
+
+
+def test_missing_wandb_is_said_at_the_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(WandbError, match=r"install wandb or set training\.wandb to false"):
+        open_reports(training(wandb=True), num_steps=10)
+
+
+def test_wandb_gets_the_rows_of_the_learning_curve(monkeypatch):
+    logged, calls = [], []
+
+    def init(**options):
+        calls.append(options)
+        return SimpleNamespace(log=lambda row, step: logged.append((step, row)), finish=lambda: calls.append("finish"))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    reports = open_reports(training(wandb=True, wandb_project="water", disp_training=False), num_steps=200)
+    for step in (1, 50, 100):
+        if reports.due(step):
+            assert reports.due_validation(step)
+            reports.step(step, 1e-3, TRAIN, VALID)
+    reports.close()
+    row = {"lr": 1e-3, **{f"{k}_trn": v for k, v in TRAIN.items()}, **{f"{k}_val": v for k, v in VALID.items()}}
+    assert logged == [(1, row), (100, row)]
+    assert calls == [{"project": "water"}, "finish"]
+
+    def refuse(**options):
+        raise ConnectionError("no route")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse))
+    with pytest.raises(WandbError, match="WANDB_MODE"):
+        open_reports(training(wandb=True), num_steps=10)
