@@ -16,6 +16,10 @@ from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+# Of any setting: beyond it float32 overflows soon, and a whole number does not fit into 64 bits.
+_LARGEST = 1e30
+_LARGEST_INTEGER = 2**63 - 1
+
 
 class InvalidSettingError(ValueError):
     """Settings are unknown, of a wrong type, out of their range or not among their choices.
@@ -87,6 +91,9 @@ class Setting:
             return self.forms or f"a match of {self.pattern}"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
+        largest = _LARGEST_INTEGER if isinstance(value, int) else _LARGEST
+        if abs(value) > largest:
+            return f"at most {largest:.3g} in size"
         bounds = (
             (self.minimum, lambda b: value >= b, ">="),
             (self.maximum, lambda b: value <= b, "<="),
@@ -303,7 +310,9 @@ def shown(value: Any) -> str:
 
 
 def literal(value: Any) -> str:
-    """Return a value as it would be written: truth values and whole numbers as in JSON."""
+    """Return a value as it would be written: truth values and whole numbers as in JSON, long ones rounded."""
+    if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+        return f"{value:g}" if abs(value) < 10**300 else "a number of hundreds of digits"
     return str(value).lower() if isinstance(value, bool) else repr(value).removesuffix(".0")
 
 

@@ -40,7 +40,7 @@ def _one_warmup(warmup_steps: int, warmup_ratio: float | None) -> str | None:
 class _Schedule(Section):
     """What every schedule shares."""
 
-    start_lr: float = setting(above=0.0, doc="Learning rate when the warm-up is over.")
+    start_lr: float = setting(above=0.0, maximum=1e3, doc="Learning rate when the warm-up is over.")
     stop_lr: float | None = setting(
         None,
         minimum=0.0,

@@ -16,6 +16,11 @@ ACTIVATION: dict[str, Any] = {
         "(3 when left out) and a tanh beyond; 'linear' and 'none' are none."
     ),
 }
+# Sizes that no model needs, and that would end as a lack of memory or as a search that does not end.
+WIDTH: dict[str, Any] = {"minimum": 1, "maximum": 2**16}
+CUTOFF: dict[str, Any] = {"above": 0.0, "maximum": 100.0}
+SLOTS: dict[str, Any] = {"maximum": 2**16}
+_MOST_ROOM = 100
 PRECISION: dict[str, Any] = {
     "note": "half precisions are not available",
     "doc": "Floating point type of the parameters and of the arithmetic; 'default' and 'double' are float64.",
@@ -43,8 +48,12 @@ def some_layer(neuron: tuple[int, ...]) -> str | None:
 
 def some_neighbors(sel: str | int | tuple[int, ...]) -> str | None:
     """Check the factor of an automatic `sel`, and that a given one selects a neighbour."""
-    if isinstance(sel, str) and ":" in sel and float(sel.split(":")[1]) < 1:
-        return f"must have a factor of at least 1; found {sel!r}, which would drop neighbours"
+    if isinstance(sel, str) and ":" in sel:
+        factor = float(sel.split(":")[1])
+        if factor < 1:
+            return f"must have a factor of at least 1; found {sel!r}, which would drop neighbours"
+        if factor > _MOST_ROOM:
+            return f"must have a factor of at most {_MOST_ROOM}; found {sel!r}"
     if isinstance(sel, tuple) and not any(sel):
         return f"must select at least one neighbour; found {list(sel)}"
     return None

@@ -1,5 +1,6 @@
 """Inputs that are small in the file and large in memory, deep, or of many digits end in one message, at once."""
 
+import re
 import time
 
 import pytest
@@ -40,3 +41,32 @@ def test_a_large_input_is_refused_soon(tmp_path, name, text, word):
     assert word in message
     message.encode()
     assert len(message) < 20_000
+
+
+HUGE = {
+    "model/descriptor/neuron": [[1e25], [10**12], [2**62]],
+    "model/fitting_net/neuron": [[1e25], [2**40]],
+    "model/descriptor/axis_neuron": [10**9],
+    "model/descriptor/sel": [[10**15, 1], [1e25, 1], "auto:99999999999"],
+    "model/descriptor/rcut": [1e300, 1e10],
+    "learning_rate/start_lr": [1e300, 1e25],
+    "learning_rate/stop_lr": [1e300],
+    "loss/start_pref_f": [1e300],
+    "training/numb_steps": [1e300, 1e19],
+    "training/seed": [1e25],
+    "training/gradient_max_norm": [1e300],
+}
+
+
+@pytest.mark.parametrize("path", HUGE)
+def test_a_huge_number_is_named(water, problems, path):
+    *sections, key = path.split("/")
+    section = water
+    for name in sections:
+        section = section[name]
+    for value in HUGE[path]:
+        section[key] = value
+        ((where, message),) = problems(water).items()
+        assert where.startswith(path)
+        assert re.search("at most|<= |exceed", message)
+        assert len(message) < 200

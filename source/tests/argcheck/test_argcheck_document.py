@@ -40,7 +40,7 @@ def test_every_key_is_described(format):
 
 def test_an_entry():
     assert (
-        "- **`axis_neuron`** (a whole number; ≥ 1; default 4; also `n_axis_neuron`)  \n"
+        "- **`axis_neuron`** (a whole number; ≥ 1 and ≤ 65536; default 4; also `n_axis_neuron`)  \n"
         "  Number of columns of the embedding matrix that the descriptor multiplies the whole matrix with.\n"
     ) in reference("md")
     assert ('muon_mode: one of "2d", "flat", "slice"; default "slice"\n    How a parameter is seen') in reference(

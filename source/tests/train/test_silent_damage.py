@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,6 +101,20 @@ def test_dp_test_refuses_spoiled_weights(small_input, train, load, capfd):
     torch.save(content, "spoiled.pt")
     assert main(["test", "-m", "spoiled.pt", "-s", str(EXAMPLE / "valid"), "-n", "1"]) == 2
     assert "not finite" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("neuron", [[10**12], [1e25], [2**62, 4], [4, -8], ["4"]])
+def test_a_checkpoint_of_a_model_without_sense_is_named(small_input, train, load, capfd, neuron):
+    train(small_input(training={"numb_steps": 1}))
+    content = load()
+    content["model"]["_extra_state"]["model_params"]["fitting_net"]["neuron"] = neuron
+    torch.save(content, "spoiled.pt")
+    capfd.readouterr()
+    assert main(["test", "-m", "spoiled.pt", "-s", str(EXAMPLE / "valid"), "-n", "1"]) == 2
+    assert main(["train", "input.json", "--restart", "spoiled.pt", "-v", "ERROR"]) == 2
+    said = capfd.readouterr().err
+    assert len(re.findall(r"spoiled\.pt.* neuron: ", said)) == 2
+    assert "Traceback" not in said
 
 
 class Ranks(SimpleNamespace):

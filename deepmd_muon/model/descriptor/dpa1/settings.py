@@ -10,7 +10,10 @@ from deepmd_muon.model.descriptor.settings import DescriptorSettings, NeighborCo
 from deepmd_muon.model.shared_settings import (
     ACTIVATION,
     AUTO_SEL,
+    CUTOFF,
     PRECISION,
+    SLOTS,
+    WIDTH,
     Precision,
     axis_inside,
     slots_for,
@@ -33,6 +36,7 @@ class AttentionSettings(DescriptorSettings):
     sel: str | int | tuple[int, ...] = setting(
         "auto",
         minimum=0,
+        **SLOTS,
         pattern=AUTO_SEL,
         forms='"auto", "auto:factor", a whole number or a list of whole numbers',
         doc=(
@@ -41,13 +45,13 @@ class AttentionSettings(DescriptorSettings):
             "multiple of 4; 'auto' is 'auto:1.1'."
         ),
     )
-    rcut: float = setting(6.0, above=0.0, doc="Cut-off radius [Å].")
+    rcut: float = setting(6.0, **CUTOFF, doc="Cut-off radius [Å].")
     rcut_smth: float = setting(
         0.5, minimum=0.0, doc="Radius [Å] from which the weight of a neighbour falls smoothly to 0 at rcut."
     )
     neuron: tuple[int, ...] = setting(
         (10, 20, 40),
-        minimum=1,
+        **WIDTH,
         doc=(
             "Widths of the embedding net. A layer as wide as the one before it, or twice as wide, adds its input "
             "to its output."
@@ -55,11 +59,11 @@ class AttentionSettings(DescriptorSettings):
     )
     axis_neuron: int = setting(
         4,
-        minimum=1,
+        **WIDTH,
         alias=("n_axis_neuron",),
         doc="Number of columns of the embedding matrix that the descriptor multiplies the whole matrix with.",
     )
-    tebd_dim: int = setting(8, minimum=1, doc="Length of the trained vector of each type.")
+    tebd_dim: int = setting(8, **WIDTH, doc="Length of the trained vector of each type.")
     type_one_side: bool = setting(False, doc="Embed the neighbour's type only, not that of the centre.")
     attn: int = setting(128, minimum=1, doc="Width of queries, keys and values of the attention.")
     attn_layer: int = setting(2, minimum=0, doc="Number of attention layers.")

@@ -10,7 +10,10 @@ from deepmd_muon.model.descriptor.settings import DescriptorSettings, NeighborCo
 from deepmd_muon.model.shared_settings import (
     ACTIVATION,
     AUTO_SEL,
+    CUTOFF,
     PRECISION,
+    SLOTS,
+    WIDTH,
     Precision,
     slots_for,
     smoothing_inside,
@@ -22,7 +25,7 @@ from deepmd_muon.setting import InvalidSettingError, setting
 UpdateStyle = Literal["res_residual", "res_avg", "res_incr"]
 OLD_FIXED_DEVIATION = 0.3  # what deepmd-kit's `skip_stat` stands for
 
-_SEL: dict[str, Any] = {"minimum": 1, "pattern": AUTO_SEL, "forms": '"auto", "auto:factor" or a whole number'}
+_SEL: dict[str, Any] = {"minimum": 1, **SLOTS, "pattern": AUTO_SEL, "forms": '"auto", "auto:factor" or a whole number'}
 
 
 def _angles_inside(a_rcut: float, e_rcut: float) -> str | None:
@@ -74,7 +77,7 @@ def _skip_stat_fixes(skip_stat: bool, fix_stat_std: float) -> str | None:
 class RepflowSettings(Section):
     """Layers that update nodes, edges and angles."""
 
-    e_rcut: float = setting(above=0.0, doc="Cut-off radius of edges [Å].")
+    e_rcut: float = setting(**CUTOFF, doc="Cut-off radius of edges [Å].")
     e_rcut_smth: float = setting(above=0.0, doc="Radius [Å] from which the weight of an edge falls smoothly.")
     e_sel: int | str = setting(
         **_SEL,
@@ -84,14 +87,14 @@ class RepflowSettings(Section):
             "multiple of 4; 'auto' is 'auto:1.1'."
         ),
     )
-    a_rcut: float = setting(above=0.0, doc="Cut-off radius of the edges that form angles [Å].")
+    a_rcut: float = setting(**CUTOFF, doc="Cut-off radius of the edges that form angles [Å].")
     a_rcut_smth: float = setting(
         above=0.0, doc="Radius [Å] from which the weight of an edge in its angles falls smoothly."
     )
     a_sel: int | str = setting(**_SEL, doc="As e_sel, for the neighbours inside a_rcut and the sums over angles.")
-    n_dim: int = setting(128, minimum=1, doc="Features of a node (atom).")
-    e_dim: int = setting(64, minimum=1, doc="Features of an edge.")
-    a_dim: int = setting(64, minimum=1, doc="Features of an angle.")
+    n_dim: int = setting(128, **WIDTH, doc="Features of a node (atom).")
+    e_dim: int = setting(64, **WIDTH, doc="Features of an edge.")
+    a_dim: int = setting(64, **WIDTH, doc="Features of an angle.")
     nlayers: int = setting(6, minimum=1, doc="Number of layers.")
     a_compress_rate: int = setting(
         0,
@@ -103,7 +106,7 @@ class RepflowSettings(Section):
         False, doc="Angles see the first features of node and edges, not a linear map of all."
     )
     axis_neuron: int = setting(
-        4, minimum=1, doc="Number of columns of the directional sums that the symmetric update multiplies them with."
+        4, **WIDTH, doc="Number of columns of the directional sums that the symmetric update multiplies them with."
     )
     fix_stat_std: float = setting(
         OLD_FIXED_DEVIATION,

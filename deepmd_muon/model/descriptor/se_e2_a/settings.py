@@ -10,7 +10,10 @@ from deepmd_muon.model.descriptor.settings import DescriptorSettings, NeighborCo
 from deepmd_muon.model.shared_settings import (
     ACTIVATION,
     AUTO_SEL,
+    CUTOFF,
     PRECISION,
+    SLOTS,
+    WIDTH,
     Precision,
     axis_inside,
     slots_for,
@@ -31,6 +34,7 @@ class SeE2ASettings(DescriptorSettings):
     sel: str | tuple[int, ...] = setting(
         "auto",
         minimum=0,
+        **SLOTS,
         pattern=AUTO_SEL,
         forms='"auto", "auto:factor" or one whole number for each type',
         doc=(
@@ -39,13 +43,13 @@ class SeE2ASettings(DescriptorSettings):
             "'auto:1.1'."
         ),
     )
-    rcut: float = setting(6.0, above=0.0, doc="Cut-off radius [Å].")
+    rcut: float = setting(6.0, **CUTOFF, doc="Cut-off radius [Å].")
     rcut_smth: float = setting(
         0.5, minimum=0.0, doc="Radius [Å] from which the weight of a neighbour falls smoothly to 0 at rcut."
     )
     neuron: tuple[int, ...] = setting(
         (10, 20, 40),
-        minimum=1,
+        **WIDTH,
         doc=(
             "Widths of the embedding net. A layer as wide as the one before it, or twice as wide, adds its input "
             "to its output."
@@ -53,7 +57,7 @@ class SeE2ASettings(DescriptorSettings):
     )
     axis_neuron: int = setting(
         4,
-        minimum=1,
+        **WIDTH,
         alias=("n_axis_neuron",),
         doc="Number of columns of the embedding matrix that the descriptor multiplies the whole matrix with.",
     )

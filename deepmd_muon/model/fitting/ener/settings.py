@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from deepmd_muon.model.shared_settings import ACTIVATION, PRECISION, Precision
+from deepmd_muon.model.shared_settings import ACTIVATION, PRECISION, WIDTH, Precision
 from deepmd_muon.section import Foreign, Rule, Section
 from deepmd_muon.setting import setting
 
@@ -30,7 +30,7 @@ class EnerSettings(Section):
 
     neuron: tuple[int, ...] = setting(
         (120, 120, 120),
-        minimum=1,
+        **WIDTH,
         alias=("n_neuron",),
         doc="Widths of the hidden layers. A layer as wide as the one before it adds its input to its output.",
     )
