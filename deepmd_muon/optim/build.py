@@ -116,7 +116,6 @@ def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     )
     if isinstance(optimizer, HybridMuon):
         log.info("%s routing: %s", kind, optimizer.routing.summary())
-        log.debug("routes of all parameters:\n%s", optimizer.routing)
     untrained = [name for name, p in model.named_parameters() if not p.requires_grad]
     if untrained:
         log.info("not trainable: %s", ", ".join(untrained))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from deepmd_muon.optim.routing.param_groups import (
     Params,
     Routing,
     check_parameters,
+    log_parameters,
     warn_unmatched_patterns,
     with_names,
 )
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.sharded.step import ShardedStep
 
 
+log = logging.getLogger(__name__)
 _DEFAULTS = Arguments()
 
 
@@ -217,6 +220,9 @@ class HybridMuon(QuickOptimizer):
             sharded = sharded_step(groups, self.replicas, self.sharded)
         # Nothing above changes the optimizer: a split that does not fit leaves it as it was.
         routing.write_manifests(self.param_groups)
+        if routing.table != self.routing and log.isEnabledFor(logging.DEBUG):
+            log_parameters(routed, self.replicas)
+            log.debug("%s", sharded.plan.describe() if sharded else "one process takes the whole step")
         self._routing, self.routing = routing, routing.table
         self._clipper, self._sharded = clip, sharded
         drop_unused(self.state, groups)
@@ -274,9 +280,11 @@ class HybridMuon(QuickOptimizer):
         if on and self._host_memory is None:
             self._host_memory = HostMemory(self.offload_bytes)
             self._host_memory.offload_all(self.state, self._params())
+            log.info("momenta and Adam's moments are kept in host memory from now on")
         elif not on and self._host_memory is not None:
             self._host_memory.restore(self.state)
             self._host_memory = None
+            log.info("momenta and Adam's moments are kept on the parameters' devices from now on")
         self._compiled.reset(self._sharded)
 
     def _params(self) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -11,10 +12,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, HybridMuonConfig
+from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.errors import InvalidParameterError
 from deepmd_muon.optim.routing.group_settings import LISTS, as_tuple, group_settings, rules_of
 from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name, choose_route, unnamed
 from deepmd_muon.optim.routing.views import FusedSplit
+
+log = logging.getLogger(__name__)
 
 
 class Group(NamedTuple):
@@ -184,6 +188,18 @@ class Routing:
         """Store each group's routes in it as plain lists, which state dicts keep."""
         for group, entries in zip(param_groups, self._routes, strict=True):
             group.update(RouteTable(entries).manifest())
+
+
+def log_parameters(routed: Iterable[tuple[Tensor, RouteEntry]], replicas: object = None) -> None:
+    """Log, at level DEBUG, each parameter's route with its reason, and where its elements live."""
+    for p, entry in routed:
+        spec = spec_of(p)
+        if spec is not None:
+            where = f"placements {tuple(map(str, spec.placements))} on {spec.mesh}"
+        else:
+            where = f"on {p.device}" if replicas is None else f"replicated over {replicas}"
+        shape = "x".join(map(str, entry.shape)) or "scalar"
+        log.debug("%s: %s, because %s; shape %s, %s", entry.name, entry.placement, entry.reason, shape, where)
 
 
 def _routing_inputs(param_groups: Sequence[dict[str, Any]]) -> list[Any]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from deepmd_muon.optim.phases import phase
 from deepmd_muon.optim.sharded.messages import Piece, Rectangle, local_shape, piece_of, rectangles, score_index
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan
 from deepmd_muon.optim.sharded.transport import Exchange, ExchangeBuffers
@@ -247,6 +248,7 @@ class Bucket:
                 in_buffer.append(_piece_rectangle(flat, piece, target))
         return in_blocks, in_buffer
 
+    @phase("gather")
     def pack(self, directions: Mapping[int, Tensor], sums: Tensor | None, absent: Mapping[int, Tensor]) -> None:
         """Write the directions, presence, Magma's scores and sums into the buffer for the owners.
 
@@ -275,6 +277,7 @@ class Bucket:
             headers[self._summed, 1:] = torch.cat([scores, sums[self._sums_of_packed]], dim=1)
         self.exchange.sent["gather"][self.exchange.outward["gather"].headers] = headers
 
+    @phase("gather")
     def assemble(self) -> OwnedBlocks:
         """Put arrived pieces together in `matrices`."""
         if self._arrive[0]:
@@ -287,6 +290,7 @@ class Bucket:
         # Every sender has the same score.
         return OwnedBlocks(present, magma.cosines(padded[:, :, 2:]), padded[:, :, 1].amax(dim=1).float())
 
+    @phase("scatter")
     def unpack(self, updates: Sequence[Tensor], owned: OwnedBlocks) -> None:
         """Write every holder's piece of the updates, one tensor per stack, into the buffer for the holders."""
         if updates:
@@ -301,6 +305,7 @@ class Bucket:
         """Return of every arrived piece whether its block has moved: bool (pieces,)."""
         return self._returned()[:, 0] > 0
 
+    @phase("scatter")
     def take_scores(self) -> None:
         """Write the scores that have arrived into the state."""
         if self._scores:

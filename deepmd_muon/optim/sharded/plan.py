@@ -340,6 +340,10 @@ def describe(plan: Plan, *, owners: bool = False) -> str:
         lines += [f"domain {number}: {_describe_domain(plan, domain)}", *_costs(plan, domain)]
         if owners:
             lines += _owners(plan, domain)
+    if plan.domains:
+        work = sum(sum(domain.work.values()) for domain in plan.domains)
+        sent = sum(sum(domain.sent(plan.settings).values()) for domain in plan.domains)
+        lines.append(f"a step on all ranks: {work:.4g} FLOPs, {sent:.4g} bytes sent")
     return "\n".join(lines) or "no parameter of the Muon route is sharded or replicated"
 
 

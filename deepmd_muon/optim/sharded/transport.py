@@ -11,6 +11,7 @@ before it waits. Nothing else needs that stream: whoever reuses a buffer has wai
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepmd_muon.optim.phases import Phase, in_phase, run_in_phase
 from deepmd_muon.optim.sharded.messages import Message, RankMessages, header_words, payload_starts
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan
 
+_PHASES: dict[Leg, Phase] = {"gather": "gather", "return": "scatter"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -166,14 +169,17 @@ class Exchange:
         if not self._crosses[leg]:
             return _nothing  # every message is to oneself, in the same order
         received, sent = self.inward[leg], self.outward[leg]
-        return collectives.launch(
-            dist.all_to_all_single,
-            self.received[leg],
-            self.sent[leg],
-            list(received.splits),
-            list(sent.splits),
-            group=self._group,
-        )
+        phase = _PHASES[leg]
+        with in_phase(phase):
+            wait = collectives.launch(
+                dist.all_to_all_single,
+                self.received[leg],
+                self.sent[leg],
+                list(received.splits),
+                list(sent.splits),
+                group=self._group,
+            )
+        return functools.partial(run_in_phase, phase, wait)
 
 
 def _nothing() -> None:

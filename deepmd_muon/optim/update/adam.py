@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
 from deepmd_muon.optim.config import AdamImplementation
+from deepmd_muon.optim.phases import phase
 from deepmd_muon.optim.update.gradients import StepControl, in_dtype, prepare_gradients
 
 # Targets, gradients, first and second moments.
@@ -28,6 +29,7 @@ def moment_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@phase("adam")
 def adam_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, update_scale
 from deepmd_muon.optim.cuda import SideStream, record
+from deepmd_muon.optim.phases import in_phase
 from deepmd_muon.optim.polar.dispatch import MatrixBatch, choose
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.update.adam import moment_dtype
@@ -198,12 +199,13 @@ class FusedMuon:
         skip = self._scalars.skip if variant.skip else None
         scale = self._scalars.scale if variant.scale else None
         directions, matrices = self._direction_buffers()
-        advance[(self._programs,)](
-            self._chunks, table, directions, self._sums, *self._weight, skip, scale, DTYPE=self._dtype,
-            GRADIENT=_TYPES[variant.gradient], WIDE=self._wide_type, MAGMA=self._magma,
-            NESTEROV=self._settings.nesterov, MAXIMIZE=variant.maximize, PEAKS=self._peaks, WIDTH=self._width,
-            num_warps=self._warps,
-        )  # fmt: skip
+        with in_phase("momentum"):
+            advance[(self._programs,)](
+                self._chunks, table, directions, self._sums, *self._weight, skip, scale, DTYPE=self._dtype,
+                GRADIENT=_TYPES[variant.gradient], WIDE=self._wide_type, MAGMA=self._magma,
+                NESTEROV=self._settings.nesterov, MAXIMIZE=variant.maximize, PEAKS=self._peaks, WIDTH=self._width,
+                num_warps=self._warps,
+            )  # fmt: skip
         side = self._side_stream if capturing else None
         if side is not None:
             side.fork()
@@ -212,10 +214,11 @@ class FusedMuon:
             factors = self._damping(skip)
             polar |= self._orthogonalize(matrices, self._second)
             results = self._results.of([polar[i] for i in range(len(matrices))], capturing)
-        apply[(self._programs,)](
-            self._chunks, results, factors, self._scalars.rate, *self._decay, skip, DTYPE=self._dtype,
-            POLAR=_TYPES[polar[0].dtype], WIDE=self._wide_type, WIDTH=self._width, num_warps=self._warps,
-        )  # fmt: skip
+        with in_phase("update"):
+            apply[(self._programs,)](
+                self._chunks, results, factors, self._scalars.rate, *self._decay, skip, DTYPE=self._dtype,
+                POLAR=_TYPES[polar[0].dtype], WIDE=self._wide_type, WIDTH=self._width, num_warps=self._warps,
+            )  # fmt: skip
 
     def _damping(self, skip: Tensor | None) -> Tensor:
         """Advance Magma's scores and return scale times damping of each block."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, update_scale
+from deepmd_muon.optim.phases import phase
 from deepmd_muon.optim.polar import orthogonalize_matrices
 from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
 from deepmd_muon.optim.routing.views import MatrixView
@@ -55,6 +56,7 @@ def muon_(
     apply_updates(params, updates, effective_lr(lr, control), settings.weight_decay)
 
 
+@phase("momentum")
 def advance_momenta(
     grads: Sequence[Tensor],
     buffers: Sequence[Tensor],
@@ -80,6 +82,7 @@ def advance_momenta(
     return momenta, grads
 
 
+@phase("momentum")
 def directions_of(momenta: list[Tensor], grads: list[Tensor], settings: HybridMuonConfig) -> list[Tensor]:
     """Return the matrices to orthogonalize, from the results of `advance_momenta`."""
     return list(torch._foreach_lerp(grads, momenta, settings.momentum)) if settings.nesterov else momenta
@@ -129,6 +132,7 @@ def _updates(
     return [view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)]
 
 
+@phase("orthogonalize")
 def polar_factors(matrices: Sequence[Tensor], settings: HybridMuonConfig) -> list[Tensor]:
     """Orthogonalize batches (b, rows, columns) with the given settings."""
     if settings.deepmd_kit_arithmetic:
@@ -162,6 +166,7 @@ def scaled_polar_factors(
     return polar
 
 
+@phase("update")
 def apply_updates(params: Sequence[Tensor], updates: Sequence[Tensor], lr: float | Tensor, weight_decay: float) -> None:
     """Do p ← p (1 − lr λ) − lr · update in place."""
     wide = moment_dtype(params[0].dtype)

@@ -10,6 +10,7 @@ import pytest
 import sharded_cases
 import sharded_failures
 import sharded_models
+import sharded_phases
 import sharded_qk_clip
 import sharded_state
 import torch
@@ -72,6 +73,7 @@ def test_ranks_together_equal_one_process(world, folder):
         *sharded_state.CASES,
         *sharded_models.CASES,
         *sharded_qk_clip.CASES,
+        *sharded_phases.CASES,
     ]
     # Three ranks add uneven shards; what does not depend on the layout is tested on two and four.
     run(world, [case for case in everything if world != 3 or case[0] in FOR_THREE] + saves)

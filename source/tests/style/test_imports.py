@@ -11,7 +11,12 @@ LAYERS = (
     *("deepmd_muon.setting", "deepmd_muon.section", "deepmd_muon.files", "deepmd_muon.failures"),
     *("deepmd_muon.optim.errors", "deepmd_muon.optim.sharded_config", "deepmd_muon.optim.buildable"),
     *("deepmd_muon.optim.config", "deepmd_muon.optim.other_configs"),
-    *("deepmd_muon.optim.cuda", "deepmd_muon.optim.torch_hooks", "deepmd_muon.optim.dtensors"),
+    *(
+        "deepmd_muon.optim.cuda",
+        "deepmd_muon.optim.phases",
+        "deepmd_muon.optim.torch_hooks",
+        "deepmd_muon.optim.dtensors",
+    ),
     *("deepmd_muon.optim.polar", "deepmd_muon.optim.routing", "deepmd_muon.optim.update"),
     *("deepmd_muon.optim.state", "deepmd_muon.optim.snapshot", "deepmd_muon.optim.step"),
     *("deepmd_muon.optim.sharded", "deepmd_muon.optim.qk_clip", "deepmd_muon.optim.hybrid_muon"),
