@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_ranks import PATIENCE, Job, free_ports, run_jobs
+from train_ranks import PATIENCE, Job, free_ports, run_commands, run_jobs
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.plan import plan_page
@@ -534,7 +534,9 @@ def test_ranks_end_when_torchrun_is_killed(place, tmp_path):
         launcher.kill()
         for rank in filter(is_running, ranks):
             os.kill(rank, signal.SIGKILL)
-    assert (tmp_path / "log").read_text().count("torchrun, which started rank ") == 2
+    log = (tmp_path / "log").read_text()
+    assert log.count("torchrun, which started rank ") == 2
+    assert log.count("optimizer/lr_adjust_coeff is not given") == 1
     assert read_checkpoint(tmp_path / "model.ckpt.pt")["deepmd_muon"]["step"] > 0
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -552,6 +554,7 @@ def torchrun(folder):
     return subprocess.run(**torchrun_command(folder), capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_torchrun_tells_a_wrong_input_once(place, tmp_path):
     (tmp_path / "input.json").write_text(json.dumps(content(place, 1, numb_steps=-1)))
     done = torchrun(tmp_path)
@@ -561,28 +564,25 @@ def test_torchrun_tells_a_wrong_input_once(place, tmp_path):
     assert "exitcode  : 2" in done.stderr
 
 
-def test_a_wrong_input_of_one_rank_is_told_by_it(place, tmp_path):
-    """Two pairs of processes, each rank in a folder of its own: both inputs are wrong, or that of rank 1 alone."""
-    found = []
-    for pair, numbers in (("both", (-1, -2)), ("second", (2, -2))):
-        port = str(free_ports(1)[0])
-        for rank, number in enumerate(numbers):
-            folder = tmp_path / f"{pair}{rank}"
+def test_a_wrong_input_is_told_once(place, tmp_path):
+    """Pairs of ranks, each in a folder of its own: both inputs have the same mistake, two mistakes, or one has one."""
+    pairs = []
+    for name, numbers in (("same", (-1, -1)), ("both", (-1, -2)), ("second", (2, -2))):
+        pairs.append([tmp_path / f"{name}{rank}" for rank in range(2)])
+        for folder, number in zip(pairs[-1], numbers, strict=True):
             folder.mkdir()
             (folder / "input.json").write_text(json.dumps(content(place, 1, numb_steps=number, rank_timeout=1.0)))
-            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-            environment = {**os.environ, **variables, "MASTER_PORT": port, "DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, "-m", "deepmd_muon", "train", "input.json"]
-            found.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True))
-    told = [process.communicate(timeout=900)[1] for process in found]
-    assert [process.returncode for process in found] == [2, 2, 2, 2]
-    message = "1 problem in input.json:\n  training/numb_steps: must be >= 0; found {}\n"
-    other = f"rank 1 cannot begin: {message.format(-2)}"
-    for text, expected in zip(told, (message.format(-1), message.format(-2), other, message.format(-2)), strict=True):
-        assert f"dp train: {expected}" in text
-        assert text.count("dp train:") == 1
+    statuses, told = zip(*run_commands(pairs), strict=True)
+    assert statuses == (2,) * 6
+    message = "dp train: 1 problem in input.json:\n  training/numb_steps: must be >= 0; found {}\n"
+    other = message.format(-2).replace("dp train: ", "dp train: rank 1 cannot begin: ")
+    expected = [message.format(-1), "", message.format(-1), message.format(-2), other, message.format(-2)]
+    for text, part in zip(told, expected, strict=True):
+        assert part in text
+        assert text.count("dp train:") == bool(part)
 
 
+@pytest.mark.slow
 def test_torchrun_trains_and_logs_once(place, tmp_path):
     (tmp_path / "input.json").write_text(json.dumps(content(place, 1, 1, numb_steps=2, seed=None)))
     done = torchrun(tmp_path)

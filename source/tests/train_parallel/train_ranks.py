@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -92,6 +93,31 @@ def run_jobs(world, jobs):
         found[number][rank] = end
         print(f"{jobs[number].folder.name}, rank {rank}: {took:.1f} s")
     return [[each.get(rank, "no answer") for rank in range(world)] for each in found]
+
+
+def run_commands(pairs):
+    """Run `dp train input.json` as two ranks, each in a folder; return exit status and stderr of every rank."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    processes = []
+    for folders, port in zip(pairs, free_ports(len(pairs)), strict=True):
+        for rank, folder in enumerate(folders):
+            processes.append(context.Process(target=_command, args=(folder, _environment("torchrun", rank, 2, port))))
+            processes[-1].start()
+    for process in processes:
+        process.join(PATIENCE)
+    told = [(folder / "stderr").read_text() for folders in pairs for folder in folders]
+    return [(process.exitcode, text) for process, text in zip(processes, told, strict=True)]
+
+
+def _command(folder, environment):
+    from deepmd_muon.cli.main import main
+
+    os.chdir(folder)
+    os.environ.update(environment, DEVICE="cpu")
+    with open("stderr", "w") as file:
+        os.dup2(file.fileno(), 2)
+    sys.exit(main(["train", "input.json"]))
 
 
 def _environment(launcher, rank, world, port):
