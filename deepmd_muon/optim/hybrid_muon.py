@@ -128,6 +128,7 @@ class HybridMuon(QuickOptimizer):
 
     _step_supports_amp_scaling = property(lambda _: read_by_grad_scaler())
     _host_memory: HostMemory | None = None
+    routing = RouteTable(())
 
     def __init__(
         self,
@@ -180,7 +181,6 @@ class HybridMuon(QuickOptimizer):
         self.workspace, self.offload_bytes = workspace, offload_bytes
         self._host_memory = HostMemory(offload_bytes) if offload else None
         self.replicas, self.sharded, self.qk_clip = replicas, sharded or ShardedSettings(), qk_clip
-        self.routing = RouteTable(())
         self._compiled = CompiledStep()
         super().__init__(with_names(params, named_parameters), defaults)
         self._route_parameters()
