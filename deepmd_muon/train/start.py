@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import re
 from pathlib import Path
 from typing import get_args
 
@@ -18,6 +17,7 @@ from deepmd_muon.model.checkpoint_directory import is_directory
 from deepmd_muon.model.checkpoint_file import understood
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.model.settings import model_settings
+from deepmd_muon.train.checkpoint.newest import newest_checkpoint
 from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, remove_leftovers
 from deepmd_muon.train.checkpoint.type_map import moved_content
 from deepmd_muon.train.endings import Moment, explained
@@ -117,7 +117,7 @@ def run(
         ranks.from_first("locking its files", lambda: stack.enter_context(held(training, input_path)))
         ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training))
         if restart in AUTOMATIC:
-            restart = ranks.from_first("looking for a checkpoint", lambda: _newest(given.settings.training.save_ckpt))
+            restart = ranks.from_first("looking for a checkpoint", lambda: newest_checkpoint(training.save_ckpt))
         source = _read_source(ranks, restart=restart, init_model=init_model, finetune=finetune, branch=model_branch)
         if ranks.first:  # the others learn of an error as of any that ends a rank
             for notice in given.notices:
@@ -153,21 +153,6 @@ def _restart(trainer: Trainer, source: Source, ranks: Ranks) -> None:
     with understood(source.path):
         content = moved_content(source.content, trainer.model, trainer.optimizer, move) if move else source.content
         trainer.restart(content, source.path)
-
-
-def _newest(save_ckpt: str) -> str | None:
-    """Return the newest checkpoint of a prefix, file or directory, or None; its links say which that is."""
-    links = [Path(f"{save_ckpt}{suffix}") for suffix in (".dcp", ".pt")]
-    found = [link for link in links if link.exists()]
-    if not found:
-        log.info("there is no %s: starting afresh", " or ".join(map(str, links)))
-        return None
-
-    def step(link: Path) -> int:
-        name = re.search(r"-(\d+)$", link.resolve().stem)
-        return int(name[1]) if name else 0
-
-    return str(max(found, key=step))  # of the same step, the directory
 
 
 def _check_reports(given: Input, output: str) -> None:

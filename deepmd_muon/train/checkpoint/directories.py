@@ -113,9 +113,9 @@ class DirectorySeries:
         return self._under_way is not None
 
     def names_with(self, step: int) -> list[str]:
-        """Return the names that exist once the checkpoint of `step` is written."""
+        """Return the names that exist when the checkpoint of `step` has been written, before surplus ones go."""
         name = f"{self.prefix.name}-{step}{SUFFIX}"
-        return [*(other for other in self.written if other != name), name][-self.keep :]
+        return [*(other for other in self.written if other != name), name]
 
     def save(self, step: int, content: Mapping[str, Any]) -> None:
         """Copy the checkpoint of `step` updates to the host and begin to write it.

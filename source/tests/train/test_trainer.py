@@ -3,6 +3,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 
 from deepmd_muon.infer import Predictor
 from deepmd_muon.optim import RouteTable
-from deepmd_muon.train import CheckpointError, NonFiniteError, RunError, TrainingError, start, trainer
+from deepmd_muon.train import CheckpointError, NonFiniteError, RunError, TrainingError, trainer
+from deepmd_muon.train.checkpoint.newest import newest_checkpoint
 from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.train.report import TensorBoardError
 from deepmd_muon.train.step import TrainingStep
@@ -452,7 +454,36 @@ def test_restart_latest_takes_the_newest_of_file_and_directory(small_input, trai
     settings.update(numb_steps=6, checkpoint_format="file")
     assert train(small_input(training=settings), restart="latest") == 0
     assert Path("model.ckpt.pt").resolve().name == "model.ckpt-6.pt"
-    assert start._newest("model.ckpt") == "model.ckpt.pt"
+    assert newest_checkpoint("model.ckpt") == "model.ckpt.pt"
+
+
+def link(name, target):
+    Path(name).unlink()
+    Path(name).symlink_to(target)
+
+
+def test_restart_latest_finds_what_a_kill_has_left_without_its_link(small_input, train, load, caplog):
+    settings = {"numb_steps": 6, "save_freq": 2, "checkpoint_format": "both", "max_ckpt_keep": 2}
+    assert train(small_input(training=settings)) == 0
+    for suffix in ("pt", "dcp"):
+        link(f"model.ckpt.{suffix}", f"model.ckpt-4.{suffix}")
+    assert newest_checkpoint("model.ckpt") == "model.ckpt-6.dcp"
+    Path("model.ckpt-6.dcp/.metadata").unlink()
+    assert newest_checkpoint("model.ckpt") == "model.ckpt-6.pt"
+    Path("model.ckpt-6.pt").write_bytes(b"damaged")
+    assert newest_checkpoint("model.ckpt") == "model.ckpt.dcp"
+    assert "model.ckpt-6.pt cannot be read as a checkpoint" in caplog.text
+    # A branch that was given up: the run went on from step 4 and saved step 5.
+    shutil.copy("model.ckpt-4.pt", "model.ckpt-5.pt")
+    for suffix in ("pt", "dcp"):
+        Path(f"model.ckpt.{suffix}").unlink()
+    Path("model.ckpt.pt").symlink_to("model.ckpt-5.pt")
+    other = load("model.ckpt-4.pt")
+    other["deepmd_muon"]["series"] = ["model.ckpt-4.pt", "model.ckpt-6.pt"]
+    torch.save(other, "model.ckpt-6.pt")
+    assert newest_checkpoint("model.ckpt") == "model.ckpt.pt"
+    Path("model.ckpt.pt").unlink()  # a run that was killed before it made its first link
+    assert newest_checkpoint("model.ckpt") == "model.ckpt-6.pt"
 
 
 def test_a_sel_that_is_too_small_is_answered_with_one_that_is_not(small_input, train, caplog):
