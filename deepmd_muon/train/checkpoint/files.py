@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from deepmd_muon.files import make_folder_of, replace_link, whole_file, writing
-from deepmd_muon.model.checkpoint_file import OWN_KEY
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +43,11 @@ class FileSeries:
         """The last checkpoint of this run."""
         return self.prefix.parent / self.written[-1] if self.written else None
 
+    def names_with(self, step: int) -> list[str]:
+        """Return the names that exist when the checkpoint of `step` has been written, before surplus ones go."""
+        name = f"{self.prefix.name}-{step}.pt"
+        return [*(other for other in self.written if other != name), name]
+
     def save(self, step: int, content: Mapping[str, Any], *, write: bool = True) -> Path:
         """Write the checkpoint of `step` updates and bring link, text file and retention up to date.
 
@@ -52,19 +56,18 @@ class FileSeries:
         step
             Updates done; the N of the name.
         content
-            The keys of the file; the series adds its own list of files under ``deepmd_muon``.
+            The keys of the file.
         write
             False where another process writes the files: only the list is kept.
         """
         path = self.prefix.parent / f"{self.prefix.name}-{step}.pt"
-        written = [name for name in self.written if name != path.name] + [path.name]
+        written = self.names_with(step)
         if not write:
             self.written = written[-self.keep :]
             return path
         make_folder_of(path)
-        own = {**content[OWN_KEY], "series": written}
         with whole_file(path) as file:
-            torch.save({**content, OWN_KEY: own}, file)
+            torch.save(dict(content), file)
         self.written = written
         replace_link(self.prefix.parent / f"{self.prefix.name}.pt", path.name)
         write_pointer(self.prefix.parent, path.name)

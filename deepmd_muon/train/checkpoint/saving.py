@@ -152,9 +152,10 @@ class Checkpoints:
             self.directories.written = [name for name in own.get("directories", []) if (folder / name).exists()]
 
     def _with_names(self, step: int, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the names of the checkpoints that there will be."""
+        """Add the names of the checkpoints that there will be, in both forms: either may be continued."""
         directories = self.directories.names_with(step) if self.directories else []
-        return {**content, OWN_KEY: {**content[OWN_KEY], "series": self.files.written, "directories": directories}}
+        own = {**content[OWN_KEY], "series": self.files.names_with(step), "directories": directories}
+        return {**content, OWN_KEY: own}
 
     def _save_file(self, step: int, content: Mapping[str, Any]) -> None:
         log.info("saved %s", self.files.save(step, gather_whole(content), write=self._ranks.first))

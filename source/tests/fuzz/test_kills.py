@@ -7,7 +7,7 @@ from kills import ALONE, TWO_RANKS, Kind, run_kills
 
 
 @pytest.mark.parametrize(
-    ("kinds", "amount"), [((Kind("both", 1),), 6), ((Kind("file", 2),), 2)], ids=["alone", "ranks"]
+    ("kinds", "amount"), [((Kind("both", 1),), 4), ((Kind("file", 2),), 1)], ids=["alone", "ranks"]
 )
 def test_a_few_kills(tmp_path, kinds, amount):
     counts, failures = run_kills(tmp_path, amount, 1, kinds)
