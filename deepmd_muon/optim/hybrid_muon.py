@@ -78,10 +78,12 @@ class HybridMuon(QuickOptimizer):
         DeePMD's settings; see `HybridMuonConfig`, whose defaults they share.
     named_parameters
         (name, parameter) pairs that name unnamed `params`; a warning lists trainable ones missing from `params`.
-    nesterov, scaling, layout, schedule, large_schedule, large_matrix_dim, precision, deepmd_kit_arithmetic, \
-    adam_lr_ratio, adam_eps, adam_implementation, min_matrix_dim, vector_route, adam_patterns, adamw_patterns, \
-    expert_patterns, splits
-        See `HybridMuonConfig`.
+    nesterov, scaling, layout, schedule, large_schedule, large_matrix_dim, precision, deepmd_kit_arithmetic
+        The update of matrices; see `HybridMuonConfig`.
+    adam_lr_ratio, adam_eps, adam_implementation, min_matrix_dim, vector_route
+        The Adam routes and the parameters that take them; see `HybridMuonConfig`.
+    adam_patterns, adamw_patterns, expert_patterns, splits
+        Rules on names; see `HybridMuonConfig`.
     on_route_change, on_nonfinite
         How `load_state_dict` handles changed routes, and `step` non-finite gradients, in all groups.
     foreach
