@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -175,6 +176,12 @@ def replace_link(link: Path, target: str) -> None:
 def hidden_name(path: Path) -> Path:
     """Return a name beside `path` that nobody can guess: ``.name.<random>`` before the ending."""
     return path.with_name(f".{path.stem}.{secrets.token_hex(8)}{path.suffix}")
+
+
+def leftovers_of(path: Path) -> list[Path]:
+    """Return the temporary files of `path` that lie beside it: of processes that write it, or were killed."""
+    own = re.compile(rf"\.{re.escape(path.stem)}\.[0-9a-f]{{16}}{re.escape(path.suffix)}")
+    return [found for found in path.parent.iterdir() if own.fullmatch(found.name)] if path.parent.is_dir() else []
 
 
 def is_special(path: Path) -> bool:

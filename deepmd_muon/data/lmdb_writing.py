@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from deepmd_muon.data.errors import DataError
 from deepmd_muon.data.frames import ATOM_LABELS, LABELS, Frames
 from deepmd_muon.data.lmdb_store import METADATA
 from deepmd_muon.data.system import System
+from deepmd_muon.files import WriteError, writing
 
 _NAMES = {"energy": "energies", "force": "forces", "virial": "virials"}
 _KEY_FORMAT = "012d"
@@ -28,20 +32,17 @@ def write_lmdb(systems: Sequence[System], path: Path) -> list[str]:
         When `path` exists, a system has no element names, or lmdb or msgpack is not installed.
     """
     try:
-        import lmdb
+        import lmdb  # noqa: F401 (only whether it is there)
         import msgpack
     except ImportError as error:
         raise DataError(f"writing LMDB needs the package {error.name}: pip install lmdb msgpack") from error
     if path.exists():
         raise DataError(f"{path} exists; remove it or give another name")
     type_map = _elements(systems)
-    path.mkdir(parents=True)
     number = 0
     nlocs: list[int] = []
     ids: list[int] = []
-    # Address space only: the file grows as it is written.
-    environment = lmdb.open(str(path), map_size=(1 << 30) + 4 * sum(map(_nbytes, systems)))
-    try:
+    with _database(path, systems) as environment:
         for system_id, system in enumerate(systems):
             for first in range(0, system.nframes, _CHUNK):
                 frames = system.frames(range(first, min(first + _CHUNK, system.nframes)))
@@ -63,10 +64,24 @@ def write_lmdb(systems: Sequence[System], path: Path) -> list[str]:
         # Last: a database whose writing was interrupted is refused for want of it.
         with environment.begin(write=True) as transaction:
             transaction.put(METADATA, msgpack.packb(meta, use_bin_type=True))
-    finally:
-        environment.close()
     (path / "lock.mdb").unlink(missing_ok=True)
     return [str(path)]
+
+
+@contextmanager
+def _database(path: Path, systems: Sequence[System]) -> Iterator[Any]:
+    """Make and open a database with room for systems."""
+    import lmdb
+
+    with writing(path):
+        path.mkdir(parents=True)
+    try:
+        # Address space only: the file grows as it is written.
+        with lmdb.open(str(path), map_size=(1 << 30) + 4 * sum(map(_nbytes, systems))) as environment:
+            yield environment
+    except lmdb.Error as error:
+        number = next((n for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) if os.strerror(n) in str(error)), errno.EIO)
+        raise WriteError(number, str(error), str(path)) from error
 
 
 def _elements(systems: Sequence[System]) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 
 from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.program import Program
-from deepmd_muon.files import replacement
+from deepmd_muon.files import make_folder_of, named_file, replacement
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model import EnergyModel
@@ -82,11 +82,12 @@ def freeze(model: EnergyModel, output: str | os.PathLike[str]) -> Difference:
     described = to_deepmd_kit(model, section, {})["_extra_state"]["model_params"]
     program = Program(model, described).eval()
     output = Path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_of(output)
     with replacement(output) as temporary:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript: LAMMPS's plugin reads nothing else
-            torch.jit.save(torch.jit.script(program), str(temporary))
+            with named_file(temporary, output) as file:
+                torch.jit.save(torch.jit.script(program), file)
         difference = compare(model, temporary)
         precisions = {dtype_of(getattr(part, "precision", "default")) for part in _parts(model)}
         allowed = max(TOLERANCE[precision] for precision in precisions)

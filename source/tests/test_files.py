@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import stat
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from deepmd_muon import files
 from deepmd_muon.data import Frames, StatFile
 from deepmd_muon.files import WriteError, append_to, fresh_file, hidden_name, is_special, replace_link, whole_file
 from deepmd_muon.infer import picture
@@ -174,3 +176,13 @@ def test_details_do_not_follow_links():
     details.add("b", frames, prediction)
     assert Path("victim").read_text() == "precious"
     assert np.loadtxt("detail.e.out").tolist() == [[1.0, 1.5], [2.0, 2.5]] * 2
+
+
+def test_only_one_file_of_the_package_makes_files():
+    """So that all of them appear whole, follow no link, and are named when a disk fails."""
+    package = Path(files.__file__).parent
+    makes = re.compile(r"""\bopen\([^)]*["'][wax]b?\+?["']|\.write_(?:text|bytes)\(|\.touch\(|O_CREAT|\.mkdir\(""")
+    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if makes.search(path.read_text())}
+    # The lock, which is opened where it lies; folders that are checkpoints or databases; HDF5 in memory.
+    others = {"train/checkpoint/ownership.py", "train/checkpoint/directories.py", "data/lmdb_writing.py"}
+    assert found - others - {"data/statistics.py"} == {"files.py"}

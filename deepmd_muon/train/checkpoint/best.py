@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.files import whole_file
+from deepmd_muon.files import make_folder_of, whole_file, writing
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class BestCheckpoints:
 
     def save(self, step: int, content: Mapping[str, Any]) -> Path:
         """Write the checkpoint of a step among the best, and give the others their ranks."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder_of(self.path(step))
         with whole_file(self.path(step)) as file:
             torch.save(dict(content), file)
         self.tidy()
@@ -66,15 +66,12 @@ class BestCheckpoints:
         """Rename the files to their ranks and delete those that are no longer among the best."""
         steps = {step for _, step in self.records}
         found = {path: int(name[1]) for path in self._files() if (name := _NAME.fullmatch(path.name))}
-        aside = []
         for path, step in found.items():
-            if step not in steps:
-                path.unlink()
-            elif path != self.path(step):
-                # Two may change places.
-                aside.append((path.rename(path.with_name(f".{path.name}.moved")), self.path(step)))
-        for path, place in aside:
-            path.replace(place)
+            with writing(path):
+                if step not in steps or (path != self.path(step) and self.path(step) in found):
+                    path.unlink()
+                elif path != self.path(step):
+                    path.rename(self.path(step))
 
     def keep_earlier(self) -> None:
         """Give the files of an earlier run a number: ``best.ckpt-100.t-1.pt`` becomes ``best.ckpt.1-100.t-1.pt``."""
@@ -83,7 +80,8 @@ class BestCheckpoints:
             return
         number = max((int(name[1]) for path in self._files() if (name := _KEPT.fullmatch(path.name))), default=0) + 1
         for path in earlier:
-            path.rename(path.with_name(path.name.replace("best.ckpt", f"best.ckpt.{number}", 1)))
+            with writing(path):
+                path.rename(path.with_name(path.name.replace("best.ckpt", f"best.ckpt.{number}", 1)))
         log.info("kept the best checkpoints of an earlier run as %s", self.folder / f"best.ckpt.{number}-*")
 
     def _files(self) -> list[Path]:
@@ -93,7 +91,8 @@ class BestCheckpoints:
         """Delete what runs that were killed while they saved have left."""
         for rest in self.folder.glob(".best.ckpt-*.pt"):
             if _LEFT.fullmatch(rest.name):
-                rest.unlink()
+                with writing(rest):
+                    rest.unlink()
 
     def state(self) -> dict[str, Any]:
         """Return the records as deepmd-kit keeps them among a checkpoint's ``train_infos``."""

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import re
 import secrets
 import shutil
 import warnings
@@ -24,13 +23,11 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from deepmd_muon.failures import failure_of
 from deepmd_muon.files import hidden_name, named_file, replace_link, writing
 from deepmd_muon.model.checkpoint_directory import CONTENT, SUFFIX, take_apart
-from deepmd_muon.train.checkpoint.files import write_pointer
+from deepmd_muon.train.checkpoint.files import REMOVED, write_pointer
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.parallel import Ranks
 
 log = logging.getLogger(__name__)
-
-_REMOVED = "removed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +85,6 @@ class DirectorySeries:
         self._under_way: _Write | None = None
         self._token = ranks.gather_objects(secrets.token_hex(8))[0]
         self._group: dist.ProcessGroup | None = None
-        if ranks.first:
-            # Of a run of this prefix that was killed: others in this folder, such as prefix-2, may be writing theirs.
-            name = rf"\.{re.escape(prefix.name)}-([0-9]+|{_REMOVED})(\.[0-9a-f]+)?{re.escape(SUFFIX)}"
-            own = re.compile(name)
-            for rest in prefix.parent.iterdir():
-                if own.fullmatch(rest.name):
-                    shutil.rmtree(rest)
         if ranks.size > 1:
             # Of their own: torch's thread must not mix its collectives with those of the steps.
             self._group = dist.new_group(backend="gloo", timeout=ranks.timeout)
@@ -189,7 +179,7 @@ class DirectorySeries:
 
     def _remove(self, name: str) -> None:
         """Delete a directory if it exists; what is half deleted no longer bears a checkpoint's name."""
-        removed = hidden_name(self.prefix.with_name(f"{self.prefix.name}-{_REMOVED}{SUFFIX}"))
+        removed = hidden_name(self.prefix.with_name(f"{self.prefix.name}-{REMOVED}{SUFFIX}"))
         try:
             (self.prefix.parent / name).rename(removed)
         except FileNotFoundError:

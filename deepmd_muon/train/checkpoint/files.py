@@ -18,6 +18,9 @@ from deepmd_muon.files import make_folder_of, replace_link, whole_file, writing
 
 log = logging.getLogger(__name__)
 
+REMOVED = "removed"
+"""Stands for the step in the name of a checkpoint directory that is being deleted."""
+
 
 @dataclasses.dataclass
 class FileSeries:

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepmd_muon.failures import is_disk_failure
-from deepmd_muon.files import WriteError, is_special, make_folder_of, replace_link, writing
-from deepmd_muon.train.checkpoint.files import write_pointer
+from deepmd_muon.files import WriteError, is_special, leftovers_of, make_folder_of, replace_link, writing
+from deepmd_muon.train.checkpoint.files import REMOVED, write_pointer
 from deepmd_muon.train.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _NEW = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _SUFFIXES = (".pt", ".dcp")
+# A temporary file that several runs may write is left behind when it is older [s].
+_LONGEST_SAVE = 3600.0
 
 
 @contextlib.contextmanager
@@ -105,13 +108,31 @@ def _open_locked(place: Path, path: Path, setting: str) -> int:
 
 def remove_leftovers(training: TrainingSettings) -> None:
     """Delete what runs of the same names that were killed while they saved have left; call it while they are held."""
-    prefix = Path(training.save_ckpt)
-    own = re.compile(rf"\.{re.escape(prefix.name)}(-[0-9]+)?\.[0-9a-f]{{16}}\.pt")
-    for rest in _entries(prefix.parent):
-        if own.fullmatch(rest.name):
-            with writing(rest):
+    prefix, curve = Path(training.save_ckpt), _curve(training)
+    # Of this prefix alone: others in the folder, such as prefix-2, may be writing theirs.
+    step = rf"\.{re.escape(prefix.name)}(-([0-9]+|{REMOVED}))?"
+    own = re.compile(rf"{step}\.[0-9a-f]{{16}}\.(pt|dcp)|{step}\.dcp")
+    found = [path for path in _entries(prefix.parent) if own.fullmatch(path.name)]
+    if curve is not None:
+        found += leftovers_of(curve)
+    # Other runs write these as well, within seconds.
+    shared = (prefix.with_name("checkpoint"), *map(Path, filter(None, (training.stat_file, training.jsonl_file))))
+    found += [path for place in shared for path in leftovers_of(place) if _age(path) > _LONGEST_SAVE]
+    for rest in found:
+        with writing(rest):
+            if rest.is_dir() and not rest.is_symlink():
+                shutil.rmtree(rest)
+            else:
                 rest.unlink(missing_ok=True)
-            log.info("removed %s, which a run that was killed had begun to write", rest)
+        log.info("removed %s, which a run that was killed had begun to write or to delete", rest)
+
+
+def _age(path: Path) -> float:
+    """Return how long ago a file was written [s]; 0 when it is gone."""
+    try:
+        return time.time() - path.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def keep_earlier(training: TrainingSettings) -> None:

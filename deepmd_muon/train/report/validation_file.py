@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepmd_muon.files import fresh_file, is_special
+from deepmd_muon.files import fresh_file, is_special, make_folder_of, writing
 
 _UNITS = {"e": "meV/atom", "f": "meV/Å", "s": "meV/Å³", "v": "meV/atom"}
 _WIDTH = 18
@@ -27,7 +27,7 @@ class ValidationFile:
 
     def __init__(self, path: str | os.PathLike[str], metric: str, *, start_step: int = 0) -> None:
         self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder_of(self._path)
         families = ("e", "f", "v" if metric.startswith("v") else "s")
         self._columns = [f"{family}:{kind}" for family in families for kind in ("mae", "rmse")]
         lines: list[str] = []
@@ -38,7 +38,8 @@ class ValidationFile:
                 number = 1
                 while (kept := self._path.with_name(f"{self._path.name}.{number}")).exists():
                     number += 1
-                self._path.rename(kept)
+                with writing(kept):
+                    self._path.rename(kept)
         names = [f"{name.replace(':', '_').upper()}({_UNITS[name[0]]})" for name in self._columns]
         header = f"# {'step':>8s}" + "".join(f"   {name:>{_WIDTH}s}" for name in names)
         if header not in lines:

@@ -16,11 +16,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from deepmd_muon.argcheck import normalize
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model.checkpoint_directory import put_together, take_apart
 from deepmd_muon.model.checkpoint_file import read_checkpoint
 from deepmd_muon.train import CheckpointError, TrainingError
 from deepmd_muon.train.checkpoint.directories import DirectorySeries
+from deepmd_muon.train.checkpoint.ownership import remove_leftovers
 from deepmd_muon.train.checkpoint.reading import read_into
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.parallel import Ranks
@@ -234,12 +236,29 @@ def test_a_place_that_cannot_be_written_is_an_error_before_the_run(tmp_path, for
 
 
 @pytest.mark.parametrize("prefix", ["model", "model.ckpt", "model[300K]"])
-def test_what_a_killed_run_left_goes_and_that_of_other_runs_stays(tmp_path, prefix):
+def test_what_a_killed_run_left_goes_and_that_of_other_runs_stays(small_input, tmp_path, prefix):
     mine = [f".{prefix}-{kind}.dcp" for kind in ("10", "removed")]
     mine += [f".{prefix}-{kind}.0123456789abcdef.dcp" for kind in ("10", "removed")]
     others = [f".{prefix}-{kind}.dcp" for kind in ("2-100", "300K-50", "a-10", "2-removed", "1e3")]
     others += [f"{prefix}-10.dcp", ".n-10.dcp", ".modelxckpt-10.dcp", ".model3-10.dcp", f".{prefix}-10.dcp.old"]
     for name in (*mine, *others):
         (tmp_path / name).mkdir()
-    DirectorySeries(tmp_path / prefix, 5, Ranks(torch.device("cpu")), pointer=True)
+        (tmp_path / name / "__0_0.distcp").write_text("half")
+    (tmp_path / f".{prefix}.0123456789abcdef.dcp").symlink_to("nowhere")
+    remove_leftovers(normalize(small_input(training={"save_ckpt": prefix})).settings.training)
     assert {path.name for path in tmp_path.iterdir()} == set(others)
+
+
+def test_a_run_killed_while_it_deletes_leaves_no_half_checkpoint(small_input, train, monkeypatch):
+    content = small_input(training={"checkpoint_format": "dcp", "save_freq": 2, "max_ckpt_keep": 1, "numb_steps": 4})
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda *args, **kwargs: None)
+        train(content)
+    (removed,) = Path().glob(".model.ckpt-removed.*.dcp")
+    assert (removed / ".metadata").exists()
+    assert names() == [
+        ".model.ckpt-removed.dcp",
+        *("model.ckpt-4.dcp", "model.ckpt-4.pt", "model.ckpt.dcp", "model.ckpt.pt"),
+    ]
+    train({**content, "training": {**content["training"], "checkpoint_format": "file"}}, restart="model.ckpt.dcp")
+    assert names()[0] == "model.ckpt-4.dcp"

@@ -135,8 +135,10 @@ def test_commands_name_what_they_cannot_write(break_disk, name, operation):
     assert not [path for path in Path().rglob("*") if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("output", ["c.h5", "c.xyz", "npy"])
+@pytest.mark.parametrize("output", ["c.h5", "c.xyz", "npy", "c.lmdb"])
 def test_conversion_under_a_limit_of_file_sizes(output, capfd):
+    if output == "c.lmdb":
+        pytest.importorskip("lmdb")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
@@ -197,6 +199,27 @@ def test_a_save_that_fails_names_itself_and_the_one_before(
     assert message.endswith(f"the last good checkpoint is {good}")
     assert read_checkpoint(good)["deepmd_muon"]["step"] == 2
     assert not [path for path in Path().iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(("name", "operation"), [("best.ckpt-2.t-1.pt", "write"), ("val.log", "write")])
+def test_full_validation_names_what_it_cannot_write(short_input, break_disk, capfd, name, operation):
+    content = short_input()
+    content["training"]["validation_data"] = {"systems": [str(EXAMPLE / "valid")], "batch_size": 2, "numb_btch": 2}
+    content["validating"] = {"full_validation": True, "full_val_start": 0, "validation_freq": 2}
+    break_disk(operation, "EDQUOT", f"^{re.escape(name)}$")
+    message = trained(content, capfd)
+    assert f"cannot write {name}: Disk quota exceeded" in message
+    assert "last good checkpoint" in message or "no checkpoint has been" in message
+
+
+@pytest.mark.parametrize("operation", ["write", "replace"])
+def test_freezing_names_what_it_cannot_write(small_input, train, break_disk, capfd, operation):
+    assert train(small_input(training={"numb_steps": 1})) == 0
+    break_disk(operation, "ENOSPC", r"frozen.*\.pth$")
+    assert main(["freeze", "-c", "model.ckpt.pt", "-o", "frozen.pth"]) == 1
+    said = capfd.readouterr().err
+    assert "dp freeze: cannot write frozen.pth: No space left on device; free space there" in said
+    assert not list(Path().glob("*frozen*"))
 
 
 @pytest.mark.parametrize(

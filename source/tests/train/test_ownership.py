@@ -93,9 +93,18 @@ def test_what_a_killed_save_left_is_removed(small_input, train):
         ".model.ckpt-7.pt",
         ".model.ckpt-7.x.pt",
     ]
-    for name in (*mine, *others):
+    mine += [f".lcurve.{hexadecimal}.out"]
+    # Other runs in this folder write these as well: one that is older than any save takes is left behind.
+    shared = [f".checkpoint.{hexadecimal}", f".stat.{hexadecimal}.hdf5", f".log.{hexadecimal}.jsonl"]
+    for name in (*mine, *others, *shared):
         Path(name).write_text("half")
-    train(small_input(training={"numb_steps": 1}))
+    files = {"stat_file": "stat.hdf5", "jsonl_file": "log.jsonl", "numb_steps": 1}
+    train(small_input(training=files))
+    assert all(Path(name).exists() for name in shared)
+    for name in shared:
+        os.utime(name, (1.0, 1.0))
+    train(small_input(training=files))
+    assert not [name for name in shared if Path(name).exists()]
     assert not [name for name in mine if Path(name).exists()]
     assert all(Path(name).exists() for name in others)
 
