@@ -1,8 +1,9 @@
-"""`dp show routing|plan|lcurve FILE` and `dp show kernels`: look into an input, a checkpoint, a curve, this machine."""
+"""`dp show TOPIC FILE`: look into an input, a checkpoint, a learning curve, this machine."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,30 @@ _TOPICS = {
     "routing": "input.json or model.ckpt.pt",
     "plan": "input.json",
     "lcurve": "lcurve.out",
+    "weights": "model.ckpt.pt",
     "kernels": "no file",
 }
 
 
+# What `dp show TOPIC -h` says.
+_DESCRIPTIONS = {
+    "routing": "Print which update every parameter gets, and why: of an input before a run, or recorded in a "
+    "checkpoint.",
+    "plan": "Print the plan of HybridMuon's step on several processes: what travels, and who orthogonalizes what.",
+    "weights": "Print and draw singular values of weights and momenta, and the size of the next update of every "
+    "parameter.",
+    "lcurve": "Draw the learning curves of one or more runs in one picture.",
+    "kernels": "Print which code orthogonalizes matrices of which size on this machine.",
+}
+_PICTURES = {"lcurve": "lcurve.png", "weights": "weights.png"}
+
+
 class _Topic(argparse.Action):
-    """Takes the topic; of those, kernels alone goes without a file."""
+    """Takes the topic; of those, kernels alone goes without a file. Help that is asked for behind it is the topic's."""
 
     file: argparse.Action
+    options: Mapping[str, Sequence[argparse.Action]]
+    groups: Sequence[argparse._ArgumentGroup]
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -34,6 +51,22 @@ class _Topic(argparse.Action):
         if values == "kernels":
             # From the start '*' would end at the first option, and a file behind options be refused (Python 3.11).
             self.file.nargs, self.file.required = "*", False
+        if values in _TOPICS:
+            self._narrow_help(parser, values)
+
+    def _narrow_help(self, parser: argparse.ArgumentParser, topic: str) -> None:
+        """Leave the other topics out of the help."""
+        parser.description = _DESCRIPTIONS[topic]
+        parser.prog = f"{parser.prog} {topic}"
+        self.help = argparse.SUPPRESS
+        self.file.help = argparse.SUPPRESS if topic == "kernels" else "several of lcurve, else one"
+        for name, actions in self.options.items():
+            for action in actions:
+                if topic not in name.split():
+                    action.help = argparse.SUPPRESS
+        for group in self.groups:
+            if group.title != topic:
+                group.description = None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,24 +75,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "topic",
         metavar="TOPIC",
         action=_Topic,
-        help="routing (of an input file or a checkpoint), plan (of its step on several processes), lcurve (draw one or "
-        "more) or "
-        "kernels (which orthogonalize what here); anything else is a model's file, and deepmd-kit shows what follows "
-        "of it",
+        help="routing (of an input file or a checkpoint), plan (of its step on several processes), weights (spectra "
+        "and updates of a checkpoint), lcurve (draw one or more) or kernels (which orthogonalize what here); "
+        "`dp show TOPIC -h` says more; anything else is a model's file, and deepmd-kit shows what follows of it",
     )
     assert isinstance(topic, _Topic)
     topic.file = parser.add_argument("file", metavar="FILE", nargs="+", help="input.json, model.ckpt.pt or lcurve.out")
-    curve = parser.add_argument_group("lcurve", "several files, one a run, are drawn in one picture")
-    curve.add_argument("-o", "--output", metavar="FILE", default="lcurve.png", help="picture [%(default)s]")
-    curve.add_argument("--label", metavar="NAME", nargs="+", help="name of every run")
-    curve.add_argument(
-        "--against", choices=("step", "time"), default="step", help="axis; time needs logs of training.jsonl_file"
+    output = parser.add_argument(
+        "-o", "--output", metavar="FILE", help=f"picture [{', '.join(f'{t}: {p}' for t, p in _PICTURES.items())}]"
     )
+    curve = parser.add_argument_group("lcurve", "several files, one a run, are drawn in one picture")
+    curves = [
+        curve.add_argument("--label", metavar="NAME", nargs="+", help="name of every run"),
+        curve.add_argument(
+            "--against", choices=("step", "time"), default="step", help="axis; time needs logs of training.jsonl_file"
+        ),
+    ]
     plan = parser.add_argument_group("plan", "left out, zero_stage and hsdp are those of the input")
-    plan.add_argument("--world-size", type=int, metavar="N", help="processes")
-    plan.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), help="training.zero_stage")
-    plan.add_argument("--hsdp", type=int, metavar="GROUPS", help="training.data_parallel_replicate_degree")
-    plan.add_argument("--owners", action="store_true", help="list which process orthogonalizes which matrix")
+    plans = [
+        plan.add_argument("--world-size", type=int, metavar="N", help="processes"),
+        plan.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), help="training.zero_stage"),
+        plan.add_argument("--hsdp", type=int, metavar="GROUPS", help="training.data_parallel_replicate_degree"),
+        plan.add_argument("--owners", action="store_true", help="list which process orthogonalizes which matrix"),
+    ]
+    topic.groups = curve, plan
+    topic.options = {"lcurve weights": [output], "lcurve": curves, "plan": plans}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -76,8 +116,9 @@ def run(options: argparse.Namespace) -> int:
     if options.topic == "lcurve":
         from deepmd_muon.infer.learning_curve import plot_learning_curves
 
-        plot_learning_curves(options.file, options.output, options.label, options.against)
-        print(f"{options.output}: drawn")
+        picture = options.output or _PICTURES["lcurve"]
+        plot_learning_curves(options.file, picture, options.label, options.against)
+        print(f"{picture}: drawn")
         return 0
     if len(options.file) != 1:
         found = ", ".join(options.file) or "none"
@@ -91,6 +132,13 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.model.checkpoint_file import checkpoint_path
 
     path = checkpoint_path(path)
+    if options.topic == "weights":
+        from deepmd_muon.cli.weights import weights_page
+
+        picture = options.output or _PICTURES["weights"]
+        print(weights_page(path, Path(picture)))
+        print(f"{picture}: drawn")
+        return 0
     print(_checkpoint_routing(path) if path.suffix in (".pt", ".dcp") else _input_routing(path))
     return 0
 

@@ -1,0 +1,144 @@
+"""`dp show weights`: what the optimizer of a checkpoint does to its matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepmd_muon.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from deepmd_muon.infer.spectra import ParameterUpdate
+    from deepmd_muon.optim import HybridMuonConfig
+    from deepmd_muon.optim.routing.rules import RouteEntry
+
+
+def weights_page(path: Path, picture: Path) -> str:
+    """Draw spectra and updates of a checkpoint's parameters; return them as a table.
+
+    Parameters
+    ----------
+    path
+        A checkpoint.
+    picture
+        Where the picture goes.
+
+    Raises
+    ------
+    CommandError
+        When the checkpoint has no optimizer state with the names of its parameters.
+    """
+    from deepmd_muon.infer.spectra import plot_spectra, table
+    from deepmd_muon.model.checkpoint_file import read_checkpoint, understood
+
+    checkpoint = read_checkpoint(path)
+    with understood(path):
+        parameters = _parameters(checkpoint, path)
+        step = checkpoint["model"]["_extra_state"]["train_infos"].get("step", -1) + 1
+    plot_spectra(parameters, picture, f"{path.name}, step {step}")
+    return table(parameters)
+
+
+def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpdate]:
+    """Return every parameter of the optimizer, in the order of its groups."""
+    from deepmd_muon.model.deepmd_kit import from_deepmd_kit
+    from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name
+
+    optimizer = checkpoint.get("optimizer")
+    groups = optimizer["param_groups"] if optimizer else []
+    if not groups or not all(group.get("param_names") for group in groups):
+        raise CommandError(
+            f"{path} holds no optimizer state with names of parameters; take a checkpoint of this package"
+        )
+    _, weights = from_deepmd_kit(checkpoint["model"])
+    found = []
+    for group in groups:
+        if "routes" in group:
+            entries = list(RouteTable.from_manifest([group]))
+        else:
+            route: Any = "adamw" if group.get("decoupled_weight_decay") else "adam"
+            names = [canonical_name(name) for name in group["param_names"]]
+            entries = [RouteEntry(name, tuple(weights[name].shape), None, route, "recorded") for name in names]
+        for entry, key in zip(entries, group["params"], strict=True):
+            state = optimizer["state"].get(key, {}) if optimizer else {}
+            found.append(_parameter(entry, weights[entry.name].double(), state, group))
+    return found
+
+
+def _parameter(
+    entry: RouteEntry, weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
+) -> ParameterUpdate:
+    from deepmd_muon.infer.spectra import ParameterUpdate
+
+    momentum = state.get("momentum_buffer", state.get("exp_avg"))
+    update = None
+    if momentum is not None:
+        update = _muon_update(entry, state, group) if entry.route == "muon" else _adam_update(state, group)
+    return ParameterUpdate(
+        entry.name,
+        entry.route,
+        entry.shape,
+        _spectra(entry, weight),
+        _spectra(entry, momentum) if momentum is not None else (),
+        _rms(weight),
+        update,
+    )
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def _spectra(entry: RouteEntry, x: Tensor) -> tuple[np.ndarray, ...]:
+    """Return the singular values of every matrix that is orthogonalized by itself; of Adam's, those of 2-D tensors."""
+    x = x.double()
+    if entry.view is not None:
+        matrices = [matrix for block in entry.view.cut(x) for matrix in block]
+    elif x.ndim == 2 and min(x.shape) > 1:
+        matrices = [x]
+    else:
+        return ()
+    return tuple(torch.linalg.svdvals(matrix).numpy() for matrix in matrices)
+
+
+def _settings(group: Mapping[str, Any]) -> HybridMuonConfig:
+    """Return HybridMuon's settings of a group, those that an earlier release did not have at their defaults."""
+    from deepmd_muon.optim import HybridMuonConfig
+    from deepmd_muon.optim.routing.group_settings import group_settings
+
+    return group_settings({**vars(HybridMuonConfig()), **group})
+
+
+def _muon_update(entry: RouteEntry, state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
+    """Return the RMS of lr · scaled polar factors of the momentum; Nesterov would add a gradient, which is not kept."""
+    from deepmd_muon.optim.update.magma import MIN_SCALE
+    from deepmd_muon.optim.update.muon import scaled_polar_factors
+
+    assert entry.view is not None
+    settings = _settings(group)
+    blocks = entry.view.cut(state["momentum_buffer"].float())
+    damping = None
+    if settings.magma_muon and "magma_score" in state:
+        factors = MIN_SCALE + (1.0 - MIN_SCALE) * state["magma_score"].float()
+        damping = list(factors.view(entry.view.batch, -1).unbind(1))
+    updates = scaled_polar_factors(blocks, settings, damping)
+    return float(group["lr"]) * _rms(entry.view.join(updates))
+
+
+def _adam_update(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
+    """Return the RMS of Adam's step from its present moments."""
+    if "routes" in group:
+        settings = _settings(group)
+        betas, eps, ratio = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps, settings.adam_lr_ratio or 1.0
+    else:
+        betas, eps, ratio = group["betas"], group["eps"], 1.0
+    step = max(1.0, float(state["step"]))
+    mean = state["exp_avg"].double() / (1 - betas[0] ** step)
+    deviation = (state["exp_avg_sq"].double() / (1 - betas[1] ** step)).sqrt()
+    return float(group["lr"]) * ratio * math.sqrt(float((mean / (deviation + eps)).square().mean()))
