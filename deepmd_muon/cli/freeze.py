@@ -29,9 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", metavar="FILE", default="frozen_model", help="the file; .pth is added [%(default)s]"
     )
     parser.add_argument("--ema", action="store_true", help="take the averaged weights of the checkpoint")
-    parser.add_argument(
-        "--head", "--model-branch", metavar="NAME", action=DeepmdKitOption, help="branch of a multi-task model"
-    )
+    parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
     for words, what in ((("-n", "--node-names"), "nodes"), (("-w", "--nvnmd-weight"), "NVNMD's file")):
         parser.add_argument(*words, metavar="NAME", action=DeepmdKitOption, help=f"{what}, for other backends")
 
@@ -50,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     set_up_logging(options.log_level, options.log_path)
     checkpoint = _checkpoint(Path(options.checkpoint))
     try:
-        model = load_model(checkpoint, ema=options.ema)
+        model = load_model(checkpoint, ema=options.ema, head=options.head)
     except ForeignModelError as error:
         raise HandOver(f"this model ({error})") from error
     difference = freeze(model, output)

@@ -15,7 +15,17 @@ import sys
 from collections.abc import Sequence
 
 from deepmd_muon import __version__
-from deepmd_muon.cli import change_bias, convert_data, doc_train_input, freeze, neighbor_stat, show, test, train
+from deepmd_muon.cli import (
+    change_bias,
+    convert_data,
+    doc_train_input,
+    freeze,
+    model_devi,
+    neighbor_stat,
+    show,
+    test,
+    train,
+)
 from deepmd_muon.cli.handover import HandOver, choices, hand_over
 from deepmd_muon.failures import failure_of
 from deepmd_muon.plugins import load_plugins
@@ -25,6 +35,7 @@ COMMANDS = {
     "test": test,
     "freeze": freeze,
     "change-bias": change_bias,
+    "model-devi": model_devi,
     "neighbor-stat": neighbor_stat,
     "convert-data": convert_data,
     "doc-train-input": doc_train_input,

@@ -258,18 +258,16 @@ class Program(torch.nn.Module):
         do_atomic_virial: bool = False,
         charge_spin: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return what `forward_lower` returns under the names of deepmd-kit's Python."""
-        found = self._evaluate(extended_coord, extended_atype, nlist, mapping, do_atomic_virial, None)
-        out = {
+        """Return what `forward_lower` returns under the names of deepmd-kit's Python, always with virials of atoms."""
+        found = self._evaluate(extended_coord, extended_atype, nlist, mapping, True, None)
+        return {
             "energy": found["atom_energy"],
             "energy_redu": found["energy"],
             "energy_derv_r": found["extended_force"].unsqueeze(2),
+            "energy_derv_c": found["extended_virial"].unsqueeze(2),
             "energy_derv_c_redu": found["virial"].unsqueeze(1),
             "mask": (extended_atype[:, : nlist.shape[1]] >= 0).to(torch.int32),
         }
-        if do_atomic_virial:
-            out["energy_derv_c"] = found["extended_virial"].unsqueeze(2)
-        return out
 
     def forward(
         self,

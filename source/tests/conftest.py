@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the quick tests, and bring the longest files to the front."""
     for item in items:
         path = item.path.relative_to(TESTS)
-        apart = any(item.get_closest_marker(name) for name in ("slow", "gpu", "deepmd_kit"))
+        apart = any(item.get_closest_marker(name) for name in ("slow", "gpu", "deepmd_kit", "lammps"))
         if not apart and any(path.match(pattern) for pattern in QUICK):
             item.add_marker(pytest.mark.quick)
     items.sort(key=lambda item: _place(item.path.relative_to(TESTS)))

@@ -40,3 +40,15 @@ SE_E2_A = {
     "axis_neuron": 2,
     "seed": 1,
 }
+
+# Of a size that makes neighbours, angles and attention count; by descriptor.
+LARGER = {
+    "se_e2_a": {
+        "type": "se_e2_a",
+        "sel": [40, 80],
+        "rcut": 4.5,
+        "rcut_smth": 1.0,
+        "neuron": [8, 16],
+        "axis_neuron": 4,
+    },
+}

@@ -130,7 +130,7 @@ def test_deepmd_kits_names_say_the_same(frozen, water_frames):
     (expected,) = lower(one, program, program.get_rcut())
     ghosted = with_ghosts(one[0][0], one[1][0], one[2][0], program.get_rcut())
     given = [torch.from_numpy(array)[None] for array in (ghosted.coord, one[2][0][ghosted.owner], ghosted.neighbor)]
-    found = program.forward_common_lower(*given, None, None, None, True)
+    found = program.forward_common_lower(*given)
     assert found["energy_redu"].item() == expected["energy"].item()
     assert np.array_equal(found["energy_derv_r"][0, :, 0].numpy(), expected["extended_force"])
     assert found["energy_derv_c"].shape == (1, len(ghosted.coord), 1, 9)

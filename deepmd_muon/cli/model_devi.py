@@ -1,0 +1,71 @@
+"""`dp model-devi`: how far several models disagree on the frames of systems."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+from deepmd_muon.cli.errors import CommandError
+from deepmd_muon.cli.handover import HandOver
+
+HELP = "write how far several models disagree on the frames of systems"
+
+log = logging.getLogger(__name__)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options; names and meaning are deepmd-kit's."""
+    parser.add_argument(
+        "-m", "--models", nargs="+", required=True, metavar="MODEL", help="checkpoints or frozen files, two or more"
+    )
+    parser.add_argument("-s", "--system", default=".", help="system, or a folder or file of systems [.]")
+    parser.add_argument("-o", "--output", metavar="FILE", default="model_devi.out", help="the table [%(default)s]")
+    parser.add_argument(
+        "-f", "--frequency", type=int, default=1, metavar="N", help="steps between two frames, for the first column [1]"
+    )
+    parser.add_argument("--real_error", action="store_true", help="errors against labels instead of disagreement")
+    parser.add_argument("--atomic", action="store_true", help="add the deviation of the force on every atom")
+    parser.add_argument(
+        "--relative", type=float, metavar="LEVEL", help="divide deviations of forces by the force plus LEVEL [eV/Å]"
+    )
+    parser.add_argument(
+        "--relative_v", type=float, metavar="LEVEL", help="divide deviations of virials by the virial plus LEVEL"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Evaluate every system with every model."""
+    for name in options.models:
+        if Path(name).suffix in (".pb", ".pt2", ".dp", ".yaml", ".savedmodel", ".hlo"):
+            raise HandOver(f"the model format {Path(name).suffix}")
+    if len(options.models) < 2 and not options.real_error:
+        raise CommandError("-m needs at least two models; found one: its deviation from itself is zero")
+    import numpy as np
+
+    from deepmd_muon.data import open_systems
+    from deepmd_muon.infer.model_deviation import DeviationFile, DeviationSettings, system_deviation
+    from deepmd_muon.infer.predictor import Predictor
+    from deepmd_muon.model.errors import CheckpointError as ForeignModelError
+    from deepmd_muon.train.report import set_up_logging
+
+    set_up_logging(options.log_level, options.log_path)
+    try:
+        predictors = [Predictor(name) for name in options.models]
+    except ForeignModelError as error:
+        raise HandOver(f"this model ({error})") from error
+    type_map = predictors[0].type_map
+    for name, predictor in zip(options.models, predictors, strict=True):
+        if predictor.type_map != type_map:
+            raise CommandError(f"{name} has types {predictor.type_map}, {options.models[0]} has {type_map}")
+    settings = DeviationSettings(options.real_error, options.relative, options.relative_v)
+    systems = open_systems([options.system], type_map)
+    output = DeviationFile(Path(options.output), atomic=options.atomic)
+    for system in systems:
+        parts = list(system_deviation(predictors, system, settings))
+        table, of_force = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        output.add(system.name, np.arange(len(table)) * options.frequency, table, of_force)
+        largest = table[:, 3].max()
+        log.info("%s: %d frames, largest deviation of a force %.3e eV/Å", system.name, len(table), largest)
+    log.info("%s written", options.output)
+    return 0

@@ -1,0 +1,97 @@
+"""LAMMPS with our frozen files: LAMMPS_LMP=its program, LAMMPS_MPIEXEC=its mpiexec, `pytest -m lammps`."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from frozen_models import LARGER, build
+
+from deepmd_muon.deploy.freeze import freeze
+from deepmd_muon.infer import DeepPotCalculator
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "water_md"
+
+pytestmark = [pytest.mark.lammps, pytest.mark.skipif("LAMMPS_LMP" not in os.environ, reason="needs LAMMPS_LMP")]
+
+
+def live_model(descriptor, seed):
+    """A model with forces of about 1 eV/Å: its last layer is enlarged."""
+    model = build({**descriptor, "seed": seed}, {"neuron": [24, 24], "seed": seed})
+    with torch.no_grad():
+        for net in model.atomic_model.fitting_net.filter_layers.networks:
+            net.layers[-1].matrix.mul_(20.0)
+    return model
+
+
+def run_lammps(folder, model, ranks, *, steps=40, change=lambda text: text):
+    """Run the example's input; return its thermo columns and the dumped frames."""
+    ase_io = pytest.importorskip("ase.io")
+    (folder / "in.lammps").write_text(change((EXAMPLE / "in.lammps").read_text()))
+    words = [os.environ["LAMMPS_LMP"], "-in", "in.lammps", "-var", "model", str(model), "-var", "steps", str(steps)]
+    if ranks > 1:
+        if "LAMMPS_MPIEXEC" not in os.environ:
+            pytest.skip("needs LAMMPS_MPIEXEC")
+        words = [os.environ["LAMMPS_MPIEXEC"], "-n", str(ranks), *words]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    table = re.search(r"^ *Step .*?\n(.*?)^Loop time", done.stdout, re.DOTALL | re.MULTILINE)
+    assert table is not None, done.stdout
+    thermo = np.array([[float(word) for word in line.split()] for line in table.group(1).strip().splitlines()])
+    frames = ase_io.read(folder / "water.dump", index=":", format="lammps-dump-text", specorder=["O", "H"])
+    return thermo, frames
+
+
+@pytest.fixture
+def folder(tmp_path):
+    subprocess.run([sys.executable, EXAMPLE / "make_structure.py"], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", LARGER)
+def test_forces_and_energies_are_the_checkpoints(kind, ranks, folder):
+    model = live_model(LARGER[kind], seed=1)
+    freeze(model, folder / "model.pth")
+    thermo, frames = run_lammps(folder, "model.pth", ranks)
+    assert len(frames) == len(thermo) == 5
+    calculator = DeepPotCalculator(model, device="cpu")
+    for row, frame in zip(thermo, frames, strict=True):
+        forces = frame.get_forces()
+        assert np.abs(forces).max() > 0.3
+        frame.calc = calculator
+        np.testing.assert_allclose(forces, frame.get_forces(), rtol=0, atol=1e-10)
+        np.testing.assert_allclose(row[3], frame.get_potential_energy(), rtol=1e-10)
+    potential, total = thermo[:, 3], thermo[:, 4]
+    assert np.ptp(potential) > 0.1
+    assert np.ptp(total) < 0.02 * np.ptp(potential)
+
+
+def test_a_committee_reports_its_deviation(folder):
+    from deepmd_muon.infer import Predictor
+    from deepmd_muon.infer.model_deviation import deviation_of_force
+
+    models = [live_model(LARGER["se_e2_a"], seed) for seed in (1, 2, 3)]
+    for number, model in enumerate(models):
+        freeze(model, folder / f"{number}.pth")
+    committee = "0.pth 1.pth 2.pth out_file deviation.out out_freq 10"
+    _, frames = run_lammps(folder, "0.pth", 1, change=lambda text: text.replace("${model}", committee))
+    table = np.loadtxt(folder / "deviation.out", ndmin=2)
+    assert len(table) == len(frames)
+    for row, frame in zip(table, frames, strict=True):
+        types = np.array(["OH".index(symbol) for symbol in frame.symbols])
+        forces = [
+            Predictor(m, device="cpu").predict(frame.positions, np.array(frame.cell), types).force for m in models
+        ]
+        per_atom = deviation_of_force(np.stack(forces))[0]
+        np.testing.assert_allclose(row[4:7], [per_atom.max(), per_atom.min(), per_atom.mean()], rtol=1e-5)
+
+
+def test_lammps_is_there():
+    assert shutil.which(os.environ["LAMMPS_LMP"]), "LAMMPS_LMP names no program"

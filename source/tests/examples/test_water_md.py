@@ -1,0 +1,67 @@
+"""The page on molecular dynamics and its example: the texts are the files, and the ASE script runs as printed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TOP = Path(__file__).parents[3]
+PAGE = (TOP / "doc" / "molecular-dynamics.md").read_text()
+EXAMPLE = TOP / "examples" / "water_md"
+
+
+def block(language, word):
+    (text,) = (t for t in re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE) if word in t)
+    return text
+
+
+def test_the_page_prints_the_files():
+    assert block("text", "pair_style") == (EXAMPLE / "in.lammps").read_text()
+    assert block("python", "ase") == (EXAMPLE / "nve.py").read_text()
+
+
+def test_its_commands_exist():
+    from deepmd_muon.cli.main import build_parser
+
+    commands = re.findall(r"^dp --pt (.*)$", PAGE, re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["train", "freeze"]
+    for command in commands:
+        build_parser().parse_args(["--pt", *command.split()])
+
+
+@pytest.fixture
+def potential(tmp_path):
+    """A checkpoint of the example's model as it starts, where the page's commands would leave the trained one."""
+    import json
+
+    from deepmd_muon.argcheck import normalize
+    from deepmd_muon.model import build_model
+    from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+
+    content = json.loads((TOP / "examples" / "water_xtb" / "input.json").read_text())
+    content["model"]["descriptor"]["sel"] = [40, 80]
+    section = normalize(content).normalized["model"]
+    path = tmp_path / "model.ckpt.pt"
+    torch.save({"model": to_deepmd_kit(build_model(section), section, {"lr": 1e-3, "step": 0})}, path)
+    return path
+
+
+def test_freeze_structure_and_nve_of_the_page(potential, tmp_path):
+    pytest.importorskip("ase")
+    from deepmd_muon.cli.main import main
+
+    assert main(["--pt", "freeze", "-c", str(potential), "-o", str(tmp_path / "model.pth")]) == 0
+    for script, *words in (("make_structure.py",), ("nve.py", "model.pth", "10")):
+        command = [sys.executable, "-W", "error::DeprecationWarning", EXAMPLE / script, *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "Warning" not in done.stderr
+    first, last = done.stdout.splitlines()
+    assert first.startswith("   0.0 fs")
+    assert last.startswith("   5.0 fs")
+    total = [float(line.split()[-2]) for line in (first, last)]
+    assert total[0] == pytest.approx(total[1], abs=1e-3)
+    assert (tmp_path / "water.data").read_text().split("\n")[2].strip().startswith("96")
