@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.errors import CaptureError
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -71,6 +74,15 @@ def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
         finally:
             graph.capture_end()
     return graph, result
+
+
+def try_record(launch: Callable[[], T], device: torch.device, what: str) -> tuple[torch.cuda.CUDAGraph, T] | None:
+    """Record launches as `record` does; where that fails, log a warning about `what` and return None."""
+    try:
+        return record(launch, device)
+    except Exception as error:  # an error of the driver must not end a training run
+        _LOG.warning("%s could not be recorded and is launched kernel by kernel: %s", what, error)
+        return None
 
 
 def refuse_unsafe_capture(

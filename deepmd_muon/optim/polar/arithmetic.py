@@ -1,4 +1,4 @@
-"""Matrix products in the precision that was asked for, whatever the caller's torch settings are."""
+"""Matrix products in the requested precision, independent of the caller's torch settings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _REDUCED = {"bf16", "tf32"}
 
 @contextlib.contextmanager
 def requested_precision() -> Iterator[None]:
-    """Leave autocast, and multiply float32 matrices in float32.
+    """Disable autocast, and multiply float32 matrices in float32.
 
     Autocast would round float32 operands to 16 bits; ``torch.set_float32_matmul_precision("high")`` and "medium" to
-    TF32 or bf16. On the Gram matrix of a low-rank gradient either error grows until the result is NaN. The caller's
-    settings are restored on exit.
+    TF32 or bf16. On the Gram matrix of a low-rank gradient either rounding error grows until the result is NaN. The
+    caller's settings are restored on exit.
     """
     with torch._C._DisableAutocast():
         matmuls = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul  # type: ignore[attr-defined]  # set at runtime

@@ -1,4 +1,4 @@
-"""Which implementation orthogonalizes which matrices: one table, read from the top."""
+"""Choose the implementation that orthogonalizes some matrices: the first candidate of a table that fits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Implementation = Literal["whole", "strips", "tiles", "symmetric", "torch"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 _READABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_MOST_STRIPS = 128  # programs that share a matrix
+_MOST_STRIPS = 128  # most programs of one matrix
 _TILE = 64
-# With more 64 × 64 tiles, launches of larger products win.
+# With more 64 × 64 tiles, launches of larger products are faster.
 _MOST_TILES = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class MatrixBatch:
-    """What the choice depends on: `count` matrices of one shape, rows ≤ columns."""
+    """`count` matrices of one shape, rows ≤ columns, with dtype, device and operand dtype: the input of the choice."""
 
     rows: int
     columns: int
@@ -34,19 +34,19 @@ class MatrixBatch:
 
     @property
     def readable(self) -> bool:
-        """Whether a kernel can take them at all: tensor cores with asynchronous copies, fp16 operands."""
+        """Whether kernels support them: tensor cores with asynchronous copies, fp16 operands."""
         on_gpu = self.device == "cuda" and self.capability >= (8, 0)
         return on_gpu and self.operand == torch.float16 and self.dtype in _READABLE
 
     @property
     def tiles(self) -> int:
-        """Tiles of 64 × 64 in all of them."""
+        """Number of 64 × 64 tiles in all of them."""
         return self.count * -(-self.rows // _TILE) * -(-self.columns // _TILE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One row of the table."""
+    """An implementation, and the matrices that it takes: a row of the table."""
 
     implementation: Implementation
     shapes: str
@@ -76,7 +76,7 @@ TABLE: tuple[Candidate, ...] = (
     Candidate(
         "whole",
         "m ≤ 64 and n ≤ 256, or m, n ≤ 128",
-        "one launch for all of them, one program a matrix, X in registers",
+        "one launch, one program per matrix, X in registers",
         _whole,
     ),
     Candidate(
@@ -94,7 +94,7 @@ TABLE: tuple[Candidate, ...] = (
     Candidate(
         "symmetric",
         "m ≥ 128",
-        "three launches a step, half of each symmetric product; wide ones share products with X",
+        "three launches per step, half of each symmetric product; wide matrices share products with X",
         _symmetric,
     ),
     Candidate("torch", "everything else", "batched products of torch", lambda _: True),
@@ -102,7 +102,7 @@ TABLE: tuple[Candidate, ...] = (
 
 
 def choose(batch: MatrixBatch, allowed: Collection[str] = IMPLEMENTATIONS) -> Implementation:
-    """Return the first implementation of the table that fits and is allowed; torch fits everything."""
+    """Return the first implementation of the table that fits and is allowed; torch always fits."""
     for rule in TABLE:
         if rule.fits(batch) and (rule.implementation in allowed or rule.implementation == "torch"):
             return rule.implementation
@@ -114,12 +114,12 @@ FAILED: dict[str, str] = {}
 
 
 def counts() -> dict[tuple[str, int, int], int]:
-    """Return how many matrices went to each (implementation, rows, columns) since the start."""
+    """Return the number of matrices orthogonalized so far, by (implementation, rows, columns)."""
     return dict(COUNTS)
 
 
 def describe() -> str:
-    """Return the table as text: shapes (m ≤ n), implementation, what it does; then what is available and what ran."""
+    """Return the table as text: implementation, shapes (m ≤ n), method; then availability and use so far."""
     lines = [f"{rule.implementation:10} {rule.shapes:56} {rule.means}" for rule in TABLE]
     reason = unavailable()
     lines.append(f"kernels: {'not used, ' + reason if reason else 'Triton on ' + torch.cuda.get_device_name()}")
@@ -130,7 +130,7 @@ def describe() -> str:
 
 
 def unavailable() -> str:
-    """Say why no kernel can run here; empty when they can. Touches no GPU unless there is one."""
+    """Return why kernels cannot run here, or "" when they can; without a GPU no CUDA context is created."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not torch.cuda.is_available():

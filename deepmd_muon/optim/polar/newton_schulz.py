@@ -1,8 +1,8 @@
-"""Newton–Schulz iteration in plain torch: the definition that every faster path is compared with.
+"""Newton–Schulz iteration in plain torch: the reference that every faster path is compared with.
 
 A matrix X with singular values σ is mapped to U f(σ/‖X‖_F) Vᵀ, where f is the schedule's composed polynomial.
 The iterate is kept in fp32 (or fp64); only the operands of matrix products are rounded to 16 bits, and only where
-that pays. An iterate STORED in 16 bits would lift rounding noise of low-rank gradients to full strength.
+that is faster. Storing the iterate in 16 bits would amplify the rounding noise of low-rank gradients to full strength.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from deepmd_muon.optim.polar.schedules import Coefficients
 
 # Rounding errors of R = X Xᵀ in directions where X is zero grow by a² a step and are harmless below about 1e-2.
-# This much growth is allowed before R is computed anew from X (for fp32: 1e-7 · √m · 2e4 is about 1e-2).
+# This growth is allowed before R is recomputed from X (for fp32: 1e-7 · √m · 2e4 is about 1e-2).
 _GRAM_GROWTH = {torch.float32: 2e4, torch.float64: 1e12}
 
 
@@ -26,7 +26,7 @@ class _SharedIteration(NamedTuple):
     """Matrices that share one batched iteration."""
 
     rows: int  # the smaller dimension m
-    columns: int  # the widest n; narrower members get zero columns, which change nothing
+    columns: int  # the largest n; zero columns, which change nothing, widen the others
     gram: bool
     members: tuple[int, ...]
 
@@ -65,12 +65,12 @@ def orthogonalize_with_torch(
 
 @functools.lru_cache(maxsize=256)
 def arrange(shapes: tuple[tuple[int, int, int], ...], gram: bool, on_gpu: bool) -> tuple[_SharedIteration, ...]:
-    """Decide which matrices are iterated together, and in which form.
+    """Decide which matrices share an iteration, and in which form.
 
     The Gram form spends 8 m³ operations a step, the standard form 4 m² n + 2 m³, and the Gram form builds R from X
-    and X from R about three times: it pays from n ≥ 2 m on. In Gram form all matrices of equal small dimension
-    share a batch. In standard form they do on a GPU, where launches cost more than zero columns; on a CPU, where
-    the opposite holds, only equal shapes do.
+    and X from R about three times: it is cheaper for n ≥ 2 m. In Gram form all matrices of equal small dimension
+    share a batch. In standard form they do on a GPU, where launches cost more than zero columns, and
+    on a CPU, where the opposite holds, only with equal shapes.
     """
     lots: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
     for i, (_, m, n) in enumerate(shapes):
@@ -91,7 +91,7 @@ def _orthogonalize_together(
     operand: torch.dtype,
     master: torch.dtype,
 ) -> list[Tensor]:
-    """Iterate batches (b, m, n) together; those of equal shape are one tensor from the beginning, which saves calls."""
+    """Iterate batches (b, m, n) together; equal shapes are concatenated first, which saves calls."""
     alike: dict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
     for i, x in enumerate(matrices):
         alike[x.shape[1:], x.dtype].append(i)
@@ -118,13 +118,13 @@ def _orthogonalize_together(
 
 
 def _normalize(x: Tensor, dtype: torch.dtype, *, own: bool) -> Tensor:
-    """Divide each matrix (b, m, n) by its largest entry, so that nothing overflows, then by its Frobenius norm.
+    """Divide each matrix (b, m, n) by its largest entry, which prevents overflow, then by its Frobenius norm.
 
-    `own` allows changing `x` itself.
+    With `own`, `x` may be overwritten.
     """
     if x.dtype.itemsize < 4:
         x, own = x.to(dtype), True
-    # Zeros stay zeros; what the first division leaves of numbers below the normal ones, the second makes up for.
+    # Zeros stay zeros; the second division corrects what the first leaves of subnormal numbers.
     largest = x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
     x = (x.div_(largest) if own else x / largest).to(dtype)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min_(1e-18)
@@ -164,9 +164,9 @@ def _gram(matrices: list[Tensor], coefficients: Coefficients) -> list[Tensor]:
     Parameters
     ----------
     matrices
-        Normalised batches (b, m, n) with one m and any n ≥ m; they share the iteration of R, (Σb, m, m).
+        Normalised batches (b, m, n) with equal m and any n ≥ m; they share the iteration of R, (Σb, m, m).
     coefficients
-        One (a, b, c) a step.
+        One (a, b, c) per step.
     """
     batches = [x.shape[0] for x in matrices]
     growth_limit = _GRAM_GROWTH[matrices[0].dtype]
@@ -195,8 +195,8 @@ def _multiply_add(
 ) -> Tensor:
     """Return beta·addend + alpha·left@right, accumulated in fp32 or wider, for batches of matrices.
 
-    16-bit operands on a GPU go to the tensor cores, which accumulate in fp32; elsewhere the rounded operands are
-    widened first, which gives the same result up to the order of summation.
+    On a GPU, tensor cores multiply 16-bit operands and accumulate in fp32; elsewhere the rounded operands are converted
+    to fp32 first, which gives the same result up to the order of summation.
     """
     if left.dtype.itemsize == 2:
         if left.is_cuda:

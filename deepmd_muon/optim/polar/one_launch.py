@@ -1,9 +1,8 @@
-"""Tables and launches of the kernels that take whole iterations: made once per set of shapes, then only launched."""
+"""Launches of the kernels that perform whole iterations; tables are created once per set of shapes."""
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,31 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.cuda import record
+from deepmd_muon.optim.cuda import try_record
+from deepmd_muon.optim.polar.address_table import AddressTable, captured_addresses
 from deepmd_muon.optim.polar.kernels.shared import MAX_PROGRAMS, strips, tiles
-from deepmd_muon.optim.polar.kernels.whole import TILES, small_matrices, write_addresses
+from deepmd_muon.optim.polar.kernels.whole import TILES, small_matrices
 from deepmd_muon.optim.polar.schedules import Coefficients
 from deepmd_muon.optim.polar.tables import Geometry, Inputs, Launch, LaunchSet, MatrixLocation, Span, StartLaunch
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
-_ADDRESSES = 16  # arguments of `write_addresses`
-_STRIPS = (64, 128, 256)  # most rows of the kinds of matrices that are cut into strips
+_STRIPS = (64, 128, 256)  # most rows of each kind of matrices that are divided into strips
 _TILE = 64  # sizes are padded to multiples of it
-# Programs that one multiprocessor holds at once, by registers: 256 threads of 255, and 128 threads of 255.
+# Programs that fit on one multiprocessor, limited by registers: 256 threads of 255, and 128 threads of 255.
 _STRIPS_AT_ONCE, _TILES_AT_ONCE = 1, 2
-# Results up to so many elements are worth a graph: beyond, the device takes longer than the host.
+# Launches are recorded for up to so many elements; for more, the device takes longer than the host.
 _RECORDED = 4 * 2**20
-# Of one plan: where more shapes take turns than are kept, recording again and again would cost more.
+# Of one launch set; if more sets alternate than the cache holds, repeated recording would cost more.
 _MAX_RECORDINGS = 8
-_LOG = logging.getLogger(__name__)
 
 
-# Graphs, of which nobody tells how long they live, read the tables of these whenever they are replayed.
+# Captured graphs, whose lifetime is unknown, read the tables of these launch sets at each replay.
 _CAPTURED: set[LaunchSet] = set()
 
 
 def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
-    """Orthogonalize batches of matrices in as few launches as fit the device.
+    """Orthogonalize batches of matrices in as few launches as the device allows.
 
     Parameters
     ----------
@@ -44,7 +42,7 @@ def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficie
     matrices
         Non-empty batches (b, m, n) of any strides on one device.
     coefficients
-        One (a, b, c) a step.
+        One (a, b, c) per step.
 
     Returns
     -------
@@ -55,7 +53,7 @@ def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficie
 
 
 def run_launches(name: str, start: StartLaunch, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
-    """Plan for these shapes and start all launches, or replay them where they were recorded."""
+    """Start all launches for these shapes, or replay their recording."""
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
     plan = launches_for(name, tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
@@ -63,13 +61,17 @@ def run_launches(name: str, start: StartLaunch, matrices: Sequence[Tensor], coef
     capturing = _capturing(device)
     if capturing:
         _CAPTURED.add(plan)
-    addresses = current_addresses(plan, matrices, stream, capturing=capturing)
+        addresses = captured_addresses(matrices)
+    else:
+        if stream not in plan.addresses:
+            plan.addresses[stream] = AddressTable(len(matrices), device)
+        addresses = plan.addresses[stream].of(matrices)
     recording = None
     small = device.type == "cuda" and plan.out_size <= _RECORDED
     if small and not capturing and plan.recordings <= _MAX_RECORDINGS:
         if (stream, coefficients) in plan.seen:
             recording = _recording(plan, start, coefficients, stream)
-        plan.seen.add((stream, coefficients))  # the first call compiles kernels and is not recorded
+        plan.seen.add((stream, coefficients))  # the first call compiles the kernels
     if recording is None:
         out = _launch_all(plan, start, Inputs(addresses, matrices), coefficients)
     else:
@@ -90,18 +92,14 @@ def _launch_all(plan: LaunchSet, start: StartLaunch, inputs: Inputs, coefficient
     return out
 
 
-@functools.lru_cache(maxsize=8)  # each holds its workspace, a few hundred MiB at most
+@functools.lru_cache(maxsize=8)  # each keeps its workspace, at most a few hundred MiB
 def _recording(
     plan: LaunchSet, start: StartLaunch, coefficients: Coefficients, stream: int
 ) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
-    """Record all launches of a plan, for use on one stream; None where that fails."""
+    """Record all launches of a launch set for one stream; return None where that fails."""
     plan.recordings += 1
-    addresses = plan.addresses[stream]
-    try:
-        return record(lambda: _launch_all(plan, start, Inputs(addresses, None), coefficients), addresses.device)
-    except Exception as error:  # whatever a driver raises must not end a training run
-        _LOG.warning("%r is launched kernel by kernel, because it could not be recorded: %s", plan.name, error)
-        return None
+    inputs = Inputs(plan.addresses[stream].table, None)
+    return try_record(lambda: _launch_all(plan, start, inputs, coefficients), inputs.addresses.device, plan.name)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -137,34 +135,15 @@ def _start(name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients
     )
 
 
-def current_addresses(plan: LaunchSet, matrices: Sequence[Tensor], stream: int, *, capturing: bool) -> Tensor:
-    """Return the device's copy of the tensors' addresses, one a stream, written anew only when they changed.
-
-    In a capture they are always written, to memory of the graph: each replay then uses those it was captured with.
-    """
-    now = tuple(x.data_ptr() for x in matrices)
-    if not capturing and plan.written.get(stream) == now:
-        return plan.addresses[stream]
-    addresses = None if capturing else plan.addresses.get(stream)
-    if addresses is None:
-        addresses = torch.empty(plan.count, dtype=torch.int64, device=matrices[0].device)
-    for first in range(0, len(now), _ADDRESSES):
-        some = now[first : first + _ADDRESSES]
-        write_addresses[(1,)](addresses, first, *some, *(some[-1:] * (_ADDRESSES - len(some))))
-    if not capturing:
-        plan.addresses[stream], plan.written[stream] = addresses, now
-    return addresses
-
-
-@functools.cache  # graphs read it as long as they live; there are as many as schedules
+@functools.cache  # graphs read them as long as they exist; there is one per schedule
 def on_device(coefficients: Coefficients, device: torch.device) -> Tensor:
-    """Return coefficients as a float32 tensor (steps, 3); copied once."""
+    """Return coefficients as a float32 tensor (steps, 3), copied to the device once."""
     return torch.tensor(coefficients, dtype=torch.float32, device=device)
 
 
 @functools.lru_cache(maxsize=64)
 def launches_for(name: str, geometry: Geometry, device: torch.device) -> LaunchSet:
-    """Lay out results and tables for one set of shapes."""
+    """Create the tables and the layout of results for one set of shapes."""
     pieces: list[MatrixLocation] = []
     places = []
     out = 0
@@ -185,12 +164,11 @@ def launches_for(name: str, geometry: Geometry, device: torch.device) -> LaunchS
         ]
         out += -(-batch * m * n // 4) * 4  # each tensor's results start at 16 bytes
     make = {"whole": _whole, "strips": _strips, "tiles": _tiles, "symmetric": _batches_by_shape}[name]
-    count = -(-len(geometry) // _ADDRESSES) * _ADDRESSES
-    return LaunchSet(name, make(pieces, device), out, places, count)
+    return LaunchSet(name, make(pieces, device), out, places)
 
 
 def _batches_by_shape(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
-    """Make one batch of each shape."""
+    """Create one launch per shape."""
     groups: dict[tuple[int, int], list[MatrixLocation]] = {}
     for p in pieces:
         groups.setdefault((p.rows, p.columns), []).append(p)
@@ -205,7 +183,7 @@ def _batches_by_shape(pieces: Sequence[MatrixLocation], device: torch.device) ->
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return how many programs of the largest kind a device runs at once; one where an interpreter runs them."""
+    """Return the number of multiprocessors; 1 for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -216,7 +194,7 @@ def tile_of(rows: int, columns: int) -> int:
 
 
 def _whole(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
-    """Few matrices share one launch, which then lasts as long as the slowest; of many, each tile gets its own."""
+    """Put few matrices in one launch, which takes as long as its slowest; of many, one launch per tile size."""
     numbered = sorted(((tile_of(p.rows, p.columns), p) for p in pieces), key=lambda pair: -pair[0])
     several = len(pieces) > 2 * multiprocessors(device)
     groups = [[pair for pair in numbered if pair[0] == t] for t in range(len(TILES))] if several else [numbered]
@@ -226,17 +204,17 @@ def _whole(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launc
             continue
         used = {tile for tile, _ in group}
         table = torch.tensor([piece.row(tile) for tile, piece in group], dtype=torch.int64, device=device)
-        # The same warps for every tile, so that a matrix gets the same bits in any company.
+        # The same number of warps for every tile size: results do not depend on the other matrices.
         constants = {"MASK": sum(1 << tile for tile in used), "num_warps": 8}
         launches.append(Launch(len(group), len(group), table, None, constants))
     return launches
 
 
 def _strips(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
-    """Each matrix gets a program for every strip of columns, narrow strips where these all run at once."""
+    """Give each matrix one program per strip of columns; narrow strips if all their programs run at once."""
     kinds = [next(i for i, most in enumerate(_STRIPS) if p.rows <= most) for p in pieces]
     capacity = _STRIPS_AT_ONCE * multiprocessors(device)
-    # In an interpreter, where programs cannot meet, one strip takes everything.
+    # Triton's interpreter runs programs one after the other, without barriers: one strip takes all columns.
     all_columns = 1 << max(p.columns for p in pieces).bit_length() + 1
     for wide in (32, 64) if device.type == "cuda" else (all_columns,):
         strips = [wide // 2 if _STRIPS[kind] == 256 else wide for kind in kinds]
@@ -257,10 +235,10 @@ def _strips(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Laun
 
 
 def _with_helpers(owners: Sequence[int], kinds: Sequence[int], capacity: int) -> list[int]:
-    """Add programs that only help with X Xᵀ, tallest matrices first, where each tile can then have its own."""
+    """Add programs that only compute tiles of X Xᵀ, tallest matrices first, where each tile then has its own."""
     programs = list(owners)
     for kind in sorted(set(kinds), reverse=True):
-        for tile in (64, 32):  # what the kernel takes where there are fewer programs than 32 × 32 tiles, or as many
+        for tile in (64, 32):  # the kernel's tiles with fewer programs than 32 × 32 tiles, or as many
             side = _STRIPS[kind] // tile
             count = side * (side + 1) // 2
             members = [i for i, other in enumerate(kinds) if other == kind and programs[i] < count]
@@ -271,7 +249,7 @@ def _with_helpers(owners: Sequence[int], kinds: Sequence[int], capacity: int) ->
 
 
 def _tiles(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
-    """Programs take equally many tiles, as few as let all matrices run at once; small tiles where those fit."""
+    """Give programs equal numbers of tiles, as few as let all matrices run at once; small tiles if they fit."""
     padded = [(-(-p.rows // _TILE) * _TILE, -(-p.columns // _TILE) * _TILE) for p in pieces]
     capacity = _TILES_AT_ONCE * multiprocessors(device)
     for tile, symmetric in ((32, 32), (64, 32), (64, 64)):
@@ -282,7 +260,7 @@ def _tiles(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launc
     each = max(-(-sum(most) // capacity), *(-(-tiles // int(MAX_PROGRAMS.value)) for tiles in most))
     while sum(-(-tiles // each) for tiles in most) > max(capacity, len(most)):
         each += 1
-    # An interpreter runs programs one after the other, so that they cannot meet.
+    # Triton's interpreter runs programs one after the other, without barriers.
     programs = [-(-tiles // each) if device.type == "cuda" else 1 for tiles in most]
     constants = {"T": tile, "G": symmetric, "K": _TILE, "num_warps": 4, "num_stages": 4}
     launches = []
@@ -295,7 +273,7 @@ def _tiles(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launc
 
 
 def _split_into_launches(programs: Sequence[int], capacity: int) -> list[list[int]]:
-    """Distribute matrices over launches so that each launch's programs fit at once."""
+    """Distribute matrices over launches whose programs all run at once."""
     groups: list[tuple[int, list[int]]] = []
     for i, count in enumerate(programs):
         if not groups or groups[-1][0] + count > capacity:
@@ -314,7 +292,7 @@ def _cooperative(
     device: torch.device,
     numbers: Sequence[int] | None = None,
 ) -> Launch:
-    """Make the tables of a launch whose programs share matrices: (matrix, rank, count) for each program."""
+    """Create a launch whose programs share matrices; its second table has (matrix, rank, count) per program."""
     kinds = numbers or [0] * len(pieces)
     rows = [piece.row(kinds[i], sum(singles[:i]), sum(halves[:i])) for i, piece in enumerate(pieces)]
     shared = [(i, rank, count) for i, count in enumerate(programs) for rank in range(count)]

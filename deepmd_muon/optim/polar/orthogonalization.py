@@ -1,4 +1,4 @@
-"""The polar factor of batches of matrices, by whichever implementation the table of `dispatch` chooses."""
+"""The polar factor of batches of matrices, by the implementation that the table of `dispatch` chooses."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
 def orthogonalize(
     x: Tensor, schedule: AnySchedule = "8+2", precision: Precision = "auto", *, gram: bool = True
 ) -> Tensor:
-    """Return the polar factor U Vᵀ of each matrix, as exactly as the schedule reaches it.
+    """Return the polar factor U Vᵀ of each matrix, to the accuracy of the schedule.
 
     Parameters
     ----------
     x
-        Real floating-point tensor (..., m, n). It is not changed. Zero matrices give zeros, a matrix with a NaN
-        or an infinity gives NaNs and leaves the others alone; the scale of a matrix does not matter.
+        Real floating-point tensor (..., m, n). It is not changed. Zero matrices give zeros; a matrix with a NaN
+        or infinity gives NaNs without affecting the others; the scale of a matrix does not matter.
     schedule
         A name in `SCHEDULES`, a `Schedule`, or one (a, b, c) per step.
     precision
@@ -80,7 +80,7 @@ def orthogonalize_matrices(
     schedule, precision, gram
         As in `orthogonalize`.
     flash
-        Use kernels where the table of `polar.dispatch` has one; or which of its implementations may be used.
+        Whether to use kernels, or the implementations of `polar.dispatch` that may be used.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Orthogonalization by kernels: what the table gives them, checked against torch on first use."""
+"""Orthogonalize with kernels, each checked against torch on first use."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def _kernels_available() -> bool:
 def orthogonalize_with_kernels(
     matrices: Sequence[Tensor], coefficients: Coefficients, operand: torch.dtype, allowed: Collection[str]
 ) -> list[Tensor | None]:
-    """Orthogonalize by kernels what the table gives them.
+    """Orthogonalize the matrices for which the table chooses a kernel.
 
     Parameters
     ----------
     matrices
         Batches (b, m, n) on one device.
     coefficients
-        One (a, b, c) a step.
+        One (a, b, c) per step.
     operand
         Dtype of the operands of matrix products.
     allowed
@@ -47,7 +47,7 @@ def orthogonalize_with_kernels(
     Returns
     -------
     list
-        float32 results (b, m, n); None for what is torch's.
+        float32 results (b, m, n); None where torch handles it.
     """
     nothing: list[Tensor | None] = [None] * len(matrices)
     device = matrices[0].device
@@ -63,7 +63,7 @@ def orthogonalize_with_kernels(
         if name == "torch":
             continue
         done = try_kernels(name, [matrices[i] for i in members], coefficients)
-        if done is None:  # it has just been switched off: ask the table again
+        if done is None:  # it has just been disabled: choose again
             return orthogonalize_with_kernels(matrices, coefficients, operand, allowed)
         for i, x in zip(members, done, strict=True):
             results[i] = x
@@ -75,7 +75,7 @@ def orthogonalize_with_kernels(
 def choose_all(
     geometry: Geometry, capability: tuple[int, int], operand: torch.dtype, allowed: tuple[str, ...]
 ) -> tuple[Implementation, ...]:
-    """Choose for each tensor, equal shapes counted together, and log it."""
+    """Choose an implementation for each tensor, counting equal shapes together, and log the choice."""
     sizes = [(shape[0], min(shape[1:]), max(shape[1:])) for shape, _, _ in geometry]
     count: Counter[tuple[int, int]] = Counter()
     for b, m, n in sizes:
@@ -91,15 +91,15 @@ def choose_all(
 
 
 def try_kernels(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor] | None:
-    """Run one implementation; on its first use check it against torch; on failure switch it off and say so."""
+    """Run one implementation, after a check against torch on its first use; disable it and log why on failure."""
     try:
         _check(name, matrices[0].device)
         return run_kernels(name, matrices, coefficients)
-    except Exception as error:  # whatever a compiler or driver raises must not end a training run
+    except Exception as error:  # an error of the compiler or driver must not end a training run
         if torch.cuda.is_current_stream_capturing():
             raise
         dispatch.FAILED[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-        _LOG.warning("%r is switched off and torch takes over: %s", name, dispatch.FAILED[name])
+        _LOG.warning("%r is disabled, and torch is used instead: %s", name, dispatch.FAILED[name])
         return None
 
 
@@ -116,12 +116,12 @@ def run_kernels(name: str, matrices: Sequence[Tensor], coefficients: Coefficient
 
 
 class KernelError(RuntimeError):
-    """A kernel's result differs from torch's."""
+    """The result of a kernel differs from torch's."""
 
 
 @functools.lru_cache(maxsize=64)
 def _check(name: str, device: torch.device) -> None:
-    """Compare an implementation with plain torch on matrices of low rank, in all ways that it reads and writes."""
+    """Compare an implementation with plain torch on low-rank matrices, in each memory layout that it supports."""
     shapes = {"whole": [(24, 40)], "strips": [(100, 400)], "tiles": [(270, 290)], "symmetric": [(150, 170), (128, 256)]}
     coefficients = coefficients_of("8+2")
     for m, n in shapes[name]:
@@ -132,4 +132,4 @@ def _check(name: str, device: torch.device) -> None:
             (found,) = run_kernels(name, [y], coefficients)
             error = float(((found if found.shape == x.shape else found.mT) - expected).norm() / expected.norm())
             if not error < 5e-3:
-                raise KernelError(f"its result is {error:.1e} from torch's")
+                raise KernelError(f"the result differs from torch's by {error:.1e}")

@@ -1,4 +1,4 @@
-"""Coefficient sets of the odd quintic iteration σ ← a σ + b σ³ + c σ⁵, with their sources and what they reach."""
+"""Coefficient sets of the odd quintic iteration σ ← a σ + b σ³ + c σ⁵, with sources and error bands."""
 
 from __future__ import annotations
 

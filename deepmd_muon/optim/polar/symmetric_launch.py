@@ -1,4 +1,4 @@
-"""Drive the products of `symmetric`: workspaces, descriptors and launches for batches of large matrices."""
+"""Launches of the kernels in `symmetric`: workspaces and tensor descriptors for batches of large matrices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from deepmd_muon.optim.polar.tables import Inputs, Launch, Span
 
 
 class Tile(NamedTuple):
-    """What a program computes of a product, and how."""
+    """The tile of a product that a program computes, with its warps and stages."""
 
     rows: int
     columns: int
@@ -58,15 +58,15 @@ class Tiles(NamedTuple):
         return max(self.update.columns, _DEPTH)
 
 
-# Found on an H200 by source/benchmarks/kernel_tiles.py. Two programs of the medium kind share a multiprocessor, and one
-# computes while the other stores; small ones fill the device where there are few, large ones read less.
+# Measured on an H200 by source/benchmarks/kernel_tiles.py. Two programs of the medium kind share a multiprocessor: one
+# computes while the other stores. Small tiles occupy the device when there are few; large tiles read less.
 _SYMMETRIC = {"small": Tile(64, 64, 4, 4), "medium": Tile(128, 128, 4, 3)}
 _UPDATE = {"small": Tile(64, 128, 4, 4), "medium": Tile(128, 128, 4, 3), "large": Tile(128, 256, 8, 4)}
-_LAST_WARPS = 8  # addresses of results anywhere take registers
-_DEPTH = 64  # columns of the left factor that a product takes at a time
-_LARGE = 4096  # rows from which large tiles win in updates
-_CHUNK = 1024  # terms that tensor cores sum in exact updates
-_LIFT = 500.0  # updates are exact where later steps enlarge what is small by more than this
+_LAST_WARPS = 8  # the addresses of strided results take registers
+_DEPTH = 64  # columns of the left factor per iteration of a product
+_LARGE = 4096  # rows from which large tiles are faster in updates
+_CHUNK = 1024  # terms that tensor cores accumulate in exact updates
+_LIFT = 500.0  # updates are exact where later steps amplify small singular values by more than this
 _WIDE = 1.5  # columns / rows from which steps share products with X
 # Steps that may share products with X: two, where errors of R grow by no more than this; at the beginning, where X was
 # normalised and R is small, two in any case and more from so many rows on (errors of more rows average more). From
@@ -74,8 +74,8 @@ _WIDE = 1.5  # columns / rows from which steps share products with X
 _GROWTH = 12.0
 _FIRST_STEPS = ((512, 4), (256, 3))
 _MANY_ROWS = 1024
-_LONG = 4  # steps of a segment whose matrices are all fine; of shorter ones the first R is
-_KEEP = 50.0  # X stays in fp32 where later steps enlarge what is small by more than this
+_LONG = 4  # number of steps from which all matrices of a segment are fine; in shorter segments only the first R is
+_KEEP = 50.0  # X is kept in fp32 where later steps amplify small singular values by more than this
 _MULTIPROCESSORS = 132
 _MOST_SPANS = 2  # tensors of a batch for each of which the first and the last update are launched
 _SHARES = (64, 512)  # least and most programs that measure or copy a matrix
@@ -95,7 +95,7 @@ def tiles_for(rows: int, columns: int, count: int) -> Tiles:
 class Product(NamedTuple):
     """One launch: R ← X Xᵀ; target ← w₀ left + w₁ right + w₂ left right; or, for target 'X', X ← w₀ X + left X.
 
-    Fine matrices, `fine`, are stored and added with what 16 bits leave out of them.
+    Fine matrices, `fine`, are stored and added together with their rounding residuals.
     """
 
     target: str
@@ -107,12 +107,12 @@ class Product(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def program(coefficients: Coefficients, rows: int, columns: int) -> tuple[Product, ...]:
-    """Return the launches of all steps: segment after segment."""
+    """Return the launches of all steps, segment by segment."""
     return tuple(product for segment in segments(coefficients, rows, columns) for product in _launches(segment))
 
 
 def segments(coefficients: Coefficients, rows: int, columns: int) -> list[Coefficients]:
-    """Cut the steps into segments that multiply X once, as few as precision allows.
+    """Divide the steps into segments that multiply X once each, as few as precision allows.
 
     A step is R = X Xᵀ, p = a I + b R + c R² and X ← p X. Where X is wide, products with it are dear. All polynomials in
     R commute, so that the next R is p R p, and polynomials of several steps can be multiplied before X is. But an error
@@ -132,7 +132,7 @@ def _may_share(growth: Sequence[float], rows: int, most: int) -> bool:
 
 
 def _pairs(coefficients: Coefficients) -> list[Coefficients]:
-    """Cut steps into pairs from the last on, and into single ones where errors would grow too much."""
+    """Divide steps into pairs, starting from the last, and into single steps where errors would grow too much."""
     found: list[Coefficients] = []
     end = len(coefficients)
     while end > 0:
@@ -180,19 +180,19 @@ def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coeffici
     matrices
         Non-empty batches (b, m, n) of any strides on one device.
     coefficients
-        One (a, b, c) a step.
+        One (a, b, c) per step.
 
     Returns
     -------
     list of Tensor
-        float32 results (b, m, n), parts of one new tensor. The workspace is freed on return: 4 bytes an element of X, 8
-        where X stays in fp32, and up to 16 an element of X Xᵀ, both padded to whole tiles.
+        float32 results (b, m, n), parts of one new tensor. The workspace is freed on return: 4 bytes per element of X,
+        8 where X is kept in fp32, and up to 16 per element of X Xᵀ, both padded to whole tiles.
     """
     return run_launches("symmetric", _run, matrices, coefficients)
 
 
 def _run(_name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients, out: Tensor) -> None:
-    """Take the matrices of one shape through all steps."""
+    """Run all steps for the matrices of one shape."""
     rows, columns = launch.constants["rows"], launch.constants["columns"]
     products = program(coefficients, rows, columns)
     work = _Workspace(launch, inputs, products, out)
@@ -204,13 +204,13 @@ def _run(_name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients,
 
 
 def _amplification(products: Sequence[Product]) -> float:
-    """Return how many times these launches enlarge what is small in X, at the most on the way."""
+    """Return the largest factor by which these launches amplify small singular values of X."""
     factors = (abs(product.weights[0]) for product in products if product.target == "X")
     return max(itertools.accumulate(factors, operator.mul, initial=1.0))
 
 
 def _shares(count: int) -> int:
-    """Return how many programs measure and copy each of so many matrices, a power of two."""
+    """Return the number of programs, a power of two, that measure and copy each of `count` matrices."""
     return 1 << (max(_SHARES[0], min(_SHARES[1], 1024 // count)).bit_length() - 1)
 
 
@@ -228,10 +228,10 @@ class _Workspace:
         self.weights = on_device(tuple(product.weights for product in products), out.device)
         half = functools.partial(torch.empty, dtype=torch.float16, device=out.device)
         single = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
-        shares = _shares(count) if out.is_cuda else 4  # an interpreter runs programs one after the other
+        shares = _shares(count) if out.is_cuda else 4  # Triton's interpreter runs programs one after the other
         sums = torch.empty(count, shares, 2, dtype=torch.float64, device=out.device)
         self.factors = single(count, 2)
-        self.single = _amplification(products) > _KEEP  # whether X is there in fp32
+        self.single = _amplification(products) > _KEEP  # whether X is kept in fp32
         spans = launch.constants["spans"]
         self.spans: Sequence[Span] = spans if len(spans) <= _MOST_SPANS else ()
         self.inputs = self._inputs(inputs.tensors) if self.single else []
@@ -261,7 +261,7 @@ class _Workspace:
         self.half = (order // t * (order // t + 1) // 2, count)
 
     def _inputs(self, tensors: Sequence[Tensor] | None) -> list[tuple[int, Any]]:
-        """Return how the first update can read each span in tiles, and what describes it; nothing where it cannot."""
+        """Return how the first update reads each span in tiles, with its descriptor; empty where it cannot."""
         found: list[tuple[int, Any]] = []
         for x in [tensors[span.tensor] for span in self.spans] if tensors is not None else []:
             lying = x if x.stride(2) == 1 else x.mT
@@ -275,7 +275,7 @@ class _Workspace:
         return found
 
     def _results(self, span: Span) -> tuple[int, Any]:
-        """Return how results are written, and what describes them where they are written in tiles."""
+        """Return how results are written, with a descriptor where they are written in tiles."""
         size = (self.columns, self.rows) if span.transposed else (self.rows, self.columns)
         results = self.out[span.place : span.place + span.count * self.rows * self.columns]
         tiled = self._in_tiles(results, size, transposed=span.transposed)
@@ -284,9 +284,9 @@ class _Workspace:
         return (IN_TRANSPOSED_TILES if span.transposed else IN_TILES).value, tiled
 
     def _in_tiles(self, x: Tensor, size: Sequence[int], *, transposed: bool) -> Any:
-        """Describe fp32 matrices of one size that lie one after the other in tiles of updates; None where that fails.
+        """Return a descriptor, in tiles of updates, of contiguous fp32 matrices of one size; None where impossible.
 
-        Rows must begin at multiples of 16 bytes, and what tiles hold beyond the last row must not be the next matrix.
+        Rows must start at multiples of 16 bytes, and tiles must not reach into the next matrix.
         """
         rows, columns = size
         if rows != (self.width if transposed else self.order) or columns % 4 or x.data_ptr() % 16:
@@ -313,9 +313,9 @@ class _Workspace:
         )  # fmt: skip
 
     def update(self, k: int, product: Product, lift: float, *, last: bool) -> None:
-        """Start an update of X with weights `k`, after which steps follow that enlarge what is small by `lift`.
+        """Start update `k` of X; later steps amplify small singular values by `lift`.
 
-        The first and the last are launches for each span where inputs or results are in tiles.
+        The first and the last update take one launch per span where inputs or results are in tiles.
         """
         tile, keep = self.tiles.update, lift > _KEEP
         across = self.order // tile.rows * (self.width // tile.columns)
@@ -341,9 +341,9 @@ class _Workspace:
             first += count
         self.single, self.inputs = keep, []
         for each in (self.sources, self.rights, self.copies):
-            each.reverse()  # the copy that was written is the next to be read
+            each.reverse()  # the next update reads the copy just written
 
 
 def _tiled(x: Tensor, *block: int) -> Any:
-    """Describe a matrix to the copy engine, which then fetches whole tiles."""
+    """Return a descriptor of a matrix, with which the copy engine fetches whole tiles."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))

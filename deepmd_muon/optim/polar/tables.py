@@ -1,15 +1,18 @@
-"""What a launch is: matrices, their places, and what the host keeps from call to call."""
+"""Launches as data: locations of matrices, tables, and what the host keeps from call to call."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.polar.schedules import Coefficients
+
+if TYPE_CHECKING:
+    from deepmd_muon.optim.polar.address_table import AddressTable  # needs Triton
 
 # Shape, strides and dtype of each tensor.
 Geometry = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
@@ -17,9 +20,9 @@ Geometry = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
 @dataclasses.dataclass(frozen=True)
 class MatrixLocation:
-    """One matrix: which tensor, where in it, its shape with the smaller dimension as rows.
+    """One matrix: its tensor, offset, and shape with the smaller dimension as rows.
 
-    `stride` is that of the rows, or of the columns when the matrix is turned, that is contiguous along them.
+    `stride` is the stride of the rows, or of the columns if `transposed`, that is contiguous along the columns.
     """
 
     tensor: int
@@ -59,11 +62,11 @@ class Span:
     Attributes
     ----------
     tensor
-        Its number.
+        Number of the tensor.
     count
-        How many.
+        Number of its matrices.
     place
-        Where their results lie, one after the other, in elements.
+        Offset of their contiguous results, in elements.
     turned
         Whether results have the smaller dimension as columns.
     """
@@ -75,14 +78,14 @@ class Span:
 
 
 class Inputs(NamedTuple):
-    """Where launches find the matrices.
+    """The matrices, as launches read them.
 
     Attributes
     ----------
     addresses
-        Of the tensors, on the device, int64.
+        Addresses of the tensors, on the device, int64.
     tensors
-        These themselves; None in a recording, which will find others at the addresses.
+        The tensors; None in a recording, whose addresses will change.
     """
 
     addresses: Tensor
@@ -95,19 +98,17 @@ StartLaunch = Callable[[str, Launch, Inputs, Coefficients, Tensor], None]
 
 @dataclasses.dataclass(eq=False)  # hashed by identity
 class LaunchSet:
-    """All launches for one set of shapes, and what each stream last wrote for it."""
+    """All launches for one set of shapes, and each stream's table of addresses."""
 
     name: str
     launches: list[Launch]
     out_size: int
     out_places: list[int]
-    count: int
-    addresses: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-    written: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    addresses: dict[int, AddressTable] = dataclasses.field(default_factory=dict)
     seen: set[tuple[int, Coefficients]] = dataclasses.field(default_factory=set)
     recordings: int = 0
 
     def results(self, out: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Cut what the launches wrote into the results, shapes as given."""
+        """Return the results as views of `out`, with the shapes of `matrices`."""
         places = zip(self.out_places, matrices, strict=True)
         return [out[place : place + x.numel()].view(x.shape) for place, x in places]

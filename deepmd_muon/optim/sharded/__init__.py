@@ -1,4 +1,4 @@
-"""HybridMuon's step on several ranks: a plan of who orthogonalizes what, and the transport that carries it out."""
+"""HybridMuon's step on several ranks: a plan of which rank orthogonalizes which matrix, and its execution."""
 
 from __future__ import annotations
 

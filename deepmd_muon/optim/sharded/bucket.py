@@ -1,7 +1,7 @@
-"""The work of one exchange on one rank: what it packs, which matrices it orthogonalizes, which pieces it updates.
+"""One exchange on one rank: the pieces that it packs, matrices that it orthogonalizes, and pieces that it updates.
 
-All that depends on the plan alone is made once: the views of buffers and parameters that pieces are copied between,
-and in which order. A step then is a few operations on lists of these.
+The views of buffers and parameters between which pieces are copied depend on the plan alone and are created once. A
+step is then a few operations on lists of views.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepmd_muon.optim.update import magma
 
 @dataclasses.dataclass(frozen=True)
 class LocalParameter:
-    """A parameter of the plan on this rank: its elements, its Magma scores, its group and dtype."""
+    """A parameter of the plan on this rank: its elements, its Magma scores, and its group."""
 
     p: Tensor
     scores: Tensor | None
@@ -41,14 +41,14 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class OwnedBlocks:
-    """What an owner knows of its matrices when their pieces have arrived, one entry each, in the order of the stacks.
+    """Properties of an owner's matrices, gathered with their pieces; one entry per matrix, in the order of the stacks.
 
     Attributes
     ----------
     present
-        float64, whether any piece had a gradient.
+        float64; positive if any piece had a gradient.
     cosines, scores
-        float32, Magma's alignment and the score before the step; None where nothing is damped.
+        float32, Magma's alignment and the score before the step; None without damping.
     """
 
     present: Tensor
@@ -71,31 +71,31 @@ class Bucket:
     Parameters
     ----------
     plan, domain
-        What is planned.
+        The plan and one of its domains.
     exchange
-        Carries it.
+        Its transport.
     groups
         Number of the parameter group of every parameter of the plan.
     rank
         This rank.
     device
-        Of the tensors.
+        Device of the tensors.
 
     Attributes
     ----------
     parameters
         Positions in the plan of the parameters of which this rank packs or updates a piece. Their momenta advance on
-        every replica, also where another one's is sent.
+        every replica, even if another replica's momentum is sent.
     fresh
-        Those of them whose momenta no earlier bucket has advanced.
+        Those whose momenta no earlier bucket advances.
     applying
         The pieces whose updates arrive here, in the order of the messages.
     stacks
-        What this rank orthogonalizes.
+        The matrices that this rank orthogonalizes.
     matrices
         The same as tensors, (count, rows, columns) each; set by `bind`.
     kinds
-        What is updated, by number of the parameter group; set by `bind`.
+        The updates of this rank, with their parameter group; set by `bind`.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Bucket:
         momenta: Sequence[Tensor],
         rows: Mapping[int, int],
     ) -> None:
-        """Make all views.
+        """Create all views.
 
         Parameters
         ----------
@@ -157,9 +157,9 @@ class Bucket:
         local
             This rank's part of every parameter of the plan.
         momenta
-            This rank's, of every parameter.
+            This rank's momentum of every parameter.
         rows
-            Where each parameter's sums begin in the table that `start_gather` gets.
+            First row of each parameter in the table of sums that `pack` takes.
         """
         self.exchange.bind(buffers)
         flat, start = workspace.view(self.exchange.dtype), 0
@@ -177,7 +177,7 @@ class Bucket:
     def _bind_packing(
         self, local_params: Mapping[int, LocalParameter], momenta: Sequence[Tensor], rows: Mapping[int, int]
     ) -> None:
-        """Prepare where directions, sums and scores are packed."""
+        """Create the views that directions, sums and scores are packed into."""
         side, plan = self.exchange.outward["gather"], self._plan
         self._pack_into: list[Tensor] = []
         self._pack_from: list[tuple[int, tuple[int, int, int], tuple[int, slice, slice] | None]] = []
@@ -206,7 +206,7 @@ class Bucket:
         self._scores_of_packed = scores
 
     def _bind_applying(self, local_params: Mapping[int, LocalParameter]) -> None:
-        """Prepare which parts of parameters and scores are updated from where."""
+        """Create the views of parameters and scores that are updated, and of their updates."""
         side, plan = self.exchange.inward["return"], self._plan
         update_lists: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
         scored, scores = [], []
@@ -237,7 +237,7 @@ class Bucket:
     def _rectangles(
         self, payloads: Sequence[tuple[int, int, int]], pieces: Sequence[Piece], flats: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the rectangles of pieces in the matrices, and the same in the buffer."""
+        """Return the rectangles of pieces as views of the matrices, and as views of the buffer."""
         in_blocks, in_buffer = [], []
         for (j, _, _), piece, flat in zip(payloads, pieces, flats, strict=True):
             if not piece.elements:
@@ -255,11 +255,11 @@ class Bucket:
         Parameters
         ----------
         directions
-            What is to be orthogonalized on this rank, by parameter of the plan, shaped like its momentum here.
+            This rank's part of the matrices to orthogonalize, by parameter of the plan, shaped like the local momentum.
         sums
-            float64 (…, 5), what `magma.table_of_sums` gave for the pieces of all parameters.
+            float64 (…, 5), from `magma.table_of_sums`, for the pieces of all parameters.
         absent
-            Parameters that have no gradient here.
+            Parameters without a gradient on this rank.
         """
         sources = [
             directions[i] if where is None else directions[i].reshape(shape)[where]
@@ -279,7 +279,7 @@ class Bucket:
 
     @phase("gather")
     def assemble(self) -> OwnedBlocks:
-        """Put arrived pieces together in `matrices`."""
+        """Assemble the received pieces in `matrices`."""
         if self._arrive[0]:
             torch._foreach_copy_(*self._arrive)
         headers = self.exchange.received["gather"][self.exchange.inward["gather"].headers]
@@ -302,12 +302,12 @@ class Bucket:
         self.exchange.sent["return"][self.exchange.outward["return"].headers] = headers
 
     def presence(self) -> Tensor:
-        """Return of every arrived piece whether its block has moved: bool (pieces,)."""
+        """Return for every returned piece whether its block was updated: bool (pieces,)."""
         return self._returned()[:, 0] > 0
 
     @phase("scatter")
     def take_scores(self) -> None:
-        """Write the scores that have arrived into the state."""
+        """Write the returned scores to the state."""
         if self._scores:
             torch._foreach_copy_(self._scores, list(self._returned()[self._scored, 1].float().split(1)))
 
@@ -324,7 +324,7 @@ def _piece_rectangle(flat: Tensor, piece: Piece, target: Rectangle) -> Tensor:
 
 
 def _table(owners: Sequence[int], count: int) -> Tensor:
-    """Return int64 (count, most): for each owned block its pieces' positions, filled up with the number of pieces."""
+    """Return int64 (count, most): each owned block's positions of pieces, padded with the number of pieces."""
     pieces: list[list[int]] = [[] for _ in range(count)]
     for i, owner in enumerate(owners):
         pieces[owner].append(i)

@@ -1,6 +1,6 @@
 """The Adam routes on this rank's elements of parameters that live on several ranks.
 
-Where every rank has all elements but a part of the moments, each steps its part, and one collective gathers the parts.
+Where each rank has all elements but only a part of the moments, it steps its part, and a collective gathers the parts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ElementwiseStep:
     sharded_params
         Parameters of the Adam routes that live on several ranks.
     lane
-        Where collectives run.
+        Launches the collectives.
     """
 
     def __init__(self, sharded_params: Sequence[ShardedParameter], collectives: CollectiveStream) -> None:
@@ -70,7 +70,7 @@ class ElementwiseStep:
         self._waves = []
 
     def compile(self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int) -> None:
-        """Cut the parameters that have a gradient into waves; make the state of those that have none."""
+        """Divide the parameters that have a gradient into waves; create missing state."""
         kinds: dict[tuple[int, Route], list[tuple[Tensor, ShardedParameter]]] = defaultdict(list)
         for param in self._sharded_params:
             if param.p.grad is not None:
@@ -86,13 +86,13 @@ class ElementwiseStep:
                 self._waves.append(ElementwiseWave(group, route, chosen, [x for x, _ in wave], lists, transfer_batch))
 
     def transfer_batches(self) -> list[TransferBatch]:
-        """Return the lots of offloaded moments, one for each wave."""
+        """Return the transfer batch of each wave with offloaded moments."""
         return [wave.transfer_batch for wave in self._waves if wave.transfer_batch is not None]
 
     def step(self, control: StepControl, moments: Iterator[list[Tensor]] | None) -> Callable[[], None]:
-        """Step all waves; return the function that waits for the other ranks' parts and takes them.
+        """Step all waves; return the function that waits for the other ranks' parts and writes them.
 
-        `moments` yields the offloaded ones of one wave after the other, on the device.
+        `moments` yields each wave's offloaded moments on the device, in order.
         """
         for wave in self._waves:
             state = wave.state if moments is None else with_moments(wave.state, wave.route, next(moments))
@@ -108,16 +108,16 @@ class ElementwiseStep:
 
 
 class GatheredParts:
-    """The parts of parameters of one dtype that the ranks of one group step, gathered by one collective.
+    """Gathers, by one collective, the parts of parameters of one dtype that the ranks of a group have stepped.
 
-    Between steps it keeps room for all parts, and for this rank's once more.
+    It keeps one buffer for all parts and one for this rank's.
 
     Parameters
     ----------
     params
-        With how their state is cut, all over the same ranks.
+        With their state shardings, all over the same ranks.
     lane
-        Where the collective runs.
+        Launches the collective.
     """
 
     def __init__(self, params: Sequence[tuple[Tensor, StateSharding]], collectives: CollectiveStream) -> None:
@@ -127,7 +127,7 @@ class GatheredParts:
         self._collectives = collectives
         self._group = group_of(tuple(sorted(ranks)), first[0].device)
         places = dict(zip(ranks, first[1].layout.coordinates(), strict=True))
-        self._runs: list[list[tuple[int, int]]] = []  # of every rank and parameter: first row and number of rows
+        self._runs: list[list[tuple[int, int]]] = []  # for each rank and parameter: first row and number of rows
         for rank in sorted(ranks):
             found = [
                 held_runs(p.shape[sharding.dim], sharding.dim, sharding.layout, places[rank]) for p, sharding in params
@@ -140,7 +140,7 @@ class GatheredParts:
         self._all = self._mine.new_empty(len(ranks) * self._longest)
 
     def gather(self) -> Callable[[], None]:
-        """Send this rank's parts to the others; return what waits for theirs and writes them into the parameters."""
+        """Start the collective; return the function that waits for it and writes all parts to the parameters."""
         own = [sharding.part(p.detach()) for p, sharding in self._params]
         if any(x.numel() for x in own):
             flat = torch.cat([x.reshape(-1) for x in own])

@@ -21,7 +21,7 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlacement:
-    """A placement: one mesh axis cuts tensor dimension `dim`, each of `stride` equal pieces of it in turn."""
+    """A mesh axis shards tensor dimension `dim`; with `stride` > 1, each of `stride` equal parts of it separately."""
 
     dim: int
     stride: int = 1
@@ -32,7 +32,7 @@ class ShardPlacement:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A device mesh and what each of its axes does to a parameter.
+    """A device mesh, and the placement of a parameter on each of its axes.
 
     Attributes
     ----------
@@ -66,15 +66,15 @@ class Layout:
 
 
 def replicated(ranks: Sequence[int]) -> Layout:
-    """Return the layout of a parameter that each of these ranks holds in full."""
+    """Return the layout of a parameter that is replicated on these ranks."""
     return Layout((len(ranks),), tuple(ranks), (None,))
 
 
 def state_layout(shape: Sequence[int], ranks: Sequence[int], mesh: tuple[int, ...], *, matrices: bool) -> Layout:
-    """Return how the state of a parameter that all ranks hold in full is cut into equal parts (ZeRO-1).
+    """Return the layout of the state of a replicated parameter in equal parts (ZeRO-1).
 
-    Matrices are cut along the dimension that leaves the largest part smallest, other parameters along the first, so
-    that each part is contiguous.
+    Matrices are sharded along the dimension that minimizes the largest part, other parameters along the first, so that
+    each part is contiguous.
     """
     size = len(ranks)
     dim = 0
@@ -84,7 +84,7 @@ def state_layout(shape: Sequence[int], ranks: Sequence[int], mesh: tuple[int, ..
 
 
 class Region(NamedTuple):
-    """What one rank holds of a parameter seen as (batch, rows, columns)."""
+    """One rank's part of a parameter viewed as (batch, rows, columns)."""
 
     batch: Runs
     rows: Runs
@@ -102,9 +102,9 @@ class Overlap(NamedTuple):
     Attributes
     ----------
     start, stop
-        Where it lies in the local tensor.
+        Its interval in the local tensor.
     runs
-        Which rows or columns of the block these are.
+        The rows or columns of the block.
     """
 
     start: int
@@ -123,7 +123,7 @@ def total(runs: Runs) -> int:
 
 
 def chunk(runs: Runs, index: int, count: int) -> Runs:
-    """Return part `index` of `count` as torch.chunk cuts: equal sizes rounded up, the last ones short or empty."""
+    """Return part `index` of `count` as torch.chunk does: sizes rounded up, the last parts smaller or empty."""
     size = -(-total(runs) // count)
     return _slice(runs, index * size, (index + 1) * size)
 
@@ -141,7 +141,7 @@ def _slice(runs: Runs, start: int, stop: int) -> Runs:
 
 
 def _joined(runs: Sequence[tuple[int, int]]) -> Runs:
-    """Merge neighbouring runs that adjoin."""
+    """Merge adjacent runs."""
     merged: list[tuple[int, int]] = []
     for start, stop in runs:
         if merged and merged[-1][1] == start:
@@ -152,9 +152,9 @@ def _joined(runs: Sequence[tuple[int, int]]) -> Runs:
 
 
 def held_runs(size: int, dim: int, layout: Layout, place: Sequence[int]) -> Runs:
-    """Return which indices of a dimension the rank at mesh coordinates `place` holds.
+    """Return the indices of a dimension that the rank at mesh coordinates `place` holds.
 
-    Placements apply from the first mesh axis to the last, each to what the ones before have left, as in DTensor.
+    Placements apply from the first mesh axis to the last, each to the result of the previous ones, as in DTensor.
     """
     runs: Runs = ((0, size),) if size else ()
     for index, count, placement in zip(place, layout.mesh, layout.placements, strict=True):
@@ -166,7 +166,7 @@ def held_runs(size: int, dim: int, layout: Layout, place: Sequence[int]) -> Runs
 
 
 def _folded(parts: Sequence[tuple[Runs, int]]) -> Runs:
-    """Return the runs of several dimensions (runs, size) folded into one, the last running fastest."""
+    """Return the runs of several dimensions (runs, size) folded into one in row-major order."""
     runs: Runs = ((0, 1),)
     for inner, size in parts:
         if inner == ((0, size),):
@@ -188,7 +188,7 @@ def view_axes(shape: tuple[int, ...], view: MatrixView) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1024)
 def regions(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> tuple[Region, ...]:
-    """Return what each rank of the layout holds of the view, in the order of `layout.ranks`."""
+    """Return each rank's region of the view, in the order of `layout.ranks`."""
     i, j = view_axes(shape, view)
     found = []
     for place in layout.coordinates():
@@ -199,13 +199,13 @@ def regions(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> tuple[R
 
 @functools.lru_cache(maxsize=1024)
 def regions_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Region]:
-    """Return what `regions` does, by rank."""
+    """Return `regions` by rank."""
     return dict(zip(layout.ranks, regions(shape, view, layout), strict=True))
 
 
 @functools.lru_cache(maxsize=1024)
 def score_runs_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Runs]:
-    """Return the numbers of the blocks whose scores each rank keeps."""
+    """Return, by rank, the numbers of the blocks whose scores it keeps."""
     scores = score_layout(shape, view, layout)
     places = zip(scores.ranks, scores.coordinates(), strict=True)
     return {rank: held_runs(view.blocks, 0, scores, place) for rank, place in places}
@@ -213,10 +213,10 @@ def score_runs_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout)
 
 @functools.lru_cache(maxsize=1024)
 def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> Layout:
-    """Return where the scores, one per block, live: with their blocks where whole blocks are spread, else everywhere.
+    """Return the layout of the scores, one per block: the blocks' where whole blocks are sharded, else replicated.
 
-    Mesh axes that cut the leading batch dimension cut the scores likewise, provided that the cuts fall on the same
-    blocks for every rank (uneven cuts of several blocks per index do not); otherwise all ranks keep all scores.
+    Mesh axes that shard the leading batch dimension shard the scores too, provided that every rank gets the scores of
+    its blocks (uneven shards with several blocks per index do not); otherwise all ranks keep all scores.
     """
     i, _ = view_axes(shape, view)
     axes = tuple(p if p is not None and p.dim == 0 and i > 0 else None for p in layout.placements)
@@ -230,7 +230,7 @@ def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> La
 
 
 def overlap(runs: Runs, start: int, stop: int) -> Overlap:
-    """Return where the block that spans start … stop lies in runs."""
+    """Return the overlap of runs with the interval start … stop of a block."""
     position, first, found = 0, None, []
     end = 0
     for low, high in runs:

@@ -1,4 +1,4 @@
-"""One rank's part of a plan: which pieces it packs into which message, and where arriving ones go. No communication."""
+"""One rank's part of a plan: the pieces in each message that it sends and receives. No communication."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepmd_muon.optim.sharded.plan import WORD, Domain, Job, Leg, Plan
 
 
 class Piece(NamedTuple):
-    """What one rank holds of one block.
+    """The part of a block that one rank holds.
 
     Attributes
     ----------
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
     batch
         Index of the matrix in the rank's local view; -1 where the rank has none of it.
     rows, columns
-        Where the piece lies in the local view, and which rows and columns of the block it is.
+        Its rows and columns in the local view, and in the block.
     """
 
     parameter: int
@@ -33,12 +33,12 @@ class Piece(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many the rank holds."""
+        """Number of elements."""
         return self.rows.size * self.columns.size if self.batch >= 0 else 0
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a piece and where it lies in its block: half-open intervals."""
+    """A rectangle of a piece, and the same in its block: half-open intervals."""
 
     in_piece: tuple[slice, slice]
     in_block: tuple[slice, slice]
@@ -50,11 +50,11 @@ class Message(NamedTuple):
     Attributes
     ----------
     jobs
-        Positions in the route's jobs, one per piece.
+        Positions in the exchange's jobs, one per piece.
     elements
-        Of each piece.
+        Number of elements of each piece.
     start, words
-        Where the message lies in the buffer of words, and its length.
+        Offset in the buffer, and length, in words.
     """
 
     jobs: tuple[int, ...]
@@ -65,14 +65,14 @@ class Message(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RankMessages:
-    """One rank's part in one exchange of one domain.
+    """One rank's messages in one exchange of one domain.
 
     Attributes
     ----------
     jobs
-        Those in which the rank has a part.
+        The jobs in which the rank takes part.
     owned
-        Positions in `jobs` of those that it owns.
+        Positions in `jobs` of the jobs that it owns.
     gather_out, gather_in, return_out, return_in
         Messages to and from every rank of the domain, in its order.
     """
@@ -86,7 +86,7 @@ class RankMessages:
 
 
 def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
-    """Return what a rank holds of a block: of its momentum, which is gathered, or of the elements that it updates."""
+    """Return a rank's piece of a block: of the momentum, for the gather, or of the elements that it updates."""
     p = plan.parameters[parameter]
     parts = block_bounds(p.view)
     batch, part = divmod(block, len(parts))
@@ -98,19 +98,19 @@ def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Pie
 
 
 def score_index(plan: Plan, parameter: int, block: int, rank: int) -> int:
-    """Return where a rank keeps a block's score in its local scores."""
+    """Return the position of a block's score in a rank's local scores."""
     p = plan.parameters[parameter]
     return overlap(score_runs_by_rank(p.shape, p.view, p.layout)[rank], block, block + 1).start
 
 
 def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:
-    """Return the shape of a rank's local momentum, or of its elements, seen as (batch, rows, columns)."""
+    """Return the shape (batch, rows, columns) of a rank's local momentum, or of its elements."""
     p = plan.parameters[parameter]
     return regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank].shape
 
 
 def rectangles(piece: Piece) -> list[Rectangle]:
-    """Return the rectangles of a piece; more than one where strided shards or folded dimensions interrupt it."""
+    """Return the rectangles of a piece; strided shards and folded dimensions give more than one."""
     found = []
     row = 0
     for r0, r1 in piece.rows.runs:
@@ -124,14 +124,14 @@ def rectangles(piece: Piece) -> list[Rectangle]:
 
 
 def bucket_messages(plan: Plan, domain: Domain, bucket: int, rank: int) -> RankMessages:
-    """Return a rank's part in one bucket."""
+    """Return a rank's messages in one bucket."""
     jobs = [job for job in domain.jobs if job.bucket == bucket]
     mine = [job for job in jobs if rank == job.owner or rank in job.sources or rank in job.destinations]
     return _rank_messages(plan, domain, mine, domain.ranks, rank)
 
 
 def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
-    """Return the jobs that stay on a rank, in portions of at most the size of a bucket; messages go to itself."""
+    """Return the messages, to itself, of the jobs that stay on a rank, in portions of at most the size of a bucket."""
     portions: list[list[Job]] = []
     room = 0
     for job in domain.jobs:
@@ -146,7 +146,7 @@ def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
 
 
 def _rank_messages(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: Sequence[int], rank: int) -> RankMessages:
-    """Sort the pieces of these jobs into messages, both sides in the order of jobs."""
+    """Sort the pieces of these jobs into messages, in the order of jobs on both sides."""
     pieces: dict[tuple[str, bool, int], list[tuple[int, int]]] = defaultdict(list)
     for i, job in enumerate(jobs):
         for leg, ends in (("gather", job.sources), ("return", job.destinations)):
@@ -178,7 +178,7 @@ def _rank_messages(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: Seque
 
 
 def header_words(messages: Sequence[Message], header: int) -> list[list[int]]:
-    """Return the positions of every piece's header in the buffer of words, message by message."""
+    """Return the positions, in words, of every piece's header, message by message."""
     return [
         [message.start + i * header + k for k in range(header)]
         for message in messages
@@ -197,7 +197,7 @@ def payload_starts(messages: Sequence[Message], header: int, itemsize: int) -> l
 
 
 def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
-    """Return which rows and columns of each matrix of the local momentum belong to each of its parts."""
+    """Return, for each part of a matrix, its rows and columns in the local momentum."""
     p = plan.parameters[parameter]
     region = regions_by_rank(p.shape, p.view, p.layout_of("gather"))[rank]
     found = []

@@ -1,4 +1,4 @@
-"""Who holds a block, who may own it, and who does."""
+"""The ranks that hold a block, and the choice of the one that owns it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from deepmd_muon.optim.sharded.layout import (
     score_runs_by_rank,
 )
 
-# Ranks that would do the same work, one in each replica; one rank alone where replicas share the work.
+# Ranks that would do the same work, one per replica; a single rank where replicas share the work.
 OwnerSet = tuple[int, ...]
 Assignment = tuple[int, Mapping[int, int], Mapping[int, int]]
 
 
 class Balance:
-    """Work and bytes given to each rank so far."""
+    """Work and bytes assigned to each rank so far."""
 
     def __init__(self, loads: Mapping[int, int]) -> None:
         self.loads = dict(loads)
@@ -31,11 +31,11 @@ class Balance:
         self._heaps: dict[tuple[OwnerSet, ...], list[tuple[tuple[int, int], OwnerSet]]] = {}
 
     def weight(self, owners: OwnerSet) -> tuple[int, int]:
-        """Return the work and bytes of a slot's busiest rank."""
+        """Return the work and bytes of the busiest of these ranks."""
         return max((self.loads[rank], self.bytes[rank]) for rank in owners)
 
     def lightest(self, candidates: tuple[OwnerSet, ...]) -> OwnerSet:
-        """Return the slot with least work; ties go to fewer bytes, then to lower ranks."""
+        """Return the candidate with least work; ties go to fewer bytes, then to lower ranks."""
         heap = self._heaps.get(candidates)
         if heap is None:
             heap = self._heaps[candidates] = [(self.weight(owners), owners) for owners in candidates]
@@ -48,7 +48,7 @@ class Balance:
             heapq.heapreplace(heap, (now, owners))  # weights only grow, so an old one is a lower bound
 
     def give(self, owners: OwnerSet, work: int, size: int) -> None:
-        """Add one block to each rank of a slot."""
+        """Add one block to each of these ranks."""
         for rank in owners:
             self.loads[rank] += work
             self.bytes[rank] += size
@@ -56,14 +56,14 @@ class Balance:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockHolders:
-    """Who holds the elements and the scores of blocks of one kind.
+    """The ranks that hold the elements and the scores of blocks of one kind.
 
     Attributes
     ----------
     replicas
         The ranks of each complete copy of the momentum.
     copies
-        For each of them, the ranks that hold elements of it and how many.
+        For each of them, the ranks that hold elements of it, and how many.
     destinations
         For each complete copy of the parameter, the ranks that need the update or the score, and how many elements
         they hold.
@@ -103,8 +103,8 @@ class BlockHolders:
     def assign(self, balance: Balance, work: int, size: int, *, spread: bool) -> Iterator[Assignment]:
         """Choose the owner, or one per replica, and yield each with its sources and destinations.
 
-        A block that is whole on one rank stays there. Any rank may own another one; of equally busy ranks one that
-        holds a part is preferred.
+        A block that one rank holds whole stays there. Any rank may own another block; among equally busy ranks, one
+        that holds a piece is preferred.
         """
         candidates, preferred = self._spread if spread else self._repeat
         owners = balance.lightest(candidates)
@@ -122,7 +122,7 @@ class BlockHolders:
 def holders_of_blocks(
     shape: tuple[int, ...], view: MatrixView, layout: Layout, state_layout: Layout, *, damped: bool
 ) -> tuple[BlockHolders, ...]:
-    """Return the holders of every block, in the order of block numbers; blocks held alike share one object.
+    """Return the holders of every block, in the order of block numbers; blocks with the same holders share one object.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ def holders_of_blocks(
 def _ranks_with_elements(
     shape: tuple[int, ...], view: MatrixView, layout: Layout
 ) -> tuple[list[dict[int, int]], list[tuple[int, ...]]]:
-    """Return how many elements of each part of a matrix a rank has that has the matrix, and who has each matrix."""
+    """Return, for each part of a matrix, the elements per rank; and for each matrix, the ranks that hold some of it."""
     regions_of = regions_by_rank(shape, view, layout)
     sizes = []
     for r0, r1, c0, c1 in block_bounds(view):
@@ -176,7 +176,7 @@ def _ranks_with_elements(
 
 
 def _ranks_with_scores(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> list[tuple[int, ...]]:
-    """Return for every block the ranks that keep its score."""
+    """Return the ranks that keep each block's score."""
     if all(placement is None for placement in score_layout(shape, view, layout).placements):
         return [layout.ranks] * view.blocks
     keeping: list[list[int]] = [[] for _ in range(view.blocks)]

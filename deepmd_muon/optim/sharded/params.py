@@ -1,4 +1,4 @@
-"""Where torch's tensors meet the plan: layouts of DTensors and replicated tensors, local parts, state, and checks."""
+"""DTensors and replicated tensors as the plan sees them: layouts, local parts, state, and checks."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ Replicas = DeviceMesh | dist.ProcessGroup
 
 @dataclasses.dataclass(frozen=True)
 class StateSharding:
-    """How the state of a replicated parameter is cut: one dimension in parts, one a rank.
+    """How the state of a replicated parameter is sharded: along one dimension, one part per rank.
 
     Attributes
     ----------
     mesh
         The ranks.
     layout
-        The same as the plan knows it.
+        The layout in the plan.
     dim, start, length
         This rank's part.
     """
@@ -69,12 +69,12 @@ class StateSharding:
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=strides)
 
     def zeros(self, p: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return zeros of a parameter's shape, of which this rank has its part."""
+        """Return a DTensor of zeros with a parameter's shape and this sharding."""
         part = self.part(p)
         return self.joined(torch.zeros(part.shape, dtype=dtype, device=part.device), p.shape)
 
     def of(self, value: Tensor) -> Tensor:
-        """Return a state tensor cut like this, whatever it was before; all ranks must ask where it is a DTensor."""
+        """Return a state tensor, in any layout, with this sharding; for a DTensor all ranks must call it together."""
         if isinstance(value, DTensor):
             if value.device_mesh == self.mesh and value.placements == (Shard(self.dim),) * self.mesh.ndim:
                 return value
@@ -83,7 +83,7 @@ class StateSharding:
 
 
 def state_sharding(p: Tensor, replicas: Replicas, *, matrices: bool) -> StateSharding | None:
-    """Return how the state of a replicated parameter is cut, see `state_layout`; None for a scalar."""
+    """Return the sharding of the state of a replicated parameter, see `state_layout`; None for a scalar."""
     if p.ndim == 0:
         return None
     mesh = replicas if isinstance(replicas, DeviceMesh) else DeviceMesh.from_group(replicas, p.device.type)
@@ -104,17 +104,17 @@ class ShardedParameter:
     Attributes
     ----------
     p
-        The parameter, a DTensor or a tensor that every rank of the layout holds in full.
+        The parameter: a DTensor, or a plain tensor replicated on the ranks of the layout.
     entry
         Its route.
     group
         Number of its parameter group.
     layout
-        Where its elements live.
+        The layout of its elements.
     device
-        Where this rank's are.
+        The device of this rank's elements.
     cut
-        How its state is cut, where every rank has all elements but a part of the state.
+        The sharding of its state, where the parameter is replicated and its state is not.
     """
 
     p: Tensor
@@ -125,14 +125,14 @@ class ShardedParameter:
     sharding: StateSharding | None = None
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient of those elements whose momentum is here."""
+        """Return the gradient of the elements whose moments are on this rank."""
         grad = self.p.grad
         if grad is None or self.sharding is None:
             return grad if grad is None else local_of(grad)
         return self.sharding.part(grad)
 
     def elements(self) -> Tensor:
-        """Return those elements whose moments are here, sharing memory."""
+        """Return the elements whose moments are on this rank, sharing memory."""
         local = local_of(self.p).detach()
         return local if self.sharding is None else self.sharding.part(local)
 
@@ -142,7 +142,7 @@ class ShardedParameter:
         return self.p.dtype
 
     def full(self, tensor: StateTensor) -> Tensor:
-        """Return a new state tensor, filled with its first value and laid out as the parameter's state is."""
+        """Return a new state tensor, filled with its initial value, in the layout of the parameter's state."""
         if tensor.extent == "parameter" and self.sharding is not None:
             return self.sharding.zeros(self.p, tensor.dtype_for(self.p.dtype))
         if tensor.extent == "blocks" and isinstance(self.p, DTensor):
@@ -150,7 +150,7 @@ class ShardedParameter:
         return LocalStateFactory(self.p, self.entry).full(tensor)
 
     def _scores(self, tensor: StateTensor) -> Tensor:
-        """Return one number per matrix, laid out as the matrices of a DTensor parameter are."""
+        """Return one number per block, in the layout of a DTensor parameter's blocks."""
         entry, view = self.entry, self.entry.view
         assert view is not None
         assert isinstance(self.p, DTensor)
@@ -170,7 +170,7 @@ class ShardedParameter:
 
 
 def layout_of(p: Tensor, replicas: Replicas | None) -> Layout | None:
-    """Return where a parameter lives; None for a plain tensor of which nothing is said."""
+    """Return a parameter's layout; None for a plain tensor without `replicas`."""
     if isinstance(p, DTensor):
         mesh = p.device_mesh
         placements = tuple(_split(placement, p.ndim) for placement in p.placements)
@@ -183,7 +183,7 @@ def layout_of(p: Tensor, replicas: Replicas | None) -> Layout | None:
 
 
 def _split(placement: Placement, ndim: int) -> ShardPlacement | None:
-    """Translate one placement; sums that are not reduced yet count as replicated here and are refused later."""
+    """Translate one placement; Partial counts as replicated here, and `layout_error` reports it."""
     if isinstance(placement, _StridedShard):
         return ShardPlacement(placement.dim % ndim, int(placement.split_factor))
     return ShardPlacement(placement.dim % ndim) if isinstance(placement, Shard) else None
@@ -198,10 +198,9 @@ def _placement(axis: ShardPlacement | None) -> Placement:
 def layout_error(
     state: Mapping[Tensor, Mapping[str, Any]], sharded_params: Sequence[ShardedParameter]
 ) -> ShardingError | None:
-    """Return, to be raised, what could not be exchanged, naming every such parameter.
+    """Return the error of parameters that cannot be exchanged, naming all of them; None without any.
 
-    It is a `PartialPlacementError`, `GradientPlacementError` or `ReshardedParameterError`; of several problems the
-    first decides the class and all are listed.
+    It is a `PartialPlacementError`, `GradientPlacementError` or `ReshardedParameterError`, as the first problem is.
     """
     problems = [found for param in sharded_params if (found := _layout_error_of(state.get(param.p, {}), param))]
     if not problems:
@@ -213,7 +212,7 @@ def layout_error(
 def _layout_error_of(state: Mapping[str, Any], param: ShardedParameter) -> tuple[type[ShardingError], str] | None:
     p, grad = param.p, param.p.grad
     if p.device != param.device:
-        return ReshardedParameterError, f"{param}: moved from {param.device} to {p.device}; make the optimizer anew"
+        return ReshardedParameterError, f"{param}: moved from {param.device} to {p.device}; construct a new optimizer"
     if not isinstance(p, DTensor):
         if isinstance(grad, DTensor):
             return GradientPlacementError, f"{param}: its gradient is a DTensor and the parameter is not"
@@ -237,7 +236,7 @@ def _layout_error_of(state: Mapping[str, Any], param: ShardedParameter) -> tuple
     if param.layout.placements != tuple(_split(placement, p.ndim) for placement in p.placements):
         return (
             ReshardedParameterError,
-            f"{param}: it is {p.placements} now; make the optimizer anew and load its state",
+            f"{param}: it is {p.placements} now; construct a new optimizer and load its state",
         )
     for key in ALL_MOMENTS:
         value = state.get(key)

@@ -1,7 +1,7 @@
-"""The Muon route of parameters on several ranks: momenta, exchanges one after another, updates.
+"""The Muon route of parameters on several ranks: momenta, exchanges in order, updates.
 
-While bucket i is orthogonalized, the pieces of bucket i + 1 travel to their owners and the updates of bucket i − 1
-travel back: collectives are asynchronous, and a result is waited for only where it is used.
+While bucket i is orthogonalized, the pieces of bucket i + 1 are sent to their owners and the updates of bucket i − 1
+back: collectives are asynchronous, and the step waits for a result only where it uses it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MomentumGroup:
     parameters
         Positions in the plan.
     shapes, parts
-        Shape of each local momentum seen as matrices, and which rows and columns belong to each part of one.
+        Shape (batch, rows, columns) of each local momentum, and the rows and columns of each part of a matrix.
     """
 
     group: int
@@ -59,7 +59,7 @@ class MomentumGroup:
 
 
 class MomentumUpdate:
-    """What must be done to momenta before a bucket can be packed."""
+    """The momenta to advance before a bucket is packed."""
 
     def __init__(self, plan: Plan, sharded_params: Sequence[ShardedParameter], fresh: Sequence[int], rank: int) -> None:
         kinds: dict[tuple[int, torch.dtype], list[int]] = {}
@@ -75,7 +75,7 @@ class MomentumUpdate:
             for (group, _), some in kinds.items()
         ]
         self.order = [i for momenta_group in self.momenta_groups for i in momenta_group.parameters]
-        self.rows: dict[int, int] = {}  # where a parameter's sums begin
+        self.rows: dict[int, int] = {}  # first row of a parameter's sums
         self.height = 0
         for momenta_group in self.momenta_groups:
             for i, shape, parts in zip(
@@ -88,7 +88,7 @@ class MomentumUpdate:
 
 
 class Pipeline:
-    """A plan compiled for this rank, ready to take steps.
+    """A plan compiled for this rank.
 
     Parameters
     ----------
@@ -97,12 +97,12 @@ class Pipeline:
     sharded_params
         The parameters of the Muon route that live on several ranks; at least one.
     groups, lane
-        Process groups of the plan's domains; where collectives run.
+        Process groups of the plan's domains; the stream of collectives.
 
     Attributes
     ----------
     travelling, staying
-        The buckets that cross ranks, and portions of the work that stays on this one.
+        The buckets exchanged between ranks, and portions of the work that stays on this rank.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Pipeline:
         self._make_slots()
 
     def _make_slots(self) -> None:
-        """Allocate all memory that steps need for messages and matrices, once."""
+        """Allocate the memory for messages and matrices."""
 
         def widest(buckets: Sequence[Bucket]) -> tuple[int, int]:
             words = [bucket.exchange.words for bucket in buckets]
@@ -154,9 +154,9 @@ class Pipeline:
         self._workspace = torch.empty(words, dtype=torch.float64, device=self.device)
 
     def bind(self, groups: Sequence[Group], state: State, memory: HostMemory | None) -> None:
-        """Make all views of buffers, parameters and state, as they are now; no communication."""
-        # Every rank has all state, also where it holds no element, and in the same order: who gathers a state dict's
-        # tensors one after the other relies on it. Offloaded momenta are made one bucket at a time.
+        """Create all views of buffers, parameters and state; no communication."""
+        # Every rank has all state tensors, even without local elements, in the same order: code that gathers a state
+        # dict tensor by tensor relies on it. Offloaded momenta are created one bucket at a time.
         for param in self.sharded_params:
             state.setdefault(param.p, {})
         everything = range(len(self.sharded_params))
@@ -173,7 +173,7 @@ class Pipeline:
             )
             for i, (m, s) in enumerate(zip(self.sharded_params, states, strict=True))
         }
-        self.needed: list[list[int]] = []  # for each bucket, whose tables of sums it reads
+        self.needed: list[list[int]] = []  # for each bucket, the tables of sums that it reads
         maker = {i: k for k, update in enumerate(self.momentum_updates) for i in update.order}
         rows: list[dict[int, int]] = []
         for bucket in self.order:
@@ -191,7 +191,7 @@ class Pipeline:
             update.buffers = [momenta[i] for i in update.order]
 
     def transfer_batches(self, state: State, memory: HostMemory) -> tuple[list[TransferBatch], list[TransferBatch]]:
-        """Return what offloaded momenta travel as: before the element-wise routes' turn, and after it."""
+        """Return the transfer batches of offloaded momenta, before and after those of the element-wise routes."""
         found = []
         for update in self.momentum_updates:
             wanted = [(self.sharded_params[i].p, "momentum_buffer") for i in update.order]
@@ -202,18 +202,18 @@ class Pipeline:
 
 
 class PipelineStep:
-    """One step under way: the first pieces leave for their owners when it is made, the rest is done by `finish`.
+    """One step in progress: constructing it sends the first pieces; `finish` does the rest.
 
     Parameters
     ----------
     pipeline
-        Bound to parameters and state as they are.
+        Bound to the present parameters and state.
     groups, state, memory
         The optimizer's parameter groups, state and offloaded moments.
     control
-        Of the step.
+        Conditions of the step.
     moments
-        Yields the offloaded momenta of one bucket after the other, on the device; None where they are there.
+        Yields each bucket's offloaded momenta on the device, in order; None without offload.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class PipelineStep:
         self._launch(in_use=0)
 
     def finish(self) -> None:
-        """Orthogonalize what stays here and what arrives, and apply all updates."""
+        """Orthogonalize local and received matrices, and apply all updates."""
         for bucket in self._pipeline.staying:
             self._apply(bucket, self._orthogonalize(bucket, self._pack(bucket)))
         while self._gathering:
@@ -249,18 +249,18 @@ class PipelineStep:
                 self._apply(*self._returning.popleft())
             self._returning.append((bucket, back))
             self._launch(in_use=len(self._returning))
-            if not self._gathering and self._waiting:  # the only slot
+            if not self._gathering and self._waiting:  # a single buffer
                 self._apply(*self._returning.popleft())
                 self._launch(in_use=0)
         for bucket, back in self._returning:
             self._apply(bucket, back)
         if self._moments is not None:
-            for _ in self._moments:  # the last lot goes home
+            for _ in self._moments:  # copies the last batch back to the host
                 pass
         self._settle()
 
     def _launch(self, in_use: int) -> None:
-        """Send the pieces of further buckets while slots are free."""
+        """Send the pieces of further buckets while buffers are free."""
         while self._waiting and len(self._gathering) + in_use < self._pipeline.plan.settings.slots:
             bucket = self._waiting.popleft()
             self._gathering.append((bucket, self._pack(bucket)))
@@ -297,14 +297,14 @@ class PipelineStep:
             for k, param in enumerate(sharded_params):
                 grad = param.gradient()
                 if grad is None:
-                    # Whether another rank has a gradient is known only at the end: the momentum waits until then.
+                    # Only the end of the exchange shows whether another rank has a gradient: advance a copy.
                     mine[k] = self._tentative[momenta_group.parameters[k]] = mine[k].clone()
                     grad = torch.zeros_like(mine[k])
                 grads.append(grad)
             momenta, gradients = advance_momenta(grads, mine, settings, self._control, maximize=group["maximize"])
             directions = directions_of(momenta, gradients, settings)
             if self._moments is not None and not settings.nesterov:
-                directions = [u.clone() for u in directions]  # a lot's memory belongs to the next one soon
+                directions = [u.clone() for u in directions]  # a later transfer batch overwrites this memory
             self._directions.update(zip(momenta_group.parameters, directions, strict=True))
             if settings.magma_muon:
                 pairs += _pairs(momenta, gradients, momenta_group)
@@ -316,7 +316,7 @@ class PipelineStep:
     def _orthogonalize(
         self, bucket: Bucket, arrived: Callable[[], Any], *, meanwhile: bool = False
     ) -> Callable[[], Any]:
-        """Wait for a bucket's pieces, send the next buckets', orthogonalize, and send the updates back."""
+        """Wait for a bucket's pieces, send those of later buckets, orthogonalize, and return the updates."""
         arrived()
         owned = bucket.assemble()
         if meanwhile:
@@ -337,7 +337,7 @@ class PipelineStep:
         return bucket.exchange.start("return", self._pipeline.collectives)
 
     def _damp(self, owned: OwnedBlocks, cosines: Tensor, scores: Tensor) -> tuple[OwnedBlocks, Tensor]:
-        """Advance the scores of owned blocks; return them, and the blocks' factors."""
+        """Advance the scores of owned blocks; return the blocks with these, and their damping factors."""
         new = scores.clone()
         (factors,) = magma.update_scores([new], [cosines], self._control.skip)
         kept = torch.where(owned.present > 0, new, scores)
@@ -363,13 +363,13 @@ class PipelineStep:
             self._take_back(bucket, kind, before)
 
     def _take_back(self, bucket: Bucket, kind: UpdateList, before: dict[int, Tensor]) -> None:
-        """Undo the update of blocks that turned out to have a gradient on no rank."""
+        """Undo the update of blocks that have no gradient on any rank."""
         for k, target in zip(kind.positions, kind.targets, strict=True):
             if k in before:
                 target.copy_(torch.where(self._moved[bucket.applying[k][:2]], target, before[k]))
 
     def _settle(self) -> None:
-        """Let momenta without a gradient here keep or drop their advance, block by block."""
+        """Keep or discard the advanced copies of momenta without a local gradient, block by block."""
         pipeline = self._pipeline
         if self._tentative and self._memory is not None:
             self._memory.wait()

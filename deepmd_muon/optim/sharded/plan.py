@@ -1,8 +1,8 @@
-"""Who orthogonalizes which matrix, and what travels to get it there and back: plain values, the same on every rank.
+"""Which rank orthogonalizes which matrix, and which messages that takes: plain values, identical on every rank.
 
 A *block* is one matrix of a parameter (one expert, one part of a fused weight). Its *job* has an owner, *sources*
-that hold its momentum, and *destinations* that apply its update. Jobs that stay on one rank travel nowhere; the
-others are cut into buckets, each exchanged by one all-to-all to the owners and one back. Owners are chosen longest
+that hold its momentum, and *destinations* that apply its update. Some jobs stay on one rank; the
+others form buckets, each exchanged by one all-to-all to the owners and one back. Owners are chosen longest
 processing time first (R. L. Graham, SIAM J. Appl. Math. 17, 416, 1969): blocks of all shapes in falling order of
 work, each to the rank with least work so far, ties by bytes and then rank.
 
@@ -33,22 +33,22 @@ NARROW = 2  # bytes of an element in a 16-bit type
 
 @dataclasses.dataclass(frozen=True)
 class PlannedParameter:
-    """What the plan knows of a parameter of the Muon route.
+    """A parameter of the Muon route, as the plan needs it.
 
     Attributes
     ----------
     name, shape, view
         As in its `RouteEntry`.
     layout
-        Where its elements live.
+        The layout of its elements.
     itemsize
         Bytes of one element of its update: 4, or 8 for float64.
     damped
         Whether Magma's statistics travel with its blocks.
     steps, gram
-        Iterations of the orthogonalization, and whether the Gram form may be used; they decide the work.
+        Iterations of the orthogonalization, and whether the Gram form may be used; they determine the work.
     state_layout
-        Where its momentum lives, if otherwise than its elements.
+        The layout of its momentum, if different.
     """
 
     name: str
@@ -62,7 +62,7 @@ class PlannedParameter:
     state_layout: Layout | None = None
 
     def layout_of(self, leg: Leg) -> Layout:
-        """Return where the pieces of a leg come from or go to: momenta are gathered, updates return to elements."""
+        """Return the layout of a leg's pieces: momenta are gathered, and updates return to the elements."""
         return self.state_layout if leg == "gather" and self.state_layout else self.layout
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class PlannedParameter:
 
 
 class Job(NamedTuple):
-    """One block's way: `sources` and `destinations` map ranks to the number of its elements there (0: score only)."""
+    """The exchange of one block: sources and destinations map ranks to their numbers of elements (0: score only)."""
 
     parameter: int
     block: int
@@ -93,7 +93,7 @@ class Job(NamedTuple):
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> int:
-    """Return the floating-point operations of one orthogonalization, in the form that is taken for this shape."""
+    """Return the floating-point operations of one orthogonalization, in the form used for this shape."""
     m, n = min(rows, columns), max(rows, columns)
     if m == 1:
         return 4 * n
@@ -119,7 +119,7 @@ class Domain:
     spread
         Whether replicas share the work; see `ShardedSettings.replication`.
     jobs
-        In the one global order: falling work, then name, then block.
+        In global order: decreasing work, then name, then block.
     buckets
         Number of exchanges.
     work
@@ -136,7 +136,7 @@ class Domain:
     work: Mapping[int, int]
 
     def header(self, leg: Leg) -> int:
-        """Return the header's words per piece: presence, with Magma the score, and on the way there five sums."""
+        """Return the header's words per piece: presence and, with Magma, the score and (gather only) five sums."""
         return {"gather": 7, "return": 2}[leg] if self.damped else 1
 
     def element(self, leg: Leg, settings: ShardedSettings) -> int:
@@ -170,7 +170,7 @@ class Domain:
         return total
 
     def exchanges(self) -> dict[Leg, tuple[int, ...]]:
-        """Return the buckets whose gather, and whose return, has something to carry between ranks."""
+        """Return the buckets whose gather, and whose return, exchange data between ranks."""
         found: dict[Leg, set[int]] = {"gather": set(), "return": set()}
         for job in self.jobs:
             if job.bucket is not None:
@@ -180,7 +180,7 @@ class Domain:
         return {leg: tuple(sorted(buckets)) for leg, buckets in found.items()}
 
     def seconds(self, settings: ShardedSettings) -> float:
-        """Predict the time of one step from the rates in the settings, nothing overlapping."""
+        """Predict the time of one step from the rates in the settings, without overlap [s]."""
         collectives = sum(map(len, self.exchanges().values()))
         sent = max(self.sent(settings).values())
         work = max(self.work.values())
@@ -206,7 +206,7 @@ class Plan:
     domains: tuple[Domain, ...]
 
     def lines(self, domain: Domain) -> list[str]:
-        """Return what must be equal on all ranks of a domain, one statement a line."""
+        """Return statements, one per line, that must be equal on all ranks of a domain."""
         found = [f"plan version {VERSION}", str(self.settings), f"ranks {domain.ranks}, spread {domain.spread}"]
         found += [str(self.parameters[i]) for i in domain.parameters]
         found += [
@@ -237,13 +237,13 @@ def make_plan(parameters: Sequence[PlannedParameter], settings: ShardedSettings 
     Returns
     -------
     Plan
-        The same value on every rank that gives the same arguments.
+        Identical on all ranks with identical arguments.
     """
     settings = settings or ShardedSettings()
     members: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
     for i, parameter in enumerate(parameters):
         members[tuple(sorted(parameter.layout.ranks)), parameter.itemsize].append(i)
-    # Larger domains first: every rank of a smaller one inside knows the loads that the larger one has brought.
+    # Larger domains first: all ranks of a smaller domain inside know the loads from the larger one.
     order = sorted(members.items(), key=lambda item: (-len(item[0][0]), item[1][0]))
     domains: list[Domain] = []
     for (ranks, itemsize), positions in order:
@@ -261,14 +261,14 @@ def make_plan(parameters: Sequence[PlannedParameter], settings: ShardedSettings 
 def plan_from_routes(
     routes: Iterable[RouteEntry], layout: Layout, settings: ShardedSettings | None = None, **options: Any
 ) -> Plan:
-    """Plan a model that is laid out in one way, e.g. on a cluster that one does not have.
+    """Plan a model whose parameters all have one layout, for example for a cluster that is not at hand.
 
     Parameters
     ----------
     routes
         Of its parameters, e.g. ``optimizer.routing``; those of the Muon route are planned.
     layout
-        Of every one of them.
+        The layout of every parameter.
     settings
         Of the sharded step.
     **options
@@ -298,7 +298,7 @@ def _domain(
     *,
     spread: bool,
 ) -> Domain:
-    """Choose owners and cut buckets for one domain."""
+    """Choose owners and form buckets for one domain."""
     blocks: list[_PlannedBlock] = []
     for i in positions:
         p = parameters[i]
@@ -335,7 +335,7 @@ def describe(plan: Plan, *, owners: bool = False) -> str:
     """Return balance, bytes and collectives of every domain; with `owners` also every block's owner."""
     lines = []
     if plan.settings.exchange == "reference" and plan.domains:
-        lines.append("exchange 'reference' gathers everything on every rank; 'owners' would do this:")
+        lines.append("exchange 'reference' gathers everything on every rank; with 'owners':")
     for number, domain in enumerate(plan.domains):
         lines += [f"domain {number}: {_describe_domain(plan, domain)}", *_costs(plan, domain)]
         if owners:

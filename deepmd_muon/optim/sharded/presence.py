@@ -1,4 +1,4 @@
-"""What ranks must agree on in every step: which gradients there are, and whether the step is left out."""
+"""Agreement of ranks in every step: which gradients exist, and whether the step is skipped."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from deepmd_muon.optim.sharded.process_groups import agreeing_groups, check_name
 
 
 class ComparedParameter(NamedTuple):
-    """A parameter of which a gradient that is missing on some ranks only would let replicas differ.
+    """A parameter whose replicas would diverge if only some ranks had its gradient.
 
     Attributes
     ----------
     p
         The parameter.
     name
-        What messages call it; the same on all its ranks, and in the same order.
+        Its name in messages; names and their order must be the same on all its ranks.
     ranks
-        Those that have it, in ascending order.
+        The ranks that hold it, ascending.
     """
 
     p: Tensor
@@ -32,7 +32,7 @@ class ComparedParameter(NamedTuple):
 
 
 class GradientPresence:
-    """Compares the gradients of some parameters among the ranks that have them, by one small all-reduce.
+    """Compares by one small all-reduce which parameters have gradients on the ranks that hold them.
 
     On a CPU the result is read at once. On a GPU it is read when the next comparison begins, or by `raise_deferred`, so
     that the host does not wait for the device: all ranks then raise together, one step late.
@@ -40,18 +40,18 @@ class GradientPresence:
     Parameters
     ----------
     watched
-        Parameters that do not travel: one without a gradient takes no step on its rank, whatever the others do.
+        Parameters whose step is not exchanged: a rank without a gradient would not step them.
     ranks
-        All sets of ranks on which parameters live; a set that is part of another agrees with the larger one.
+        All sets of ranks that hold parameters; a subset of another set is compared as part of that.
     device
-        Where collectives run.
+        Device of the collectives.
     late
-        Whether to read a comparison when the next one begins; None for what the device needs.
+        Whether to read a comparison when the next one begins; None: only on a GPU.
 
     Raises
     ------
     PlanMismatchError
-        On all ranks of a group, when some of them have other parameters than the others.
+        On all ranks of a group, when their parameters differ.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class GradientPresence:
         self._late = on_gpu if late is None else late
         self._copied = torch.cuda.Event() if on_gpu else None
         self._groups: list[dist.ProcessGroup] = []
-        self._members: list[list[Tensor]] = []  # of every group: this rank's parameters …
-        self._places: list[list[int]] = []  # … where their flags are …
-        self._names: list[list[str]] = []  # … and the names of all ranks' parameters, one for each flag
+        self._members: list[list[Tensor]] = []  # for each group: this rank's parameters,
+        self._places: list[list[int]] = []  # the positions of their flags,
+        self._names: list[list[str]] = []  # and the names of all ranks' parameters, one per flag
         rest = [each for each in compared if len(each.ranks) > 1]
         for among, group in agreeing_groups(ranks, device):
             mine = [each for each in rest if set(each.ranks) <= set(among)]
@@ -79,31 +79,31 @@ class GradientPresence:
             self._members.append([each.p for each in mine])
             self._places.append([known[each.ranks, each.name] for each in mine])
             self._names.append([name for _, name in known])
-        # Host memory for what arrives; pinned, so that copies from a GPU do not hold the host up.
+        # Host memory for the results; pinned, so that copies from a GPU are asynchronous.
         self._arrived = [torch.zeros(2, len(names), device="cpu", pin_memory=on_gpu) for names in self._names]
         self._found: list[list[bool]] | None = None
         self._here: list[Tensor] = []
         self._pending = False
 
     def compare(self, flags: Tensor | None = None) -> Tensor | None:
-        """Raise what the last comparison has found, and begin one of the gradients that are there now.
+        """Raise the error of the previous comparison, and start a comparison of the present gradients.
 
-        While a CUDA graph is captured only `flags` are compared: a graph repeats the gradients it was captured with.
+        During the capture of a CUDA graph only `flags` are reduced: replays use the same gradients.
 
         Parameters
         ----------
         flags
-            Float32 (n,), taken along: ranks have as many, and on each the largest counts.
+            Float32 (n,), of the same length on all ranks; reduced in the same collective.
 
         Returns
         -------
         Tensor or None
-            Float32 (n,): the largest of all ranks.
+            Float32 (n,): the maximum over ranks.
 
         Raises
         ------
         MissingGradientError
-            On all ranks that agree, also those that do not have the parameter.
+            On all ranks of the group, including those that do not hold the parameter.
         """
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if not capturing:
@@ -129,7 +129,7 @@ class GradientPresence:
         return flags
 
     def raise_deferred(self) -> None:
-        """Raise what the last comparison has found, once; without communication, and alike on all ranks.
+        """Raise the error of the last comparison, once; identical on all ranks, without communication.
 
         Raises
         ------
@@ -140,7 +140,7 @@ class GradientPresence:
             return
         self._pending = False
         if self._copied is not None:
-            self._copied.synchronize()  # of the last step, long past
+            self._copied.synchronize()  # recorded in the last step
         names = [
             name
             for known, arrived in zip(self._names, self._arrived, strict=True)
@@ -148,14 +148,14 @@ class GradientPresence:
             if here and missing
         ]
         if names:
-            late = "the last step was not the same on all ranks; " if self._late else ""
+            late = "the last step differed between ranks; " if self._late else ""
             raise MissingGradientError(
-                f"{late}some ranks have a gradient, and others have none, of {', '.join(names)}; "
-                "give it a gradient on every rank (zeros will do) or on none"
+                f"{late}some ranks have a gradient of {', '.join(names)} and others have none; "
+                "provide one on every rank (zeros suffice) or on none"
             )
 
     def _look(self) -> None:
-        """Write down on the device which gradients are here, where that has changed: float32 (2 n,), here or not."""
+        """Update the flags on the device if local gradients have changed: float32 (2 n,), present and missing."""
         found = [[p.grad is not None for p in members] for members in self._members]
         if found == self._found:
             return

@@ -17,19 +17,19 @@ from deepmd_muon.optim.sharded.plan import Domain, Plan
 
 T = TypeVar("T")
 
-# Beside the default group, with which all others are destroyed.
+# By default group, with which all other groups are destroyed.
 _KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup | None:
-    """Return the process group of these ranks, which all of them must ask for; None for a single rank.
+    """Return the process group of these ranks, all of which must call this; None for a single rank.
 
-    It is made once, and the same one serves all that ask for it.
+    It is created once and shared.
 
     Raises
     ------
     UnsupportedTransportError
-        When it has no backend for the device.
+        When the group has no backend for the device.
     """
     if len(ranks) == 1:
         return None
@@ -53,12 +53,12 @@ def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup 
 def agreeing_groups(
     known: Iterable[tuple[int, ...]], device: torch.device
 ) -> list[tuple[tuple[int, ...], dist.ProcessGroup]]:
-    """Return the sets of ranks that are part of no other one, the largest first, and their process groups.
+    """Return the sets of ranks that are not subsets of others, largest first, with their process groups.
 
     Parameters
     ----------
     known
-        Sets of ranks, each in ascending order; all ranks of one must ask. A single rank has nobody to agree with.
+        Sets of ranks, each ascending; all ranks of a set must call this. Sets of one rank are omitted.
     device
         As in `group_of`.
     """
@@ -76,21 +76,21 @@ def check_names(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> dict[tuple[tuple[int, ...], str], int]:
-    """See that parameters have the same names, in the same order, on all ranks on which they live.
+    """Check that parameters have the same names, in the same order, on all ranks that hold them.
 
     Parameters
     ----------
     mine
-        The ranks and the name of every parameter that lives on this rank.
+        The ranks and the name of every parameter that this rank holds.
     ranks, group
-        All ranks that ask, and their process group; parameters live on these or on some of them.
+        All ranks that call this, and their process group; each parameter is on some or all of them.
     device
-        Of the tensors that are exchanged.
+        Device of the exchanged tensors.
 
     Returns
     -------
     dict
-        A number for every parameter that lives on any of them, the same on all.
+        A number for every parameter of these ranks, the same on all.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def check_names(
 def _statements_if_different(
     statement: bytes, value: Callable[[], T], ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
 ) -> list[T] | None:
-    """Return what each rank has to say where their statements differ; None where all have made the same."""
+    """Return every rank's value where their statements differ; None where all are equal."""
     mine = torch.frombuffer(bytearray(hashlib.sha256(statement).digest()), dtype=torch.uint8).to(device)
     digests = [torch.empty_like(mine) for _ in ranks]
     dist.all_gather(digests, mine, group=group)
@@ -135,23 +135,23 @@ def check_agreement(
     device: torch.device,
     error: ShardingError | None = None,
 ) -> None:
-    """Compare the plans of all ranks of a domain, and tell all of what one of them has found wrong.
+    """Compare the plans of all ranks of a domain, and share their errors.
 
     Parameters
     ----------
     plan, domain
-        To compare.
+        The plan and domain to compare.
     group
-        Of the domain's ranks; None for a single rank.
+        Process group of the domain's ranks; None for a single rank.
     device
-        Of the tensors that are exchanged.
+        Device of the exchanged tensors.
     problem
-        What this rank cannot step, to be raised by the caller where all ranks have found the same.
+        This rank's error; the caller raises it where all ranks have the same.
 
     Raises
     ------
     ShardingError
-        On every rank, of the kind of the first problem that a rank has and naming that rank.
+        On every rank, of the class of the first rank's error, naming that rank.
     PlanMismatchError
         On every rank, naming the first statement that differs.
     """

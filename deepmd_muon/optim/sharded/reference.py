@@ -1,4 +1,4 @@
-"""The slow step that defines the fast one: every rank gathers every parameter and takes the whole step."""
+"""The reference step: every rank gathers every parameter and takes the whole step. Slow; it defines the fast step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def reference_step(
     workspace: int,
     control: StepControl,
 ) -> None:
-    """Take the Muon step of these parameters on full tensors, and keep of the results what this rank holds.
+    """Take the Muon step of these parameters on full tensors, and store this rank's part of the results.
 
-    A gradient that is missing here and is there on another rank counts as zeros.
+    A gradient that is missing on this rank but not on all ranks counts as zeros.
 
     Parameters
     ----------
@@ -40,9 +40,9 @@ def reference_step(
     groups, state, memory
         Of the optimizer.
     workspace
-        Bound on the elements that are worked on together.
+        Bound on the elements of a wave.
     control
-        Scale of the gradients, and whether the step is skipped.
+        Whether to skip the step, and the gradients' scale.
     """
     if memory is not None:
         memory.wait()
@@ -98,7 +98,7 @@ def _gathered(x: Tensor) -> Tensor:
 
 
 def _write_local_part(mine: Tensor, full: Tensor) -> None:
-    """Write this rank's share of a full tensor."""
+    """Write this rank's part of a full tensor."""
     if isinstance(mine, DTensor):
         everywhere = DTensor.from_local(full, mine.device_mesh, [Replicate()] * mine.device_mesh.ndim, run_check=False)
         full = everywhere.redistribute(placements=mine.placements).to_local()

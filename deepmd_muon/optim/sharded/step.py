@@ -38,12 +38,12 @@ from deepmd_muon.optim.update.gradients import StepControl
 
 
 def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: ShardedSettings) -> ShardedStep | None:
-    """Return the step of those parameters that live on several ranks; None when none does.
+    """Return the step of the parameters that live on several ranks; None without any.
 
     Raises
     ------
     UnsupportedTransportError
-        When one has elements of another type than float16, bfloat16, float32 or float64.
+        When a dtype is not float16, bfloat16, float32 or float64.
     """
     sharded_params = []
     for number, group in enumerate(groups):
@@ -69,16 +69,16 @@ class ShardedStep:
     groups
         The optimizer's parameter groups.
     sharded_params
-        Those parameters, in the optimizer's order.
+        The parameters, in the optimizer's order.
     settings
-        Of the exchange.
+        Settings of the exchange.
 
     Attributes
     ----------
     plan
-        Of the Muon route; plain values, made without communication.
+        The plan of the Muon route; plain values, made without communication.
     params
-        Those parameters; none where every replica takes the whole step by itself.
+        The parameters; empty where every replica takes the whole step by itself.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ShardedStep:
         self._device = sharded_params[0].device
         self._muon = [param for param in sharded_params if param.entry.route == "muon"]
         self.plan = make_plan([_planned(param, groups[param.group].settings) for param in self._muon], settings)
-        # Replicas that repeat the work take one process's own step, with all its fast paths, once their plans agree.
+        # Replicas that repeat the work take the single-process step, with all its fast paths, once their plans agree.
         plain = not any(isinstance(param.p, DTensor) for param in sharded_params)
         sharding = any(param.sharding is not None for param in sharded_params)
         self._repeating = plain and not sharding and not any(domain.buckets for domain in self.plan.domains)
@@ -127,36 +127,36 @@ class ShardedStep:
         return routed if self._repeating else [(p, entry) for p, entry in routed if p not in self._here]
 
     def sharding_of(self, p: Tensor) -> StateSharding | None:
-        """Return how a parameter's state is cut, where the parameter itself is not."""
+        """Return the sharding of a replicated parameter's state; None where it is replicated, too."""
         return next((param.sharding for param in self._sharded_params if param.p is p), None)
 
     def fresh_state(self, groups: Sequence[Group]) -> dict[str, dict[str, Tensor]]:
-        """Return state as the first step would make it, by parameter name; the optimizer's own is left alone."""
+        """Return newly initialised state by parameter name; the optimizer's state stays."""
         return {
             param.entry.name: complete_state({}, param, damped=groups[param.group].settings.magma_muon)
             for param in self._sharded_params
         }
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
-        """Check parameters, gradients and state; `agree` raises what is found, on all ranks."""
+        """Check parameters, gradients and state; `agree` raises the errors on all ranks."""
         self._error = layout_error(state, self._sharded_params)
         self._compiled = False
         self._bound = self._bound and same_tensors
 
     def agree(self, flags: Tensor | None) -> Tensor | None:
-        """Agree with the other ranks that a step is taken; return the largest flags of all ranks.
+        """Agree with the other ranks to take a step; return the elementwise maximum of all ranks' flags.
 
         Raises
         ------
         ShardingError
-            When something cannot be exchanged; on all ranks alike, and nothing has been changed.
+            On all ranks, when something cannot be exchanged; nothing is changed.
         MissingGradientError
-            On all ranks when replicas that do not travel have a gradient on some of them only; on a GPU in the step
-            after that, or by `raise_deferred`.
+            On all ranks, when only some replicas have a gradient of a parameter whose step is not exchanged; on a GPU
+            in the next step, or by `raise_deferred`.
         PlanMismatchError
-            On all ranks, in the first step, when some have other parameters than the others.
+            On all ranks, in the first step, when their parameters differ.
         CaptureError
-            While a CUDA graph is being captured.
+            During the capture of a CUDA graph.
         """
         if not self._repeating and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise CaptureError("a step on several ranks cannot be captured in a CUDA graph")
@@ -174,7 +174,7 @@ class ShardedStep:
     def run(
         self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int, control: StepControl
     ) -> None:
-        """Take the step of both routes; the element-wise one while the first pieces of the other travel."""
+        """Take the step; the Adam routes run while the first pieces of the Muon route are exchanged."""
         if self._repeating:
             return
         everywhere = self._settings.exchange == "reference"
@@ -200,12 +200,12 @@ class ShardedStep:
             run.finish()
         elif self._muon:
             reference_step(self.plan, self._muon, self._groups, groups, state, memory, workspace, control)
-        for _ in moments or ():  # the last lot goes home
+        for _ in moments or ():  # copies the last batch back to the host
             pass
         finish()
 
     def _compare_presence(self) -> GradientPresence:
-        """Return the comparison of gradients where replicas would differ if one were missing on some of them."""
+        """Return the comparison of gradients for parameters whose replicas would otherwise diverge."""
         everywhere = self._settings.exchange == "reference"
         still = self._repeating or everywhere
         sharded_params = self._sharded_params if still else [m for m in self._sharded_params if m.entry.route != "muon"]

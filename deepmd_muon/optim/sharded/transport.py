@@ -1,11 +1,11 @@
-"""Carrying one bucket: pack → all-to-all to the owners → … → all-to-all back → unpack.
+"""The exchange of one bucket: pack → all-to-all to the owners → … → all-to-all back → unpack.
 
 A message is a row of 8-byte words: a header per piece (presence, Magma's score and sums), then all elements in the
 wire's type. Buffers are float64 tensors, of which the elements are views, so that one collective carries both.
 
-Buffers are *slots* that the buckets take in turn and that live as long as the plan, so that every view of them is made
-once. On GPUs collectives run on a stream of their own, with priority: they overlap with what the caller launches
-before it waits. Nothing else needs that stream: whoever reuses a buffer has waited for the flight that read it.
+Buckets use a fixed number of buffers in turn (the setting `slots`), so that views of them are created once. On GPUs
+collectives run on a high-priority stream and overlap with the work that the caller launches before it waits. Buffers
+need no further synchronization: each is reused only after waiting for the collective that read it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Side:
     splits
         Words to or from every peer.
     headers
-        int64 (pieces, header words): where each header lies.
+        int64 (pieces, header words): positions of the headers.
     payloads
         Job, first element and number of elements of every piece.
     dtype
-        Of the elements.
+        Dtype of the elements.
     """
 
     splits: tuple[int, ...]
@@ -69,8 +69,8 @@ class Side:
 class ExchangeBuffers:
     """The buffers of one bucket at a time: one on its holders' side, one on its owners'.
 
-    The way to the owner leads from the first into the second, the way back from the second into the first; a leg on
-    which every message is to oneself stays where it was packed.
+    The gather copies from the first to the second, the return from the second to the first; a leg whose messages all
+    stay on the rank is read where it was packed.
     """
 
     def __init__(self, words: Sequence[int], device: torch.device) -> None:
@@ -78,17 +78,17 @@ class ExchangeBuffers:
 
 
 class CollectiveStream:
-    """Where collectives run: a stream with priority on a GPU, the backend's own threads elsewhere."""
+    """Launches collectives: on a high-priority stream on a GPU, on the backend's threads elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        # Whoever lets go of a collective last frees its tensors, for which one of gloo's threads would need the
-        # interpreter's lock; where the process ends meanwhile, it aborts. So it shall not be that thread.
+        # Keeps the last collective alive: if one of gloo's threads dropped the last reference, freeing the tensors
+        # would need the GIL, and a process exiting meanwhile would abort.
         self._last: Any = None
 
     def launch(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], Any]:
-        """Start a collective after what the present stream has been given; return what makes that stream wait."""
+        """Start a collective after the current stream's work; return a function that makes that stream wait for it."""
         if self._stream is None:
             self._last = collective(*args, **options, async_op=True)
             wait: Callable[[], Any] = self._last.wait
@@ -106,15 +106,15 @@ class Exchange:
     Parameters
     ----------
     plan, domain, messages
-        What travels.
+        The messages to exchange.
     bucket
-        Its number; None for jobs that stay.
+        Number of the bucket; None for jobs that stay.
     group
         Process group of the domain's ranks, in ascending order of global ranks.
     dtype
-        Of elements in full precision.
+        Dtype of elements in full precision.
     device
-        Of the buffers.
+        Device of the buffers.
     """
 
     def __init__(
@@ -150,12 +150,12 @@ class Exchange:
 
     @property
     def words(self) -> tuple[int, int]:
-        """Length of the buffers that it needs on the holders' side and on the owners'."""
+        """Length of the buffers on the holders' side and on the owners' side."""
         out, into = self.outward, self.inward
         return max(out["gather"].words, into["return"].words), max(into["gather"].words, out["return"].words)
 
     def bind(self, buffers: ExchangeBuffers) -> None:
-        """Use these buffers from now on."""
+        """Use these buffers."""
         sides: dict[Leg, tuple[Tensor, Tensor]] = {
             "gather": (buffers.holders, buffers.owners),
             "return": (buffers.owners, buffers.holders),
@@ -165,9 +165,9 @@ class Exchange:
             self.received[leg] = (far if self._crosses[leg] else near)[: self.inward[leg].words]
 
     def start(self, leg: Leg, collectives: CollectiveStream) -> Callable[[], Any]:
-        """Send what has been packed; return what waits until this rank's part has arrived."""
+        """Start sending the packed messages; return a function that waits for this rank's messages."""
         if not self._crosses[leg]:
-            return _nothing  # every message is to oneself, in the same order
+            return _nothing  # all messages stay on this rank, in the same order
         received, sent = self.inward[leg], self.outward[leg]
         phase = _PHASES[leg]
         with in_phase(phase):

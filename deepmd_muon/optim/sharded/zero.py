@@ -1,4 +1,4 @@
-"""torch's own element-wise optimizers with state in equal parts on all ranks (ZeRO-1)."""
+"""torch's element-wise optimizers with sharded state (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _Kind = TypeVar("_Kind", bound=Optimizer)
 def shard_state(
     kind: type[_Kind], params: Iterable[tuple[str, nn.Parameter]], replicas: Replicas, **options: Any
 ) -> _Kind:
-    """Make an optimizer that keeps state for this rank's rows of every parameter, steps them, and gathers the others'.
+    """Make an optimizer that keeps state for this rank's rows of every parameter, steps them, and gathers the others.
 
-    The optimizer's parameters are DTensors that share memory with the whole ones, and so is its state. A step takes
-    the whole gradients away, and `zero_grad` clears them. Whole states load too, each rank taking its part. A
-    gradient that is missing on some ranks only is a MissingGradientError on all, on a GPU in the next step or by
-    `state_dict` or `load_state_dict`. The optimizer cannot be copied or pickled; its state dict can.
+    The optimizer's parameters are DTensors that share memory with the whole parameters; its state consists of DTensors,
+    too. A step consumes the whole gradients, and `zero_grad` clears them. Whole states load too: each rank takes its
+    part. A gradient that is missing on some ranks only raises MissingGradientError on all ranks, on a GPU in the next
+    step or by `state_dict` or `load_state_dict`. The optimizer cannot be copied or pickled; its state dict can.
 
     Parameters
     ----------
     kind, **options
         Class of the optimizer and its arguments; its update of an element must depend on that element alone.
     params
-        Whole, and equal on all ranks with equal gradients. Their memory may be replaced between steps by other of
-        the same shape, strides, dtype and device.
+        Whole parameters, equal on all ranks, with equal gradients. Between steps their memory may be replaced by memory
+        of the same shape, strides, dtype and device.
     replicas
         Those ranks.
 
     Raises
     ------
     PlanMismatchError
-        On all ranks, when some have other parameters than the others.
+        On all ranks, when their parameters differ.
     """
     whole_params = [_WholeParameter(name, p, state_sharding(p, replicas, matrices=False)) for name, p in params]
     own: Any = kind  # mypy takes a class for unhashable
@@ -77,7 +77,7 @@ def shard_state(
         finish()
         keys = [key for group in state["param_groups"] for key in group["params"]]
         found = dict(state["state"])
-        for key, each in zip(keys, whole_params, strict=False):  # torch refuses another number, in its words
+        for key, each in zip(keys, whole_params, strict=False):  # torch raises if the numbers differ
             sharding, shape = each.sharding, each.p.shape
             if sharding is not None and key in found:
                 found[key] = {k: sharding.of(x).clone() if x.shape == shape else x for k, x in found[key].items()}
@@ -93,7 +93,7 @@ def shard_state(
 
 @functools.cache
 def _sharded_state_class(kind: type[Optimizer]) -> Any:
-    """Return the subclass of an optimizer's class that steps parts."""
+    """Return the subclass of an optimizer's class that steps this rank's parts."""
     return type(kind.__name__, (_ShardedStateOptimizer, kind), {})
 
 
@@ -112,7 +112,7 @@ class _ShardedStateOptimizer(Optimizer):
     _around: tuple[Callable[[], None], Callable[[], None]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure, which makes whole gradients, and only then begin the step that takes them."""
+        """Evaluate the closure, which computes whole gradients, and then take the step that consumes them."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -120,7 +120,7 @@ class _ShardedStateOptimizer(Optimizer):
         take_gradients, gather = self._around
         take_gradients()
         inherited: Any = super().step.__func__  # type: ignore[attr-defined]
-        # torch has put hooks around this method; it may have put them around the inherited one, too.
+        # torch wraps this method in hooks; it may have wrapped the inherited one, too.
         (inherited.__wrapped__ if getattr(inherited, "hooked", False) else inherited)(self)
         gather()
         return loss
@@ -136,14 +136,14 @@ class _ShardedStateOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardingError(
-            f"{type(self).__name__} with state in parts cannot be copied or pickled, since it gathers into the "
-            "parameters that it was made of; make another one by `build` and load its state_dict()"
+            f"{type(self).__name__} with sharded state cannot be copied or pickled, because it gathers into the "
+            "parameters that it was constructed with; build another one and load its state_dict()"
         )
 
 
 @dataclasses.dataclass
 class _WholeParameter:
-    """A whole parameter, how its state is cut (None for a scalar), and the optimizer's parameter in its memory."""
+    """A whole parameter, the sharding of its state (None for a scalar), and the optimizer's parameter in its memory."""
 
     name: str
     p: nn.Parameter
@@ -154,13 +154,13 @@ class _WholeParameter:
         self._memory, self._kind = self.p.data_ptr(), _kind(self.p)
 
     def follow(self) -> None:
-        """Let the optimizer's parameter share memory with the whole one also when that has got other memory."""
+        """Make the optimizer's parameter share memory with the whole one, whose memory may have been replaced."""
         if self.p.data_ptr() == self._memory and _kind(self.p) == self._kind:
             return
         if _kind(self.p) != self._kind:
             raise ReshardedParameterError(
-                f"{self.name!r} was {_describe(self._kind)} when its optimizer was made, "
-                f"and is {_describe(_kind(self.p))} now; make the optimizer anew and load its state"
+                f"{self.name!r} was {_describe(self._kind)} when its optimizer was constructed, "
+                f"and is {_describe(_kind(self.p))} now; construct a new optimizer and load its state"
             )
         now = _part(self.p.detach(), self.sharding)
         if isinstance(self.part, DTensor) and isinstance(now, DTensor):
@@ -170,13 +170,13 @@ class _WholeParameter:
         self._memory = self.p.data_ptr()
 
     def take_gradient(self) -> None:
-        """Give this rank's part of the gradient to the optimizer's parameter."""
+        """Move this rank's part of the gradient to the optimizer's parameter."""
         self.part.grad = None if self.p.grad is None else _part(self.p.grad, self.sharding)
         self.p.grad = None
 
 
 def _presence(whole_params: Sequence[_WholeParameter], replicas: Replicas) -> GradientPresence | None:
-    """Return what compares gradients among the replicas; None where there is nothing to compare."""
+    """Return the comparison of gradients among the replicas; None without parameters."""
     compared = []
     for each in whole_params:
         layout = layout_of(each.p, replicas)
@@ -197,5 +197,5 @@ def _describe(kind: tuple[Any, ...]) -> str:
 
 
 def _part(whole: Tensor, sharding: StateSharding | None) -> Tensor:
-    """Return this rank's part of a tensor, sharing memory; a scalar is everyone's."""
+    """Return this rank's part of a tensor, sharing memory; a scalar is whole on every rank."""
     return whole if sharding is None else sharding.joined(sharding.part(whole), whole.shape)

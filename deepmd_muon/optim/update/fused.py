@@ -22,14 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, update_scale
-from deepmd_muon.optim.cuda import SideStream, record
+from deepmd_muon.optim.cuda import SideStream, try_record
 from deepmd_muon.optim.phases import in_phase
+from deepmd_muon.optim.polar.address_table import AddressTable, captured_addresses
 from deepmd_muon.optim.polar.dispatch import MatrixBatch, choose
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.fused_kernels import SUMS, advance, apply, damp
 from deepmd_muon.optim.update.fused_tables import (
-    AddressTable,
     BlockLocation,
     StepScalars,
     block_locations,
@@ -175,7 +175,7 @@ class FusedMuon:
     def step(self, grads: Sequence[Tensor], lr: float | Tensor, control: StepControl, *, maximize: bool) -> None:
         """Take one step with contiguous gradients of one dtype."""
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        table = self._gradients.of(grads, capturing)
+        table = captured_addresses(grads) if capturing else self._gradients.of(grads)
         variant = _Variant(grads[0].dtype, maximize, control.skip is not None, control.scale is not None)
         self._scalars.write(lr, control)
         recorded = None if capturing else self._recorded.get(variant)
@@ -188,11 +188,11 @@ class FusedMuon:
 
     def _record(self, table: Tensor, variant: _Variant) -> None:
         """Record the launches of a step in a CUDA graph."""
-        try:
-            self._recorded[variant], _ = record(lambda: self._launch(table, variant, True), self._device)
-        except Exception as error:  # an error of the driver must not end a training run
+        recorded = try_record(lambda: self._launch(table, variant, True), self._device, "a fused step")
+        if recorded is None:
             self._record_launches = False
-            _LOG.warning("a step could not be recorded and is launched kernel by kernel: %s", error)
+        else:
+            self._recorded[variant], _ = recorded
 
     def _launch(self, table: Tensor, variant: _Variant, capturing: bool) -> None:
         """Start all kernels of a step."""
@@ -213,7 +213,8 @@ class FusedMuon:
         with side or contextlib.nullcontext():
             factors = self._damping(skip)
             polar |= self._orthogonalize(matrices, self._second)
-            results = self._results.of([polar[i] for i in range(len(matrices))], capturing)
+            ordered = [polar[i] for i in range(len(matrices))]
+            results = captured_addresses(ordered) if capturing else self._results.of(ordered)
         with in_phase("update"):
             apply[(self._programs,)](
                 self._chunks, results, factors, self._scalars.rate, *self._decay, skip, DTYPE=self._dtype,

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.polar.kernels.whole import write_addresses
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.update.fused_kernels import ROW
 from deepmd_muon.optim.update.gradients import StepControl
-
-_AT_ONCE = 16  # addresses that `write_addresses` takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,39 +22,6 @@ class BlockLocation:
     stride: int
     rows: int
     columns: int
-
-
-class AddressTable:
-    """Addresses of tensors that may move between steps, on the device."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._written: tuple[int, ...] = ()
-        self._table = torch.zeros(-(-count // _AT_ONCE) * _AT_ONCE, dtype=torch.int64, device=device)
-
-    def of(self, tensors: Sequence[Tensor], capturing: bool) -> Tensor:
-        """Return a table of the tensors' present addresses; a captured graph gets its own table."""
-        now = tuple(map(Tensor.data_ptr, tensors))
-        if capturing:
-            table = torch.empty_like(self._table)
-            for first in range(0, len(now), _AT_ONCE):
-                some = now[first : first + _AT_ONCE]
-                write_addresses[(1,)](table, first, *some, *(some[-1:] * (_AT_ONCE - len(some))))
-            return table
-        if now != self._written:
-            self._table.copy_(_on_host(now, len(self._table), self._table.is_cuda), non_blocking=True)
-            self._written = now
-        return self._table
-
-
-@functools.lru_cache(maxsize=64)
-def _on_host(addresses: tuple[int, ...], length: int, pinned: bool) -> Tensor:
-    """Return addresses in (pinned) host memory, for copies to the device; it is never overwritten.
-
-    The cache pays because the allocator soon reuses addresses for gradients. A copy may still read an evicted entry:
-    torch keeps its pinned memory until the copy has finished.
-    """
-    padded = [*addresses, *[0] * (length - len(addresses))]
-    return torch.tensor(padded, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
 
 class StepScalars:

@@ -104,6 +104,6 @@ def test_a_failing_kernel_is_switched_off_with_one_line(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert run.try_kernels("whole", [torch.zeros(1, 2, 2)], ((1.0, 0.0, 0.0),)) is None
     assert [r.message for r in caplog.records] == [
-        "'whole' is switched off and torch takes over: RuntimeError: no compiler"
+        "'whole' is disabled, and torch is used instead: RuntimeError: no compiler"
     ]
     assert "whole is off: RuntimeError: no compiler" in dispatch.describe()

@@ -106,7 +106,7 @@ def test_a_power_of_two_of_programs_measures_a_matrix(count):
 )
 def test_the_lift_is_the_largest_on_the_way(later, lift):
     launched = [symmetric_launch.Product(target, "A", "X", (a, 0.0, 1.0)) for a in later for target in ("R", "X")]
-    assert symmetric_launch._lift(launched) == pytest.approx(lift)
+    assert symmetric_launch._amplification(launched) == pytest.approx(lift)
 
 
 def test_what_graphs_read_outlives_the_caches(monkeypatch):
@@ -118,10 +118,10 @@ def test_what_graphs_read_outlives_the_caches(monkeypatch):
 
     def run(shape, coefficients, *, capturing):
         monkeypatch.setattr(one_launch, "_capturing", lambda _: capturing)
-        one_launch.run("whole", start, [torch.ones(shape)], coefficients)
+        one_launch.run_launches("whole", start, [torch.ones(shape)], coefficients)
         return read[-2:]
 
-    monkeypatch.setattr(one_launch, "current_addresses", lambda plan, *_, **__: torch.zeros(plan.count))
+    monkeypatch.setattr(one_launch, "captured_addresses", lambda tensors: torch.zeros(len(tensors)))
     captured = run((1, 7, 9), ((1.5, -0.5, 0.0),), capturing=True)
     eager = run((1, 6, 9), ((1.5, -0.5, 0.0),), capturing=False)
     for k in range(200):

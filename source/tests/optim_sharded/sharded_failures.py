@@ -116,7 +116,7 @@ def gradients_compared_late():
                 optimizer.param_groups[0]["magma_muon"] &= what != "magma"
                 optimizer.step()
 
-        with pytest.raises(MissingGradientError, match=r"the last step was not the same.*'bias' of shape"):
+        with pytest.raises(MissingGradientError, match=r"last step.*'bias' of shape"):
             act()
         act()
         optimizer.step()

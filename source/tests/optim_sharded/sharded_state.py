@@ -417,7 +417,7 @@ def adam_in_parts_as_users_call_it():
         for optimizer in optimizers:
             optimizer.zero_grad()
     for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(ShardingError, match=r"Adam with state in parts cannot be copied.*load its state_dict"):
+        with pytest.raises(ShardingError, match=r"Adam.*cannot be copied.*state_dict"):
             copied(cut)
     backward()
     models[1]["b"].data = models[1]["b"].data.double()

@@ -1,7 +1,7 @@
 """One launch for matrices that are too large for one multiprocessor: several programs share a matrix.
 
-They meet at barriers in global memory, so all programs of a launch must run at the same time: launches are cooperative
-and never larger than the device holds at once. Iterates travel between programs in fp16; the master X is fp32.
+Programs synchronize by barriers in global memory, so all programs of a launch must run concurrently: launches are
+cooperative and never exceed the device. Programs exchange iterates in fp16; the master X is fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -32,7 +32,7 @@ MAX_PROGRAMS = tl.constexpr(128)
 
 @triton.jit
 def read_counter(counter):
-    """Read a counter with all that was stored before it was raised."""
+    """Read a counter with acquire semantics."""
     return tl.inline_asm_elementwise(
         "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [counter], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -40,7 +40,7 @@ def read_counter(counter):
 
 @triton.jit
 def barrier(counter, target):
-    """Wait until `target` arrivals were counted: what the others stored before theirs can then be read."""
+    """Wait for `target` arrivals; stores that other programs made before arriving are then visible."""
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
     while arrived < target:
@@ -103,52 +103,24 @@ def symmetric_tiles(
 
 
 @triton.jit
-def tiles(
-    programs,
-    table,
-    addresses,
-    coefficients,
-    out,
-    single,
-    half,
-    sums,
-    counters,
-    T: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    STEPS: tl.constexpr,
-):
-    """Orthogonalize matrices of any size: programs share the tiles of X (T × T), of X Xᵀ and its polynomial (G × G).
-
-    Sizes are padded to multiples of K, the columns that a product takes at a time.
-    """
-    mine = programs + 3 * tl.program_id(0)
-    matrix = tl.load(mine).to(tl.int64)
-    rank = tl.load(mine + 1)
-    count = tl.load(mine + 2)
-    row = table + matrix * ROW
-    counter = counters + matrix
-    first = tl.program_id(0) - rank
+def store_share(row, addresses, sums, rank, count, down, along, T: tl.constexpr):
+    """Store this program's share of a matrix's norm: the largest magnitude, and the sum of squares relative to it."""
     t = tl.arange(0, T)
-    q = tl.arange(0, K)
-    order = tl.multiple_of(tl.cdiv(tl.load(row + ROWS), K).to(tl.int32) * K, K)
-    width = tl.multiple_of(tl.cdiv(tl.load(row + COLUMNS), K).to(tl.int32) * K, K)
-    down = order // T
-    along = width // T
-    size = tl.multiple_of(order * width, T)
-    master = single + tl.multiple_of(tl.load(row + SINGLE), 64)
-    iterate = half + tl.multiple_of(tl.load(row + HALF), 64)
-    gram = iterate + 2 * size
-    polynomial = gram + tl.multiple_of(order * order, T)
-
     largest = tl.zeros((), tl.float64)
     squares = tl.zeros((), tl.float64)
     for number in range(rank, down * along, count):
         x, peak = load_matrix(row, addresses, number % down * T + t, number // down * T + t)
         largest, squares = merge(largest, squares, peak, tl.sum(x * x).to(tl.float64))
-    tl.store(sums + 2 * (first + rank), largest)
-    tl.store(sums + 2 * (first + rank) + 1, squares)
-    barrier(counter, count)
+    tl.store(sums, largest)
+    tl.store(sums + 1, squares)
+
+
+@triton.jit
+def normalize_tiles(
+    row, addresses, sums, first, master, iterate, rank, count, down, along, width, T: tl.constexpr
+):  # fmt: skip
+    """Write this program's tiles of X / ‖X‖, in fp32 and fp16."""
+    t = tl.arange(0, T)
     joint, norm = norm_of_all(sums, first, count, MAX_PROGRAMS)
     for number in range(rank, down * along, count):
         r = number % down * T + t
@@ -158,6 +130,62 @@ def tiles(
         where = r[:, None] * width + c[None, :]
         tl.store(master + where, x)
         tl.store(iterate + where, x.to(tl.float16))
+
+
+@triton.jit
+def update_tiles(
+    row, out, a, polynomial, current, following, master, rank, count, down, along, order, width, last,
+    T: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Do X ← a X + P X on this program's tiles; the last step writes the result."""
+    t = tl.arange(0, T)
+    q = tl.arange(0, K)
+    for number in range(rank, down * along, count):
+        r = number % down * T + t
+        c = number // down * T + t
+        where = r[:, None] * width + c[None, :]
+        product = tl.zeros((T, T), tl.float32)
+        left = polynomial + r[:, None] * order + q[None, :]
+        right = current + q[:, None] * width + c[None, :]
+        for p in range(0, order, K):
+            product = tl.dot(tl.load(left + p), tl.load(right + p * width), product)
+        # Added last: tensor cores truncate partial sums, and a X would lose a bit in each.
+        x = a * tl.load(master + where) + product
+        if last:
+            store_result(row, out, x, r, c)
+        else:
+            tl.store(master + where, x)
+            tl.store(following + where, x.to(tl.float16))
+
+
+@triton.jit
+def tiles(
+    programs, table, addresses, coefficients, out, single, half, sums, counters,
+    T: tl.constexpr, G: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Orthogonalize matrices of any size: programs share the tiles of X (T × T), of X Xᵀ and its polynomial (G × G).
+
+    Sizes are padded to multiples of K, the number of columns per iteration of a product.
+    """
+    mine = programs + 3 * tl.program_id(0)
+    matrix = tl.load(mine).to(tl.int64)
+    rank = tl.load(mine + 1)
+    count = tl.load(mine + 2)
+    row = table + matrix * ROW
+    counter = counters + matrix
+    first = tl.program_id(0) - rank
+    order = tl.multiple_of(tl.cdiv(tl.load(row + ROWS), K).to(tl.int32) * K, K)
+    width = tl.multiple_of(tl.cdiv(tl.load(row + COLUMNS), K).to(tl.int32) * K, K)
+    down = order // T
+    along = width // T
+    size = tl.multiple_of(order * width, T)
+    master = single + tl.multiple_of(tl.load(row + SINGLE), 64)
+    iterate = half + tl.multiple_of(tl.load(row + HALF), 64)
+    gram = iterate + 2 * size
+    polynomial = gram + tl.multiple_of(order * order, T)
+    store_share(row, addresses, sums + 2 * (first + rank), rank, count, down, along, T)
+    barrier(counter, count)
+    normalize_tiles(row, addresses, sums, first, master, iterate, rank, count, down, along, width, T)
     barrier(counter, 2 * count)
     arrivals = 2 * count
     for k in range(STEPS):
@@ -170,24 +198,12 @@ def tiles(
         barrier(counter, arrivals + count)
         symmetric_tiles(polynomial, gram, order, order // G, rank, count, b, d, True, G, K)
         barrier(counter, arrivals + 2 * count)
-        for number in range(rank, down * along, count):
-            r = number % down * T + t
-            c = number // down * T + t
-            where = r[:, None] * width + c[None, :]
-            product = tl.zeros((T, T), tl.float32)
-            left = polynomial + r[:, None] * order + q[None, :]
-            right = current + q[:, None] * width + c[None, :]
-            for p in range(0, order, K):
-                product = tl.dot(tl.load(left + p), tl.load(right + p * width), product)
-            # Added at the end: tensor cores truncate their sums, and a X would lose a bit in each of them.
-            x = a * tl.load(master + where) + product
-            if k + 1 < STEPS:
-                tl.store(master + where, x)
-                tl.store(following + where, x.to(tl.float16))
-            else:
-                store_result(row, out, x, r, c)
+        last = k + 1 == STEPS
+        update_tiles(
+            row, out, a, polynomial, current, following, master, rank, count, down, along, order, width, last, T, K
+        )  # fmt: skip
         arrivals += 3 * count
-        if k + 1 < STEPS:
+        if not last:
             barrier(counter, arrivals)
 
 
@@ -196,10 +212,10 @@ def strip(
     row, addresses, coefficients, out, half, sums, counter, first, rank, count,
     MP: tl.constexpr, NS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Take a matrix of at most MP rows through all steps, with NS of its columns in the registers of this program.
+    """Run all steps for a matrix of at most MP rows, with NS of its columns in this program's registers.
 
     A step is R = X Xᵀ, whose tiles all programs of the matrix share, and X ← a X + R (b X + c R X), for which each
-    needs all of R but only its own columns: two meetings a step. Programs beyond the last column only help with R.
+    needs all of R but only its own columns: two barriers per step. Programs beyond the last column only compute R.
     """
     r = tl.arange(0, MP)
     c = rank * NS + tl.arange(0, NS)
@@ -222,7 +238,7 @@ def strip(
         if owner:
             tl.store(buffer + r[:, None] * width + c[None, :], x.to(tl.float16))
         barrier(counter, arrivals + count)
-        # Few programs take large tiles, many take small ones, one each.
+        # Few programs use large tiles, many use small ones, one each.
         if count < (MP // 32) * (MP // 32 + 1) // 2:
             symmetric_tiles(gram, buffer, width, MP // 64, rank, count, 0.0, 1.0, False, 64, 128)
         else:
@@ -233,7 +249,7 @@ def strip(
             whole = tl.load(gram + r[:, None] * MP + r[None, :])
             product = tl.dot(whole, x.to(tl.float16))
             product = tl.dot(whole, (b * x + d * product).to(tl.float16))
-            # Added at the end: tensor cores truncate their sums, and a X would lose a bit in each of them.
+            # Added last: tensor cores truncate partial sums, and a X would lose a bit in each.
             x = a * x + product
     if owner:
         store_result(row, out, x, r, c)

@@ -1,7 +1,7 @@
 """Large matrices: products of whole batches. X Xᵀ and all polynomials in it are symmetric: half of each is computed.
 
-Operands are fp16 copies of X, padded with zeros to whole tiles, which changes nothing. X itself stays in fp32 as long
-as later steps would enlarge what 16 bits leave out of it.
+Operands are fp16 copies of X, padded with zeros to whole tiles, which changes nothing. X itself is kept in fp32 while
+later steps would amplify its rounding errors.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -35,7 +35,7 @@ def measure(table, addresses, sums, SHARES: tl.constexpr, T: tl.constexpr):
     along = tl.cdiv(tl.load(row + COLUMNS), T).to(tl.int32)
     t = tl.arange(0, T)
     place = 2 * (matrix * SHARES + tl.program_id(0))
-    if tl.load(row + KIND) == 1:  # squares of float64 may leave its range
+    if tl.load(row + KIND) == 1:  # squares of float64 may overflow
         largest = tl.zeros((), tl.float64)
         squares = tl.zeros((), tl.float64)
         for number in range(tl.program_id(0), down * along, SHARES):
@@ -59,13 +59,13 @@ def normalize(
 ):  # fmt: skip
     """Write X / ‖X‖ in fp16, with KEEP in fp32, too; (matrices, order, width), with zeros around it.
 
-    `factors` (matrices, 2) are what X is multiplied with, one after the other; of float64 matrices they mean nothing.
+    X is multiplied by both `factors` (matrices, 2) in turn; they are unused for float64 matrices.
     """
     matrix = tl.program_id(1)
     row = table + matrix.to(tl.int64) * ROW
     joint, norm = norm_of_all(sums, matrix * SHARES, SHARES, SHARES)
     is_double = tl.load(row + KIND) == 1
-    # A power of two that fp32 holds, and the rest: their product may be out of its range.
+    # A power of two within fp32, and the rest; their product may overflow fp32.
     inverse = 1.0 / norm
     power = (inverse.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
     power = tl.minimum(tl.maximum(power, 2.0**-126), 2.0**126)
@@ -91,9 +91,9 @@ def normalize(
         tl.store(iterate + where, x.to(tl.float16))
 
 
-# What 16 bits leave out is stored this much enlarged, so that it does not fall below their smallest number.
+# Rounding residuals are scaled by this, so that they do not underflow in fp16.
 ENLARGED = tl.constexpr(2048.0)
-# Products are finished and stored in squares of this size.
+# Products are completed and stored in squares of this size.
 SQUARE = tl.constexpr(64)
 
 
@@ -106,8 +106,8 @@ def symmetric_product(
     """Write L Sᵀ, KIND 0, or the symmetric w₀ L + w₁ S + w₂ L S, KIND 2; KIND 1 where L and S are one and the same.
 
     Matrices (matrices, order, order) are stored as an fp32 diagonal and fp16 entries beside it; KIND 0 is for X, which
-    is not. Fine ones have a rest, too: what 16 bits leave out, enlarged, on and below the diagonal. It counts outside
-    of the product of matrices. `left` and `right` describe operands in T × K tiles, the others SQUARE × SQUARE tiles of
+    is not. Fine matrices also have a rest: scaled rounding residuals, on and below the diagonal, which enter sums
+    but not the matrix product. `left` and `right` describe operands in T × K tiles, the others SQUARE × SQUARE tiles of
     L, S, the result and the rests. T is SQUARE, or twice that.
     """
     number = tl.program_id(0)
@@ -123,7 +123,7 @@ def symmetric_product(
             product, r, c, top, left_squares, right_squares, target, left_rest, right_rest, rest, left_diagonal,
             right_diagonal, diagonal, weights + 3 * step, KIND, LEFT_FINE, RIGHT_FINE, FINE,
         )  # fmt: skip
-    else:  # quarter by quarter, for want of registers
+    else:  # quarter by quarter, to save registers
         halves = product.reshape(2, SQUARE, 2, SQUARE).permute(1, 3, 0, 2).split()
         for across in tl.static_range(2):
             quarters = halves[across].split()
@@ -173,16 +173,16 @@ def finish_square(
 
 @triton.jit
 def precise(squares, rest, r, c, FINE: tl.constexpr):
-    """Load a square of a matrix as precisely as it was stored."""
+    """Load a square of a matrix, with its residuals if FINE."""
     x = squares.load([r, c]).to(tl.float32)
     if FINE:
         x += rest.load([r, c]).to(tl.float32) / ENLARGED
     return x
 
 
-# What an update reads: X as it was left, or the input in tiles where it lies in memory as X does, or turned.
+# What an update reads: the present X, or the input, or the transposed input, in tiles.
 PRESENT, INPUT, TRANSPOSED_INPUT = (tl.constexpr(i) for i in range(3))
-# What an update writes: the next X, or the result, in tiles where it lies in memory as X does or turned, or anywhere.
+# What an update writes: the next X, or the result with any strides, in tiles, or in transposed tiles.
 NEXT, ANYWHERE, IN_TILES, IN_TRANSPOSED_TILES = (tl.constexpr(i) for i in range(4))
 
 
@@ -194,13 +194,12 @@ def update(
 ):  # fmt: skip
     """Do X ← w₀ X + (D + E) X and write its fp16 copy, with KEEP in fp32, too; the last step writes the result.
 
-    The grid's second axis counts matrices from the `first` on.
+    The grid's second axis numbers the matrices, starting at `first`.
 
-    D and E are multiplied with the fp16 copy: where X has no part, a polynomial in X Xᵀ has none either, but only as a
-    whole.
+    D and E both multiply the fp16 copy: outside the range of X, a polynomial in X Xᵀ vanishes only as a whole.
 
-    Tensor cores truncate their sums, and the error of a long one grows with its length; later steps lift what of it
-    lies outside of the range of X. With CHUNK > 0 they sum so many terms at a time, and fp32 units add these up.
+    Tensor cores truncate partial sums, so the error grows with the number of terms, and later steps amplify its part
+    outside the range of X. With CHUNK > 0, tensor cores sum CHUNK terms at a time and fp32 units add these sums.
     `polynomial` describes E in T × K tiles, `current` the fp16 X in K × N tiles; `present`, X in fp32 or the same fp16
     one, `master`, where X is kept in fp32, and `following`, its next fp16 copy, are described in T × N/2 tiles. For the
     first step `present` may describe the inputs from the `first` on, of which X is made with `factors`, and in the last
@@ -210,7 +209,7 @@ def update(
     matrix = first + tl.program_id(1)
     down = order // T
     along = width // N
-    # Programs that run together share rows and columns in the cache: 8 rows of tiles at a time.
+    # Concurrent programs share rows and columns in the cache: 8 rows of tiles at a time.
     group = number // (8 * along)
     rows = tl.minimum(down - group * 8, 8)
     i = group * 8 + number % (8 * along) % rows
@@ -226,7 +225,7 @@ def update(
     else:
         for k in range(0, order, K):
             product = tl.dot(polynomial.load([top + i * T, k]), current.load([top + k, j * N]), product)
-    # a X is added at the end: tensor cores truncate their sums, and it would lose a bit in each of them.
+    # a X is added last: tensor cores truncate partial sums, and it would lose a bit in each.
     a = tl.load(weights + 3 * step)
     d = tl.load(diagonal + top + i * T + tl.arange(0, T))[:, None]
     halves = product.reshape(T, 2, N // 2).permute(0, 2, 1).split()
@@ -253,7 +252,7 @@ def finish(
         x = present.load([top + r, c]).to(tl.float32)
     if READ != PRESENT:
         x = x * tl.load(factors + 2 * matrix) * tl.load(factors + 2 * matrix + 1)
-    # Sums are rounded alike in all variants of the kernel.
+    # fma: all variants of the kernel round identically.
     x = tl.fma(x, a, tl.fma(x.to(tl.float16).to(tl.float32), d, product))
     if WRITE == IN_TILES:
         master.store([here + r, c], x)

@@ -1,7 +1,7 @@
-"""One launch for all small matrices: a program takes one matrix through the whole iteration on its multiprocessor.
+"""One launch for all small matrices: each program runs the whole iteration of one matrix.
 
 The iterate X stays in registers in fp32 (the master); the operands of the tensor cores are fp16 and their sums fp32.
-Matrices of different shapes, strides and dtypes share a grid: each program reads what it needs from its table row.
+Matrices of different shapes, strides and dtypes share a grid: each program reads its table row.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -14,15 +14,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Columns of a table row, int64: where a matrix lies and how it is read with its smaller dimension as rows.
+# Columns of a table row, int64: the location of a matrix, read with its smaller dimension as rows.
 ROW = tl.constexpr(13)
 TILE, TENSOR, KIND, OFFSET, ROWS, COLUMNS, STRIDE, TRANSPOSED, OUT, OUT_ROW, OUT_COLUMN = (
     tl.constexpr(i) for i in range(11)
 )
-# Where a matrix that several programs share has its workspace, in elements of each precision.
+# Workspace offsets of a matrix that several programs share, in elements of each precision.
 SINGLE, HALF = tl.constexpr(11), tl.constexpr(12)
 
-# Tiles (rows, columns) that hold a matrix, by their number in the table; the mask of a launch names those it needs.
+# Tiles (rows, columns) that hold a matrix, by number; the mask of a launch selects those that it needs.
 TILES = ((32, 64), (32, 256), (64, 64), (64, 128), (64, 256), (128, 128))
 
 
@@ -50,9 +50,9 @@ def load_as_double(address, kind, offset, inside):
 
 @triton.jit
 def load_scaled(address, kind, offset, inside):
-    """Load a tile of any floating-point kind; return it in fp32, divided by its largest magnitude, and that.
+    """Load a tile of any floating-point kind; return it in fp32, divided by its largest magnitude, and the latter.
 
-    What is smaller than the smallest normal number counts as that: the tile is then merely smaller than one.
+    Magnitudes below the smallest normal number are replaced by it; the scaled tile is then smaller than one.
     """
     if kind == 1:
         wide = tl.load(address.to(tl.pointer_type(tl.float64)) + offset, mask=inside, other=0.0)
@@ -61,7 +61,7 @@ def load_scaled(address, kind, offset, inside):
     else:
         single = load_as_single(address, kind, offset, inside)
         greatest = tl.maximum(tl.max(tl.abs(single)), 1.1754943508222875e-38)
-        # A product, not a quotient an element: straight code runs as fast as it is fetched.
+        # One division, then products: fewer instructions to fetch.
         tile = single * (1.0 / greatest)
         largest = greatest.to(tl.float64)
     return tile, largest
@@ -69,9 +69,9 @@ def load_scaled(address, kind, offset, inside):
 
 @triton.jit
 def load_matrix(row, addresses, r, c):
-    """Load the entries (r, c) of a table row's matrix as `load_scaled` does, zeros outside of it.
+    """Load the entries (r, c) of a table row's matrix as `load_scaled` does, zeros outside.
 
-    It is contiguous along its rows, or along its columns when turned, and neighbouring lanes read along that.
+    Adjacent lanes read along the contiguous dimension: rows, or columns if transposed.
     """
     m = tl.load(row + ROWS)
     n = tl.load(row + COLUMNS)
@@ -93,7 +93,7 @@ def load_matrix(row, addresses, r, c):
 
 @triton.jit
 def load_single(row, addresses, r, c):
-    """Load the entries (r, c) of a table row's matrix in fp32, or its transpose when turned; not for float64."""
+    """Load the entries (r, c) of a table row's matrix in fp32, or their transpose if transposed; not for float64."""
     m = tl.load(row + ROWS)
     n = tl.load(row + COLUMNS)
     address = tl.load(addresses + tl.load(row + TENSOR))
@@ -124,7 +124,7 @@ def load_upright(row, addresses, r, c):
 def load_double(row, addresses, r, c):
     """Load the entries (r, c) of a table row's matrix in float64; return them and a power of two near the largest.
 
-    What is scaled by powers of two and summed in float64 hardly depends on how a matrix was cut.
+    Sums in float64 of values scaled by powers of two hardly depend on how a matrix is divided.
     """
     m = tl.load(row + ROWS)
     n = tl.load(row + COLUMNS)
@@ -147,7 +147,7 @@ def load_double(row, addresses, r, c):
 
 @triton.jit
 def store_result(row, out, x, r, c):
-    """Store entries (r, c) of a table row's result, which is contiguous along one of its axes."""
+    """Store entries (r, c) of a table row's result, which is contiguous along one axis."""
     m = tl.load(row + ROWS)
     n = tl.load(row + COLUMNS)
     down = tl.load(row + OUT_ROW)
@@ -161,14 +161,14 @@ def store_result(row, out, x, r, c):
 
 @triton.jit
 def whole_matrix(row, addresses, coefficients, out, MP: tl.constexpr, NP: tl.constexpr, STEPS: tl.constexpr):
-    """Take one matrix, at most MP × NP, through normalisation and all steps."""
+    """Normalise one matrix, at most MP × NP, and run all steps."""
     r = tl.arange(0, MP)
     c = tl.arange(0, NP)
     x, _ = load_matrix(row, addresses, r, c)
     norm = tl.sqrt(tl.sum(x * x))
     x = x * (1.0 / tl.where(norm == 0.0, 1.0, norm))
-    # The polar factor of a vector is its direction: a, b, c = 1, 0, 0. (A branch around the loop would cost a change of
-    # layout in each step.)
+    # The polar factor of a vector is its direction: a, b, c = 1, 0, 0. (A branch around the loop would cost a layout
+    # conversion per step.)
     vector = tl.load(row + ROWS) == 1
     for k in range(STEPS):
         a = tl.where(vector, 1.0, tl.load(coefficients + 3 * k))
@@ -209,7 +209,7 @@ def small_matrices(table, addresses, coefficients, out, MASK: tl.constexpr, STEP
 
 @triton.jit(do_not_specialize=[f"a{i}" for i in range(16)])
 def write_addresses(addresses, first, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15):
-    """Write 16 addresses, which travel as arguments: no copy from the host, and a captured graph holds them."""
+    """Write 16 addresses passed as kernel arguments: no copy from the host, and a captured graph contains them."""
     p = addresses + first
     tl.store(p, a0)
     tl.store(p + 1, a1)
