@@ -213,6 +213,8 @@ def _bounded(data: Any, source: str) -> None:
             problem = f"holds a whole number of {len(str(abs(value)))} digits, which does not fit into 64 bits"
         elif any(isinstance(word, str) and _SURROGATE.search(word) for word in words):
             problem = "holds half of a surrogate pair, which is no character"
+        elif any(isinstance(word, str) and "\0" in word for word in words):
+            problem = "holds the character NUL, which no name may contain"
     if problem:
         raise InputError([Problem("", problem)], source)
 

@@ -254,6 +254,7 @@ class TrainingSettings(Section):
     rank_timeout: float = setting(
         60.0,
         above=0.0,
+        maximum=30 * 86400.0,
         doc="Time after which a process that the others wait for is given up, and the run ends with an error [s].",
     )
 

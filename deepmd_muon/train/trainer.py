@@ -205,7 +205,9 @@ class Trainer:
                 self._now("reporting", self.step)
                 reports.step(self.step, lr, found, shown)
             reports.advance(self.step)
-            self.checkpoints.poll()
+            if self.checkpoints.writing:
+                self._now("saving", self.step)
+                self.checkpoints.poll()
             if not dropped and self.data.training.cache.dropped:
                 dropped = True
                 log.warning("some atoms have more neighbours than sel allows: the farthest are left out")

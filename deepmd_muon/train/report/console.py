@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -14,6 +13,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 log = logging.getLogger(__name__)
+
+# No end is foretold beyond a century, where dates overflow [s].
+_LONGEST = 100 * 365.25 * 86400
 
 
 def metrics_line(step: int, kind: str, metrics: Mapping[str, float], lr: float | None = None) -> str:
@@ -27,7 +29,7 @@ def metrics_line(step: int, kind: str, metrics: Mapping[str, float], lr: float |
 def timing_line(step: int, seconds: float, remaining: float | None, now: datetime.datetime) -> str:
     """Return the line that says how long the last interval took and when the run will end [s]."""
     line = f"Batch {step:7d}: total wall time = {seconds:.2f} s"
-    if remaining is None or not math.isfinite(remaining):
+    if remaining is None or not remaining < _LONGEST:
         return line
     left = datetime.timedelta(seconds=int(remaining))
     return f"{line}, eta = {left} at {now + left:%Y-%m-%d %H:%M}"

@@ -29,6 +29,8 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{k}: &a{k} {{<<: [*a{k - 1}, *a{k - 1}]
         ("a.json", '{"model": ' + "[" * 100_000 + "}", "deep"),
         ("a.json", '{"\\ud800": 1}', "surrogate"),
         ("a.json", '{"training": {"disp_file": "\\ud800"}}', "surrogate"),
+        ("a.json", '{"training": {"save_ckpt": "a\\u0000b"}}', "NUL"),
+        ("a.yaml", 'training: {save_ckpt: "a\\0b"}', "NUL"),
     ],
 )
 def test_a_large_input_is_refused_soon(tmp_path, name, text, word):
@@ -54,6 +56,7 @@ HUGE = {
     "loss/start_pref_f": [1e300],
     "training/numb_steps": [1e300, 1e19],
     "training/seed": [1e25],
+    "training/rank_timeout": [1e25, 1e12],
     "training/gradient_max_norm": [1e300],
 }
 

@@ -130,7 +130,8 @@ def test_log_lines():
     assert timing_line(200, 1.234, 3700.9, now) == (
         "Batch     200: total wall time = 1.23 s, eta = 1:01:40 at 2026-01-02 04:05"
     )
-    assert timing_line(200, 1.234, None, now) == "Batch     200: total wall time = 1.23 s"
+    for unknown in (None, float("inf"), float("nan"), 1e20):  # the last ends after the calendar
+        assert timing_line(200, 1.234, unknown, now) == "Batch     200: total wall time = 1.23 s"
 
 
 def test_reports_of_a_run_reach_log_and_file(caplog):
