@@ -12,6 +12,7 @@ from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.loss import EnergyLoss
 from deepmd_muon.model import CheckpointError, build_model, environment_statistics
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
+from deepmd_muon.model.descriptor.dpa1.attention import _Rescaled
 from deepmd_muon.optim import HybridMuon
 
 FIXTURE = read_fixture(HERE / "dpa1.pt.gz")
@@ -231,3 +232,12 @@ def test_a_list_of_slots_counts_by_its_sum():
     model, _ = load("truncated")
     assert (model.sel, model.by_type) == ((14,), False)
     assert len(model.atomic_model.fitting_net.filter_layers.networks) == 1
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_rescaling_is_torchs_own_and_its_gradients_are_right(centred):
+    x = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    own = torch.nn.functional.layer_norm(x, (5,)) if centred else torch.nn.functional.normalize(x, dim=-1)
+    torch.testing.assert_close(_Rescaled.apply(x, 1e-5 if centred else 1e-12, centred)[0], own, rtol=1e-14, atol=1e-14)
+    torch.autograd.gradcheck(lambda x: _Rescaled.apply(x, 1e-5, centred), (x,))
+    torch.autograd.gradgradcheck(lambda x: _Rescaled.apply(x, 1e-5, centred), (x,))
