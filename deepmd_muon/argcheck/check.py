@@ -205,7 +205,7 @@ class _Walk:
         elif similar:
             hint = f"did you mean {' or '.join(dict.fromkeys(similar))}?"
         else:
-            hint = f"the nearest is {nearest[0]!r}" if nearest else "this section has no keys"
+            hint = f"remove it; the nearest is {nearest[0]!r}" if nearest else "remove it; this section has no keys"
         self.problem((*path, name), f"is not a known key; {hint}")
 
 

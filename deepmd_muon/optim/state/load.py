@@ -135,9 +135,11 @@ def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: Rout
         settings = [group.settings for _, _, group in _parameters(present)]
         rules = [RoutingRules(each.muon_mode, each.min_matrix_dim) for each in settings]
         return read_deepmd_kit(groups, state, routing, rules)
+    if all({"betas", "param_names"} <= group.keys() for group in groups):
+        return _read_adam(groups, state, routing)
     raise ForeignStateError(
-        f"the optimizer state has no routing manifest; it looks like the state of {_likely_optimizer(state)}. "
-        "Start from the weights alone with a fresh optimizer state (dp train --init-model)."
+        f"the optimizer state looks like that of {_likely_optimizer(state)}: it has no routing manifest, and is not an "
+        "Adam state with names of parameters, so it cannot be loaded"
     )
 
 
@@ -153,6 +155,24 @@ def _read_own(groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]])
             )
         by_name = {entry.name: key for entry, key in zip(table, keys, strict=True)}
     return {entry.name: SavedParameter(entry, _without_powers(state.get(by_name[entry.name], {}))) for entry in table}
+
+
+def _read_adam(
+    groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Mapping[str, Any]], present: RouteTable
+) -> dict[str, SavedParameter]:
+    """Read a state dict of torch's Adam or AdamW as one whose parameters are all on that route."""
+    known = {entry.name: entry for entry in present}
+    found = {}
+    for group in groups:
+        route: Route = "adamw" if group.get("decoupled_weight_decay") else "adam"
+        for name, key in zip(map(canonical_name, group["param_names"]), group["params"], strict=True):
+            values = {k: v for k, v in state.get(key, {}).items() if k in STATE_OF_ROUTE[route]}
+            if "exp_avg" in values:
+                entry = RouteEntry(name, tuple(values["exp_avg"].shape), None, route, "recorded")
+                found[name] = SavedParameter(entry, values)
+            elif name in known:  # never stepped: there is nothing to compare
+                found[name] = SavedParameter(known[name], {})
+    return found
 
 
 def _without_powers(values: Mapping[str, Any]) -> dict[str, Any]:

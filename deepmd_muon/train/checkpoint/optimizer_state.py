@@ -53,11 +53,20 @@ def load_optimizer_state(
             names = deepmd_kit_parameter_names(model)
             optimizer.load_state_dict(name_deepmd_kit_state(state, names, step))
         else:
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(_with_names(state, model))
     except ForeignStateError as error:
         raise CheckpointError(f"{source}: {error}; {advice}") from error
     except RoutingMismatchError as error:
         raise CheckpointError(f"{source}: {error}") from error
+
+
+def _with_names(state: Mapping[str, Any], model: EnergyModel) -> dict[str, Any]:
+    """Attach names to deepmd-kit's Adam state, which is by position, empty parameters included."""
+    groups = state["param_groups"]
+    names = deepmd_kit_parameter_names(model)
+    if len(groups) != 1 or {"routes", "param_names"} & groups[0].keys() or len(groups[0]["params"]) != len(names):
+        return dict(state)
+    return {**state, "param_groups": [{**groups[0], "param_names": names}]}
 
 
 def read_state_part(optimizer: torch.optim.Optimizer, content: Mapping[str, Any], path: Path) -> bool:

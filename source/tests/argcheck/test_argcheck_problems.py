@@ -206,7 +206,7 @@ def test_wrong_elements_of_a_list_are_all_named(water, problems):
         ("learning_rate/decay_phase_ratio", "did you mean learning_rate/decay_phase_ratio with type 'wsd'?"),
         ("training/stop_bach", "did you mean 'stop_batch'?"),
         ("training/DISP_FREQ", "did you mean 'disp_freq'?"),
-        ("model/start_learning_lr", "the nearest is 'fitting_net'"),
+        ("model/start_learning_lr", "remove it; the nearest is 'fitting_net'"),
         ("loss/decay_step", "did you mean learning_rate/decay_steps?"),
     ],
 )

@@ -187,6 +187,32 @@ def test_unfreezing_without_saved_state_needs_a_policy_too():
     assert not loaded.state
 
 
+@pytest.mark.parametrize(("kind", "route"), [(torch.optim.Adam, "adam"), (torch.optim.AdamW, "adamw")])
+def test_torchs_adam_migrates_by_name(kind, route, caplog):
+    def make():
+        return [("w", nn.Parameter(random(4, 6))), ("b", nn.Parameter(random(6))), ("v", nn.Parameter(random(3, 3)))]
+
+    old = make()
+    saved = kind(old, lr=0.02)
+    for seed in range(3):
+        for name, p in old:
+            p.grad = random(*p.shape, seed=seed) if name != "v" else None
+        saved.step()
+    new = make()
+    patterns = {"adamw_patterns": ["b"]} if route == "adamw" else {}
+    with pytest.raises(RoutingMismatchError, match=f"w: saved: route {route}, shape 4x6; present: route muon"):
+        HybridMuon(new[::-1], 0.02, **patterns).load_state_dict(saved.state_dict())
+    loaded = HybridMuon(new[::-1], 0.02, on_route_change="migrate", **patterns)
+    loaded.load_state_dict(saved.state_dict())
+    (w, b, v), (old_w, old_b, _) = [p for _, p in new], [p for _, p in old]
+    momentum = saved.state[old_w]["exp_avg"] / (1 - 0.9**3)
+    torch.testing.assert_close(loaded.state[w]["momentum_buffer"], momentum)
+    for key, value in saved.state[old_b].items():
+        assert torch.equal(loaded.state[b][key], value)
+    assert v not in loaded.state
+    assert sum("becomes the momentum" in message for message in caplog.messages) == 1
+
+
 # deepmd-kit's states, in the form its versions write.
 
 SHAPES = {
