@@ -1,5 +1,7 @@
 """The main job through the command line: train, test, show, restart, and a trajectory with the trained potential."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -10,11 +12,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deepmd_muon.cli.main import main
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "water_xtb"
 
 
 def dp(folder, *words, status=0):
-    """Run our command line in a folder and return what it printed."""
+    """Run our command line in a folder, in this process, and return what it printed."""
+    printed, before = io.StringIO(), os.getcwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            assert main(words) == status, printed.getvalue()[-3000:]
+    finally:
+        os.chdir(before)
+    return printed.getvalue()
+
+
+def dp_process(folder, *words):
+    """Run our command line in a process of its own and return what it printed."""
     done = subprocess.run(
         [sys.executable, "-m", "deepmd_muon", *words],
         cwd=folder,
@@ -23,7 +39,7 @@ def dp(folder, *words, status=0):
         text=True,
         check=False,
     )
-    assert done.returncode == status, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
 
 
@@ -40,7 +56,7 @@ def trained(tmp_path_factory):
     content["training"]["validation_data"]["numb_btch"] = 2
     content["learning_rate"]["stop_lr"] = 1e-4
     (folder / "input.json").write_text(json.dumps(content))
-    log = dp(folder, "--pt", "train", "input.json")
+    log = dp_process(folder, "--pt", "train", "input.json")
     return folder, content, log
 
 
