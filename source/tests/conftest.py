@@ -32,6 +32,8 @@ QUICK = (
     *("optim/test_*routing*.py", "optim/test_*build*.py"),
     *("train/test_learning_rate.py", "train/test_ema.py", "train/test_report.py"),
 )
+# Tests in these files that take long: pre-commit checks types, and the others start processes that import torch.
+NOT_QUICK = ("test_types_fit", "test_code_of_the_extension_page_runs", "test_importing_")
 # The longest files come first, in this order, so that parallel workers end together.
 LONGEST = (
     *("train_parallel/*.py", "optim_sharded/test_sharded_step.py", "optim/test_kernels_interpreter.py"),
@@ -46,6 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         path = item.path.relative_to(TESTS)
         apart = any(item.get_closest_marker(name) for name in ("slow", "gpu", "deepmd_kit", "lammps"))
+        apart = apart or item.name.startswith(NOT_QUICK)
         if not apart and any(path.match(pattern) for pattern in QUICK):
             item.add_marker(pytest.mark.quick)
     items.sort(key=lambda item: _place(item.path.relative_to(TESTS)))

@@ -4,7 +4,7 @@ import json
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepmd_muon.argcheck import dump, load, normalize
@@ -134,6 +134,7 @@ def test_normalising_twice_is_normalising_once(given_input):
 
 
 @given(inputs)
+@settings(max_examples=20)  # the validator takes long
 def test_every_normalised_input_satisfies_both_schemas(given_input):
     normalized = normalize(given_input).normalized
     assert [error.message for error in VALIDATOR.iter_errors(normalized)] == []
