@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from deepmd_muon.data import Frames, System
-from deepmd_muon.files import append_to, fresh_file
+from deepmd_muon.files import append_to, fresh_file, make_folder_of
 from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.predictor import Predictor
 
@@ -131,7 +131,7 @@ class DeviationFile:
 
     def __init__(self, path: Path, *, atomic: bool = False) -> None:
         self._path, self._atomic = path, atomic
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder_of(path)
         fresh_file(path).close()
 
     def add(self, system: str, steps: np.ndarray, table: np.ndarray, of_force: np.ndarray) -> None:

@@ -66,11 +66,20 @@ def _cause(error: Exception, moment: Moment) -> str | None:
     """Return the cause in words; None when only a traceback, or another rank, can tell it."""
     if is_lost_connection(error):
         return None
-    if failure := failure_of(error):
+    if failure := next(filter(None, map(failure_of, _chain(error))), None):
         return failure
     if moment.step and (isinstance(error, OSError) or type(error).__module__.startswith("deepmd_muon")):
         return str(error)
     return f"{type(error).__name__}: {error}" if moment.reads_data else None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those behind it: what ends the capture of a graph may hide that there was no memory."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def last_good(checkpoint: Path | None) -> str:

@@ -82,6 +82,31 @@ def test_the_thread_that_reads_ahead_dies(ends, error):
     assert not str(error) or str(error) in message or failure_of(error) in message
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_no_memory_on_the_gpu_itself(ends, monkeypatch):
+    monkeypatch.setenv("DEVICE", "cuda")
+    original, calls = TrainingStep.__call__, []
+
+    def large(self, *args):
+        calls.append(args)
+        return original(self, *args) if len(calls) < 4 else torch.empty(1 << 50, device="cuda")
+
+    message = ends(TrainingStep, "__call__", large, capture="off")
+    assert all(word in message for word in ("step 4", "the GPU has no memory left", "batch_size", "model.ckpt-2.pt"))
+
+
+def test_what_hides_a_lack_of_memory_does_not_count(ends):
+    try:
+        try:
+            raise torch.OutOfMemoryError(CUDA)
+        finally:
+            raise RuntimeError("capture_end called before capture_begin")
+    except RuntimeError as caught:
+        error = caught
+    assert "2.50 GiB" in ends(TrainingStep, "__call__", failing(TrainingStep.__call__, 4, error))
+
+
 def test_a_directory_under_way_is_kept(ends):
     error = MemoryError()
     message = ends(TrainingStep, "__call__", failing(TrainingStep.__call__, 3, error), checkpoint_format="dcp")
