@@ -167,5 +167,6 @@ def _checkpoint_routing(path: Path) -> str:
     groups = checkpoint["optimizer"]["param_groups"]
     if not any("routes" in group or "lr_adjust" in group for group in groups):
         return f"{path} holds the state of Adam or AdamW, which treat all parameters alike: there are no routes"
-    routing = RouteTable.from_manifest(groups)
+    # Files list the empty parameters of deepmd-kit's model, too.
+    routing = RouteTable([entry for entry in RouteTable.from_manifest(groups) if 0 not in entry.shape])
     return f"{routing}\n\n{routing.summary()}"

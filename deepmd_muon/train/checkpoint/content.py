@@ -17,6 +17,7 @@ from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.checkpoint_file import FORMAT_VERSION, OWN_KEY, checkpoint_path
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.train.checkpoint.changes import report_changes
+from deepmd_muon.train.checkpoint.for_deepmd_kit import in_deepmd_kits_order, parameter_order
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.setup import Data
 
@@ -65,7 +66,9 @@ class RunState:
                 {**infos, "lr": lr, "step": step - 1},  # deepmd-kit counts from 0
                 min_nbor_dist=self.min_nbor_dist,
             ),
-            "optimizer": _with_plain_rates(self.optimizer.state_dict()),
+            "optimizer": in_deepmd_kits_order(
+                _with_plain_rates(self.optimizer.state_dict()), parameter_order(self.model)
+            ),
             OWN_KEY: {
                 "version": FORMAT_VERSION,
                 "step": step,

@@ -14,6 +14,7 @@ from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
 from deepmd_muon.optim.routing.rules import canonical_name
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit
+from deepmd_muon.train.checkpoint.for_deepmd_kit import in_own_order
 from deepmd_muon.train.checkpoint.reading import read_into
 from deepmd_muon.train.errors import CheckpointError
 
@@ -90,14 +91,15 @@ def read_state_part(optimizer: torch.optim.Optimizer, content: Mapping[str, Any]
     saved = content.get("optimizer")
     if not saved or len(saved["param_groups"]) != 1 or "param_names" not in saved["param_groups"][0]:
         return False
+    saved = in_own_order(saved, [canonical_name(n) for each in optimizer.param_groups for n in each["param_names"]])
     (group,) = saved["param_groups"]
     if isinstance(optimizer, HybridMuon):
         if any(group.get(key) != value for key, value in optimizer.routing.manifest().items()):
             return False
         fresh = optimizer.fresh_state()
     else:
-        (here,) = optimizer.param_groups
-        pairs = zip(here["param_names"], here["params"], strict=True)
+        (present,) = optimizer.param_groups
+        pairs = zip(present["param_names"], present["params"], strict=True)
         fresh = {n: {"step": torch.zeros(()), **{k: torch.empty_like(p) for k in _MOMENTS}} for n, p in pairs}
     names = {i: canonical_name(name) for i, name in zip(group["params"], group["param_names"], strict=True)}
     numbers = {names[i]: i for i in saved["state"]}
@@ -108,8 +110,8 @@ def read_state_part(optimizer: torch.optim.Optimizer, content: Mapping[str, Any]
     if isinstance(optimizer, HybridMuon):
         optimizer.load_state_dict({"state": {numbers[name]: x for name, x in fresh.items()}, "param_groups": [group]})
     else:
-        present = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": dict(enumerate(fresh.values())), "param_groups": present})
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": dict(enumerate(fresh.values())), "param_groups": groups})
     return True
 
 

@@ -226,6 +226,7 @@ def test_a_restart_moves_the_rows_of_the_optimizers_state(optimizer, ema, caplog
     assert after["state"].keys() == before["optimizer"]["state"].keys()
     for key, old in before["optimizer"]["state"].items():
         name, new = names[key], after["state"][key]
+        old = {what: x for what, x in old.items() if torch.is_tensor(x)}  # the powers of decays are deepmd-kit's
         assert old.keys() == new.keys()
         for what, value in old.items():
             rows = name == table and value.dim() == 2

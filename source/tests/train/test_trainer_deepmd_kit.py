@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from finetune_data import an_input, write_files
 
 pytestmark = [
     pytest.mark.deepmd_kit,
@@ -39,3 +40,62 @@ def test_a_checkpoint_of_deepmd_kit_continues_here(small_input, train, load):
     assert not torch.equal(before["model"][name], after["model"][name])
     # Two steps at this rate move the weights by little: the run continued, it did not start anew.
     assert torch.allclose(before["model"][name], after["model"][name], atol=0.02)
+
+
+DESCRIPTORS = {
+    "se_e2_a": {"sel": [30, 30], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 2},
+    "dpa1": {"sel": 30, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 2, "attn": 6, "attn_layer": 1},
+    "dpa3": {},
+}
+
+
+def run_deepmd_kit(*words):
+    done = subprocess.run(
+        [os.environ["DEEPMD_KIT_DP"], "--pt", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("kind", "optimizer"), [("se_e2_a", "HybridMuon"), ("dpa1", "Adam"), ("dpa3", "HybridMuon")])
+def test_deepmd_kit_continues_our_checkpoint(kind, optimizer, tmp_path, train):
+    """Three steps of ours and four of its own, which takes the last one again."""
+    write_files(tmp_path)
+    precision = "float32" if optimizer == "HybridMuon" else "float64"  # its HybridMuon restarts no float64 models
+    content = an_input(["O", "H"], lr=1e-3, optimizer=optimizer, numb_steps=3, save_freq=3)
+    given = {**content["model"]["descriptor"], "type": kind} if kind == "dpa3" else {"type": kind, **DESCRIPTORS[kind]}
+    content["model"]["descriptor"] = {**given, "seed": 1, "precision": precision}
+    content["model"]["fitting_net"] = {"neuron": [6, 6], "seed": 1, "precision": precision}
+    assert train(content, skip_neighbor_stat=True) == 0
+    content["training"]["numb_steps"] = 6
+    Path("more.json").write_text(json.dumps(content))
+    run_deepmd_kit("train", "more.json", "--restart", "model.ckpt-3.pt", "--skip-neighbor-stat")
+    states = torch.load("model.ckpt-6.pt", weights_only=True)["optimizer"]["state"].values()
+    if optimizer == "Adam":
+        assert {int(state["step"]) for state in states if state} == {7}
+    else:
+        assert {round(state["beta1_pow"] / 0.9**7, 9) for state in states if "beta1_pow" in state} == {1.0}
+    content["training"]["numb_steps"] = 7
+    assert train(content, restart="model.ckpt-6.pt", skip_neighbor_stat=True) == 0
+
+
+@pytest.mark.parametrize("branch", ["water", None])
+def test_fine_tuning_gives_deepmd_kits_numbers(branch, tmp_path, train, load):
+    """Both programs, one checkpoint and input, data of which all frames count; the rate is too small to matter."""
+    write_files(tmp_path)
+    content = an_input(["H", "O"])
+    Path("theirs.json").write_text(json.dumps({**content, "training": {**content["training"], "save_ckpt": "theirs"}}))
+    words = ["--model-branch", branch] if branch else []
+    words += ["--use-pretrain-script", "--skip-neighbor-stat", "--finetune", "branches.pt"]
+    run_deepmd_kit("train", "theirs.json", *words)
+    options = {"finetune": "branches.pt", "model_branch": branch, "use_pretrain_script": True}
+    assert train(content, skip_neighbor_stat=True, **options) == 0
+    ours, theirs = load()["model"], load("theirs-1.pt")["model"]
+    for name, value in theirs.items():
+        if name.endswith("out_bias") or (branch and name not in ("_extra_state",) and "out_std" not in name):
+            torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-11, msg=name)
+    if branch:
+        run_deepmd_kit("test", "-m", "model.ckpt.pt", "-s", "target", "-d", "detail")
