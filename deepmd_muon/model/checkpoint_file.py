@@ -12,7 +12,7 @@ from typing import Any
 from deepmd_muon.files import open_regular
 from deepmd_muon.model.checkpoint_archive import load_archive
 from deepmd_muon.model.checkpoint_directory import READ_ERRORS, SUFFIX, is_directory, read_directory
-from deepmd_muon.model.errors import CheckpointError, CheckpointFileError
+from deepmd_muon.model.errors import CheckpointFileError
 
 FORMAT_VERSION = 1
 OWN_KEY = "deepmd_muon"
@@ -85,16 +85,14 @@ def understood(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises
     ------
     CheckpointFileError
-        Naming the file; this package's own errors pass.
-    CheckpointError
-        When it describes a model that cannot be built here, also naming the file.
+        Naming the file; this package's own errors keep their class and name it too.
     """
     try:
         yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, MemoryError) as error:
         if type(error).__module__.startswith("deepmd_muon"):
+            if str(path) not in str(error) and error.args and str(error) == error.args[0]:
+                error.args = (f"{path}: {error}", *error.args[1:])
             raise
         found = (str(error) or "nothing more is known").splitlines()[0][:200]
         raise CheckpointFileError(

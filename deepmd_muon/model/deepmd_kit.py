@@ -195,6 +195,9 @@ def from_deepmd_kit(
             continue
         if not name.startswith(prefix):
             raise CheckpointError(f"the checkpoint holds {name!r}; names must begin with {prefix!r}")
+        if not isinstance(value, torch.Tensor) or value.is_complex() or value.layout is not torch.strided:
+            kind = f"{value.dtype} {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise CheckpointError(f"the checkpoint holds {kind} under {name!r}; expected a tensor of real numbers")
         short = name[len(prefix) :]
         _, part, below = short.split(".", 2) if short.count(".") > 1 else ("", "", "")
         if part in translations and translations[part].is_empty(below):
