@@ -44,7 +44,7 @@ def _builder_of(settings: object) -> Callable[..., Optimizer]:
 
 
 class OptimizerSettings(Protocol):
-    """What every configuration offers, and a third party's must offer to take its place."""
+    """The interface of every configuration, including those of third parties."""
 
     def build(self, model: nn.Module, lr: float | Tensor | None = None, replicas: Replicas | None = None) -> Optimizer:
         """Make the optimizer for the named parameters of a model.

@@ -109,7 +109,7 @@ def refuse_unsafe_capture(
     Raises
     ------
     CaptureError
-        When a group is not capturable, state would be made inside the graph (each replay would make it anew), a
+        When a group is not capturable, state would be made inside the graph (again at each replay), a
         trainable parameter has no gradient, the state is offloaded, or `on_nonfinite` needs the host.
     """
     if not params or not params[0].is_cuda or not torch.cuda.is_current_stream_capturing():

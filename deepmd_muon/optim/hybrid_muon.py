@@ -74,18 +74,13 @@ class HybridMuon(QuickOptimizer):
         ``model.named_parameters()``, or groups with their own settings; without names, rules on names are off.
     lr
         Learning rate of the Muon route; a 0-dim tensor is read on its device.
-    momentum, weight_decay, adam_betas, lr_adjust, lr_adjust_coeff, muon_mode, enable_gram, flash_muon, magma_muon
-        DeePMD's settings; see `HybridMuonConfig`, whose defaults they share.
+    momentum, weight_decay, adam_betas, lr_adjust, lr_adjust_coeff, muon_mode, enable_gram, flash_muon, magma_muon, \
+    nesterov, scaling, layout, schedule, large_schedule, large_matrix_dim, precision, deepmd_kit_arithmetic, \
+    adam_lr_ratio, adam_eps, adam_implementation, min_matrix_dim, vector_route, adam_patterns, adamw_patterns, \
+    expert_patterns, splits, on_route_change, on_nonfinite, offload, sharded
+        See `HybridMuonConfig`, whose defaults they share; `adam_betas` is (`adam_beta1`, `adam_beta2`).
     named_parameters
         (name, parameter) pairs that name unnamed `params`; a warning lists trainable ones missing from `params`.
-    nesterov, scaling, layout, schedule, large_schedule, large_matrix_dim, precision, deepmd_kit_arithmetic
-        The update of matrices; see `HybridMuonConfig`.
-    adam_lr_ratio, adam_eps, adam_implementation, min_matrix_dim, vector_route
-        The Adam routes and the parameters that take them; see `HybridMuonConfig`.
-    adam_patterns, adamw_patterns, expert_patterns, splits
-        Rules on names; see `HybridMuonConfig`.
-    on_route_change, on_nonfinite
-        How `load_state_dict` handles changed routes, and `step` non-finite gradients, in all groups.
     foreach
         False steps one parameter at a time, which is slow and needs least memory.
     capturable
@@ -94,17 +89,13 @@ class HybridMuon(QuickOptimizer):
         Maximize the objective; `differentiable` must be False.
     workspace
         Bound on the parameter elements of a wave. A step needs 20 to 24 bytes for each of them besides the state
-        (float32; on a GPU up to 27 where wide matrices share products). A larger parameter forms a wave of its own.
-    offload
-        Keep momenta and Adam's moments in (pinned) host memory; see `HybridMuonConfig` and the method `offload`.
+        (float32; on a GPU up to 27 where wide matrices share products). A larger parameter forms its own wave.
     offload_bytes
         Bound on the bytes of a transfer batch, of which two are on the device; like `workspace`, it bounds a wave. A
         larger moment is copied whole.
     replicas
         Device mesh or process group whose ranks hold copies of the non-DTensor parameters with equal gradients (DDP)
         and share the step. Without it, this process steps such parameters alone. DTensors carry their own layout.
-    sharded
-        How DTensors and replicated parameters are stepped; see `deepmd_muon.optim.sharded.ShardedSettings`.
     qk_clip
         Attention layers whose logits stay below a threshold; see `deepmd_muon.optim.qk_clip`.
 
@@ -209,7 +200,7 @@ class HybridMuon(QuickOptimizer):
             raise
 
     def _route_parameters(self) -> None:
-        """Compute the routing anew from names, shapes and settings, and store its manifest in the groups."""
+        """Recompute the routing from names, shapes and settings, and store its manifest in the groups."""
         self._compiled.raise_deferred()
         routing = Routing(self.param_groups)
         groups = routing.groups(self.param_groups)
@@ -247,7 +238,7 @@ class HybridMuon(QuickOptimizer):
         return self._sharded.fresh_state(self._groups()) if self._sharded else {}
 
     def _reroute_if_changed(self) -> None:
-        """Route parameters anew where a routing setting or `requires_grad` has changed, and log new routes."""
+        """Recompute the routing if a routing setting or `requires_grad` has changed, and log new routes."""
         if not self._routing.is_current(self.param_groups):
             before = self.routing
             self._route_parameters()
@@ -282,11 +273,11 @@ class HybridMuon(QuickOptimizer):
         if on and self._host_memory is None:
             self._host_memory = HostMemory(self.offload_bytes)
             self._host_memory.offload_all(self.state, self._params())
-            log.info("momenta and Adam's moments are kept in host memory from now on")
+            log.info("momenta and Adam's moments are now kept in host memory")
         elif not on and self._host_memory is not None:
             self._host_memory.restore(self.state)
             self._host_memory = None
-            log.info("momenta and Adam's moments are kept on the parameters' devices from now on")
+            log.info("momenta and Adam's moments are now kept on the parameters' devices")
         self._compiled.reset(self._sharded)
 
     def _params(self) -> list[Tensor]:
@@ -307,7 +298,7 @@ class HybridMuon(QuickOptimizer):
         Returns
         -------
         Any
-            What the closure returned, or None.
+            The value of the closure, or None.
 
         Raises
         ------
@@ -320,7 +311,7 @@ class HybridMuon(QuickOptimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        with torch._C._DisableAutocast():  # the closure alone sees the caller's autocast
+        with torch._C._DisableAutocast():  # autocast applies to the closure only
             self._step(qk_logits)
         return loss
 

@@ -1,4 +1,4 @@
-"""Named ranges of a step for torch's profiler; outside of one they cost a check each."""
+"""Named ranges of a step for torch's profiler; without a profiler each costs one check."""
 
 from __future__ import annotations
 

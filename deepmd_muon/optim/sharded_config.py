@@ -58,11 +58,11 @@ class ShardedSettings:
     gather_dtype: GatherDtype = setting(
         "full",
         doc=(
-            "Element type on the way to the owner; 'full' is float32, or float64 for float64 parameters. Rounding "
+            "Element type of the messages to the owner; 'full' is float32, or float64 for float64 parameters. Rounding "
             "before the orthogonalization amplifies the noise of low-rank matrices to full strength."
         ),
     )
-    return_dtype: ReturnDtype = setting("full", doc="Element type of the updates on the way back.")
+    return_dtype: ReturnDtype = setting("full", doc="Element type of the returned updates.")
     free_gradients: bool = setting(
         False,
         doc="Set the gradient of an exchanged parameter to None as soon as its momentum is updated.",

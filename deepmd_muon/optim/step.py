@@ -155,12 +155,12 @@ class CompiledStep:
             self.sharded.raise_deferred()
 
     def reset(self, sharded: ShardedPart | None) -> None:
-        """Release all references to parameters, gradients and state; the next step is compiled anew.
+        """Release all references to parameters, gradients and state; the next step is recompiled.
 
         Parameters
         ----------
         sharded
-            The part of the step on parameters that live on several ranks, from now on.
+            The new part of the step on parameters that live on several ranks.
         """
         self._snapshot, self._waves = None, None
         self._groups, self._with_gradients, self.params = (), [], []

@@ -36,7 +36,7 @@ class AddressTable:
 
 
 def captured_addresses(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a table of the tensors' addresses for the graph being captured, whose replays write it anew."""
+    """Return a table of the tensors' addresses for the graph being captured; each replay writes it."""
     table = torch.empty(_padded(len(tensors)), dtype=torch.int64, device=tensors[0].device)
     for first in range(0, len(tensors), _AT_ONCE):
         some = [x.data_ptr() for x in tensors[first : first + _AT_ONCE]]

@@ -114,9 +114,9 @@ def program(coefficients: Coefficients, rows: int, columns: int) -> tuple[Produc
 def segments(coefficients: Coefficients, rows: int, columns: int) -> list[Coefficients]:
     """Divide the steps into segments that multiply X once each, as few as precision allows.
 
-    A step is R = X Xᵀ, p = a I + b R + c R² and X ← p X. Where X is wide, products with it are dear. All polynomials in
-    R commute, so that the next R is p R p, and polynomials of several steps can be multiplied before X is. But an error
-    of R where X has no part grows by a² in each step until R is computed anew.
+    A step is R = X Xᵀ, p = a I + b R + c R² and X ← p X. Products with a wide X are expensive. All polynomials in R
+    commute, so the next R is p R p, and the polynomials of several steps can be multiplied before X is. But an error of
+    R outside the range of X grows by a² in each step until R is recomputed.
     """
     most = next((steps for least, steps in _FIRST_STEPS if rows >= least), 0)
     if most == 0 or columns < _WIDE * rows:
@@ -127,7 +127,7 @@ def segments(coefficients: Coefficients, rows: int, columns: int) -> list[Coeffi
 
 
 def _may_share(growth: Sequence[float], rows: int, most: int) -> bool:
-    """Return whether errors of R may grow by these factors before R is computed anew from X."""
+    """Return whether errors of R may grow by these factors before R is recomputed from X."""
     return max(growth) <= _GROWTH or (rows >= _MANY_ROWS and math.prod(growth) <= _GROWTH ** (most - 1))
 
 

@@ -67,7 +67,7 @@ class Span:
         Number of its matrices.
     place
         Offset of their contiguous results, in elements.
-    turned
+    transposed
         Whether results have the smaller dimension as columns.
     """
 

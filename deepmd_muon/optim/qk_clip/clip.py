@@ -151,7 +151,7 @@ class Clipper:
             What `checked` returned: the largest logit of each head, −inf for heads that this rank does not compute.
             Layers may be missing. On several ranks all must give the same layers: the maximum over the ranks counts.
         skip
-            1 on the device leaves everything as it is.
+            Device predicate; 1 leaves all parameters unchanged.
         """
         device = local_of(self._targets[0].p).device
         largest = torch.full((self._heads,), -math.inf, dtype=torch.float64, device=device)

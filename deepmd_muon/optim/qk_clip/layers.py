@@ -157,7 +157,7 @@ class LatentQK:
 
     @property
     def key_heads(self) -> int:
-        """Every head has a key of its own."""
+        """The number of heads: each has its own key."""
         return self.heads
 
     def rows(self, shapes: Mapping[str, tuple[int, ...]], routes: Mapping[str, RouteEntry]) -> list[HeadRows]:

@@ -40,8 +40,7 @@ _OTHER_FORM = {"adam_beta1", "adam_beta2", *_SCHEDULES}
 _FIELDS = [f for f in dataclasses.fields(HybridMuonConfig) if f.name not in _OF_ALL_GROUPS | _OTHER_FORM]
 LISTS = tuple(field.name for field in _FIELDS if isinstance(field.default, tuple))
 _PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in LISTS)
-# What else a new group may hold: parameters, a label for loggers, and what torch's schedulers leave in a group that is
-# added again.
+# Other keys of a new group: parameters, a label for loggers, and the keys that torch's schedulers add to groups.
 _MORE_KEYS = (
     *("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"),
 )

@@ -6,7 +6,7 @@ others form buckets, each exchanged by one all-to-all to the owners and one back
 processing time first (R. L. Graham, SIAM J. Appl. Math. 17, 416, 1969): blocks of all shapes in falling order of
 work, each to the rank with least work so far, ties by bytes and then rank.
 
-Parameters whose meshes consist of the same ranks share a *domain*, with exchanges of its own.
+Parameters whose meshes consist of the same ranks share a *domain*, which has its own exchanges.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PlannedParameter:
     itemsize
         Bytes of one element of its update: 4, or 8 for float64.
     damped
-        Whether Magma's statistics travel with its blocks.
+        Whether messages carry Magma's statistics of its blocks.
     steps, gram
         Iterations of the orthogonalization, and whether the Gram form may be used; they determine the work.
     state_layout

@@ -104,7 +104,7 @@ class ShardedStep:
         self._presence: GradientPresence | None = None
 
     def reset(self) -> None:
-        """Release all references to parameters' memory and state; the next step is bound anew."""
+        """Release all references to parameters' memory and state; the next step binds them again."""
         self._bound = self._compiled = False
         if self._elements is not None:
             self._elements.reset()

@@ -1,8 +1,8 @@
 """The optimizer's moments in host memory: copied to the device one batch at a time around a step, and back.
 
 A *transfer batch* is the state that one portion of the step needs. While batch i is stepped, batch i + 1 is copied to
-the device and batch i − 1 back. Two device buffers take turns; beside the step's own workspace they are all the device
-memory that the moments use. Copies run on two CUDA streams, one in each direction, between pinned memory and the
+the device and batch i − 1 back. Two device buffers take turns; besides the step's workspace, they are the only device
+memory that offloading needs. Copies run on two CUDA streams, one in each direction, between pinned memory and the
 buffers. Without a GPU the same code copies synchronously from memory to memory.
 
 Momenta and Adam's moments are offloaded; step counts and Magma's scores, one number per parameter or matrix, are not.

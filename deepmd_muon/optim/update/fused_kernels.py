@@ -6,7 +6,7 @@ in a fixed order, so that a step is bitwise reproducible.
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 # ruff: noqa: ANN001, ANN201
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
+# Reason for both: Triton compiles these functions, whose arguments have Triton's types, not Python's, and a
 # branch that is decided at compile time must be a statement.
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ cooperative and never exceed the device. Programs exchange iterates in fp16; the
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 # ruff: noqa: ANN001, ANN201, SIM102
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and an
+# Reason for both: Triton compiles these functions, whose arguments have Triton's types, not Python's, and an
 # `if` on a constant must stand alone to leave code out.
 
 from __future__ import annotations

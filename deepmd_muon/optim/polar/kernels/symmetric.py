@@ -6,7 +6,7 @@ later steps would amplify its rounding errors.
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 # ruff: noqa: ANN001, ANN201
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's.
+# Reason for both: Triton compiles these functions, whose arguments have Triton's types, not Python's.
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def symmetric_product(
 ):  # fmt: skip
     """Write L Sᵀ, KIND 0, or the symmetric w₀ L + w₁ S + w₂ L S, KIND 2; KIND 1 where L and S are one and the same.
 
-    Matrices (matrices, order, order) are stored as an fp32 diagonal and fp16 entries beside it; KIND 0 is for X, which
-    is not. Fine matrices also have a rest: scaled rounding residuals, on and below the diagonal, which enter sums
+    Matrices (matrices, order, order) are stored as an fp32 diagonal and fp16 off-diagonal entries; KIND 0 is for X,
+    which is not. Fine matrices also have a rest: scaled rounding residuals, on and below the diagonal, which enter sums
     but not the matrix product. `left` and `right` describe operands in T × K tiles, the others SQUARE × SQUARE tiles of
     L, S, the result and the rests. T is SQUARE, or twice that.
     """
@@ -201,9 +201,9 @@ def update(
     Tensor cores truncate partial sums, so the error grows with the number of terms, and later steps amplify its part
     outside the range of X. With CHUNK > 0, tensor cores sum CHUNK terms at a time and fp32 units add these sums.
     `polynomial` describes E in T × K tiles, `current` the fp16 X in K × N tiles; `present`, X in fp32 or the same fp16
-    one, `master`, where X is kept in fp32, and `following`, its next fp16 copy, are described in T × N/2 tiles. For the
-    first step `present` may describe the inputs from the `first` on, of which X is made with `factors`, and in the last
-    one `master` their results; in N/2 × T tiles where these are turned.
+    one, `master`, where X is kept in fp32, and `following`, its next fp16 copy, are described in T × N/2 tiles. In the
+    first step `present` may describe the inputs starting at `first`, which `factors` normalise, and in the last step
+    `master` their results; in N/2 × T tiles where these are transposed.
     """
     number = tl.program_id(0)
     matrix = first + tl.program_id(1)
