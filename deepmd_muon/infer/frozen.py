@@ -81,7 +81,8 @@ class FrozenModel:
         local = np.empty(len(atype), dtype=np.int64)
         local[owner[:nloc]] = np.arange(nloc)
         arrays = [torch.from_numpy(array)[None].to(self.device) for array in (*given, local[owner])]
-        found = self._program.forward_lower(*arrays)
+        with torch.enable_grad():  # a program may differentiate
+            found = self._program.forward_lower(*arrays)
         values = {name: value[0].detach().to("cpu", torch.float64).numpy() for name, value in found.items()}
         out.energy[frame] = values["energy"].item()
         out.atom_energy[frame, owner[:nloc]] = values["atom_energy"][:, 0]

@@ -51,4 +51,14 @@ LARGER = {
         "neuron": [8, 16],
         "axis_neuron": 4,
     },
+    "se_atten": {
+        "type": "se_atten",
+        "sel": 60,
+        "rcut": 4.5,
+        "rcut_smth": 1.0,
+        "neuron": [8, 16],
+        "axis_neuron": 4,
+        "attn": 8,
+        "attn_layer": 2,
+    },
 }

@@ -4,7 +4,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from frozen_models import SE_E2_A, build
+from frozen_models import LARGER, SE_E2_A, build
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data.ghosts import with_ghosts
@@ -18,6 +18,7 @@ from deepmd_muon.model import ModelError
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.section import thaw
 
+DPA1 = LARGER["se_atten"] | {"rcut": 4.0, "seed": 1}
 MODELS = {
     "se_e2_a": (SE_E2_A, {}),
     "fewer slots than neighbours": (SE_E2_A | {"sel": [5, 9]}, {}),
@@ -29,6 +30,11 @@ MODELS = {
         SE_E2_A | {"activation_function": "silut:0.5", "set_davg_zero": True, "env_protection": 0.01},
         {"atom_ener": [-1.0, None], "activation_function": "gelu"},
     ),
+    "DPA-1": (DPA1, {}),
+    "DPA-1, few slots, not smooth": (DPA1 | {"sel": 20, "smooth_type_embedding": False, "resnet_dt": True}, {}),
+    "DPA-1 with a mean": (DPA1 | {"set_davg_zero": False, "type_one_side": True, "neuron": [5, 10]}, {}),
+    "DPA-1, stripped types": (DPA1 | {"tebd_input_mode": "strip", "attn_layer": 0, "concat_output_tebd": False}, {}),
+    "DPA-1 v2": (DPA1 | {"type": "se_atten_v2", "attn_dotr": False, "normalize": False, "temperature": 0.5}, {}),
     "float32": (SE_E2_A | {"precision": "float32"}, {"precision": "float32"}),
 }
 
@@ -166,6 +172,11 @@ def test_ase_moves_atoms_with_the_file(frozen, water_frames):
         atoms.calc = DeepPotCalculator(path, device="cpu")
         forces.append(atoms.get_forces())
     np.testing.assert_allclose(forces[1], forces[0], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LARGER if kind != "se_e2_a"])
+def test_other_descriptors_freeze(kind, tmp_path):
+    assert freeze(build(LARGER[kind] | {"seed": 4}), tmp_path / "model.pth").relative < 1e-11
 
 
 def test_a_file_that_differs_is_not_written(tmp_path, monkeypatch):

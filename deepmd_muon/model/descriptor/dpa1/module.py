@@ -148,7 +148,7 @@ class DPA1(torch.nn.Module):
     def _neighborhood(self, structures: Structures, edges: torch.Tensor) -> Neighborhood:
         """Return the environment in the precision of the parameters."""
         block, own, real = self.se_atten, self.settings, structures.neighbor >= 0
-        rows, switch, direction = _smooth_rows(edges, real, own.rcut, own.rcut_smth, own.env_protection)
+        rows, switch, direction = smooth_rows(edges, real, own.rcut, own.rcut_smth, own.env_protection)
         dtype, atoms = block.mean.dtype, structures.sorted_type
         mean, inverse = block.mean[:, 0][atoms], (1.0 / block.stddev[:, 0])[atoms]
         rows = (rows.to(dtype) - mean.unsqueeze(1)) * inverse.unsqueeze(1)
@@ -239,7 +239,7 @@ class DPA1(torch.nn.Module):
         return Gates(hidden.unsqueeze(1), after, switch, self.slots - columns if smooth else 0)
 
 
-def _smooth_rows(
+def smooth_rows(
     edges: torch.Tensor, real: torch.Tensor, rcut: float, rcut_smth: float, protection: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return environment rows `(nreal, nnei, 4)`, switch `(nreal, nnei)` and unit vectors, twice differentiable."""
