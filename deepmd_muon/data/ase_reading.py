@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,8 @@ def read_ase(path: str, keys: LabelKeys | None = None) -> list[MemoryStore]:
 def stores_of(frames: Iterable[Atoms], path: str, keys: LabelKeys) -> list[MemoryStore]:
     """Sort frames by their atoms and by whether they have a cell; within a system, by the labels that they have."""
     systems: dict[tuple[tuple[str, ...], bool], dict[frozenset[str], list[Mapping[str, np.ndarray]]]] = {}
+    frames = list(frames)
+    _check_keys(frames, path, keys)
     for number, atoms in enumerate(frames):
         arrays = _arrays(atoms, keys, path, number)
         kind = tuple(atoms.get_chemical_symbols()), "box" in arrays
@@ -90,6 +93,19 @@ def stores_of(frames: Iterable[Atoms], path: str, keys: LabelKeys) -> list[Memor
     return stores
 
 
+def _check_keys(frames: Sequence[Atoms], path: str, keys: LabelKeys) -> None:
+    """Refuse a name that no frame has: the data would be without that label."""
+    known: set[str] = set()
+    for atoms in frames:
+        known.update(getattr(atoms.calc, "results", {}) or {}, atoms.arrays, atoms.info)
+    for label, key in dataclasses.asdict(keys).items():
+        if key is not None and key not in known:
+            has = ", ".join(sorted(known - {"numbers", "positions"})) or "nothing but positions"
+            raise SystemFormatError(
+                path, "", f"no frame has {key!r}, the name given for the {label}; the file has {has}"
+            )
+
+
 def _formula(symbols: tuple[str, ...]) -> str:
     return "".join(f"{element}{symbols.count(element)}" for element in dict.fromkeys(symbols))
 
@@ -97,7 +113,8 @@ def _formula(symbols: tuple[str, ...]) -> str:
 def _arrays(atoms: Atoms, keys: LabelKeys, path: str, number: int) -> dict[str, np.ndarray]:
     """Return positions, cell and labels of a frame, flat and in our units and signs."""
     results: Mapping[str, Any] = getattr(atoms.calc, "results", {}) or {}
-    given: Mapping[str, Any] = {**atoms.arrays, **atoms.info}
+    # ASE takes names that it knows, such as "energy", out of info and arrays.
+    given: Mapping[str, Any] = {**results, **atoms.arrays, **atoms.info}
     found = {"coord": atoms.get_positions()}
     if atoms.pbc.any() and atoms.cell.volume > 0:
         found["box"] = np.array(atoms.cell)

@@ -15,7 +15,7 @@ class SystemFormatError(DataError):
     """A file of a system is missing, truncated or does not fit the other files."""
 
     def __init__(self, system: str, file: str, problem: str) -> None:
-        super().__init__(f"system {system}: {file}: {problem}")
+        super().__init__(": ".join(part for part in (f"system {system}", file, problem) if part))
         self.system = system
         self.file = file
         self.problem = problem

@@ -68,6 +68,14 @@ def test_labels_of_other_names_and_a_virial_are_taken(frames, tmp_path):
     assert read.virial.tolist() == [virial.tolist()]
     (bare,) = open_systems([str(tmp_path / "train.extxyz")])
     assert bare.labels == frozenset()
+    with pytest.raises(SystemFormatError, match=r"no frame has .DFT_energy.*REF_energy, REF_forces, REF_virial"):
+        open_systems([str(tmp_path / "train.extxyz")], None, LabelKeys("DFT_energy"))
+    # ASE takes the names that it knows away from where they were.
+    write(tmp_path / "known.xyz", frames[:1])
+    (known,) = open_systems([str(tmp_path / "known.xyz")], None, LabelKeys("energy", "forces", stress="stress"))
+    (plain,) = open_systems([str(tmp_path / "known.xyz")])
+    for name in ("energy", "force", "virial"):
+        np.testing.assert_array_equal(getattr(known.frames([0]), name), getattr(plain.frames([0]), name))
 
 
 def test_what_ase_cannot_read_and_wrong_shapes_are_named(frames, tmp_path):
