@@ -117,6 +117,7 @@ class ValidationDataSettings(TrainingDataSettings):
     numb_btch: int | str = setting(
         1,
         minimum=1,
+        maximum=1_000_000,
         alias=("numb_batch",),
         pattern="all",
         forms='a whole number or "all"',

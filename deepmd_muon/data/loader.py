@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -188,24 +189,27 @@ class DataLoader:
             A batch of this rank, and whether it counts. Every rank gets equally many; where `count` is no multiple
             of the number of ranks, some get one that another rank has, which does not count.
         """
-        plans = [self._sampler.next() for _ in range(count)]
-        self._step += count
-        yield from self._dealt(plans)
+
+        def drawn() -> Iterator[Plan]:
+            for _ in range(count):
+                self._step += 1
+                yield self._sampler.next()
+
+        yield from self._dealt(drawn())
 
     def deal_all(self) -> Iterator[tuple[Batch, bool]]:
         """Deal every frame of every system out once, in order; otherwise as `deal`. The random order does not move."""
-        plans = [
+        plans = (
             Plan(((k, np.arange(first, min(first + size, system.nframes))),))
             for k, (system, size) in enumerate(zip(self.systems, self.batch_sizes, strict=True))
             for first in range(0, system.nframes, size)
-        ]
+        )
         yield from self._dealt(plans)
 
-    def _dealt(self, plans: Sequence[Plan]) -> Iterator[tuple[Batch, bool]]:
-        for first in range(0, len(plans), self.world_size):
-            mine = first + self.rank
-            there = mine < len(plans)
-            yield self.build(plans[mine if there else first]), there
+    def _dealt(self, plans: Iterator[Plan]) -> Iterator[tuple[Batch, bool]]:
+        while turn := list(itertools.islice(plans, self.world_size)):
+            there = self.rank < len(turn)
+            yield self.build(turn[self.rank if there else 0]), there
 
     # -- samples for statistics ------------------------------------------------------------------------------
 

@@ -30,10 +30,12 @@ def load_archive(file: BinaryIO) -> Any:
     ArchiveError
         When a member does not fit its checksum, or the archive holds other than tensors and plain values.
     """
-    _check(file)
-    file.seek(0)
     try:
+        _check(file)
+        file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
+    except (ArchiveError, OSError):
+        raise
     except pickle.UnpicklingError as error:
         # torch's own message advises to run the code in the file.
         reason = "it holds Python objects besides tensors and plain values, and loading those could run any code"
@@ -41,6 +43,8 @@ def load_archive(file: BinaryIO) -> Any:
     except MemoryError as error:
         raise ArchiveError("it does not fit into memory") from error
     except Exception as error:  # what torch raises for archives of other contents is not documented
+        if "can't allocate memory" in str(error):
+            raise ArchiveError("it does not fit into memory") from error
         raise ArchiveError("torch.save did not write it like this: it is damaged or made by other means") from error
 
 

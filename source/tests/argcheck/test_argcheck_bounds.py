@@ -55,6 +55,7 @@ HUGE = {
     "learning_rate/stop_lr": [1e300],
     "loss/start_pref_f": [1e300],
     "training/numb_steps": [1e300, 1e19],
+    "training/validation_data/numb_btch": [2**64, 2**40],
     "training/seed": [1e25],
     "training/rank_timeout": [1e25, 1e12],
     "training/gradient_max_norm": [1e300],

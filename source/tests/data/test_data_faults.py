@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from write_systems import make_arrays, write_hdf5, write_npy
 
+from deepmd_muon import files
 from deepmd_muon.data import SystemFormatError, TypeMapError, open_systems
 
 TYPES = [0, 1, 0, 1]
@@ -137,6 +139,34 @@ def test_names_that_are_there_twice_or_no_text(folder):
     assert "not a regular file" in refused(folder.parent, "type_map.raw")
 
 
+class BrokenFile:
+    """A file on a disk that fails; as the system's errors of reading, its error names no file."""
+
+    def __init__(self, handle, mode):
+        os.close(handle)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def read(self, *size):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("file", ["coord.npy", "type.raw", "type_map.raw"])
+def test_a_disk_that_fails_is_reported_with_the_file(folder, monkeypatch, file):
+    open_file = os.fdopen
+
+    def open_broken(handle, mode):
+        broken = os.readlink(f"/proc/self/fd/{handle}").endswith(file)
+        return BrokenFile(handle, mode) if broken else open_file(handle, mode)
+
+    monkeypatch.setattr(files.os, "fdopen", open_broken)
+    assert "Input/output error" in refused(folder.parent, file)
+
+
 @pytest.mark.parametrize("kind", ["npy", "hdf5"])
 def test_a_file_that_changes_while_it_is_in_use_is_an_error(tmp_path, kind):
     arrays = make_arrays(300, 4)
@@ -203,10 +233,15 @@ def hdf5_group(group):
     group.create_group("set.000/energy.npy")
 
 
+def hdf5_scalar(group):
+    del group["set.000/energy.npy"]
+    group["set.000/energy.npy"] = 3.0
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        *(hdf5_empty, hdf5_text, hdf5_references, hdf5_complex),
+        *(hdf5_scalar, hdf5_empty, hdf5_text, hdf5_references, hdf5_complex),
         *(hdf5_dangling, hdf5_external, hdf5_circle, hdf5_group),
     ],
 )

@@ -1,5 +1,7 @@
 """What is no checkpoint is refused with a reason in our words, never with advice to run its code."""
 
+import errno
+import os
 import pickle
 import struct
 import zipfile
@@ -93,6 +95,13 @@ CONTENT = {
 }
 
 
+def write_directory(path):
+    path.mkdir()
+    parts, tensors = take_apart(CONTENT)
+    torch.save(parts, path / "content.pt")
+    save(tensors, storage_writer=FileSystemWriter(path), no_dist=True)
+
+
 def test_changed_bits_of_a_file_are_found_or_harmless(tmp_path):
     torch.save(CONTENT, tmp_path / "a.pt")
     assert changed_bits(tmp_path, "a.pt", 300, lambda: read_checkpoint(tmp_path / "a.pt")) > 200
@@ -100,11 +109,31 @@ def test_changed_bits_of_a_file_are_found_or_harmless(tmp_path):
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "content.pt"])
 def test_changed_bits_of_a_directory_are_found_or_harmless(tmp_path, file):
-    (tmp_path / "a.dcp").mkdir()
-    parts, tensors = take_apart(CONTENT)
-    torch.save(parts, tmp_path / "a.dcp/content.pt")
-    save(tensors, storage_writer=FileSystemWriter(tmp_path / "a.dcp"), no_dist=True)
+    write_directory(tmp_path / "a.dcp")
     assert changed_bits(tmp_path, f"a.dcp/{file}", 100, lambda: read_checkpoint(tmp_path / "a.dcp")) > 30
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError()])
+@pytest.mark.parametrize("name", ["a.pt", "a.dcp"])
+def test_a_disk_that_fails_is_reported_with_the_checkpoint(tmp_path, monkeypatch, name, error):
+    torch.save(CONTENT, tmp_path / "a.pt")
+    write_directory(tmp_path / "a.dcp")
+
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(zipfile.ZipFile, "infolist", fail)
+    found = refused(tmp_path / name)
+    assert found.startswith("FILE cannot be read as a checkpoint: ")
+    assert ("memory" if isinstance(error, MemoryError) else "input/output error") in found.lower()
+
+
+def test_a_damaged_content_of_a_directory_is_named(tmp_path):
+    write_directory(tmp_path / "a.dcp")
+    path = tmp_path / "a.dcp/content.pt"
+    for damaged in (b"", b"PK", path.read_bytes()[:-30], pickle.dumps({"content": {}, "tensors": []})):
+        path.write_bytes(damaged)
+        assert "content.pt" in refused(tmp_path / "a.dcp")
 
 
 def test_a_member_that_is_marked_as_a_folder_is_refused(tmp_path):
