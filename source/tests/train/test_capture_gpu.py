@@ -122,7 +122,7 @@ def test_the_weights_are_those_of_the_cpu(small_input, train, load, monkeypatch)
             torch.testing.assert_close(on_gpu["model"][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("batch_size", [1, "auto:40", "max:40", "mixed:3"])
+@pytest.mark.parametrize("batch_size", [1, "auto:40", "max:40", "mixed:3", "mix:60"])
 def test_systems_of_several_sizes(small_input, train, load, steppers, tmp_path, batch_size):
     systems = [write_system(tmp_path / f"system{n}", n, 5, n) for n in (8, 12, 27)]
     content = small_input(loss={"start_pref_v": 0.0, "limit_pref_v": 0.0})

@@ -1,0 +1,34 @@
+"""Training from other forms of data and other batches: the same run as from folders, exact through a restart."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepmd_muon.cli.main import main
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
+
+
+def test_a_run_from_lmdb_is_the_run_from_folders_through_a_restart(small_input, train, load):
+    pytest.importorskip("lmdb")
+    pytest.importorskip("msgpack")
+    for name in ("train", "valid"):
+        assert main(["convert-data", str(EXAMPLE / name), f"{name}.lmdb"]) == 0
+    sections = {name: f"{part}.lmdb" for name, part in (("training_data", "train"), ("validation_data", "valid"))}
+    given = {name: {"systems": [path], "batch_size": "mix:64"} for name, path in sections.items()}
+    assert train(small_input(training={**given, "numb_steps": 6, "save_freq": 3})) == 0
+    whole = load("model.ckpt-6.pt")["model"]
+    assert train(small_input(training={**given, "numb_steps": 6, "save_freq": 3}), restart="model.ckpt-3.pt") == 0
+    again = load("model.ckpt-6.pt")["model"]
+    curve = Path("lcurve.out").read_text()
+    folders = {"training_data": EXAMPLE / "train", "validation_data": EXAMPLE / "valid"}
+    given = {name: {"systems": [str(path)], "batch_size": "mix:64"} for name, path in folders.items()}
+    files = {"save_ckpt": "folders", "disp_file": "folders.out"}
+    assert train(small_input(training={**given, **files, "numb_steps": 6, "save_freq": 3})) == 0
+    assert Path("folders.out").read_text() == curve
+    theirs = load("folders-6.pt")["model"]
+    for key, value in whole.items():
+        if key != "_extra_state":
+            assert torch.equal(value, again[key])
+            assert torch.equal(value, theirs[key])
