@@ -56,8 +56,9 @@ class Gates(NamedTuple):
 
     Attributes
     ----------
-    hidden
-        True for columns that no row attends to `(nreal, 1, ncolumns)`.
+    mask
+        What is added to the scores: 0, or a huge negative number in columns that no row attends to
+        `(nreal, 1, ncolumns)`.
     after
         Factor of the softmax `(nreal, ncolumns, ncolumns)`: 0 in rows of empty slots.
     switch
@@ -66,7 +67,7 @@ class Gates(NamedTuple):
         Empty slots that stand in no column, in smooth attention: each adds exp(−20) to the softmax's denominator.
     """
 
-    hidden: torch.Tensor
+    mask: torch.Tensor
     after: torch.Tensor
     switch: torch.Tensor | None
     beyond: int
@@ -91,16 +92,17 @@ class GatedAttention(torch.nn.Module):
         if self.normalize:
             parts = tuple(_Rescaled.apply(part, NORMALIZE_EPS, False)[0] for part in parts)
         query, key, value = parts
-        scores = torch.bmm(query * self.scale, key.transpose(1, 2))
-        if gates.switch is not None:
-            scores = (scores + SHIFT) * gates.switch - SHIFT
+        if gates.switch is None:
+            scores = torch.baddbmm(gates.mask, query, key.transpose(1, 2), alpha=self.scale)
+        else:
+            scores = torch.bmm(query * self.scale, key.transpose(1, 2))
+            scores = (scores + SHIFT) * gates.switch + (gates.mask - SHIFT)
         weights = _softmax(scores, gates) * gates.after
         return torch.nn.functional.linear(torch.bmm(weights, value), outer.matrix.t(), outer.bias)
 
 
 def _softmax(scores: torch.Tensor, gates: Gates) -> torch.Tensor:
-    """Return the softmax over the columns that are not hidden; an atom without any gets finite, unused numbers."""
-    scores = scores.masked_fill(gates.hidden, torch.finfo(scores.dtype).min)
+    """Return the softmax over the columns that are not masked; an atom without any gets finite, unused numbers."""
     if not gates.beyond or not scores.shape[-1]:
         return scores.softmax(-1)
     top = scores.detach().amax(-1, keepdim=True).clamp(min=-SHIFT)

@@ -236,7 +236,9 @@ class DPA1(torch.nn.Module):
             after = after * torch.bmm(near.direction, near.direction.transpose(1, 2))
         # In smooth attention an empty slot has a score, too; only the column that stands for all of them is hidden.
         hidden = ~real if not smooth else torch.arange(real.shape[1], device=real.device).expand_as(real) >= columns
-        return Gates(hidden.unsqueeze(1), after, switch, self.slots - columns if smooth else 0)
+        # Half of the least number, so that adding a score cannot reach minus infinity.
+        mask = torch.zeros_like(near.weight).masked_fill(hidden, torch.finfo(dtype).min / 2).unsqueeze(1)
+        return Gates(mask, after, switch, self.slots - columns if smooth else 0)
 
 
 def smooth_rows(
