@@ -45,7 +45,9 @@ class _Rescaled(torch.autograd.Function):
         along = (grad * y).sum(-1, keepdim=True)
         if grad_r is not None:
             along = along + r * grad_r
-        found = torch.addcmul(grad, y, along, value=-1.0 / ctx.count)
+        found = torch.addcmul(
+            grad, y, along * (-1.0 / ctx.count)
+        )  # no `value`: its gradient would cost two more passes
         if ctx.centred:
             found = found - grad.mean(-1, keepdim=True)
         return found * r, None, None
