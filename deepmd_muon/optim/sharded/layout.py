@@ -187,20 +187,14 @@ def view_axes(shape: tuple[int, ...], view: MatrixView) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def regions(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> tuple[Region, ...]:
+def regions_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Region]:
     """Return each rank's region of the view, in the order of `layout.ranks`."""
     i, j = view_axes(shape, view)
-    found = []
-    for place in layout.coordinates():
+    found = {}
+    for rank, place in zip(layout.ranks, layout.coordinates(), strict=True):
         parts = [(held_runs(size, dim, layout, place), size) for dim, size in enumerate(shape)]
-        found.append(Region(_folded(parts[:i]), _folded(parts[i:j]), _folded(parts[j:])))
-    return tuple(found)
-
-
-@functools.lru_cache(maxsize=1024)
-def regions_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Region]:
-    """Return `regions` by rank."""
-    return dict(zip(layout.ranks, regions(shape, view, layout), strict=True))
+        found[rank] = Region(_folded(parts[:i]), _folded(parts[i:j]), _folded(parts[j:]))
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -222,7 +216,8 @@ def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> La
     axes = tuple(p if p is not None and p.dim == 0 and i > 0 else None for p in layout.placements)
     candidate = Layout(layout.mesh, layout.ranks, axes)
     parts = max(1, len(view.sizes))
-    for place, region in zip(layout.coordinates(), regions(shape, view, layout), strict=True):
+    regions = regions_by_rank(shape, view, layout).values()
+    for place, region in zip(layout.coordinates(), regions, strict=True):
         wanted = tuple((start * parts, stop * parts) for start, stop in region.batch)
         if held_runs(view.blocks, 0, candidate, place) != wanted:
             return Layout(layout.mesh, layout.ranks, (None,) * len(layout.mesh))

@@ -221,7 +221,18 @@ class Plan:
 
     def describe(self, *, owners: bool = False) -> str:
         """Return the plan as text: balance, bytes and collectives of every domain; with `owners` every block."""
-        return describe(self, owners=owners)
+        lines = []
+        if self.settings.exchange == "reference" and self.domains:
+            lines.append("exchange 'reference' gathers everything on every rank; with 'owners':")
+        for number, domain in enumerate(self.domains):
+            lines += [f"domain {number}: {_describe_domain(self, domain)}", *_costs(self, domain)]
+            if owners:
+                lines += _owners(self, domain)
+        if self.domains:
+            work = sum(sum(domain.work.values()) for domain in self.domains)
+            sent = sum(sum(domain.sent(self.settings).values()) for domain in self.domains)
+            lines.append(f"a step on all ranks: {work:.4g} FLOPs, {sent:.4g} bytes sent")
+        return "\n".join(lines) or "no parameter of the Muon route is sharded or replicated"
 
 
 def make_plan(parameters: Sequence[PlannedParameter], settings: ShardedSettings | None = None) -> Plan:
@@ -329,22 +340,6 @@ def _domain(
     damped = any(parameters[i].damped for i in positions)
     work_here = {rank: balance.loads[rank] - loads[rank] for rank in ranks}
     return Domain(ranks, tuple(positions), itemsize, damped, spread, tuple(jobs), count, work_here)
-
-
-def describe(plan: Plan, *, owners: bool = False) -> str:
-    """Return balance, bytes and collectives of every domain; with `owners` also every block's owner."""
-    lines = []
-    if plan.settings.exchange == "reference" and plan.domains:
-        lines.append("exchange 'reference' gathers everything on every rank; with 'owners':")
-    for number, domain in enumerate(plan.domains):
-        lines += [f"domain {number}: {_describe_domain(plan, domain)}", *_costs(plan, domain)]
-        if owners:
-            lines += _owners(plan, domain)
-    if plan.domains:
-        work = sum(sum(domain.work.values()) for domain in plan.domains)
-        sent = sum(sum(domain.sent(plan.settings).values()) for domain in plan.domains)
-        lines.append(f"a step on all ranks: {work:.4g} FLOPs, {sent:.4g} bytes sent")
-    return "\n".join(lines) or "no parameter of the Muon route is sharded or replicated"
 
 
 def _describe_domain(plan: Plan, domain: Domain) -> str:

@@ -39,7 +39,19 @@ _HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / TEMPERATURE))
 
 
 def alignments(momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return `alignment` of several pairs (blocks, elements) of one dtype; equal lengths are batched."""
+    """Return cos(m, g) of every block; equal lengths are batched.
+
+    Parameters
+    ----------
+    momenta, gradients
+        (blocks, elements) each, of one dtype. Sums are in float64, and float64 blocks are scaled first, so that a
+        block's size and scale do not matter.
+
+    Returns
+    -------
+    list of Tensor
+        float32, (blocks,) each; 0 where either vector is zero.
+    """
     if not momenta:
         return []
     from_float64 = momenta[0].dtype == torch.float64
@@ -68,23 +80,6 @@ def alignments(momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[T
     cosines = torch.where(norms > 0, mg / norms, 0.0).clamp_(-1.0, 1.0).float()
     found = dict(zip(order, cosines.split([len(momenta[i]) for i in order]), strict=True))
     return [found[i] for i in range(len(momenta))]
-
-
-def alignment(momentum: Tensor, gradient: Tensor) -> Tensor:
-    """Return cos(m, g) per block in float32.
-
-    Parameters
-    ----------
-    momentum, gradient
-        (blocks, elements). Sums are in float64, and float64 blocks are scaled first, so that a block's size and
-        scale do not matter.
-
-    Returns
-    -------
-    Tensor
-        (blocks,); 0 where either vector is zero.
-    """
-    return alignments([momentum], [gradient])[0]
 
 
 def _sums_of_one(m: Tensor, g: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from deepmd_muon.optim import sharded
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.sharded import Layout, PlannedParameter, ShardedSettings, ShardPlacement, make_plan
-from deepmd_muon.optim.sharded.layout import block_bounds, held_runs, overlap, regions, replicated, score_layout
+from deepmd_muon.optim.sharded.layout import block_bounds, held_runs, overlap, regions_by_rank, replicated, score_layout
 from deepmd_muon.optim.sharded.plan import LEGS, newton_schulz_flops
 
 
@@ -84,7 +84,7 @@ def chunks(x, count, dim):
 def test_regions_are_what_chunking_gives(drawn):
     for p in drawn:
         full = torch.arange(torch.Size(p.shape).numel()).view(p.shape)
-        for rank, region in zip(p.layout.ranks, regions(p.shape, p.view, p.layout), strict=True):
+        for rank, region in regions_by_rank(p.shape, p.view, p.layout).items():
             local = local_of(full, p.layout, rank)
             b, r, c = (torch.tensor([i for a, z in runs for i in range(a, z)], dtype=torch.long) for runs in region)
             expected = full.reshape(p.view.shape)[b][:, r][:, :, c]
@@ -104,7 +104,7 @@ def test_every_element_is_gathered_once_and_returned_to_every_holder(drawn, repl
             batch, part = divmod(job.block, len(parts))
             r0, r1, c0, c1 = parts[part]
             gathered = torch.zeros(p.view.shape)
-            of = dict(zip(p.layout.ranks, regions(p.shape, p.view, p.layout), strict=True))
+            of = regions_by_rank(p.shape, p.view, p.layout)
             for leg, ends in (("gather", job.sources), ("return", job.destinations)):
                 for rank, elements in ends.items():
                     rows, columns = overlap(of[rank].rows, r0, r1), overlap(of[rank].columns, c0, c1)
@@ -119,7 +119,7 @@ def test_every_element_is_gathered_once_and_returned_to_every_holder(drawn, repl
             assert torch.equal(gathered, expected)
         for i, per_rank in served.items():
             p = drawn[i]
-            for rank, region in zip(p.layout.ranks, regions(p.shape, p.view, p.layout), strict=True):
+            for rank, region in regions_by_rank(p.shape, p.view, p.layout).items():
                 expected = torch.zeros(p.view.shape)
                 b, r, c = (torch.tensor([i for a, z in runs for i in range(a, z)], dtype=torch.long) for runs in region)
                 if len(b) and len(r) and len(c):
@@ -251,7 +251,7 @@ def test_scores_live_with_their_blocks(drawn):
     for p in drawn:
         scores = score_layout(p.shape, p.view, p.layout)
         everywhere = all(x is None for x in scores.placements)
-        places = zip(p.layout.coordinates(), regions(p.shape, p.view, p.layout), strict=True)
+        places = zip(p.layout.coordinates(), regions_by_rank(p.shape, p.view, p.layout).values(), strict=True)
         for place, region in places:
             kept = {i for a, z in held_runs(p.view.blocks, 0, scores, place) for i in range(a, z)}
             parts = max(1, len(p.view.sizes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepmd_muon.optim.update.magma import Pair, alignment, cosines, piece_sums, piece_sums_of_many, table_of_sums
+from deepmd_muon.optim.update.magma import Pair, alignments, cosines, piece_sums, piece_sums_of_many, table_of_sums
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -17,7 +17,7 @@ def test_pieces_together_have_the_blocks_cosine(dtype, scale):
     g[:, :20] *= 1e-3
     pieces = [(m[:, a:b], g[:, a:b]) for a, b in ((0, 20), (20, 21), (21, 21), (21, 60))]
     sums = torch.stack([piece_sums(*piece) for piece in pieces], dim=1)
-    torch.testing.assert_close(cosines(sums), alignment(m, g), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(cosines(sums), alignments([m], [g])[0], rtol=1e-6, atol=1e-7)
     assert cosines(sums)[2] == 0
 
 
