@@ -27,11 +27,14 @@ class Moment:
         1-based; 0 before the first.
     reads_data
         Whether it waits for data, so that whatever is raised comes from reading them.
+    between_steps
+        Whether the last step is complete and the next one has not begun.
     """
 
     doing: str
     step: int = 0
     reads_data: bool = False
+    between_steps: bool = False
 
     def __str__(self) -> str:
         return f"{f'at step {self.step}' if self.step else 'before its first step'} ({self.doing})"

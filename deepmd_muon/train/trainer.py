@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import signal
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.argcheck import Input
-from deepmd_muon.files import is_special, replacement
+from deepmd_muon.files import WriteError, is_special, replacement
 from deepmd_muon.loss import EnergyLoss, check_labels
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.checkpoint_file import OWN_KEY
@@ -93,7 +94,7 @@ class Trainer:
             self.ema = Ema(model, training.ema_decay) if training.enable_ema else None
         self.checkpoints = Checkpoints(training, self.ranks)
         self.full_validation = FullValidation(settings.validating, training.save_ckpt, self.num_steps, self.ranks)
-        self.step = 0
+        self.step = self._first_step = 0
         self.source: Path | None = None
         self._moment = Moment("starting")
         parts = self.strategy, self.loss, self.optimizer, self.ema
@@ -125,6 +126,7 @@ class Trainer:
             When it cannot go on: loss or gradient is not finite, a disk is full, memory is short, data are unreadable.
             The message names the last good checkpoint.
         """
+        self._first_step = self.step
         with self.ranks.together("starting"):
             log.info("training from step %d to step %d", self.step, self.num_steps)
         # With several ranks their launcher repeats what they have got from the terminal.
@@ -135,10 +137,8 @@ class Trainer:
         ):
             try:
                 self._go_through_steps()
-                self._now("saving", self.step)
-                self.checkpoints.complete(self.step, self._content)
             except Exception as error:
-                self.checkpoints.rescue(wait=not is_lost_connection(error))
+                self._rescue(error)
                 if not isinstance(error, NonFiniteError):
                     raise
                 update, good = error.update or self.step + 1, last_good(self.checkpoints.newest or self.source)
@@ -154,7 +154,7 @@ class Trainer:
         return 0
 
     def _go_through_steps(self) -> None:
-        """Open reports and batches, take all steps, and close."""
+        """Open reports and batches, take all steps, save, and close: an error of closing loses no step."""
         training = self.given.settings.training
         with contextlib.ExitStack() as stack:
             for loader in (self.data.validation, self.data.training):
@@ -168,13 +168,29 @@ class Trainer:
             stack.callback(self.full_validation.close)
             batches = self._stepper.open_batches(self.data.training, self.model.ntypes, self.num_steps - self.step)
             stack.callback(batches.close)
-            stack.enter_context(_profiler(training.profiling and self.ranks.first, training.profiling_file))
-            self._steps(reports, batches)
-            self._stepper.check(self.step)
+            profiling = training.profiling and self.ranks.first
+            with torch.profiler.profile() if profiling else contextlib.nullcontext() as profile:
+                self._steps(reports, batches)
+                self._stepper.check(self.step)
+            self._now("saving", self.step)
+            self.checkpoints.complete(self.step, self._content)
+            if profile is not None:
+                _write_trace(profile, Path(training.profiling_file))
 
-    def _now(self, doing: str, step: int = 0, *, reads_data: bool = False) -> None:
+    def _rescue(self, error: Exception) -> None:
+        """Save what an error would lose: a directory under way, and the last step where the error came after it."""
+        self.checkpoints.rescue(wait=not is_lost_connection(error))
+        if not self._moment.between_steps or self.ranks.size > 1 or self.step == self._first_step:
+            return
+        try:
+            self._stepper.check(self.step)
+            self.checkpoints.complete(self.step, self._content)
+        except Exception as another:
+            log.warning("step %d could not be saved either: %s", self.step, another)
+
+    def _now(self, doing: str, step: int = 0, *, reads_data: bool = False, between_steps: bool = False) -> None:
         """Note what the run does, for its other ranks and for the error that may end it."""
-        self._moment = Moment(doing, step, reads_data)
+        self._moment = Moment(doing, step, reads_data, between_steps)
         self.ranks.doing(doing, step)
 
     def _steps(self, reports: Reports, batches: BatchSource) -> None:
@@ -184,7 +200,7 @@ class Trainer:
         dropped = False
         while self.step < self.num_steps and self.strategy.stop_signal is None:
             lr, fraction = self._rate_and_fraction(self.step)
-            self._now("reading its batch", self.step + 1, reads_data=True)
+            self._now("reading its batch", self.step + 1, reads_data=True, between_steps=True)
             batch = batches.next()
             if self._tuning is not None:
                 self._tuning(self.step)
@@ -202,7 +218,7 @@ class Trainer:
                 shown = self._validate(fraction) if reports.due_validation(self.step) else None
                 with self.ranks.waiting():  # on a GPU, reading them waits for the sum over ranks
                     found = _numbers(averaged)
-                self._now("reporting", self.step)
+                self._now("reporting", self.step, between_steps=True)
                 reports.step(self.step, lr, found, shown)
             reports.advance(self.step)
             if self.checkpoints.writing:
@@ -315,16 +331,13 @@ def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     return dict(zip(metrics, values, strict=True))
 
 
-@contextlib.contextmanager
-def _profiler(enabled: bool, path: str) -> Iterator[None]:
-    """Record a trace for chrome://tracing when asked to."""
-    if not enabled:
-        yield
+def _write_trace(profile: torch.profiler.profile, path: Path) -> None:
+    """Write a trace for chrome://tracing; torch reports no error of its writer."""
+    if is_special(path):
+        profile.export_chrome_trace(str(path))
         return
-    with torch.profiler.profile() as profile:
-        yield
-    if is_special(Path(path)):
-        profile.export_chrome_trace(path)
-        return
-    with replacement(Path(path)) as temporary:
+    with replacement(path) as temporary:
         profile.export_chrome_trace(str(temporary))
+        temporary.with_name(f"{temporary.name}.tmp").unlink(missing_ok=True)  # torch's, when it could not write all
+        if not temporary.read_bytes().rstrip().endswith((b"}", b"]")):
+            raise WriteError(errno.EIO, "torch has written a part of the trace only", str(path))

@@ -65,13 +65,12 @@ def break_disk(monkeypatch):
         for module in (files, ownership):
             monkeypatch.setattr(module, "os", disk)
         if operation == "write":
-            original = files.io.FileIO.write
 
             class Broken(files._NamedFile):
                 def write(self, data):
                     with files.writing(self._path):
                         disk.fail_for(self._path)
-                    return original(self, data)
+                    return super().write(data)
 
             monkeypatch.setattr(files, "_NamedFile", Broken)
         return disk
@@ -249,7 +248,16 @@ def test_a_report_on_a_full_device_names_the_last_checkpoint(short_input, capfd,
     message = trained(short_input(**{setting: "/dev/full"}), capfd)
     assert "step 1" in message
     assert "cannot write /dev/full: No space left on device" in message
-    assert "no checkpoint has been written yet" in message
+    assert message.endswith("the last good checkpoint is model.ckpt-1.pt")
+
+
+def test_a_full_disk_for_reports_and_checkpoints_is_told_twice(short_input, break_disk, capfd):
+    Path("input.json").write_text(json.dumps(short_input(disp_file="/dev/full")))
+    break_disk("write", "EDQUOT", r"^model\.ckpt-1\.pt$")
+    assert main(["train", "input.json", "-v", "WARNING"]) == 1
+    said = capfd.readouterr().err
+    assert "step 1 could not be saved either: cannot write model.ckpt-1.pt: Disk quota exceeded" in said
+    assert "cannot write /dev/full: No space left on device; free space there; no checkpoint has been" in said
 
 
 def test_a_full_log_file_ends_nothing(short_input, capfd):
@@ -279,6 +287,19 @@ def test_tensorboard_names_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(report._writer, "add_scalar", full)
     with pytest.raises(WriteError, match="log: No space"):
         report.step(1, 0.1, {}, {})
+
+
+def test_a_trace_that_is_cut_off_names_itself_after_the_last_save(short_input, capfd):
+    content = short_input(profiling=True, profiling_file="trace.json")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        message = trained(content, capfd)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot write trace.json" in message
+    assert message.endswith("the last good checkpoint is model.ckpt-4.pt")
+    assert not list(Path().glob("*trace*"))
 
 
 @pytest.mark.parametrize("form", ["file", "dcp"])
