@@ -93,10 +93,18 @@ def stored(file: Path) -> Iterator[tuple[str, Tensor]]:
         yield name.removeprefix("atomic_model."), x.reshape(-1, *x.shape[-2:]).float()
 
 
-def measure(x: Tensor, o: Tensor, schedule: Schedule) -> tuple[float, float, float, float]:
+Decomposition = tuple[Tensor, Tensor, Tensor]
+
+
+def decompose(x: Tensor) -> Decomposition:
+    """Return U, singular values up to a factor, and Vᵀ, in float64."""
+    x = x.double().cpu()
+    return tuple(torch.linalg.svd(x / x.abs().amax(dim=(-2, -1), keepdim=True), full_matrices=False))
+
+
+def measure(decomposition: Decomposition, o: Tensor, schedule: Schedule) -> tuple[float, float, float, float]:
     """Return noise fraction, lowest and highest value above the cut-off, and relative error; worst of the batch."""
-    x, o = x.double().cpu(), o.double().cpu()
-    u, s, vh = torch.linalg.svd(x / x.abs().amax(dim=(-2, -1), keepdim=True), full_matrices=False)
+    (u, s, vh), o = decomposition, o.double().cpu()
     relative = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True)
     along = torch.einsum("bij,bik,bkj->bj", u, o, vh.mT)
     kept = torch.where(s > RESOLUTION * s[:, :1], along, 0.0)
@@ -114,7 +122,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--momenta", type=Path, help="matrices by name, or a checkpoint of a training with HybridMuon")
     parser.add_argument("--sizes", default="64x64,25x50,64x256", help="of the synthetic matrices")
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="which of them to measure")
+    parser.add_argument("--schedules", help="which to measure; default: all, and the peers")
+    parser.add_argument("--precisions", default="float32,float16,bfloat16", help="of the schedules")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="write the table here, too")
     args = parser.parse_args()
@@ -128,15 +137,21 @@ def main() -> None:
         "| matrix | schedule | precision | form | noise | band | error |",
         "|---|---|---|---|---|---|---|",
     ]
+    wanted = args.schedules.split(",") if args.schedules else [*SCHEDULES]
     for kind, x in cases:
+        decomposition = decompose(x)
         for name, precision, form, schedule, run in ways(
             square=x.shape[1] == x.shape[2],
             gram_pays=max(x.shape[1:]) >= 2 * min(x.shape[1:]),
             kernels=args.device == "cuda",
         ):
-            if schedule.name in SCHEDULES and schedule.name not in args.schedules.split(","):
+            if precision.startswith("stored"):
+                left_out = args.schedules is not None
+            else:
+                left_out = name not in wanted or precision not in args.precisions.split(",")
+            if left_out:
                 continue
-            noise, low, high, error = measure(x, run(x.to(args.device)), schedule)
+            noise, low, high, error = measure(decomposition, run(x.to(args.device)), schedule)
             cells = (kind, name, precision, form, f"{noise:.1e}", f"{low:.3f} … {high:.3f}", f"{error:.1e}")
             lines.append(f"| {' | '.join(cells)} |")
     text = "\n".join(lines) + "\n"
