@@ -7,11 +7,13 @@ number in that format. A frame maps names to ``{type, shape, data}``: dtype, sha
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,7 +52,7 @@ class _Group:
 
     types: bytes
     mixed: bool = False
-    sets: dict[frozenset[str], list[Value]] = field(default_factory=dict)
+    sets: dict[frozenset[str], list[Value]] = dataclasses.field(default_factory=dict)
 
 
 class LmdbStore:
@@ -237,6 +239,32 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+@functools.lru_cache(maxsize=256)
+def _canonical(name: str) -> str | None:
+    """Return a field's name as npy files have it, "find_…" for a flag, and None for what is not read."""
+    name = _NAMES.get(name, re.sub(r"^(find_)?atomic_", r"\1atom_", name))
+    known = ("atype", "coord", "box", *FRAME_LABELS, *ATOM_LABELS)
+    return name if name in known or name.startswith("find_") else None
+
+
+@functools.lru_cache(maxsize=64)
+def _dtype(kind: str) -> np.dtype:
+    """Return the dtype of real numbers.
+
+    Raises
+    ------
+    ValueError
+        For any other one.
+    """
+    try:
+        dtype = np.dtype(kind)
+    except (TypeError, ValueError, SyntaxError):
+        dtype = np.dtype(object)
+    if dtype.kind not in "fiub" or dtype.names is not None:
+        raise ValueError(f"expected real numbers, found values of dtype {kind[:40]}")
+    return dtype
+
+
 def decode_frame(system: str, where: str, raw: bytes) -> dict[str, np.ndarray]:
     """Decode a frame.
 
@@ -252,13 +280,21 @@ def decode_frame(system: str, where: str, raw: bytes) -> dict[str, np.ndarray]:
     """
     frame: dict[str, np.ndarray] = {}
     absent: set[str] = set()
-    for raw_name, value in _unpack(system, where, raw).items():
-        name = _NAMES.get(raw_name, re.sub(r"^(find_)?atomic_", r"\1atom_", raw_name))
-        if name.startswith("find_"):
-            if not float(_numbers(system, f"{where}, {raw_name}", value).sum()):
-                absent.add(name.removeprefix("find_"))
-        elif name in ("atype", "coord", "box", *FRAME_LABELS, *ATOM_LABELS):
-            frame[name] = _numbers(system, f"{where}, {raw_name}", value)
+    field = ""
+    try:
+        for field, value in _unpack(system, where, raw).items():
+            name = _canonical(field)
+            if name is None:
+                continue
+            if name.startswith("find_"):
+                if not _numbers(value).any():
+                    absent.add(name.removeprefix("find_"))
+            else:
+                frame[name] = _numbers(value)
+    except ValueError as error:
+        if isinstance(error, SystemFormatError):
+            raise
+        raise SystemFormatError(system, f"{where}, {field}", str(error)) from error
     for name in ("atype", "coord"):
         if name not in frame:
             raise SystemFormatError(system, where, f"{'atom_types' if name == 'atype' else 'coords'}: missing")
@@ -270,34 +306,31 @@ def decode_frame(system: str, where: str, raw: bytes) -> dict[str, np.ndarray]:
     frame["atype"] = types.astype(np.int64)
     if "box" in frame and not frame["box"].any():
         del frame["box"]
-    kept = {name: array for name, array in frame.items() if name not in absent}
-    for name, array in kept.items():
-        if array.size != _width(name, len(types)):
-            problem = f"{name}: expected {_width(name, len(types))} values for {len(types)} atoms, found {array.size}"
+    for name in absent & (frame.keys() - {"atype", "coord"}):
+        del frame[name]
+    for name, array in frame.items():
+        if array.size != (width := _width(name, len(types))):
+            problem = f"{name}: expected {width} values for {len(types)} atoms, found {array.size}"
             raise SystemFormatError(system, where, problem)
-    return kept
+    return frame
 
 
-def _numbers(system: str, where: str, value: Any) -> np.ndarray:
-    """Return a number or an encoded array, flat."""
+def _numbers(value: Any) -> np.ndarray:
+    """Return a number or an encoded array, flat; what is wrong with it comes as a ValueError."""
     if isinstance(value, (bool, int, float)):
         return np.array([value])
     if not isinstance(value, dict):
-        raise SystemFormatError(system, where, f"expected an array, found a {type(value).__name__}")
-    kind, shape, data = (value.get(key, value.get(key.encode())) for key in ("type", "shape", "data"))
-    try:
-        dtype = np.dtype(kind) if isinstance(kind, str) else None
-    except (TypeError, ValueError, SyntaxError):
-        dtype = None
-    if dtype is None or dtype.kind not in "fiub" or dtype.names is not None:
-        raise SystemFormatError(system, where, f"expected real numbers, found values of dtype {str(kind)[:40]}")
+        raise ValueError(f"expected an array, found a {type(value).__name__}")
+    if b"data" in value:
+        value = {key.decode("utf-8", "replace"): one for key, one in value.items() if isinstance(key, bytes)}
+    kind, shape, data = value.get("type"), value.get("shape"), value.get("data")
+    dtype = _dtype(kind if isinstance(kind, str) else f"{type(kind).__name__}?")
     if not isinstance(data, bytes) or len(data) % dtype.itemsize:
-        raise SystemFormatError(system, where, f"expected bytes of {dtype}, found {type(data).__name__}")
+        raise ValueError(f"expected bytes of {dtype}, found {type(data).__name__}")
     if shape is not None:
-        fits = isinstance(shape, list) and all(_is_count(n) for n in shape) and len(shape) <= 8
+        fits = isinstance(shape, list) and len(shape) <= 8 and all(map(_is_count, shape))
         if not fits or math.prod(shape) * dtype.itemsize != len(data):
-            problem = f"shape {repr(shape)[:40]} of {dtype} does not fit {len(data)} bytes"
-            raise SystemFormatError(system, where, problem)
+            raise ValueError(f"shape {repr(shape)[:40]} of {dtype} does not fit {len(data)} bytes")
     return np.frombuffer(data, dtype=dtype)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from write_systems import make_arrays, write_hdf5, write_npy
@@ -33,3 +34,17 @@ def test_neighbor_statistics_agree(tmp_path, kind):
     assert float(re.search(r"min_nbor_dist: ([\d.]+)", text)[1]) == pytest.approx(ours.min_distance, abs=1e-6)
     sizes = re.search(r"max_nbor_size: \[\s*(\d+)\s+(\d+)\]", text)
     assert (int(sizes[1]), int(sizes[2])) == ours.max_neighbors
+
+
+@pytest.mark.deepmd_kit
+@pytest.mark.skipif("DEEPMD_KIT_PYTHON" not in os.environ, reason="DEEPMD_KIT_PYTHON does not name its python")
+@pytest.mark.parametrize("patterns", [["fcc*"], ["fcc*", "*8"], ["train/*", "cluster13"], ["*"]])
+def test_rglob_patterns_find_the_same_systems(patterns):
+    folder = str(Path(__file__).parents[3] / "examples" / "cu_emt" / "data")
+    code = (
+        "import sys; from deepmd.common import rglob_sys_str; print(*sorted(rglob_sys_str(sys.argv[1], sys.argv[2:])))"
+    )
+    command = [os.environ["DEEPMD_KIT_PYTHON"], "-c", code, folder, *patterns]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": ""})
+    theirs = done.stdout.splitlines()[-1].split()
+    assert [system.name for system in open_systems(folder, patterns=patterns)] == theirs

@@ -88,7 +88,7 @@ def test_frames_are_sorted_into_systems_by_source_size_and_cell(tmp_path):
 
 def test_other_types_of_atoms_labels_and_names(tmp_path):
     frames = [
-        frame([0, 1, -1], 0, virials=array(np.arange(9.0).reshape(3, 3)), find_force=0.0),
+        frame([0, 1, -1], 0, virials=array(np.arange(9.0).reshape(3, 3)), find_force=0.0, find_coord=0),
         frame([1, 1, 0], 1, cells=array(np.zeros(9)), atomic_ener=array([1.0, 2.0, 3.0]), fparam=array([7.0])),
         frame([1, 0, 0], 2, energies=-2.5, orig="cp2k"),
     ]
@@ -109,6 +109,10 @@ def test_other_types_of_atoms_labels_and_names(tmp_path):
 def test_a_system_travels_to_another_process_and_is_opened_twice(tmp_path):
     path = database(tmp_path / "d.lmdb", [frame([0, 1], k) for k in range(5)])
     (system,) = open_systems(path)
+    # deepmd-kit takes fields whose keys are bytes, too.
+    in_bytes = {key.encode(): value for key, value in array([1.5]).items()}
+    (other,) = open_systems(database(tmp_path / "bytes.lmdb", [frame([0, 1], energies=in_bytes)]))
+    assert other.frames([0]).energy.tolist() == [1.5]
     (again,) = open_systems(path)
     copy = pickle.loads(pickle.dumps(system))
     for other in (again, copy):
