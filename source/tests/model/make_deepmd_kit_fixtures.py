@@ -5,8 +5,9 @@ Run it with a Python that has deepmd-kit and its PyTorch backend::
     python source/tests/model/make_deepmd_kit_fixtures.py
 
 It writes `deepmd_kit.pt.gz` beside itself: for every case the checkpoint state dict of a small seeded model, and its
-energies, forces, virials on our own random structures; gradients of the ener loss for two cases; and in
-`../loss/deepmd_kit_loss.pt.gz` values of the loss on random predictions. Both load with `weights_only=True`.
+energies, forces, virials on our own random structures; gradients of the ener loss for two cases, the loss of 20 steps
+of Adam for one. In `../loss/deepmd_kit_loss.pt.gz` it writes values of the loss on random predictions. Both load with
+`weights_only=True`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ CASES: dict[str, dict] = {
     "truncated": {"descriptor": {"sel": [5, 9]}},
 }
 WITH_GRADIENT = ("one_side", "time_steps")
+FOLLOWED = "one_side"
 
 
 def structures() -> dict[str, dict]:
@@ -140,6 +142,8 @@ def one_case(name: str, changes: dict, batches: dict[str, dict]) -> dict:
         }
     if name in WITH_GRADIENT:
         case["gradients"] = gradients(model, batches["orthorhombic"])
+    if name == FOLLOWED:
+        case["followed"] = follow(model, batches["orthorhombic"], case["gradients"])
     return case
 
 
@@ -231,6 +235,30 @@ def loss_values() -> dict:
             case[kind] = {"loss": value, "metrics": metrics}
         out["cases"][name] = case
     return out
+
+
+STEPS = 20
+
+
+def follow(model: torch.nn.Module, batch: dict, given: dict) -> list[float]:
+    """Return the loss before each of the steps of Adam on one batch."""
+    loss = EnergyStdLoss(starter_learning_rate=1.0, **given["settings"])
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    label = {**given["label"], **{f"find_{key}": 1.0 for key in given["label"]}}
+
+    def predict(**_: torch.Tensor) -> dict:
+        out = run(model, batch)
+        out.pop("mask")
+        return out
+
+    values = []
+    for _ in range(STEPS):
+        adam.zero_grad()
+        _, value, _ = loss({}, predict, label, batch["atype"].shape[1], given["lr_fraction"])
+        value.backward()
+        adam.step()
+        values.append(float(value.detach()))
+    return values
 
 
 def save(content: dict, path: Path) -> None:

@@ -14,12 +14,11 @@ from __future__ import annotations
 import json
 
 import torch
-from deepmd.pt.loss.ener import EnergyStdLoss
 from deepmd.pt.model.model import get_model
 from deepmd.pt.optimizer import HybridMuonOptimizer
 from deepmd.pt.train.wrapper import ModelWrapper
 from deepmd.utils.argcheck import model_args
-from make_deepmd_kit_fixtures import HERE, gradients, run, save, structures
+from make_deepmd_kit_fixtures import HERE, follow, gradients, run, save, structures
 
 DESCRIPTOR = {
     "type": "se_atten",
@@ -67,7 +66,6 @@ CASES: dict[str, dict] = {
 }
 WITH_GRADIENT = ("two_sides", "one_side", "smooth_mean", "strip_one_side", "v2", "time_steps")
 FOLLOWED = "one_side"
-STEPS = 20
 
 
 def inputs() -> dict[str, dict]:
@@ -128,27 +126,6 @@ def one_case(name: str, changes: dict, batches: dict[str, dict]) -> dict:
     if name == FOLLOWED:
         case["followed"] = follow(model, batches["orthorhombic"], case["gradients"])
     return case
-
-
-def follow(model: torch.nn.Module, batch: dict, given: dict) -> list[float]:
-    """Return the loss before each of the steps of Adam on one batch."""
-    loss = EnergyStdLoss(starter_learning_rate=1.0, **given["settings"])
-    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
-    label = {**given["label"], **{f"find_{key}": 1.0 for key in given["label"]}}
-
-    def predict(**_: torch.Tensor) -> dict:
-        out = run(model, batch)
-        out.pop("mask")
-        return out
-
-    values = []
-    for _ in range(STEPS):
-        adam.zero_grad()
-        _, value, _ = loss({}, predict, label, batch["atype"].shape[1], given["lr_fraction"])
-        value.backward()
-        adam.step()
-        values.append(float(value.detach()))
-    return values
 
 
 ROUTED = ("one_side", "strip_smooth")

@@ -12,11 +12,10 @@ with `weights_only=True`.
 from __future__ import annotations
 
 import torch
-from deepmd.pt.loss.ener import EnergyStdLoss
 from deepmd.pt.model.model import get_model
 from deepmd.pt.train.wrapper import ModelWrapper
 from deepmd.utils.argcheck import model_args
-from make_deepmd_kit_fixtures import HERE, gradients, run, save, structures
+from make_deepmd_kit_fixtures import HERE, follow, gradients, run, save, structures
 
 REPFLOW = {
     "n_dim": 6,
@@ -59,7 +58,6 @@ CASES: dict[str, dict] = {
 }
 WITH_GRADIENT = ("plain", "split", "dynamic", "average", "truncated", "silut")
 FOLLOWED = "split"
-STEPS = 20
 
 
 def inputs() -> dict[str, dict]:
@@ -126,27 +124,6 @@ def one_case(name: str, changes: dict, batches: dict[str, dict]) -> dict:
     if name == FOLLOWED:
         case["followed"] = follow(model, batches["orthorhombic"], case["gradients"])
     return case
-
-
-def follow(model: torch.nn.Module, batch: dict, given: dict) -> list[float]:
-    """Return the loss before each of the steps of Adam on one batch."""
-    loss = EnergyStdLoss(starter_learning_rate=1.0, **given["settings"])
-    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
-    label = {**given["label"], **{f"find_{key}": 1.0 for key in given["label"]}}
-
-    def predict(**_: torch.Tensor) -> dict:
-        out = run(model, batch)
-        out.pop("mask")
-        return out
-
-    values = []
-    for _ in range(STEPS):
-        adam.zero_grad()
-        _, value, _ = loss({}, predict, label, batch["atype"].shape[1], given["lr_fraction"])
-        value.backward()
-        adam.step()
-        values.append(float(value.detach()))
-    return values
 
 
 def main() -> None:

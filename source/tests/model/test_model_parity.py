@@ -80,6 +80,22 @@ def test_same_gradient_of_the_loss(name):
     assert deepmd_kit_parameter_names(model) == wanted["order"]
 
 
+def test_twenty_steps_of_adam_follow_deepmd_kit():
+    (name,) = (n for n in CASES if "followed" in FIXTURE["cases"][n])
+    model, _ = load(name)
+    given, followed = FIXTURE["cases"][name]["gradients"], FIXTURE["cases"][name]["followed"]
+    batch, loss = batch_for(model, "orthorhombic"), EnergyLoss(**given["settings"])
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    assert len(followed) == 20
+    assert followed[-1] < 0.9 * followed[0]
+    for expected in followed:
+        adam.zero_grad()
+        value, _ = loss(model(batch), given["label"], given["lr_fraction"], batch.natoms)
+        assert value.item() == pytest.approx(expected, rel=1e-9)
+        value.backward()
+        adam.step()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_same_statistics(name):
     model, _ = load(name)
