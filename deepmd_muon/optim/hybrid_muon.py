@@ -74,11 +74,16 @@ class HybridMuon(QuickOptimizer):
         ``model.named_parameters()``, or groups with their own settings; without names, rules on names are off.
     lr
         Learning rate of the Muon route; a 0-dim tensor is read on its device.
-    momentum, weight_decay, adam_betas, lr_adjust, lr_adjust_coeff, muon_mode, enable_gram, flash_muon, magma_muon, \
-    nesterov, scaling, layout, schedule, large_schedule, large_matrix_dim, precision, deepmd_kit_arithmetic, \
-    adam_lr_ratio, adam_eps, adam_implementation, min_matrix_dim, vector_route, adam_patterns, adamw_patterns, \
-    expert_patterns, splits, on_route_change, on_nonfinite, offload, sharded
-        See `HybridMuonConfig`, whose defaults they share; `adam_betas` is (`adam_beta1`, `adam_beta2`).
+    momentum, weight_decay, adam_betas, lr_adjust, lr_adjust_coeff, muon_mode, enable_gram, flash_muon, magma_muon
+        DeePMD's settings; see `HybridMuonConfig`, whose defaults they share (`adam_betas`: `adam_beta1`, `adam_beta2`).
+    nesterov, scaling, layout, schedule, large_schedule, large_matrix_dim, precision, deepmd_kit_arithmetic
+        The update of matrices; see `HybridMuonConfig`.
+    adam_lr_ratio, adam_eps, adam_implementation, min_matrix_dim, vector_route
+        The Adam routes and the parameters that take them; see `HybridMuonConfig`.
+    adam_patterns, adamw_patterns, expert_patterns, splits
+        Rules on names; see `HybridMuonConfig`.
+    on_route_change, on_nonfinite, offload, sharded
+        See `HybridMuonConfig`.
     named_parameters
         (name, parameter) pairs that name unnamed `params`; a warning lists trainable ones missing from `params`.
     foreach

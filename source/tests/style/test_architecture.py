@@ -63,6 +63,14 @@ def test_arrows_run_one_way(room):
                 assert parts[0] in THIRD_PARTY[room], where
 
 
+def test_no_line_of_a_docstring_continues_another():
+    """The site's reader of docstrings takes one line of parameter names; several entries say the same."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module):
+                assert "\\\n" not in (ast.get_docstring(node) or ""), f"{path}: {getattr(node, 'name', 'the file')}"
+
+
 @pytest.mark.parametrize("number", range(len(GROUND)))
 def test_the_ground_imports_only_the_standard_library_and_what_lies_below(number):
     below = {f"deepmd_muon.{name}" for name in GROUND[:number]}
