@@ -49,6 +49,16 @@ def add_edges(near: Near, slope: torch.Tensor, frame: torch.Tensor, sums: Sums) 
     sums.virial.index_add_(0, frame, torch.bmm(slope.transpose(1, 2), near.vectors).reshape(-1, 9), alpha=-1)
 
 
+def _places(order: torch.Tensor, offset: torch.Tensor, nloc: int, mapping: torch.Tensor | None) -> torch.Tensor:
+    """Return the row of every atom's original among the sorted centres `(nframes·nall,)`."""
+    if mapping is None:
+        raise ValueError("this potential passes messages: it needs mapping (LAMMPS: atom_modify map yes) or comm_dict")
+    place = torch.zeros([offset.shape[0] * nloc], dtype=torch.int64, device=order.device)
+    place = place.index_copy(0, order, torch.arange(order.shape[0], device=order.device))
+    frames = torch.arange(offset.shape[0], device=order.device).unsqueeze(1)
+    return place[(mapping.to(torch.int64) + frames * nloc).view(-1)]
+
+
 def _outputs(sums: Sums, nframes: int, do_atomic_virial: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return what `forward_lower` returns; forces and virials in this precision."""
     per_atom = sums.energy.view(nframes, -1)
@@ -231,7 +241,15 @@ class Program(torch.nn.Module):
             atom_virial=coord.new_zeros([coord.shape[0] if do_atomic_virial else 0, 9]),
         )
         step = self.centres_gpu if coord.is_cuda else self.centres_cpu
-        for begin in range(0, order.shape[0], step):
+        place = torch.empty([0], dtype=torch.int64, device=coord.device)
+        comm: dict[str, torch.Tensor] = {}
+        if self.descriptor.message_passing:
+            step = max(1, order.shape[0])  # all at once: layers read the features of other centres
+            if comm_dict is not None:
+                comm = comm_dict
+            else:
+                place = _places(order, offset, nloc, mapping)
+        for begin in range(0, max(1, order.shape[0]), step):  # a rank without atoms takes part in exchanges
             here = order[begin : begin + step]
             atoms = centre[here]
             kind = types[atoms]
@@ -239,7 +257,7 @@ class Program(torch.nn.Module):
             neighbor, sections, vectors = neighbors_within(coord, types, atoms, listed[here], self.descriptor.request)
             frame = torch.div(atoms, nall, rounding_mode="floor")
             first_type = types[frame * nall].clamp(min=0)
-            near = Near(atoms, kind, own, neighbor, sections, vectors, types, first_type)
+            near = Near(atoms, kind, own, neighbor, sections, vectors, types, first_type, place, nloc, comm)
             described, tape = self.descriptor.describe(near)
             values, adjoint = self.fitting_net.energy_and_slope(described, own)
             sums.energy[here] = values + self.bias[kind]

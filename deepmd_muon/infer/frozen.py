@@ -13,6 +13,7 @@ from deepmd_muon.data.ghosts import with_ghosts
 from deepmd_muon.files import open_regular
 from deepmd_muon.infer.errors import CheckpointError
 from deepmd_muon.infer.prediction import Prediction
+from deepmd_muon.model.scripted.exchange import declare_border_op
 
 SUFFIX = ".pth"
 
@@ -49,6 +50,7 @@ class FrozenModel:
         self.device = torch.device(device)
         if not Path(path).exists():
             raise CheckpointError(f"there is no frozen model {path}")
+        declare_border_op()
         try:
             with open_regular(path) as file, warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, which LAMMPS's plugin needs

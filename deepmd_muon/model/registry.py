@@ -133,7 +133,7 @@ def _own(folder: str, settings: str, module: str, *, scripted: bool = False) -> 
 
 DESCRIPTORS = Registry("descriptor")
 DESCRIPTORS.register("se_e2_a", _own("descriptor.se_e2_a", "SeE2ASettings", "SeE2A", scripted=True), aliases=("se_a",))
-DESCRIPTORS.register("dpa3", _own("descriptor.dpa3", "DPA3Settings", "DPA3"))
+DESCRIPTORS.register("dpa3", _own("descriptor.dpa3", "DPA3Settings", "DPA3", scripted=True))
 for _name, _settings, _aliases in (("se_atten", "DPA1Settings", ("dpa1",)), ("se_atten_v2", "SeAttenV2Settings", ())):
     DESCRIPTORS.register(_name, _own("descriptor.dpa1", _settings, "DPA1", scripted=True), aliases=_aliases)
 

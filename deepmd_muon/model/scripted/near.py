@@ -28,6 +28,12 @@ class Near(NamedTuple):
         Types of all atoms `(natoms,)`.
     first_type
         Type of the first atom of each centre's frame `(ncentre,)`.
+    place
+        Row of every atom, or of the atom it is an image of, among the centres `(natoms,)`; for message passing.
+    nlocal
+        How many atoms are no ghosts.
+    comm
+        Arguments of `deepmd::border_op`, or nothing.
     """
 
     centre: torch.Tensor
@@ -38,6 +44,9 @@ class Near(NamedTuple):
     vectors: torch.Tensor
     types: torch.Tensor
     first_type: torch.Tensor
+    place: torch.Tensor
+    nlocal: int
+    comm: dict[str, torch.Tensor]
 
 
 class Request(NamedTuple):

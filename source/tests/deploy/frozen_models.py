@@ -61,4 +61,22 @@ LARGER = {
         "attn": 8,
         "attn_layer": 2,
     },
+    "dpa3": {
+        "type": "dpa3",
+        "repflow": {
+            "n_dim": 12,
+            "e_dim": 8,
+            "a_dim": 6,
+            "nlayers": 3,
+            "e_rcut": 4.5,
+            "e_rcut_smth": 3.5,
+            "e_sel": 60,
+            "a_rcut": 3.0,
+            "a_rcut_smth": 2.0,
+            "a_sel": 20,
+            "axis_neuron": 4,
+            "smooth_edge_update": True,
+            "update_residual_init": "norm",
+        },
+    },
 }

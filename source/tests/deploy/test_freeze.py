@@ -19,6 +19,13 @@ from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.section import thaw
 
 DPA1 = LARGER["se_atten"] | {"rcut": 4.0, "seed": 1}
+DPA3 = LARGER["dpa3"] | {"seed": 1}
+
+
+def dpa3(**repflow):
+    return DPA3 | {"repflow": DPA3["repflow"] | repflow}
+
+
 MODELS = {
     "se_e2_a": (SE_E2_A, {}),
     "fewer slots than neighbours": (SE_E2_A | {"sel": [5, 9]}, {}),
@@ -35,6 +42,14 @@ MODELS = {
     "DPA-1 with a mean": (DPA1 | {"set_davg_zero": False, "type_one_side": True, "neuron": [5, 10]}, {}),
     "DPA-1, stripped types": (DPA1 | {"tebd_input_mode": "strip", "attn_layer": 0, "concat_output_tebd": False}, {}),
     "DPA-1 v2": (DPA1 | {"type": "se_atten_v2", "attn_dotr": False, "normalize": False, "temperature": 0.5}, {}),
+    "DPA-3": (DPA3, {}),
+    "DPA-3, rough, few slots": (dpa3(smooth_edge_update=False, e_sel=12, a_sel=5, update_style="res_avg"), {}),
+    "DPA-3, compressed": (
+        dpa3(a_compress_rate=1, a_compress_e_rate=2, a_compress_use_split=True, use_exp_switch=True)
+        | {"concat_output_tebd": True, "activation_function": "silut:0.5"},
+        {},
+    ),
+    "DPA-3 without angles": (dpa3(update_angle=False, edge_init_use_dist=True, update_style="res_incr"), {}),
     "float32": (SE_E2_A | {"precision": "float32"}, {"precision": "float32"}),
 }
 

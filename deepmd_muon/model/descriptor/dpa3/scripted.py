@@ -1,0 +1,296 @@
+"""DPA-3 for TorchScript; forces come from autograd within the file, ranks exchange node features between layers."""
+
+import math
+from typing import Final, NamedTuple
+
+import torch
+
+from deepmd_muon.model.descriptor.dpa3.geometry import COSINE_SCALE, DISTANCE_GUARD, EXPONENT
+from deepmd_muon.model.descriptor.dpa3.layer import RepflowLayer
+from deepmd_muon.model.descriptor.dpa3.module import DPA3
+from deepmd_muon.model.networks import Layer
+from deepmd_muon.model.scripted.dense import Act, Dense, act_of, value_of
+from deepmd_muon.model.scripted.exchange import declare_border_op, neighbor_rows
+from deepmd_muon.model.scripted.near import Near, Request
+
+
+class Tape(NamedTuple):
+    """The graph from edge vectors to descriptor."""
+
+    vectors: torch.Tensor
+    descriptor: torch.Tensor
+
+
+class Switch(NamedTuple):
+    """The weight of a neighbour by its distance; see `geometry.switch`."""
+
+    start: float
+    end: float
+    exponential: bool
+
+
+class Split(NamedTuple):
+    """A linear layer on several things side by side, its matrix split by their rows.
+
+    Attributes
+    ----------
+    parts
+        Of an edge: centre, neighbour, edge. Of an angle: angle, centre, second edge, first edge.
+    bias
+        Added once.
+    """
+
+    parts: list[torch.Tensor]
+    bias: torch.Tensor
+
+
+class Residual(NamedTuple):
+    """x′ = carry·x + Σ weights[k]∘u_k."""
+
+    carry: float
+    weights: torch.Tensor
+
+
+class LayerWeights(NamedTuple):
+    """The weights of one `RepflowLayer`; the message comes first in the outputs of `edge` and `angle`."""
+
+    node_self: Dense
+    node_symmetric: Dense
+    edge: Split
+    angle: Split
+    edge_from_angle: Dense
+    node_residual: Residual
+    edge_residual: Residual
+    angle_residual: Residual
+
+
+class Graph(NamedTuple):
+    """Edges and angles and what they take from positions; see `layer.Graph`.
+
+    Angles belong to the first columns: `angle_weight` and `in_angle` `(ncentre, nslots)`.
+    """
+
+    edge_weight: torch.Tensor
+    direction: torch.Tensor
+    angle_weight: torch.Tensor
+    in_angle: torch.Tensor
+
+
+def weigh(switch: Switch, r: torch.Tensor, exponent: float = EXPONENT) -> torch.Tensor:
+    """Return the weight of neighbours at distances r [Å]."""
+    if switch.exponential:
+        return torch.exp(-torch.exp((r.clamp(max=switch.end) - switch.start) * (exponent / switch.start)))
+    u = ((r - switch.start) / (switch.end - switch.start)).clamp(0.0, 1.0)
+    return u * u * u * (u * (15.0 - 6.0 * u) - 10.0) + 1.0
+
+
+def add_updates(residual: Residual, x: torch.Tensor, updates: list[torch.Tensor]) -> torch.Tensor:
+    """Return features with their updates added."""
+    x = x * residual.carry
+    for index in range(len(updates)):
+        x = torch.addcmul(x, updates[index], residual.weights[index])
+    return x
+
+
+def apply_dense(layer: Dense, x: torch.Tensor) -> torch.Tensor:
+    """Return x·matrix + bias."""
+    return torch.matmul(x, layer.matrix) + layer.bias
+
+
+def update_nodes(
+    act: Act, weights: LayerWeights, node: torch.Tensor, message: torch.Tensor, moments: list[torch.Tensor], axis: int
+) -> torch.Tensor:
+    """Return the nodes after a layer from their message and H of edges and neighbours `(ncentre, 3, width)`."""
+    symmetric = [torch.bmm(part[..., :axis].transpose(1, 2), part).flatten(1) / 3.0 for part in moments]
+    updates = [
+        value_of(act, apply_dense(weights.node_self, node)),
+        value_of(act, apply_dense(weights.node_symmetric, torch.cat(symmetric, 1))),
+        message,
+    ]
+    return add_updates(weights.node_residual, node, updates)
+
+
+def update_angles(
+    act: Act, weights: LayerWeights, node: torch.Tensor, edge: torch.Tensor, angle: torch.Tensor, graph: Graph
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the message of angles to their first edge `(ncentre, nslots, e_dim)`, and the angles after the layer."""
+    own, centre, second, first = weights.angle.parts
+    slots, e_dim = graph.in_angle.shape[1], edge.shape[2]
+    seen = edge[:, :slots, : first.shape[0]]
+    per_atom = torch.mm(node[:, : centre.shape[0]], centre) + weights.angle.bias
+    u = torch.matmul(seen, first) + per_atom.unsqueeze(1)
+    z = torch.matmul(angle, own) + u.unsqueeze(2) + torch.matmul(seen, second).unsqueeze(1)
+    y = value_of(act, z)
+    s = graph.angle_weight
+    reduced = torch.matmul(s[:, None, None, :], y[..., :e_dim]).squeeze(2) * s.unsqueeze(2)
+    if y.shape[3] > e_dim:
+        angle = add_updates(weights.angle_residual, angle, [y[..., e_dim:]])
+    return reduced, angle
+
+
+def edge_from_angles(
+    act: Act, linear: Dense, edge: torch.Tensor, reduced: torch.Tensor, in_angle: torch.Tensor, smooth: bool
+) -> torch.Tensor:
+    """Return the update of every edge by its angles; see `RepflowLayer._edge_from_angles`."""
+    slots = reduced.shape[1]
+    rest = edge.shape[1] - slots
+    if smooth:
+        others = value_of(act, linear.bias.unsqueeze(0)).unsqueeze(0).expand(edge.shape[0], rest, -1)
+        return torch.cat([value_of(act, apply_dense(linear, reduced)), others], 1)
+    reduced = torch.where(in_angle.unsqueeze(2), reduced, edge[:, :slots])
+    return value_of(act, apply_dense(linear, torch.cat([reduced, edge[:, slots:]], 1)))
+
+
+class ScriptedDPA3(torch.nn.Module):
+    """Descriptor of a frozen file; see `deepmd_muon.model.scripted.interface`."""
+
+    message_passing: Final[bool] = True
+    guard: Final[float] = DISTANCE_GUARD
+    cosine_scale: Final[float] = COSINE_SCALE
+    request: Request
+    act: Act
+    edge_switch: Switch
+    angle_switch: Switch
+    layers: list[LayerWeights]
+    table: torch.Tensor
+    scale: torch.Tensor
+    edge_matrix: torch.Tensor
+    edge_bias: torch.Tensor
+    angle_matrix: torch.Tensor
+
+    def __init__(self, module: DPA3) -> None:
+        super().__init__()
+        declare_border_op()
+        own, repflow, block = module.settings, module.settings.repflow, module.repflows
+        self.slots, self.angle_slots = repflow.slots
+        self.edge_scale, self.angle_scale = repflow.scales
+        self.axis, self.n_dim = repflow.axis_neuron, repflow.n_dim
+        self.start_from_length, self.with_angles = repflow.edge_init_use_dist, repflow.update_angle
+        self.smooth, self.append_types = repflow.smooth_edge_update, own.concat_output_tebd
+        self.act = act_of(own.activation_function)
+        self.edge_switch = Switch(repflow.e_rcut_smth, repflow.e_rcut, repflow.use_exp_switch)
+        self.angle_switch = Switch(repflow.a_rcut_smth, repflow.a_rcut, repflow.use_exp_switch)
+        with torch.no_grad():
+            table = module.type_embedding().detach().clone()
+            last = repflow.nlayers - 1
+            self.layers = [
+                layer_weights(layer, edge=index < last, angle=index < last - 1)  # type: ignore[arg-type]
+                for index, layer in enumerate(block.layers)
+            ]
+        self.request = Request(repflow.e_rcut, [self.slots], False, True, len(table))
+        self.register_buffer("table", table)
+        self.register_buffer("scale", 1.0 / block.stddev.detach()[:, 0].double())
+        self.register_buffer("edge_matrix", block.edge_embd.matrix.detach()[0].clone())
+        self.register_buffer("edge_bias", block.edge_embd.tensors.bias.detach().clone())
+        self.register_buffer("angle_matrix", block.angle_embd.matrix.detach().clone())
+
+    @torch.jit.export
+    def describe(self, near: Near) -> tuple[torch.Tensor, Tape]:
+        """Return D `(ncentre, dim_out)` and the tape."""
+        vectors = near.vectors.detach().requires_grad_(True)
+        graph, angle, radial = self._graph(near, vectors)
+        types = self.table[near.kind]
+        node = value_of(self.act, types)
+        edge = radial.unsqueeze(-1) * self.edge_matrix + self.edge_bias
+        if not self.start_from_length:
+            edge = value_of(self.act, edge)
+        for index in range(len(self.layers)):
+            weights = self.layers[index]
+            centre, other, own = weights.edge.parts
+            p = torch.addmm(weights.edge.bias, node, centre)
+            gathered = neighbor_rows(torch.cat([torch.mm(node, other), node], 1), near)
+            features = own.shape[1]
+            y = value_of(self.act, torch.matmul(edge, own) + p.unsqueeze(1) + gathered[..., :features])
+            message = torch.bmm(graph.edge_weight.unsqueeze(1), y[..., : self.n_dim]).squeeze(1)
+            across = graph.direction.transpose(1, 2)
+            moments = [torch.bmm(across, edge), torch.bmm(across, gathered[..., features:])]
+            old = node
+            node = update_nodes(self.act, weights, node, message, moments, self.axis)
+            if features > self.n_dim:
+                updates = [y[..., self.n_dim :]]
+                if self.with_angles:
+                    reduced, angle = update_angles(self.act, weights, old, edge, angle, graph)
+                    linear = weights.edge_from_angle
+                    updates.append(edge_from_angles(self.act, linear, edge, reduced, graph.in_angle, self.smooth))
+                edge = add_updates(weights.edge_residual, edge, updates)
+        descriptor = torch.cat([node, types], 1) if self.append_types else node
+        return descriptor.detach(), Tape(vectors, descriptor)
+
+    def _graph(self, near: Near, vectors: torch.Tensor) -> tuple[Graph, torch.Tensor, torch.Tensor]:
+        """Return the graph, the angles `(ncentre, nslots, nslots, a_dim)` and the number every edge starts from."""
+        dtype = self.table.dtype
+        empty = near.neighbor < 0
+        edges = torch.where(empty.unsqueeze(-1), self.edge_switch.end, vectors)
+        distance = edges.square().sum(-1).sqrt()
+        weight = weigh(self.edge_switch, distance).masked_fill(empty, 0.0)
+        scale = self.scale[near.kind].unsqueeze(1)
+        per_distance = weight / distance
+        direction = edges * (per_distance / distance).unsqueeze(-1) * scale[..., 1:]
+        radial = distance if self.start_from_length else per_distance * scale[..., 0]
+        inside = (distance.detach() < self.angle_switch.end) & ~empty
+        slots = 0 if inside.numel() == 0 else min(int(inside.sum(1).max()), self.angle_slots)
+        short, in_angle = distance[:, :slots], inside[:, :slots]
+        angle_weight = weigh(self.angle_switch, short).masked_fill(~in_angle, 0.0)
+        unit = edges[:, :slots] / (short + self.guard).unsqueeze(-1)
+        cosine = torch.bmm(unit, unit.transpose(1, 2)) * self.cosine_scale
+        graph = Graph(
+            (weight / self.edge_scale).to(dtype),
+            (direction * weight.unsqueeze(-1) * self.edge_scale**-0.5).to(dtype),
+            (angle_weight * self.angle_scale**-0.25).to(dtype),
+            in_angle,
+        )
+        return graph, cosine.to(dtype).unsqueeze(-1) * self.angle_matrix[0], radial.to(dtype)
+
+    @torch.jit.export
+    def pullback(self, adjoint: torch.Tensor, tape: Tape) -> torch.Tensor:
+        """Return dE/dr_ij `(ncentre, nnei, 3)` from dE/dD `(ncentre, dim_out)`."""
+        outputs: list[torch.Tensor | None] = [adjoint]
+        slope = torch.autograd.grad([tape.descriptor], [tape.vectors], outputs)[0]
+        assert slope is not None
+        return slope
+
+
+def layer_weights(layer: RepflowLayer, *, edge: bool, angle: bool) -> LayerWeights:
+    """Return copies of a layer's weights; `edge` and `angle` say which features later layers still use."""
+    repflow = layer.repflow
+    n, e = repflow.n_dim, repflow.e_dim
+    none = torch.zeros(0, dtype=layer.node_self_mlp.matrix.dtype)
+    empty = Split([none, none, none, none], none)
+    with_angles = repflow.update_angle
+    of_edge = [layer.node_edge_linear, layer.edge_self_linear] if edge else [layer.node_edge_linear]
+    angles = empty
+    if with_angles:
+        of_angle = [layer.edge_angle_linear1, layer.angle_self_linear] if angle else [layer.edge_angle_linear1]
+        edges = repflow.angle_edge
+        angles = split(of_angle, [repflow.a_dim, repflow.angle_node, edges, edges])
+    return LayerWeights(
+        dense(layer.node_self_mlp),
+        dense(layer.node_sym_linear),
+        split(of_edge, [n, n, e]),
+        angles,
+        dense(layer.edge_angle_linear2) if with_angles else Dense(none, none, None, 0),
+        residual(repflow.update_style, layer.n_residual, 3, n, none),
+        residual(repflow.update_style, layer.e_residual, 2 if with_angles else 1, e, none),
+        residual(repflow.update_style, layer.a_residual, 1, repflow.a_dim, none),
+    )
+
+
+def dense(layer: Layer) -> Dense:
+    """Return copies of a linear layer's matrix and bias."""
+    return Dense(layer.matrix.detach().clone(), layer.tensors.bias.detach().clone(), None, 0)
+
+
+def split(layers: list[Layer], rows: list[int]) -> Split:
+    """Join layers on the same input and split their matrix by rows."""
+    matrix = torch.cat([layer.matrix for layer in layers], 1)
+    bias = torch.cat([layer.tensors.bias for layer in layers])
+    return Split([part.contiguous() for part in matrix.split(rows)], bias)
+
+
+def residual(style: str, weights: torch.nn.ParameterList, count: int, width: int, like: torch.Tensor) -> Residual:
+    """Return how features and `count` updates are added: by trained vectors, averaged, or incremented."""
+    if style == "res_residual":
+        trained = [weight.detach().clone() for weight in weights]
+        return Residual(1.0, torch.stack(trained) if trained else like)
+    carry, factor = (1 / math.sqrt(count + 1),) * 2 if style == "res_avg" else (1.0, 1 / math.sqrt(count))
+    return Residual(carry, like.new_full((count, width), factor))
