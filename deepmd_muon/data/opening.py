@@ -97,7 +97,9 @@ def _expanded(path: str) -> list[str]:
 
 
 def _fitting(folder: str, patterns: Sequence[str]) -> list[str]:
-    """Return the systems below a folder that fit one of the patterns, sorted."""
+    """Return the systems below a folder that fit one of the patterns, sorted; a database stands for itself."""
+    if is_lmdb(folder):
+        return [folder]
     if not os.path.isdir(folder):
         raise SystemNotFoundError(f"rglob_patterns searches folders, but {folder} is none")
     try:

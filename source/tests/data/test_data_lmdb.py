@@ -83,6 +83,7 @@ def test_frames_are_sorted_into_systems_by_source_size_and_cell(tmp_path):
         assert read.energy[row] == decoded(frames[k]["energies"])
         np.testing.assert_array_equal(read.box[row], np.eye(3) * 6.0)
     assert read.virial is None
+    assert len(open_systems(path, patterns=["fcc*"])) == 4  # as in deepmd-kit, patterns are for folders
     assert other.frames([0]).atype.tolist() == [[0, 1, 0]]
 
 
