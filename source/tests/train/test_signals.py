@@ -16,49 +16,49 @@ from deepmd_muon.train.signals import StopSignals
 
 # Trains once for every input. A save stops before its first byte, and goes on when a line comes from outside.
 CHILD = """
-import json, sys
+import sys
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from deepmd_muon.cli.main import main
 
-def paused(original):
+def paused(form, original):
     def write(*args, **kwargs):
-        if waiting:
-            print(waiting.pop(), flush=True)
+        if form in waiting:
+            waiting.remove(form)
+            print("writing", flush=True)
             sys.stdin.readline()
         return original(*args, **kwargs)
     return write
 
-form, *inputs = sys.argv[1:]
-if form == "file":
-    torch.save = paused(torch.save)
-else:
-    FileSystemWriter.write_data = paused(FileSystemWriter.write_data)
-for path in inputs:
-    waiting = ["writing"]
+torch.save = paused("file", torch.save)
+FileSystemWriter.write_data = paused("dcp", FileSystemWriter.write_data)
+for case in sys.argv[1:]:
+    form, _, path = case.partition(":")
+    waiting = [form]
     status = main(["train", path, "-v", "WARNING"])
     print(status, flush=True)
 sys.exit(status)
 """
-# Whether the save is the last one, and what comes during it.
+# Form of the checkpoint, whether its save is the last one, and what comes during it.
 CASES = [
-    (False, ("SIGTERM",)),
-    (False, ("SIGINT", "SIGINT", "SIGTERM")),
-    (True, ("SIGINT",)),
-    (True, ("SIGTERM", "SIGTERM")),
+    ("file", False, ("SIGTERM",)),
+    ("file", False, ("SIGINT", "SIGINT", "SIGTERM")),
+    ("file", True, ("SIGINT",)),
+    ("file", True, ("SIGTERM", "SIGTERM")),
+    ("dcp", False, ("SIGTERM", "SIGTERM")),
+    ("dcp", True, ("SIGINT", "SIGTERM")),
 ]
 
 
-@pytest.mark.parametrize("form", ["file", "dcp"])
-def test_a_checkpoint_that_is_being_written_outlives_signals(small_input, form):
-    for number, (final, _) in enumerate(CASES):
+def test_a_checkpoint_that_is_being_written_outlives_signals(small_input):
+    for number, (form, final, _) in enumerate(CASES):
         steps = {"numb_steps": 2, "save_freq": 100} if final else {"numb_steps": 4, "save_freq": 2}
         names = {"save_ckpt": f"{number}/model", "disp_file": f"{number}/lcurve.out", "checkpoint_format": form}
         Path(f"{number}.json").write_text(json.dumps(small_input(training={**steps, **names})))
-    words = [sys.executable, "-c", CHILD, form, *(f"{number}.json" for number in range(len(CASES)))]
+    words = [sys.executable, "-c", CHILD, *(f"{form}:{number}.json" for number, (form, *_) in enumerate(CASES))]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(words, **pipes, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as child:
-        for number, (_, names) in enumerate(CASES):
+        for number, (form, _, names) in enumerate(CASES):
             assert child.stdout.readline() == "writing\n"
             for name in names:
                 child.send_signal(signal.Signals[name])
@@ -67,13 +67,18 @@ def test_a_checkpoint_that_is_being_written_outlives_signals(small_input, form):
             print(file=child.stdin, flush=True)
             expected = 128 + signal.Signals[names[0]]
             assert child.stdout.readline() == f"{expected}\n"
-            saved = [path for path in Path(str(number)).iterdir() if not path.is_symlink() and "-2." in path.name]
-            assert f"model-2.{'pt' if form == 'file' else 'dcp'}" in {path.name for path in saved}
-            assert {read_checkpoint(path)["deepmd_muon"]["step"] for path in saved} == {2}
-            assert read_checkpoint(f"{number}/model")["deepmd_muon"]["step"] >= 2
-            assert not [path for path in Path(str(number)).iterdir() if path.name.startswith(".")]
+            check_saved(Path(str(number)), form)
         child.communicate()
     assert child.returncode == expected
+
+
+def check_saved(folder, form):
+    """Look for a whole checkpoint of step 2 in this form, and for nothing half written."""
+    saved = [path for path in folder.iterdir() if not path.is_symlink() and "-2." in path.name]
+    assert f"model-2.{'pt' if form == 'file' else 'dcp'}" in {path.name for path in saved}
+    assert {read_checkpoint(path)["deepmd_muon"]["step"] for path in saved} == {2}
+    assert read_checkpoint(folder / "model")["deepmd_muon"]["step"] >= 2
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
 def test_outside_of_a_save_a_further_signal_ends_the_process():
