@@ -1,0 +1,69 @@
+"""deepmd-kit's own `ener` examples of our descriptors: `DEEPMD_KIT_EXAMPLES=…/examples pytest -m deepmd_kit`."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepmd_muon.argcheck import InputError, load
+from deepmd_muon.cli.main import main
+from deepmd_muon.model.registry import DESCRIPTORS
+
+pytestmark = [
+    pytest.mark.deepmd_kit,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif("DEEPMD_KIT_EXAMPLES" not in os.environ, reason="DEEPMD_KIT_EXAMPLES names no examples"),
+]
+EXAMPLES = Path(os.environ.get("DEEPMD_KIT_EXAMPLES", "."))
+# What each of the others asks for that this package does not have.
+REFUSED = {
+    "fparam/train/input.json": "numb_fparam",
+    "fparam/train/input_aparam.json": "numb_aparam",
+    "spin/se_e2_a/input_tf.json": "spin",
+    "spin/se_e2_a/input_torch.json": "spin",
+    "water/dplr/train/ener.json": "modifier",
+    "water/se_e2_a_mixed_prec/input.json": "mixed_precision",
+    "water/zbl/input.json": "use_srtab",
+}
+
+
+def inputs():
+    """Return the inputs with the energy fitting net and one of our descriptors."""
+    found = {}
+    for path in sorted(EXAMPLES.rglob("*.json")) if "DEEPMD_KIT_EXAMPLES" in os.environ else []:
+        content = json.loads(path.read_text())
+        model = content.get("model", {}) if isinstance(content, dict) else {}
+        ours = model.get("descriptor", {}).get("type") in DESCRIPTORS.names()
+        if "training" in content and ours and model.get("fitting_net", {}).get("type", "ener") == "ener":
+            found[path.relative_to(EXAMPLES).as_posix()] = content
+    return found
+
+
+INPUTS = inputs()
+
+
+@pytest.mark.parametrize("name", [name for name in INPUTS if name not in REFUSED])
+def test_an_example_trains_two_steps(name, tmp_path, monkeypatch):
+    content = INPUTS[name]
+    training = {key: x for key, x in content["training"].items() if "epoch" not in key and key != "stat_file"}
+    training.update(numb_steps=2, disp_freq=1, save_ckpt=str(tmp_path / "model"), disp_file=str(tmp_path / "lcurve"))
+    path = tmp_path / "input.json"
+    path.write_text(json.dumps({**content, "training": training}))
+    monkeypatch.chdir((EXAMPLES / name).parent)  # its systems are relative to it
+    assert main(["--pt", "train", str(path), "-o", str(tmp_path / "out.json"), "-v", "ERROR"]) == 0
+    rows = np.loadtxt(tmp_path / "lcurve", ndmin=2)
+    assert rows[:, 0].tolist() == [1, 2]
+    assert np.isfinite(rows).all()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_an_example_asks_for_in_vain_is_named(name):
+    with pytest.raises(InputError, match=REFUSED[name]):
+        load(EXAMPLES / name)
+
+
+def test_all_descriptors_have_examples():
+    kinds = {INPUTS[name]["model"]["descriptor"]["type"] for name in INPUTS if name not in REFUSED}
+    assert kinds >= {"se_e2_a", "dpa1", "se_atten", "se_atten_v2", "dpa3"}
