@@ -52,6 +52,17 @@ def test_one_branch_is_fine_tuned_as_deepmd_kit_does():
     assert ours["_extra_state"]["model_params"]["fitting_net"]["dim_case_embd"] == 2
 
 
+def test_the_command_line_fine_tunes(capsys):
+    path = write_input(an_input(["O", "H"]))
+    words = ["--pt", "train", path, "--model-branch", "water", "--use-pretrain-script", "--skip-neighbor-stat"]
+    assert main([*words, "-t", "branches"]) == 0  # .pt may be left out
+    ours = torch.load("model.ckpt.pt", weights_only=True)["model"]
+    torch.testing.assert_close(ours[f"{PREFIX}out_bias"], FIXTURE["finetuned"]["named"][f"{PREFIX}out_bias"], **TINY)
+    capsys.readouterr()
+    assert main(words) == 2
+    assert "--model-branch" in capsys.readouterr().err
+
+
 def test_an_alias_names_its_branch():
     ours, theirs = finetune(["O", "H"], "branches.pt", "copper"), FIXTURE["finetuned"]["alias"]
     assert_same(ours, theirs)
