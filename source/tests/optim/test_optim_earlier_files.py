@@ -84,9 +84,9 @@ def test_training_goes_on_from_an_earlier_checkpoint(tmp_path, monkeypatch):
     checkpoint = torch.load(HERE / "earlier_checkpoint.pt", weights_only=True)
     assert_bitwise(loaded[0], named_state(checkpoint["optimizer"]))
     expected = torch.load(HERE / "earlier_state.pt", weights_only=True)["training_state_after_8_steps"]
-    last = torch.load("model.ckpt-8.pt", weights_only=True)["optimizer"]["state"]
-    assert last.keys() == expected.keys()
-    for i, values in expected.items():
-        assert last[i].keys() == values.keys()
-        for key, x in values.items():
-            torch.testing.assert_close(last[i][key], x, rtol=1e-7, atol=1e-9)
+    then = named_state({**checkpoint["optimizer"], "state": expected})
+    # By name: models now have parameters without elements, and checkpoints the powers of the decays for deepmd-kit.
+    last = named_state(torch.load("model.ckpt-8.pt", weights_only=True)["optimizer"])
+    assert {key for _, key in last.keys() - then.keys()} <= {"beta1_pow", "beta2_pow"}
+    for key, x in then.items():
+        torch.testing.assert_close(last[key], x, rtol=1e-7, atol=1e-9)
