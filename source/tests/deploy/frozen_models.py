@@ -60,6 +60,7 @@ LARGER = {
         "axis_neuron": 4,
         "attn": 8,
         "attn_layer": 2,
+        "smooth_type_embedding": True,  # else the energy jumps where neighbours come and go
     },
     "dpa3": {
         "type": "dpa3",

@@ -19,6 +19,7 @@ from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.section import thaw
 
 DPA1 = LARGER["se_atten"] | {"rcut": 4.0, "seed": 1}
+V2 = {key: value for key, value in DPA1.items() if key != "smooth_type_embedding"} | {"type": "se_atten_v2"}
 DPA3 = LARGER["dpa3"] | {"seed": 1}
 
 
@@ -41,7 +42,7 @@ MODELS = {
     "DPA-1, few slots, not smooth": (DPA1 | {"sel": 20, "smooth_type_embedding": False, "resnet_dt": True}, {}),
     "DPA-1 with a mean": (DPA1 | {"set_davg_zero": False, "type_one_side": True, "neuron": [5, 10]}, {}),
     "DPA-1, stripped types": (DPA1 | {"tebd_input_mode": "strip", "attn_layer": 0, "concat_output_tebd": False}, {}),
-    "DPA-1 v2": (DPA1 | {"type": "se_atten_v2", "attn_dotr": False, "normalize": False, "temperature": 0.5}, {}),
+    "DPA-1 v2": (V2 | {"attn_dotr": False, "normalize": False, "temperature": 0.5}, {}),
     "DPA-3": (DPA3, {}),
     "DPA-3, rough, few slots": (dpa3(smooth_edge_update=False, e_sel=12, a_sel=5, update_style="res_avg"), {}),
     "DPA-3, compressed": (

@@ -21,14 +21,14 @@ pytestmark = [pytest.mark.lammps, pytest.mark.skipif("LAMMPS_LMP" not in os.envi
 
 
 def live_model(descriptor, seed):
-    """A model whose largest force is 0.5 eV/Å on a frame of the example; more would let atoms collapse."""
+    """A model whose largest force is 0.1 eV/Å on a frame of the example; more would let atoms collapse."""
     model = build({**descriptor, "seed": seed}, {"neuron": [24, 24], "seed": seed})
     data = EXAMPLE.parent / "water_xtb" / "data" / "valid" / "300K"
     coord, box = (np.load(data / "set.000" / f"{name}.npy")[0].reshape(-1, 3) for name in ("coord", "box"))
     force = Predictor(model, device="cpu").predict(coord, box, np.loadtxt(data / "type.raw", dtype=int)).force
     with torch.no_grad():
         for net in model.atomic_model.fitting_net.filter_layers.networks:
-            net.layers[-1].matrix.mul_(0.5 / np.abs(force).max())
+            net.layers[-1].matrix.mul_(0.1 / np.abs(force).max())
     return model
 
 
@@ -67,12 +67,12 @@ def test_forces_and_energies_are_the_checkpoints(kind, ranks, folder):
     calculator = DeepPotCalculator(model, device="cpu")
     for row, frame in zip(thermo, frames, strict=True):
         forces = frame.get_forces()
-        assert np.abs(forces).max() > 0.1
+        assert np.abs(forces).max() > 0.05
         frame.calc = calculator
         np.testing.assert_allclose(forces, frame.get_forces(), rtol=0, atol=1e-10)
         np.testing.assert_allclose(row[3], frame.get_potential_energy(), rtol=1e-10)
     potential, total = thermo[:, 3], thermo[:, 4]
-    assert np.ptp(potential) > 0.02
+    assert np.ptp(potential) > 1e-3
     assert np.ptp(total) < 0.02 * np.ptp(potential)
 
 
