@@ -69,9 +69,10 @@ def _cause(error: Exception, moment: Moment) -> str | None:
     """Return the cause in words; None when only a traceback, or another rank, can tell it."""
     if is_lost_connection(error):
         return None
-    if failure := next(filter(None, map(failure_of, _chain(error))), None):
+    ours = type(error).__module__.startswith("deepmd_muon")  # which say themselves what is behind them
+    if failure := next(filter(None, map(failure_of, [error] if ours else _chain(error))), None):
         return failure
-    if moment.step and (isinstance(error, OSError) or type(error).__module__.startswith("deepmd_muon")):
+    if moment.step and (ours or isinstance(error, OSError)):
         return str(error)
     return f"{type(error).__name__}: {error}" if moment.reads_data else None
 

@@ -136,6 +136,13 @@ def test_a_mistake_of_ours_keeps_its_traceback_and_names_the_checkpoint(caplog):
     assert "step 7" in caplog.text
 
 
+def test_a_place_that_cannot_be_written_is_a_mistake_of_the_input(small_input, capfd):
+    Path("file").write_text("")
+    Path("input.json").write_text(json.dumps(small_input(training={"save_ckpt": "file/model"})))
+    assert main(["train", "input.json", "-v", "ERROR"]) == 2
+    assert "dp train: training/save_ckpt: cannot write checkpoints to file: " in capfd.readouterr().err
+
+
 def test_failures_are_known_by_what_libraries_raise():
     def raised(act):
         with pytest.raises(Exception) as caught:  # noqa: PT011 (each library has its own)
