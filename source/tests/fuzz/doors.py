@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from deepmd_muon.argcheck import load, normalize
-from deepmd_muon.data import build_neighbors, open_systems
+from deepmd_muon.data import NeighborCache, open_systems
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model import build_model
 from deepmd_muon.model.checkpoint_directory import take_apart
@@ -127,8 +127,9 @@ class System(Door):
         (system,) = open_systems(str(self.folder / self.name), ["A", "B"])
         frames = system.frames(range(system.nframes))
         assert all(np.isfinite(values).all() for values in (frames.coord, frames.box, frames.energy))
+        cache = NeighborCache(3.0, (8, 8), by_type=True, ntypes=2)
         for k in range(frames.nframes):
-            build_neighbors(frames.coord[k], frames.box[k], frames.atype[k], 3.0, (8, 8), True)
+            cache.frame(system, k, frames, k)
 
 
 class HDF5System(System):
