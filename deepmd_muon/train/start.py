@@ -115,7 +115,7 @@ def run(
         stack.enter_context(explained(lambda: Moment("preparing"), lambda: Path(found) if found else None))
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
         ranks.from_first("locking its files", lambda: stack.enter_context(held(training, input_path)))
-        ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training))
+        ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, Path(output)))
         if restart in AUTOMATIC:
             restart = ranks.from_first("looking for a checkpoint", lambda: newest_checkpoint(training.save_ckpt))
         source = _read_source(ranks, restart=restart, init_model=init_model, finetune=finetune, branch=model_branch)

@@ -74,11 +74,15 @@ class FileSeries:
         self.written = written
         replace_link(self.prefix.parent / f"{self.prefix.name}.pt", path.name)
         write_pointer(self.prefix.parent, path.name)
+        self.remove_surplus()
+        return path
+
+    def remove_surplus(self) -> None:
+        """Delete the oldest files beyond `keep`."""
         while len(self.written) > self.keep:
             oldest = self.prefix.parent / self.written.pop(0)
             with writing(oldest):
                 oldest.unlink(missing_ok=True)
-        return path
 
 
 def write_pointer(folder: Path, name: str) -> None:

@@ -62,7 +62,7 @@ def _curve(training: TrainingSettings) -> Path | None:
 
 @contextlib.contextmanager
 def _lock(path: Path, setting: str, input_path: str) -> Iterator[None]:
-    place = path.with_name(f".{path.name}.lock")
+    place = _lock_of(path)
     try:
         make_folder_of(place)
         with writing(place):
@@ -106,8 +106,16 @@ def _open_locked(place: Path, path: Path, setting: str) -> int:
         os.close(handle)  # its holder has just removed it
 
 
-def remove_leftovers(training: TrainingSettings) -> None:
-    """Delete what runs of the same names that were killed while they saved have left; call it while they are held."""
+def remove_leftovers(training: TrainingSettings, output: Path | None = None) -> None:
+    """Delete what runs of the same names that were killed while they wrote have left; call it while they are held.
+
+    Parameters
+    ----------
+    training
+        The input's section, which names the files.
+    output
+        Where the normalised input goes.
+    """
     prefix, curve = Path(training.save_ckpt), _curve(training)
     # Of this prefix alone: others in the folder, such as prefix-2, may be writing theirs.
     step = rf"\.{re.escape(prefix.name)}(-([0-9]+|{REMOVED}))?"
@@ -115,9 +123,12 @@ def remove_leftovers(training: TrainingSettings) -> None:
     found = [path for path in _entries(prefix.parent) if own.fullmatch(path.name)]
     if curve is not None:
         found += leftovers_of(curve)
-    # Other runs write these as well, within seconds.
-    shared = (prefix.with_name("checkpoint"), *map(Path, filter(None, (training.stat_file, training.jsonl_file))))
-    found += [path for place in shared for path in leftovers_of(place) if _age(path) > _LONGEST_SAVE]
+    # Other runs may be writing these as well.
+    others = map(Path, filter(None, (training.stat_file, training.jsonl_file, output)))
+    shared = [prefix.with_name("checkpoint"), prefix.with_name("try"), *others]
+    left = [path for place in shared for path in leftovers_of(place)]
+    mine = {_lock_of(path).name for path in (prefix, curve) if path is not None}
+    found += [path for path in left if _age(path) > _LONGEST_SAVE or not _locks(path.parent) - mine]
     for rest in found:
         with writing(rest):
             if rest.is_dir() and not rest.is_symlink():
@@ -125,6 +136,15 @@ def remove_leftovers(training: TrainingSettings) -> None:
             else:
                 rest.unlink(missing_ok=True)
         log.info("removed %s, which a run that was killed had begun to write or to delete", rest)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
+def _locks(folder: Path) -> set[str]:
+    """Return the names of the locks in a folder: of runs that write there, or were killed."""
+    return {path.name for path in folder.glob(".*.lock")}
 
 
 def _age(path: Path) -> float:

@@ -96,6 +96,8 @@ class Checkpoints:
                 self.directories.save(step, self._with_names(step, content()))
             if file is None or _step(file) != step:
                 self._save_file(step, self._with_names(step, content()))
+            elif self._ranks.first:
+                self.files.remove_surplus()  # a run that was killed after its last save has left it
             self.finish()
 
     def poll(self) -> None:

@@ -84,6 +84,9 @@ def test_a_fresh_run_keeps_the_files_of_an_earlier_one(small_input, train):
     assert Path("model.ckpt.2-5.pt").exists()
 
 
+SHARED = {"checkpoint": "", "try": "", "out": ".json", "stat": ".hdf5", "log": ".jsonl"}
+
+
 def test_what_a_killed_save_left_is_removed(small_input, train):
     hexadecimal = "0123456789abcdef"
     mine = [f".model.ckpt-7.{hexadecimal}.pt", f".model.ckpt.{hexadecimal}.pt"]
@@ -94,8 +97,9 @@ def test_what_a_killed_save_left_is_removed(small_input, train):
         ".model.ckpt-7.x.pt",
     ]
     mine += [f".lcurve.{hexadecimal}.out"]
-    # Other runs in this folder write these as well: one that is older than any save takes is left behind.
-    shared = [f".checkpoint.{hexadecimal}", f".stat.{hexadecimal}.hdf5", f".log.{hexadecimal}.jsonl"]
+    # Other runs in this folder write these as well: while one holds a lock there, only old ones are removed.
+    shared = [f".{name}.{hexadecimal}{ending}" for name, ending in SHARED.items()]
+    Path(".other.ckpt.lock").write_text("")
     for name in (*mine, *others, *shared):
         Path(name).write_text("half")
     files = {"stat_file": "stat.hdf5", "jsonl_file": "log.jsonl", "numb_steps": 1}
@@ -103,6 +107,11 @@ def test_what_a_killed_save_left_is_removed(small_input, train):
     assert all(Path(name).exists() for name in shared)
     for name in shared:
         os.utime(name, (1.0, 1.0))
+    train(small_input(training=files))
+    assert not [name for name in shared if Path(name).exists()]
+    Path(".other.ckpt.lock").unlink()
+    for name in shared:
+        Path(name).write_text("half")
     train(small_input(training=files))
     assert not [name for name in shared if Path(name).exists()]
     assert not [name for name in mine if Path(name).exists()]
