@@ -239,8 +239,9 @@ class TrainingSettings(Section):
         False,
         doc=(
             "Compile prediction, loss and gradient of the captured training step with torch's compiler, for each of "
-            "the first 8 shapes of batches: it takes 15 to 60 s a shape, less where its cache on disk is warm, and "
-            "makes steps of se_atten and dpa3 several times faster. Ignored where steps are not captured."
+            "the first 8 shapes of batches: it takes 10 to 60 s a shape, less where its cache on disk is warm, and "
+            "makes steps of se_atten several times faster. Ignored where steps are not captured; what cannot be "
+            "compiled runs as without, and the log says why."
         ),
     )
     interpolate_embedding: bool = setting(

@@ -139,8 +139,11 @@ class CompiledGradient:
                     function.call = self._compiler(graph, arguments)
                     function.call(*arguments)
         except Exception as error:  # whatever a compiler raises must not end a training run
-            self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
+            lines = f"{type(error).__name__}: {error}".strip().splitlines()
+            # Errors of a compiler's processes bear its traceback first and the reason last.
+            self.failed = lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1].strip()}"
             log.warning("training steps are not compiled: %s", self.failed)
+            log.debug("%s", error)
             return
         self._functions[self._layout] = function
         log.info("compiled the training step in %.0f s", time.perf_counter() - begun)
