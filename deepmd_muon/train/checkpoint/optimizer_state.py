@@ -64,8 +64,10 @@ def load_optimizer_state(
 def _with_names(state: Mapping[str, Any], model: EnergyModel) -> dict[str, Any]:
     """Attach names to deepmd-kit's Adam state, which is by position, empty parameters included."""
     groups = state["param_groups"]
+    if len(groups) != 1 or {"routes", "param_names"} & groups[0].keys():
+        return dict(state)
     names = deepmd_kit_parameter_names(model)
-    if len(groups) != 1 or {"routes", "param_names"} & groups[0].keys() or len(groups[0]["params"]) != len(names):
+    if len(groups[0]["params"]) != len(names):
         return dict(state)
     return {**state, "param_groups": [{**groups[0], "param_names": names}]}
 

@@ -124,7 +124,7 @@ def remove_leftovers(training: TrainingSettings, output: Path | None = None) -> 
     if curve is not None:
         found += leftovers_of(curve)
     # Other runs may be writing these as well.
-    others = map(Path, filter(None, (training.stat_file, training.jsonl_file, output)))
+    others = [Path(name) for name in (training.stat_file, training.jsonl_file, output) if name is not None]
     shared = [prefix.with_name("checkpoint"), prefix.with_name("try"), *others]
     left = [path for place in shared for path in leftovers_of(place)]
     mine = {_lock_of(path).name for path in (prefix, curve) if path is not None}

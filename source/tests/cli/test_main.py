@@ -162,9 +162,9 @@ def test_without_deepmd_kit_such_an_input_is_refused_in_one_line(dpa4, no_deepmd
         (
             ["show", "rooting", "in.json"],
             "'show rooting'",
-            "did you mean 'routing'? There are: routing, plan, lcurve, kernels",
+            "did you mean 'routing'? There are: routing, plan, lcurve, weights, kernels",
         ),
-        (["show", "m.pt", "type-map"], "'show m.pt'", "There are: routing, plan, lcurve, kernels"),
+        (["show", "m.pt", "type-map"], "'show m.pt'", "There are: routing, plan, lcurve, weights, kernels"),
     ],
 )
 def test_unknown_words_are_answered_with_the_known_ones(words, what, advice, no_deepmd_kit, capsys):

@@ -538,7 +538,9 @@ def test_ranks_end_when_torchrun_is_killed(place, tmp_path):
     assert log.count("torchrun, which started rank ") == 2
     assert log.count("optimizer/lr_adjust_coeff is not given") == 1
     assert read_checkpoint(tmp_path / "model.ckpt.pt")["deepmd_muon"]["step"] > 0
-    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+    # A rank that misses the other one at the end may leave the file of its lock, but no lock.
+    hidden = {path.name for path in tmp_path.iterdir() if path.name.startswith(".")}
+    assert hidden <= {".model.ckpt.lock", ".lcurve.out.lock"}
 
 
 def torchrun_command(folder):
