@@ -81,6 +81,17 @@ def check_saved(folder, form):
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
+@pytest.fixture
+def usual_handlers():
+    """Python's own handlers: a shell that starts the tests in the background lets them ignore SIGINT."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("usual_handlers")
 def test_outside_of_a_save_a_further_signal_ends_the_process():
     def writing():
         return busy
