@@ -131,18 +131,22 @@ def slope_of(
     return torch.ones_like(h)
 
 
-def forward_layer(act: Act, layer: Dense, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y `(rows, n_out)` and dy/dh without idt, from x `(rows, n_in)`."""
-    h = torch.addmm(layer.bias, x, layer.matrix)
-    value = value_of(act, h)
-    slope = slope_of(act, h, value)
+def output_of(layer: Dense, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return y `(rows, n_out)` from f(h) and x `(rows, n_in)`: scaled by idt, x added once, twice or not at all."""
     idt = layer.idt
     out = value if idt is None else value * idt
     if layer.copies == 1:
         out = out + x
     elif layer.copies == 2:
         out = out + torch.cat([x, x], dim=1)
-    return out, slope
+    return out
+
+
+def forward_layer(act: Act, layer: Dense, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y `(rows, n_out)` and dy/dh without idt, from x `(rows, n_in)`."""
+    h = torch.addmm(layer.bias, x, layer.matrix)
+    value = value_of(act, h)
+    return output_of(layer, x, value), slope_of(act, h, value)
 
 
 def adjoint_layer(layer: Dense, slope: torch.Tensor, above: torch.Tensor) -> torch.Tensor:

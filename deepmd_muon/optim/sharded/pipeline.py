@@ -74,13 +74,11 @@ class MomentumUpdate:
             )
             for (group, _), some in kinds.items()
         ]
-        self.order = [i for momenta_group in self.momenta_groups for i in momenta_group.parameters]
+        self.order = [i for momenta in self.momenta_groups for i in momenta.parameters]
         self.rows: dict[int, int] = {}  # first row of a parameter's sums
         self.height = 0
-        for momenta_group in self.momenta_groups:
-            for i, shape, parts in zip(
-                momenta_group.parameters, momenta_group.shapes, momenta_group.parts, strict=True
-            ):
+        for momenta in self.momenta_groups:
+            for i, shape, parts in zip(momenta.parameters, momenta.shapes, momenta.parts, strict=True):
                 if plan.parameters[i].damped:
                     self.rows[i] = self.height
                     self.height += shape[0] * len(parts)
@@ -96,7 +94,7 @@ class Pipeline:
         Of `sharded_params`, in the same order.
     sharded_params
         The parameters of the Muon route that live on several ranks; at least one.
-    groups, lane
+    groups, collectives
         Process groups of the plan's domains; the stream of collectives.
 
     Attributes

@@ -6,7 +6,7 @@ import torch
 
 from deepmd_muon.model.descriptor.dpa1.attention import SHIFT, AttentionLayer
 from deepmd_muon.model.descriptor.dpa1.module import DPA1, smooth_rows
-from deepmd_muon.model.scripted.dense import Act, Dense, act_of, dense_layers, value_of
+from deepmd_muon.model.scripted.dense import Act, Dense, act_of, dense_layers, output_of, value_of
 from deepmd_muon.model.scripted.near import Near, Request
 
 
@@ -40,7 +40,7 @@ class Columns(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """What masks, switches and angles do to attention; see `attention.Gates`."""
+    """What masks, switches and angles do to attention; see `attention.Gates`, whose mask is a flag here."""
 
     hidden: torch.Tensor
     after: torch.Tensor
@@ -51,14 +51,7 @@ class Gates(NamedTuple):
 def run_layers(act: Act, layers: list[Dense], x: torch.Tensor) -> torch.Tensor:
     """Apply layers `(rows, n)`, left to autograd."""
     for layer in layers:
-        value = value_of(act, torch.addmm(layer.bias, x, layer.matrix))
-        idt = layer.idt
-        out = value if idt is None else value * idt
-        if layer.copies == 1:
-            out = out + x
-        elif layer.copies == 2:
-            out = out + torch.cat([x, x], dim=1)
-        x = out
+        x = output_of(layer, x, value_of(act, torch.addmm(layer.bias, x, layer.matrix)))
     return x
 
 
