@@ -6,7 +6,8 @@ batches. Run it from anywhere::
     python source/benchmarks/convergence.py --input examples/water_xtb/input.json --steps 3000 --jobs 8 \
         --race adam:lr=1e-3,3e-3 --race muon:lr=1e-3:lr_adjust_coeff=4.32,8.64:magma_muon=false
 
-A race names a base (adam, adamw, muon) and values for keys of the optimizer section, or `lr`; lists are combined.
+A race names a base (adam, adamw, muon) and values for keys of the optimizer section, or `lr`; lists are combined. A key
+with dots is one of the whole input, such as model.descriptor.repflow.fix_stat_std=0.1,0.3.
 The result is a table (Markdown) and, with --out, a JSON file with every error and setting.
 """
 
@@ -14,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import itertools
 import json
+import operator
 import os
 import platform
 import subprocess
@@ -42,12 +45,13 @@ def contestants(race: str) -> list[dict[str, Any]]:
 
 
 def input_of(base: dict[str, Any], optimizer: dict[str, Any], seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Put a contestant's optimizer, learning rate and seed into the input."""
-    optimizer = dict(optimizer)
+    """Put a contestant's optimizer, learning rate, seed and other settings into the input."""
+    others = {key: value for key, value in optimizer.items() if "." in key}
+    optimizer = {key: value for key, value in optimizer.items() if "." not in key}
     lr = optimizer.pop("lr")
     rate = {"type": "exp", "decay_steps": 5000, "start_lr": lr, "stop_lr": args.stop_lr}
     training = {**base["training"], "numb_steps": args.steps, "seed": seed}
-    training.update(disp_freq=max(1, args.steps // 10), save_freq=args.steps, max_ckpt_keep=1)
+    training.update(disp_freq=max(1, args.steps // 20), save_freq=args.steps, max_ckpt_keep=1)
     training["training_data"] = {**training["training_data"]}
     if args.train:
         training["training_data"]["systems"] = args.train
@@ -57,7 +61,11 @@ def input_of(base: dict[str, Any], optimizer: dict[str, Any], seed: int, args: a
         model[part]["seed"] = seed
         if args.precision:
             model[part]["precision"] = args.precision
-    return {**base, "model": model, "learning_rate": rate, "optimizer": optimizer, "training": training}
+    content = {**base, "model": model, "learning_rate": rate, "optimizer": optimizer, "training": training}
+    for key, value in others.items():
+        *sections, last = key.split(".")
+        functools.reduce(operator.getitem, sections, content)[last] = value
+    return content
 
 
 def run(content: dict[str, Any], valid: list[str], threads: int) -> dict[str, Any]:
@@ -71,6 +79,9 @@ def run(content: dict[str, Any], valid: list[str], threads: int) -> dict[str, An
         seconds = time.perf_counter() - start
         if done.returncode:
             return {"failed": done.stderr.strip().splitlines()[-1][:300], "seconds": seconds}
+        curve = [line.split() for line in Path(folder, "lcurve.out").read_text().splitlines()]
+        column = curve[0].index("rmse_f_trn") - 1  # after the sign of a comment
+        forces = [(int(row[0]), float(row[column])) for row in curve if row[0] != "#"]
         code = (
             "import json,sys;from deepmd_muon.infer.predictor import Predictor;"
             "from deepmd_muon.infer.evaluation import evaluate_system;"
@@ -88,7 +99,7 @@ def run(content: dict[str, Any], valid: list[str], threads: int) -> dict[str, An
             text=True,
             check=True,
         )
-        return {"rmse": json.loads(found.stdout.splitlines()[-1]), "seconds": seconds}
+        return {"rmse": json.loads(found.stdout.splitlines()[-1]), "seconds": seconds, "forces": forces}
 
 
 def main() -> None:

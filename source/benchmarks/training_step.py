@@ -229,8 +229,24 @@ def inspect(content: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[tuple[float, float]]]:
-    """Return (ms a step, start-up in s) of every trainer, case and optimizer."""
+class Step(NamedTuple):
+    """Wall and processor time of a step [ms], start-up [s] and peak memory [MiB]."""
+
+    wall: float
+    processor: float
+    start_up: float
+    memory: float
+
+    @classmethod
+    def between(cls, short: Run, long: Run, lengths: tuple[int, int]) -> Step:
+        """Return the slopes between two runs of these numbers of steps."""
+        steps = lengths[1] - lengths[0]
+        wall, processor = ((after - before) / steps for before, after in zip(short[:2], long[:2], strict=True))
+        return cls(1e3 * wall, 1e3 * processor, short.seconds - wall * lengths[0], long.memory)
+
+
+def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[Step]]:
+    """Return the measurements, one a round, of every trainer, case and optimizer."""
     ours = [sys.executable, "-m", "deepmd_muon"]
     trainers: dict[str, tuple[list[str], dict[str, Any] | None]] = {
         f"ours, capture {mode}{', compiled' if compiled else ''}": (
@@ -242,7 +258,7 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[tuple[f
     }
     if args.deepmd_kit:
         trainers["deepmd-kit"] = ([shutil.which(args.deepmd_kit) or args.deepmd_kit], None)
-    found: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    found: dict[tuple[str, str, str], list[Step]] = {}
     for number in range(args.rounds):
         for case in args.cases:
             for optimizer in args.optimizers:
@@ -251,18 +267,34 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[tuple[f
                     if args.warm_up and not number:
                         train(command, inputs[0], args.threads)
                     runs = [train(command, content, args.threads) for content in inputs]
-                    steps = args.steps[1] - args.steps[0]
-                    slope = (runs[1].seconds - runs[0].seconds) / steps
-                    start_up = runs[0].seconds - slope * args.steps[0]
-                    processor = (runs[1].processor - runs[0].processor) / steps
-                    found.setdefault((name, case, optimizer), []).append((1e3 * slope, start_up))
+                    step = Step.between(*runs, args.steps)
+                    found.setdefault((name, case, optimizer), []).append(step)
                     report(args.log, round=number, trainer=name, case=case, optimizer=optimizer, runs=runs)
                     print(
-                        f"round {number}: {name}, {case}, {optimizer}: {1e3 * slope:.3f} ms a step, "
-                        f"processor {1e3 * processor:.3f} ms, peak {runs[1].memory:.0f} MiB, start-up {start_up:.1f} s",
+                        f"round {number}: {name}, {case}, {optimizer}: {step.wall:.3f} ms a step, processor "
+                        f"{step.processor:.3f} ms, peak {step.memory:.0f} MiB, start-up {step.start_up:.1f} s",
                         flush=True,
                     )
     return found
+
+
+def show_table(found: dict[tuple[str, str, str], list[Step]]) -> None:
+    """Print medians over the rounds, and their ratios to deepmd-kit's."""
+    print(
+        "| trainer | case | optimizer | ms a step | range | of deepmd-kit's | processor ms | range | of deepmd-kit's |",
+        end="",
+    )
+    print(" peak MiB | start-up s |\n|" + "---|" * 11)
+    for (name, case, optimizer), steps in found.items():
+        cells = [name, case, optimizer]
+        other = found.get(("deepmd-kit", case, optimizer))
+        for kind in ("wall", "processor"):
+            times = [getattr(step, kind) for step in steps]
+            median = statistics.median(times)
+            ratio = f"{median / statistics.median(getattr(step, kind) for step in other):.3f}" if other else "–"
+            cells += [f"{median:.3f}", f"{min(times):.3f}–{max(times):.3f}", ratio]
+        memory, start_up = (statistics.median(getattr(step, kind) for step in steps) for kind in ("memory", "start_up"))
+        print("| " + " | ".join([*cells, f"{memory:.0f}", f"{start_up:.1f}"]) + " |")
 
 
 def report(log: Path | None, **values: Any) -> None:
@@ -297,18 +329,7 @@ def main() -> None:
         f"\n{device}, {args.threads} threads, torch {torch.__version__}, slopes between {args.steps[0]} and "
         f"{args.steps[1]} steps, {args.rounds} rounds\n"
     )
-    print("| trainer | case | optimizer | median ms a step | range | start-up s | of deepmd-kit's |")
-    print("|---|---|---|---|---|---|---|")
-    for (name, case, optimizer), pairs in found.items():
-        times = [ms for ms, _ in pairs]
-        other = found.get(("deepmd-kit", case, optimizer))
-        median = statistics.median(times)
-        ratio = f"{median / statistics.median(ms for ms, _ in other):.3f}" if other else "–"
-        start_up = statistics.median(s for _, s in pairs)
-        print(
-            f"| {name} | {case} | {optimizer} | {median:.3f} | {min(times):.3f}–{max(times):.3f} "
-            f"| {start_up:.1f} | {ratio} |"
-        )
+    show_table(found)
     if args.inspect and torch.cuda.is_available():
         for case in args.cases:
             for optimizer in args.optimizers:
