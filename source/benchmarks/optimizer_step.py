@@ -6,10 +6,12 @@
 The parameter sets are those of five DeePMD models (shapes/*.json) and of 24 transformer layers of width 2048, all in
 float32 unless --dtype says otherwise. `eager`: median of CUDA events around one step, gradients in place. `host`:
 median time in which the call returns. `renewed`: eager, where every step finds its gradients at other addresses, as
-after zero_grad(set_to_none=True). `captured`: median of graph replays. `launches`: kernels and copies of an eager
-step with gradients in place, by the profiler. `peak`: memory that a step allocates beside parameters, gradients and
-state, the buffers kept between steps included. `reserved`: what torch has taken from the device for the optimizer after
-three steps, in its pieces of 2 to 20 MiB: state, buffers, recorded graphs, and what is left over of the pieces.
+after zero_grad(set_to_none=True). `captured`: median of graph replays, one at a time, including the time the host takes
+to launch a graph. `in a row`: a replay among 20 that are launched without waiting, the device's time alone. `launches`:
+kernels and copies of an eager step with gradients in place, and of a replay, by the profiler. `peak`: memory that a
+step allocates beside parameters, gradients and state, the buffers kept between steps included. `reserved`: memory that
+torch has taken from the device for the optimizer after three steps, in pieces of 2 to 20 MiB: state, buffers, recorded
+graphs, and unused remainders.
 
 On a CPU: `step`, a whole step, and `products`, the same step's matrix products alone, each written to a buffer that was
 made before; shortest and median of rounds in which all optimizers take turns. The load of the machine is printed.
@@ -150,7 +152,8 @@ def launches(run: Callable[[], Any]) -> tuple[int, dict[str, float]]:
         run()
         torch.cuda.synchronize()
     on_device = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    events = [e for e in on_device if not e.name.startswith("Optimizer.step")]  # a range, no launch
+    # The profiler shows ranges among the kernels.
+    events = [e for e in on_device if not e.name.startswith(("Optimizer.step", "HybridMuon."))]
     times: dict[str, float] = {}
     for event in events:
         times[event.name[:60]] = times.get(event.name[:60], 0.0) + event.device_time
@@ -200,14 +203,14 @@ def measure(make: Make, name: str, dtype: torch.dtype) -> dict[str, Any]:
             step()
         result["renewed_ms"], result["renewed_host_us"] = timed(step, lambda: next(turn))
     try:
-        result["captured_ms"] = captured(make, named)
+        result |= captured(make, named)
     except NotImplementedError as error:
         result["not_captured"] = str(error)
     return result
 
 
-def captured(make: Make, named: Named) -> float:
-    """Return the time of a replay of a captured step [ms]."""
+def captured(make: Make, named: Named, in_a_row: int = 20) -> dict[str, Any]:
+    """Return the time of a replay of a captured step, alone and among replays in a row [ms], and its launches."""
     (optimizer,) = make(named, True)
     for _ in range(2):
         optimizer.step()
@@ -217,7 +220,14 @@ def captured(make: Make, named: Named) -> float:
         optimizer.step()
     for _ in range(3):
         graph.replay()
-    return timed(graph.replay)[0]
+
+    def several() -> None:
+        for _ in range(in_a_row):
+            graph.replay()
+
+    found = {"captured_ms": timed(graph.replay)[0], "in_a_row_ms": timed(several)[0] / in_a_row}
+    found["captured_launches"], found["captured_device_us"] = launches(graph.replay)
+    return found
 
 
 class Products(TorchDispatchMode):
@@ -299,7 +309,8 @@ def line(name: str, title: str, r: dict[str, Any]) -> str:
         return f"| {name} | {title} | failed: {r['error']} |"
     numbers = [f"{r['eager_ms']:.3f}", f"{r['host_us']:.0f}"]
     numbers += [f"{r['renewed_ms']:.3f}" if "renewed_ms" in r else "–"]
-    numbers += [f"{r['captured_ms']:.3f}" if "captured_ms" in r else "–", f"{r['launches']}", f"{r['peak_mib']:.1f}"]
+    numbers += [f"{r[key]:.3f}" if key in r else "–" for key in ("captured_ms", "in_a_row_ms")]
+    numbers += [f"{r['launches']}", f"{r.get('captured_launches', '–')}", f"{r['peak_mib']:.1f}"]
     numbers += [f"{r['reserved_mib']:.0f}"]
     return f"| {name} | {title} | {' | '.join(numbers)} |"
 
@@ -338,8 +349,9 @@ def main() -> None:
         return
     device = torch.cuda.get_device_name()
     print(f"{datetime.date.today()} {device}, torch {torch.__version__}, {arguments.dtype}")
-    print("| set | optimizer | eager ms | host µs | renewed ms | captured ms | launches | peak MiB | reserved MiB |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    times = "eager ms | host µs | renewed ms | captured ms | in a row ms"
+    print(f"| set | optimizer | {times} | launches | captured launches | peak MiB | reserved MiB |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     results = []
     for name in arguments.sets.split(","):
         for title, make in makers.items():
