@@ -121,9 +121,9 @@ class FlexibleSPC(Calculator):
         return float(energy[near].sum()), forces
 
 
-def lattice_of_molecules(molecules: int, rng: np.random.Generator) -> Atoms:
-    """Return randomly oriented water molecules on a simple cubic lattice at `DENSITY`, atoms ordered O, H, H."""
-    volume = molecules * 18.01528 / (DENSITY * units.mol / 1e24)  # g/mol over g/cm³, in Å³
+def lattice_of_molecules(molecules: int, rng: np.random.Generator, density: float = DENSITY) -> Atoms:
+    """Return randomly oriented water molecules on a simple cubic lattice of a density [g/cm³], atoms O, H, H."""
+    volume = molecules * 18.01528 / (density * units.mol / 1e24)  # g/mol over g/cm³, in Å³
     # rounded, so that the box is a short number in every file
     length = round(volume ** (1 / 3), 4)
     sites_per_edge = int(np.ceil(molecules ** (1 / 3)))
@@ -158,13 +158,13 @@ def dynamics(atoms: Atoms, temperature: float, rng: np.random.Generator) -> Lang
     )
 
 
-def sample(molecules: int, temperature: float, frames: int, seed: int) -> list[Atoms]:
-    """Return frames of flexible SPC water at a temperature [K], `STEPS_PER_FRAME` time steps apart.
+def sample(molecules: int, temperature: float, frames: int, seed: int, density: float = DENSITY) -> list[Atoms]:
+    """Return frames of flexible SPC water at a temperature [K] and density, `STEPS_PER_FRAME` time steps apart.
 
     The first N of them do not depend on how many are asked for.
     """
     rng = np.random.default_rng([seed, molecules, round(1000 * temperature)])
-    atoms = lattice_of_molecules(molecules, rng)
+    atoms = lattice_of_molecules(molecules, rng, density)
     atoms.calc = FlexibleSPC(len(atoms))
     FIRE(atoms, logfile=None).run(fmax=1.0, steps=500)
     set_momenta(atoms, temperature, rng)

@@ -1,0 +1,206 @@
+"""Training runs that share a process: the package's own data, model, loss and captured step, with any optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from contestants import CONTESTANTS
+from optimizers import Foreign
+from results import Key
+from sets import SETS, input_of
+from torch import Tensor
+
+from deepmd_muon.argcheck import Input, normalize
+from deepmd_muon.data import Batch, NeighborCache, System
+from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.model import build_model
+from deepmd_muon.train.batch import TrainingBatch, to_device
+from deepmd_muon.train.full_validation import full_errors
+from deepmd_muon.train.learning_rate import learning_rate
+from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.setup import (
+    CACHE_BYTES,
+    Data,
+    make_loaders,
+    open_training_systems,
+    resolve_sel,
+    set_model_statistics,
+)
+from deepmd_muon.train.stepper import build_stepper
+from deepmd_muon.train.strategy import choose_strategy
+
+# All rates end at this fraction of where they start, so that all losses go through the same prefactors.
+DECAY = {"type": "exp", "decay_steps": 5000, "stop_lr_ratio": 1e-3}
+MEASURED = {"force": "f:rmse", "energy": "e:rmse", "virial": "v:rmse"}
+CHUNK_ATOMS = 4096  # of a batch of test frames
+
+Errors = dict[str, float]
+
+
+class Arena:
+    """What all runs on a set, with a model and a seed, share: systems, neighbour lists, test batches, first weights.
+
+    Parameters
+    ----------
+    name, model, seed, steps
+        See `input_of`.
+    folder
+        Of the set.
+    device
+        Where runs train.
+    """
+
+    def __init__(self, name: str, model: str, seed: int, steps: int, folder: Path, device: torch.device) -> None:
+        self.device = device
+        train = SETS[name].systems(folder, "train")
+        if not train:
+            raise FileNotFoundError(f"{folder} has no training systems of the set {name}")
+        self.steps = steps
+        self._content = input_of(name, model, train, seed=seed, steps=steps)
+        given = self.checked({"type": "Adam"}, 1e-3)
+        self._train, _ = open_training_systems(given.settings.model, given.settings.training)
+        given, _ = resolve_sel(given, self._train, count=True)
+        self._content["model"] = given.normalized["model"]
+        first = build_model(given.normalized["model"])
+        self._ntypes = first.ntypes
+        self._cache = NeighborCache.of(first.neighbors, first.ntypes, CACHE_BYTES)
+        set_model_statistics(first, self.data(given), given.normalized["model"], given.settings.training)
+        self.weights = first.state_dict()
+        self.parts = {part: dict(self._batches(given, SETS[name].systems(folder, part))) for part in ("test", "out")}
+
+    def checked(self, optimizer: Mapping[str, object], start_lr: float) -> Input:
+        """Return the checked input of a run."""
+        rate = {**DECAY, "start_lr": start_lr}
+        return normalize({**self._content, "optimizer": dict(optimizer), "learning_rate": rate})
+
+    def data(self, given: Input) -> Data:
+        """Return new loaders of the training part, which begin where all runs begin."""
+        seed = self._content["training"]["seed"]
+        return make_loaders(self._train, [], given.settings.training, self._cache, seed, Ranks(self.device))
+
+    def _batches(self, given: Input, folders: list[Path]) -> Iterator[tuple[str, list[TrainingBatch]]]:
+        """Give the frames of each system of a part, on the device."""
+        for folder in folders:
+            data = dataclasses.replace(given.settings.training.training_data, systems=(str(folder),))
+            training = dataclasses.replace(given.settings.training, training_data=data)
+            (system,), _ = open_training_systems(given.settings.model, training)
+            yield folder.name, [to_device(batch, self._ntypes, self.device) for batch in self._chunks(system)]
+
+    def _chunks(self, system: System) -> Iterator[Batch]:
+        width = max(1, CHUNK_ATOMS // system.natoms)
+        for first in range(0, system.nframes, width):
+            numbers = np.arange(first, min(first + width, system.nframes))
+            frames = system.frames(numbers)
+            yield Batch(frames, self._cache.batch(system, numbers, frames), system.name)
+
+
+class Run:
+    """One training run, which advances a step at a time.
+
+    Parameters
+    ----------
+    key
+        Contestant, rate and so on.
+    arena
+        Of the key's set, model, seed and steps.
+
+    Attributes
+    ----------
+    curve
+        Steps done, and the force and energy error then on the test part.
+    """
+
+    def __init__(self, key: Key, arena: Arena) -> None:
+        self.key = key
+        self._arena = arena
+        contestant = CONTESTANTS[key.contestant]
+        start_lr = contestant.start_lr(key.rate)
+        given = arena.checked(contestant.section(key.rate) if contestant.section else {"type": "Adam"}, start_lr)
+        model = build_model(given.normalized["model"])
+        model.load_state_dict(arena.weights)
+        self.model = model.to(arena.device)
+        training, on_gpu = given.settings.training, arena.device.type == "cuda"
+        strategy = choose_strategy(training, Ranks(arena.device), model)
+        self._decay = learning_rate(given.settings.learning_rate, key.steps)
+        self._start_lr = start_lr
+        self._decays = contestant.decays
+        self._foreign: Foreign | None = None
+        if contestant.parts is None:
+            optimizer = strategy.build_optimizer(given.settings.optimizer, start_lr)
+        else:
+            optimizer = self._foreign = Foreign(contestant.parts(model, key.rate, key.steps), deferred=on_gpu)
+            self._foreign.train()
+        loss = EnergyLoss(**dataclasses.asdict(given.settings.loss))
+        self._stepper = build_stepper(strategy, loss, optimizer, None, training, self._scalars)
+        self._batches = self._stepper.open_batches(arena.data(given).training, model.ntypes, key.steps)
+        self._stream = torch.cuda.Stream(arena.device) if on_gpu else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(arena.device))  # which has written the weights
+        self.done = 0
+        self.curve: list[tuple[int, float, float]] = []
+
+    def _scalars(self, step: int) -> tuple[float, float]:
+        """Return learning rate and the fraction that the loss follows, which is the same for all contestants."""
+        decayed = self._decay(step)
+        return (decayed if self._decays else self._start_lr), decayed / self._start_lr
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def advance(self) -> None:
+        """Take a step; on a GPU nothing waits for the device."""
+        with self._on_stream():
+            self._stepper(self._batches.next(), self.done)
+            if self._foreign is not None and self._stream is not None:
+                self._foreign.finish(self._scalars(self.done)[0])
+        self.done += 1
+
+    def check(self) -> None:
+        """Raise what the steps have found; see `NonFiniteError`."""
+        with self._on_stream():
+            self._stepper.check(self.done)
+
+    def measure(self) -> None:
+        """Add the present errors on the test part to the curve."""
+        pooled = pool(self.errors("test"))
+        self.curve.append((self.done, pooled["force"], pooled["energy"]))
+
+    def errors(self, part: str) -> dict[str, Errors]:
+        """Return the root-mean-square errors on each system of a part: eV/Å, eV/atom, virials in eV/atom."""
+        with self._on_stream(), self._weights_for_use():
+            found = {}
+            for name, batches in self._arena.parts[part].items():
+                all_errors = full_errors(self.model, ((batch, True) for batch in batches), _alone)
+                found[name] = {short: all_errors[long] for short, long in MEASURED.items()}
+            return found
+
+    @contextlib.contextmanager
+    def _weights_for_use(self) -> Iterator[None]:
+        if self._foreign is not None:
+            self._foreign.eval()
+        yield
+        if self._foreign is not None:
+            self._foreign.train()
+
+    def close(self) -> None:
+        """End the work of its loader."""
+        self._batches.close()
+
+
+def pool(errors: Mapping[str, Errors]) -> Errors:
+    """Return the root of the mean square over systems, each of which counts once, where it has the label."""
+    found = {}
+    for name in MEASURED:
+        squares = [system[name] ** 2 for system in errors.values() if not math.isnan(system[name])]
+        found[name] = math.sqrt(sum(squares) / len(squares)) if squares else math.nan
+    return found
+
+
+def _alone(total: Tensor) -> Tensor:
+    return total

@@ -1,0 +1,215 @@
+"""Race optimizers on several data sets in one process, in pieces that can be resumed and merged.
+
+    python source/benchmarks/race/race.py --data race-data --sets water silicon --results results/a.jsonl --seconds 280
+    python source/benchmarks/race/race.py --data race-data --sets water --results results/times.jsonl --time
+    python source/benchmarks/race/race.py --data race-data --steps 30000 --seeds 1 2 3 --best-of results \
+        --results results/long.jsonl
+
+Every finished run is a line of the file of results. Runs that any file in its folder has are not repeated, so that the
+same command continues a race, and `report.py` merges the files. Runs on one set go together in waves: each takes a
+step in turn, on a GPU on a stream of its own, where a step of a small model leaves most of the device idle. Curves are
+therefore over steps; --time measures milliseconds a step of each contestant alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import itertools
+import logging
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+# The scripts of this folder are no package; a test finds them by this path, too.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from contest import Arena, Run
+from contestants import CONTESTANTS
+from results import Key, Result, StepTime, append, best_rates, read
+from sets import SETS
+
+T = TypeVar("T")
+POINTS = 8  # of a curve
+# Steps of --time: before the clock runs, a batch, and batches.
+WARM_UP, TIMED, REPEATS = 30, 20, 4
+
+
+def planned(args: argparse.Namespace) -> list[Key]:
+    """Return the runs that the command line asks for, the first of which are the most wanted: all at the first seed."""
+    results, _ = read(args.best_of.glob("*.jsonl")) if args.best_of else ({}, [])
+    best = best_rates(results.values())
+    found = []
+    for seed, name, model, contestant in itertools.product(args.seeds, args.sets, args.models, args.contestants):
+        rates: Iterable[float] = CONTESTANTS[contestant].grid
+        if args.best_of:
+            case = (name, model, contestant)
+            rates = [best[case]] if case in best else []
+        found += [Key(name, model, contestant, rate, seed, args.steps) for rate in rates]
+    return found
+
+
+def waves(keys: Sequence[Key], size: int) -> Iterator[list[Key]]:
+    """Divide runs into waves that share an arena; contestants that step outside the graph go by themselves."""
+
+    def kind(key: Key) -> tuple[int, str, str, bool, str]:
+        outside = CONTESTANTS[key.contestant].parts is not None
+        return key.seed, key.model, key.set, outside, key.contestant if outside else ""
+
+    for _, group in itertools.groupby(sorted(keys, key=kind), key=kind):
+        yield from chunks(list(group), size)
+
+
+def chunks(values: Sequence[T], size: int) -> Iterator[list[T]]:
+    """Cut a sequence into lists of at most `size`."""
+    for first in range(0, len(values), size):
+        yield list(values[first : first + size])
+
+
+def train(keys: Sequence[Key], arena: Arena, until: float) -> Iterator[Result]:
+    """Train a wave step by step, and give the result of each run; nothing when the clock passes `until`."""
+    steps = keys[0].steps
+    points = {-(-steps * k // POINTS) for k in range(1, POINTS + 1)}
+    running = [Run(key, arena) for key in keys]
+    failed: list[Result] = []
+
+    def attempt(run: Run, step: int) -> bool:
+        try:
+            run.advance()
+            if step in points:
+                run.check()
+                run.measure()
+        except Exception as error:  # a contestant that fails must not end the others
+            failed.append(result_of(run, f"step {step}: {type(error).__name__}: {error}".splitlines()[0]))
+            return False
+        return True
+
+    everyone = list(running)
+    for step in range(1, steps + 1):
+        running = [run for run in running if attempt(run, step)]
+        if step in points and time.monotonic() > until:
+            return
+    for run in everyone:
+        run.close()
+    yield from failed
+    for run in running:
+        yield result_of(run)
+
+
+def result_of(run: Run, failed: str = "") -> Result:
+    """Measure a run on all parts; one that failed has only its curve."""
+    test, out = ({}, {}) if failed else (run.errors("test"), run.errors("out"))
+    return Result(run.key, run.curve, test, out, failed, **here())
+
+
+def here() -> dict[str, str]:
+    """Return machine, torch's version and the date."""
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return {"machine": machine, "torch": torch.__version__, "date": date}
+
+
+def step_time(key: Key, arena: Arena) -> StepTime:
+    """Train a run alone for some steps, and return the median time of a step."""
+    run = Run(key, arena)
+    for _ in range(WARM_UP):
+        run.advance()
+    found = []
+    for _ in range(REPEATS):
+        wait()
+        start = time.perf_counter()
+        for _ in range(TIMED):
+            run.advance()
+        wait()
+        found.append(1e3 * (time.perf_counter() - start) / TIMED)
+    run.close()
+    return StepTime(key.set, key.model, key.contestant, statistics.median(found), **here())
+
+
+def wait() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def folder_of(name: str, args: argparse.Namespace) -> Path:
+    """Return the folder of a set."""
+    folder: Path = args.water if name == "dft_water" else args.data / name
+    return folder
+
+
+def race(args: argparse.Namespace) -> None:
+    """Train what is wanted and not there yet, wave by wave, until the time is over."""
+    start = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    done, times = read(args.results.parent.glob("*.jsonl"))
+    keys = [key for key in planned(args) if key not in done]
+    if args.time:
+        timed = {(entry.set, entry.model, entry.contestant) for entry in times}
+        first = {(key.set, key.model, key.contestant): key for key in reversed(keys)}
+        keys = [key for case, key in first.items() if case not in timed]
+    todo = list(waves(keys, 1 if args.time else args.wave))[args.shard[0] :: args.shard[1]]
+    arena, shared, longest = None, None, 0.0
+    for number, wave in enumerate(todo, start=1):
+        begun = time.monotonic()
+        if begun - start + longest > args.seconds:
+            print(f"{len(todo) - number + 1} waves are left for another piece", flush=True)
+            return
+        key = wave[0]
+        if (key.set, key.model, key.seed) != shared:
+            arena = Arena(key.set, key.model, key.seed, key.steps, folder_of(key.set, args), device)
+            shared = (key.set, key.model, key.seed)
+        assert arena is not None
+        entries: Iterable[Result | StepTime] = (
+            [step_time(key, arena)] if args.time else train(wave, arena, start + args.seconds)
+        )
+        for entry in entries:
+            append(args.results, entry)
+            print(line(entry), flush=True)
+        gc.collect()  # graphs and their memory, before the next wave makes its own
+        taken = time.monotonic() - begun
+        longest = max(longest, taken)
+        print(f"wave {number} of {len(todo)}: {len(wave)} × {key.set}, {taken:.1f} s", flush=True)
+
+
+def line(entry: Result | StepTime) -> str:
+    """Say a result in a line."""
+    if isinstance(entry, StepTime):
+        return f"{entry.set} {entry.model} {entry.contestant}: {entry.milliseconds:.3f} ms a step"
+    key = entry.key
+    found = entry.failed or ", ".join(f"{force:.4f}" for _, force, _ in entry.curve)
+    return f"{key.set} {key.model} {key.contestant} {key.rate:g} seed {key.seed}: {found}"
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("race-data"), help="holds the sets that make_*.py wrote")
+    parser.add_argument("--water", type=Path, help="DeePMD's water example, for the set dft_water")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS)[:-1])
+    parser.add_argument("--models", nargs="+", default=["se_e2_a"])
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--best-of", type=Path, help="folder of results: run each contestant at its best rate only")
+    parser.add_argument("--wave", type=int, default=8, help="runs that take steps in turn")
+    parser.add_argument("--shard", type=int, nargs=2, default=(0, 1), help="I N: every N-th wave from the I-th on")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start and continue no wave after these")
+    parser.add_argument("--time", action="store_true", help="measure milliseconds a step instead")
+    parser.add_argument("--results", type=Path, required=True, help="file that gets a line a run")
+    args = parser.parse_args(given)
+    if "dft_water" in args.sets and args.water is None:
+        parser.error("the set dft_water needs --water")
+    return args
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    race(arguments())

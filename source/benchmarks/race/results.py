@@ -1,0 +1,147 @@
+"""Results of the race: one JSON line a finished run, in any number of files that are read together."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Key:
+    """What distinguishes a run.
+
+    Attributes
+    ----------
+    set, model, contestant
+        Names.
+    rate
+        A point of the contestant's grid.
+    seed
+        Of weights and data order.
+    steps
+        The budget.
+    """
+
+    set: str
+    model: str
+    contestant: str
+    rate: float
+    seed: int
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A finished run.
+
+    Attributes
+    ----------
+    key
+        Which one.
+    curve
+        Steps done, force error [eV/Å] and energy error [eV/atom] on the test part.
+    test, out
+        Last errors of each system: force [eV/Å], energy and virial [eV/atom].
+    failed
+        Why it ended early; empty where it did not.
+    machine, torch, date
+        Where and when.
+    """
+
+    key: Key
+    curve: list[tuple[int, float, float]]
+    test: dict[str, dict[str, float]]
+    out: dict[str, dict[str, float]]
+    failed: str
+    machine: str
+    torch: str
+    date: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Milliseconds a training step, alone on the machine."""
+
+    set: str
+    model: str
+    contestant: str
+    milliseconds: float
+    machine: str
+    torch: str
+    date: str
+
+
+def append(path: Path, entry: Result | StepTime) -> None:
+    """Add a line to a file; NaN becomes null."""
+    kind = "run" if isinstance(entry, Result) else "step_time"
+    content = {"kind": kind, **_without_nan(dataclasses.asdict(entry))}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    broken = path.exists() and not path.read_bytes().endswith(b"\n")
+    with path.open("a") as file:
+        file.write("\n" * broken + json.dumps(content, allow_nan=False) + "\n")
+
+
+def read(paths: Iterable[Path]) -> tuple[dict[Key, Result], list[StepTime]]:
+    """Merge files of results; of two runs of a key the later counts; lines cut short by a kill are left out."""
+    results: dict[Key, Result] = {}
+    times: list[StepTime] = []
+    for path in sorted(paths):
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            try:
+                content = json.loads(line)
+            except json.JSONDecodeError:
+                log.warning("%s, line %d is cut short: %.40r", path, number, line)
+                continue
+            if content.pop("kind") == "step_time":
+                times.append(StepTime(**content))
+                continue
+            content["key"] = key = Key(**content["key"])
+            content["curve"] = [(step, _number(force), _number(energy)) for step, force, energy in content["curve"]]
+            for part in ("test", "out"):
+                content[part] = {
+                    name: {short: _number(value) for short, value in errors.items()}
+                    for name, errors in content[part].items()
+                }
+            results[key] = Result(**content)
+    return results, times
+
+
+def best_rates(results: Iterable[Result]) -> dict[tuple[str, str, str], float]:
+    """Return the rate with the smallest mean force error on the test part, for each set, model and contestant.
+
+    Only runs of the smallest budget count, over the seeds that they have; a run that failed counts as infinite.
+    """
+    found: dict[tuple[str, str, str], dict[float, list[float]]] = {}
+    everything = list(results)
+    shortest = min((result.key.steps for result in everything), default=0)
+    for result in everything:
+        key = result.key
+        if key.steps == shortest:
+            found.setdefault((key.set, key.model, key.contestant), {}).setdefault(key.rate, []).append(last(result))
+    return {case: min(rates, key=lambda rate: sum(rates[rate]) / len(rates[rate])) for case, rates in found.items()}
+
+
+def last(result: Result) -> float:
+    """Return the last force error on the test part [eV/Å]; infinite for a run that failed."""
+    if result.failed or not result.curve or math.isnan(result.curve[-1][1]):
+        return math.inf
+    return result.curve[-1][1]
+
+
+def _without_nan(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _without_nan(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_without_nan(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

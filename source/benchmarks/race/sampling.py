@@ -1,0 +1,176 @@
+"""Trajectories and labels of the race's data sets, written as DeePMD systems below ``SET/{train,test,out}``.
+
+Each condition of each part is a trajectory of its own with its own random numbers, so that no test frame stands near
+a training frame in time. Positions are rounded to float32 before they are labelled: labels belong to stored numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from ase import Atoms, units
+from ase.calculators.calculator import Calculator
+from ase.md.langevin import Langevin
+from ase.stress import voigt_6_to_full_3x3_stress
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+
+# examples/ is no package: the path above must be set before its shared module can be found
+from sets import Part
+from write_system import LabelledSystem, write_npy
+
+FRICTION = 0.005  # 1/fs
+CHECKSUMS = Path(__file__).resolve().parent / "checksums"
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One trajectory at constant temperature, from which frames are taken at equal distances.
+
+    Attributes
+    ----------
+    part, name
+        Where its frames go: ``part/name``.
+    atoms
+        Where it starts.
+    temperature
+        In K.
+    frames
+        How many are taken.
+    spacing, settle
+        Time steps between two frames, and before the first.
+    melt
+        Temperature [K] of `settle` further steps at its start; 0 for none.
+    """
+
+    part: Part
+    name: str
+    atoms: Atoms
+    temperature: float
+    frames: int
+    spacing: int
+    settle: int
+    melt: float = 0.0
+
+
+def sample(plan: Trajectory, calculator: Calculator, time_step: float, rng: np.random.Generator) -> list[Atoms]:
+    """Return the frames of a trajectory; the time step is in fs."""
+    atoms = plan.atoms.copy()
+    atoms.calc = calculator
+    first = plan.melt or plan.temperature
+    spread = np.sqrt(atoms.get_masses() * units.kB * first)[:, None]
+    atoms.set_momenta(spread * rng.standard_normal((len(atoms), 3)))
+    stages = [(plan.melt, plan.settle)] if plan.melt else []
+    for kelvin, steps in [*stages, (plan.temperature, plan.settle)]:
+        _dynamics(atoms, kelvin, time_step, rng).run(steps)
+    dynamics = _dynamics(atoms, plan.temperature, time_step, rng)
+    frames = []
+    for _ in range(plan.frames):
+        dynamics.run(plan.spacing)
+        frames.append(atoms.copy())
+    return frames
+
+
+def _dynamics(atoms: Atoms, temperature: float, time_step: float, rng: np.random.Generator) -> Langevin:
+    friction = FRICTION / units.fs
+    return Langevin(atoms, time_step * units.fs, temperature_K=temperature, friction=friction, fixcm=False, rng=rng)
+
+
+def labelled(frames: Sequence[Atoms], type_map: Sequence[str], calculator: Callable[[], Calculator]) -> LabelledSystem:
+    """Return frames with float32 positions and labels from a new calculator each; virials where there is a cell."""
+    periodic = bool(frames[0].pbc.all())
+    coord, energy, force, virial = [], [], [], []
+    for frame in frames:
+        atoms = frame.copy()
+        # The centre wanders in Langevin dynamics, and float32 is finest near zero.
+        atoms.positions -= atoms.positions.mean(axis=0)
+        atoms.positions = atoms.positions.astype(np.float32).astype(np.float64)
+        atoms.calc = calculator()
+        coord.append(atoms.positions)
+        energy.append(atoms.get_potential_energy())
+        force.append(atoms.get_forces())
+        if periodic:
+            virial.append(-atoms.get_volume() * voigt_6_to_full_3x3_stress(atoms.get_stress()))
+    return LabelledSystem(
+        atype=np.array([type_map.index(symbol) for symbol in frames[0].get_chemical_symbols()]),
+        type_map=tuple(type_map),
+        coord=np.array(coord),
+        box=np.array([frame.cell.array for frame in frames]) if periodic else None,
+        energy=np.array(energy),
+        force=np.array(force),
+        virial=np.array(virial) if periodic else None,
+    )
+
+
+def make(
+    out: Path,
+    plans: Sequence[Trajectory],
+    type_map: Sequence[str],
+    *,
+    mover: Callable[[], Calculator],
+    labeller: Callable[[], Calculator],
+    time_step: float,
+    seed: int,
+) -> None:
+    """Sample, label and write all trajectories of a set, then its checksums.
+
+    Parameters
+    ----------
+    out
+        Folder of the set.
+    plans, type_map
+        What is sampled, and the order of the elements.
+    mover, labeller
+        Make the calculator of the dynamics and that of the labels.
+    time_step
+        In fs.
+    seed
+        Of the random numbers of all trajectories, which do not depend on each other.
+    """
+    for number, plan in enumerate(plans):
+        frames = sample(plan, mover(), time_step, np.random.default_rng([seed, number]))
+        system = labelled(frames, type_map, labeller)
+        write_npy(out / plan.part / plan.name, system)
+        print(f"{out.name}/{plan.part}/{plan.name}: {summary(system)}", flush=True)
+    print(write_checksums(out))
+
+
+def summary(system: LabelledSystem) -> str:
+    """Say what the frames of a system look like."""
+    energy = system.energy / len(system.atype)
+    return (
+        f"{len(energy)} frames of {len(system.atype)} atoms, energy {energy.mean():.4f} ± {energy.std():.4f} eV/atom, "
+        f"force {np.sqrt((system.force**2).mean()):.3f} eV/Å RMS, {np.abs(system.force).max():.2f} largest"
+    )
+
+
+def checksums(folder: Path) -> str:
+    """Return the SHA-256 sums of a set's files, one line a file, as `sha256sum` writes them."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}\n" for path in files)
+
+
+def write_checksums(folder: Path) -> str:
+    """Compare a set with the committed checksums, or write them where there are none; return what was found."""
+    path, found = CHECKSUMS / f"{folder.name}.sha256", checksums(folder)
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(found)
+        return f"{folder.name}: checksums written to {path}"
+    expected = path.read_text()
+    differ = sorted({line.split("  ")[1] for line in set(found.splitlines()) ^ set(expected.splitlines())})
+    return f"{folder.name}: {f'{len(differ)} files differ from {path}' if differ else 'the published data'}"
+
+
+def output_folder(what: str) -> Path:
+    """Parse the command line of a script that makes one set: where the sets go."""
+    parser = argparse.ArgumentParser(description=what)
+    parser.add_argument("--out", type=Path, default=Path("race-data"), help="receives a folder for this set")
+    folder: Path = parser.parse_args().out
+    return folder

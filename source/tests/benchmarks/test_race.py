@@ -1,0 +1,202 @@
+"""The race of optimizers: runs that share a process, pieces that resume and merge, and a potential behind its data."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+# The race's scripts are no package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchmarks" / "race"))
+
+import contest
+import race
+from contestants import CONTESTANTS
+from optimizers import Foreign
+from results import Key, Result, StepTime, append, best_rates, read
+
+from deepmd_muon.train.guard import DeviceGuard
+from deepmd_muon.train.step import TrainingStep
+from deepmd_muon.train.stepper import DeviceStepper
+
+CPU = torch.device("cpu")
+WATER = Path(__file__).resolve().parents[3] / "examples" / "water_xtb" / "data"
+
+
+@pytest.fixture
+def sets(tmp_path):
+    """A folder with a small set `water`: three training frames, two of test, one out of distribution."""
+    for part, source, frames in (("train", "train/300K", 3), ("test", "valid/300K", 2), ("out", "valid/420K", 1)):
+        numbers = tmp_path / "sets" / "water" / part / Path(source).name / "set.000"
+        numbers.mkdir(parents=True)
+        for name in ("type.raw", "type_map.raw"):
+            (numbers.parent / name).write_bytes((WATER / source / name).read_bytes())
+        for path in (WATER / source / "set.000").glob("*.npy"):
+            np.save(numbers / path.name, np.load(path)[:frames])
+    return tmp_path / "sets"
+
+
+def run_race(sets, results, *more, contestants=("adam", "hybrid_muon"), steps=3):
+    given = ["--data", sets, "--sets", "water", "--models", "tiny", "--results", results, "--steps", steps]
+    race.race(race.arguments([*map(str, given), "--contestants", *contestants, *map(str, more)]))
+    return read(results.parent.glob("*.jsonl"))
+
+
+def arena_of(sets, steps=8):
+    return contest.Arena("water", "tiny", 1, steps, sets / "water", CPU)
+
+
+def test_a_race_gives_every_run_once_and_resumes(sets, tmp_path, monkeypatch):
+    monkeypatch.setitem(CONTESTANTS, "adam", contest.dataclasses.replace(CONTESTANTS["adam"], grid=(1e-3, 1e-2)))
+    monkeypatch.setitem(
+        CONTESTANTS, "hybrid_muon", contest.dataclasses.replace(CONTESTANTS["hybrid_muon"], grid=(8.64e-3,))
+    )
+    first, second = tmp_path / "results" / "first.jsonl", tmp_path / "results" / "second.jsonl"
+    results, _ = run_race(sets, first, contestants=["adam"])
+    assert {key.rate for key in results} == {1e-3, 1e-2}
+    whole = first.read_text()
+    first.write_text(whole + whole[:50])  # a kill cut a line short
+    results, _ = run_race(sets, second)
+    assert len(second.read_text().splitlines()) == 1
+    assert {(key.contestant, key.rate) for key in results} == {
+        ("adam", 1e-3),
+        ("adam", 1e-2),
+        ("hybrid_muon", 8.64e-3),
+    }
+    for result in results.values():
+        assert not result.failed
+        assert [step for step, _, _ in result.curve] == [1, 2, 3]
+        assert result.curve[-1][1] == pytest.approx(result.test["300K"]["force"])
+        assert set(result.out) == {"420K"}
+        assert result.out["420K"]["energy"] > 0
+
+
+def test_runs_of_a_wave_are_those_of_runs_alone(sets):
+    arena = arena_of(sets)
+    keys = [Key("water", "tiny", "adam", rate, 1, 4) for rate in (1e-3, 1e-2)]
+    together = {result.key: result for result in race.train(keys, arena, float("inf"))}
+    for key in keys:
+        (alone,) = race.train([key], arena, float("inf"))
+        assert together[key].curve == alone.curve
+
+
+def test_a_failed_run_ends_alone(sets, monkeypatch):
+    advance = contest.Run.advance
+
+    def poisoned(run):
+        if run.key.rate == 1e-2 and run.done == 2:
+            raise RuntimeError("it broke\nat length")
+        advance(run)
+
+    monkeypatch.setattr(contest.Run, "advance", poisoned)
+    keys = [Key("water", "tiny", "adam", rate, 1, 4) for rate in (1e-3, 1e-2)]
+    results = {result.key.rate: result for result in race.train(keys, arena_of(sets), float("inf"))}
+    assert results[1e-2].failed == "step 3: RuntimeError: it broke"
+    assert not results[1e-3].failed
+
+
+def test_no_wave_goes_on_after_the_time(sets):
+    keys = [Key("water", "tiny", "adam", 1e-3, 1, 8)]
+    assert list(race.train(keys, arena_of(sets), 0.0)) == []
+
+
+def test_step_times_are_measured_once(sets, tmp_path, monkeypatch):
+    monkeypatch.setattr(race, "TIMED", 1)
+    monkeypatch.setattr(race, "WARM_UP", 1)
+    results = tmp_path / "results" / "times.jsonl"
+    for _ in range(2):
+        _, times = run_race(sets, results, "--time", contestants=["adam"])
+        assert [entry.contestant for entry in times] == ["adam"]
+    assert times[0].milliseconds > 0
+
+
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_every_contestant_trains(sets, name):
+    if name == "soap":
+        pytest.importorskip("pytorch_optimizer")
+    if name == "schedule_free":
+        pytest.importorskip("schedulefree")
+    contestant = CONTESTANTS[name]
+    assert len(contestant.grid) == 5
+    (result,) = race.train([Key("water", "tiny", name, contestant.grid[2], 1, 6)], arena_of(sets), float("inf"))
+    assert not result.failed
+    assert result.curve[-1][1] < result.curve[0][1]
+
+
+def test_a_deferred_optimizer_takes_the_steps_of_an_immediate_one(sets, monkeypatch):
+    """What a graph replays on a GPU is the same function, here called eagerly."""
+    key = Key("water", "tiny", "torch_muon", CONTESTANTS["torch_muon"].grid[1], 1, 5)
+    arena = arena_of(sets)
+    expected = contest.Run(key, arena)
+    for _ in range(5):
+        expected.advance()
+
+    def deferred(strategy, loss, optimizer, ema, training, scalars):
+        assert isinstance(optimizer, Foreign)
+        optimizer._deferred = True
+        step = TrainingStep(strategy, loss, optimizer, DeviceGuard("error", optimizer, CPU), 0.0, ema)
+        return DeviceStepper(step, scalars, CPU, capture=False)
+
+    monkeypatch.setattr(contest, "build_stepper", deferred)
+    found = contest.Run(key, arena)
+    for step in range(5):
+        found.advance()
+        found._foreign.finish(found._scalars(step)[0])
+    for ours, theirs in zip(found.model.parameters(), expected.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def result(contestant, rate, error, *, seed=1, steps=3000, failed=""):
+    curve = [(steps, error, error / 10)]
+    errors = {"300K": {"force": error, "energy": error / 10, "virial": float("nan")}}
+    return Result(Key("water", "se_e2_a", contestant, rate, seed, steps), curve, errors, errors, failed, "a", "b", "c")
+
+
+def test_results_survive_the_file(tmp_path):
+    path = tmp_path / "a.jsonl"
+    expected, time = result("adam", 1e-3, 0.2), StepTime("water", "se_e2_a", "adam", 1.5, "a", "b", "c")
+    for entry in (expected, time):
+        append(path, entry)
+    json.loads(path.read_text().splitlines()[0], parse_constant=pytest.fail)
+    results, times = read([path])
+    assert times == [time]
+    found = results[expected.key]
+    np.testing.assert_equal(found.test, expected.test)
+    assert found.curve == expected.curve
+
+
+def test_the_best_rate_has_the_smallest_mean_error_of_the_smallest_budget():
+    results = [
+        *(result("adam", 1e-3, error, seed=seed) for seed, error in ((1, 0.2), (2, 0.2))),
+        *(result("adam", 2e-3, error, seed=seed) for seed, error in ((1, 0.1), (2, 0.4))),
+        result("adam", 4e-3, 0.01, failed="step 3: NaN"),
+        result("adam", 8e-3, 0.01, steps=30000),
+    ]
+    assert best_rates(results) == {("water", "se_e2_a", "adam"): 1e-3}
+
+
+def test_stillinger_weber_is_that_of_silicon():
+    pytest.importorskip("ase")
+    from make_silicon import crystal
+    from stillinger_weber import EPSILON, StillingerWeber
+
+    ideal = crystal()
+    ideal.calc = StillingerWeber()
+    assert ideal.get_potential_energy() / len(ideal) == pytest.approx(-2 * EPSILON, rel=1e-6)  # published: −4.3366 eV
+    atoms = crystal(vacancy=True)
+    atoms.rattle(0.1, seed=1)
+    atoms.calc = StillingerWeber()
+    forces, stress = atoms.get_forces(), atoms.get_stress()
+    energies = []
+    for sign in (1, -1):
+        moved = atoms.copy()
+        moved.positions[5, 1] += sign * 1e-4
+        strained = atoms.copy()
+        strained.set_cell(atoms.cell * (1 + sign * 1e-5), scale_atoms=True)
+        for changed in (moved, strained):
+            changed.calc = StillingerWeber()
+            energies.append(changed.get_potential_energy())
+    assert forces[5, 1] == pytest.approx(-(energies[0] - energies[2]) / 2e-4, abs=1e-5)
+    assert stress[:3].sum() * atoms.get_volume() == pytest.approx((energies[1] - energies[3]) / 2e-5, abs=1e-4)
