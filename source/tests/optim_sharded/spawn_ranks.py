@@ -14,6 +14,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = datetime.timedelta(seconds=300)
+# Imported once, and not by every rank: what the cases import, and what DTensor's first operation does.
+PRELOADED = [
+    *("pytest", "numpy.random", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"),
+    *("torch.testing._internal.distributed.fake_pg", "deepmd_muon.optim.hybrid_muon", "deepmd_muon.optim.sharded.step"),
+]
 
 
 def free_port():
@@ -60,7 +65,7 @@ def _run(rank, world, port, cases, results, device):
 def preloaded_context():
     """Return a context whose processes are forked from one that has imported what they need."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "deepmd_muon.optim.sharded.step"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
