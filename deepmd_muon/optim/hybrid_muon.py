@@ -316,7 +316,9 @@ class HybridMuon(QuickOptimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        with torch._C._DisableAutocast():  # autocast applies to the closure only
+        # Autocast and torch-function modes apply to the closure only. Such a mode, for instance `torch.device(...)`,
+        # runs Python code for every attribute of a tensor that is read: a millisecond for a hundred parameters.
+        with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             self._step(qk_logits)
         return loss
 

@@ -1,13 +1,13 @@
 """Time of whole training steps inside deepmd-kit 3.2: its HybridMuon, ours in its place, and its Adam.
 
-    python source/benchmarks/deepmd_kit_step.py --examples DEEPMD_KIT/examples [--steps 20] [--rounds 5]
+    python source/benchmarks/deepmd_kit_step.py --examples DEEPMD_KIT/examples [--steps 5] [--rounds 30]
 
 Run it with a Python that has deepmd-kit, and this package on PYTHONPATH. DEEPMD_KIT/examples is the folder of a
 checkout of deepmd-kit; from it come the inputs of se_e2_a, DPA-1, DPA-3 and DPA-4 and the water systems (192 atoms,
-batch 1). The three optimizers take turns within one process, each turn a new run of deepmd-kit's trainer, so that a
-drift of the machine's speed meets all. A turn's time is that between the end of the optimizer step `--warm-up` and of
-the last one; the device is waited for at these two alone. The first step is timed apart, from the start of the
-trainer's loop.
+batch 1). The three optimizers take turns of a few steps within one run of deepmd-kit's trainer, each with its own
+scheduler, so that a drift of the machine's speed meets all: the trainer's attributes `optimizer` and `scheduler` change
+at the end of a turn, and the device is waited for. The first round warms up. A ratio is the median over rounds of the
+ratios within a round.
 
 deepmd-kit's compiled operators are not needed: its wheel may lack the libraries, and MPI and mendeleev may be missing;
 what would load them is replaced before. DPA-4 needs ``vesin[torch]``.
@@ -41,11 +41,7 @@ INPUTS = {
     "DPA-3": "water/dpa3/input_torch.json",
     "DPA-4": "water/dpa4/input.json",
 }
-OPTIMIZERS = {
-    "its HybridMuon": {"type": "HybridMuon"},
-    "ours": {"type": "HybridMuon"},
-    "its Adam": {"type": "Adam"},
-}
+OPTIMIZERS = ("its HybridMuon", "ours", "its Adam")
 
 
 def import_deepmd_kit() -> types.ModuleType:
@@ -85,32 +81,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class Turn:
-    """One run of deepmd-kit's trainer: the seconds of its first step, and of each counted one [s]."""
-
-    def __init__(self, warm_up: int, steps: int) -> None:
-        self.warm_up, self.steps = warm_up, steps
-        self.ends: list[float] = []
-        self.begin = 0.0
-
-    def __call__(self, *_: Any) -> None:
-        """Note the time after a step."""
-        number = len(self.ends) + 1
-        if number in (1, self.warm_up, self.warm_up + self.steps):
-            synchronize()
-        self.ends.append(time.perf_counter())
-
-    @property
-    def first(self) -> float:
-        """Seconds from the start of the loop to the end of the first step."""
-        return self.ends[0] - self.begin
-
-    @property
-    def each(self) -> float:
-        """Seconds of a counted step."""
-        return (self.ends[-1] - self.ends[self.warm_up - 1]) / self.steps
-
-
 @contextlib.contextmanager
 def quiet_folder() -> Iterator[None]:
     """Work in an empty folder."""
@@ -123,17 +93,77 @@ def quiet_folder() -> Iterator[None]:
             os.chdir(here)
 
 
-def take_turn(entry: Any, trainer: type, content: dict[str, Any], turn: Turn) -> None:
-    """Train once with a trainer class."""
+class Turns:
+    """Gives a trainer's steps to its optimizers in turn and notes how long each turn takes.
+
+    Attributes
+    ----------
+    firsts
+        Seconds of each optimizer's first step.
+    times
+        Seconds of wall and processor time of a step, for each turn after the first round.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.done = 0
+        self.firsts: dict[str, float] = {}
+        self.times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in OPTIMIZERS}
+
+    def begin(self, trainer: Any, optimizers: dict[str, tuple[Any, Any]]) -> None:
+        """Let Adam take a first step, in which the model warms up."""
+        self.trainer, self.optimizers = trainer, optimizers
+        self._give_to("its Adam")
+
+    def _give_to(self, kind: str) -> None:
+        self.kind = kind
+        self.trainer.optimizer, self.trainer.scheduler = self.optimizers[kind]
+        synchronize()
+        self.start = time.perf_counter(), time.process_time()
+
+    def __call__(self, *_: Any) -> None:
+        """Do what is due after a step: the trainer's first, the first of an optimizer, the last of a turn."""
+        turn, step = divmod(self.done - 1, self.steps)
+        self.done += 1
+        if turn < 0:
+            self._give_to(OPTIMIZERS[0])
+            return
+        last = step == self.steps - 1
+        if last or self.kind not in self.firsts:
+            synchronize()
+        passed = time.perf_counter() - self.start[0], time.process_time() - self.start[1]
+        self.firsts.setdefault(self.kind, passed[0])
+        if last:
+            if turn >= len(OPTIMIZERS):
+                self.times[self.kind].append((passed[0] / self.steps, passed[1] / self.steps))
+            self._give_to(OPTIMIZERS[(turn + 1) % len(OPTIMIZERS)])
+
+
+def train(entry: Any, theirs: Any, content: dict[str, Any], turns: Turns) -> None:
+    """Train once with deepmd-kit's trainer, extended to make our optimizer, and give its steps to all three."""
     training = entry.training
 
-    class Timed(trainer):  # type: ignore[misc, valid-type]
+    class Timed(training.Trainer):  # type: ignore[misc, name-defined]
+        def _create_optimizer(self, optimizer_class: type, **settings: Any) -> Any:
+            """Make all three as deepmd-kit makes them."""
+            its = theirs._create_optimizer(self, optimizer_class, **settings)
+            its.set_param_names(tuple(self.wrapper.named_parameters()))
+            options = {"lr": settings["lr"], "betas": settings["adam_betas"], "fused": torch.cuda.is_available()}
+            adam = theirs._create_optimizer(self, torch.optim.Adam, **options)
+            ours = super()._create_optimizer(optimizer_class, **settings)
+            self.made = dict(zip(OPTIMIZERS, (its, ours, adam), strict=True))
+            return ours
+
         def run(self) -> None:
-            turn.begin = time.perf_counter()
+            schedulers = {
+                kind: self._create_lr_scheduler(made, self.lr_schedule, self.start_step)
+                for kind, made in self.made.items()
+            }
+            turns.begin(self, {kind: (made, schedulers[kind]) for kind, made in self.made.items()})
             super().run()
 
     previous, training.Trainer = training.Trainer, Timed
-    hook = register_optimizer_step_post_hook(turn)
+    hook = register_optimizer_step_post_hook(turns)
     try:
         with quiet_folder():
             Path("input.json").write_text(json.dumps(content))
@@ -141,11 +171,10 @@ def take_turn(entry: Any, trainer: type, content: dict[str, Any], turn: Turn) ->
     finally:
         hook.remove()
         training.Trainer = previous
-    assert len(turn.ends) == turn.warm_up + turn.steps
 
 
-def spread(values: list[float], unit: float) -> str:
-    """Return median and range of some times."""
+def spread(values: list[float], unit: float = 1.0) -> str:
+    """Return median and range of some numbers."""
     return f"{statistics.median(values) / unit:.4g} ({min(values) / unit:.4g}–{max(values) / unit:.4g})"
 
 
@@ -154,9 +183,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=Path, required=True, help="the folder examples of a deepmd-kit checkout")
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=list(INPUTS))
-    parser.add_argument("--steps", type=int, default=20, help="counted steps of a turn")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before them, at least 1")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each optimizer")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a turn")
+    parser.add_argument("--rounds", type=int, default=30, help="counted turns of each optimizer")
+    parser.add_argument("--threads", type=int, help="of torch on a CPU")
     parser.add_argument("--log", type=Path, help="write every turn to this file, a line of JSON each")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -165,30 +194,29 @@ def main() -> None:
     entry: Any = import_deepmd_kit()
     from deepmd_muon.deepmd_kit.trainer import extend
 
-    own = entry.training.Trainer
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    theirs = entry.training.Trainer
     extend(entry.training)
-    trainers = {"its HybridMuon": own, "ours": entry.training.Trainer, "its Adam": own}
-
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    clock = "wall time" if torch.cuda.is_available() else "processor time"
     print(f"{device}; Python {platform.python_version()}, torch {torch.__version__}; {time.strftime('%Y-%m-%d')}")
-    print(f"{args.rounds} turns of {args.steps} steps each, after {args.warm_up}; median (range), ms a step\n")
+    print(f"{args.rounds} turns of {args.steps} steps each; median (range), ms of {clock} a step\n")
     print("| input | its HybridMuon | ours | its Adam | ours / its Adam | first step, s: its / ours / Adam |")
     print("|---|---|---|---|---|---|")
     for name in args.inputs:
-        turns: dict[str, list[Turn]] = {kind: [] for kind in OPTIMIZERS}
-        for _ in range(args.rounds):
-            for kind, optimizer in OPTIMIZERS.items():
-                turn = Turn(args.warm_up, args.steps)
-                content = prepared(examples / INPUTS[name], dict(optimizer), args.warm_up + args.steps)
-                take_turn(entry, trainers[kind], content, turn)
-                turns[kind].append(turn)
-                if log:
-                    line = {"input": name, "optimizer": kind, "first_s": turn.first, "step_s": turn.each}
-                    print(json.dumps(line), file=log, flush=True)
-        medians = {kind: statistics.median(turn.each for turn in taken) for kind, taken in turns.items()}
-        cells = [spread([turn.each for turn in taken], 1e-3) for taken in turns.values()]
-        firsts = " / ".join(f"{taken[0].first:.2f}" for taken in turns.values())
-        print(f"| {name} | {' | '.join(cells)} | {medians['ours'] / medians['its Adam']:.2f} | {firsts} |", flush=True)
+        turns = Turns(args.steps)
+        steps = 1 + len(OPTIMIZERS) * args.steps * (args.rounds + 1)
+        train(entry, theirs, prepared(examples / INPUTS[name], {"type": "HybridMuon"}, steps), turns)
+        shown = {kind: [t[0 if torch.cuda.is_available() else 1] for t in times] for kind, times in turns.times.items()}
+        ratios = [ours / adam for ours, adam in zip(shown["ours"], shown["its Adam"], strict=True)]
+        firsts = " / ".join(f"{turns.firsts[kind]:.2f}" for kind in OPTIMIZERS)
+        cells = [*(spread(shown[kind], 1e-3) for kind in OPTIMIZERS), spread(ratios)]
+        print(f"| {name} | {' | '.join(cells)} | {firsts} |", flush=True)
+        for kind, times in turns.times.items() if log else ():
+            for wall, processor in times:
+                line = {"input": name, "optimizer": kind, "wall_s": wall, "processor_s": processor}
+                print(json.dumps(line), file=log, flush=True)
 
 
 if __name__ == "__main__":

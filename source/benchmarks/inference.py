@@ -1,8 +1,9 @@
 """Time a step of molecular dynamics with our frozen file and with deepmd-kit's of the same weights.
 
 Water of 192 atoms or more, the model of DeePMD's water example (or DPA-1, DPA-3), random weights. Routes: one
-evaluation by ASE's calculator, one by deepmd-kit's `DeepPot`, NVE in LAMMPS. Every file takes its turn in every round,
-and the median over rounds is reported with its range.
+evaluation by our ASE calculator, by deepmd-kit's, and by its `DeepPot`; NVE in LAMMPS. Every file takes its turn in
+every round; the median over rounds is reported with its range, as wall time and, on a CPU, as processor time, which a
+busy machine changes less. Each route's first energy and forces are compared with the checkpoint's on the CPU.
 
     python source/benchmarks/inference.py --descriptor se_e2_a --deepmd-kit .../bin/python --lammps .../bin/lmp
     python source/benchmarks/inference.py --device cuda --deepmd-kit .../bin/python
@@ -69,21 +70,52 @@ DESCRIPTORS: dict[str, dict[str, Any]] = {
 }
 LATTICE = 3.105  # between molecules [Å]: 1 g/cm³
 
-DEEP_POT = """
-import json, sys, time
+# Time evaluations of slightly moved atoms; `evaluate(coord)` returns energy and forces.
+TIMED = """
+import json, os, sys, time
 import numpy as np
-from deepmd.infer import DeepPot
-name, repeats = sys.argv[1], int(sys.argv[2])
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+def timed(evaluate, repeats):
+    coord, rows = given["coord"].copy(), []
+    energy, force = evaluate(coord)
+    np.savez("found.npz", energy=float(np.sum(energy)), force=np.reshape(force, (-1, 3)))
+    for number in range(repeats + 5):
+        coord[0, 0] += 1e-4
+        start = time.perf_counter(), time.process_time()
+        evaluate(coord)
+        rows.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    print(json.dumps(rows[5:]))
+name, device, repeats = sys.argv[1], sys.argv[2], int(sys.argv[3])
 given = np.load("water.npz")
-potential = DeepPot(name)
-arguments = given["coord"].reshape(1, -1), given["box"].reshape(1, 9), given["atype"]
-times = []
-for number in range(repeats + 5):
-    start = time.perf_counter()
-    energy, force, virial = potential.eval(*arguments)[:3]
-    times.append(time.perf_counter() - start)
-print(json.dumps({"times": times[5:], "energy": float(energy[0, 0])}))
 """
+
+CALCULATOR = """
+from ase import Atoms
+symbols = [("O", "H")[t] for t in given["atype"]]
+atoms = Atoms(symbols, positions=given["coord"], cell=given["box"], pbc=True, calculator=calculator)
+def evaluate(coord):
+    atoms.positions = coord
+    return atoms.get_potential_energy(), atoms.get_forces()
+timed(evaluate, repeats)
+"""
+
+PROGRAMS = {
+    "ASE, ours": """
+from deepmd_muon.infer import DeepPotCalculator
+calculator = DeepPotCalculator(name, device=device)
+"""
+    + CALCULATOR,
+    "ASE, deepmd-kit": """
+from deepmd.calculator import DP
+calculator = DP(name)
+"""
+    + CALCULATOR,
+    "DeepPot": """
+from deepmd.infer import DeepPot
+potential = DeepPot(name)
+timed(lambda coord: potential.eval(coord.reshape(1, -1), given["box"].reshape(1, 9), given["atype"])[:2], repeats)
+""",
+}
 
 LAMMPS = """units metal
 boundary p p p
@@ -99,7 +131,11 @@ timestep 0.0005
 velocity all create 300 1
 fix 1 all nve
 thermo 1000
+thermo_modify format float %.15g
+dump 1 all custom 1000000 forces.dump id fx fy fz
+dump_modify 1 format float %.17g
 run {warm}
+undump 1
 run {steps}
 """
 
@@ -150,62 +186,69 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> None:
         run([options.deepmd_kit, "-c", code], folder, options)
 
 
-def run(words: list[str], folder: Path, options: argparse.Namespace) -> str:
-    """Run another Python or LAMMPS; return what it prints."""
-    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+def run(words: list[str], folder: Path, options: argparse.Namespace, *, own: bool = False) -> str:
+    """Run this Python (`own`), another one or LAMMPS; return what it prints."""
+    environment = dict(os.environ)
+    if own:
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    else:
+        environment["PYTHONPATH"] = options.deepmd_kit_path
     threads = str(options.threads)
-    own |= {
+    environment |= {
         "OMP_NUM_THREADS": threads,
         "DP_INTRA_OP_PARALLELISM_THREADS": threads,
         "DP_INTER_OP_PARALLELISM_THREADS": "1",
     }
     if options.device == "cpu":
-        own |= {"CUDA_VISIBLE_DEVICES": "", "DEVICE": "cpu"}
-    done = subprocess.run(words, cwd=folder, env=own, capture_output=True, text=True)
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "DEVICE": "cpu"}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)[:200]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     return done.stdout
 
 
-def by_deep_pot(name: str, folder: Path, options: argparse.Namespace) -> list[float]:
-    """Return seconds of single evaluations by deepmd-kit's `DeepPot`."""
-    out = run([options.deepmd_kit, "-c", DEEP_POT, name, str(options.repeats)], folder, options)
-    return list(json.loads(out.splitlines()[-1])["times"])
+def by_python(route: str, name: str, folder: Path, options: argparse.Namespace) -> np.ndarray:
+    """Return seconds of wall and processor time of single evaluations `(repeats, 2)`, in a process of its own."""
+    own = route == "ASE, ours"
+    words = [sys.executable if own else options.deepmd_kit, "-c", TIMED + PROGRAMS[route]]
+    out = run([*words, name, options.device, str(options.repeats)], folder, options, own=own)
+    return np.array(json.loads(out.splitlines()[-1]))
 
 
-def by_lammps(name: str, folder: Path, options: argparse.Namespace) -> list[float]:
-    """Return the seconds of one step, from LAMMPS's own loop time."""
+def by_lammps(name: str, folder: Path, options: argparse.Namespace) -> np.ndarray:
+    """Return the seconds of one step `(1, 2)`, from LAMMPS's own loop time and its share of the processor."""
     (folder / "in.lammps").write_text(LAMMPS.format(name=name, warm=5, steps=options.repeats))
     out = run([options.lammps, "-in", "in.lammps"], folder, options)
-    return [float(re.findall(r"Loop time of ([\d.]+)", out)[-1]) / options.repeats]
+    wall = float(re.findall(r"Loop time of ([\d.]+)", out)[-1]) / options.repeats
+    share = float(re.findall(r"([\d.]+)% CPU use", out)[-1]) / 100.0
+    energy = re.findall(r"^ +0 +\S+ +(\S+)", out, re.MULTILINE)[0]
+    forces = np.loadtxt(folder / "forces.dump", skiprows=9)
+    np.savez(folder / "found.npz", energy=float(energy), force=forces[np.argsort(forces[:, 0]), 1:])
+    return np.array([[wall, wall * share]])
 
 
-def by_ase(name: str, folder: Path, options: argparse.Namespace) -> list[float]:
-    """Return seconds of single evaluations by our ASE calculator, in a process of its own."""
-    words = [sys.executable, str(Path(__file__).resolve()), "--ase", name, "--device", options.device]
-    out = run([*words, "--repeats", str(options.repeats)], folder, options)
-    return list(json.loads(out.splitlines()[-1]))
+def difference(folder: Path) -> float:
+    """Return the largest difference of what was just found from the checkpoint's energy per atom and forces."""
+    from deepmd_muon.infer import Predictor
+
+    given, found = np.load(folder / "water.npz"), np.load(folder / "found.npz")
+    if not (folder / "expected.npz").exists():
+        expected = Predictor(folder / "model.pt", device="cpu").predict(given["coord"], given["box"], given["atype"])
+        np.savez(folder / "expected.npz", energy=expected.energy[0], force=expected.force[0])
+    expected = np.load(folder / "expected.npz")
+    energy = np.abs(found["energy"] - expected["energy"]) / len(expected["force"])
+    return float(max(energy, np.abs(found["force"] - expected["force"]).max()))
 
 
-def ase_worker(options: argparse.Namespace) -> None:
-    """Time evaluations of slightly moved atoms."""
-    import time
+def measure(route: str, name: str, folder: Path, options: argparse.Namespace) -> np.ndarray:
+    """Return the median wall and processor time of one route's step [s]."""
+    rows = by_lammps(name, folder, options) if route == "LAMMPS" else by_python(route, name, folder, options)
+    return np.asarray(np.median(rows, axis=0))
 
-    from ase import Atoms
 
-    from deepmd_muon.infer import DeepPotCalculator
-
-    given = np.load("water.npz")
-    symbols = [("O", "H")[t] for t in given["atype"]]
-    atoms = Atoms(symbols, positions=given["coord"], cell=given["box"], pbc=True)
-    atoms.calc = DeepPotCalculator(options.ase, device=options.device)
-    times = []
-    for _ in range(options.repeats + 5):
-        atoms.positions[0, 0] += 1e-4
-        start = time.perf_counter()
-        atoms.get_forces()
-        times.append(time.perf_counter() - start)
-    print(json.dumps(times[5:]))
+def describe(values: np.ndarray) -> str:
+    """Return median and range in ms."""
+    return f"{np.median(values) * 1e3:.2f} ({values.min() * 1e3:.2f}–{values.max() * 1e3:.2f})"
 
 
 def main() -> None:
@@ -219,33 +262,33 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="steps of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--deepmd-kit", metavar="PYTHON", help="python of an environment with deepmd-kit")
+    parser.add_argument("--deepmd-kit-path", metavar="PATH", default="", help="PYTHONPATH of that python")
     parser.add_argument("--lammps", metavar="LMP", help="LAMMPS with the DeePMD plugin")
-    parser.add_argument("--ase", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--routes", nargs="+", choices=(*PROGRAMS, "LAMMPS"), default=[*PROGRAMS, "LAMMPS"])
     options = parser.parse_args()
-    if options.ase:
-        ase_worker(options)
-        return
-    routes = [("ASE, ours", by_ase, "model.pt"), ("ASE, ours", by_ase, "ours.pth")]
-    if options.deepmd_kit:
-        routes += [("ASE, ours", by_ase, "theirs.pth")]
-        routes += [("DeepPot", by_deep_pot, name) for name in ("ours.pth", "theirs.pth")]
-    if options.lammps:
-        routes += [
-            ("LAMMPS", by_lammps, name) for name in ("ours.pth", "theirs.pth") if name[0] == "o" or options.deepmd_kit
-        ]
+    files = ["ours.pth", "theirs.pth"] if options.deepmd_kit else ["ours.pth"]
+    pairs = [("ASE, ours", "model.pt")] + [(route, name) for route in options.routes for name in files]
+    missing = set() if options.deepmd_kit else {"ASE, deepmd-kit", "DeepPot"}
+    missing |= set() if options.lammps else {"LAMMPS"}
+    pairs = [pair for pair in pairs if pair[0] in options.routes and pair[0] not in missing]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_inputs(options, folder)
-        times: dict[tuple[str, str], list[float]] = {}
+        times: dict[tuple[str, str], list[np.ndarray]] = {pair: [] for pair in pairs}
+        differences = {}
         for _ in range(options.rounds):
-            for title, measure, name in routes:
-                times.setdefault((title, name), []).append(float(np.median(measure(name, folder, options))))
+            for route, name in pairs:
+                times[route, name].append(measure(route, name, folder, options))
+                differences[route, name] = difference(folder)
     natoms = len(water(options.molecules)[2])
     print(f"{options.descriptor}, {options.precision}, {natoms} atoms, {options.device}, {options.threads} threads")
-    for (title, name), found in times.items():
-        middle = float(np.median(found))
-        spread = f"({min(found) * 1e3:.1f} … {max(found) * 1e3:.1f})"
-        print(f"{title:10s} {name:11s} {middle * 1e3:8.1f} ms a step {spread:20s} {natoms / middle:10.0f} atoms/s")
+    print("| route | file | ms a step | processor ms a step | atoms a second | from the checkpoint [eV, eV/Å] |")
+    print("|---|---|---|---|---|---|")
+    for (route, name), rounds in times.items():
+        wall, processor = np.stack(rounds).T
+        speed = f"{natoms / np.median(wall):.0f}"
+        cells = [route, name, describe(wall), describe(processor), speed, f"{differences[route, name]:.0e}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

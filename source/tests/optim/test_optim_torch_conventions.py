@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
+from torch.overrides import TorchFunctionMode
 
 from deepmd_muon.optim import (
     HybridMuon,
@@ -492,6 +493,26 @@ def test_the_default_device_does_not_matter(settings):
         results.append([p.detach() for p in params.values()])
     for p, q in zip(*results, strict=True):
         assert torch.equal(p, q)
+
+
+def test_torch_function_modes_see_the_closure_and_not_the_step():
+    """A default device is such a mode: with it, Python would run for every attribute of a tensor that a step reads."""
+
+    seen = []
+
+    class Record(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    params = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in {"a": (8, 16), "b": (16,)}.items()}
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    optimizer = HybridMuon(params.items(), lr=0.1)
+    with Record():
+        optimizer.step()
+        optimizer.step(lambda: torch.add(params["a"], 1.0))
+    assert [name for name in seen if name != "_set_grad_enabled"] == ["add"]
 
 
 def test_the_default_device_does_not_matter_to_a_state_that_changes_route_or_view():
