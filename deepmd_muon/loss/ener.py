@@ -35,6 +35,13 @@ class _Counted(NamedTuple):
         frames = self.present.unsqueeze(1)
         return _weighted_mean(error, frames.expand(error.shape[:2]) if self.mask is None else frames & self.mask)
 
+    def mean_square(self, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Mean square of the difference of `(nframes, natoms, components)`, as `mean` counts."""
+        if self.present is None and self.mask is None:
+            return torch.nn.functional.mse_loss(found, wanted)  # fewer kernels
+        error = found - wanted
+        return self.mean(error * error)
+
     def mean_of_frames(self, error: torch.Tensor) -> torch.Tensor:
         """Mean of `(nframes, components)` over the frames that count."""
         return error.mean() if self.present is None else _weighted_mean(error, self.present)
@@ -176,7 +183,7 @@ class EnergyLoss:
         real = None if mask is None else mask.sum(1).to(torch.float64)
         every = _Counted(1.0 / natoms if real is None else 1.0 / real, mask, None)
         energy = prediction["energy"]
-        loss = energy.new_zeros(())
+        loss: torch.Tensor | None = None
         metrics: dict[str, torch.Tensor] = {}
         compared = self._compare(prediction, label, every)
         for term, found in compared.items():
@@ -185,11 +192,11 @@ class EnergyLoss:
                 metrics[name] = energy.new_full((), torch.nan)
                 continue
             value, shown = found
-            loss = loss + self.prefactor(term, lr_fraction) * value
+            weighted = self.prefactor(term, lr_fraction) * value
+            loss = weighted if loss is None else loss + weighted
             metrics[name] = shown.detach()
-        if all(found is None for found in compared.values()):
-            # Stay connected to the parameters, so that backward works on every rank.
-            loss = loss + 0.0 * energy.sum()
+        if loss is None:
+            loss = 0.0 * energy.sum()  # connected to the parameters, so that backward works on every rank
         metrics["rmse"] = loss.detach().sqrt()
         return loss, metrics
 
@@ -219,20 +226,30 @@ class EnergyLoss:
             weighted = (weights * prediction["atom_energy"]).sum(1)
             found = label.get("find_atom_ener_coeff")
             energy = weighted if found is None else torch.where(found, weighted, energy)
-        error = (energy - wanted.reshape(energy.shape)).unsqueeze(1)
-        return self._per_frame(error, every._replace(present=label.get("find_energy")), self._delta(0))
+        pair = energy.unsqueeze(1), wanted.reshape(energy.shape).unsqueeze(1)
+        return self._per_frame(*pair, every._replace(present=label.get("find_energy")), self._delta(0))
 
     def _virial(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
         wanted = label.get("virial")
         if wanted is None:
             return None
         virial = prediction["virial"]
-        error = virial - wanted.reshape(virial.shape)
-        return self._per_frame(error, every._replace(present=label.get("find_virial")), self._delta(2))
+        pair = virial, wanted.reshape(virial.shape)
+        return self._per_frame(*pair, every._replace(present=label.get("find_virial")), self._delta(2))
 
-    def _per_frame(self, error: torch.Tensor, counted: _Counted, delta: float) -> _Found:
-        """Error `(nframes, components)` of a quantity that grows with the number of atoms."""
+    @property
+    def _is_plain(self) -> bool:
+        """Whether terms are mean squares."""
+        return self.loss_func == "mse" and not self.use_huber
+
+    def _per_frame(self, found: torch.Tensor, wanted: torch.Tensor, counted: _Counted, delta: float) -> _Found:
+        """Compare a quantity `(nframes, components)` that grows with the number of atoms."""
         per_atom = counted.per_atom
+        if self._is_plain and counted.present is None and not isinstance(per_atom, torch.Tensor):
+            square = torch.nn.functional.mse_loss(found, wanted)
+            value = square * (per_atom * per_atom if self.intensive_ener_virial else per_atom)
+            return value, square.detach().sqrt() * per_atom
+        error = found - wanted
         if isinstance(per_atom, torch.Tensor):
             per_atom = per_atom.unsqueeze(1)
         scaled = error * per_atom
@@ -256,10 +273,14 @@ class EnergyLoss:
         return error
 
     def _force(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
+        counted, wanted = every._replace(present=label.get("find_force")), label.get("force")
+        if self._is_plain and self.relative_f is None and wanted is not None:
+            square = counted.mean_square(prediction["force"], wanted.reshape(prediction["force"].shape))
+            return square, square.detach().sqrt()
         error = self._force_error(prediction, label)
         if error is None:
             return None
-        mean = every._replace(present=label.get("find_force")).mean
+        mean = counted.mean
         size = torch.linalg.vector_norm(error, dim=-1, keepdim=True) if self.f_use_norm else error
         if self.loss_func == "mae":
             value = mean(size.abs())

@@ -95,7 +95,7 @@ class EnergyModel(torch.nn.Module):
         sorted_energy, adjoint = model.fitting_net(described.descriptor, structures.type_counts, force=force)
         sorted_energy = sorted_energy + model.out_bias[0, :, 0][structures.sorted_type]
         shape = structures.atype.shape
-        atom_energy = sorted_energy.new_zeros(shape.numel()).index_copy(0, structures.order, sorted_energy)
+        atom_energy = sorted_energy.new_zeros(shape.numel()).index_copy_(0, structures.order, sorted_energy)
         atom_energy = atom_energy.view(shape)
         out = {"energy": atom_energy.sum(1), "atom_energy": atom_energy}
         if not force:
@@ -176,17 +176,16 @@ def edge_vectors(structures: Structures) -> torch.Tensor:
 def _forces(structures: Structures, slope: torch.Tensor) -> torch.Tensor:
     """−dE/dR from dE/dr_ij: r_ij grows with atom j and shrinks with atom i."""
     shape = structures.coord.shape
-    flat = slope.new_zeros(shape[0] * shape[1], 3)
-    flat = flat.index_add(0, structures.order, slope.sum(1))
+    flat = slope.new_zeros(shape[0] * shape[1], 3).index_add_(0, structures.order, slope.sum(1))
     neighbor = structures.neighbor.clamp(min=0).view(-1)
-    return flat.index_add(0, neighbor, slope.reshape(-1, 3), alpha=-1).view(shape)
+    return flat.index_add_(0, neighbor, slope.reshape(-1, 3), alpha=-1).view(shape)
 
 
 def _virial(structures: Structures, slope: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
     """−Σ dE/dr_ij ⊗ r_ij per frame."""
     per_atom = torch.bmm(slope.transpose(1, 2), edges).reshape(-1, 9)
     zeros = slope.new_zeros(structures.nframes, 9)
-    return zeros.index_add(0, structures.sorted_frame, per_atom, alpha=-1)
+    return zeros.index_add_(0, structures.sorted_frame, per_atom, alpha=-1)
 
 
 def build_model(section: ModelSettings | Mapping[str, Any], seed: int | Sequence[int] | None = None) -> EnergyModel:

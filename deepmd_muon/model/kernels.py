@@ -1,4 +1,4 @@
-"""Whether Triton kernels can run where a tensor lives."""
+"""Whether Triton kernels can run where a tensor lives, and chains of kernels beside each other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -39,6 +40,49 @@ def traced() -> Iterator[None]:
         yield
     finally:
         _tracing = False
+
+
+class Branches:
+    """Independent chains of small kernels, each on a stream of its own, so that they overlap on a GPU.
+
+    Work that is launched ``with branches.chain(i):`` waits for all that was queued before the context was entered, and
+    what is queued after its end waits for the work of all chains. Chain 0 stays on the current stream. Memory that a
+    chain allocates may be freed at any time: only a later use of `Branches` can get it again.
+
+    Parameters
+    ----------
+    device
+        Where the work runs; on a CPU, and in a trace, chains run one after the other.
+    count
+        How many chains there are.
+    """
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        several = device.type == "cuda" and not _tracing and count > 1
+        self._streams = _streams(device, min(count, _MOST_CHAINS) - 1) if several else []
+
+    def __enter__(self) -> Branches:
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def chain(self, number: int) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a chain; with more chains than streams, some share one."""
+        number %= len(self._streams) + 1
+        return torch.cuda.stream(self._streams[number - 1]) if number else contextlib.nullcontext()
+
+
+# Chains that overlap at most; the same on every use, so that memory is reused in order.
+_MOST_CHAINS = 4
+
+
+@lru_cache
+def _streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+    return [*_streams(device, count - 1), torch.cuda.Stream(device)] if count else []
 
 
 @lru_cache

@@ -6,14 +6,14 @@ one launch on a GPU where f is tanh, and a few of torch's operations elsewhere, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import Activation, Tanh
-from deepmd_muon.model.networks import Copies, unflatten
+from deepmd_muon.model.networks import Copies, LayerTensors
 
 
 def repeat(x: torch.Tensor, copies: Copies) -> torch.Tensor:
@@ -106,47 +106,41 @@ def cotangents(
     return pair, pair[0].sum(0), of_idt
 
 
-class Values(torch.autograd.Function):
-    """The features of a network without a last linear layer `(rows, n)`.
+class Tape(NamedTuple):
+    """What the backward pass of `values` needs: each layer's input, and what the derivatives need of its activation."""
 
-    Arguments: activation, copies of every layer, x `(rows, n_in)`, then matrix, bias, idt of every layer. x is data.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, f: Activation, copies: tuple[Copies, ...], x: torch.Tensor, *flat: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the last layer's output."""
-        inputs, keeps = [x], []
-        for layer, kind in zip(unflatten(flat), copies, strict=True):
-            h = torch.addmm(layer.bias, inputs[-1], layer.matrix)
-            out, keep = forward(f, h, layer.idt, inputs[-1], kind)
-            inputs.append(out)
-            keeps.append(keep)
-        ctx.activation, ctx.copies = f, copies
-        ctx.save_for_backward(*inputs[:-1], *keeps, *flat)
-        return inputs[-1]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        """Return the gradient of every layer's tensors."""
-        f, depth = ctx.activation, len(ctx.copies)
-        inputs, keeps = ctx.saved_tensors[:depth], ctx.saved_tensors[depth : 2 * depth]
-        layers = unflatten(ctx.saved_tensors[2 * depth :])
-        gradients: list[torch.Tensor | None] = []
-        for index in reversed(range(depth)):
-            layer, kind = layers[index], ctx.copies[index]
-            of_idt = None if layer.idt is None else (f.value_of(keeps[index]) * cotangent).sum(0)
-            of_h = slope(f, keeps[index], layer.idt, cotangent)
-            gradients += [of_idt, of_h.sum(0), torch.mm(inputs[index].t(), of_h)]
-            if index == 0:
-                break
-            if kind:
-                cotangent = torch.addmm(fold(cotangent, kind), of_h, layer.matrix.t())
-            else:
-                cotangent = torch.mm(of_h, layer.matrix.t())
-        return (None, None, None, *reversed(gradients))
+    inputs: list[torch.Tensor]
+    keeps: list[torch.Tensor]
 
 
-values: Callable[..., torch.Tensor] = Values.apply  # torch leaves `apply` untyped
+def values(
+    f: Activation, copies: Sequence[Copies], x: torch.Tensor, layers: Sequence[LayerTensors]
+) -> tuple[torch.Tensor, Tape]:
+    """Return the features `(rows, n)` of a network without a last linear layer."""
+    tape = Tape([], [])
+    for layer, kind in zip(layers, copies, strict=True):
+        h = torch.addmm(layer.bias, x, layer.matrix)
+        out, keep = forward(f, h, layer.idt, x, kind)
+        tape.inputs.append(x)
+        tape.keeps.append(keep)
+        x = out
+    return x, tape
+
+
+def pull_values(
+    f: Activation, copies: Sequence[Copies], tape: Tape, layers: Sequence[LayerTensors], cotangent: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """Return the gradient of every layer's matrix, bias and idt from that of the features."""
+    gradients: list[torch.Tensor | None] = []
+    for index in reversed(range(len(layers))):
+        layer, kind, x, keep = layers[index], copies[index], tape.inputs[index], tape.keeps[index]
+        of_idt = None if layer.idt is None else (f.value_of(keep) * cotangent).sum(0)
+        of_h = slope(f, keep, layer.idt, cotangent)
+        gradients += [of_idt, of_h.sum(0), torch.mm(x.t(), of_h)]
+        if index == 0:
+            break
+        if kind:
+            cotangent = torch.addmm(fold(cotangent, kind), of_h, layer.matrix.t())
+        else:
+            cotangent = torch.mm(of_h, layer.matrix.t())
+    return gradients[::-1]

@@ -143,10 +143,6 @@ class CapturedStep:
         assert self._metrics is not None
         return dict(zip(self._names, self._metrics.unbind(), strict=True))
 
-    def has_graph(self, layout: Hashable) -> bool:
-        """Return whether the next step of a layout will be replayed."""
-        return self._pieces == self._step.strategy.model.pieces and layout in self._graphs
-
     def _without_graph(self, feed: Feed) -> None:
         """Take a step for which there is no graph, making one or what must come before where that is wanted."""
         layout, gradient = feed.layout, self._gradient

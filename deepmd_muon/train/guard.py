@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from deepmd_muon.model import kernels
 from deepmd_muon.train.errors import NonFiniteError
 from deepmd_muon.train.strategy.base import Reduced
 
@@ -191,6 +192,11 @@ class DeviceGuard(Guard):
 
     def admits(self, reduced: Reduced, where: Callable[[], str]) -> bool:
         """Set `skip` for this step and return True, without waiting for the device."""
+        if kernels.usable(self.skip.device):
+            from deepmd_muon.train.step_kernels import judge
+
+            judge(self._record, self.skip, reduced.loss, reduced.norm, freeze=self._policy == "error")
+            return True
         norm, loss = reduced.norm.double(), reduced.loss.double()
         total = norm + loss
         bad = (total - total).ne(0.0).double()  # NaN unless finite

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.data import DataLoader, Frames, NeighborCache, NeighborList, Plan, System, group_limits, widen_sections
-from deepmd_muon.model import Structures
+from deepmd_muon.model import Structures, kernels
 from deepmd_muon.train.batch import LABELS, TrainingBatch
 from deepmd_muon.train.batches import bounds_of, padded_widths
 
@@ -77,11 +78,12 @@ class ResidentSystem:
         self._device = device
         self._atype = system.types(np.arange(1))[0].astype(np.int64)
         frames, neighbors = _read(systems, cache)
-        self._frames = {
-            name: torch.from_numpy(np.ascontiguousarray(values)).to(device)
-            for name in ("coord", "box", *LABELS)
-            if (values := getattr(frames, name)) is not None
-        }
+        arrays = {name: getattr(frames, name) for name in ("coord", "box", *LABELS)}
+        given = {name: np.asarray(values, dtype=np.float64) for name, values in arrays.items() if values is not None}
+        # All numbers of a frame side by side, so that a batch of them is gathered at once.
+        self._shapes = {name: values.shape[1:] for name, values in given.items()}
+        packed = np.concatenate([values.reshape(len(values), -1) for values in given.values()], axis=1)
+        self._packed = torch.from_numpy(packed).to(device)
         self._sections = neighbors.sections
         self._inner = bounds_of(neighbors.inner.swapaxes(0, 1))
         # One row an atom, so that the rows of a batch are gathered in sorted order at once.
@@ -123,11 +125,9 @@ class ResidentSystem:
         """
         nframes = numbers.shape[0]
         order = self._orders[nframes]
-        found = {name: values.index_select(0, numbers) for name, values in self._frames.items()}
-        row = numbers.index_select(0, order.sorted_frame) * self.natoms + order.atom
-        index = self._index.index_select(0, row)
-        neighbor = torch.where(index < 0, index, index + order.first).long()
-        nreal = row.shape[0]
+        found = self._unpacked(self._packed.index_select(0, numbers))
+        neighbor, shift = self._neighbors(numbers, order)
+        nreal = neighbor.shape[0]
         structures = Structures(
             atype=order.atype,
             order=order.order,
@@ -136,7 +136,7 @@ class ResidentSystem:
             coord=found.pop("coord"),
             box=found.pop("box", None),
             neighbor=neighbor,
-            shift=None if self._shift is None else self._shift.index_select(0, row),
+            shift=shift,
             sections=self._sections,
             type_counts=order.type_counts,
             filled=np.repeat(np.array(self._sections)[:, None], nreal, axis=1),
@@ -147,13 +147,29 @@ class ResidentSystem:
         mask = None if real.all() else order.atype >= 0
         return TrainingBatch(structures, labels, mask, self.name, self.atoms(nframes), self.present(nframes))
 
+    def _unpacked(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return what the rows of some frames hold, by name."""
+        parts = rows.split([math.prod(shape) for shape in self._shapes.values()], dim=1)
+        return {name: part.view(-1, *shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)}
+
+    def _neighbors(self, numbers: Tensor, order: _Order) -> tuple[Tensor, Tensor | None]:
+        """Return neighbours and cell translations of the sorted atoms of some frames."""
+        if kernels.usable(self._device):
+            from deepmd_muon.train.step_kernels import gather_neighbors
+
+            return gather_neighbors(self._index, self._shift, numbers, order.sorted_frame, order.atom, self.natoms)
+        row = numbers.index_select(0, order.sorted_frame) * self.natoms + order.atom
+        index = self._index.index_select(0, row)
+        neighbor = torch.where(index < 0, index, index + order.first).long()
+        return neighbor, None if self._shift is None else self._shift.index_select(0, row)
+
     def atoms(self, nframes: int) -> np.ndarray:
         """Real atoms of each of some frames."""
         return np.full(nframes, int(np.count_nonzero(self._atype >= 0)))
 
     def present(self, nframes: int) -> dict[str, np.ndarray]:
         """Which of some frames have each label: all or none."""
-        return {name: np.full(nframes, name in self._frames) for name in LABELS}
+        return {name: np.full(nframes, name in self._shapes) for name in LABELS}
 
 
 def fits(system: System) -> bool:

@@ -135,11 +135,11 @@ def _fused(tensors: TensorLists, steps: list[Tensor], lr: float | Tensor, values
     targets = tensors[0]
     # On a GPU the fused kernel reads a learning-rate tensor in float32 only.
     exact = lr if isinstance(lr, Tensor) and lr.dtype == targets[0].dtype == torch.float64 else None
-    before = [] if exact is None else list(map(torch.clone, targets))
+    before = () if exact is None else torch._foreach_mul(targets, 1.0)  # a copy of all in one launch
     values = {**values, "lr": lr.float() if isinstance(lr, Tensor) else lr, "amsgrad": False, "maximize": False}
     (_fused_on_gpu if targets[0].is_cuda else _fused_on_cpu)(*tensors, steps, **values)
     if exact is not None:
-        correct_rounded_lr(targets, before, exact)
+        correct_rounded_lr(targets, list(before), exact)
 
 
 def correct_rounded_lr(targets: list[Tensor], before: list[Tensor], lr: Tensor) -> None:

@@ -9,6 +9,7 @@ from deepmd_muon.model import build_model
 from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.environment import edge_derivative, environment
 from deepmd_muon.model.descriptor.se_e2_a import embedding
+from deepmd_muon.model.descriptor.se_e2_a.contraction import contract, pull_contraction
 from deepmd_muon.model.descriptor.se_e2_a.embedding import Tape, gather, plan_blocks, spread
 from deepmd_muon.model.energy_model import edge_vectors
 from deepmd_muon.model.fitting.ener.module import energy_and_slope
@@ -141,7 +142,7 @@ def test_energy_and_slope(name, widths, timestep):
 
     def function(x, *given):
         tensors = iter(given)
-        return energy_and_slope(f, network.copies, x, *[next(tensors) if there else None for there in holes])
+        return energy_and_slope(f, network.copies, (3,), x, *[next(tensors) if there else None for there in holes])
 
     energy, slope = function(x, *flat)
     hidden = plain_network(x, network.tensors[:-1], network.copies, f)
@@ -149,6 +150,42 @@ def test_energy_and_slope(name, widths, timestep):
     torch.testing.assert_close(energy, wanted)
     torch.testing.assert_close(slope, torch.autograd.grad(wanted.sum(), x)[0], rtol=1e-12, atol=1e-13)
     assert torch.autograd.gradcheck(function, (x, *flat), atol=1e-7)
+
+
+def test_energy_and_slope_of_several_networks():
+    f, widths, counts = activation("tanh"), (5, 6, 6), (2, 0, 3)
+    networks = [
+        Network(widths, 1, timestep=True, dtype=torch.float64, stream=Stream(6).child(number)) for number in range(3)
+    ]
+    x = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    flat = [[t for layer in network.tensors for t in layer] for network in networks]
+    mix = torch.randn(2, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def joined(energies, slopes):
+        return (torch.cat(energies) * mix[0, :, :1]).sum() + (torch.cat(slopes) * mix[1]).sum()
+
+    together = energy_and_slope(f, networks[0].copies, counts, x, *flat[0], *flat[1], *flat[2])
+    apart = [
+        energy_and_slope(f, networks[0].copies, (rows.shape[0],), rows, *tensors)
+        for rows, tensors in zip(x.split(counts), flat, strict=True)
+    ]
+    leaves = [x, *(p for network in networks for p in network.parameters())]
+    found = torch.autograd.grad(joined(*([part] for part in together)), leaves)
+    wanted = torch.autograd.grad(joined(*zip(*apart, strict=True)), leaves)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
+
+
+def test_contraction():
+    generator = torch.Generator().manual_seed(5)
+    a = torch.randn(2, 4, 5, dtype=torch.float64, generator=generator, requires_grad=True)
+    d_bar = torch.randn(2, 5, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    d = contract(a, 3)
+    torch.testing.assert_close(d, a.transpose(1, 2) @ a[:, :, :3])
+    plain = (a.transpose(1, 2) @ a[:, :, :3] * d_bar).sum()
+    torch.testing.assert_close(pull_contraction(a, d_bar), torch.autograd.grad(plain, a)[0])
+    assert torch.autograd.gradcheck(lambda x: contract(x, 3), (a,))
+    assert torch.autograd.gradcheck(pull_contraction, (a, d_bar))
 
 
 def test_edge_derivative_is_the_transposed_jacobian():

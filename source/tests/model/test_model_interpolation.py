@@ -119,12 +119,7 @@ def test_the_tail_tells_the_error():
         edges = interpolation.cut(rows, empty, 16, structures.sections, descriptor.sel)
         found = interpolation.coefficients(nets, descriptor.activation, edges)
         s = rows[:, : structures.sections[0], 0].flatten()
-        exact = interpolation.layers.values(
-            descriptor.activation,
-            nets[0].copies,
-            s[:, None],
-            *(t for layer in nets[0].tensors for t in layer),
-        )
+        exact, _ = interpolation.layers.values(descriptor.activation, nets[0].copies, s[:, None], nets[0].tensors)
         cell, basis, _ = interpolation._edge_basis(edges)
         terms = found.unflatten(0, (-1, interpolation.ORDERS))[cell.view(rows.shape[:2]) % (2 * 16)]
         features = torch.einsum("aem,aemf->aef", basis, terms)[:, : structures.sections[0]].flatten(0, 1)

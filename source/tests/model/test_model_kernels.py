@@ -1,4 +1,4 @@
-"""The model's Triton kernels in Triton's interpreter, against torch's operations, which define their results."""
+"""The Triton kernels of model and training step in the interpreter, against torch's operations, which define them."""
 
 import importlib.util
 import os
@@ -31,7 +31,7 @@ def test_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout[-6000:]
-    assert int(passed[1]) == 14
+    assert int(passed[1]) == 20
 
 
 if INSIDE:
@@ -39,7 +39,11 @@ if INSIDE:
     from deepmd_muon.model.activation import activation
     from deepmd_muon.model.descriptor import environment, environment_kernels
     from deepmd_muon.model.descriptor.se_e2_a import interpolation, interpolation_kernels
+    from deepmd_muon.train import step_kernels
+    from deepmd_muon.train.guard import DeviceGuard
+    from deepmd_muon.train.strategy.base import Reduced
 
+    CPU = torch.device("cpu")
     DTYPES = [torch.float64, torch.float32]
 
     def close(found, wanted):
@@ -115,3 +119,29 @@ if INSIDE:
                     close(stacked[0].sum(0), of_idt)
             wanted = layers.tangent(f, keep, idt, before, x, copies)
             close(layer_kernels.tangent(keep, idt, before, x, residual=copies > 0), wanted)
+
+    @pytest.mark.parametrize("policy", ["error", "skip"])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_judge_kernel(policy, dtype):
+        plain, fused = (DeviceGuard(policy, torch.optim.SGD([torch.zeros(1)]), CPU) for _ in range(2))
+        numbers = [(1.0, 2.0), (3.0, float("inf")), (4.0, 5.0), (float("nan"), 6.0), (7.0, 8.0)]
+        for loss, norm in numbers:
+            reduced = Reduced([], torch.tensor(norm, dtype=dtype), torch.tensor(loss, dtype=torch.float64))
+            plain.admits(reduced, lambda: "")
+            step_kernels.judge(fused._record, fused.skip, reduced.loss, reduced.norm, freeze=policy == "error")
+            torch.testing.assert_close(fused._record, plain._record, equal_nan=True)
+            assert fused.skip == plain.skip
+        assert fused._record[:3].tolist() == [5.0, 2.0, 2.0]
+
+    @pytest.mark.parametrize("periodic", [False, True])
+    def test_gather_kernel(periodic):
+        generator, natoms, nnei = torch.Generator().manual_seed(6), 3, 300
+        index = torch.randint(-1, natoms, (5 * natoms, nnei), generator=generator).int()
+        shift = torch.randint(-2, 3, (5 * natoms, nnei, 3), generator=generator).to(torch.int8) if periodic else None
+        numbers = torch.tensor([4, 1])
+        frame, atom = torch.tensor([0, 1, 1, 0]), torch.tensor([2, 0, 2, 1])
+        neighbor, shifts = step_kernels.gather_neighbors(index, shift, numbers, frame, atom, natoms)
+        rows = numbers[frame] * natoms + atom
+        found = index[rows].long()
+        assert torch.equal(neighbor, torch.where(found < 0, found, found + frame[:, None] * natoms))
+        assert shifts is None if shift is None else torch.equal(shifts, shift[rows])

@@ -31,7 +31,7 @@ import torch
 from deepmd_muon.model import kernels, layers
 from deepmd_muon.model.activation import Activation
 from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges
-from deepmd_muon.model.networks import Network
+from deepmd_muon.model.networks import Copies, Network, unflatten
 
 """Chebyshev polynomials per piece."""
 
@@ -68,39 +68,106 @@ def cut(rows: torch.Tensor, empty: torch.Tensor, pieces: int, widths: Sequence[i
 
 
 @lru_cache
-def _transform(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the Chebyshev nodes in [0, 1] `(16,)` and the matrix from values there to coefficients `(16, 16)`."""
-    angle = (torch.arange(ORDERS, dtype=torch.float64, device="cpu") + 0.5) * (math.pi / ORDERS)
-    matrix = torch.cos(torch.arange(ORDERS, dtype=torch.float64, device="cpu")[:, None] * angle) * (2.0 / ORDERS)
+def _nodes(pieces: int, device: torch.device) -> torch.Tensor:
+    """Return the Chebyshev nodes of all pieces, in units of a piece `(pieces·16,)`."""
+    inside = (torch.cos(_angles()) + 1.0) / 2.0
+    return (torch.arange(pieces, dtype=torch.float64, device="cpu")[:, None] + inside).view(-1).to(device)
+
+
+@lru_cache
+def _transform(scale: float, device: torch.device) -> torch.Tensor:
+    """Return the matrix from values at the nodes of a piece to `scale` times the coefficients `(16, 16)`."""
+    matrix = torch.cos(torch.arange(ORDERS, dtype=torch.float64, device="cpu")[:, None] * _angles())
+    matrix *= 2.0 * scale / ORDERS
     matrix[0] /= 2.0
-    return ((torch.cos(angle) + 1.0) / 2.0).to(device), matrix.to(device)
+    return matrix.to(device)
 
 
-def _in_double(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Convert parameters to float64 at once, differentiably."""
+def _angles() -> torch.Tensor:
+    return (torch.arange(ORDERS, dtype=torch.float64, device="cpu") + 0.5) * (math.pi / ORDERS)
+
+
+def _converted(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """Convert parameters, or their gradients, at once."""
     given = [tensor for tensor in tensors if tensor is not None]
-    if all(tensor.dtype == torch.float64 for tensor in given):
+    if all(tensor.dtype == dtype for tensor in given):
         return list(tensors)
-    flat = torch.cat([tensor.reshape(-1) for tensor in given]).double()
+    flat = torch.cat([tensor.reshape(-1) for tensor in given]).to(dtype)
     parts = iter(flat.split([tensor.numel() for tensor in given]))
     return [None if tensor is None else next(parts).view(tensor.shape) for tensor in tensors]
 
 
-def coefficients(networks: Sequence[Network], f: Activation, edges: Edges) -> torch.Tensor:
-    """Return the coefficients C of every neighbour type's network `(terms, M)`, differentiable.
+class Coefficients(torch.autograd.Function):
+    """The coefficients of several networks, which overlap on a GPU.
 
     They are computed in float64: the slope of a series multiplies the error of high orders, which must be small
     beside these orders themselves.
+
+    Arguments: activation, copies of every layer, nodes s of each network `(networks, nodes)`, the matrix of
+    `_transform`, then matrix, bias, idt of every layer of every network. s is data.
     """
-    nodes, matrix = _transform(edges.rows.device)
-    piece = torch.arange(edges.pieces, dtype=nodes.dtype, device=nodes.device)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        f: Activation,
+        copies: tuple[Copies, ...],
+        s: torch.Tensor,
+        matrix: torch.Tensor,
+        *flat: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return C `(networks·nodes, M)`, float64."""
+        ctx.activation, ctx.copies, ctx.networks = f, copies, s.shape[0]
+        ctx.dtype = next(tensor.dtype for tensor in flat if tensor is not None)
+        wide = _converted(flat, torch.float64)
+        found, saved = [], []
+        with kernels.Branches(s.device, s.shape[0]) as branches:
+            for number, tensors in enumerate(_of_networks(wide, s.shape[0])):
+                with branches.chain(number):
+                    features, tape = layers.values(f, copies, s[number, :, None], unflatten(tensors))
+                    by_piece = features.view(-1, ORDERS, features.shape[1])
+                    found.append(torch.bmm(matrix.expand(by_piece.shape[0], -1, -1), by_piece).flatten(0, 1))
+                    saved += [*tape.inputs, *tape.keeps]
+        ctx.save_for_backward(matrix, *wide, *saved)
+        return torch.cat(found)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        """Return the gradient of every layer's tensors."""
+        f, copies, networks, depth = ctx.activation, ctx.copies, ctx.networks, len(ctx.copies)
+        matrix, *others = ctx.saved_tensors
+        wide, saved = others[: 3 * depth * networks], others[3 * depth * networks :]
+        by_network = cotangent.view(networks, -1, ORDERS, cotangent.shape[1])
+        gradients: list[torch.Tensor | None] = []
+        with kernels.Branches(cotangent.device, networks) as branches:
+            for number, tensors in enumerate(_of_networks(wide, networks)):
+                with branches.chain(number):
+                    mine = by_network[number]
+                    of_features = torch.bmm(matrix.t().expand(mine.shape[0], -1, -1), mine).flatten(0, 1)
+                    at = 2 * depth * number
+                    tape = layers.Tape(saved[at : at + depth], saved[at + depth : at + 2 * depth])
+                    gradients += layers.pull_values(f, copies, tape, unflatten(tensors), of_features)
+        return (None, None, None, None, *_converted(gradients, ctx.dtype))
+
+
+_coefficients: Callable[..., torch.Tensor] = Coefficients.apply  # torch leaves `apply` untyped
+
+
+def _of_networks(flat: Sequence[torch.Tensor | None], networks: int) -> list[Sequence[torch.Tensor | None]]:
+    """Divide the tensors of several equal networks."""
+    each = len(flat) // networks
+    return [flat[number * each : (number + 1) * each] for number in range(networks)]
+
+
+def coefficients(networks: Sequence[Network], f: Activation, edges: Edges, scale: float = 1.0) -> torch.Tensor:
+    """Return `scale` times the coefficients C of every neighbour type's network `(terms, M)`, differentiable."""
+    device = edges.rows.device
     low, rate = edges.start.double().unsqueeze(-1).unbind(1)
-    s = low + (piece[:, None] + nodes).view(-1) / rate
-    found = []
-    for network, x in zip(networks, s.unsqueeze(-1), strict=True):
-        features = layers.values(f, network.copies, x, *_in_double([t for layer in network.tensors for t in layer]))
-        found.append(torch.matmul(matrix, features.view(edges.pieces, ORDERS, -1)).flatten(0, 1))
-    return torch.cat(found).to(edges.rows.dtype)
+    s = torch.addcdiv(low, _nodes(edges.pieces, device), rate)
+    flat = [part for network in networks for layer in network.tensors for part in layer]
+    found = _coefficients(f, networks[0].copies, s, _transform(scale, device), *flat)
+    return found.to(edges.rows.dtype)
 
 
 def tail(coefficient: torch.Tensor, pieces: int) -> torch.Tensor:

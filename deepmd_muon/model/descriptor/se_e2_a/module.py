@@ -11,6 +11,7 @@ from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.environment import Environment, edge_derivative, environment
 from deepmd_muon.model.descriptor.interface import Described, Pullback
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
+from deepmd_muon.model.descriptor.se_e2_a.contraction import contract, pull_contraction
 from deepmd_muon.model.descriptor.se_e2_a.embedding import Tape, gather, plan_blocks, spread
 from deepmd_muon.model.descriptor.se_e2_a.settings import SeE2ASettings
 from deepmd_muon.model.errors import ModelError
@@ -118,8 +119,8 @@ class SeE2A(torch.nn.Module):
             parts = _Interpolated(self, structures, rows, empty_row)
         else:
             parts = _Contractions(self, structures, rows, empty_row, force=force)
-        a = parts.gathered / sum(self.sel)
-        d = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis])
+        a = parts.gathered
+        d = contract(a, self.axis)
         if not force:
             return Described(d.flatten(1), None)
         return Described(d.flatten(1), self._pullback(env, a, parts, scale, used))
@@ -172,10 +173,7 @@ class SeE2A(torch.nn.Module):
     ) -> Pullback:
         def pullback(adjoint: torch.Tensor) -> torch.Tensor:
             d_bar = adjoint.view(-1, self.width, self.axis)
-            through_axis = torch.bmm(a, d_bar)
-            a_bar = torch.bmm(a[:, :, : self.axis], d_bar.transpose(1, 2))
-            a_bar = a_bar + torch.nn.functional.pad(through_axis, (0, self.width - self.axis))
-            row_adjoint = parts.spread(a_bar / sum(self.sel)) * scale[:, None]
+            row_adjoint = parts.spread(pull_contraction(a, d_bar)) * scale[:, None]
             if used is not None:
                 row_adjoint = row_adjoint * used.unsqueeze(-1)
             return edge_derivative(row_adjoint.to(env.edges.dtype), env.edges, env.radial, env.isotropic, env.bend)
@@ -196,7 +194,13 @@ class SeE2A(torch.nn.Module):
 
 
 class _Contractions:
-    """The `Gather` and `Spread` of every network over its part of the edges."""
+    """The `Gather` and `Spread` of every network over its part of the edges.
+
+    Attributes
+    ----------
+    gathered
+        A = RᵀG/N of every atom `(nreal, 4, M)`, N = sum(sel).
+    """
 
     def __init__(
         self, model: SeE2A, structures: Structures, rows: torch.Tensor, empty_row: torch.Tensor, *, force: bool
@@ -222,10 +226,12 @@ class _Contractions:
                 parts.append((here, tape, link))
             sums.append(sum(gathered[1:], start=gathered[0]))
             self.parts.append(parts)
-        self.gathered = _join(sums)
+        self.slots = sum(model.sel)
+        self.gathered = _join(sums) / self.slots
 
     def spread(self, adjoint: torch.Tensor) -> torch.Tensor:
         """Return dE/drow `(nreal, nnei, 4)` from dE/dA `(nreal, 4, M)`."""
+        adjoint = adjoint / self.slots
         joined = [torch.cat([spread(tape, adjoint[here], link) for here, tape, link in row], 1) for row in self.parts]
         return _join(joined)
 
@@ -236,7 +242,10 @@ class _Interpolated:
     def __init__(self, model: SeE2A, structures: Structures, rows: torch.Tensor, empty_row: torch.Tensor) -> None:
         self.edges = interpolation.cut(rows, empty_row, model.pieces, structures.sections, model.sel)
         atoms = [slice(None)] if model.one_side else _ranges(structures.type_counts)
-        coefficients = [interpolation.coefficients(nets, model.activation, self.edges) for nets in model.networks()]
+        scale = 1.0 / sum(model.sel)
+        coefficients = [
+            interpolation.coefficients(nets, model.activation, self.edges, scale) for nets in model.networks()
+        ]
         self.blocks = list(zip(atoms, coefficients, strict=True))
         expanded = interpolation.expand(self.edges)
         self.gathered = _join([torch.matmul(expanded[here], c) for here, c in self.blocks])

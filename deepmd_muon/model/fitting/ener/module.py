@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from deepmd_muon.model import layers
+from deepmd_muon.model import kernels, layers
 from deepmd_muon.model.activation import Activation, activation
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.ener.settings import EnerSettings
@@ -30,62 +30,122 @@ def _down(of_h: torch.Tensor, layer: LayerTensors, above: torch.Tensor, copies: 
     return torch.addmm(layers.fold(above, copies), of_h, layer.matrix.t())
 
 
+class _Tape(NamedTuple):
+    """What the backward pass of one network needs: each layer's input, activation's rest, and adjoint of its output."""
+
+    inputs: list[torch.Tensor]
+    keeps: list[torch.Tensor]
+    adjoints: list[torch.Tensor]
+
+
+def _up_and_down(
+    f: Activation, copies: Sequence[Copies], x: torch.Tensor, layers_of: Sequence[LayerTensors]
+) -> tuple[torch.Tensor, torch.Tensor, _Tape]:
+    """Return E `(n, 1)` and dE/dx `(n, dim)`: values go up the layers, the adjoint of E comes down."""
+    *hidden, last = layers_of
+    inputs, keeps = [x], []
+    for layer, kind in zip(hidden, copies, strict=True):
+        h = torch.addmm(layer.bias, inputs[-1], layer.matrix)
+        out, keep = layers.forward(f, h, layer.idt, inputs[-1], kind)
+        inputs.append(out)
+        keeps.append(keep)
+    adjoints = [last.matrix.t().expand(x.shape[0], -1)]
+    for layer, kind, keep in zip(reversed(hidden), reversed(copies), reversed(keeps), strict=True):
+        above = adjoints[-1]
+        h_bar = layers.slope(f, keep, layer.idt, above)
+        adjoints.append(_down(h_bar, layer, above, kind))
+    slope = adjoints.pop() if hidden else adjoints.pop().clone()
+    return torch.addmm(last.bias, inputs[-1], last.matrix), slope, _Tape(inputs, keeps, adjoints)
+
+
+def _pull(
+    f: Activation,
+    copies: Sequence[Copies],
+    tape: _Tape,
+    layers_of: Sequence[LayerTensors],
+    of_energy: torch.Tensor,
+    of_slope: torch.Tensor,
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Return the cotangents of x and of every layer's tensors from those of E and dE/dx."""
+    *hidden, last = layers_of
+    inputs, keeps, adjoints = tape
+    tangents, before = [of_slope], []
+    for layer, kind, keep in zip(hidden, copies, keeps, strict=True):
+        before.append(torch.mm(tangents[-1], layer.matrix))
+        tangents.append(layers.tangent(f, keep, layer.idt, before[-1], tangents[-1], kind))
+    last_matrix = torch.addmm(tangents[-1].sum(0).unsqueeze(1), inputs[-1].t(), of_energy)
+    gradients = [None, of_energy.sum(0), last_matrix]
+    down = torch.mm(of_energy, last.matrix.t())
+    for index in reversed(range(len(hidden))):
+        layer, keep, kind = hidden[index], keeps[index], copies[index]
+        adjoint = adjoints[len(hidden) - 1 - index]
+        pair, of_bias, of_idt = layers.cotangents(f, keep, layer.idt, before[index], down, adjoint)
+        both = torch.cat([inputs[index], tangents[index]])
+        gradients += [of_idt, of_bias, torch.mm(both.t(), pair.flatten(0, 1))]
+        down = _down(pair[0], layer, down, kind)
+    return down, gradients[::-1]
+
+
 class EnergyAndSlope(torch.autograd.Function):
-    """E and dE/dx of a network with one output, with ONE backward pass for both.
+    """E and dE/dx of networks with one output, with ONE backward pass for both.
 
     Forward: values go up the layers, the adjoint of E comes down. The gradient of Σ Ē·E + Σ ġ·dE/dx is that of
     Ē·E plus the derivative of E along ġ: so the backward pass sends ġ up as a tangent, and the adjoints that
-    belong to tangents are the ones the forward pass already has.
+    belong to tangents are the ones the forward pass already has. On a GPU the networks overlap.
 
-    Arguments: activation, copies of every hidden layer, x `(n, dim)`, then matrix, bias, idt of every layer.
+    Arguments: activation, copies of every hidden layer, rows of each network, x `(n, dim)`, then matrix, bias, idt of
+    every layer of every network.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, f: Activation, copies: tuple[Copies, ...], x: torch.Tensor, *flat: torch.Tensor | None
+        ctx: Any,
+        f: Activation,
+        copies: tuple[Copies, ...],
+        counts: tuple[int, ...],
+        x: torch.Tensor,
+        *flat: torch.Tensor | None,
     ) -> Any:
         """Return E `(n, 1)` and dE/dx `(n, dim)`."""
-        *hidden, last = unflatten(flat)
-        inputs, keeps = [x], []
-        for layer, kind in zip(hidden, copies, strict=True):
-            h = torch.addmm(layer.bias, inputs[-1], layer.matrix)
-            out, keep = layers.forward(f, h, layer.idt, inputs[-1], kind)
-            inputs.append(out)
-            keeps.append(keep)
-        adjoints = [last.matrix.t().expand(x.shape[0], -1)]
-        for layer, kind, keep in zip(reversed(hidden), reversed(copies), reversed(keeps), strict=True):
-            above = adjoints[-1]
-            h_bar = layers.slope(f, keep, layer.idt, above)
-            adjoints.append(_down(h_bar, layer, above, kind))
-        ctx.activation, ctx.copies = f, copies
-        ctx.save_for_backward(*inputs, *keeps, *adjoints[:-1], *flat)
-        slope = adjoints[-1] if hidden else adjoints[-1].clone()
-        return torch.addmm(last.bias, inputs[-1], last.matrix), slope
+        each = len(flat) // len(counts)
+        found, saved = [], []
+        with kernels.Branches(x.device, len(counts)) as branches:
+            for number, part in enumerate(x.split(counts)):
+                with branches.chain(number):
+                    own = unflatten(flat[number * each : (number + 1) * each])
+                    energy, slope, tape = _up_and_down(f, copies, part, own)
+                    found.append((energy, slope))
+                    saved += [*tape.inputs[1:], *tape.keeps, *tape.adjoints]
+        ctx.activation, ctx.copies, ctx.counts = f, copies, counts
+        ctx.save_for_backward(x, *flat, *saved)
+        energies, slopes = zip(*found, strict=True)
+        return _joined(energies), _joined(slopes)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, energy_cotangent: torch.Tensor, slope_cotangent: torch.Tensor) -> Any:
         """Return the cotangents of x and of every layer's tensors."""
-        f: Activation = ctx.activation
-        depth = len(ctx.copies)
-        inputs, rest = ctx.saved_tensors[: depth + 1], ctx.saved_tensors[depth + 1 :]
-        keeps, adjoints, flat = rest[:depth], rest[depth : 2 * depth], rest[2 * depth :]
-        *hidden, last = unflatten(flat)
-        tangents, before = [slope_cotangent], []
-        for layer, kind, keep in zip(hidden, ctx.copies, keeps, strict=True):
-            before.append(torch.mm(tangents[-1], layer.matrix))
-            tangents.append(layers.tangent(f, keep, layer.idt, before[-1], tangents[-1], kind))
-        last_matrix = torch.addmm(tangents[-1].sum(0).unsqueeze(1), inputs[-1].t(), energy_cotangent)
-        gradients = [None, energy_cotangent.sum(0), last_matrix]
-        down = torch.mm(energy_cotangent, last.matrix.t())
-        for index in reversed(range(depth)):
-            layer, keep, kind = hidden[index], keeps[index], ctx.copies[index]
-            adjoint = adjoints[depth - 1 - index]
-            pair, of_bias, of_idt = layers.cotangents(f, keep, layer.idt, before[index], down, adjoint)
-            both = torch.cat([inputs[index], tangents[index]])
-            gradients += [of_idt, of_bias, torch.mm(both.t(), pair.flatten(0, 1))]
-            down = _down(pair[0], layer, down, kind)
-        return (None, None, down, *reversed(gradients))
+        f, copies, counts, depth = ctx.activation, ctx.copies, ctx.counts, len(ctx.copies)
+        each = 3 * (depth + 1)
+        x, *others = ctx.saved_tensors
+        flat, saved = others[: each * len(counts)], iter(others[each * len(counts) :])
+        cotangents = zip(x.split(counts), energy_cotangent.split(counts), slope_cotangent.split(counts), strict=True)
+        downs: list[torch.Tensor] = []
+        gradients: list[torch.Tensor | None] = []
+        with kernels.Branches(x.device, len(counts)) as branches:
+            for number, (part, of_energy, of_slope) in enumerate(cotangents):
+                with branches.chain(number):
+                    own = unflatten(flat[number * each : (number + 1) * each])
+                    inputs, keeps, adjoints = ([next(saved) for _ in range(depth)] for _ in range(3))
+                    tape = _Tape([part, *inputs], keeps, adjoints)
+                    down, mine = _pull(f, copies, tape, own, of_energy, of_slope)
+                    downs.append(down)
+                    gradients += mine
+        return (None, None, None, _joined(downs), *gradients)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 energy_and_slope: Callable[..., tuple[torch.Tensor, torch.Tensor]] = EnergyAndSlope.apply  # torch leaves it untyped
@@ -197,6 +257,12 @@ class EnergyFitting(torch.nn.Module):
         self, x: torch.Tensor, type_counts: tuple[int, ...], *, force: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Energies and slopes, each type by its own network."""
+        if force and all(value is None for value in self.vacuum):
+            networks = [self.filter_layers[index] for index in range(len(type_counts))]
+            flat = [part for network in networks for layer in network.tensors for part in layer]
+            copies = networks[0].copies
+            total, all_slopes = energy_and_slope(self.activation, copies, type_counts, x, *flat)
+            return total.double().squeeze(1), all_slopes
         energies, slopes = [], []
         for index, part in enumerate(torch.split(x, list(type_counts))):
             energy, slope = self._one_type(index, part, force=force)
@@ -221,7 +287,7 @@ class EnergyFitting(torch.nn.Module):
         if not force:
             return _energy(self.activation, network.copies, rows, network.tensors), None
         flat = [part for layer in network.tensors for part in layer]
-        return energy_and_slope(self.activation, network.copies, rows, *flat)
+        return energy_and_slope(self.activation, network.copies, (rows.shape[0],), rows, *flat)
 
 
 def _vacuum(atom_ener: Sequence[float | None], ntypes: int) -> tuple[float | None, ...]:
