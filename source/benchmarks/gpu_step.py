@@ -75,7 +75,8 @@ def child(case: str, pieces: int, data: Path, options: argparse.Namespace) -> No
         Path("input.json").write_text(json.dumps(content))
         run("input.json", skip_neighbor_stat=True)
         os.chdir("/")
-    print(RESULT + json.dumps({"case": case, **found}), flush=True)
+    if found:
+        print(RESULT + json.dumps({"case": case, **found}), flush=True)
 
 
 def show_time(what: str) -> None:
@@ -109,6 +110,8 @@ def measure(
     if pieces:
         trainer.model.pieces = pieces
     settled(8)
+    if not options.seconds:  # only caches are wanted
+        return
     torch.cuda.reset_peak_memory_stats()
     count = max(50, int(options.seconds / settled(20)))
     found["host ms"] = 1e3 * go(100)  # the device's queue takes some hundred launches before it makes the host wait
@@ -231,36 +234,62 @@ def rates(dtype: Any) -> tuple[float, float, float]:
 
 def parent(options: argparse.Namespace) -> None:
     """Start a process for each case, show its start-up, and print the table."""
+    runs = [
+        (case, pieces) for case in options.cases for pieces in (options.pieces if case.startswith("se_e2_a") else (0,))
+    ]
+    if options.warm_up:
+        fill_caches(options)
     rows = []
-    for case in options.cases:
-        for pieces in options.pieces if case.startswith("se_e2_a") else (0,):
-            command = [sys.executable, __file__, "--child", case, str(pieces), "--data", str(options.data.resolve())]
-            command += ["--seconds", str(options.seconds), *(["--kernels"] if options.kernels else [])]
-            begun = time.time()
-            environment = {**os.environ, "BEGUN": str(begun)}
-            try:
-                done = subprocess.run(
-                    command, env=environment, text=True, capture_output=True, timeout=options.timeout, check=False
-                )
-                log, status = done.stdout + done.stderr, done.returncode
-            except subprocess.TimeoutExpired as error:
-                log, status = "".join(_text(part) for part in (error.stdout, error.stderr)), "timeout"
-            print(f"\n{case}, pieces {pieces or 'as the run chooses'}: {time.time() - begun:.1f} s", flush=True)
-            show(log, begun)
-            result = re.search(RESULT + "(.*)", log)
-            if result is None:
-                print(f"  failed ({status}):\n{log[-1500:]}", flush=True)
-            else:
-                rows.append(json.loads(result[1]))
-                print("  " + result[0], flush=True)
+    for case, pieces in runs:
+        process, begun = start(case, pieces, options, options.seconds)
+        log = finish(process, options.timeout)
+        print(f"\n{case}, pieces {pieces or 'as the run chooses'}: {time.time() - begun:.1f} s", flush=True)
+        show(log, begun)
+        result = re.search(RESULT + "(.*)", log)
+        if result is None:
+            print(f"  failed ({process.returncode}):\n{log[-1500:]}", flush=True)
+        else:
+            rows.append(json.loads(result[1]))
+            print("  " + result[0], flush=True)
     names = [name for name, _ in COLUMNS]
     print("\n| case | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
     for row in rows:
         print(f"| {row['case']} | " + " | ".join(form.format(row[name]) for name, form in COLUMNS) + " |")
 
 
-def _text(part: str | bytes | None) -> str:
-    return part.decode(errors="replace") if isinstance(part, bytes) else part or ""
+def fill_caches(options: argparse.Namespace) -> None:
+    """Run a few steps of all cases beside each other, which compile kernels, and show when the first steps are done."""
+    started = [(case, *start(case, 0, options, 0.0)) for case in options.cases]
+    for case, process, begun in started:
+        log = finish(process, options.timeout)
+        steps = [line[6:].strip() for line in log.splitlines() if line.startswith("STAGE") and "step" in line]
+        print(f"{case}, beside the other cases, caches as they were: {'; '.join(steps)}", flush=True)
+        compiled = re.findall(r"compiled the training step in .*|.*not compiled: .*", log)
+        print("   ", *compiled, f"ended after {time.time() - begun:.1f} s", flush=True)
+
+
+def start(case: str, pieces: int, options: argparse.Namespace, seconds: float) -> tuple[subprocess.Popen[str], float]:
+    """Start the process of a case; return it and the time of its start."""
+    command = [sys.executable, __file__, "--child", case, str(pieces), "--data", str(options.data.resolve())]
+    command += ["--seconds", str(seconds), *(["--kernels"] if options.kernels and seconds else [])]
+    begun = time.time()
+    output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read and closed by `finish`)
+    environment = {**os.environ, "BEGUN": str(begun)}
+    process = subprocess.Popen(command, env=environment, text=True, stdout=output, stderr=subprocess.STDOUT)
+    process.stdout = output
+    return process, begun
+
+
+def finish(process: subprocess.Popen[str], timeout: float) -> str:
+    """Wait for a process, at most so long, and return what it has written."""
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    assert process.stdout is not None
+    process.stdout.seek(0)
+    return process.stdout.read()
 
 
 def show(log: str, begun: float) -> None:
@@ -288,6 +317,7 @@ def main() -> None:
     parser.add_argument("--pieces", nargs="+", type=int, default=[0], choices=(0, 16, 32, 64))
     parser.add_argument("--seconds", type=float, default=0.5, help="of steps that are timed")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a case may take")
+    parser.add_argument("--warm-up", action="store_true", help="run all cases beside each other first, to fill caches")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a step in order")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
