@@ -14,7 +14,8 @@ torch has taken from the device for the optimizer after three steps, in pieces o
 graphs, and unused remainders.
 
 On a CPU: `step`, a whole step, and `products`, the same step's matrix products alone, each written to a buffer that was
-made before; shortest and median of rounds in which all optimizers take turns. The load of the machine is printed.
+made before; shortest and median of rounds in which all optimizers take turns. On a busy machine compare the processor
+time of one thread (`--threads 1`), in runs of both sides by turns. The load of the machine is printed.
 """
 
 from __future__ import annotations
@@ -256,7 +257,10 @@ class Products(TorchDispatchMode):
 
 
 def measure_on_cpu(makers: dict[str, Make], name: str, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, Any]]:
-    """Return milliseconds of each optimizer's step, and of its products alone, taken in turns."""
+    """Return milliseconds of each optimizer's step, and of its products alone, taken in turns.
+
+    Wall time, and the processor time of all threads, which other processes disturb less.
+    """
     runs: dict[str, Callable[[], Any]] = {}
     for title, make in makers.items():
         optimizers = make(parameters(name, dtype, "cpu"), False)
@@ -271,14 +275,19 @@ def measure_on_cpu(makers: dict[str, Make], name: str, dtype: torch.dtype, round
             with Products() as products:
                 step()
             runs[title + ": products"] = products.run
-    times: dict[str, list[float]] = {title: [] for title in runs}
+    times: dict[str, list[tuple[float, float]]] = {title: [] for title in runs}
     for _ in range(rounds):
         for title, run in runs.items():
-            run()  # what the one before has left in the caches does not count
-            start = time.perf_counter()
+            run()  # fills the caches
+            start = time.perf_counter(), time.process_time()
             run()
-            times[title].append(1e3 * (time.perf_counter() - start))
-    return {title: {"min_ms": min(t), "median_ms": statistics.median(t)} for title, t in times.items()}
+            times[title].append((1e3 * (time.perf_counter() - start[0]), 1e3 * (time.process_time() - start[1])))
+    found = {}
+    for title, pairs in times.items():
+        wall, processor = zip(*pairs, strict=True)
+        found[title] = {"min_ms": min(wall), "median_ms": statistics.median(wall)}
+        found[title] |= {"processor_min_ms": min(processor), "processor_median_ms": statistics.median(processor)}
+    return found
 
 
 def on_cpu(arguments: argparse.Namespace, makers: dict[str, Make]) -> None:
@@ -291,13 +300,13 @@ def on_cpu(arguments: argparse.Namespace, makers: dict[str, Make]) -> None:
     heading = {"date": str(datetime.date.today()), "device": model, "torch": torch.__version__}
     heading |= {"threads": arguments.threads, "capability": torch.backends.cpu.get_cpu_capability()}
     print(heading)
-    print("| set | optimizer | shortest ms | median ms |")
-    print("|---|---|---|---|")
+    print("| set | optimizer | shortest ms | median ms | shortest processor ms | median processor ms |")
+    print("|---|---|---|---|---|---|")
     results = []
     for name in arguments.sets.split(","):
         load = os.getloadavg()[0]
         for title, r in measure_on_cpu(makers, name, getattr(torch, arguments.dtype), arguments.rounds).items():
-            print(f"| {name} | {title} | {r['min_ms']:.2f} | {r['median_ms']:.2f} |", flush=True)
+            print(f"| {name} | {title} | {' | '.join(f'{x:.2f}' for x in r.values())} |", flush=True)
             results.append({"set": name, "optimizer": title, "load_before": load} | r)
         print(f"load before and after: {load:.2f}, {os.getloadavg()[0]:.2f}")
     arguments.out.write_text(json.dumps(heading | {"dtype": arguments.dtype, "results": results}, indent=1))
