@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from contestants import CONTESTANTS
 from optimizers import Foreign
-from results import Key
+from results import Errors, Key, pool
 from sets import SETS, input_of
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from deepmd_muon.argcheck import Input, normalize
 from deepmd_muon.data import Batch, NeighborCache, System
 from deepmd_muon.loss import EnergyLoss
 from deepmd_muon.model import build_model
+from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.train.batch import TrainingBatch, to_device
 from deepmd_muon.train.full_validation import full_errors
 from deepmd_muon.train.learning_rate import learning_rate
@@ -39,8 +39,6 @@ from deepmd_muon.train.strategy import choose_strategy
 DECAY = {"type": "exp", "decay_steps": 5000, "stop_lr_ratio": 1e-3}
 MEASURED = {"force": "f:rmse", "energy": "e:rmse", "virial": "v:rmse"}
 CHUNK_ATOMS = 4096  # of a batch of test frames
-
-Errors = dict[str, float]
 
 
 class Arena:
@@ -122,7 +120,8 @@ class Run:
         contestant = CONTESTANTS[key.contestant]
         start_lr = contestant.start_lr(key.rate)
         given = arena.checked(contestant.section(key.rate) if contestant.section else {"type": "Adam"}, start_lr)
-        model = build_model(given.normalized["model"])
+        self._section = given.normalized["model"]
+        model = build_model(self._section)
         model.load_state_dict(arena.weights)
         self.model = model.to(arena.device)
         training, on_gpu = given.settings.training, arena.device.type == "cuda"
@@ -188,18 +187,18 @@ class Run:
         if self._foreign is not None:
             self._foreign.train()
 
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint that `DeepPotCalculator` reads, without the optimizer's state."""
+        key = self.key
+        name = f"{key.set}_{key.model}_{key.contestant}_{key.rate:g}_{key.seed}_{key.steps}.pt"
+        folder.mkdir(parents=True, exist_ok=True)
+        with self._on_stream(), self._weights_for_use():
+            infos = {"lr": self._scalars(self.done - 1)[0], "step": self.done - 1}
+            torch.save({"model": to_deepmd_kit(self.model, self._section, infos)}, folder / name)
+
     def close(self) -> None:
         """End the work of its loader."""
         self._batches.close()
-
-
-def pool(errors: Mapping[str, Errors]) -> Errors:
-    """Return the root of the mean square over systems, each of which counts once, where it has the label."""
-    found = {}
-    for name in MEASURED:
-        squares = [system[name] ** 2 for system in errors.values() if not math.isnan(system[name])]
-        found[name] = math.sqrt(sum(squares) / len(squares)) if squares else math.nan
-    return found
 
 
 def _alone(total: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ TERNARIES = ({"Cu": 11, "Ag": 11, "Au": 10}, {"Cu": 24, "Ag": 4, "Au": 4})
 SOLID, HOT_SOLID, LIQUID, MELT = 500.0, 1000.0, 2000.0, 4000.0  # K
 LIQUID_LENGTH = 1.04
 VACUUM = 10.0  # Å
-SPACING, SETTLE = 25, 200
+SPACING, SETTLE = 15, 100
 
 
 def alloy(content: dict[str, int], rng: np.random.Generator, length: float = 1.0, vacuum: float = 0.0) -> Atoms:
@@ -41,7 +41,7 @@ def plans() -> list[Trajectory]:
     rng = np.random.default_rng(20261122)
     found = []
     contents: list[tuple[Part, tuple[dict[str, int], ...], int]] = [
-        ("train", BINARIES, 30),
+        ("train", BINARIES, 24),
         ("test", BINARIES, 8),
         ("out", TERNARIES, 12),
     ]

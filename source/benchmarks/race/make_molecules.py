@@ -14,7 +14,7 @@ from sets import Part
 MOLECULES = {"ethanol": "CH3CH2OH", "acetic_acid": "CH3COOH", "acetamide": "CH3CONH2"}
 TYPE_MAP = ("H", "C", "N", "O")
 HYDROGEN_MASS = 4.0  # u: positions of the canonical distribution know no masses, and it allows the time step
-SPACING, SETTLE = 30, 400
+SPACING, SETTLE = 20, 300
 MOVER_ACCURACY, LABEL_ACCURACY = 1.0, 0.01  # tblite's thresholds scale with them
 
 

@@ -73,8 +73,11 @@ def chunks(values: Sequence[T], size: int) -> Iterator[list[T]]:
         yield list(values[first : first + size])
 
 
-def train(keys: Sequence[Key], arena: Arena, until: float) -> Iterator[Result]:
-    """Train a wave step by step, and give the result of each run; nothing when the clock passes `until`."""
+def train(keys: Sequence[Key], arena: Arena, until: float, keep: Path | None = None) -> Iterator[Result]:
+    """Train a wave step by step, and give the result of each run; nothing when the clock passes `until`.
+
+    With `keep` the weights of a run that did not fail are saved in that folder.
+    """
     steps = keys[0].steps
     points = {-(-steps * k // POINTS) for k in range(1, POINTS + 1)}
     running = [Run(key, arena) for key in keys]
@@ -100,6 +103,8 @@ def train(keys: Sequence[Key], arena: Arena, until: float) -> Iterator[Result]:
         run.close()
     yield from failed
     for run in running:
+        if keep is not None:
+            run.save(keep)
         yield result_of(run)
 
 
@@ -168,7 +173,7 @@ def race(args: argparse.Namespace) -> None:
             shared = (key.set, key.model, key.seed)
         assert arena is not None
         entries: Iterable[Result | StepTime] = (
-            [step_time(key, arena)] if args.time else train(wave, arena, start + args.seconds)
+            [step_time(key, arena)] if args.time else train(wave, arena, start + args.seconds, args.keep)
         )
         for entry in entries:
             append(args.results, entry)
@@ -203,6 +208,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shard", type=int, nargs=2, default=(0, 1), help="I N: every N-th wave from the I-th on")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start and continue no wave after these")
     parser.add_argument("--time", action="store_true", help="measure milliseconds a step instead")
+    parser.add_argument("--keep", type=Path, help="folder that gets the trained weights, for dynamics.py")
     parser.add_argument("--results", type=Path, required=True, help="file that gets a line a run")
     args = parser.parse_args(given)
     if "dft_water" in args.sets and args.water is None:

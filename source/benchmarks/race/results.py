@@ -6,11 +6,14 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+Errors = dict[str, float]
+"""Root-mean-square errors: `force` [eV/Å], `energy` and `virial` [eV/atom]; NaN where nothing is compared."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -57,8 +60,8 @@ class Result:
 
     key: Key
     curve: list[tuple[int, float, float]]
-    test: dict[str, dict[str, float]]
-    out: dict[str, dict[str, float]]
+    test: dict[str, Errors]
+    out: dict[str, Errors]
     failed: str
     machine: str
     torch: str
@@ -133,6 +136,15 @@ def last(result: Result) -> float:
     if result.failed or not result.curve or math.isnan(result.curve[-1][1]):
         return math.inf
     return result.curve[-1][1]
+
+
+def pool(errors: Mapping[str, Errors]) -> Errors:
+    """Return the root of the mean square over systems, each of which counts once, where it has the label."""
+    found = {}
+    for name in ("force", "energy", "virial"):
+        squares = [system[name] ** 2 for system in errors.values() if not math.isnan(system[name])]
+        found[name] = math.sqrt(sum(squares) / len(squares)) if squares else math.nan
+    return found
 
 
 def _without_nan(content: Any) -> Any:

@@ -200,3 +200,51 @@ def test_stillinger_weber_is_that_of_silicon():
             energies.append(changed.get_potential_energy())
     assert forces[5, 1] == pytest.approx(-(energies[0] - energies[2]) / 2e-4, abs=1e-5)
     assert stress[:3].sum() * atoms.get_volume() == pytest.approx((energies[1] - energies[3]) / 2e-5, abs=1e-4)
+
+
+def test_kept_weights_are_read_by_the_calculator(sets, tmp_path):
+    ase_calculator = pytest.importorskip("deepmd_muon.infer.ase_calculator")
+    from dynamics import read_system
+
+    key = Key("water", "tiny", "adam", 1e-3, 1, 2)
+    (result,) = race.train([key], arena_of(sets, steps=2), float("inf"), tmp_path / "kept")
+    (path,) = (tmp_path / "kept").iterdir()
+    calculator = ase_calculator.DeepPotCalculator(path)
+    errors = []
+    for number, frame in enumerate(read_system(sets / "water" / "test" / "300K")):
+        frame.calc = calculator
+        labels = np.load(sets / "water" / "test" / "300K" / "set.000" / "force.npy")[number].reshape(-1, 3)
+        errors.append(((frame.get_forces() - labels) ** 2).mean())
+    assert np.sqrt(np.mean(errors)) == pytest.approx(result.test["300K"]["force"], rel=1e-5)
+
+
+def test_dynamics_keep_energy_and_find_a_potential_that_blows_up():
+    pytest.importorskip("ase")
+    from dynamics import constant_energy
+    from make_silicon import crystal
+    from stillinger_weber import StillingerWeber
+
+    found, frames = constant_energy(crystal(), StillingerWeber(), 300.0, 0.02, 1.0, seed=1)
+    assert found["stable"]
+    assert abs(found["drift"]) < 20  # meV/atom/ps; the kinetic energy falls by some 1,000 in this time
+    assert found["fluctuation"] < 0.2
+    assert len(frames) == 17
+    found, _ = constant_energy(crystal(), StillingerWeber(), 3000.0, 0.2, 50.0, seed=1)
+    assert not found["stable"]
+    assert found["drift"] is None
+
+
+def test_pair_distributions_count_neighbors():
+    pytest.importorskip("ase")
+    from dynamics import WIDTH, distances_apart, pair_distribution
+    from make_silicon import crystal
+
+    atoms = crystal()
+    g = pair_distribution([atoms], "Si", "Si", 3.0)
+    r = np.arange(len(g)) * WIDTH + WIDTH / 2
+    shells = 4 / 3 * np.pi * ((r + WIDTH / 2) ** 3 - (r - WIDTH / 2) ** 3)
+    neighbors = (g * shells).sum() * 63 / atoms.get_volume()
+    assert neighbors == pytest.approx(4.0)
+    assert distances_apart([atoms], [atoms]) == {"Si-Si": 0.0}
+    pressed = crystal(0.95)
+    assert distances_apart([pressed], [atoms])["Si-Si"] > 1.0
