@@ -92,6 +92,21 @@ def test_products_are_the_steps(name, shape):
     assert math.isfinite(float(expected.sum()))
 
 
+@pytest.mark.parametrize(
+    ("name", "symmetric", "updates"),
+    [("polar-express-5", 16.2, 11.1), ("polar-express-6", 19.7, 16.1), ("8+2", 32.4, 22.3)],
+)
+def test_operations_of_the_transformer_set_are_those_of_the_page(name, symmetric, updates):
+    """TFLOP in doc/benchmarks/optimizer_step.md: half of each symmetric product and its diagonal tiles, of 128 rows."""
+    found = [0.0, 0.0]
+    for m, n, count in [(2048, 2048, 24), (2048, 6144, 24), (2048, 8192, 48)]:
+        for product in program(of(name), m, n):
+            depth = n if "X" in (product.left, product.target) else m
+            whole = product.target == "X"
+            found[whole] += 2e-12 * count * m * m * depth * (1.0 if whole else (1 + 128 / m) / 2)
+    assert found == pytest.approx([symmetric, updates], abs=0.05)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16, 100, 1025, 100_000])
 def test_a_power_of_two_of_programs_measures_a_matrix(count):
     shares = symmetric_launch._shares(count)
