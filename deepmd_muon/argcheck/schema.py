@@ -134,8 +134,28 @@ def keys_of(section: type) -> list[Key]:
     return [_key(field, hints[field.name]) for field in dataclasses.fields(section)]
 
 
+_TREES: dict[tuple[type, str], Key] = {}
+
+
 def tree(section: type, name: str = "input") -> Key:
-    """Return a settings dataclass as one dargs argument."""
+    """Return a settings dataclass as one dargs argument, built anew only when kinds were registered since."""
+    known = _TREES.get((section, name))
+    if known is None or not _is_current(known):
+        known = _TREES[section, name] = _build(section, name)
+    return known
+
+
+def _is_current(key: Key) -> bool:
+    """Return whether the sections inside an argument have the kinds that are registered now."""
+    if key.variants is not None:
+        built = key.sub_variants["type"]
+        kinds = {name: kind.section for name, kind in key.kinds.items()}
+        if kinds != dict(key.variants.choices) or built.choice_alias != dict(key.variants.alias):
+            return False
+    return all(_is_current(inner) for inner in (*key.keys.values(), *key.kinds.values()))
+
+
+def _build(section: type, name: str) -> Key:
     key = Key(name, dict, keys_of(section), doc=summary(section))
     key.setting, key.annotation, key.value = Setting(summary(section)), section, dataclasses.MISSING
     key.section, key.variants = section, None
