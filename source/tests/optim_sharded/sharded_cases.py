@@ -52,11 +52,15 @@ def assert_same(x, y):
 
 
 def layouts():
-    """Yield name, mesh shape and placements of every layout for this number of ranks."""
+    """Yield name, mesh shape and placements of every layout for this number of ranks.
+
+    Four ranks have meshes of two axes only: those of one are tested on two and on three.
+    """
     world = dist.get_world_size()
-    yield "Shard(0)", (world,), [Shard(0)]
-    yield "Shard(1)", (world,), [Shard(1)]
-    yield "Replicate", (world,), [Replicate()]
+    if world != 4:
+        yield "Shard(0)", (world,), [Shard(0)]
+        yield "Shard(1)", (world,), [Shard(1)]
+        yield "Replicate", (world,), [Replicate()]
     if world % 2 == 0 and world > 2:
         half = world // 2
         yield "HSDP", (2, half), [Replicate(), Shard(0)]
@@ -68,14 +72,20 @@ def layouts():
 
 def place(x, mesh, placements):
     """Cut a full tensor as the plan says that this rank holds it, which is compared with DTensor's own cut below."""
-    shape, stride = x.shape, x.contiguous().stride()
-    empty = DTensor.from_local(torch.empty(0), mesh, placements, run_check=False, shape=shape, stride=stride)
-    layout, here = layout_of(empty, None), mesh.get_coordinate()
     local = x
-    for dim, size in enumerate(shape):
-        index = [i for start, stop in held_runs(size, dim, layout, here) for i in range(start, stop)]
-        local = local.index_select(dim, torch.tensor(index, dtype=torch.long))
-    return DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    for dim, index in enumerate(_held_indices(x.shape, mesh, tuple(placements))):
+        local = local.index_select(dim, index)
+    options = {"run_check": False, "shape": x.shape, "stride": x.contiguous().stride()}
+    return DTensor.from_local(local.contiguous(), mesh, placements, **options)
+
+
+@functools.cache
+def _held_indices(shape, mesh, placements):
+    """Return for each dimension the indices of a full tensor that this rank holds."""
+    options = {"run_check": False, "shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+    layout = layout_of(DTensor.from_local(torch.empty(0), mesh, placements, **options), None)
+    runs = [held_runs(size, dim, layout, mesh.get_coordinate()) for dim, size in enumerate(shape)]
+    return [torch.tensor([i for run in held for i in range(*run)], dtype=torch.long) for held in runs]
 
 
 def fits(shape, placements):
