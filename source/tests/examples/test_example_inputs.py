@@ -12,6 +12,8 @@ import torch
 from deepmd_muon.argcheck import load
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
+from deepmd_muon.infer import Predictor
+from deepmd_muon.model import build_model
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 INPUTS = sorted(EXAMPLES.glob("*/input.json"))
@@ -56,6 +58,22 @@ def test_the_table_of_routes_is_that_of_the_input(name, capsys):
         assert [route.lower()] == [r for n, s, _, r in routes if n.endswith(parameter) and s == shape], parameter
     matrices, share = re.search(r"muon (\d+) parameters .*?([\d.]+) %", summary).groups()
     assert f"Muon moves {matrices} matrices with {share} % of the weights" in page
+
+
+def test_dpa3_starts_with_forces_of_the_right_size():
+    """Forces a hundred times smaller than the data's have gradients to match: 1000 steps learn nothing."""
+    section = load(EXAMPLES / "dpa3_water" / "input.json").normalized["model"]
+    folder = EXAMPLES / "water_xtb" / "data" / "train" / "350K"
+    coord, box, force = (np.load(folder / "set.000" / f"{key}.npy")[:1] for key in ("coord", "box", "force"))
+    atype = np.loadtxt(folder / "type.raw", dtype=int)
+
+    def share(model):
+        started = Predictor(build_model(model)).predict(coord.reshape(1, -1, 3), box.reshape(1, 3, 3), atype).force
+        return np.sqrt(np.mean(started**2) / np.mean(force**2))
+
+    assert 0.2 < share(section) < 1.0
+    section["descriptor"]["repflow"].update(edge_init_use_dist=True, fix_stat_std=0.3)
+    assert share(section) < 0.01  # the published settings
 
 
 MUON = {"type": "Muon", "scaling": "match_rms", "rms_coefficient": 8.64, "schedule": "8+2", "weight_decay": 0.001}
