@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,8 @@ class DataSet:
         Cut-off [Å].
     batch_size
         Frames in a batch: 30 to 200 atoms.
+    cell
+        Whether frames have cells and virials.
     parts
         Names of systems of each part, where they are not the folders below ``train``, ``test`` and ``out``.
     """
@@ -28,6 +31,7 @@ class DataSet:
     type_map: tuple[str, ...]
     rcut: float
     batch_size: int
+    cell: bool = True
     parts: dict[Part, tuple[str, ...]] | None = None
 
     def systems(self, folder: Path, part: Part) -> list[Path]:
@@ -39,28 +43,20 @@ class DataSet:
 
 SETS = {
     "water": DataSet(("O", "H"), 5.0, 1),
-    "molecules": DataSet(("H", "C", "N", "O"), 5.0, 4),
+    "molecules": DataSet(("H", "C", "N", "O"), 5.0, 4, cell=False),
     "alloys": DataSet(("Cu", "Ag", "Au"), 6.0, 2),
     "silicon": DataSet(("Si",), 5.0, 1),
-    "dft_water": DataSet(("O", "H"), 6.0, 1, {"train": ("data_0", "data_1", "data_2"), "test": ("data_3",)}),
+    "dft_water": DataSet(("O", "H"), 6.0, 1, parts={"train": ("data_0", "data_1", "data_2"), "test": ("data_3",)}),
 }
 
 
-def descriptor_of(model: str, rcut: float) -> dict[str, Any]:
-    """Return the descriptor's section of a model; sizes are those of the examples of this repository."""
-    if model == "se_e2_a":
-        return {
-            "type": "se_e2_a",
-            "sel": "auto",
-            "rcut": rcut,
-            "rcut_smth": 0.5,
-            "neuron": [16, 32, 64],
-            "axis_neuron": 8,
-            "type_one_side": True,
-        }
-    if model == "tiny":  # for tests
-        return {**descriptor_of("se_e2_a", rcut), "neuron": [4, 8], "axis_neuron": 2}
-    raise ValueError(f"model {model!r} is unknown: choose se_e2_a or tiny")
+# Whose networks and loss a model takes, among the examples of this repository.
+MODELS = {"se_e2_a": "water_xtb", "dpa1": "dpa1_water", "dpa3": "dpa3_water", "tiny": "water_xtb"}
+TINY: dict[str, dict[str, Any]] = {
+    "descriptor": {"neuron": [4, 8], "axis_neuron": 2},
+    "fitting_net": {"neuron": [8, 8, 8]},
+}  # for tests
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 def input_of(name: str, model: str, systems: list[Path], *, seed: int, steps: int) -> dict[str, Any]:
@@ -69,7 +65,7 @@ def input_of(name: str, model: str, systems: list[Path], *, seed: int, steps: in
     Parameters
     ----------
     name, model
-        Of the set, and of the model.
+        Of the set, and of the model: that of an example with the set's elements and cut-off.
     systems
         The training part.
     seed
@@ -78,25 +74,25 @@ def input_of(name: str, model: str, systems: list[Path], *, seed: int, steps: in
         Length of the run.
     """
     data = SETS[name]
-    width = 8 if model == "tiny" else 96
+    example = json.loads((EXAMPLES / MODELS[model] / "input.json").read_text())
+    descriptor, fitting_net = (example["model"][part] for part in ("descriptor", "fitting_net"))
+    if model == "tiny":
+        descriptor, fitting_net = {**descriptor, **TINY["descriptor"]}, {**fitting_net, **TINY["fitting_net"]}
+    if "repflow" in descriptor:
+        repflow = {**descriptor["repflow"], "use_dynamic_sel": False, "e_sel": "auto", "a_sel": "auto"}
+        repflow.pop("sel_reduce_factor")
+        descriptor = {**descriptor, "repflow": {**repflow, "e_rcut": data.rcut, "e_rcut_smth": data.rcut - 0.6}}
+    else:
+        descriptor = {**descriptor, "sel": "auto", "rcut": data.rcut}
+    no_virial: dict[str, float] = {} if data.cell else {"start_pref_v": 0.0, "limit_pref_v": 0.0}
+    batches = {"systems": [str(path) for path in systems], "batch_size": data.batch_size}
+    norm = {key: value for key, value in example["training"].items() if key == "gradient_max_norm"}
     return {
         "model": {
             "type_map": list(data.type_map),
-            "descriptor": {**descriptor_of(model, data.rcut), "precision": "float32", "seed": seed},
-            "fitting_net": {"neuron": [width] * 3, "precision": "float32", "seed": seed},
+            "descriptor": {**descriptor, "seed": seed},
+            "fitting_net": {**fitting_net, "seed": seed},
         },
-        "loss": {
-            "type": "ener",
-            "start_pref_e": 0.02,
-            "limit_pref_e": 1,
-            "start_pref_f": 1000,
-            "limit_pref_f": 1,
-            "start_pref_v": 0.02 if name != "molecules" else 0.0,
-            "limit_pref_v": 1 if name != "molecules" else 0.0,
-        },
-        "training": {
-            "training_data": {"systems": [str(path) for path in systems], "batch_size": data.batch_size},
-            "numb_steps": steps,
-            "seed": seed,
-        },
+        "loss": {**example["loss"], **no_virial},
+        "training": {"training_data": batches, "numb_steps": steps, "seed": seed, **norm},
     }

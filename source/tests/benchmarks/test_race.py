@@ -16,7 +16,9 @@ import race
 from contestants import CONTESTANTS
 from optimizers import Foreign
 from results import Key, Result, StepTime, append, best_rates, read
+from sets import MODELS, SETS, input_of
 
+from deepmd_muon.argcheck import normalize
 from deepmd_muon.train.guard import DeviceGuard
 from deepmd_muon.train.step import TrainingStep
 from deepmd_muon.train.stepper import DeviceStepper
@@ -123,6 +125,20 @@ def test_every_contestant_trains(sets, name):
     (result,) = race.train([Key("water", "tiny", name, contestant.grid[2], 1, 6)], arena_of(sets), float("inf"))
     assert not result.failed
     assert result.curve[-1][1] < result.curve[0][1]
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "tiny"])
+@pytest.mark.parametrize("name", SETS)
+def test_every_input_is_accepted(name, model):
+    given = normalize(
+        {
+            **input_of(name, model, [Path("system")], seed=3, steps=10),
+            "learning_rate": {**contest.DECAY, "start_lr": 1e-3},
+        }
+    ).settings
+    assert given.model.type_map == SETS[name].type_map
+    assert given.model.descriptor.needs_counts
+    assert (given.loss.start_pref_v > 0) == (name != "molecules")
 
 
 def test_a_deferred_optimizer_takes_the_steps_of_an_immediate_one(sets, monkeypatch):
