@@ -62,13 +62,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train; an input that asks for what deepmd-kit alone has goes to deepmd-kit, before torch is imported."""
     from deepmd_muon.argcheck import DeepmdKitOnlyError, load
-    from deepmd_muon.model.checkpoint_file import checkpoint_path
 
     try:
         load(options.INPUT)
     except DeepmdKitOnlyError as error:
         problems = "; ".join(map(str, error.problems))
         raise HandOver(error.elsewhere, f"install it, or change {error.source} ({problems})") from error
+    from deepmd_muon.train.early_start import open_device
+
+    open_device()  # while torch is imported, by what follows
+    from deepmd_muon.model.checkpoint_file import checkpoint_path
     from deepmd_muon.train import run as run_training
     from deepmd_muon.train.start import AUTOMATIC
 

@@ -46,7 +46,12 @@ COLUMNS = (
 
 def child(case: str, pieces: int, data: Path, options: argparse.Namespace) -> None:
     """Train a case in this process, which the parent has started, and print what was found."""
-    show_time("Python")
+    from deepmd_muon.argcheck import load
+    from deepmd_muon.train.early_start import open_device
+
+    assert load  # the command reads its input before torch is imported
+    show_time("import argcheck")
+    open_device()
     from training_step import make_input
 
     show_time("import torch")

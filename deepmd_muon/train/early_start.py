@@ -1,0 +1,28 @@
+"""Work that takes seconds at the start of a run on a GPU and waits for nothing that the run does meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+
+
+def open_device() -> None:
+    """Begin to create the CUDA context of the first GPU in a thread, before torch is imported.
+
+    torch uses the same context. Processes that train together choose their device later, and nothing is begun where the
+    environment variable DEVICE asks for the CPU, or where there is no driver.
+    """
+    several = {"WORLD_SIZE", "SLURM_PROCID"} & os.environ.keys()
+    if os.environ.get("DEVICE", "").lower() != "cpu" and not several:
+        threading.Thread(target=_retain_context, name="deepmd_muon-device", daemon=True).start()
+
+
+def _retain_context() -> None:
+    """Retain the primary context by the driver's own functions; they say by a number that they failed."""
+    with contextlib.suppress(OSError, AttributeError):  # no driver, or an odd one: torch will say what is wrong
+        driver = ctypes.CDLL("libcuda.so.1")
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
