@@ -13,9 +13,18 @@ from deepmd_muon.data.ghosts import with_ghosts
 from deepmd_muon.files import open_regular
 from deepmd_muon.infer.errors import CheckpointError
 from deepmd_muon.infer.prediction import Prediction
-from deepmd_muon.model.scripted.exchange import declare_border_op
+from deepmd_muon.model.scripted.exchange import BORDER_OP, declare_operators
 
 SUFFIX = ".pth"
+# deepmd-kit's files name these operators, which only its compressed models call.
+TABULATED = (
+    "tabulate_fusion_se_a(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> Tensor[]",
+    "tabulate_fusion_se_r(Tensor table, Tensor info, Tensor em, int width) -> Tensor[]",
+    "tabulate_fusion_se_t(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> Tensor[]",
+    "tabulate_fusion_se_t_tebd(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> Tensor[]",
+    "tabulate_fusion_se_atten(Tensor table, Tensor info, Tensor em_x, Tensor em, Tensor two_embed, int width, "
+    "bool sorted) -> Tensor[]",
+)
 
 
 def is_frozen(path: object) -> bool:
@@ -50,7 +59,7 @@ class FrozenModel:
         self.device = torch.device(device)
         if not Path(path).exists():
             raise CheckpointError(f"there is no frozen model {path}")
-        declare_border_op()
+        declare_operators(BORDER_OP, *TABULATED)
         try:
             with open_regular(path) as file, warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, which LAMMPS's plugin needs

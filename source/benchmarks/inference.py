@@ -70,50 +70,60 @@ DESCRIPTORS: dict[str, dict[str, Any]] = {
 }
 LATTICE = 3.105  # between molecules [Å]: 1 g/cm³
 
-# Time evaluations of slightly moved atoms; `evaluate(coord)` returns energy and forces.
+# One process times all files of a route: in every round each takes its turn, with slightly moved atoms.
 TIMED = """
-import json, os, sys, time
+import json, sys, time
 import numpy as np
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-def timed(evaluate, repeats):
-    coord, rows = given["coord"].copy(), []
-    energy, force = evaluate(coord)
-    np.savez("found.npz", energy=float(np.sum(energy)), force=np.reshape(force, (-1, 3)))
-    for number in range(repeats + 5):
-        coord[0, 0] += 1e-4
-        start = time.perf_counter(), time.process_time()
-        evaluate(coord)
-        rows.append((time.perf_counter() - start[0], time.process_time() - start[1]))
-    print(json.dumps(rows[5:]))
-name, device, repeats = sys.argv[1], sys.argv[2], int(sys.argv[3])
+device, rounds, repeats, names = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
 given = np.load("water.npz")
+coord, box, atype = given["coord"].copy(), given["box"], given["atype"]
+def time_all(load):
+    rows, found = {name: [] for name in names}, {}
+    evaluate = {name: load(name) for name in names}
+    for name in names:
+        energy, force = evaluate[name](coord)
+        found[name] = float(np.sum(energy)), np.reshape(force, (-1, 3)).tolist()
+    for number in range(rounds + 1):
+        for name in names:
+            taken = []
+            for _ in range(repeats):
+                coord[0, 0] += 1e-4
+                start = time.perf_counter(), time.process_time()
+                evaluate[name](coord)
+                taken.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+            if number:  # TorchScript optimizes programs in their first calls
+                rows[name].append(np.median(taken, axis=0).tolist())
+    print(json.dumps([rows, found]))
 """
 
 CALCULATOR = """
 from ase import Atoms
-symbols = [("O", "H")[t] for t in given["atype"]]
-atoms = Atoms(symbols, positions=given["coord"], cell=given["box"], pbc=True, calculator=calculator)
-def evaluate(coord):
-    atoms.positions = coord
-    return atoms.get_potential_energy(), atoms.get_forces()
-timed(evaluate, repeats)
+def load(name):
+    symbols = [("O", "H")[t] for t in atype]
+    atoms = Atoms(symbols, positions=coord, cell=box, pbc=True, calculator=calculator(name))
+    def evaluate(moved):
+        atoms.positions = moved
+        return atoms.get_potential_energy(), atoms.get_forces()
+    return evaluate
+time_all(load)
 """
 
 PROGRAMS = {
     "ASE, ours": """
 from deepmd_muon.infer import DeepPotCalculator
-calculator = DeepPotCalculator(name, device=device)
+calculator = lambda name: DeepPotCalculator(name, device=device)
 """
     + CALCULATOR,
     "ASE, deepmd-kit": """
-from deepmd.calculator import DP
-calculator = DP(name)
+from deepmd.calculator import DP as calculator
 """
     + CALCULATOR,
     "DeepPot": """
 from deepmd.infer import DeepPot
-potential = DeepPot(name)
-timed(lambda coord: potential.eval(coord.reshape(1, -1), given["box"].reshape(1, 9), given["atype"])[:2], repeats)
+def load(name):
+    potential = DeepPot(name)
+    return lambda moved: potential.eval(moved.reshape(1, -1), box.reshape(1, 9), atype)[:2]
+time_all(load)
 """,
 }
 
@@ -207,43 +217,54 @@ def run(words: list[str], folder: Path, options: argparse.Namespace, *, own: boo
     return done.stdout
 
 
-def by_python(route: str, name: str, folder: Path, options: argparse.Namespace) -> np.ndarray:
-    """Return seconds of wall and processor time of single evaluations `(repeats, 2)`, in a process of its own."""
-    own = route == "ASE, ours"
-    words = [sys.executable if own else options.deepmd_kit, "-c", TIMED + PROGRAMS[route]]
-    out = run([*words, name, options.device, str(options.repeats)], folder, options, own=own)
-    return np.array(json.loads(out.splitlines()[-1]))
+class Measured:
+    """Rounds of wall and processor time of a step [s], by route and file, and differences from the checkpoint.
 
+    Parameters
+    ----------
+    folder
+        Where the files are.
+    options
+        Of the command.
+    """
 
-def by_lammps(name: str, folder: Path, options: argparse.Namespace) -> np.ndarray:
-    """Return the seconds of one step `(1, 2)`, from LAMMPS's own loop time and its share of the processor."""
-    (folder / "in.lammps").write_text(LAMMPS.format(name=name, warm=5, steps=options.repeats))
-    out = run([options.lammps, "-in", "in.lammps"], folder, options)
-    wall = float(re.findall(r"Loop time of ([\d.]+)", out)[-1]) / options.repeats
-    share = float(re.findall(r"([\d.]+)% CPU use", out)[-1]) / 100.0
-    energy = re.findall(r"^ +0 +\S+ +(\S+)", out, re.MULTILINE)[0]
-    forces = np.loadtxt(folder / "forces.dump", skiprows=9)
-    np.savez(folder / "found.npz", energy=float(energy), force=forces[np.argsort(forces[:, 0]), 1:])
-    return np.array([[wall, wall * share]])
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        from deepmd_muon.infer import Predictor
 
-
-def difference(folder: Path) -> float:
-    """Return the largest difference of what was just found from the checkpoint's energy per atom and forces."""
-    from deepmd_muon.infer import Predictor
-
-    given, found = np.load(folder / "water.npz"), np.load(folder / "found.npz")
-    if not (folder / "expected.npz").exists():
+        self.folder, self.options = folder, options
+        self.times: dict[tuple[str, str], list[list[float]]] = {}
+        self.differences: dict[tuple[str, str], float] = {}
+        given = np.load(folder / "water.npz")
         expected = Predictor(folder / "model.pt", device="cpu").predict(given["coord"], given["box"], given["atype"])
-        np.savez(folder / "expected.npz", energy=expected.energy[0], force=expected.force[0])
-    expected = np.load(folder / "expected.npz")
-    energy = np.abs(found["energy"] - expected["energy"]) / len(expected["force"])
-    return float(max(energy, np.abs(found["force"] - expected["force"]).max()))
+        self.energy, self.force = expected.energy[0], expected.force[0]
 
+    def add(self, route: str, name: str, times: list[list[float]], energy: float, force: np.ndarray) -> None:
+        """Note times, and the largest difference of energy per atom and forces from the checkpoint on the CPU."""
+        self.times.setdefault((route, name), []).extend(times)
+        apart = max(abs(energy - self.energy) / len(self.force), np.abs(force - self.force).max())
+        self.differences[route, name] = max(apart, self.differences.get((route, name), 0.0))
 
-def measure(route: str, name: str, folder: Path, options: argparse.Namespace) -> np.ndarray:
-    """Return the median wall and processor time of one route's step [s]."""
-    rows = by_lammps(name, folder, options) if route == "LAMMPS" else by_python(route, name, folder, options)
-    return np.asarray(np.median(rows, axis=0))
+    def by_python(self, route: str, names: list[str]) -> None:
+        """Time evaluations of some files in a process of its own."""
+        options, own = self.options, route == "ASE, ours"
+        words = [sys.executable if own else options.deepmd_kit, "-c", TIMED + PROGRAMS[route]]
+        words += [options.device, str(options.rounds), str(options.repeats), *names]
+        rows, found = json.loads(run(words, self.folder, options, own=own).splitlines()[-1])
+        for name in names:
+            self.add(route, name, rows[name], found[name][0], np.array(found[name][1]))
+
+    def by_lammps(self, names: list[str]) -> None:
+        """Take LAMMPS's own loop time and its share of the processor, a run for each file and round."""
+        folder, options = self.folder, self.options
+        for _ in range(options.rounds):
+            for name in names:
+                (folder / "in.lammps").write_text(LAMMPS.format(name=name, warm=3, steps=options.repeats))
+                out = run([options.lammps, "-in", "in.lammps"], folder, options)
+                wall = float(re.findall(r"Loop time of ([\d.]+)", out)[-1]) / options.repeats
+                share = float(re.findall(r"([\d.]+)% CPU use", out)[-1]) / 100.0
+                energy = float(re.findall(r"^ +0 +\S+ +(\S+)", out, re.MULTILINE)[0])
+                rows = np.loadtxt(folder / "forces.dump", skiprows=9)
+                self.add("LAMMPS", name, [[wall, wall * share]], energy, rows[np.argsort(rows[:, 0]), 1:])
 
 
 def describe(values: np.ndarray) -> str:
@@ -267,27 +288,25 @@ def main() -> None:
     parser.add_argument("--routes", nargs="+", choices=(*PROGRAMS, "LAMMPS"), default=[*PROGRAMS, "LAMMPS"])
     options = parser.parse_args()
     files = ["ours.pth", "theirs.pth"] if options.deepmd_kit else ["ours.pth"]
-    pairs = [("ASE, ours", "model.pt")] + [(route, name) for route in options.routes for name in files]
-    missing = set() if options.deepmd_kit else {"ASE, deepmd-kit", "DeepPot"}
-    missing |= set() if options.lammps else {"LAMMPS"}
-    pairs = [pair for pair in pairs if pair[0] in options.routes and pair[0] not in missing]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_inputs(options, folder)
-        times: dict[tuple[str, str], list[np.ndarray]] = {pair: [] for pair in pairs}
-        differences = {}
-        for _ in range(options.rounds):
-            for route, name in pairs:
-                times[route, name].append(measure(route, name, folder, options))
-                differences[route, name] = difference(folder)
-    natoms = len(water(options.molecules)[2])
+        measured = Measured(folder, options)
+        for route in options.routes:
+            if route == "ASE, ours":
+                measured.by_python(route, ["model.pt", *files])
+            elif route == "LAMMPS" and options.lammps:
+                measured.by_lammps(files)
+            elif route != "LAMMPS" and options.deepmd_kit:
+                measured.by_python(route, files)
+    natoms = len(measured.force)
     print(f"{options.descriptor}, {options.precision}, {natoms} atoms, {options.device}, {options.threads} threads")
     print("| route | file | ms a step | processor ms a step | atoms a second | from the checkpoint [eV, eV/Å] |")
     print("|---|---|---|---|---|---|")
-    for (route, name), rounds in times.items():
-        wall, processor = np.stack(rounds).T
+    for (route, name), rounds in measured.times.items():
+        wall, processor = np.array(rounds).T
         speed = f"{natoms / np.median(wall):.0f}"
-        cells = [route, name, describe(wall), describe(processor), speed, f"{differences[route, name]:.0e}"]
+        cells = [route, name, describe(wall), describe(processor), speed, f"{measured.differences[route, name]:.0e}"]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

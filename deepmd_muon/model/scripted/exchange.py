@@ -4,20 +4,21 @@ import torch
 
 from deepmd_muon.model.scripted.near import Near
 
-# LAMMPS's plugin always loads deepmd-kit's operator; scripting and loading a file elsewhere needs only its schema.
-_SCHEMA = (
+# LAMMPS's plugin always loads deepmd-kit's operators; scripting and loading a file elsewhere needs only their schemas.
+BORDER_OP = (
     "border_op(Tensor sendlist, Tensor sendproc, Tensor recvproc, Tensor sendnum, Tensor recvnum, Tensor g1, "
     "Tensor communicator, Tensor nlocal, Tensor nghost) -> Tensor[]"
 )
-_library = None
+_libraries: list[torch.library.Library] = []  # a schema goes with its library
 
 
-def declare_border_op() -> None:
-    """Make the schema of `deepmd::border_op` known, unless deepmd-kit has registered the operator itself."""
-    global _library
-    if not hasattr(torch.ops.deepmd, "border_op"):
-        _library = torch.library.Library("deepmd", "FRAGMENT")
-        _library.define(_SCHEMA)
+def declare_operators(*schemas: str) -> None:
+    """Make schemas of the namespace `deepmd` known, except where deepmd-kit has registered the operator itself."""
+    missing = [schema for schema in schemas if not hasattr(torch.ops.deepmd, schema.partition("(")[0])]
+    if missing:
+        _libraries.append(torch.library.Library("deepmd", "FRAGMENT"))
+        for schema in missing:
+            _libraries[-1].define(schema)
 
 
 def neighbor_rows(rows: torch.Tensor, near: Near) -> torch.Tensor:

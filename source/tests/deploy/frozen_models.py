@@ -26,7 +26,9 @@ def build(descriptor, fitting_net=None, type_map=("O", "H")):
     as_tensor = model.atomic_model.out_bias.new_tensor
     mean = np.zeros((ntypes, 4))
     mean[:, 0] = random.uniform(0.05, 0.1, size=ntypes)
-    model.set_statistics(as_tensor(mean), as_tensor(random.uniform(0.1, 0.3, size=(ntypes, 4))))
+    # Data give x, y and z of a row one deviation; deepmd-kit's DPA-1 takes directions from scaled rows.
+    deviation = random.uniform(0.1, 0.3, size=(ntypes, 2))[:, [0, 1, 1, 1]]
+    model.set_statistics(as_tensor(mean), as_tensor(deviation))
     model.set_energy_bias(random.normal(size=ntypes))
     return model
 

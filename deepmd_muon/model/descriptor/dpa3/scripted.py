@@ -10,7 +10,7 @@ from deepmd_muon.model.descriptor.dpa3.layer import RepflowLayer
 from deepmd_muon.model.descriptor.dpa3.module import DPA3
 from deepmd_muon.model.networks import Layer
 from deepmd_muon.model.scripted.dense import Act, Dense, act_of, value_of
-from deepmd_muon.model.scripted.exchange import declare_border_op, neighbor_rows
+from deepmd_muon.model.scripted.exchange import BORDER_OP, declare_operators, neighbor_rows
 from deepmd_muon.model.scripted.near import Near, Request
 
 
@@ -160,7 +160,7 @@ class ScriptedDPA3(torch.nn.Module):
 
     def __init__(self, module: DPA3) -> None:
         super().__init__()
-        declare_border_op()
+        declare_operators(BORDER_OP)
         own, repflow, block = module.settings, module.settings.repflow, module.repflows
         self.slots, self.angle_slots = repflow.slots
         self.edge_scale, self.angle_scale = repflow.scales
