@@ -264,3 +264,20 @@ def test_pair_distributions_count_neighbors():
     assert distances_apart([atoms], [atoms]) == {"Si-Si": 0.0}
     pressed = crystal(0.95)
     assert distances_apart([pressed], [atoms])["Si-Si"] > 1.0
+
+
+def test_forces_of_the_pair_potential_are_slopes_of_its_energy():
+    pytest.importorskip("ase")
+    from make_alloys import LennardJones, alloy
+
+    atoms = alloy({"Cu": 11, "Ag": 11, "Au": 10}, np.random.default_rng(1))
+    assert np.bincount(atoms.numbers)[[29, 47, 79]].tolist() == [11, 11, 10]
+    atoms.rattle(0.1, seed=1)
+    energies = []
+    for sign in (1, -1):
+        moved = atoms.copy()
+        moved.positions[3, 1] += sign * 1e-5
+        moved.calc = LennardJones()
+        energies.append(moved.get_potential_energy())
+    atoms.calc = LennardJones()
+    assert atoms.get_forces()[3, 1] == pytest.approx(-(energies[0] - energies[1]) / 2e-5, abs=1e-6)
