@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import forked
 import torch.multiprocessing as mp
 from zero_ranks import run
 
 
 def test_two_ranks_equal_one_process_and_take_its_state(tmp_path):
-    mp.start_processes(run, (str(tmp_path / "store"),), nprocs=2, join=True, start_method="spawn")
+    forked.context()
+    mp.start_processes(run, (str(tmp_path / "store"),), nprocs=2, join=True, start_method="forkserver")

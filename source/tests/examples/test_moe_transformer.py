@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import run_script, run_scripts
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "moe_transformer"
 IN_ONE_PROCESS = """
+import os
 import sys
 from pathlib import Path
+sys.path.insert(0, os.environ["EXAMPLE"])
 from train import Run, adamw, hybrid_muon
 steps, stop, checkpoint = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 run = Run(hybrid_muon, 3e-2, steps)
@@ -40,38 +43,35 @@ def call(*command):
     return done.stdout
 
 
-def torchrun(ranks, *options):
+def torchrun(folder, ranks, *options):
     return call("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "train.py", *options)
 
 
-def ranks_without_torchrun(ranks, *options):
-    """Start the ranks directly, which saves a process."""
+def ranks_without_torchrun(folder, ranks, *options):
+    """Start the ranks directly, which saves a process and imports."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "train.py", *options],
-            cwd=EXAMPLE,
-            env={**shared, "WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    commands = [
+        ((EXAMPLE / "train.py", *options), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(ranks)
     ]
-    outputs = [process.communicate() for process in started]
-    assert [process.returncode for process in started] == [0] * ranks, outputs[0][1][-4000:]
-    return outputs[0][0]
+    finished = run_scripts(commands, folder)
+    assert [each.returncode for each in finished] == [0] * ranks, finished[0].stderr[-4000:]
+    return finished[0].stdout
 
 
 def check(start, folder, ranks, stop, *options):
     """Train to the middle on ranks, save; in one process train all steps, resume, and compare every loss."""
     half, steps = stop // 2, str(2 * stop)
     limits = ("--steps", steps, "--every", "1", "--stop", str(half))
-    shared = start(ranks, *limits, "--save", str(folder), *options)
-    text = call("-c", IN_ONE_PROCESS, steps, str(stop), str(folder))
+    checkpoint = folder / "checkpoint"
+    shared = start(folder, ranks, *limits, "--save", str(checkpoint), *options)
+    (folder / "alone.py").write_text(IN_ONE_PROCESS)
+    done = run_script("alone.py", steps, stop, checkpoint, folder=folder, EXAMPLE=str(EXAMPLE))
+    assert done.returncode == 0, done.stderr[-4000:]
+    text = done.stdout
     alone = losses(text, "alone")
     assert len(alone) == stop
     assert losses(shared, "step ") == pytest.approx(alone[:half], abs=2e-5)
@@ -82,7 +82,7 @@ def check(start, folder, ranks, stop, *options):
 
 
 def test_two_ranks_train_as_one_and_one_resumes(tmp_path):
-    shared = check(ranks_without_torchrun, tmp_path / "checkpoint", 2, 4)
+    shared = check(ranks_without_torchrun, tmp_path, 2, 4)
     assert re.search(r"blocks.0.moe.experts.up +8x64x64 +8x64x64 +muon", shared)
     assert re.search(r"blocks.1.moe.experts.up +512x64 +1x512x64 rows 64\+64.* muon", shared)
     assert re.search(r"(embedding|head|router).weight .* adamw", shared)
@@ -91,8 +91,8 @@ def test_two_ranks_train_as_one_and_one_resumes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "options"), [(4, ()), (2, ("--expert-parallel",)), (4, ("--expert-parallel",))])
 def test_more_ranks_and_expert_parallelism(ranks, options, tmp_path):
-    check(torchrun, tmp_path / "checkpoint", ranks, 10, *options)
-    resumed = torchrun(2, "--steps", "20", "--stop", "6", "--load", str(tmp_path / "checkpoint"))
+    check(torchrun, tmp_path, ranks, 10, *options)
+    resumed = torchrun(tmp_path, 2, "--steps", "20", "--stop", "6", "--load", str(tmp_path / "checkpoint"))
     assert "excess loss on fresh text" in resumed
 
 

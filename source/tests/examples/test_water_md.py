@@ -1,8 +1,9 @@
 """The page on molecular dynamics and its example: the texts are the files, and the ASE script runs as printed."""
 
 import re
-import subprocess
+import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -49,17 +50,21 @@ def potential(tmp_path):
     return path
 
 
-def test_freeze_structure_and_nve_of_the_page(potential, tmp_path):
+def test_freeze_structure_and_nve_of_the_page(potential, tmp_path, monkeypatch, capsys):
     pytest.importorskip("ase")
     from deepmd_muon.cli.main import main
 
     assert main(["--pt", "freeze", "-c", str(potential), "-o", str(tmp_path / "model.pth")]) == 0
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
     for script, *words in (("make_structure.py",), ("nve.py", "model.pth", "10")):
-        command = [sys.executable, "-W", "error::DeprecationWarning", EXAMPLE / script, *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "Warning" not in done.stderr
-    first, last = done.stdout.splitlines()
+        monkeypatch.setattr(sys, "argv", [script, *words])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DeprecationWarning)
+            runpy.run_path(str(EXAMPLE / script), run_name="__main__")
+        printed = capsys.readouterr()
+        assert "Warning" not in printed.err
+    first, last = printed.out.splitlines()
     assert first.startswith("   0.0 fs")
     assert last.startswith("   5.0 fs")
     total = [float(line.split()[-2]) for line in (first, last)]

@@ -9,16 +9,12 @@ import socket
 import time
 import traceback
 
+import forked
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = datetime.timedelta(seconds=300)
-# Imported once, and not by every rank: what the cases import, and what DTensor's first operation does.
-PRELOADED = [
-    *("pytest", "numpy.random", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"),
-    *("torch.testing._internal.distributed.fake_pg", "deepmd_muon.optim.hybrid_muon", "deepmd_muon.optim.sharded.step"),
-]
 
 
 def free_port():
@@ -62,20 +58,13 @@ def _run(rank, world, port, cases, results, device):
     dist.destroy_process_group()
 
 
-def preloaded_context():
-    """Return a context whose processes are forked from one that has imported what they need."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
 def run_cases(world, cases, device="cpu"):
     """Run (name, function) cases on `world` ranks; return the tracebacks by (name, rank) and the seconds by name.
 
     On "cuda" each rank has a GPU, on which tensors are made unless told otherwise. A failing case ends the run, since
     its collectives may be out of step.
     """
-    results = preloaded_context().SimpleQueue()
+    results = forked.context().SimpleQueue()
     arguments = world, free_port(), cases, results, device
     mp.start_processes(_run, arguments, nprocs=world, join=True, start_method="forkserver")
     failures, seconds = {}, {}

@@ -1,13 +1,15 @@
-"""The script that doc/sharded.md begins with trains under torchrun, saves, and resumes on another number of ranks."""
+"""The script that doc/sharded.md begins with trains on two ranks, saves, and resumes on another number of ranks.
+
+The ranks have the variables that torchrun sets; `test_torchrun_trains_and_logs_once` starts torchrun itself.
+"""
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
+
+from forked import run_scripts
 
 PAGE = Path(__file__).parents[3] / "doc" / "sharded.md"
 
@@ -18,18 +20,13 @@ def test_the_script_of_the_page_trains_saves_and_resumes(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}  # as torchrun would say
     found = []
-    for launcher, told in ((["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], {}), ([], alone)):
-        done = subprocess.run(
-            [sys.executable, *launcher, "train.py"],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **told},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        found += re.findall(r"^step (\d+) loss ([\d.]+)$", done.stdout, re.MULTILINE)
+    for ranks in (2, 1):
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
+        commands = [(("train.py",), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+        for done in run_scripts(commands, tmp_path):
+            assert done.returncode == 0, done.stderr[-4000:]
+            found += re.findall(r"^step (\d+) loss ([\d.]+)$", done.stdout, re.MULTILINE)
     assert [int(step) for step, _ in found] == list(range(40))
     losses = [float(loss) for _, loss in found]
     assert sum(losses[20:]) < 0.6 * sum(losses[:20])

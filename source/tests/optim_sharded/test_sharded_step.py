@@ -6,6 +6,7 @@ import functools
 import gc
 import weakref
 
+import forked
 import pytest
 import sharded_cases
 import sharded_failures
@@ -15,7 +16,7 @@ import sharded_qk_clip
 import sharded_state
 import torch
 import torch.distributed as dist
-from spawn_ranks import free_port, join, preloaded_context, run_cases
+from spawn_ranks import free_port, join, run_cases
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deepmd_muon.optim.sharded.process_groups import group_of
@@ -138,7 +139,7 @@ def test_process_groups_are_remembered_as_long_as_the_default_group():
 
 
 def test_a_dead_rank_ends_the_others_with_an_error():
-    context = preloaded_context()
+    context = forked.context()
     queue = context.SimpleQueue()
     port = free_port()
     ranks = [

@@ -15,20 +15,13 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import forked
 import torch
-import torch.multiprocessing as mp
 
 from deepmd_muon.model.dcp_reader import TensorReader
 from deepmd_muon.optim.state.schema import ALL_MOMENTS
 from deepmd_muon.train.parallel import local_part
 
-# Imported once, and not by every rank of every spawn.
-PRELOADED = [
-    "deepmd_muon.train.start",
-    *("deepmd_muon.train.strategy.replicated", "deepmd_muon.train.strategy.fully_sharded"),
-    "deepmd_muon.train.checkpoint.directories",
-    *("deepmd_muon.optim.sharded.step", "numpy.random", "torch._dynamo"),
-]
 # How long a rank is stuck [s]: longer than the others wait for it and need to say so.
 PAUSE = 5.0
 # All jobs of a spawn together take this long at most on a busy machine [s].
@@ -73,8 +66,7 @@ def run_jobs(world, jobs):
         job.folder.mkdir(parents=True, exist_ok=True)
         (job.folder / "input.json").write_text(json.dumps(job.content))
         job.port = port
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forked.context()
     ends = context.SimpleQueue()
     processes = [context.Process(target=_work, args=(rank, world, jobs, ends)) for rank in range(world)]
     for process in processes:
@@ -97,8 +89,7 @@ def run_jobs(world, jobs):
 
 def run_commands(pairs):
     """Run `dp train input.json` as two ranks, each in a folder; return exit status and stderr of every rank."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forked.context()
     processes = []
     for folders, port in zip(pairs, free_ports(len(pairs)), strict=True):
         for rank, folder in enumerate(folders):
