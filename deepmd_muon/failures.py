@@ -23,7 +23,7 @@ def is_disk_failure(error: OSError) -> bool:
 
 
 def failure_of(error: BaseException) -> str | None:
-    """Say what the machine lacks and what helps; None for errors of another kind.
+    """Describe a failure of the machine and its remedy; None for errors of another kind.
 
     Parameters
     ----------

@@ -141,7 +141,7 @@ def replacement(path: Path) -> Iterator[Path]:
 
 
 def fresh_file(path: Path, content: bytes = b"") -> BinaryIO:
-    """Return a new file at `path` that begins with `content`, open for what is written as it comes.
+    """Return a new file at `path` that begins with `content`, open for appending.
 
     The old file stays until the new one holds `content`. Links and devices are treated as by `whole_file`.
     """

@@ -34,7 +34,7 @@ class Rule:
         Paths of the values below the section, such as `descriptor/sel`. A problem is reported at the first one;
         the rule is left out when one of the values is itself wrong.
     check
-        Takes the values in that order and returns what is wrong, or None.
+        Takes the values in that order and returns the problem, or None.
     """
 
     reads: tuple[str, ...]
@@ -48,7 +48,7 @@ class Foreign:
     Attributes
     ----------
     what
-        What the key asks for, in words.
+        The feature that the key requests, in words.
     neutral
         Values beside null that ask for nothing: accepted and left out of the normalised input.
     inert
@@ -128,9 +128,9 @@ def section(default: Any = dataclasses.MISSING, *, doc: str, variants: Variants 
     Parameters
     ----------
     default
-        What an absent section means; left out, the section is required.
+        Value of an absent section; left out, the section is required.
     doc
-        What the section is for.
+        Purpose of the section.
     variants
         The kinds it comes in; None when the annotation names a single dataclass.
     """

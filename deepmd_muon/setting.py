@@ -37,12 +37,12 @@ class InvalidSettingError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a reader, a checker and a reference page need to know about one field.
+    """Metadata of one field, for readers, checkers and the reference page.
 
     Attributes
     ----------
     doc
-        What the setting does, in one or two sentences, with units.
+        Effect of the setting, in one or two sentences, with units.
     alias
         Other spellings that an input may use.
     choices
@@ -72,7 +72,7 @@ class Setting:
     lone: bool = False
 
     def problem(self, value: Any) -> str | None:
-        """Say in one phrase what is wrong with `value`, or return None when nothing is.
+        """Describe in one phrase the problem of `value`, or return None.
 
         Bounds, choices and pattern hold for a scalar and for every element of a list.
         """
@@ -189,7 +189,7 @@ def convert(value: Any, annotation: Any, *, exact: bool = False) -> Any:
     """Return `value` as the annotated type, or a `Mismatch` when it does not fit.
 
     A list becomes a tuple, a whole number stands for a float, and a float without a fraction (1e6) for a whole
-    number unless `exact`. A truth value is never a number, and NaN and infinity are no values. A Literal asks for the
+    number unless `exact`. A truth value is never a number; NaN and infinity are rejected. A Literal asks for the
     type of its members only: the setting's `choices` name them. Annotations of other kinds take any value.
     """
     members = alternatives_of(annotation)

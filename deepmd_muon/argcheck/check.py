@@ -51,7 +51,7 @@ def check(section: type[T], given: object) -> Checked[T]:
     Returns
     -------
     Checked
-        The settings when there is no problem; else every problem, section by section.
+        The settings, or every problem, section by section.
     """
     walk = _Walk(tree(section))
     found = walk.section(walk.root, given, ())
@@ -145,7 +145,7 @@ class _Walk:
         return spellings
 
     def value(self, key: Key, given: Any, path: Path) -> Any:
-        """Return a value as the field's type, or `_WRONG` after reporting what is wrong."""
+        """Return a value as the field's type, or `_WRONG` after reporting the problem."""
         if given is None and key.value is None:
             return None
         if key.is_section:
@@ -215,7 +215,7 @@ def _where(place: Path, kind: str, path: Path) -> str:
 
 
 def _broken_rules(setting: Setting, value: Any, where: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield what a setting's own rules say against a value or the elements of a list."""
+    """Yield the objections of a setting's own rules to a value or the elements of a list."""
     if isinstance(value, tuple):
         for index, element in enumerate(value):
             yield from _broken_rules(setting, element, (*where, index))

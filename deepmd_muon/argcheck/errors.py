@@ -1,4 +1,4 @@
-"""What is wrong with an input, all of it at once."""
+"""Errors of an input: all problems at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Problem:
     message
         What was wrong, what was found and what to do.
     elsewhere
-        What the input asks for that deepmd-kit has and this package does not, in words; empty for a mistake.
+        Requested features that deepmd-kit has and this package lacks, in words; empty for a mistake.
     """
 
     path: str
@@ -36,7 +36,7 @@ class InputError(ValueError):
     problems
         Everything that is wrong, in the order of the file.
     source
-        Name of the file, or what stands for it in the message.
+        Name of the file, or its substitute in the message.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class InputError(ValueError):
 
 
 class DeepmdKitOnlyError(InputError):
-    """An input that asks for what deepmd-kit has and this package does not."""
+    """The input requests features that deepmd-kit has and this package lacks."""
 
     @property
     def elsewhere(self) -> str:

@@ -1,4 +1,4 @@
-"""Parse JSON and YAML files without losing what is written twice."""
+"""Parse JSON and YAML files and report repeated keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepmd_muon.argcheck.errors import InputError, Problem
 from deepmd_muon.files import open_regular
 from deepmd_muon.setting import shown
 
-#: What an input may have at most; the largest in use have some hundred systems. YAML takes a hundred times longer.
+#: Bounds on an input; the largest in use have some hundred systems. YAML takes a hundred times longer.
 MAX_BYTES = 8 << 20
 MAX_YAML_BYTES = 1 << 18
 MAX_VALUES = 200_000
@@ -66,7 +66,7 @@ class _YamlLoader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, KeyError, IndexError) as error:
-            reason = f"{shown(node.value)} is no {node.tag.removeprefix(_TAG)}"
+            reason = f"{shown(node.value)} is not of type {node.tag.removeprefix(_TAG)}"
             raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from error
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
@@ -212,7 +212,7 @@ def _bounded(data: Any, source: str) -> None:
         elif type(value) is int and abs(value) >= 1 << 63:
             problem = f"holds a whole number of {len(str(abs(value)))} digits, which does not fit into 64 bits"
         elif any(isinstance(word, str) and _SURROGATE.search(word) for word in words):
-            problem = "holds half of a surrogate pair, which is no character"
+            problem = "holds half of a surrogate pair, which is not a character"
         elif any(isinstance(word, str) and "\0" in word for word in words):
             problem = "holds the character NUL, which no name may contain"
     if problem:

@@ -94,7 +94,7 @@ class TrainingDataSettings(Section):
     sys_probs: tuple[float, ...] | None = setting(
         None,
         alias=("sys_weights",),
-        doc="Probability of each system; those with a negative entry share what is left of 1 by their batches.",
+        doc="Probability of each system; those with a negative entry share the rest of 1 by their batches.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert, and print what was found."""
+    """Convert, and print the systems that were found."""
     from deepmd_muon.data import open_systems
     from deepmd_muon.data.ase_reading import LabelKeys
     from deepmd_muon.data.lmdb_writing import write_lmdb

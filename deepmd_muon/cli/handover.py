@@ -12,14 +12,14 @@ from typing import Any, NoReturn
 
 
 class HandOver(Exception):  # noqa: N818 (a request, not an error)
-    """A command line that deepmd-kit should answer; its text names what this package does not have.
+    """A command line that deepmd-kit should answer; its text names the missing feature.
 
     Parameters
     ----------
     what
         What this package does not have.
     advice
-        What to do where deepmd-kit is not there either.
+        Advice if deepmd-kit is not installed either.
     """
 
     def __init__(self, what: str, advice: str = "") -> None:

@@ -1,6 +1,6 @@
 """The program behind `dp`, `dpmuon` and `python -m deepmd_muon`.
 
-Backend, command and options are deepmd-kit's. What this package does not have (other backends, other commands,
+Backend, command and options are deepmd-kit's. Missing features (other backends, other commands,
 some options) goes to deepmd-kit's own main where deepmd-kit is installed beside us; it is imported, never called
 as `dp`, because that name may be ours.
 """
@@ -114,22 +114,22 @@ def _guarded(options: argparse.Namespace) -> int:
         failure = failure_of(error)
         if not (ours or failure) or options.log_level <= logging.DEBUG:
             raise
-        with _telling(options.command, error) as mine:
+        with _printing(options.command, error) as mine:
             if mine:
                 # In one piece: several ranks write to one terminal.
                 sys.stderr.write(f"dp {options.command}: {failure or error}\n")
         return 1 if failure else getattr(error, "exit_status", 2)
 
 
-def _telling(command: str, error: Exception) -> contextlib.AbstractContextManager[bool]:
-    """Return a context that says whether to tell an error: one that all ranks find in their input is told once."""
+def _printing(command: str, error: Exception) -> contextlib.AbstractContextManager[bool]:
+    """Return a context that says whether to print an error: one that all ranks find in their input is printed once."""
     from deepmd_muon.argcheck import InputError
 
     if command != "train" or not isinstance(error, InputError):
         return contextlib.nullcontext(True)
-    from deepmd_muon.train.parallel import first_tells
+    from deepmd_muon.train.parallel import prints_error
 
-    return first_tells(str(error))
+    return prints_error(str(error))
 
 
 def split_backend(words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Count, and log what deepmd-kit logs."""
+    """Count, and log the same lines as deepmd-kit."""
     from deepmd_muon.data import check_type_maps, neighbor_statistics, open_systems
     from deepmd_muon.train.report import set_up_logging
 

@@ -104,7 +104,7 @@ def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
 
 
 def _input_of(path: Path) -> Input:
-    """Return the input, from a file or from what a checkpoint keeps."""
+    """Return the input, from a file or from a checkpoint."""
     from deepmd_muon.argcheck import load, normalize
     from deepmd_muon.model.checkpoint_file import OWN_KEY, checkpoint_path, read_checkpoint
 

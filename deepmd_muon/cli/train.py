@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train; an input that asks for what deepmd-kit alone has goes to deepmd-kit, before torch is imported."""
+    """Train; an input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported."""
     from deepmd_muon.argcheck import DeepmdKitOnlyError, load
 
     try:

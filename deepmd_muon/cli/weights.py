@@ -1,4 +1,4 @@
-"""`dp show weights`: what the optimizer of a checkpoint does to its matrices."""
+"""`dp show weights`: the effect of a checkpoint's optimizer on its matrices."""
 
 from __future__ import annotations
 

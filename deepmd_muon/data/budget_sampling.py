@@ -36,7 +36,7 @@ class AtomBudgetSampler:
     seed : int
         Seed of the order.
     identity : str
-        What else tells the systems apart; compared when a position is restored.
+        Other properties of the systems; compared when a position is restored.
 
     Attributes
     ----------

@@ -49,7 +49,7 @@ class LmdbFile:
     Raises
     ------
     SystemFormatError
-        When the file is no LMDB database, is truncated, or its pages contradict each other.
+        When the file is not an LMDB database, is truncated, or its pages contradict each other.
     """
 
     def __init__(self, system: str, path: str) -> None:

@@ -241,7 +241,7 @@ def _is_count(value: object) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _canonical(name: str) -> str | None:
-    """Return a field's name as npy files have it, "find_…" for a flag, and None for what is not read."""
+    """Return a field's name as npy files have it, "find_…" for a flag, and None for unread fields."""
     name = _NAMES.get(name, re.sub(r"^(find_)?atomic_", r"\1atom_", name))
     known = ("atype", "coord", "box", *FRAME_LABELS, *ATOM_LABELS)
     return name if name in known or name.startswith("find_") else None
@@ -316,7 +316,7 @@ def decode_frame(system: str, where: str, raw: bytes) -> dict[str, np.ndarray]:
 
 
 def _numbers(value: Any) -> np.ndarray:
-    """Return a number or an encoded array, flat; what is wrong with it comes as a ValueError."""
+    """Return a number or an encoded array, flat; raise ValueError with the problem."""
     if isinstance(value, (bool, int, float)):
         return np.array([value])
     if not isinstance(value, dict):

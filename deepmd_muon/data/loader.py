@@ -181,13 +181,13 @@ class DataLoader:
     # -- batches dealt out to the ranks ------------------------------------------------------------------------
 
     def deal(self, count: int) -> Iterator[tuple[Batch, bool]]:
-        """Deal the next `count` random batches out to the ranks, so that together they see what one process would.
+        """Distribute the next `count` random batches among the ranks, which together see those of one process.
 
         Yields
         ------
         tuple
-            A batch of this rank, and whether it counts. Every rank gets equally many; where `count` is no multiple
-            of the number of ranks, some get one that another rank has, which does not count.
+            A batch of this rank, and whether it counts. Every rank gets equally many; if `count` is not a multiple
+            of the number of ranks, some repeat a batch of another rank, which does not count.
         """
 
         def drawn() -> Iterator[Plan]:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 CHUNK = 64
 CHUNK_ATOMS = 8192
 #: Seconds between two lines on how far the counting is.
-_TELL = 10.0
+_LOG_INTERVAL = 10.0
 # Atoms of a cell [1/Å³]: diamond has 0.18, hydrogen in a shock wave 1; positions in nm are a thousand times too dense.
 _DENSEST = 10.0
 
@@ -207,7 +207,7 @@ def neighbor_statistics(
     jobs = [(system, first) for system in systems for first in range(0, system.nframes, _chunk(system))]
     nothing = NeighborStatistics(np.inf, (0,) * ntypes, 0)
     with ThreadPoolExecutor(workers, thread_name_prefix="deepmd_muon-neighbors") as pool:
-        return reduce(NeighborStatistics.merge, _told(pool.map(chunk, jobs), len(jobs)), nothing)
+        return reduce(NeighborStatistics.merge, _logged(pool.map(chunk, jobs), len(jobs)), nothing)
 
 
 def _chunk(system: System) -> int:
@@ -215,13 +215,13 @@ def _chunk(system: System) -> int:
     return max(1, min(CHUNK, CHUNK_ATOMS // system.natoms))
 
 
-def _told(results: Iterable[NeighborStatistics], total: int) -> Iterator[NeighborStatistics]:
-    """Yield results; log now and then how many there are."""
-    started = told = time.monotonic()
+def _logged(results: Iterable[NeighborStatistics], total: int) -> Iterator[NeighborStatistics]:
+    """Yield results; log the progress now and then."""
+    started = logged = time.monotonic()
     for done, result in enumerate(results, 1):
         now = time.monotonic()
-        if now - told > _TELL and done < total:
-            told = now
+        if now - logged > _LOG_INTERVAL and done < total:
+            logged = now
             left = (now - started) * (total - done) / done
             log.info("counting neighbours: %.0f %% done, about %.0f s left", 100 * done / total, left)
         yield result

@@ -38,7 +38,7 @@ class NeighborList:
 
 @dataclass(frozen=True)
 class NeighborStatistics:
-    """What the neighbour lists of one or all frames have in common.
+    """Common part of the neighbour lists of one or all frames.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class NeighborStatistics:
 
 @dataclass(frozen=True)
 class FrameNeighbors:
-    """Neighbours of one frame and what was seen while building them.
+    """Neighbours of one frame and statistics from building them.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ class FrameNeighbors:
 class Pairs:
     """All pairs of one frame within the cutoff, own images included; i and j count the real atoms."""
 
-    real: np.ndarray  # (nreal,) numbers of the atoms that are no padding
+    real: np.ndarray  # (nreal,) numbers of the atoms that are not padding
     types: np.ndarray  # (nreal,)
     i: np.ndarray  # (npairs,) int64
     j: np.ndarray  # (npairs,) int64
@@ -106,7 +106,7 @@ class Pairs:
     distance: np.ndarray  # (npairs,) [Å]
 
     def statistics(self, ntypes: int) -> NeighborStatistics:
-        """Return what the pairs say about the frame."""
+        """Return the statistics of the frame from its pairs."""
         nreal = len(self.real)
         seen = np.bincount(self.i * ntypes + self.types[self.j], minlength=nreal * ntypes).reshape(nreal, ntypes)
         return NeighborStatistics(

@@ -18,7 +18,7 @@ import numpy as np
 
 from deepmd_muon.data.errors import SamplerStateError, SamplingError
 
-#: How a batch size is told.
+#: Forms of a batch size.
 BatchKind = Literal["fixed", "list", "auto", "max", "filter", "mixed", "mix"]
 
 #: System choices drawn at once; part of the definition of the order, do not change.
@@ -116,7 +116,7 @@ def system_probabilities(
         ``prob_uniform``; ``prob_sys_size`` (in proportion to batches); or ``prob_sys_size;a:b:w;…``: systems
         a to b−1 share the weight w in proportion to their batches, and systems in no block are never drawn.
     sys_probs : sequence of float, optional
-        Probabilities themselves, which then count; negative ones share what is left in proportion to batches.
+        Explicit probabilities; negative ones share the rest in proportion to batches.
 
     Returns
     -------
@@ -156,7 +156,7 @@ def _given_probabilities(size: np.ndarray, sys_probs: Sequence[float]) -> np.nda
         share = np.where(automatic, size, 0.0)
         given = np.where(automatic, max(rest, 0.0) * share / share.sum(), given)
     elif rest > 1e-5:
-        raise SamplingError(f"sys_probs sum to {1 - rest:.6g}, not 1; negative entries share what is left of 1")
+        raise SamplingError(f"sys_probs sum to {1 - rest:.6g}, not 1; negative entries share the rest of 1")
     return np.asarray(given / given.sum())
 
 
@@ -232,7 +232,7 @@ class Sampler:
     mixed : int
         When positive, a batch is this many frames, each from a system drawn for it.
     identity : str
-        What else tells the systems apart; compared when a position is restored.
+        Other properties of the systems; compared when a position is restored.
     """
 
     def __init__(

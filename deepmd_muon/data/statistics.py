@@ -64,7 +64,7 @@ def data_fingerprint(systems: Sequence[System]) -> str:
 
 
 class StatFile:
-    """Statistics kept in an HDF5 file between runs, each entry under the hash of what it depends on.
+    """Statistics kept in an HDF5 file between runs, each entry under the hash of its dependencies.
 
     A changed cutoff, type map or data set makes another key, so that stale numbers are never used. What
     others have in the file (deepmd-kit keeps its own statistics there) is left alone. The file is replaced in
@@ -103,7 +103,7 @@ class StatFile:
                 ) from error
 
     def save(self, key: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> None:
-        """Keep arrays under `key`, in place of what was there."""
+        """Keep arrays under `key`; replace those that are there."""
         name, text = self._name(key)
         make_folder_of(self.path)
         known = self.path.is_file()
@@ -123,4 +123,5 @@ class StatFile:
         try:
             return h5py.File(path, mode)
         except OSError as error:
-            raise DataError(f"stat_file {self.path} is no HDF5 file ({error}); remove it or name another") from error
+            message = f"stat_file {self.path} is not an HDF5 file ({error}); remove it or set another stat_file"
+            raise DataError(message) from error

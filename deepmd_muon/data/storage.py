@@ -1,4 +1,4 @@
-"""What `System` asks of the place where its arrays lie, and what both kinds of places need for the answers.
+"""The interface between `System` and the storage of its arrays, and helpers of both kinds of storage.
 
 `NpyStore` is a folder, `HDF5Store` a group of a file. Nothing stays open in a pickle, and after a fork the child opens
 its own handles.
@@ -89,7 +89,7 @@ class FileWatch:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def check(self, system: str, path: str) -> None:
-        """Compare a file with what it was at first.
+        """Compare a file with its first content.
 
         Raises
         ------

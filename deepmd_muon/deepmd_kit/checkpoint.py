@@ -41,7 +41,7 @@ def with_names(state_dict: Mapping[str, Any], names: Sequence[str], step: int) -
     names
         Of the present parameters, in the trainer's order; they are taken where the state dict has none.
     step
-        Steps taken, for the bias correction where a state of deepmd-kit's class no longer tells it.
+        Steps taken, for the bias correction if a state of deepmd-kit's class does not contain them.
     """
     groups = state_dict["param_groups"]
     if all("param_names" in group for group in groups):

@@ -15,7 +15,7 @@ class DeepmdKitHybridMuon(HybridMuon):
     """HybridMuon with the two things that deepmd-kit's trainers and checkpoints expect of theirs."""
 
     def set_param_names(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Take no notice of what the trainer calls after the construction: names were given there."""
+        """Ignore the trainer's call after the construction, which has received the names."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with its routing, and with the powers of Adam's decays that deepmd-kit's class reads."""

@@ -2,4 +2,4 @@
 
 
 class FreezeError(ValueError):
-    """A model cannot be frozen, or its file does not compute what the checkpoint does."""
+    """A model cannot be frozen, or its file and the checkpoint give different results."""

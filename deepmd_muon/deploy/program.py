@@ -166,7 +166,7 @@ class Program(torch.nn.Module):
 
     @torch.jit.export
     def model_output_type(self) -> list[str]:
-        """Return what the fitting net predicts."""
+        """Return the prediction of the fitting net."""
         return ["energy"]
 
     @torch.jit.export

@@ -23,7 +23,7 @@ class DetailFiles:
     Parameters
     ----------
     prefix
-        What the names begin with; files of an earlier test are overwritten.
+        Prefix of the file names; files of an earlier test are overwritten.
     """
 
     def __init__(self, prefix: str) -> None:

@@ -6,7 +6,7 @@ class InferError(ValueError):
 
 
 class CheckpointError(InferError):
-    """A file that is no checkpoint, or a checkpoint that lacks what was asked of it."""
+    """The file is not a checkpoint, or lacks a requested part."""
 
 
 class PredictionInputError(InferError):
@@ -14,4 +14,4 @@ class PredictionInputError(InferError):
 
 
 class PictureError(InferError):
-    """There is nothing to draw, or the file to draw from is not what it should be."""
+    """There is nothing to draw, or the file to draw from has other content."""

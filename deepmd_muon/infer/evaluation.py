@@ -15,7 +15,7 @@ from deepmd_muon.infer.predictor import Predictor
 
 @dataclass(frozen=True)
 class ComparedFrames:
-    """Some frames of a system with what the model says about them.
+    """Some frames of a system with the model's predictions.
 
     Attributes
     ----------

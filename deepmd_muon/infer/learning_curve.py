@@ -53,7 +53,7 @@ def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     rows = list(_json_rows(lines) if json_lines else _table_rows(lines))
     if not rows:
         wanted = "no complete line of JSON" if json_lines else "no row below a header '# step …'"
-        raise PictureError(f"{path} holds {wanted}: it is no learning curve, or the run just began")
+        raise PictureError(f"{path} holds {wanted}: it is not a learning curve, or the run has just begun")
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return {name: np.array([row.get(name, np.nan) for row in rows]) for name in columns}
 
@@ -99,7 +99,7 @@ def plot_learning_curves(
     Raises
     ------
     PictureError
-        When a file is no learning curve, lacks the time, or the number of labels is not that of the files.
+        When a file is not a learning curve or lacks the time, or labels and files differ in number.
     """
     picture = Path(picture)
     check_ending(picture)

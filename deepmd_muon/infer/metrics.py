@@ -13,7 +13,7 @@ from deepmd_muon.infer.prediction import Prediction
 
 @dataclass(frozen=True)
 class ErrorSum:
-    """Errors of one quantity, kept as sums so that parts add up to what the whole gives at once.
+    """Errors of one quantity, kept as sums, so that parts add up to the result of the whole.
 
     Attributes
     ----------

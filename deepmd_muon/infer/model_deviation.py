@@ -18,7 +18,7 @@ _COLUMNS = tuple(f"{kind}_devi_{quantity}" for quantity in "vf" for kind in ("ma
 
 @dataclass(frozen=True)
 class DeviationSettings:
-    """What a deviation is taken of.
+    """The quantity of a deviation.
 
     Attributes
     ----------

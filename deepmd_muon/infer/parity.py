@@ -46,7 +46,7 @@ class ParityPicture:
     Raises
     ------
     PictureError
-        At once when an ending is no picture format, in `save` when there is nothing to draw.
+        At once if an ending is not a picture format, in `save` if there is nothing to draw.
     """
 
     paths: Sequence[Path]

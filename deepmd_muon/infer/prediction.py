@@ -1,4 +1,4 @@
-"""What a model says about frames."""
+"""Predictions of a model for frames."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model says about some frames.
+    """Predictions of a model for some frames.
 
     Attributes
     ----------

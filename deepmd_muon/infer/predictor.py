@@ -33,7 +33,7 @@ def load_model(path: str | os.PathLike[str], *, ema: bool = False, head: str | N
     Raises
     ------
     CheckpointError
-        When the file is no checkpoint, or has no averaged weights and `ema` asks for them.
+        When the file is not a checkpoint, or has no averaged weights and `ema` asks for them.
     """
     path = checkpoint_path(path)
     try:

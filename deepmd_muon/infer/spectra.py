@@ -1,4 +1,4 @@
-"""A picture of what an optimizer does to its matrices: spectra of weights and momenta, and the size of updates."""
+"""A picture of an optimizer's matrices: spectra of weights and momenta, and the size of updates."""
 
 from __future__ import annotations
 

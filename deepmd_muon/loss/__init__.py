@@ -1,4 +1,4 @@
-"""What a training step minimises."""
+"""The loss that training minimises."""
 
 from deepmd_muon.loss.ener import EnergyLoss, LossError
 from deepmd_muon.loss.labels import LabelCheck, check_labels

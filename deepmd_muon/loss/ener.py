@@ -22,7 +22,7 @@ class LossError(ValueError):
 
 
 class _Counted(NamedTuple):
-    """What a term counts: 1/N of each frame, the real atoms, and the frames that have the label (None: all)."""
+    """Weights of a term: 1/N of each frame, the real atoms, and the frames that have the label (None: all)."""
 
     per_atom: torch.Tensor | float
     mask: torch.Tensor | None
@@ -160,7 +160,7 @@ class EnergyLoss:
         ----------
         prediction
             `energy (nframes,)`, `atom_energy (nframes, natoms)` [eV], `force (nframes, natoms, 3)` [eV/Å],
-            `virial (nframes, 9)` [eV]; only what the terms need.
+            `virial (nframes, 9)` [eV]; only those that the terms need.
         label
             The same quantities as `energy`, `force`, `virial`, `atom_ener`, further `atom_pref` and
             `atom_ener_coeff (nframes, natoms)`. Missing or None contributes nothing. Where only some frames have a
@@ -201,7 +201,7 @@ class EnergyLoss:
         return loss, metrics
 
     def _compare(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> dict[Term, _Found]:
-        """Compare what each active term asks for."""
+        """Compare the quantities of each active term."""
         terms: dict[Term, Callable[[Mapping[str, torch.Tensor], Labels, _Counted], _Found]] = {
             "e": self._energy,
             "f": self._force,

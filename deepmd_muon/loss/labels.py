@@ -1,4 +1,4 @@
-"""Whether the data have what the loss compares with."""
+"""Check that the data have the labels that the loss needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deepmd_muon.loss.ener import EnergyLoss
 
 
 class Labelled(Protocol):
-    """What is asked of a system."""
+    """The labels that a system should have."""
 
     @property
     def name(self) -> str:
@@ -21,7 +21,7 @@ class Labelled(Protocol):
 
 
 class LabelCheck(NamedTuple):
-    """What does not fit: sentences for the log, and sentences that should stop a run."""
+    """Differences: sentences for the log, and sentences that should stop a run."""
 
     warnings: tuple[str, ...]
     errors: tuple[str, ...]

@@ -12,7 +12,7 @@ import torch
 
 
 class ArchiveError(Exception):
-    """An archive is damaged, or holds what is not read; the message says so and does not name the file."""
+    """An archive is damaged, or holds records that are not read; the message does not name the file."""
 
 
 def load_archive(file: BinaryIO) -> Any:

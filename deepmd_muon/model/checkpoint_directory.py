@@ -91,7 +91,7 @@ def put_together(parts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dic
 def read_directory(path: Path, leave: Collection[str] = ()) -> dict[str, Any]:
     """Read a directory onto the CPU; nothing in it is executed, and no other process takes part.
 
-    Every file is looked at once, and what was checked is what is used.
+    Every file is opened once, so that the checked content is the content in use.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def read_directory(path: Path, leave: Collection[str] = ()) -> dict[str, Any]:
 
 
 def read_into(path: Path, targets: Mapping[_Keys, Tensor]) -> None:
-    """Read tensors of a directory into given ones of the same shape, of a DTensor only what this process holds.
+    """Read tensors of a directory into given ones of the same shape, of a DTensor only the part of this process.
 
     Parameters
     ----------
@@ -168,6 +168,6 @@ def _read(path: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # no other process: as intended
         try:
             load(tensors, storage_reader=TensorReader(path, metadata), no_dist=True)
-        except CheckpointException as error:  # which is no Exception
+        except CheckpointException as error:  # not a subclass of Exception
             causes = "; ".join(str(cause) or type(cause).__name__ for cause, _ in error.failures.values())
             raise RuntimeError(causes) from error

@@ -46,7 +46,7 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
     Raises
     ------
     CheckpointFileError
-        When there is no such file, it is no checkpoint, or a later release wrote it.
+        When the file does not exist, is not a checkpoint, or was written by a later release.
     """
     path = checkpoint_path(path)
     parted = is_directory(path)
@@ -60,17 +60,17 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
     except READ_ERRORS as error:
         raise CheckpointFileError(f"{path} cannot be read as a checkpoint: {_reason(error)}") from error
     if not isinstance(content, dict):
-        raise CheckpointFileError(f"{path} is no checkpoint: it holds a {type(content).__name__}")
+        raise CheckpointFileError(f"{path} is not a checkpoint: it holds a {type(content).__name__}")
     if "model" not in content and "_extra_state" in content:
         content = {"model": content}  # a bare state dict, as deepmd-kit's older releases wrote
     if not isinstance(content.get("model"), dict):
         raise CheckpointFileError(
-            f"{path} is no checkpoint: it has no state dict under 'model', only {sorted(map(str, content))[:5]}"
+            f"{path} is not a checkpoint: it has no state dict under 'model', only {sorted(map(str, content))[:5]}"
         )
     own = content.get(OWN_KEY, {})
     version = own.get("version", FORMAT_VERSION) if isinstance(own, dict) else None
     if type(version) is not int:
-        raise CheckpointFileError(f"{path} is no checkpoint: what it has under {OWN_KEY!r} is not what a run writes")
+        raise CheckpointFileError(f"{path} is not a checkpoint: the content under {OWN_KEY!r} does not come from a run")
     if version > FORMAT_VERSION:
         raise CheckpointFileError(
             f"{path} has format version {version}; this release reads up to {FORMAT_VERSION}: update deepmd_muon"

@@ -173,7 +173,7 @@ def _fields(found: Any, kind: Name) -> dict[str, Any]:
     _expect(isinstance(found, Record) and found.kind == kind and found.arguments == (), f"no {kind.name}")
     fields: dict[str, Any] = {}
     for key, value in _pairs(found.state):
-        _expect(isinstance(key, str) and key not in fields, f"an attribute of {kind.name} that is no name")
+        _expect(isinstance(key, str) and key not in fields, f"an attribute of {kind.name} that is not a name")
         fields[key] = value
     return fields
 

@@ -145,7 +145,7 @@ def _branch(state_dict: Mapping[str, Any], wanted: str | None) -> tuple[str, Map
 
 
 def branch_prefix(state_dict: Mapping[str, Any], branch: str | None = None) -> str:
-    """Return what the names of a branch begin with; see `from_deepmd_kit` for the arguments and what is raised."""
+    """Return the prefix of a branch's names; arguments and errors are those of `from_deepmd_kit`."""
     return f"model.{_branch(state_dict, branch)[0]}."
 
 
@@ -174,7 +174,7 @@ def from_deepmd_kit(
     """
     if "_extra_state" not in state_dict:
         raise CheckpointError(
-            "the state dict has no '_extra_state': it is no checkpoint of deepmd-kit's PyTorch backend"
+            "the state dict has no '_extra_state': it is not a checkpoint of deepmd-kit's PyTorch backend"
         )
     name, params = _branch(state_dict, branch)
     prefix = f"model.{name}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ModelError(ValueError):
-    """A model section, its weights or its inputs cannot be used; the message says what was found."""
+    """A model section, its weights or its inputs cannot be used; the message names the cause."""
 
 
 class CheckpointError(ModelError):
@@ -12,4 +12,4 @@ class CheckpointError(ModelError):
 
 
 class CheckpointFileError(ModelError):
-    """A file that is no checkpoint, or one that this release cannot read."""
+    """The file is not a checkpoint, or this release cannot read it."""

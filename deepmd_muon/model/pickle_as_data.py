@@ -95,7 +95,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def result(self) -> Any:
-        """Return what is left at the end."""
+        """Return the object on the stack at the end."""
         if self._marks or len(self._stack) != 1:
             raise pickle.UnpicklingError("the pickle ends in the middle of a value")
         return self._stack[0]
@@ -164,13 +164,13 @@ class _Machine:
             self._stack.append(self._name(first, second))
         elif name == "BUILD":
             if not isinstance(first, Record) or first.state is not None or second is None:
-                raise pickle.UnpicklingError("state is set on what is no fresh object")
+                raise pickle.UnpicklingError("state is set on an object that the pickle has not created")
             first.state = second
             self._stack.append(first)
         elif isinstance(first, Name) and isinstance(second, tuple):
             self._stack.append(Record(first, second))
         else:
-            raise pickle.UnpicklingError(f"opcode {name} calls what is no global")
+            raise pickle.UnpicklingError(f"opcode {name} calls an object that is not a global")
 
     def _name(self, module: Any, name: Any) -> Name:
         if not (isinstance(module, str) and isinstance(name, str)):

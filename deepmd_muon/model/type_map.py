@@ -112,7 +112,7 @@ def move_weights(model: EnergyModel, saved: Mapping[str, torch.Tensor], move: Ty
     for name, axis in type_axes(model).items():
         if name not in saved or not _differ_in(axis, old := saved[name], new := fresh[name]):
             continue
-        if name.endswith(TABLE):  # what a type's vector is includes the identity that some widths add
+        if name.endswith(TABLE):  # a type's vector includes the identity that some widths add
             rows = move.rows(old + identity(old), new + identity(new), axis)
             moved[name] = rows - identity(rows)
         else:
@@ -121,6 +121,6 @@ def move_weights(model: EnergyModel, saved: Mapping[str, torch.Tensor], move: Ty
 
 
 def _differ_in(axis: int, old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether two shapes agree but for one axis; what does not is told when the weights are loaded."""
+    """Whether two shapes agree except for one axis; other differences raise an error when weights are loaded."""
     shapes = [[*x.shape[:axis], *x.shape[axis + 1 :]] for x in (old, new)]
     return shapes[0] == shapes[1]

@@ -1,4 +1,4 @@
-"""Build optimizers from their configurations, and log what was built."""
+"""Build optimizers from their configurations, and log the result."""
 
 from __future__ import annotations
 

@@ -228,14 +228,14 @@ class HybridMuonConfig(Buildable):
     on_route_change: RouteChange = setting(
         "error",
         doc=(
-            "What a reload does when a parameter's route or view differs from the checkpoint's: 'error' raises, "
+            "How to load a parameter whose route or view differs from the checkpoint's: 'error' raises, "
             "'migrate' keeps the state that means the same, 'reset' discards the state of those parameters."
         ),
     )
     on_nonfinite: NonFinite = setting(
         "ignore",
         doc=(
-            "What a step does when a gradient holds NaN or infinity: 'ignore': only that parameter becomes NaN; "
+            "How to step when a gradient holds NaN or infinity: 'ignore': only that parameter becomes NaN; "
             "'skip': all parameters and state stay unchanged; 'error': raises (and waits for the device each step)."
         ),
     )

@@ -25,7 +25,7 @@ class TrainingBatch:
     Attributes
     ----------
     structures
-        What the model takes.
+        The input of the model.
     labels
         `energy (nframes,)` [eV], `force (nframes, natoms, 3)` [eV/Å], `virial (nframes, 9)` [eV],
         `atom_ener (nframes, natoms)` [eV], `atom_pref (nframes, natoms)`; None where a system has none. Where only

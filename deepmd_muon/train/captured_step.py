@@ -144,7 +144,7 @@ class CapturedStep:
         return dict(zip(self._names, self._metrics.unbind(), strict=True))
 
     def _without_graph(self, feed: Feed) -> None:
-        """Take a step for which there is no graph, making one or what must come before where that is wanted."""
+        """Take a step without a graph; record one, or compile its gradient first, if wanted."""
         layout, gradient = feed.layout, self._gradient
         met = layout in self._met
         if gradient is not None:
@@ -163,7 +163,7 @@ class CapturedStep:
             self._run(feed)
 
     def _run(self, feed: Feed, prepare: Callable[[TrainingBatch, Tensor], None] | None = None) -> None:
-        """Do what a graph holds: everything of a step that happens on the device; `prepare` sees the batch before."""
+        """Run the part of a step that a graph contains, all work on the device; `prepare` receives the batch first."""
         self._rates.read()
         batch = feed.read()
         if prepare is not None:

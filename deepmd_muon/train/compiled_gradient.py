@@ -44,7 +44,7 @@ def differentiate(
 
 @dataclasses.dataclass
 class _Function:
-    """A compiled function, and what its results are.
+    """A compiled function and the names of its results.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class CompiledGradient:
     Parameters
     ----------
     model, loss
-        What is differentiated; `force` and `virial` as the loss needs them.
+        The functions to differentiate; `force` and `virial` as the loss needs them.
     compiler
         Maps a traced graph and its example arguments to a function; torch's Inductor when left out.
 

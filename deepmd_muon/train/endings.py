@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """What a run is doing.
+    """The present activity of a run.
 
     Attributes
     ----------
@@ -42,15 +42,15 @@ class Moment:
 
 @contextlib.contextmanager
 def explained(moment: Callable[[], Moment], newest: Callable[[], Path | None]) -> Iterator[None]:
-    """Turn what ends a run in a `with` block into a `RunError`.
+    """Turn the error that ends a run in a `with` block into a `RunError`.
 
-    A full disk, no memory and a device that fails are no mistakes of this package, nor are, once steps are taken, data
-    that can no longer be read: no traceback helps. Other errors stay as they are, and the log says how far the run was.
+    A full disk, lack of memory, a failing device and, after the first step, unreadable data are not errors of this
+    package, so that no traceback is shown. Other errors are not changed, and the log says how far the run was.
 
     Parameters
     ----------
     moment, newest
-        Return what the run is doing and its last checkpoint; called when it ends.
+        Return the present activity of the run and its last checkpoint; called when it ends.
     """
     try:
         yield
@@ -69,7 +69,7 @@ def _cause(error: Exception, moment: Moment) -> str | None:
     """Return the cause in words; None when only a traceback, or another rank, can tell it."""
     if is_lost_connection(error):
         return None
-    ours = type(error).__module__.startswith("deepmd_muon")  # which say themselves what is behind them
+    ours = type(error).__module__.startswith("deepmd_muon")  # their messages name the cause
     if failure := next(filter(None, map(failure_of, [error] if ours else _chain(error))), None):
         return failure
     if moment.step and (ours or isinstance(error, OSError)):
@@ -78,7 +78,7 @@ def _cause(error: Exception, moment: Moment) -> str | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those behind it: what ends the capture of a graph may hide that there was no memory."""
+    """Yield an error and its causes: an error at the end of a graph capture may hide a lack of memory."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)

@@ -111,7 +111,7 @@ def change_bias(
     TrainingError
         When the number of values is not that of the types, or no system has energies.
     CheckpointError
-        When the file is no checkpoint, or its model cannot be built here.
+        When the file is not a checkpoint, or its model cannot be built here.
     """
     content = read(source)
     with understood(source):

@@ -1,4 +1,4 @@
-"""What stops a training run, each with a message that says what to do."""
+"""Errors that stop a training run; each message says what to do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NonFiniteError(RunError):
     Parameters
     ----------
     message
-        What was found.
+        The values found.
     update
         1-based number of the step, where it is not the present one.
     """

@@ -113,7 +113,7 @@ class FullValidation:
         log.info("saved %s", self.best.save(step, content))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it."""
+        """Return the part that a checkpoint keeps."""
         return self.best.state() if self._enabled else {}
 
     def close(self) -> None:

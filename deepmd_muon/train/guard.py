@@ -25,7 +25,7 @@ OnNonFinite = Literal["error", "skip"]
 
 
 def on_nonfinite(optimizer: torch.optim.Optimizer) -> OnNonFinite:
-    """Return what a run does after a step whose loss or gradient is not finite: the optimizer's setting, else 'error'.
+    """Return the reaction to a step whose loss or gradient is not finite: the optimizer's setting, else 'error'.
 
     'ignore', which lets an optimizer of its own spoil a parameter, ends a training run as 'error' does.
     """
@@ -162,7 +162,7 @@ class DeviceGuard(Guard):
         float32 scalar on the device: 1 leaves the present step out.
     """
 
-    #: What is remembered on the device: steps seen, bad steps, and number, loss and norm of the first bad one.
+    #: Values kept on the device: steps seen, bad steps, and number, loss and norm of the first bad one.
     _FIELDS = Literal["seen", "bad", "first", "loss", "norm"]
 
     def __init__(

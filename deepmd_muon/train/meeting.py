@@ -31,7 +31,7 @@ T = TypeVar("T")
 PATIENCE = 300.0
 #: A store answers within this time [s]; torchrun's is there before its processes are.
 ANSWER = 20.0
-# Whoever waits longer for rank 0 logs it [s].
+# A rank that waits longer for rank 0 logs it [s].
 _SILENCE = 10.0
 # The runs of this process, one after the other, of which torchrun keeps one store.
 _NUMBERS = itertools.count()
@@ -161,7 +161,7 @@ def _listen(place: Place) -> Store:
 
 def _connect(place: Place, end: float) -> Store:
     """Reach the store as soon as it is there."""
-    begin, told, pause = time.monotonic(), False, 0.01
+    begin, logged, pause = time.monotonic(), False, 0.01
     if place.agent:
         end = min(end, begin + ANSWER)
     while (refusal := _refusal(place)) is not None:
@@ -171,8 +171,8 @@ def _connect(place: Place, end: float) -> Store:
             raise TrainingError(
                 f"rank {place.rank} has not found {keeper} at {place.meeting} within {now - begin:.0f} s: {refusal}"
             )
-        if not told and now > begin + _SILENCE:
-            told = True
+        if not logged and now > begin + _SILENCE:
+            logged = True
             log.warning("rank %d waits for rank 0 at %s: %s", place.rank, place.meeting, refusal)
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
@@ -208,7 +208,7 @@ def _store(place: Place) -> Store:
 
 
 def _in_time(make: Callable[[], T]) -> T:
-    """Return what a call returns that may hang, or raise what it raises.
+    """Return the value of a call that may hang, or raise its error.
 
     Raises
     ------
@@ -235,7 +235,7 @@ def _in_time(make: Callable[[], T]) -> T:
 
 
 def describe(problems: dict[int, str]) -> str:
-    """Return what a rank that could begin says of the others; a problem of several ranks comes once."""
+    """Describe, for a rank that could begin, the problems of the others; each problem appears once."""
     ranks: dict[str, list[str]] = {}
     for rank, problem in sorted(problems.items()):
         ranks.setdefault(problem, []).append(str(rank))

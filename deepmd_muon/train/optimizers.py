@@ -28,8 +28,8 @@ def build_optimizer(
     The ranks of `replicas` hold the same parameters and gradients: HybridMuon shares its work among them, the others
     take the same step on each. With `state_in_parts` each of them keeps a part of the optimizer's state.
 
-    DeePMD's weights are stored (in, out); HybridMuon is told so unless the input says otherwise or asks for
-    deepmd-kit's own arithmetic, which takes them as stored.
+    DeePMD's weights are stored (in, out), so `layout` 'auto' becomes 'in_out', except with deepmd-kit's own arithmetic,
+    which takes weights as stored.
     """
     if not isinstance(config, HybridMuonConfig | MuonConfig):
         return config.build(model, lr, replicas if state_in_parts else None)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TIMEOUT = datetime.timedelta(seconds=60)
 # Ten times as long as a thread may keep the interpreter's lock from another [s].
 _HANDOVER = 0.05
-# Exchanges that gloo's threads shall not be the last to let go of.
+# References to exchanges, so that gloo's threads never release them.
 _HELD: list[dist.Work] = []
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Ranks:
     timeout
         A rank that has not answered for this long is given up.
     watch
-        Tells the others what this process does; None for a single process.
+        Shares this process's activity with the others; None for a single process.
     """
 
     device: torch.device
@@ -63,17 +63,17 @@ class Ranks:
         return self.rank == 0
 
     def doing(self, what: str, step: int = 0) -> None:
-        """Let the others know what this process does; `step` counts from 1."""
+        """Share this process's activity with the others; `step` counts from 1."""
         if self.watch is not None:
             self.watch.doing(what, step)
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for what this process can only end when the others do their part."""
+        """Return a context for work that this process can finish only if the others do their part."""
         return contextlib.nullcontext() if self.watch is None else self.watch.waiting()
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Wait until all have come here, then do in a `with` block what they do together and takes none of them long.
+        """Wait until all processes have arrived, then run a `with` block of short common work.
 
         They may have worked longer than a rank is waited for; one that no longer lives is given up.
         """
@@ -138,7 +138,7 @@ class Ranks:
                 torch.cuda.synchronize(self.device)
 
     def gather_objects(self, mine: T) -> list[T]:
-        """Return what every rank gave, in order."""
+        """Return the objects of all ranks, in order."""
         if self.size == 1:
             return [mine]
         found: list[Any] = [None] * self.size
@@ -162,7 +162,7 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
     ------
     TrainingError
         When the environment is incomplete, there are fewer GPUs than processes on this machine, or another rank
-        cannot begin or is lost; then it says what is known of that rank.
+        cannot begin or is lost; the message then describes that rank.
     """
     place = find_place()
     if place is None:
@@ -202,7 +202,7 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
         # After an error on this rank alone, NCCL would wait here for ranks that will not come.
         if dist.is_initialized() and (finished or not on_gpu):
             dist.destroy_process_group()
-            time.sleep(_HANDOVER)  # see `_take_leave`, for what was exchanged before
+            time.sleep(_HANDOVER)  # see `_take_leave`; this is for earlier exchanges
 
 
 def _begin(place: Place) -> tuple[torch.device, Meeting]:
@@ -222,11 +222,11 @@ def _begin(place: Place) -> tuple[torch.device, Meeting]:
 
 
 @contextlib.contextmanager
-def first_tells(message: str) -> Iterator[bool]:
-    """Say whether this process is to print, in a `with` block, an error that has come before the ranks have `joined`.
+def prints_error(message: str) -> Iterator[bool]:
+    """Return, in a `with` block, whether this process prints an error from before the ranks have `joined`.
 
-    What several ranks have found alike is printed by rank 0 alone, at once. The others wait until it has reported, and
-    print what it has not; all do so when they do not hear of each other in time. Ranks that can begin learn of it.
+    Rank 0 prints at once. The others wait for its report and print only errors that differ from it, or any error if
+    rank 0 does not report in time. Ranks that can begin receive the error.
     """
     try:
         place = find_place()
@@ -251,9 +251,9 @@ def first_tells(message: str) -> Iterator[bool]:
 def _take_leave() -> None:
     """Wait until all ranks have come here.
 
-    DTensor's caches keep groups alive, and with them gloo's threads. Whoever lets go of an exchange last frees its
-    tensors, for which one of these threads would need the interpreter's lock, and it aborts the process if the
-    interpreter has ended by then. So this exchange, after which that may come soon, is held to the end.
+    DTensor's caches keep groups alive, and with them gloo's threads. The last owner of an exchange frees its
+    tensors; one of these threads would need the interpreter's lock for this, and would abort the process if the
+    interpreter has ended by then. Therefore this last exchange is kept to the end.
     """
     farewell = dist.all_reduce(torch.zeros(1), async_op=True)
     farewell.wait()

@@ -178,7 +178,7 @@ def fits(system: System) -> bool:
 
 
 def resident_bytes(system: System, width: int) -> int:
-    """Return what a system takes on the device with neighbour lists of some width, about."""
+    """Estimate the memory of a system on the device with neighbour lists of some width [bytes]."""
     labels = sum(values for name, values in (("energy", 1), ("virial", 9)) if name in system.labels)
     atoms = 3 + 3 * ("force" in system.labels) + sum(name.startswith("atom_") for name in system.labels)
     a_frame = 8 * (9 + labels + system.natoms * atoms) + system.natoms * width * 7

@@ -1,4 +1,4 @@
-"""What stands before the first step: systems, neighbour statistics, model, statistics of the data."""
+"""Preparation of the first step: systems, neighbour statistics, model, statistics of the data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from deepmd_muon.train.parallel import Ranks
 
 log = logging.getLogger(__name__)
 
-# Places of files, which may have other names on another machine; data are compared by what they hold.
+# Places of files, which may have other names on another machine; data are compared by content.
 _OF_A_MACHINE = frozenset(
     f"training/{key}"
     for key in (
@@ -98,7 +98,7 @@ def open_training_systems(settings: ModelSettings, training: TrainingSettings) -
 
 
 def resolve_sel(given: Input, systems: list[System], *, count: bool) -> tuple[Input, NeighborStatistics | None]:
-    """Replace what the descriptor leaves to the data, such as ``sel: "auto"``, by numbers.
+    """Replace settings that depend on the data, such as ``sel: "auto"``, by numbers.
 
     Parameters
     ----------

@@ -46,7 +46,7 @@ class StopSignals:
         try:
             for caught in _SIGNALS:
                 self._previous[caught] = signal.signal(caught, self._receive)
-        except ValueError:  # not the main thread: whoever runs it there handles signals
+        except ValueError:  # only the main thread may handle signals
             self._previous.clear()
         return self
 

@@ -1,4 +1,4 @@
-"""The checkpoint a run starts from: which of its models, and what of it carries over to this input."""
+"""The checkpoint a run starts from: its model, and the parts that carry over to this input."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Source:
     weights
         The model's state, under our names.
     way
-        What the run does with it.
+        How the run uses it.
     new_fitting
         Only the descriptor is taken; the fitting net starts anew.
     """
@@ -62,7 +62,7 @@ class Source:
         path, leave
             As in `read_checkpoint`.
         way
-            What the run does with it.
+            How the run uses it.
         branch
             Name or alias of a branch of a multi-task checkpoint. As in deepmd-kit, fine-tuning without one, or from
             "RANDOM", takes the descriptor of the first branch and starts the fitting net anew.
@@ -70,7 +70,7 @@ class Source:
         Raises
         ------
         CheckpointError
-            When the file is no checkpoint, or its model cannot be built here.
+            When the file is not a checkpoint, or its model cannot be built here.
         """
         content = read(path, leave)
         with understood(path):
@@ -94,7 +94,7 @@ class Source:
     def script(self, present: Mapping[str, Any]) -> dict[str, Any]:
         """Return section `model` for --use-pretrain-script.
 
-        Fine-tuning keeps the type map of the input and what it trains; otherwise the section is the checkpoint's.
+        Fine-tuning keeps the type map and the trainable parts of the input; otherwise the section is the checkpoint's.
 
         Parameters
         ----------
@@ -128,9 +128,9 @@ class Source:
         Parameters
         ----------
         model
-            The model of the present input; what the checkpoint lacks stays as it is.
+            The model of the present input; parts that the checkpoint lacks are not changed.
         force
-            Take what fits and say what does not, instead of stopping.
+            Load matching parts and log the others, instead of stopping.
 
         Raises
         ------

@@ -17,7 +17,7 @@ from deepmd_muon.train.strategy import Reduced, Strategy
 
 @dataclasses.dataclass(frozen=True)
 class TrainingStep:
-    """What a step needs besides its batch and learning rate.
+    """A training step: everything except its batch and learning rate.
 
     Attributes
     ----------

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Scalars: TypeAlias = Callable[[int], tuple[float, float]]
 """Maps the 0-based step to its learning rate and the fraction of the first one."""
 
-# Training data live on the device when they take no more than this, and no more than a quarter of what is free there.
+# Training data live on the device if they take at most this, and at most a quarter of its free memory.
 _RESIDENT_BYTES = 8 << 30
 
 
@@ -145,7 +145,7 @@ def build_stepper(
     Parameters
     ----------
     strategy, loss, optimizer, ema
-        What a step works with.
+        The objects that a step uses.
     training
         The input's section: `capture`, `enable_compile`, `gradient_max_norm`, `disp_freq` and `disp_avg` count.
     scalars

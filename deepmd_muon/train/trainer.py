@@ -129,7 +129,7 @@ class Trainer:
         self._first_step = self.step
         with self.ranks.together("starting"):
             log.info("training from step %d to step %d", self.step, self.num_steps)
-        # With several ranks their launcher repeats what they have got from the terminal.
+        # With several ranks, their launcher repeats signals that they have received from the terminal.
         repeats = 0 if self.ranks.size == 1 else 1
         with (
             explained(lambda: self._moment, lambda: self.checkpoints.newest or self.source),
@@ -178,7 +178,7 @@ class Trainer:
                 _write_trace(profile, Path(training.profiling_file))
 
     def _rescue(self, error: Exception) -> None:
-        """Save what an error would lose: a directory under way, and the last step where the error came after it."""
+        """Save work that an error would lose: a directory under way, and the last step if the error came after it."""
         self.checkpoints.rescue(wait=not is_lost_connection(error))
         if not self._moment.between_steps or self.ranks.size > 1 or self.step == self._first_step:
             return
@@ -189,7 +189,7 @@ class Trainer:
             log.warning("step %d could not be saved either: %s", self.step, another)
 
     def _now(self, doing: str, step: int = 0, *, reads_data: bool = False, between_steps: bool = False) -> None:
-        """Note what the run does, for its other ranks and for the error that may end it."""
+        """Note the run's activity, for its other ranks and for the error that may end it."""
         self._moment = Moment(doing, step, reads_data, between_steps)
         self.ranks.doing(doing, step)
 
@@ -280,7 +280,7 @@ class Trainer:
         self.checkpoints.save(self.step, self._content)
 
     def _content(self) -> dict[str, Any]:
-        """Return what a checkpoint of the present step holds, laid out over the ranks as it is."""
+        """Return the content of a checkpoint of the present step, in its present layout over the ranks."""
         return self._state.content(self.step, self.rate(max(0, self.step - 1)), self.full_validation.state())
 
     def restart(self, content: Mapping[str, Any], source: Path) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def metric_weights(loss: EnergyLoss, batch: TrainingBatch | Feed) -> dict[str, float]:
-    """Return what each metric of a batch weighs in a mean over batches: the atoms of the frames that it compares."""
+    """Return the weight of each metric of a batch in a mean over batches: the atoms of the frames that it compares."""
     kind = "rmse" if loss.loss_func == "mse" else "mae"
     weights = {f"{kind}_{term}": batch.labelled_atoms(loss.needed_labels(term)) for term in loss.terms}
     return {**weights, "rmse": float(batch.atoms.sum())}
@@ -31,7 +31,7 @@ def mean_metrics(
     Parameters
     ----------
     metrics
-        Metrics of a batch by name, and what each weighs (see `metric_weights`); those of weight 0 do not count.
+        Metrics of a batch by name, and their weights (see `metric_weights`); those of weight 0 do not count.
     add_up
         Adds a tensor over all ranks, whose batches then count as well; every rank must have a batch.
 

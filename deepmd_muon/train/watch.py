@@ -1,11 +1,11 @@
-"""What every rank is doing, told to the others, so that the end of a run says who is missing and why.
+"""Share every rank's activity with the others, so that the error that ends a run names missing ranks and the reason.
 
 Each rank keeps a note in the store through which the processes have found each other, renewed by a thread. A rank
-whose note is no longer renewed is dead or stopped; one whose note is renewed but does not move on is stuck in what the
-note says. No collective is involved, so that it works when collectives do not.
+whose note is no longer renewed is dead or stopped; one whose note is renewed but does not move on is stuck in the
+activity of the note. No collective is involved, so that it works when collectives do not.
 
-Rank 0 keeps the store, and whoever asks it while that process is stopped gets no answer, not even an error. So every
-question is asked by a thread of its own, for which the asking one waits a few seconds.
+Rank 0 keeps the store. While that process is stopped, requests get neither an answer nor an error, so every request
+runs in its own thread, for which the caller waits a few seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 STEPPING = "in its step"
 WAITING = "waiting for the others"
 _IN_VAIN = "waiting for the others in vain"
-# What rank 0 does before the first step, such as counting neighbours, may take this long [s].
+# Work of rank 0 before the first step, such as counting neighbours, may take this long [s].
 _LONGEST_WORK = 6 * 3600.0
 # On CPUs an exchange ends with an error of its own; this much later the thread ends what still hangs [s].
 _GRACE = 15.0
@@ -46,7 +46,7 @@ class LostRankError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _Note:
-    """What one rank has told: a count that grows while it lives, where it runs, what it does and for how long [s].
+    """The note of one rank: a count that grows while it lives, its place, its activity and how long that takes [s].
 
     `met` counts the meetings that it has come to; on rank 0, those that all have come to.
     """
@@ -117,7 +117,7 @@ class Watch:
         self._thread.start()
 
     def doing(self, what: str, step: int = 0) -> None:
-        """Note what this rank does now; `step` counts from 1."""
+        """Note the present activity of this rank; `step` counts from 1."""
         self._state = (what, step, time.monotonic())
 
     @contextlib.contextmanager
@@ -188,7 +188,7 @@ class Watch:
     def stopped(self, error: BaseException) -> None:
         """Tell the others that this rank ends with an error."""
         self._ended = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(RuntimeError):  # whoever kept the notes may be gone
+        with contextlib.suppress(RuntimeError):  # the rank that kept the notes may have ended
             self._write()
             self._in_time(lambda: self._mine.set("stopped", str(self._rank)))
         self._end.set()
@@ -219,7 +219,7 @@ class Watch:
         return f"{opening}: " + "; ".join(blamed or [line for line, _ in lines.values()])
 
     def _last_seen(self, others: Sequence[int]) -> str:
-        """Say what is known when the store, which rank 0 keeps, does not answer any more."""
+        """Describe the last known notes when the store, which rank 0 keeps, no longer answers."""
         notes = {rank: note for rank in others if (note := self._seen.get(rank)) is not None}
         ended = [_ended(rank, note) for rank, note in notes.items() if note.ended]
         if ended:
@@ -303,7 +303,7 @@ class Watch:
             self._look()
 
     def _look(self) -> None:
-        """Renew the note, and give up when it is time to; errors are told once and end nothing."""
+        """Renew the note, and give up when it is time to; errors are logged once, never fatal."""
         try:
             with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, whom this one may wait for
                 self._write()
@@ -312,7 +312,7 @@ class Watch:
                 self._end.set()
             elif self._rank:
                 with contextlib.suppress(RuntimeError):
-                    self._read([0])  # to know what it did last, should the store end with it
+                    self._read([0])  # keeps its last activity in case the store ends with it
         except Exception as error:  # without the thread, the others would take a healthy rank for dead
             if repr(error) not in self._told:
                 self._told.add(repr(error))
@@ -346,13 +346,13 @@ def end_process(reason: str) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return what an error of gloo or NCCL says, without the line of its source and advice."""
+    """Return the message of an error of gloo or NCCL, without the line of its source and advice."""
     text = str(error).partition("\n")[0]
     return re.sub(r"^\[[^\]]*\]\s*", "", text).partition(". ")[0]
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Return whether an error, or what has caused it, comes from the exchange between ranks."""
+    """Return whether an error, or its cause, comes from the exchange between ranks."""
     while error is not None:
         text = str(error)
         if isinstance(error, (dist.DistError, LostRankError)) or (

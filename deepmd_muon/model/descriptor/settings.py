@@ -55,7 +55,7 @@ class DescriptorSettings(Section):
 
     type: ClassVar[str]
     one_fitting_net: ClassVar[bool] = False
-    """Whether the descriptor tells the types of the centre apart, so that one fitting net serves all types."""
+    """Whether the descriptor depends on the type of the centre, so that one fitting net serves all types."""
 
     def neighbors(self) -> NeighborRequest:
         """Return the neighbour list the descriptor reads.

@@ -31,7 +31,7 @@ class Near(NamedTuple):
     place
         Row of every atom, or of the atom it is an image of, among the centres `(natoms,)`; for message passing.
     nlocal
-        How many atoms are no ghosts.
+        Number of atoms that are not ghosts.
     comm
         Arguments of `deepmd::border_op`, or nothing.
     """

@@ -124,7 +124,7 @@ def _normalize(x: Tensor, dtype: torch.dtype, *, own: bool) -> Tensor:
     """
     if x.dtype.itemsize < 4:
         x, own = x.to(dtype), True
-    # Zeros stay zeros; the second division corrects what the first leaves of subnormal numbers.
+    # Zeros stay zeros; the second division corrects the first one's error for subnormal numbers.
     largest = x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
     x = (x.div_(largest) if own else x / largest).to(dtype)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min_(1e-18)

@@ -1,4 +1,4 @@
-"""Launches as data: locations of matrices, tables, and what the host keeps from call to call."""
+"""Launches as data: locations of matrices, tables, and objects that the host keeps between calls."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class QKClip:
         latent          W_qc^h ← γ_h^α W_qc^h          W_kc^h ← γ_h^(1−α) W_kc^h      W_qr^h ← γ_h W_qr^h
 
     (c: without position, r: rotary; the rotary key, which all heads share, stays). Biases are scaled like their rows.
-    The logits of head h then are γ_h times what they were, or less in a group. Heads below the threshold keep every
+    The logits of head h are then multiplied by γ_h, or by less in a group. Heads below the threshold keep every
     bit. A logit that is NaN or infinite clips nothing.
 
     Attributes

@@ -203,7 +203,7 @@ def log_parameters(routed: Iterable[tuple[Tensor, RouteEntry]], replicas: object
 
 
 def _routing_inputs(param_groups: Sequence[dict[str, Any]]) -> list[Any]:
-    """Return what may change between steps and decides routes or the state that they need."""
+    """Return the values that may change between steps and that determine routes or their state."""
     return [(g["magma_muon"], rules_of(g), *(p.requires_grad for p in g["params"])) for g in param_groups]
 
 

@@ -123,7 +123,7 @@ def _parameters(groups: Sequence[Group]) -> list[tuple[Tensor, RouteEntry, Group
 
 
 def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: RouteTable) -> dict[str, SavedParameter]:
-    """Return what a state dict holds, by parameter name."""
+    """Return the content of a state dict, by parameter name."""
     if not {"param_groups", "state"} <= state_dict.keys():
         raise ForeignStateError(
             f"not an optimizer state dict: it must hold 'state' and 'param_groups'; found keys {list(state_dict)[:5]}"

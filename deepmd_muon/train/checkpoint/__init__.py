@@ -1,1 +1,1 @@
-"""Checkpoints of a run: what they hold, how they are written, and how a run continues from them."""
+"""Checkpoints of a run: their content, how they are written, and how a run continues from them."""

@@ -73,7 +73,7 @@ def report_rate(saved: float, present: float, path: Path) -> None:
 
 
 def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> dict[str, str]:
-    """Say for every setting that differs what it was and what it is, by its path in the input."""
+    """Return the saved and the present value of every setting that differs, in words, by its path in the input."""
     changes: dict[str, str] = {}
     for key in sorted({*saved, *present}):
         where = f"{path}{key}"

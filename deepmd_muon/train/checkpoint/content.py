@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and how a run continues from it."""
+"""The content of a run's checkpoint, and how a run continues from it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RunState:
     def restore(self, content: Mapping[str, Any], source: Path) -> int:
         """Restore random numbers, data order and average; return the number of updates done.
 
-        Weights and optimizer state are restored elsewhere. What is missing in the checkpoint starts anew, with a
+        Weights and optimizer state are restored elsewhere. Parts that the checkpoint lacks start anew, with a
         warning.
 
         Parameters
@@ -113,7 +113,7 @@ class RunState:
         return step
 
     def _restore_own(self, own: Mapping[str, Any], source: Path) -> None:
-        """Restore what only our checkpoints hold: random numbers and data order; log settings that changed."""
+        """Restore the part that only our checkpoints have: random numbers and data order; log changed settings."""
         torch.set_rng_state(own["torch_rng"])
         if self.given.settings.training.interpolate_embedding:
             self.model.pieces = int(own.get("pieces", 0))

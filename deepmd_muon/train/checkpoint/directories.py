@@ -149,7 +149,7 @@ class DirectorySeries:
             return
         try:
             write.done.result()
-        except (CheckpointException, Exception) as error:  # torch's is no Exception
+        except (CheckpointException, Exception) as error:  # torch's is not a subclass of Exception
             failures = getattr(error, "failures", {self._ranks.rank: (error, None)})
             found = "; ".join(
                 f"rank {rank}: {failure_of(e) or f'{type(e).__name__}: {e}'}" for rank, (e, _) in failures.items()
@@ -173,12 +173,12 @@ class DirectorySeries:
         log.info("saved %s", folder / write.name)
 
     def _discard(self, place: Path) -> None:
-        """Delete what has been written of a checkpoint that will not be complete: it may be what fills the disk."""
+        """Delete the files of a checkpoint that will not be complete: they may fill the disk."""
         if self._ranks.first:
             shutil.rmtree(place, ignore_errors=True)
 
     def _remove(self, name: str) -> None:
-        """Delete a directory if it exists; what is half deleted no longer bears a checkpoint's name."""
+        """Delete a directory if it exists; it is renamed first, so that no half-deleted checkpoint remains."""
         removed = hidden_name(self.prefix.with_name(f"{self.prefix.name}-{REMOVED}{SUFFIX}"))
         try:
             (self.prefix.parent / name).rename(removed)

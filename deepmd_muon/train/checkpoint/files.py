@@ -1,7 +1,7 @@
 """Checkpoints: deepmd-kit's own format with our state beside it, written in one piece.
 
 A file holds ``{"model": …, "optimizer": …, "ema": …, "deepmd_muon": …}``. The first three are deepmd-kit's keys, so
-that deepmd-kit tests, freezes and continues from the file; the last one is what an exact restart needs besides.
+that deepmd-kit tests, freezes and continues from the file; an exact restart also needs the last one.
 """
 
 from __future__ import annotations

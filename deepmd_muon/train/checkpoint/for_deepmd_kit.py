@@ -9,7 +9,7 @@ from deepmd_muon.model import CheckpointError, EnergyModel
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
 from deepmd_muon.optim.routing.rules import canonical_name
 
-# What the routing manifest says of a parameter without elements, which deepmd-kit's models have and ours do not.
+# The routing manifest's entry of a parameter without elements, which only deepmd-kit's models have.
 _EMPTY = {"routes": "frozen", "views": "", "shapes": "0"}
 
 

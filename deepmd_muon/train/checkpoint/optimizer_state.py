@@ -73,7 +73,7 @@ def _with_names(state: Mapping[str, Any], model: EnergyModel) -> dict[str, Any]:
 
 
 def read_state_part(optimizer: torch.optim.Optimizer, content: Mapping[str, Any], path: Path) -> bool:
-    """Load the optimizer state of a directory, reading of every tensor only what this rank holds.
+    """Load the optimizer state of a directory, reading only this rank's part of every tensor.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ def read(path: str | os.PathLike[str], leave: Collection[str] = ()) -> dict[str,
     Raises
     ------
     CheckpointError
-        When there is no such file, or it is no checkpoint.
+        When the file does not exist, or is not a checkpoint.
     """
     try:
         return read_checkpoint(path, leave)

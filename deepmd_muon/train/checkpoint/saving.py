@@ -140,7 +140,7 @@ class Checkpoints:
         Parameters
         ----------
         own
-            What the checkpoint keeps under our key.
+            The checkpoint's values under our key.
         source
             The checkpoint; nothing happens unless this run saves in the same folder, or when it bears another name
             than it was saved under: the others' names may then be those of another run.

@@ -57,7 +57,7 @@ def _move_state(
                 continue
             shape, old, entry = parameters[name].shape, values.get(key, {}), routing.get(name)
             if entry and entry.route != "frozen" and ("momentum_buffer" in old) != (entry.route == "muon"):
-                old = {}  # of one type alone, the table is no matrix
+                old = {}  # with one type the table is not a matrix
             moments = {what: x for what, x in old.items() if torch.is_tensor(x) and x.dim() == len(shape)}
             values[key] = {**old, **{w: move.rows(x, x.new_zeros(shape), axes[name]) for w, x in moments.items()}}
             if entry and changed:

@@ -1,4 +1,4 @@
-"""What a training run tells: log lines and a progress line, the learning-curve file, TensorBoard.
+"""Reports of a training run: log lines and a progress line, the learning-curve file, TensorBoard.
 
 The trainer knows one object, `Reports`: it asks `due(step)` before it reads metrics from the device, hands
 them to `step`, and calls `close` at the end. Steps are 1-based here, as in DeePMD's log and learning curve.

@@ -43,7 +43,7 @@ class _StderrHandler(_Handler):
 class _FileHandler(_Handler):
     """Write to a file of its own; `logging.FileHandler` would open it through a link.
 
-    The log is on stderr as well, so a file that cannot be written any more is told there once and ends nothing.
+    The log goes to stderr as well, where a file that can no longer be written causes one warning; the run continues.
     """
 
     broken = False
@@ -64,7 +64,7 @@ class _FileHandler(_Handler):
 
     def close(self) -> None:
         """Close the file."""
-        with contextlib.suppress(OSError):  # told by handleError
+        with contextlib.suppress(OSError):  # handleError has logged it
             self.stream.close()
         super().close()
 
@@ -77,7 +77,7 @@ def set_up_logging(
 ) -> None:
     """Send this package's log to stderr and, when `path` is given, to that file as well.
 
-    Calling it again replaces what the last call set up.
+    Another call replaces the set-up of the last one.
 
     Parameters
     ----------

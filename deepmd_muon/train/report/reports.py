@@ -40,7 +40,7 @@ class Report(Protocol):
         """Take the metrics of the 1-based `step`, whose update used the learning rate `lr`."""
 
     def close(self) -> None:
-        """Write what is still kept back and let go of files."""
+        """Write buffered rows and close the files."""
 
 
 def _due(report: Report, step: int) -> bool:

@@ -59,7 +59,7 @@ class ValidationFile:
 
 
 def _lines_until(path: Path, last_step: int) -> list[str]:
-    """Return the lines before the first row beyond `last_step`; what a crash cut short is dropped."""
+    """Return the lines before the first row beyond `last_step`; a line that a crash has cut short is dropped."""
     kept: list[str] = []
     for line in path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines():
         first = line.split()[:1]

@@ -61,5 +61,5 @@ class WandbReport:
         self._run.log({"lr": lr, **metrics}, step=step)
 
     def close(self) -> None:
-        """Send what is left and end the run."""
+        """Send the remaining rows and end the run."""
         self._run.finish()

@@ -1,4 +1,4 @@
-"""What the strategies of several ranks share: agreeing on signals, and reading optimizer state."""
+"""Common parts of the strategies of several ranks: agreeing on signals, and reading optimizer state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SeveralRanks(Strategy):
         self._requested = number
 
     def _loss_and_requests(self, loss: Tensor) -> Tensor:
-        """Return what is summed with the gradients: the loss, and one flag for each signal."""
+        """Return the values to sum with the gradients: the loss, and one flag for each signal."""
         return torch.stack([loss, *(loss.new_tensor(float(self._requested == number)) for number in _SIGNALS)])
 
     def _agree(self, summed: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""What the training loop asks of a way of training."""
+"""The interface between the training loop and a way of training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Reduced(NamedTuple):
     Attributes
     ----------
     gradients
-        What the optimizer will use, as far as this rank holds it.
+        The gradients for the optimizer, this rank's part of them.
     norm
         Norm of the whole gradient, the same on all ranks; not finite where any rank's gradient is not.
     loss
@@ -41,7 +41,7 @@ class Strategy(ABC):
     ranks
         The processes that train together.
     model
-        What they train, on its device.
+        The model, on its device.
 
     Attributes
     ----------

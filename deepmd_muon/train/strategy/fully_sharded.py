@@ -65,7 +65,7 @@ class FullySharded(SeveralRanks):
     Parameters
     ----------
     ranks, model, mesh
-        The processes, what they train (its parameters are cut in place), and their device mesh.
+        The processes, their model (whose parameters are sharded in place), and their device mesh.
     reshard_after_forward
         Whether the gathered parameters are freed between forward and backward pass (stage 3).
     """
@@ -86,7 +86,7 @@ class FullySharded(SeveralRanks):
         self._mesh = mesh
         self._units: list[FSDPModule] = []
         for module in (fitting, model):
-            # FSDP2 hooks onto what a forward pass returns, which must not be views; this hook runs before its own.
+            # FSDP2 registers hooks on outputs of the forward pass, which must not be views; this hook runs first.
             module.register_forward_hook(_without_views)
             self._units.append(fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward))
         fit, root = self._units

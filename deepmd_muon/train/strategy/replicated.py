@@ -27,7 +27,7 @@ class Replicated(SeveralRanks):
     Parameters
     ----------
     ranks, model
-        The processes and what they train.
+        The processes and their model.
     state_in_parts
         Whether each keeps a part of the optimizer's state (stage 1) instead of all of it (stage 0).
     """

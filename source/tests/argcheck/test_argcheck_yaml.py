@@ -41,9 +41,9 @@ def test_numbers_and_truth_values(tmp_path, text, expected):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("!!int many", "the string 'many' is no int at line 1, column 6"),
-        ("!!bool maybe", "the string 'maybe' is no bool at line 1, column 6"),
-        ("[1, !!float x]", "the string 'x' is no float at line 1, column 10"),
+        ("!!int many", "the string 'many' is not of type int at line 1, column 6"),
+        ("!!bool maybe", "the string 'maybe' is not of type bool at line 1, column 6"),
+        ("[1, !!float x]", "the string 'x' is not of type float at line 1, column 10"),
         ("!!timestamp 2026-11-21", "could not determine a constructor"),
     ],
 )

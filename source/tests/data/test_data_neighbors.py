@@ -274,7 +274,7 @@ def test_errors_name_system_and_frame(tmp_path):
 
 def test_long_counts_tell_how_far_they_are(system, monkeypatch, caplog):
     monkeypatch.setattr(neighbor_cache, "CHUNK", 2)
-    monkeypatch.setattr(neighbor_cache, "_TELL", -1.0)
+    monkeypatch.setattr(neighbor_cache, "_LOG_INTERVAL", -1.0)
     caplog.set_level("INFO", "deepmd_muon")
     neighbor_statistics([system], 4.0)
     assert [line.partition(" % done")[0] for line in caplog.messages] == [

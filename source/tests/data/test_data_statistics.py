@@ -102,7 +102,7 @@ def test_no_statistics_file(tmp_path):
     with pytest.raises(DataError, match="is a folder"):
         StatFile(tmp_path)
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(DataError, match="no HDF5 file"):
+    with pytest.raises(DataError, match="not an HDF5 file"):
         StatFile(tmp_path / "text").load(KEY)
 
 

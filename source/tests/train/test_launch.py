@@ -121,12 +121,12 @@ def test_who_hears_nothing_of_the_others_tells_what_is_wrong(monkeypatch, rank):
     become_one_of_two(monkeypatch, rank)
     monkeypatch.setattr(parallel, "ANSWER", 1.0)
     begin = time.monotonic()
-    with parallel.first_tells("wrong") as mine:
+    with parallel.prints_error("wrong") as mine:
         waited = time.monotonic() - begin
     assert mine
     assert (waited > 0.5) == (rank == "1")
     monkeypatch.delenv("RANK")  # nor does who does not know who it is
-    with parallel.first_tells("wrong") as mine:
+    with parallel.prints_error("wrong") as mine:
         assert mine
 
 

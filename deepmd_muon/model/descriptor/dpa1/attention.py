@@ -11,7 +11,7 @@ from deepmd_muon.model.networks import Layer, SeedPath, dtype_of
 
 SHIFT = 20.0  # deepmd-kit's `attnw_shift`: a neighbour at the cut-off has the score −20
 NORMALIZE_EPS = 1e-12  # of torch.nn.functional.normalize
-LAYER_NORM_EPS = 1e-5  # what deepmd-kit's PyTorch backend takes for `ln_eps` null
+LAYER_NORM_EPS = 1e-5  # deepmd-kit's PyTorch backend uses it for `ln_eps` null
 
 
 class _Rescaled(torch.autograd.Function):
@@ -59,7 +59,7 @@ class Gates(NamedTuple):
     Attributes
     ----------
     mask
-        What is added to the scores: 0, or a huge negative number in columns that no row attends to
+        Addend of the scores: 0, or a huge negative number in columns that no row attends to
         `(nreal, 1, ncolumns)`.
     after
         Factor of the softmax `(nreal, ncolumns, ncolumns)`: 0 in rows of empty slots.
@@ -88,7 +88,7 @@ class GatedAttention(torch.nn.Module):
         self.out_proj = Layer(attn, width, timestep=False, dtype=dtype, stream=stream.child(1))
 
     def forward(self, features: torch.Tensor, gates: Gates) -> torch.Tensor:
-        """Return what every neighbour takes from the others `(nreal, ncolumns, width)`."""
+        """Return the attention of every neighbour to the others `(nreal, ncolumns, width)`."""
         inner, outer = self.in_proj.tensors, self.out_proj.tensors
         parts = torch.nn.functional.linear(features, inner.matrix.t(), inner.bias).chunk(3, dim=-1)
         if self.normalize:

@@ -21,7 +21,7 @@ from deepmd_muon.model.type_embedding import TABLE, TypeEmbedding, rows_of
 class Neighborhood(NamedTuple):
     """The environment of every atom, column by column.
 
-    With a mean to subtract, an empty slot is no zero: then a last column stands for all empty slots of its atom.
+    If a mean is subtracted, empty slots are not zero; a last column then represents all empty slots of its atom.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class Neighborhood(NamedTuple):
 
 
 class AttentionBlock(torch.nn.Module):
-    """Holds what deepmd-kit keeps under `descriptor.se_atten`: statistics, attention and embedding nets."""
+    """The content of deepmd-kit's `descriptor.se_atten`: statistics, attention and embedding nets."""
 
     mean: torch.Tensor
     stddev: torch.Tensor

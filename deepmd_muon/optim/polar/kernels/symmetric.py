@@ -180,9 +180,9 @@ def precise(squares, rest, r, c, FINE: tl.constexpr):
     return x
 
 
-# What an update reads: the present X, or the input, or the transposed input, in tiles.
+# Input of an update: the present X, or the input, or the transposed input, in tiles.
 PRESENT, INPUT, TRANSPOSED_INPUT = (tl.constexpr(i) for i in range(3))
-# What an update writes: the next X, or the result with any strides, in tiles, or in transposed tiles.
+# Output of an update: the next X, or the result with any strides, in tiles, or in transposed tiles.
 NEXT, ANYWHERE, IN_TILES, IN_TRANSPOSED_TILES = (tl.constexpr(i) for i in range(4))
 
 
