@@ -317,6 +317,6 @@ def literal(value: Any) -> str:
 
 
 def one_of(choices: Collection[Any]) -> str:
-    """Return the words for what a value must be where these are all there are: a single one stands for itself."""
+    """Return the words for allowed values: "one of …", or the value itself if there is only one."""
     words = ", ".join(map(literal, choices))
     return f"one of {words}" if len(choices) > 1 else words

@@ -46,7 +46,7 @@ def check(section: type[T], given: object) -> Checked[T]:
     section
         The dataclass of the whole input.
     given
-        What the file holds: dicts, lists, strings, numbers, true, false, null.
+        Content of the file: dicts, lists, strings, numbers, true, false, null.
 
     Returns
     -------
@@ -231,7 +231,7 @@ def _comment(key: Any, path: Path) -> bool:
 
 
 def _wanted(key: Key) -> str:
-    """Say what a missing key wants."""
+    """Describe the value of a missing key."""
     return "a section" if key.is_section else describe(key.annotation)
 
 

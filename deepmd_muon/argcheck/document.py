@@ -42,7 +42,7 @@ class _Paragraph:
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """One key: its name, its type with default and range, and what it means."""
+    """One key: its name, its type with default and range, and its meaning."""
 
     name: str
     facts: str

@@ -1,4 +1,4 @@
-"""What an input asks for that deepmd-kit 3.2 has and this package does not, so that deepmd-kit can be asked instead."""
+"""Features of deepmd-kit 3.2 that this package lacks; inputs that request them can go to deepmd-kit instead."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class Problem:
     path
         Where it stands in the file, such as `model/descriptor/rcut`; empty for the file as a whole.
     message
-        What was wrong, what was found and what to do.
+        The problem, the value found and the remedy.
     elsewhere
         Requested features that deepmd-kit has and this package lacks, in words; empty for a mistake.
     """
@@ -60,5 +60,5 @@ class DeepmdKitOnlyError(InputError):
 
     @property
     def elsewhere(self) -> str:
-        """What the input asks for, in words."""
+        """The features that the input requests, in words."""
         return " and ".join(dict.fromkeys(problem.elsewhere for problem in self.problems))

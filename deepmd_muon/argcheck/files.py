@@ -118,7 +118,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises
     ------
     InputError
-        When it cannot be read or parsed, or gives a key more than once that is no comment.
+        When it cannot be read or parsed, or repeats a key that is not a comment.
     """
     source = str(path)
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
@@ -196,7 +196,7 @@ def _parse_yaml(text: str, source: str) -> Any:
 
 
 def _bounded(data: Any, source: str) -> None:
-    """Refuse what no input needs and what later work would choke on: aliases that multiply, depth, huge numbers."""
+    """Reject content that inputs do not need and later code cannot handle: multiplying aliases, depth, huge numbers."""
     stack = [(data, 0)]
     count, problem = 0, None
     while stack and problem is None:

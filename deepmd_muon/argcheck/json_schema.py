@@ -102,7 +102,7 @@ def _value(annotation: Any, setting: Setting) -> dict[str, Any]:
 
 
 def _array(annotation: Any, setting: Setting) -> dict[str, Any]:
-    """Return the schema of a list, or of what stands for a list of one."""
+    """Return the schema of a list, or of a value that stands for a list of one."""
     elements = typing.get_args(annotation)
     items = _value(elements[0], setting)
     schema: dict[str, Any] = {"type": "array", "items": items}

@@ -38,7 +38,7 @@ def _one_warmup(warmup_steps: int, warmup_ratio: float | None) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule(Section):
-    """What every schedule shares."""
+    """Settings of every schedule."""
 
     start_lr: float = setting(above=0.0, maximum=1e3, doc="Learning rate when the warm-up is over.")
     stop_lr: float | None = setting(

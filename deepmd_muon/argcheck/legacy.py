@@ -52,7 +52,7 @@ OLDER_SPELLINGS: tuple[tuple[str, str, str], ...] = (
         'layout "as_stored".',
     ),
 )
-"""What `upgrade` accepts, and what it becomes: for the reference."""
+"""Spellings that `upgrade` accepts, and their translations: for the reference."""
 
 
 @dataclasses.dataclass
@@ -112,7 +112,7 @@ def upgrade(data: dict[str, Any]) -> Upgrade:
     Parameters
     ----------
     data
-        What the file holds; it is not changed.
+        Content of the file; it is not changed.
     """
     upgraded = Upgrade(copy.deepcopy(data))
     training = upgraded.section("training")
@@ -195,7 +195,7 @@ def _translate_hybrid_muon(upgraded: Upgrade) -> None:
     _translate_2d_only(upgraded, optimizer)
     _translate_min_dim(upgraded, optimizer)
     filled = {key: value for key, value in _FIRST_DEFAULTS.items() if key not in optimizer}
-    # `muon_2d_only` was true by default, and every key of that version means what it meant there.
+    # `muon_2d_only` was true by default, and every key of that version keeps its meaning.
     if not given_mode and "muon_2d_only" not in legacy:
         filled["muon_mode"] = "2d"
     optimizer.update(filled)

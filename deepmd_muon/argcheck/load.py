@@ -54,14 +54,14 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
     Parameters
     ----------
     data
-        What an input file holds.
+        Content of an input file.
     source
         Name of the file for the message of an error.
 
     Raises
     ------
     DeepmdKitOnlyError
-        When deepmd-kit, not this package, has what the input asks for.
+        When deepmd-kit, not this package, has the features that the input requests.
     InputError
         With every problem of the input at once.
     """
@@ -111,7 +111,7 @@ def load(path: str | os.PathLike[str]) -> Input:
     Raises
     ------
     DeepmdKitOnlyError
-        When deepmd-kit, not this package, has what the input asks for.
+        When deepmd-kit, not this package, has the features that the input requests.
     InputError
         When the file cannot be read or parsed, or with every problem of its contents at once.
     """

@@ -213,9 +213,9 @@ class TrainingSettings(Section):
         0,
         choices=(0, 1, 2, 3),
         doc=(
-            "What the processes that torchrun starts hold in parts instead of whole: 0 nothing, 1 the optimizer's "
-            "state, 2 gradients and parameters between steps too, 3 also between forward and backward pass. A single "
-            "process holds everything whatever the stage."
+            "Objects that the processes of torchrun hold in parts: 0 none, 1 the optimizer's state, 2 gradients and "
+            "parameters between steps as well, 3 also between forward and backward pass. A single process holds "
+            "everything at any stage."
         ),
     )
     data_parallel_replicate_degree: int = setting(
@@ -232,7 +232,7 @@ class TrainingSettings(Section):
         doc=(
             "Record the training step in a CUDA graph for each shape of batches and replay it: the host then launches "
             "one graph instead of hundreds of kernels. 'auto': where one process trains on a GPU; 'on': the same, but "
-            "an error elsewhere; 'off': never. What cannot be recorded is launched kernel by kernel; the log says why."
+            "an error elsewhere; 'off': never. If recording fails, kernels are launched one by one; the log says why."
         ),
     )
     enable_compile: bool = setting(
@@ -240,8 +240,8 @@ class TrainingSettings(Section):
         doc=(
             "Compile prediction, loss and gradient of the captured training step with torch's compiler, for each of "
             "the first 8 shapes of batches: it takes 10 to 60 s a shape, less where its cache on disk is warm, and "
-            "makes steps of se_atten several times faster. Ignored where steps are not captured; what cannot be "
-            "compiled runs as without, and the log says why."
+            "makes steps of se_atten several times faster. Ignored unless steps are captured. If "
+            "compilation fails, steps run uncompiled, and the log says why."
         ),
     )
     interpolate_embedding: bool = setting(

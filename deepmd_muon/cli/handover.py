@@ -17,7 +17,7 @@ class HandOver(Exception):  # noqa: N818 (a request, not an error)
     Parameters
     ----------
     what
-        What this package does not have.
+        The missing feature.
     advice
         Advice if deepmd-kit is not installed either.
     """
@@ -58,7 +58,7 @@ def hand_over(what: str, words: list[str], advice: str = "") -> int:
     Parameters
     ----------
     what
-        What this package does not have.
+        The missing feature.
     words
         The command line for deepmd-kit.
     advice

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     -------
     int
         0 on success, 2 when the command line or a file it names is wrong, 1 when the work cannot go on (a full disk, no
-        memory, a loss that is not finite), 130 after Ctrl-C; otherwise what the command or deepmd-kit returned.
+        memory, a loss that is not finite), 130 after Ctrl-C; otherwise the status of the command or of deepmd-kit.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     backend, rest = split_backend(words)

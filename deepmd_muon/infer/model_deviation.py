@@ -78,7 +78,7 @@ def model_deviation(
     frames
         Frames, with labels for `real_error`; padding counts as atoms, as in deepmd-kit.
     settings
-        What to compute.
+        The quantities to compute.
 
     Returns
     -------

@@ -23,7 +23,7 @@ _Function = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Activation:
-    """A function f applied to every element h, and what its derivatives are cheapest from.
+    """A function f applied to every element h, and the values from which its derivatives are cheapest.
 
     Attributes
     ----------

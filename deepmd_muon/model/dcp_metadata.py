@@ -1,7 +1,7 @@
 """The description of the parts in a directory of torch.distributed.checkpoint, checked value by value.
 
-torch pickles it into the file ``.metadata``. Here it is read as data, and torch's objects are made anew from what was
-found: names, shapes, dtypes, and where each part lies.
+torch pickles it into the file ``.metadata``. Here it is read as data, and torch's objects are built from its
+values: names, shapes, dtypes, and the location of each part.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def read_metadata(folder: Path) -> Metadata:
     Returns
     -------
     Metadata
-        Of tensors alone. Their parts lie in files of this folder, apart from each other, and are no larger than what
-        lies there.
+        Of tensors alone. Their parts lie in files of this folder, do not overlap, and are not larger than these
+        files.
 
     Raises
     ------

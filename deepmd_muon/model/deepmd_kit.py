@@ -1,4 +1,4 @@
-"""Checkpoints of deepmd-kit 3.2: its names for what we store, both ways.
+"""Checkpoints of deepmd-kit 3.2: translation of names, both ways.
 
 Our parameters already carry deepmd-kit's names; a deepmd-kit state dict adds the prefix `model.Default.`, every
 network a second time under `_networks`, empty `compress_…` parameters, `min_nbor_dist` and `_extra_state`.
@@ -26,7 +26,7 @@ PREFIX = f"model.{SINGLE}."
 UNKNOWN_DISTANCE = -1.0  # deepmd-kit's min_nbor_dist of a model that never saw its data's
 _PARTS = {"descriptor": DESCRIPTORS, "fitting_net": FITTING_NETS}
 
-# What deepmd-kit's argument check adds to a model section; its builder reads some of them without a default.
+# Keys that deepmd-kit's argument check adds to a model section; its builder reads some of them without a default.
 _ONLY_THEIRS: dict[str, Any] = {
     "data_bias_nsample": 10,
     "pair_exclude_types": [],
@@ -228,7 +228,7 @@ def _foreign(params: Mapping[str, Any]) -> list[str]:
 
 
 def _refused(settings: type[Any], section: Mapping[str, Any], where: str) -> list[str]:
-    """Name the keys of deepmd-kit that ask for what a part does not have here."""
+    """Name the keys of deepmd-kit that request features a part lacks here."""
     problems = [
         f"{where}{key} is {section[key]!r}"
         for key, foreign in settings.foreign.items()

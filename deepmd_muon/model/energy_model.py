@@ -38,7 +38,7 @@ class EnergyModel(torch.nn.Module):
     Attributes
     ----------
     settings
-        What the model was built from.
+        The settings of the model.
     type_map
         Element symbol of every type.
     neighbors

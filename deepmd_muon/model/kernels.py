@@ -45,8 +45,8 @@ def traced() -> Iterator[None]:
 class Branches:
     """Independent chains of small kernels, each on a stream of its own, so that they overlap on a GPU.
 
-    Work that is launched ``with branches.chain(i):`` waits for all that was queued before the context was entered, and
-    what is queued after its end waits for the work of all chains. Chain 0 stays on the current stream. Memory that a
+    Work launched ``with branches.chain(i):`` waits for all work queued before the context was entered, and
+    work queued after its end waits for all chains. Chain 0 stays on the current stream. Memory that a
     chain allocates may be freed at any time: only a later use of `Branches` can get it again.
 
     Parameters

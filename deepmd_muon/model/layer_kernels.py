@@ -1,4 +1,4 @@
-"""Triton kernels of what a tanh layer does between its matrix products; `layers` defines their results."""
+"""Triton kernels of the element-wise part of a tanh layer; `layers` defines their results."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 # ruff: noqa: ANN001, ANN202

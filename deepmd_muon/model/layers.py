@@ -1,4 +1,4 @@
-"""What a dense layer does between its matrix products, for values, tangents and their cotangents.
+"""Element-wise part of a dense layer, for values, tangents and their cotangents.
 
 A layer is y = f(h)·idt + copies of x with h = x·matrix + bias (`deepmd_muon.model.networks`). Each function here is
 one launch on a GPU where f is tanh, and a few of torch's operations elsewhere, which define the result.
@@ -38,7 +38,7 @@ def _fused(f: Activation, tensor: torch.Tensor) -> Any:
 def forward(
     f: Activation, h: torch.Tensor, idt: torch.Tensor | None, x: torch.Tensor, copies: Copies
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y `(rows, n)` and what the derivatives need of f(h); `h` may be overwritten."""
+    """Return y `(rows, n)` and the values of f(h) that the derivatives need; `h` may be overwritten."""
     fused = _fused(f, h)
     if fused is not None:
         both: tuple[torch.Tensor, torch.Tensor] = fused.forward(h, idt, x, residual=copies > 0)
@@ -107,7 +107,7 @@ def cotangents(
 
 
 class Tape(NamedTuple):
-    """What the backward pass of `values` needs: each layer's input, and what the derivatives need of its activation."""
+    """Tensors for the backward pass of `values`: each layer's input, and the saved values of its activation."""
 
     inputs: list[torch.Tensor]
     keeps: list[torch.Tensor]

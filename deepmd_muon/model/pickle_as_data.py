@@ -1,8 +1,8 @@
 """Reading a pickle as data: calls and classes become records, nothing is imported, called or set.
 
-`pickle.Unpickler` runs what a pickle asks for; narrowing `find_class` still lets it call what was found and set
-attributes on it (BUILD). Here the opcodes are interpreted one by one, and those that would run code only note what was
-asked for. The caller decides what a record stands for.
+`pickle.Unpickler` runs code that a pickle names; even with a restricted `find_class` it calls the objects it finds and
+sets attributes on them (BUILD). Here the opcodes are interpreted one by one, and those that would run code only record
+the request. The caller decides the meaning of a record.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Record:
     kind
         The class or function that would make it.
     arguments
-        What it would be called with.
+        The arguments of the call.
     state
         What would be set on it; None where the pickle sets nothing.
     """
@@ -60,7 +60,7 @@ class Pairs:
 
 
 def read_pickle(data: bytes, allowed: Collection[Name]) -> Any:
-    """Return what a pickle describes: plain values, lists, tuples, `Pairs` and `Record`.
+    """Return the content of a pickle: plain values, lists, tuples, `Pairs` and `Record`.
 
     Parameters
     ----------

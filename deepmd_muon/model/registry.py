@@ -1,7 +1,7 @@
 """The parts a model is made of, by the `type` they have in an input; torch-free.
 
 A part is named by strings `"module:attribute"` or by the objects themselves; strings are imported at first use, so
-that reading an input imports no torch and a model imports only what it consists of. A third party adds a part of its
+that reading an input imports no torch and a model imports only its own parts. A third party adds a part of its
 own without touching this package::
 
     from deepmd_muon.model import register_descriptor
@@ -42,7 +42,7 @@ class Part:
 
 
 def _found(reference: Any) -> Any:
-    """Return what a reference `"module:attribute"` names, or the object itself."""
+    """Return the object that a reference `"module:attribute"` names, or the object itself."""
     if not isinstance(reference, str):
         return reference
     module, _, name = reference.partition(":")

@@ -13,7 +13,7 @@ TABLE = "embedding.embedding_net.layers.0.matrix"
 
 
 def identity(matrix: torch.Tensor) -> torch.Tensor:
-    """Return what the residual connection adds to the matrix `(ntypes, width)`: one identity, two, or zeros."""
+    """Return the residual connection's addend of the matrix `(ntypes, width)`: one identity, two, or zeros."""
     ntypes, width = matrix.shape
     copies = width // ntypes if width in (ntypes, 2 * ntypes) else 0
     one = torch.eye(ntypes, dtype=matrix.dtype, device=matrix.device)

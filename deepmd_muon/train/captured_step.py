@@ -208,7 +208,7 @@ class CapturedStep:
         return graph
 
     def _on_side_stream(self, launch: Callable[[], None]) -> None:
-        """Launch on the stream that captures use, between what this stream did and will do."""
+        """Launch on the stream of captures, after earlier and before later work of the current stream."""
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):

@@ -21,7 +21,7 @@ def open_device() -> None:
 
 def _retain_context() -> None:
     """Retain the primary context by the driver's own functions; they say by a number that they failed."""
-    with contextlib.suppress(OSError, AttributeError):  # no driver, or an odd one: torch will say what is wrong
+    with contextlib.suppress(OSError, AttributeError):  # no driver, or an odd one: torch will report it
         driver = ctypes.CDLL("libcuda.so.1")
         device, context = ctypes.c_int(), ctypes.c_void_p()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:

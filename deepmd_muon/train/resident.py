@@ -148,7 +148,7 @@ class ResidentSystem:
         return TrainingBatch(structures, labels, mask, self.name, self.atoms(nframes), self.present(nframes))
 
     def _unpacked(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return what the rows of some frames hold, by name."""
+        """Return the content of the rows of some frames, by name."""
         parts = rows.split([math.prod(shape) for shape in self._shapes.values()], dim=1)
         return {name: part.view(-1, *shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)}
 

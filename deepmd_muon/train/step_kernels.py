@@ -1,4 +1,4 @@
-"""Triton kernels of what a training step does around the model, one launch each.
+"""Triton kernels of a training step's work around the model, one launch each.
 
 `DeviceGuard.admits` and `ResidentSystem.gather` define the results by torch's operations.
 """

@@ -1,1 +1,1 @@
-"""Descriptors: what an atom sees of its neighbourhood."""
+"""Descriptors: representations of an atom's neighbourhood."""

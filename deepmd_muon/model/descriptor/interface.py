@@ -1,4 +1,4 @@
-"""What a descriptor is: the contract between its folder and every other room.
+"""Descriptors: the contract between their folders and every other room.
 
 A descriptor's folder holds `settings.py` (a `DescriptorSettings`: keys, defaults, rules, the neighbour list it reads,
 how "auto" resolves), `module.py` (a `Descriptor`, built from these settings) and `deepmd_kit.py` (a `Translation`).
@@ -58,7 +58,7 @@ class Descriptor(Protocol):
 
 @runtime_checkable
 class Standardised(Protocol):
-    """What a descriptor offers besides when the data give mean and deviation of its environment rows."""
+    """A descriptor whose environment rows take mean and deviation from the data."""
 
     needs_statistics: bool
 
@@ -74,7 +74,7 @@ class Standardised(Protocol):
 
 @runtime_checkable
 class Interpolated(Protocol):
-    """What a descriptor offers besides when training steps may interpolate its networks.
+    """A descriptor whose networks training steps may interpolate.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ class Interpolated(Protocol):
 
 @runtime_checkable
 class TypeIndexed(Protocol):
-    """What a descriptor or fitting net offers besides when it can be given another type map.
+    """A descriptor or fitting net that can change its type map.
 
     Attributes
     ----------

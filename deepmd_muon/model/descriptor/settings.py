@@ -1,4 +1,4 @@
-"""What the settings of every descriptor answer; torch-free, so that the input check can read them."""
+"""The interface of all descriptors' settings; torch-free, so that the input check can read them."""
 
 from __future__ import annotations
 
@@ -87,6 +87,6 @@ class DescriptorSettings(Section):
         return self
 
     def statistics_key(self) -> dict[str, Any]:
-        """Return what the descriptor's statistics depend on, as plain values; every setting unless overridden."""
+        """Return the settings that determine the descriptor's statistics, as plain values; all unless overridden."""
         plain: dict[str, Any] = {"type": self.type, **thaw(self)}
         return plain

@@ -1,4 +1,4 @@
-"""What a fitting net is: the contract between its folder and the energy model."""
+"""Fitting nets: the contract between their folders and the energy model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a frozen file computes with: functions and modules that `torch.jit.script` compiles.
+"""Parts of a frozen file: functions and modules that `torch.jit.script` compiles.
 
 The training path derives forces for a second derivative and feeds Triton kernels; a file for molecular dynamics needs
 neither, must not depend on this package, and gets its neighbour list from outside. So every part of a model has a

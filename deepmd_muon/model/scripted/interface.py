@@ -1,4 +1,4 @@
-"""What a part of a frozen file is: the contract between its folder and `deepmd_muon.deploy`.
+"""A part of a frozen file: the contract between its folder and `deepmd_muon.deploy`.
 
 A part's folder holds `scripted.py` with a module that TorchScript compiles, built from the part's trained module. The
 registry names it; a part without one cannot be frozen.

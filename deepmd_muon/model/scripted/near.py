@@ -113,7 +113,7 @@ def neighbors_within(
     listed
         Numbers of atoms near each centre `(ncentre, n)`, −1 for an empty entry.
     request
-        What to keep.
+        The rows to keep.
 
     Returns
     -------

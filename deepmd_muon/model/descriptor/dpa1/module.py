@@ -225,7 +225,7 @@ class DPA1(torch.nn.Module):
         return x
 
     def _gates(self, near: Neighborhood, structures: Structures) -> Gates:
-        """Return what every attention layer does to its weights."""
+        """Return the function that every attention layer applies to its weights."""
         real, dtype = near.real, near.rows.dtype
         smooth = self.settings.smooth_type_embedding
         columns = structures.neighbor.shape[1]

@@ -128,7 +128,7 @@ class ScriptedDPA1(torch.nn.Module):
 
     @torch.no_grad()
     def _tabulate(self, module: DPA1, table: torch.Tensor) -> None:
-        """Keep what the first layer, or the net of the types, makes of every type or pair of types."""
+        """Keep the results of the first layer, or of the net of the types, for every type or pair of types."""
         first, ntypes, width = self.layers[0], len(table), table.shape[1]
         n_out = first.matrix.shape[1]
         of_neighbor, of_centre = first.bias.expand(ntypes, n_out).clone(), table.new_zeros(ntypes, n_out)
@@ -211,7 +211,7 @@ class ScriptedDPA1(torch.nn.Module):
         return features
 
     def _gates(self, columns: Columns, slots: int) -> Gates:
-        """Return what every attention layer does to its weights; `slots` columns stand for one slot each."""
+        """Return the function that every attention layer applies to its weights; `slots` columns are one slot each."""
         real = columns.real
         switch = columns.switch.unsqueeze(2) * columns.switch.unsqueeze(1)
         after = switch if self.smooth else real.to(self.mean.dtype).unsqueeze(2)

@@ -29,7 +29,7 @@ TebdInputMode = Literal["concat", "strip"]
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings(DescriptorSettings):
-    """What both forms of DPA-1 have in common."""
+    """Settings of both forms of DPA-1."""
 
     one_fitting_net: ClassVar[bool] = True
 
@@ -75,7 +75,7 @@ class AttentionSettings(DescriptorSettings):
     temperature: float | None = setting(None, doc="Factor of the attention scores in place of the one above.")
     concat_output_tebd: bool = setting(True, doc="Append the vector of the atom's type to the descriptor.")
     activation_function: str = setting("tanh", **ACTIVATION)
-    resnet_dt: bool = setting(False, doc="Scale what a layer adds to its input by a trainable vector.")
+    resnet_dt: bool = setting(False, doc="Multiply the term that a layer adds to its input by a trainable vector.")
     precision: Precision = setting("default", **PRECISION)
     trainable: bool = setting(True, doc="Train the parameters of the descriptor.")
     trainable_ln: bool = setting(True, doc="Train scale and shift of the layer normalisation.")

@@ -236,7 +236,7 @@ class _Tangents:
 
     @classmethod
     def of(cls, given: tuple[torch.Tensor | None, ...], *like: torch.Tensor) -> _Tangents:
-        """Replace what did not arrive by zeros."""
+        """Replace missing parts by zeros."""
         return cls(*(torch.zeros_like(x) if g is None else g.contiguous() for g, x in zip(given, like, strict=True)))
 
 

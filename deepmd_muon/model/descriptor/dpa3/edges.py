@@ -22,7 +22,7 @@ EDGE_BLOCK_ROWS = 1024  # edges of a block on a CPU: with 512 numbers each 2 MB 
 
 
 class EdgeTerms(NamedTuple):
-    """What the edges of one layer are computed from, or tangents or gradients of it.
+    """The inputs of one layer's edges, or tangents or gradients of them.
 
     Attributes
     ----------

@@ -18,7 +18,7 @@ from deepmd_muon.model.networks import Layer, SeedPath
 
 @dataclass(frozen=True)
 class Graph:
-    """Edges and angles of a batch, and what they take from positions.
+    """Edges and angles of a batch, and their functions of positions.
 
     Attributes
     ----------

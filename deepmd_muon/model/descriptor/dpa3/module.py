@@ -19,7 +19,7 @@ from deepmd_muon.model.type_embedding import TABLE, TypeEmbedding
 
 
 class Repflows(torch.nn.Module):
-    """Holds what deepmd-kit keeps under `descriptor.repflows`: statistics, first embeddings and layers."""
+    """The content of deepmd-kit's `descriptor.repflows`: statistics, first embeddings and layers."""
 
     mean: torch.Tensor
     stddev: torch.Tensor

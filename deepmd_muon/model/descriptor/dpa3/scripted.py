@@ -65,7 +65,7 @@ class LayerWeights(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """Edges and angles and what they take from positions; see `layer.Graph`.
+    """Edges and angles and their functions of positions; see `layer.Graph`.
 
     Angles belong to the first columns: `angle_weight` and `in_angle` `(ncentre, nslots)`.
     """

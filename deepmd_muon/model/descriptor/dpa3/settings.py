@@ -23,7 +23,7 @@ from deepmd_muon.section import Foreign, Rule, Section, section
 from deepmd_muon.setting import InvalidSettingError, setting
 
 UpdateStyle = Literal["res_residual", "res_avg", "res_incr"]
-OLD_FIXED_DEVIATION = 0.3  # what deepmd-kit's `skip_stat` stands for
+OLD_FIXED_DEVIATION = 0.3  # the value that deepmd-kit's `skip_stat` implies
 
 _SEL: dict[str, Any] = {"minimum": 1, **SLOTS, "pattern": AUTO_SEL, "forms": '"auto", "auto:factor" or a whole number'}
 

@@ -75,7 +75,7 @@ def plan_blocks(filled: np.ndarray, width: int, device: torch.device) -> list[Bl
 
 @dataclass
 class _LayerTrace:
-    """What the backward pass of one layer needs: its stacked input, activation and tangent before it."""
+    """Tensors for the backward pass of one layer: its stacked input, activation and tangent before it."""
 
     stack: torch.Tensor
     keep: torch.Tensor
@@ -107,7 +107,7 @@ class _Block:
 
 @dataclass
 class Tape:
-    """Shared by one `Gather` and its `Spread`: what to do, the blocks, and Ā once it is known.
+    """Shared by one `Gather` and its `Spread`: the operation, the blocks, and Ā once it is known.
 
     Attributes
     ----------

@@ -20,7 +20,7 @@ from deepmd_muon.model.structures import Structures
 
 
 class EmbeddingBlock(torch.nn.Module):
-    """Holds what deepmd-kit keeps under `descriptor.sea`: statistics and embedding nets."""
+    """The content of deepmd-kit's `descriptor.sea`: statistics and embedding nets."""
 
     mean: torch.Tensor
     stddev: torch.Tensor

@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
 
 class Tape(NamedTuple):
-    """What the pullback needs of the values."""
+    """Values that the pullback needs."""
 
     environment: Rows
     scale: torch.Tensor

@@ -62,7 +62,7 @@ class SeE2ASettings(DescriptorSettings):
         doc="Number of columns of the embedding matrix that the descriptor multiplies the whole matrix with.",
     )
     activation_function: str = setting("tanh", **ACTIVATION)
-    resnet_dt: bool = setting(False, doc="Scale what a layer adds to its input by a trainable vector.")
+    resnet_dt: bool = setting(False, doc="Multiply the term that a layer adds to its input by a trainable vector.")
     type_one_side: bool = setting(
         False, doc="One embedding net for each type of neighbour instead of one for each pair of types."
     )

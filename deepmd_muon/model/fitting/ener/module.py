@@ -31,7 +31,7 @@ def _down(of_h: torch.Tensor, layer: LayerTensors, above: torch.Tensor, copies: 
 
 
 class _Tape(NamedTuple):
-    """What the backward pass of one network needs: each layer's input, activation's rest, and adjoint of its output."""
+    """Tensors for one network's backward pass: each layer's input, saved activation, and adjoint of its output."""
 
     inputs: list[torch.Tensor]
     keeps: list[torch.Tensor]

@@ -34,7 +34,7 @@ class EnerSettings(Section):
         alias=("n_neuron",),
         doc="Widths of the hidden layers. A layer as wide as the one before it adds its input to its output.",
     )
-    resnet_dt: bool = setting(True, doc="Scale what a layer adds to its input by a trainable vector.")
+    resnet_dt: bool = setting(True, doc="Multiply the term that a layer adds to its input by a trainable vector.")
     activation_function: str = setting("tanh", **ACTIVATION)
     precision: Precision = setting("default", **PRECISION)
     trainable: bool | tuple[bool, ...] = setting(
