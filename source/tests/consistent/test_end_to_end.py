@@ -5,8 +5,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -29,20 +27,6 @@ def dp(folder, *words, status=0):
     return printed.getvalue()
 
 
-def dp_process(folder, *words):
-    """Run our command line in a process of its own and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "deepmd_muon", *words],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The example's input with a smaller network and fewer steps, trained."""
@@ -52,11 +36,11 @@ def trained(tmp_path_factory):
     content["model"]["fitting_net"].update(neuron=[48, 48], precision="float64")
     for part, kind in (("training_data", "train"), ("validation_data", "valid")):
         content["training"][part]["systems"] = [f"{EXAMPLE / 'water_xtb.hdf5'}#/{kind}/{t}K" for t in (300, 350)]
-    content["training"].update(numb_steps=300, disp_freq=50, save_freq=100)
+    content["training"].update(numb_steps=160, disp_freq=40, save_freq=80)
     content["training"]["validation_data"]["numb_btch"] = 2
     content["learning_rate"]["stop_lr"] = 1e-4
     (folder / "input.json").write_text(json.dumps(content))
-    log = dp_process(folder, "--pt", "train", "input.json")
+    log = dp(folder, "--pt", "train", "input.json")
     return folder, content, log
 
 
@@ -66,7 +50,7 @@ def test_log_tells_routes_and_errors(trained):
     # Per type: embedding matrices (8, 16) and (16, 32); fitting (128, 48) and (48, 48).
     assert routes
     assert int(routes[1]) == 8
-    assert re.search(r"Batch +300: val: rmse = .*rmse_f = ", log)
+    assert re.search(r"Batch +160: val: rmse = .*rmse_f = ", log)
 
 
 def test_the_error_falls_and_dp_test_finds_it(trained):
@@ -98,7 +82,7 @@ def test_restart_with_another_mode_stops_with_every_difference(trained):
     folder, content, _ = trained
     changed = {**content, "optimizer": {**content["optimizer"], "min_matrix_dim": 10}}
     (folder / "changed.json").write_text(json.dumps(changed))
-    text = dp(folder, "--pt", "train", "changed.json", "-o", "c.json", "--restart", "model.ckpt-200.pt", status=2)
+    text = dp(folder, "--pt", "train", "changed.json", "-o", "c.json", "--restart", "model.ckpt-80.pt", status=2)
     assert "Traceback" not in text
     assert text.count("saved: route muon") == 2  # the two embedding matrices of 8x16
 
