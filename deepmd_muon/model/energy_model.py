@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -173,12 +173,47 @@ def edge_vectors(structures: Structures) -> torch.Tensor:
     return torch.baddbmm(edges, structures.shift.to(box.dtype), box)
 
 
+class Forces(torch.autograd.Function):
+    """−dE/dR from dE/dr_ij: r_ij grows with atom j and shrinks with atom i. Linear in dE/dr_ij."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int
+    ) -> torch.Tensor:
+        """Return forces `(natoms, 3)` from `(nreal, nnei, 3)`; arguments as in `Structures`."""
+        ctx.save_for_backward(order, neighbor)
+        if _use_kernels(slope.device):
+            from deepmd_muon.model.descriptor import environment_kernels
+
+            return environment_kernels.scatter(slope, order, neighbor, natoms)
+        flat = slope.new_zeros(natoms, 3).index_add_(0, order, slope.sum(1))
+        return flat.index_add_(0, neighbor.clamp(min=0).view(-1), slope.reshape(-1, 3), alpha=-1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        """Return the cotangent of dE/dr_ij; arbitrary in empty slots, where dE/dr_ij is 0 whatever the parameters."""
+        order, neighbor = ctx.saved_tensors
+        if _use_kernels(cotangent.device):
+            from deepmd_muon.model.descriptor import environment_kernels
+
+            return environment_kernels.gather(cotangent, order, neighbor), None, None, None
+        there = cotangent.index_select(0, neighbor.clamp(min=0).view(-1)).view(*neighbor.shape, 3)
+        return cotangent.index_select(0, order).unsqueeze(1) - there, None, None, None
+
+
+def _use_kernels(device: torch.device) -> bool:
+    """Tell whether forces may be added up by Triton, in an order that varies."""
+    return kernels.usable(device) and not torch.are_deterministic_algorithms_enabled()
+
+
 def _forces(structures: Structures, slope: torch.Tensor) -> torch.Tensor:
-    """−dE/dR from dE/dr_ij: r_ij grows with atom j and shrinks with atom i."""
+    """−dE/dR `(nframes, natoms, 3)` from dE/dr_ij."""
     shape = structures.coord.shape
-    flat = slope.new_zeros(shape[0] * shape[1], 3).index_add_(0, structures.order, slope.sum(1))
-    neighbor = structures.neighbor.clamp(min=0).view(-1)
-    return flat.index_add_(0, neighbor, slope.reshape(-1, 3), alpha=-1).view(shape)
+    return _add_up(slope, structures.order, structures.neighbor, shape[0] * shape[1]).view(shape)
+
+
+_add_up: Callable[..., torch.Tensor] = Forces.apply  # torch leaves `apply` untyped
 
 
 def _virial(structures: Structures, slope: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ def environment(
 
 
 class EdgeDerivative(torch.autograd.Function):
-    """dE/dr_ij from dE/drow: the transpose of the Jacobian that `Environment` stores.
+    """dE/dr_ij from dE/dR, R = factor·row + constant: the transpose of the Jacobian that `Environment` stores.
 
     Linear in its first argument, and nothing else in it depends on parameters.
     """
@@ -79,18 +79,20 @@ class EdgeDerivative(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        row_adjoint: torch.Tensor,
+        adjoint: torch.Tensor,
+        factor: torch.Tensor,
         edges: torch.Tensor,
         radial: torch.Tensor,
         isotropic: torch.Tensor,
         bend: torch.Tensor,
     ) -> torch.Tensor:
-        """Return dE/dr_ij `(nreal, nnei, 3)` [eV/Å] from dE/drow `(nreal, nnei, 4)`."""
-        ctx.save_for_backward(edges, radial, isotropic, bend)
+        """Return dE/dr_ij `(nreal, nnei, 3)` [eV/Å] from dE/dR `(nreal, nnei, 4)` and factor `(nreal, 4)`."""
+        ctx.save_for_backward(factor, edges, radial, isotropic, bend)
         if kernels.usable(edges.device):
             from deepmd_muon.model.descriptor import environment_kernels
 
-            return environment_kernels.pull(row_adjoint, edges, radial, isotropic, bend)
+            return environment_kernels.pull(adjoint, factor, edges, radial, isotropic, bend)
+        row_adjoint = (adjoint * factor.unsqueeze(1)).to(edges.dtype)
         along = (row_adjoint[..., 1:] * edges).sum(-1)
         scale = torch.addcmul(radial * row_adjoint[..., 0], bend, along)
         return torch.addcmul(isotropic.unsqueeze(-1) * row_adjoint[..., 1:], scale.unsqueeze(-1), edges)
@@ -99,17 +101,18 @@ class EdgeDerivative(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
         """Return the Jacobian times the cotangent."""
-        edges, radial, isotropic, bend = ctx.saved_tensors
+        factor, edges, radial, isotropic, bend = ctx.saved_tensors
         if kernels.usable(edges.device):
             from deepmd_muon.model.descriptor import environment_kernels
 
-            return environment_kernels.push(cotangent, edges, radial, isotropic, bend), None, None, None, None
+            moved = environment_kernels.push(cotangent, factor, edges, radial, isotropic, bend)
+            return moved, None, None, None, None, None
         along = (cotangent * edges).sum(-1)
         out = torch.empty((*along.shape, 4), dtype=cotangent.dtype, device=cotangent.device)
         torch.mul(radial, along, out=out[..., 0])
         torch.mul(isotropic.unsqueeze(-1), cotangent, out=out[..., 1:])
         out[..., 1:].addcmul_((bend * along).unsqueeze(-1), edges)
-        return out, None, None, None, None
+        return out.to(factor.dtype) * factor.unsqueeze(1), None, None, None, None, None
 
 
 edge_derivative: Callable[..., torch.Tensor] = EdgeDerivative.apply  # torch leaves `apply` untyped

@@ -96,20 +96,25 @@ def _environment_kernel(
 def _pull_kernel(
     out,
     adjoint,
+    factor,
     edges,
     radial,
     isotropic,
     bend,
     count,
+    nnei,
     block: tl.constexpr,
 ):
-    """dE/dr_ij from dE/drow."""
+    """dE/dr_ij from dE/dR, R = factor·row + constant."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = edge < count
     x, y = tl.load(edges + edge * 3, real, 0.0), tl.load(edges + edge * 3 + 1, real, 0.0)
     z = tl.load(edges + edge * 3 + 2, real, 0.0)
-    a0, a1 = tl.load(adjoint + edge * 4, real, 0.0), tl.load(adjoint + edge * 4 + 1, real, 0.0)
-    a2, a3 = tl.load(adjoint + edge * 4 + 2, real, 0.0), tl.load(adjoint + edge * 4 + 3, real, 0.0)
+    at = factor + edge // nnei * 4
+    a0 = tl.load(adjoint + edge * 4, real, 0.0).to(tl.float64) * tl.load(at, real, 0.0)
+    a1 = tl.load(adjoint + edge * 4 + 1, real, 0.0).to(tl.float64) * tl.load(at + 1, real, 0.0)
+    a2 = tl.load(adjoint + edge * 4 + 2, real, 0.0).to(tl.float64) * tl.load(at + 2, real, 0.0)
+    a3 = tl.load(adjoint + edge * 4 + 3, real, 0.0).to(tl.float64) * tl.load(at + 3, real, 0.0)
     iso = tl.load(isotropic + edge, real, 0.0)
     scale = tl.load(radial + edge, real, 0.0) * a0 + tl.load(bend + edge, real, 0.0) * (a1 * x + a2 * y + a3 * z)
     tl.store(out + edge * 3, iso * a1 + scale * x, real)
@@ -121,11 +126,13 @@ def _pull_kernel(
 def _push_kernel(
     out,
     cotangent,
+    factor,
     edges,
     radial,
     isotropic,
     bend,
     count,
+    nnei,
     block: tl.constexpr,
 ):
     """Apply the transpose of `_pull_kernel`."""
@@ -137,10 +144,55 @@ def _push_kernel(
     c3 = tl.load(cotangent + edge * 3 + 2, real, 0.0)
     along = c1 * x + c2 * y + c3 * z
     iso, turn = tl.load(isotropic + edge, real, 0.0), tl.load(bend + edge, real, 0.0) * along
-    tl.store(out + edge * 4, tl.load(radial + edge, real, 0.0) * along, real)
-    tl.store(out + edge * 4 + 1, iso * c1 + turn * x, real)
-    tl.store(out + edge * 4 + 2, iso * c2 + turn * y, real)
-    tl.store(out + edge * 4 + 3, iso * c3 + turn * z, real)
+    at = factor + edge // nnei * 4
+    first = tl.load(radial + edge, real, 0.0) * along
+    dtype: tl.constexpr = out.dtype.element_ty
+    tl.store(out + edge * 4, (first * tl.load(at, real, 0.0)).to(dtype), real)
+    tl.store(out + edge * 4 + 1, ((iso * c1 + turn * x) * tl.load(at + 1, real, 0.0)).to(dtype), real)
+    tl.store(out + edge * 4 + 2, ((iso * c2 + turn * y) * tl.load(at + 2, real, 0.0)).to(dtype), real)
+    tl.store(out + edge * 4 + 3, ((iso * c3 + turn * z) * tl.load(at + 3, real, 0.0)).to(dtype), real)
+
+
+@triton.jit
+def _scatter_kernel(
+    force,
+    slope,
+    order,
+    neighbor,
+    nnei,
+    block: tl.constexpr,
+):
+    """Add the slopes of one atom's edges to the force on it, and take each from that on the neighbour."""
+    atom = tl.program_id(0).to(tl.int64)
+    here = force + tl.load(order + atom) * 3
+    for begin in range(0, nnei, block):
+        column = begin + tl.arange(0, block)
+        edge = atom * nnei + column
+        there = tl.load(neighbor + edge, column < nnei, -1)
+        for k in tl.static_range(3):
+            part = tl.load(slope + edge * 3 + k, column < nnei, 0.0)
+            tl.atomic_add(here + k, tl.sum(part))
+            tl.atomic_add(force + there * 3 + k, -part, there >= 0)
+
+
+@triton.jit
+def _gather_kernel(
+    slope,
+    force,
+    order,
+    neighbor,
+    count,
+    nnei,
+    block: tl.constexpr,
+):
+    """Apply the transpose of `_scatter_kernel`."""
+    edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = edge < count
+    here = tl.load(order + edge // nnei, real, 0) * 3
+    there = tl.load(neighbor + edge, real, -1)
+    for k in tl.static_range(3):
+        difference = tl.load(force + here + k, real, 0.0) - tl.load(force + there * 3 + k, there >= 0, 0.0)
+        tl.store(slope + edge * 3 + k, difference, real)
 
 
 def edge_vectors(
@@ -191,17 +243,38 @@ def environment(
     return masked, rows, scalars
 
 
-def pull(adjoint: torch.Tensor, edges: torch.Tensor, *scalars: torch.Tensor) -> torch.Tensor:
-    """Return dE/dr_ij `(nreal, nnei, 3)` from dE/drow `(nreal, nnei, 4)`."""
+def pull(adjoint: torch.Tensor, factor: torch.Tensor, edges: torch.Tensor, *scalars: torch.Tensor) -> torch.Tensor:
+    """Return dE/dr_ij `(nreal, nnei, 3)` from dE/dR `(nreal, nnei, 4)`, R = `factor` (nreal, 4) · row + constant."""
     out = torch.empty_like(edges)
     count = out.numel() // 3
-    _pull_kernel[(triton.cdiv(count, BLOCK),)](out, adjoint.contiguous(), edges, *scalars, count, block=BLOCK)
+    tensors = adjoint.contiguous(), factor.contiguous(), edges, *scalars
+    _pull_kernel[(triton.cdiv(count, BLOCK),)](out, *tensors, count, edges.shape[1], block=BLOCK)
     return out
 
 
-def push(cotangent: torch.Tensor, edges: torch.Tensor, *scalars: torch.Tensor) -> torch.Tensor:
-    """Apply the transpose of `pull` `(nreal, nnei, 4)`."""
-    out = edges.new_empty(*edges.shape[:-1], 4)
+def push(cotangent: torch.Tensor, factor: torch.Tensor, edges: torch.Tensor, *scalars: torch.Tensor) -> torch.Tensor:
+    """Apply the transpose of `pull` `(nreal, nnei, 4)`, in the dtype of `factor`."""
+    out = factor.new_empty(*edges.shape[:-1], 4)
     count = out.numel() // 4
-    _push_kernel[(triton.cdiv(count, BLOCK),)](out, cotangent.contiguous(), edges, *scalars, count, block=BLOCK)
+    tensors = cotangent.contiguous(), factor.contiguous(), edges, *scalars
+    _push_kernel[(triton.cdiv(count, BLOCK),)](out, *tensors, count, edges.shape[1], block=BLOCK)
     return out
+
+
+def scatter(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int) -> torch.Tensor:
+    """Return the forces `(natoms, 3)` from dE/dr_ij `(nreal, nnei, 3)`; the order of additions varies."""
+    force = slope.new_zeros(natoms, 3)
+    block = min(256, triton.next_power_of_2(neighbor.shape[1]))
+    _scatter_kernel[(neighbor.shape[0],)](
+        force, slope.contiguous(), order, neighbor.contiguous(), neighbor.shape[1], block=block
+    )
+    return force
+
+
+def gather(force: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor) -> torch.Tensor:
+    """Apply the transpose of `scatter` `(nreal, nnei, 3)`."""
+    slope = force.new_empty(*neighbor.shape, 3)
+    _gather_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
+        slope, force.contiguous(), order, neighbor.contiguous(), neighbor.numel(), neighbor.shape[1], block=BLOCK
+    )
+    return slope

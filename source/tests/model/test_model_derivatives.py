@@ -11,7 +11,7 @@ from deepmd_muon.model.descriptor.environment import edge_derivative, environmen
 from deepmd_muon.model.descriptor.se_e2_a import embedding
 from deepmd_muon.model.descriptor.se_e2_a.contraction import contract, pull_contraction
 from deepmd_muon.model.descriptor.se_e2_a.embedding import Tape, gather, plan_blocks, spread
-from deepmd_muon.model.energy_model import edge_vectors
+from deepmd_muon.model.energy_model import Forces, edge_vectors
 from deepmd_muon.model.fitting.ener.module import energy_and_slope
 from deepmd_muon.model.networks import Network, Stream
 
@@ -195,11 +195,22 @@ def test_edge_derivative_is_the_transposed_jacobian():
     empty[1, 2] = True
     env = environment(edges, empty, rcut=4.0, rcut_smth=0.5, protection=0.1)
     adjoint = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    wanted = torch.autograd.grad((env.rows * adjoint).sum(), edges)[0]
-    data = [part.detach() for part in (env.edges, env.radial, env.isotropic, env.bend)]
+    factor = torch.rand(2, 4, dtype=torch.float64)
+    wanted = torch.autograd.grad((env.rows * factor[:, None] * adjoint).sum(), edges)[0]
+    data = [part.detach() for part in (factor, env.edges, env.radial, env.isotropic, env.bend)]
     torch.testing.assert_close(edge_derivative(adjoint, *data), wanted, rtol=1e-11, atol=1e-12)
     assert (wanted[1, 2] == 0).all()
     assert torch.autograd.gradcheck(lambda a: edge_derivative(a, *data), (adjoint,))
+
+
+def test_forces_are_the_transposed_differences():
+    neighbor, order = torch.tensor([[1, 3, -1], [0, 2, 1]]), torch.tensor([2, 0])
+    slope = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
+    flat = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    edges = flat[neighbor.clamp(min=0)] - flat[order][:, None]
+    forces = Forces.apply(slope, order, neighbor, 4)
+    torch.testing.assert_close(forces, -torch.autograd.grad((edges * slope).sum(), flat)[0])
+    assert torch.autograd.gradcheck(lambda x: Forces.apply(x, order, neighbor, 4), (slope,))
 
 
 @pytest.mark.parametrize("one_side", [True, False])

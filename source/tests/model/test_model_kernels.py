@@ -31,14 +31,14 @@ def test_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout[-6000:]
-    assert int(passed[1]) == 20
+    assert int(passed[1]) == 23
 
 
 if INSIDE:
-    from deepmd_muon.model import layer_kernels, layers
+    from deepmd_muon.model import energy_model, layer_kernels, layers
     from deepmd_muon.model.activation import activation
     from deepmd_muon.model.descriptor import environment, environment_kernels
-    from deepmd_muon.model.descriptor.se_e2_a import interpolation, interpolation_kernels
+    from deepmd_muon.model.descriptor.se_e2_a import interpolation, interpolation_kernels, rows_kernels
     from deepmd_muon.train import step_kernels
     from deepmd_muon.train.guard import DeviceGuard
     from deepmd_muon.train.strategy.base import Reduced
@@ -65,6 +65,22 @@ if INSIDE:
         moved = torch.randn(rows.shape, dtype=dtype, generator=generator)
         close(interpolation_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved))
 
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_rows_kernels(dtype):
+        generator = torch.Generator().manual_seed(8)
+        rows = torch.randn(3, 7 + 200, 4, dtype=torch.float64, generator=generator)
+        mean, stddev = torch.rand(2, 2, 1, 4, dtype=dtype, generator=generator).expand(2, 2, 9, 4).contiguous().unbind()
+        kinds = torch.tensor([0, 1, 1])
+        found = rows_kernels.standardise(rows, mean, stddev, kinds)
+        wanted_scale = 1.0 / stddev[:, 0][kinds]
+        wanted_empty = -mean[:, 0][kinds] * wanted_scale
+        wanted = torch.addcmul(wanted_empty[:, None], rows.to(dtype), wanted_scale[:, None])
+        for one, other in zip(found, (wanted, wanted_empty, wanted_scale), strict=True):
+            close(one, other)
+        edges = interpolation.cut(wanted, wanted_empty, 16, (7, 200), (9, 200))
+        start = rows_kernels.interval_starts(wanted, wanted_empty, 16, (7, 200), 1e-30)
+        close(start, edges.start)
+
     @pytest.mark.parametrize("protection", [0.0, 0.01])
     def test_environment_kernels(protection):
         generator = torch.Generator().manual_seed(2)
@@ -74,12 +90,29 @@ if INSIDE:
         masked, rows, scalars = environment_kernels.environment(vectors, empty, 6.0, 0.5, protection)
         for found, wanted in zip((masked, rows, *scalars), env, strict=True):
             close(found, wanted)
-        adjoint = torch.randn(5, 60, 4, dtype=torch.float64, generator=generator, requires_grad=True)
-        data = env.edges, env.radial, env.isotropic, env.bend
-        slope = environment.edge_derivative(adjoint, *data)
-        close(environment_kernels.pull(adjoint.detach(), *data), slope.detach())
-        moved = torch.randn(slope.shape, dtype=torch.float64, generator=generator)
-        close(environment_kernels.push(moved, *data), torch.autograd.grad(slope, adjoint, moved)[0])
+        for dtype in DTYPES:
+            adjoint = torch.randn(5, 60, 4, dtype=dtype, generator=generator, requires_grad=True)
+            factor = torch.randn(5, 4, dtype=dtype, generator=generator)
+            data = factor, env.edges, env.radial, env.isotropic, env.bend
+            slope = environment.edge_derivative(adjoint, *data)
+            limit = {} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+            torch.testing.assert_close(environment_kernels.pull(adjoint.detach(), *data), slope.detach(), **limit)
+            moved = torch.randn(slope.shape, dtype=torch.float64, generator=generator)
+            close(environment_kernels.push(moved, *data), torch.autograd.grad(slope, adjoint, moved)[0])
+
+    def test_force_kernels():
+        generator = torch.Generator().manual_seed(7)
+        neighbor = torch.randint(-1, 8, (6, 300), generator=generator)
+        slope = torch.randn(6, 300, 3, dtype=torch.float64, generator=generator) * (neighbor >= 0)[..., None]
+        order = torch.tensor([0, 1, 3, 4, 6, 7])
+        found = environment_kernels.scatter(slope, order, neighbor, 8)
+        slope.requires_grad_()
+        wanted = energy_model.Forces.apply(slope, order, neighbor, 8)
+        close(found, wanted.detach())
+        moved = torch.randn(8, 3, dtype=torch.float64, generator=generator)
+        (back,) = torch.autograd.grad(wanted, slope, moved)
+        real = (neighbor >= 0)[..., None]
+        close(environment_kernels.gather(moved, order, neighbor) * real, back * real)
 
     @pytest.mark.parametrize("periodic", [False, True])
     def test_edge_vectors_kernel(periodic):

@@ -59,11 +59,17 @@ def cut(rows: torch.Tensor, empty: torch.Tensor, pieces: int, widths: Sequence[i
     sel
         Slots of each neighbour type.
     """
+    missing = tuple(slots - width for slots, width in zip(sel, widths, strict=True))
+    least = torch.finfo(rows.dtype).tiny * 2**20
+    if kernels.usable(rows.device):
+        from deepmd_muon.model.descriptor.se_e2_a.rows_kernels import interval_starts
+
+        start = interval_starts(rows, empty, pieces, widths, least)
+        return Edges(rows, empty, start, pieces, tuple(widths), missing)
     columns = [torch.cat([empty[:, :1], part], dim=1) for part in rows[..., 0].split(list(widths), dim=1)]
     low = torch.stack([s.amin() for s in columns])
     span = torch.stack([s.amax() for s in columns]) - low
-    start = torch.stack([low, pieces / span.clamp_min(torch.finfo(rows.dtype).tiny * 2**20)], dim=1)
-    missing = tuple(slots - width for slots, width in zip(sel, widths, strict=True))
+    start = torch.stack([low, pieces / span.clamp_min(least)], dim=1)
     return Edges(rows, empty, start, pieces, tuple(widths), missing)
 
 

@@ -143,7 +143,7 @@ def _evaluate_kernel(
 
 
 @lru_cache
-def _table(widths: tuple[int, ...], missing: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def type_table(widths: tuple[int, ...], missing: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return first column, width and missing slots of each neighbour type."""
     found = list(zip(first_columns(widths), widths, missing, strict=True))
     return torch.tensor(found, dtype=torch.int32, device="cpu").to(device)
@@ -159,7 +159,7 @@ def _launch_spread(edges: Edges, moved: torch.Tensor | None) -> torch.Tensor:
         edges.empty.contiguous(),
         rows if moved is None else moved.contiguous(),
         edges.start,
-        _table(edges.widths, edges.missing, rows.device),
+        type_table(edges.widths, edges.missing, rows.device),
         nnei,
         pieces=edges.pieces,
         orders=ORDERS,
@@ -190,7 +190,7 @@ def evaluate(edges: Edges, product: torch.Tensor) -> torch.Tensor:
         rows,
         product.contiguous(),
         edges.start,
-        _table(edges.widths, edges.missing, rows.device),
+        type_table(edges.widths, edges.missing, rows.device),
         nnei,
         pieces=edges.pieces,
         orders=ORDERS,

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.environment import Environment, edge_derivative, environment
 from deepmd_muon.model.descriptor.interface import Described, Pullback
@@ -129,6 +130,10 @@ class SeE2A(torch.nn.Module):
         self, structures: Structures, env: Environment, used: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return R `(nreal, nnei, 4)`, R of an empty slot and dR/drow `(nreal, 4)`."""
+        if kernels.usable(env.rows.device) and used is None:
+            from deepmd_muon.model.descriptor.se_e2_a import rows_kernels
+
+            return rows_kernels.standardise(env.rows, self.sea.mean, self.sea.stddev, structures.sorted_type)
         dtype = self.sea.mean.dtype
         inverse = 1.0 / self.sea.stddev[:, 0]
         empty_row = (-self.sea.mean[:, 0] * inverse)[structures.sorted_type]
@@ -173,10 +178,10 @@ class SeE2A(torch.nn.Module):
     ) -> Pullback:
         def pullback(adjoint: torch.Tensor) -> torch.Tensor:
             d_bar = adjoint.view(-1, self.width, self.axis)
-            row_adjoint = parts.spread(pull_contraction(a, d_bar)) * scale[:, None]
+            row_adjoint = parts.spread(pull_contraction(a, d_bar))
             if used is not None:
                 row_adjoint = row_adjoint * used.unsqueeze(-1)
-            return edge_derivative(row_adjoint.to(env.edges.dtype), env.edges, env.radial, env.isotropic, env.bend)
+            return edge_derivative(row_adjoint, scale, env.edges, env.radial, env.isotropic, env.bend)
 
         return pullback
 
