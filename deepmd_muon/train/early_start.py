@@ -6,6 +6,10 @@ import contextlib
 import ctypes
 import os
 import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def open_device() -> None:
@@ -26,3 +30,22 @@ def _retain_context() -> None:
         device, context = ctypes.c_int(), ctypes.c_void_p()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def warm_up(device: torch.device) -> None:
+    """Load Triton and torch's matrix products in a thread, while data are read; nothing on a CPU."""
+    if device.type == "cuda":
+        threading.Thread(target=_use_libraries, args=(device,), name="deepmd_muon-warm-up", daemon=True).start()
+
+
+def _use_libraries(device: torch.device) -> None:
+    import torch
+
+    from deepmd_muon.model import kernels
+
+    # Whatever fails here fails again where it is needed, and is reported there.
+    with contextlib.suppress(Exception), torch.cuda.device(device):
+        for dtype in (torch.float64, torch.float32):
+            x = torch.zeros(16, 16, dtype=dtype, device=device)
+            torch.addmm(x[0], x, x)
+        kernels.usable(device)

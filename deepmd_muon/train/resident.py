@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -25,7 +27,9 @@ from deepmd_muon.train.batches import bounds_of, padded_widths
 log = logging.getLogger(__name__)
 
 # Frames that are read at once.
-_CHUNK = 64
+_CHUNK = 16
+# Threads that read them.
+_THREADS = min(8, os.cpu_count() or 1)
 # Batches whose frame numbers are copied to the device at once.
 _AHEAD = 1024
 
@@ -188,14 +192,17 @@ def resident_bytes(system: System, width: int) -> int:
 def _read(systems: Sequence[System], cache: NeighborCache) -> tuple[Frames, NeighborList]:
     """Return all frames with their neighbours, the sections as wide as the fullest frame needs."""
     limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
-    parts: list[Frames] = []
-    lists: list[NeighborList] = []
-    for system in systems:
-        for first in range(0, system.nframes, _CHUNK):
-            numbers = np.arange(first, min(first + _CHUNK, system.nframes))
-            frames = system.frames(numbers)
-            parts.append(frames)
-            lists.append(cache.batch(system, numbers, frames))
+
+    def read(job: tuple[System, int]) -> tuple[Frames, NeighborList]:
+        system, first = job
+        numbers = np.arange(first, min(first + _CHUNK, system.nframes))
+        frames = system.frames(numbers)
+        return frames, cache.batch(system, numbers, frames)
+
+    jobs = [(system, first) for system in systems for first in range(0, system.nframes, _CHUNK)]
+    # Neighbours are searched for outside of Python's lock.
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="deepmd_muon-resident") as pool:
+        parts, lists = map(list, zip(*pool.map(read, jobs), strict=True))
     widest = [max(widths) for widths in zip(*(part.sections for part in lists), strict=True)]
     widths = padded_widths(widest, limits)
     wide = [widen_sections(part, widths) for part in lists]

@@ -20,6 +20,7 @@ from deepmd_muon.model.settings import model_settings
 from deepmd_muon.train.checkpoint.newest import newest_checkpoint
 from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, remove_leftovers
 from deepmd_muon.train.checkpoint.type_map import moved_content
+from deepmd_muon.train.early_start import warm_up
 from deepmd_muon.train.endings import Moment, explained
 from deepmd_muon.train.energy_bias import fit_energy_bias
 from deepmd_muon.train.errors import CheckpointError, TrainingError
@@ -178,6 +179,7 @@ def _prepare(
     given: Input, source: Source | None, ranks: Ranks, output: str, *, count: bool, force_load: bool
 ) -> Trainer:
     """Open the data, build the model with its statistics or weights, and make the trainer."""
+    warm_up(ranks.device)
     train, valid = open_training_systems(given.settings.model, given.settings.training)
     check_same_run(given, train, valid, ranks)
     if source and given.settings.model.descriptor.needs_counts:

@@ -117,9 +117,8 @@ def measure(
     settled(8)
     if not options.seconds:  # only caches are wanted
         return
-    torch.cuda.reset_peak_memory_stats()
     count = max(50, int(options.seconds / settled(20)))
-    found["host ms"] = 1e3 * go(100)  # the device's queue takes some hundred launches before it makes the host wait
+    found["host ms"] = 1e3 * go(20)  # the device's queue takes some launches before it makes the host wait
     found["ms a step"] = 1e3 * settled(count)
     found["peak MiB"] = torch.cuda.max_memory_allocated() / 2**20
     found["reserved MiB"] = torch.cuda.max_memory_reserved() / 2**20
@@ -128,7 +127,8 @@ def measure(
     kernels = profiled(go, 20, show=options.kernels)
     found |= kernels
     found["idle %"] = 100 * max(0.0, 1 - kernels["device ms"] / found["ms a step"])
-    found |= floor(trainer, batches, kernels["kernels"])
+    compiled = trainer.given.settings.training.enable_compile
+    found |= floor(trainer, batches, kernels["kernels"], compiled=compiled)
     found["% of floor"] = 100 * found["floor ms"] / found["ms a step"]
 
 
@@ -172,8 +172,11 @@ def profiled(go: Callable[[int], float], count: int, *, show: bool) -> dict[str,
     return {"device ms": busy / count * 1e-3, "kernels": len(events) / count}
 
 
-def floor(trainer: Any, batches: Any, kernels: float) -> dict[str, float]:
-    """Return FLOP and traffic of one gradient, and the time that they and empty kernels take at measured rates."""
+def floor(trainer: Any, batches: Any, kernels: float, *, compiled: bool) -> dict[str, float]:
+    """Return FLOP and traffic of one gradient, and the time that they and empty kernels take at measured rates.
+
+    The traffic is that of operations as they stand; of compiled steps, which fuse them, it is unknown and left out.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
@@ -208,9 +211,10 @@ def floor(trainer: Any, batches: Any, kernels: float) -> dict[str, float]:
     parameter = next(p for p in trainer.model.parameters() if p.ndim == 2)
     rate, bandwidth, gap = rates(parameter.dtype)
     total = float(flop.get_total_flops())
-    seconds = total / rate + moved[0] / bandwidth + kernels * gap
+    traffic = float("nan") if compiled else moved[0]
+    seconds = total / rate + (0.0 if compiled else traffic / bandwidth) + kernels * gap
     print(f"RATES {rate / 1e12:.1f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s, {gap * 1e6:.2f} µs a kernel", flush=True)
-    return {"GFLOP": total / 1e9, "MB": moved[0] / 1e6, "floor ms": 1e3 * seconds}
+    return {"GFLOP": total / 1e9, "MB": traffic / 1e6, "floor ms": 1e3 * seconds}
 
 
 def rates(dtype: Any) -> tuple[float, float, float]:
