@@ -211,6 +211,22 @@ def compare(steps: int, seeds: int, rates: dict[str, float]) -> None:
     print("\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *rows]))
 
 
+HELD: list[Any] = []  # until the process ends
+
+
+def leave() -> None:
+    """End the process group when all ranks are done.
+
+    A gloo thread that is the last to free an exchange's tensors needs the interpreter, and aborts the process if that
+    has ended. So the last exchange is kept, and the threads have time to free the others.
+    """
+    last = dist.all_reduce(torch.zeros(1), async_op=True)
+    last.wait()
+    HELD.append(last)
+    dist.destroy_process_group()
+    time.sleep(0.1)
+
+
 def main() -> None:
     """Train or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -249,7 +265,7 @@ def main() -> None:
     if run.rank == 0:
         print(f"excess loss on fresh text {loss:.6f}")
     if dist.is_initialized():
-        dist.destroy_process_group()
+        leave()
 
 
 if __name__ == "__main__":
