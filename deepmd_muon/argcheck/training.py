@@ -244,6 +244,13 @@ class TrainingSettings(Section):
             "compilation fails, steps run uncompiled, and the log says why."
         ),
     )
+    enable_tf32: bool = setting(
+        False,
+        doc=(
+            "Multiply float32 matrices of prediction and gradient in TF32 (11 bits of mantissa) in training steps on a "
+            "GPU. Networks in float64, the optimizer, validation and inference are not concerned."
+        ),
+    )
     interpolate_embedding: bool = setting(
         True,
         doc=(
@@ -272,7 +279,6 @@ class TrainingSettings(Section):
         "enable_profiler": Foreign("a profile in TensorBoard's form (see profiling)", (False,)),
         "stat_file_mode": Foreign("a stat_file that must be complete", ("update",)),
         "acc_freq": Foreign("gradients summed over several steps", (1,)),
-        "enable_tf32": Foreign("TF32 arithmetic", (False,)),
         "neighbor_graph_method": Foreign("neighbour lists are built once on the host", ("auto",), inert=True),
         "mixed_precision": Foreign("TensorFlow's mixed precision (see the precision of descriptor and fitting_net)"),
         "model_prob": Foreign("multi-task training", ({},)),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -33,6 +35,8 @@ class TrainingStep:
         The averaged parameters; None without.
     gradient
         Computes loss and gradient where they are to be compiled; None for `differentiate`.
+    tf32
+        Multiply float32 matrices in TF32 on the way to the gradient.
     """
 
     strategy: Strategy
@@ -42,6 +46,7 @@ class TrainingStep:
     max_norm: float = 0.0
     ema: Ema | None = None
     gradient: CompiledGradient | None = None
+    tf32: bool = False
 
     def __call__(self, batch: TrainingBatch, lr: float | Tensor, lr_fraction: float | Tensor) -> dict[str, Tensor]:
         """Update the parameters and their average once.
@@ -66,10 +71,11 @@ class TrainingStep:
             As the guard decides, when loss or gradient is not finite; parameters and optimizer state are untouched.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        if self.gradient is None:
-            value, metrics = differentiate(self.strategy.model, self.loss, batch, lr_fraction)
-        else:
-            value, metrics = self.gradient(batch, lr_fraction)
+        with float32_products("high") if self.tf32 else contextlib.nullcontext():
+            if self.gradient is None:
+                value, metrics = differentiate(self.strategy.model, self.loss, batch, lr_fraction)
+            else:
+                value, metrics = self.gradient(batch, lr_fraction)
         reduced = self.strategy.reduce(value)
         if self.guard.admits(reduced, lambda: ", ".join(self.strategy.ranks.gather_objects(batch.system))):
             self._clip(reduced)
@@ -84,3 +90,14 @@ class TrainingStep:
         """Scale a gradient that is longer than `max_norm` down to it."""
         if self.max_norm > 0:
             torch._foreach_mul_(reduced.gradients, (self.max_norm / (reduced.norm + 1e-6)).clamp(max=1.0))
+
+
+@contextlib.contextmanager
+def float32_products(precision: str) -> Iterator[None]:
+    """Let torch multiply float32 matrices with this precision within the context: "highest", or "high" for TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

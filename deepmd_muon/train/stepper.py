@@ -147,7 +147,7 @@ def build_stepper(
     strategy, loss, optimizer, ema
         The objects that a step uses.
     training
-        The input's section: `capture`, `enable_compile`, `gradient_max_norm`, `disp_freq` and `disp_avg` count.
+        The input's section: `capture`, `enable_compile`, `enable_tf32`, `gradient_max_norm`, `disp_freq`, `disp_avg`.
     scalars
         The schedule.
 
@@ -160,15 +160,22 @@ def build_stepper(
     obstacle = "there is no GPU" if device.type != "cuda" else f"{size} processes train together" if size > 1 else None
     if obstacle and training.capture == "on":
         raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto", or train in one process on a GPU')
+    tf32 = training.enable_tf32 and device.type == "cuda"
     if obstacle:
         if training.enable_compile:
             log.info("training/enable_compile is ignored: %s", obstacle)
         step = TrainingStep(
-            strategy, loss, optimizer, HostGuard(policy, training.disp_freq), training.gradient_max_norm, ema
+            strategy,
+            loss,
+            optimizer,
+            HostGuard(policy, training.disp_freq),
+            training.gradient_max_norm,
+            ema,
+            tf32=tf32,
         )
         return HostStepper(step, scalars, device)
     guard = DeviceGuard(policy, optimizer, device, training.disp_freq)
     capture = training.capture != "off"
     gradient = CompiledGradient(strategy.model, loss) if capture and training.enable_compile else None
-    step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema, gradient)
+    step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema, gradient, tf32)
     return DeviceStepper(step, scalars, device, capture=capture, keep_metrics=training.disp_avg)

@@ -3,9 +3,10 @@
     python source/benchmarks/gpu_step.py --data WATER --cases se_e2_a:f64-b1 se_e2_a:f32-b8 dpa1:f64-b1:compiled
     python source/benchmarks/gpu_step.py --data WATER --cases se_e2_a:f64-b1 --pieces 16 64 --kernels
 
-A case is MODEL:PRECISION-bFRAMES, a `:compiled` behind it for `enable_compile`. WATER holds DeePMD's example systems
-(data_0, data_1, data_2, 192 atoms). Each case is one process that trains as `dp train` does. The training loop is
-stopped after a few steps, when kernels are compiled and graphs are captured, and again some hundred steps later: the
+A case is MODEL:PRECISION-bFRAMES, with `:compiled` behind it for `enable_compile`, and `:tf32` for `enable_tf32`, whose
+effect on the forces of one batch, at the weights of the run's end, is then shown as well. WATER holds DeePMD's example
+systems (data_0, data_1, data_2, 192 atoms). Each case is one process that trains as `dp train` does. The training loop
+is stopped after a few steps, when kernels are compiled and graphs are captured, and again some hundred steps later: the
 time between is that of these steps alone, and nothing waits within. With 0 `--pieces` the run chooses how finely
 embedding nets are interpolated.
 
@@ -59,8 +60,8 @@ def child(case: str, pieces: int, data: Path, options: argparse.Namespace) -> No
     from deepmd_muon.train.trainer import Trainer
 
     show_time("import deepmd_muon.train")
-    model, precision, *compiled = case.split(":")
-    own = {"capture": "auto", "enable_compile": bool(compiled)}
+    model, precision, *others = case.split(":")
+    own = {"capture": "auto", "enable_compile": "compiled" in others, "enable_tf32": "tf32" in others}
     content = make_input(model, precision, "HybridMuon", 1_000_000, data, own)
     found: dict[str, float] = {}
     original = Trainer._steps
@@ -129,6 +130,8 @@ def measure(
     found["idle %"] = 100 * max(0.0, 1 - kernels["device ms"] / found["ms a step"])
     compiled = trainer.given.settings.training.enable_compile
     found |= floor(trainer, batches, kernels["kernels"], compiled=compiled)
+    if trainer.given.settings.training.enable_tf32:
+        compare_forces(trainer, batches)
     found["% of floor"] = 100 * found["floor ms"] / found["ms a step"]
 
 
@@ -215,6 +218,23 @@ def floor(trainer: Any, batches: Any, kernels: float, *, compiled: bool) -> dict
     seconds = total / rate + (0.0 if compiled else traffic / bandwidth) + kernels * gap
     print(f"RATES {rate / 1e12:.1f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s, {gap * 1e6:.2f} µs a kernel", flush=True)
     return {"GFLOP": total / 1e9, "MB": traffic / 1e6, "floor ms": 1e3 * seconds}
+
+
+def compare_forces(trainer: Any, batches: Any) -> None:
+    """Print how far TF32 moves the forces of a batch, beside how far they are from their labels."""
+    import torch
+
+    from deepmd_muon.train.step import float32_products
+
+    batch = batches.next().read()
+    found = []
+    with torch.no_grad():
+        for precision in ("highest", "high"):
+            with float32_products(precision):
+                found.append(trainer.model(batch.structures)["force"])
+    change, error = found[1] - found[0], found[0] - batch.labels["force"]
+    size, moved, wrong = (float(x.square().mean().sqrt()) for x in (found[0], change, error))
+    print(f"TF32 moves forces by {moved:.2e} eV/Å of {size:.3f} (RMS); they are wrong by {wrong:.3f}", flush=True)
 
 
 def rates(dtype: Any) -> tuple[float, float, float]:
@@ -312,7 +332,7 @@ def show(log: str, begun: float) -> None:
         elif line.startswith("STAGE"):
             seconds, what = line[6:].split(" s  ", 1)
             lines.append((float(seconds), f"{what} done"))
-        elif line.startswith(("KERNEL", "RATES")):
+        elif line.startswith(("KERNEL", "RATES", "TF32")):
             lines.append((float("inf"), line))
     for at, what in sorted(lines, key=lambda pair: pair[0]):
         print(f"  {at:7.2f} s  {what}" if at < float("inf") else f"  {what}")

@@ -1,5 +1,6 @@
 """Steps that wait for nothing, run eagerly on the CPU: what a CUDA graph replays is the same function."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -220,3 +221,24 @@ def test_full_sections_change_no_tensor():
     full = with_full_sections(batch)
     assert (full.structures.filled == batch.structures.sections[0]).all()
     assert all(a is b for a, b in zip(tensors_of(full), tensors_of(batch), strict=True))
+
+
+def test_tf32_ends_with_the_gradient(small_input, train, monkeypatch):
+    seen, original = [], TrainingStep.__call__
+
+    def call(self, *batch):
+        precisions = []
+        optimizer_step = self.optimizer.step
+        monkeypatch.setattr(self.optimizer, "step", lambda: precisions.append(torch.get_float32_matmul_precision()))
+        hook = next(self.strategy.model.parameters()).register_hook(
+            lambda _: precisions.append(torch.get_float32_matmul_precision())
+        )
+        metrics = original(dataclasses.replace(self, tf32=True), *batch)
+        hook.remove()
+        monkeypatch.setattr(self.optimizer, "step", optimizer_step)
+        seen.append(precisions)
+        return metrics
+
+    monkeypatch.setattr(TrainingStep, "__call__", call)
+    train(small_input(training={"numb_steps": 2}))
+    assert seen == [["high", "highest"]] * 2
