@@ -27,7 +27,10 @@ VectorRoute = Literal["adam", "adamw"]
 AdamImplementation = Literal["fused", "foreach", "for-loop"]
 Steps = tuple[tuple[float, float, float], ...]
 
-SCHEDULES = ("8+2", "keller-jordan", "polar-express", "polar-express-5", "polar-express-6", "muon-fsdp2")
+SCHEDULES = (
+    *("8+2", "keller-jordan", "polar-express"),
+    *("polar-express-4", "polar-express-5", "polar-express-6", "muon-fsdp2"),
+)
 
 # Parameters that `MuonConfig` excludes from Muon by default. Unlike a user's own patterns, they may match nothing.
 DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight")

@@ -22,12 +22,12 @@ from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
 def draw_schedules(file: Path) -> None:
     """Draw what each schedule makes of a relative singular value."""
     sigma = torch.logspace(-6, 0, 600, dtype=torch.float64).tolist()
-    figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.6, 3.4), layout="constrained")
     for name, schedule in SCHEDULES.items():
         axes.semilogx(sigma, schedule(sigma), label=f"{name} ({len(schedule.coefficients)} steps)")
     axes.axhline(1.0, color="gray", linewidth=0.5)
     axes.set(xlabel="singular value / Frobenius norm, before", ylabel="after", ylim=(0, 1.3))
-    axes.legend(frameon=False)
+    figure.legend(loc="outside right center", frameon=False)
     figure.savefig(file, dpi=110)
 
 

@@ -342,6 +342,7 @@ def main() -> None:
         "HybridMuon, polar-express-5": hybrid(schedule="polar-express-5"),
         "HybridMuon, polar-express-5, no Magma": hybrid(schedule="polar-express-5", magma_muon=False),
         "HybridMuon, polar-express-5, QK-clip": clipping(schedule="polar-express-5"),
+        "HybridMuon, polar-express-4": hybrid(schedule="polar-express-4"),
         "HybridMuon, polar-express-6": hybrid(schedule="polar-express-6"),
         "HybridMuon, flash_muon false": hybrid(flash_muon=False),
         "fused AdamW": adamw,

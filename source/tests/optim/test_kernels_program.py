@@ -49,6 +49,7 @@ def test_segments_are_the_steps_in_their_order(name, shape):
         ("keller-jordan", 256, [3, 2]),
         ("polar-express", 512, [2, 1, 1, 2, 2]),  # whose first steps grow too much for more
         ("polar-express", 1024, [3, 1, 2, 2]),
+        ("polar-express-4", 1024, [2, 2]),
         ("polar-express-5", 512, [2, 1, 2]),
         ("polar-express-5", 1024, [3, 2]),
         ("polar-express-6", 1024, [3, 1, 2]),
@@ -94,7 +95,12 @@ def test_products_are_the_steps(name, shape):
 
 @pytest.mark.parametrize(
     ("name", "symmetric", "updates"),
-    [("polar-express-5", 16.2, 11.1), ("polar-express-6", 19.7, 16.1), ("8+2", 32.4, 22.3)],
+    [
+        ("polar-express-4", 13.1, 10.7),
+        ("polar-express-5", 16.2, 11.1),
+        ("polar-express-6", 19.7, 16.1),
+        ("8+2", 32.4, 22.3),
+    ],
 )
 def test_operations_of_the_transformer_set_are_those_of_the_page(name, symmetric, updates):
     """TFLOP in doc/benchmarks/optimizer_step.md: half of each symmetric product and its diagonal tiles, of 128 rows."""
