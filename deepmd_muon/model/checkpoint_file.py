@@ -19,7 +19,7 @@ OWN_KEY = "deepmd_muon"
 
 
 def checkpoint_path(path: str | os.PathLike[str]) -> Path:
-    """Return the file that a user means who may have left out ".pt", as deepmd-kit's users do, or ".dcp"."""
+    """Return the path with ".pt" or ".dcp" added if a user has omitted it, as users of deepmd-kit do."""
     path = Path(path)
     file, directory = (path.with_name(f"{path.name}{suffix}") for suffix in (".pt", SUFFIX))
     if path.is_file() or is_directory(path):

@@ -50,7 +50,7 @@ _ALLOWED = frozenset(
         *(Name(_CLASSES, f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
         *(_STORAGE_INFO, _SIZE, _MEMORY_FORMAT, _STRIDED.kind, *_DTYPES),
         *(record.kind for record in _CONTIGUOUS),
-        # The folder that was written, which nobody reads; Python 3.13 has it in another module.
+        # The folder that was written, which is never read; Python 3.13 has it in another module.
         *(Name(module, "PosixPath") for module in ("pathlib", "pathlib._local")),
     ]
 )

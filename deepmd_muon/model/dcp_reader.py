@@ -27,7 +27,7 @@ class TensorReader(StorageReader):
     folder
         Where the files lie.
     metadata
-        What `read_metadata` returned for it; it is not read again.
+        The result of `read_metadata` for it; it is not read again.
     """
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:

@@ -13,7 +13,7 @@ ACTIVATION: dict[str, Any] = {
     "forms": f"one of {', '.join(map(repr, _ACTIVATIONS))}, 'silut', 'silut:T'",
     "doc": (
         "Activation of the hidden layers. 'gelu' and 'gelu_tf' are the tanh form of GELU; 'silut:T' is silu up to T "
-        "(3 when left out) and a tanh beyond; 'linear' and 'none' are none."
+        "(3 by default) and a tanh beyond; 'linear' and 'none' are the identity."
     ),
 }
 # Sizes that no model needs, and that would end as a lack of memory or as a search that does not end.

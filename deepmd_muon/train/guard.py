@@ -27,7 +27,7 @@ OnNonFinite = Literal["error", "skip"]
 def on_nonfinite(optimizer: torch.optim.Optimizer) -> OnNonFinite:
     """Return the reaction to a step whose loss or gradient is not finite: the optimizer's setting, else 'error'.
 
-    'ignore', which lets an optimizer of its own spoil a parameter, ends a training run as 'error' does.
+    A training run treats 'ignore' as 'error'; outside a run, HybridMuon then lets the parameter become NaN.
     """
     wanted = getattr(optimizer, "on_nonfinite", "error")
     return "skip" if wanted == "skip" else "error"
@@ -38,7 +38,7 @@ def _problem(loss: float, norm: float, where: str) -> str:
 
 
 class SkipCount:
-    """How many of the recent steps were left out: a run whose steps are nearly all left out does not train.
+    """Count skipped steps: a run that skips nearly all of its steps does not train.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class SkipCount:
         Raises
         ------
         NonFiniteError
-            When all steps of an interval were left out.
+            When all steps of an interval were skipped.
         """
         self._seen += seen
         self._bad += bad
@@ -68,10 +68,10 @@ class SkipCount:
         self._seen = self._bad = 0
         if bad == seen:
             raise NonFiniteError(
-                f"all of the last {seen} steps were left out, as their loss or gradient was not finite"
+                f"all of the last {seen} steps were skipped, because their loss or gradient was not finite"
             )
         if 2 * bad > seen:
-            log.warning("%d of the %d steps up to update %d were left out: the model hardly trains", bad, seen, done)
+            log.warning("%d of the %d steps up to update %d were skipped: the model hardly trains", bad, seen, done)
 
 
 class Guard(ABC):
@@ -121,13 +121,13 @@ class HostGuard(Guard):
 
     def __init__(self, policy: OnNonFinite, interval: int = 1) -> None:
         self._policy = policy
-        self._left_out = SkipCount(interval)
+        self._skipped = SkipCount(interval)
         self._seen = self._bad = 0
 
     def check(self, done: int) -> None:
         """Judge the steps since the last check; see `Guard.check`."""
         seen, bad, self._seen, self._bad = self._seen, self._bad, 0, 0
-        self._left_out.add(seen, bad, done)
+        self._skipped.add(seen, bad, done)
 
     def admits(self, reduced: Reduced, where: Callable[[], str]) -> bool:
         """Return whether loss and gradient are finite; see `Guard.admits`."""
@@ -137,7 +137,7 @@ class HostGuard(Guard):
         problem = _problem(float(reduced.loss), float(reduced.norm), where())
         if self._policy == "error":
             raise NonFiniteError(problem)
-        log.warning("%s: the step is left out", problem)
+        log.warning("%s: the step is skipped", problem)
         self._bad += 1
         return False
 
@@ -169,7 +169,7 @@ class DeviceGuard(Guard):
         self, policy: OnNonFinite, optimizer: torch.optim.Optimizer, device: torch.device, interval: int = 1
     ) -> None:
         self._policy = policy
-        self._left_out = SkipCount(interval)
+        self._skipped = SkipCount(interval)
         self.skip = torch.zeros((), dtype=torch.float32, device=device)
         # Adam reads the attribute, too, but has no setting of that name.
         if hasattr(optimizer, "on_nonfinite"):
@@ -221,7 +221,7 @@ class DeviceGuard(Guard):
         systems, begun = list(self._systems), self._begun
         self.begin(done)
         if not count:
-            self._left_out.add(round(seen), 0, done)
+            self._skipped.add(round(seen), 0, done)
             return
         number = round(first)
         where = systems[number - 1] if number <= len(systems) else "an unknown system"
@@ -229,5 +229,5 @@ class DeviceGuard(Guard):
         if self._policy == "error":
             raise NonFiniteError(problem, update=begun + number)
         steps = f"{count:.0f} steps since update {begun} are" if count > 1 else f"update {begun + number} is"
-        log.warning("%s: %s left out", problem, steps)
-        self._left_out.add(round(seen), round(count), done)
+        log.warning("%s: %s skipped", problem, steps)
+        self._skipped.add(round(seen), round(count), done)

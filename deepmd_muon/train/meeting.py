@@ -186,7 +186,7 @@ def _connect(place: Place, end: float) -> Store:
 
 
 def _refusal(place: Place) -> str | None:
-    """Say why nobody can be reached where the store should be; None when somebody listens there."""
+    """Return the reason why the store's address cannot be reached; None if a process listens there."""
     try:
         socket.create_connection((place.host, place.port), timeout=ANSWER).close()
     except OSError as error:

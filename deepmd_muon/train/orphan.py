@@ -1,4 +1,4 @@
-"""The end of a rank whose launcher has died: nobody would see it train on, nor end it when another rank fails."""
+"""End a rank whose launcher has died: otherwise it would train on unseen, even after other ranks fail."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Watch:
         self._seen: dict[int, _Note] = {}
         self._heard: dict[int, tuple[int, float]] = {}  # the last new beat of a rank, and when it came
         self._guarding = False
-        self._told: set[str] = set()  # errors of the thread
+        self._logged: set[str] = set()  # errors of the thread
         self._interval = min(1.0, limit / 8)
         self._where = f"process {os.getpid()} on {socket.gethostname()}"
         self._state = ("starting", 0, time.monotonic())
@@ -175,7 +175,7 @@ class Watch:
         return now - min(heard[rank][1] for rank in ranks)
 
     def _missing(self, number: int) -> list[int]:
-        """Return who has not come to a meeting, of the ranks that this one looks at."""
+        """Return the ranks, of those that this one watches, that have not come to a meeting."""
         others = [*range(1, self._size)] if self._rank == 0 else [0]
         with contextlib.suppress(RuntimeError):  # no answer: nobody is heard of
             self._read(others)
@@ -295,7 +295,7 @@ class Watch:
     def _someone_stopped(self) -> bool:
         try:
             return self._in_time(lambda: bool(self._theirs.check(["stopped"])))
-        except RuntimeError:  # nobody can say
+        except RuntimeError:  # no answer
             return False
 
     def _renew(self) -> None:
@@ -314,9 +314,9 @@ class Watch:
                 with contextlib.suppress(RuntimeError):
                     self._read([0])  # keeps its last activity in case the store ends with it
         except Exception as error:  # without the thread, the others would take a healthy rank for dead
-            if repr(error) not in self._told:
-                self._told.add(repr(error))
-                log.warning("the watch of rank %d goes on after an error:", self._rank, exc_info=True)
+            if repr(error) not in self._logged:
+                self._logged.add(repr(error))
+                log.warning("the watch of rank %d continues after an error:", self._rank, exc_info=True)
 
     def _lost_one(self) -> bool:
         others = range(1, self._size)

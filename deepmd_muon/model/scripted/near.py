@@ -74,7 +74,7 @@ class Request(NamedTuple):
 
 
 def sort_by_type(kind: torch.Tensor) -> torch.Tensor:
-    """Return the order of atoms by type `(nreal,)`, those of negative type left out."""
+    """Return the order of atoms by type `(nreal,)`, without those of negative type."""
     order = torch.argsort(kind, stable=True)
     return order[int((kind < 0).sum()) :]
 
@@ -107,7 +107,7 @@ def neighbors_within(
     coord
         Positions of all atoms `(natoms, 3)` [Å].
     types
-        Types of all atoms `(natoms,)`; negative ones are seen by nobody.
+        Types of all atoms `(natoms,)`; negative ones are nobody's neighbours.
     centre
         Number of every centre `(ncentre,)`.
     listed

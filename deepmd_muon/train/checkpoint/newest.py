@@ -1,4 +1,4 @@
-"""Which checkpoint of a prefix a run goes on from that is started again with ``--restart auto``."""
+"""Find the checkpoint of a prefix from which ``--restart auto`` continues."""
 
 from __future__ import annotations
 

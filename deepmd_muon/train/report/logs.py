@@ -60,7 +60,7 @@ class _FileHandler(_Handler):
             super().handleError(record)
             return
         self.broken = True
-        logging.getLogger(__name__).warning("%s; the log goes on without this file", failure_of(error) or error)
+        logging.getLogger(__name__).warning("%s; the log continues without this file", failure_of(error) or error)
 
     def close(self) -> None:
         """Close the file."""

@@ -151,7 +151,7 @@ def test_skip_leaves_bad_steps_out_and_counts_them(small_input, train, load, on_
     device = load("device.pt")
     for name, expected in weights(host).items():
         torch.testing.assert_close(device["model"][name], expected, rtol=1e-6, atol=1e-6)
-    assert "2 steps since update 1 are left out" in caplog.text
+    assert "2 steps since update 1 are skipped" in caplog.text
 
 
 def loader(systems, **options):

@@ -310,7 +310,7 @@ def test_skipping_a_non_finite_step_is_a_setting(small_input, train, load, monke
     content["training"].pop("validation_data")
     with caplog.at_level(logging.WARNING, "deepmd_muon"):
         assert train(content) == 0
-    assert caplog.text.count("the step is left out") == 1
+    assert caplog.text.count("the step is skipped") == 1
     steps = [int(value["step"]) for value in load()["optimizer"]["state"].values() if "step" in value]
     assert set(steps) == {5}
 

@@ -169,7 +169,7 @@ def test_the_thread_outlives_an_error_and_tells_it_once(ranks, monkeypatch, capl
     time.sleep(LIMIT / 2)
     assert second._read([0])[0].beat > beat
     (told,) = [record for record in caplog.records if record.name == watch_module.__name__]
-    assert told.getMessage() == "the watch of rank 0 goes on after an error:"
+    assert "rank 0" in told.getMessage()
     assert told.levelname == "WARNING"
     assert "nobody thought of this" in str(told.exc_info[1])
     # It still does its work.
