@@ -26,6 +26,8 @@ INSIDE, OUTSIDE = 3e-3, 0.02
 # Two results within the gate, of one matrix in two memory layouts or on different tiles, may differ by this.
 LIKE = 3e-3
 COEFFICIENTS = SCHEDULES["8+2"].coefficients
+# For what no step changes, such as strides and batches, where a step costs much: first, middle and last ones.
+FEW_COEFFICIENTS = (*COEFFICIENTS[:2], *COEFFICIENTS[-2:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Way:
 
     name: str
     device: str
+    coefficients: tuple[tuple[float, float, float], ...] = COEFFICIENTS
 
     def __call__(self, *xs: Tensor) -> list[Tensor]:
         """Orthogonalize batches of matrices and bring the results back."""
@@ -42,9 +45,9 @@ class Way:
     def run(self, xs: list[Tensor]) -> list[Tensor]:
         """Orthogonalize batches of matrices that are on the device."""
         if self.device == "cuda" and self.name == "default":
-            return orthogonalize_matrices(xs, COEFFICIENTS)
+            return orthogonalize_matrices(xs, self.coefficients)
         if self.name != "default":
-            return run_kernels(self.name, xs, COEFFICIENTS)
+            return run_kernels(self.name, xs, self.coefficients)
         geometry = tuple((tuple(x.shape), x.stride(), x.dtype) for x in xs)
         chosen = choose_all(geometry, (9, 0), torch.float16, dispatch.IMPLEMENTATIONS)
         results: dict[int, Tensor] = {}
@@ -52,9 +55,9 @@ class Way:
             members = [i for i, c in enumerate(chosen) if c == name]
             some = [xs[i] for i in members]
             done = (
-                orthogonalize_matrices(some, COEFFICIENTS, "float16", flash=False)
+                orthogonalize_matrices(some, self.coefficients, "float16", flash=False)
                 if name == "torch"
-                else run_kernels(name, some, COEFFICIENTS)
+                else run_kernels(name, some, self.coefficients)
             )
             results.update(zip(members, done, strict=True))
         return [results[i] for i in range(len(xs))]
