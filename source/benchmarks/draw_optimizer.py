@@ -13,7 +13,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from orthogonalize_quality import measure, ways
+from orthogonalize_quality import decompose, measure, ways
 
 from deepmd_muon.optim.polar import SCHEDULES, orthogonalize
 from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
@@ -51,9 +51,9 @@ def draw_spectra(name: str, x: torch.Tensor, file: Path) -> None:
 
 def draw_noise(name: str, x: torch.Tensor, file: Path) -> None:
     """Draw the noise fraction of every way to orthogonalize one momentum."""
-    labels, values = [], []
+    labels, values, decomposition = [], [], decompose(x[None])
     for schedule_name, precision, form, schedule, run in ways(square=x.shape[0] == x.shape[1]):
-        noise = measure(x[None], run(x[None]), schedule)[0]
+        noise = measure(decomposition, run(x[None]), schedule)[0]
         peer = "" if form.startswith(("standard", "Gram")) else f" — {form}"
         labels.append(f"{schedule_name}, {precision}{peer or (', Gram' if form.startswith('Gram') else '')}")
         values.append(max(noise, 1e-9))
