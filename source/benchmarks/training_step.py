@@ -1,7 +1,7 @@
 """Time of one training step, ours against deepmd-kit's, on the same input, data and machine.
 
     python source/benchmarks/training_step.py --data WATER --deepmd-kit /path/to/other/venv/bin/dp
-    python source/benchmarks/training_step.py --data WATER --cases f64-b1 f32-b1 --inspect --log steps.jsonl
+    python source/benchmarks/training_step.py --data WATER --cases f64-b1 f32-b1 --log steps.jsonl
     python source/benchmarks/training_step.py --data WATER --model dpa3 --cases f32-b1 --steps 2 6 --threads 2
 
 WATER holds DeePMD's example water systems (data_0, data_1, data_2, 192 atoms). deepmd-kit 3.2.0 lives in an
@@ -10,9 +10,8 @@ environment of its own; without --deepmd-kit only our times are shown.
 Milliseconds a step are the slope of wall time between two lengths of `dp train`, display, validation and checkpoints
 off: start-up is thus excluded, and everything that a user waits for is counted. Start-up itself is what the line
 leaves at no steps. Processor time, which counts all threads, is a slope as well; peak memory is that of the longer
-run. The trainers take turns, so that a drift of the machine's speed meets all. With --inspect one more run of each of
-our cases tells, on a GPU, the time that the host takes for a step when nothing makes it wait, how long the device is
-busy in a step and with how many kernels, and the peak of its memory with and without resident data.
+run. The trainers take turns, so that a drift of the machine's speed meets all. `gpu_step.py` shows what a GPU does in a
+step.
 """
 
 from __future__ import annotations
@@ -174,61 +173,6 @@ def show_log(log: str, begun: float) -> None:
             print(f"    {at - begun:7.2f} s  {found[3].strip()[:150]}")
 
 
-def inspect(content: dict[str, Any]) -> dict[str, float]:
-    """Train in this process and return what the device and the host do in a step."""
-    from deepmd_muon.train import run
-    from deepmd_muon.train.trainer import Trainer
-
-    found: dict[str, float] = {}
-
-    def steps(trainer: Any, reports: Any, batches: Any) -> None:
-        def go(count: int) -> float:
-            start = time.perf_counter()
-            for _ in range(count):
-                if trainer._tuning is not None:
-                    trainer._tuning(trainer.step)
-                trainer._stepper(batches.next(), trainer.step)
-                trainer.step += 1
-            return (time.perf_counter() - start) / count
-
-        go(60)
-        torch.cuda.synchronize()
-        found["resident and static MiB"] = torch.cuda.memory_allocated() / 2**20
-        found["host ms"] = 1e3 * go(100)  # the queue of the device takes some hundred launches before it makes one wait
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        go(300)
-        torch.cuda.synchronize()
-        wall = (time.perf_counter() - start) / 300
-        found["in-process ms"] = 1e3 * wall
-        found["peak allocated MiB"] = torch.cuda.max_memory_allocated() / 2**20
-        found["peak reserved MiB"] = torch.cuda.max_memory_reserved() / 2**20
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            go(50)
-            torch.cuda.synchronize()
-        kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        busy = sum(event.device_time for event in kernels) / 50 * 1e-3
-        found["kernels"] = len(kernels) / 50
-        found["device ms"] = busy
-        found["idle %"] = 100 * max(0.0, 1 - busy / (1e3 * wall))
-        names: dict[str, list[float]] = {}
-        for event in kernels:
-            names.setdefault(event.name[:90], []).append(event.device_time / 50)
-        for name, times in sorted(names.items(), key=lambda item: -sum(item[1]))[:25]:
-            print(f"      {sum(times):8.1f} µs a step in {len(times) / 50:5.1f} × {name}")
-
-    Trainer._steps = steps  # type: ignore[method-assign]  # the same run, looked at
-    with tempfile.TemporaryDirectory() as folder:
-        here = Path.cwd()
-        os.chdir(folder)
-        try:
-            Path("input.json").write_text(json.dumps(content))
-            run("input.json", skip_neighbor_stat=True, log_level="WARNING")
-        finally:
-            os.chdir(here)
-    return found
-
-
 class Step(NamedTuple):
     """Wall and processor time of a step [ms], start-up [s] and peak memory [MiB]."""
 
@@ -320,7 +264,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--optimizers", nargs="+", default=["HybridMuon"])
-    parser.add_argument("--inspect", action="store_true", help="one more run of each of our cases in this process")
     parser.add_argument("--log", type=Path, help="file for the raw times, JSON lines")
     args = parser.parse_args()
     found = measure(args)
@@ -330,14 +273,6 @@ def main() -> None:
         f"{args.steps[1]} steps, {args.rounds} rounds\n"
     )
     show_table(found)
-    if args.inspect and torch.cuda.is_available():
-        for case in args.cases:
-            for optimizer in args.optimizers:
-                print(f"\n{case}, {optimizer}, in this process:")
-                own = {"capture": args.capture[0], "enable_compile": bool(args.compile[-1])}
-                values = inspect(make_input(args.model, case, optimizer, 10_000, args.data, own))
-                report(args.log, case=case, optimizer=optimizer, inspected=values)
-                print("   ", ", ".join(f"{name} {value:.3g}" for name, value in values.items()), flush=True)
 
 
 if __name__ == "__main__":
