@@ -251,6 +251,13 @@ class TrainingSettings(Section):
             "GPU. Networks in float64, the optimizer, validation and inference are not concerned."
         ),
     )
+    recompute: bool = setting(
+        False,
+        doc=(
+            "Keep only what goes into the layers of dpa3 and into the attention layers of dpa1 in a training step, and "
+            "compute the rest again for forces and gradient: less memory for more time. Compiled steps ignore it."
+        ),
+    )
     interpolate_embedding: bool = setting(
         True,
         doc=(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deepmd_muon.model import kernels
-from deepmd_muon.model.descriptor.interface import Described, Interpolated, Standardised
+from deepmd_muon.model.descriptor.interface import Described, Interpolated, Recomputing, Standardised
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
@@ -124,6 +124,14 @@ class EnergyModel(torch.nn.Module):
     def can_interpolate(self) -> bool:
         """Whether the descriptor knows how to interpolate its networks."""
         return isinstance(self.atomic_model.descriptor, Interpolated)
+
+    def recompute_layers(self) -> bool:
+        """Compute layers of the descriptor again in backward passes; False where it knows no such layers."""
+        descriptor = self.atomic_model.descriptor
+        if isinstance(descriptor, Recomputing):
+            descriptor.recompute = True
+            return True
+        return False
 
     def tune(self, batches: Iterable[Structures]) -> None:
         """Choose `pieces` for the present weights and batches like these; it waits for the device."""

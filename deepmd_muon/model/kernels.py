@@ -14,7 +14,6 @@ import torch
 log = logging.getLogger(__name__)
 
 
-# Whether torch is recording operations for its compiler.
 _tracing = False
 
 
@@ -29,6 +28,11 @@ def usable(device: torch.device) -> bool:
 def usable_as_operators(device: torch.device) -> bool:
     """Tell whether a trace is being made on a device where Triton kernels run: it sees those that torch knows."""
     return device.type == "cuda" and _tracing and _works()
+
+
+def is_tracing() -> bool:
+    """Return whether torch is recording operations for its compiler."""
+    return _tracing
 
 
 @contextlib.contextmanager

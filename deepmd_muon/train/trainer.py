@@ -99,6 +99,8 @@ class Trainer:
         self._moment = Moment("starting")
         parts = self.strategy, self.loss, self.optimizer, self.ema
         self._stepper = build_stepper(*parts, training, self._rate_and_fraction)
+        if training.recompute and not model.recompute_layers():
+            log.warning("training/recompute has no effect: the descriptor has no layers to compute again")
         self._tuning: Tuning | None = None
         if training.interpolate_embedding and model.can_interpolate and not self.strategy.cuts_parameters:
             self._tuning = Tuning(model, data.training, self._device)

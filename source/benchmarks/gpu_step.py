@@ -3,12 +3,12 @@
     python source/benchmarks/gpu_step.py --data WATER --cases se_e2_a:f64-b1 se_e2_a:f32-b8 dpa1:f64-b1:compiled
     python source/benchmarks/gpu_step.py --data WATER --cases se_e2_a:f64-b1 --pieces 16 64 --kernels
 
-A case is MODEL:PRECISION-bFRAMES, with `:compiled` behind it for `enable_compile`, and `:tf32` for `enable_tf32`, whose
-effect on the forces of one batch, at the weights of the run's end, is then shown as well. WATER holds DeePMD's example
-systems (data_0, data_1, data_2, 192 atoms). Each case is one process that trains as `dp train` does. The training loop
-is stopped after a few steps, when kernels are compiled and graphs are captured, and again some hundred steps later: the
-time between is that of these steps alone, and nothing waits within. With 0 `--pieces` the run chooses how finely
-embedding nets are interpolated.
+A case is MODEL:PRECISION-bFRAMES, with `:compiled`, `:recompute` or `:tf32` behind it for `enable_compile`, `recompute`
+and `enable_tf32`; the effect of the last on the forces of one batch, at the weights of the run's end, is then shown.
+WATER holds DeePMD's example systems (data_0, data_1, data_2, 192 atoms). Each case is one process that trains as
+`dp train` does. The training loop is stopped after a few steps, when kernels are compiled and graphs are captured, and
+again some hundred steps later: the time between is that of these steps alone, and nothing waits within. With 0
+`--pieces` the run chooses how finely embedding nets are interpolated.
 
 The floor of a step is the sum of three times, each at a rate measured here: its matrix products (FLOP at the weights'
 precision), its memory traffic (arguments and results of every operation), and as many empty kernels in a graph.
@@ -61,7 +61,8 @@ def child(case: str, pieces: int, data: Path, options: argparse.Namespace) -> No
 
     show_time("import deepmd_muon.train")
     model, precision, *others = case.split(":")
-    own = {"capture": "auto", "enable_compile": "compiled" in others, "enable_tf32": "tf32" in others}
+    own: dict[str, Any] = {"capture": "auto", "enable_compile": "compiled" in others}
+    own |= {"enable_tf32": "tf32" in others, "recompute": "recompute" in others}
     content = make_input(model, precision, "HybridMuon", 1_000_000, data, own)
     found: dict[str, float] = {}
     original = Trainer._steps

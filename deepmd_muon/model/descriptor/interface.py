@@ -89,6 +89,19 @@ class Interpolated(Protocol):
 
 
 @runtime_checkable
+class Recomputing(Protocol):
+    """A descriptor whose layers may be computed again in the backward passes, which saves memory.
+
+    Attributes
+    ----------
+    recompute
+        Whether they are.
+    """
+
+    recompute: bool
+
+
+@runtime_checkable
 class TypeIndexed(Protocol):
     """A descriptor or fitting net that can change its type map.
 

@@ -53,6 +53,29 @@ def gradients(model):
     return found
 
 
+@pytest.mark.parametrize("name", ["se_atten_v2", "dpa3"])
+def test_recomputed_layers_give_the_same_gradient_from_less_memory(small_input, name):
+    model, loss, batch = prepare(small_input, name)
+    kept, found = [], []
+    for _ in range(2):
+        sizes = []
+
+        def pack(x, sizes=sizes):
+            sizes.append(x.nbytes)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            model(batch.structures, force=False)
+        kept.append(sum(sizes))
+        differentiate(model, loss, batch, 1.0)
+        found.append(gradients(model))
+        assert model.recompute_layers()
+    assert kept[1] < 0.6 * kept[0]
+    assert found[0].keys() == found[1].keys()
+    for parameter, gradient in found[0].items():
+        torch.testing.assert_close(found[1][parameter], gradient, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("name", ["interpolated", "se_atten_v2", "dpa3"])
 def test_the_traced_function_is_the_plain_one(small_input, name):
     model, loss, first = prepare(small_input, name)

@@ -8,6 +8,7 @@ import torch
 
 from deepmd_muon.model.descriptor.dpa1.settings import AttentionSettings
 from deepmd_muon.model.networks import Layer, SeedPath, dtype_of
+from deepmd_muon.model.recomputation import run_layer
 
 SHIFT = 20.0  # deepmd-kit's `attnw_shift`: a neighbour at the cut-off has the score −20
 NORMALIZE_EPS = 1e-12  # of torch.nn.functional.normalize
@@ -149,8 +150,8 @@ class NeighborAttention(torch.nn.Module):
         layers = [AttentionLayer(settings, stream.child(index)) for index in range(settings.attn_layer)]
         self.attention_layers = torch.nn.ModuleList(layers)
 
-    def forward(self, features: torch.Tensor, gates: Gates) -> torch.Tensor:
-        """Return features like those given `(nreal, ncolumns, width)`."""
+    def forward(self, features: torch.Tensor, gates: Gates, *, recompute: bool = False) -> torch.Tensor:
+        """Return features like those given `(nreal, ncolumns, width)`; see `run_layer` for `recompute`."""
         for layer in self.attention_layers:
-            features = layer(features, gates)
+            features = run_layer(layer, features, gates, recompute=recompute)
         return features

@@ -91,6 +91,7 @@ class DPA1(torch.nn.Module):
     """
 
     needs_statistics = True
+    recompute = False
     type_axes: ClassVar[Mapping[str, int]] = {"se_atten.mean": 0, "se_atten.stddev": 0, f"type_embedding.{TABLE}": 0}
 
     def __init__(
@@ -139,7 +140,7 @@ class DPA1(torch.nn.Module):
         table = self.type_embedding()
         features = self._embed(near, structures.sorted_type, table)
         if self.settings.attn_layer:
-            features = self.se_atten.dpa1_attention(features, self._gates(near, structures))
+            features = self.se_atten.dpa1_attention(features, self._gates(near, structures), recompute=self.recompute)
         weighted = near.rows * near.weight.unsqueeze(-1)
         a = torch.bmm(weighted.transpose(1, 2), features) / self.slots
         d = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis]).flatten(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings
 from deepmd_muon.model.descriptor.environment import Environment, environment
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
 from deepmd_muon.model.networks import Layer, SeedPath, dtype_of
+from deepmd_muon.model.recomputation import run_layer
 from deepmd_muon.model.structures import Structures
 from deepmd_muon.model.type_embedding import TABLE, TypeEmbedding
 
@@ -54,6 +56,7 @@ class DPA3(torch.nn.Module):
         Used when the settings have no seed of their own.
     """
 
+    recompute = False
     type_axes: ClassVar[Mapping[str, int]] = {"repflows.mean": 0, "repflows.stddev": 0, f"type_embedding.{TABLE}": 0}
 
     def __init__(
@@ -113,7 +116,9 @@ class DPA3(torch.nn.Module):
         )
         last = repflow.nlayers - 1
         for index, layer in enumerate(self.repflows.layers):
-            features = layer(features, graph, Wanted(edge=index < last, angle=index < last - 1), force=force)
+            wanted = Wanted(edge=index < last, angle=index < last - 1)
+            whole = functools.partial(layer, graph=graph, wanted=wanted, force=force)
+            features = run_layer(whole, features, recompute=self.recompute)
         return torch.cat([features.node, types], 1) if self.settings.concat_output_tebd else features.node
 
     def _graph(
