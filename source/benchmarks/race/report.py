@@ -78,7 +78,7 @@ class Field:
         rates = self.runs[contestant]
         found = [self.error(contestant, rate) for rate in rates]
         best = min(found)
-        return sum(error <= WITHIN * best and error < math.inf for error in found), len(rates)
+        return sum(error <= WITHIN * best and math.isfinite(error) for error in found), len(rates)
 
     def fraction(self, contestant: str) -> float:
         """Return the fraction of the steps after which the baseline's last error is reached; NaN where it is not."""
