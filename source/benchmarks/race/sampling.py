@@ -163,14 +163,20 @@ def write_checksums(folder: Path) -> str:
         path.parent.mkdir(exist_ok=True)
         path.write_text(found)
         return f"{folder.name}: checksums written to {path}"
-    expected = path.read_text()
-    differ = sorted({line.split("  ")[1] for line in set(found.splitlines()) ^ set(expected.splitlines())})
-    return f"{folder.name}: {f'{len(differ)} files differ from {path}' if differ else 'the published data'}"
+    expected, present = set(path.read_text().splitlines()), set(found.splitlines())
+    files = sorted(line.split("  ")[1] for line in expected - present)
+    differ = f"{len(files)} files are not those of {path}, such as {files[0]}" if files else "the published files"
+    return f"{folder.name}: {differ}; {len(present - expected)} others"
+
+
+def argument_parser(what: str) -> argparse.ArgumentParser:
+    """Return the command line of a script that makes one set."""
+    parser = argparse.ArgumentParser(description=what)
+    parser.add_argument("--out", type=Path, default=Path("race-data"), help="receives a folder for this set")
+    return parser
 
 
 def output_folder(what: str) -> Path:
-    """Parse the command line of a script that makes one set: where the sets go."""
-    parser = argparse.ArgumentParser(description=what)
-    parser.add_argument("--out", type=Path, default=Path("race-data"), help="receives a folder for this set")
-    folder: Path = parser.parse_args().out
+    """Parse a command line that only says where the sets go."""
+    folder: Path = argument_parser(what).parse_args().out
     return folder
