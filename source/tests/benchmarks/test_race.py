@@ -1,6 +1,7 @@
 """The race of optimizers: runs that share a process, pieces that resume and merge, and a potential behind its data."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -281,3 +282,20 @@ def test_forces_of_the_pair_potential_are_slopes_of_its_energy():
         energies.append(moved.get_potential_energy())
     atoms.calc = LennardJones()
     assert atoms.get_forces()[3, 1] == pytest.approx(-(energies[0] - energies[1]) / 2e-5, abs=1e-6)
+
+
+def test_the_water_set_is_that_of_its_checksums(tmp_path):
+    pytest.importorskip("ase")
+    script = Path(race.__file__).with_name("make_water.py")
+    command = [sys.executable, str(script), "--example-only", "--out"]
+    for _ in range(2):
+        done = subprocess.run([*command, str(tmp_path)], check=True, capture_output=True, text=True)
+        assert "water: the published files; 0 others" in done.stdout
+    path = tmp_path / "water" / "train" / "300K" / "set.000" / "energy.npy"
+    path.write_bytes(b"")
+    import sampling
+
+    (tmp_path / "water" / "more").touch()
+    found = sampling.write_checksums(tmp_path / "water")
+    assert "1 files are not those of" in found
+    assert "train/300K/set.000/energy.npy; 2 others" in found
