@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--mode",
         choices=("change", "set"),
         default="change",
-        help="change: add what explains the model's errors best; set: what explains the energies best [%(default)s]",
+        help="change: add the energies that fit the model's errors best; set: those that fit the data [%(default)s]",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="changed checkpoint [INPUT with _updated before .pt]")
     parser.add_argument("--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="name.hdf5 or name.h5, name.lmdb, name.xyz or name.extxyz, or else a folder of npy systems",
     )
     parser.add_argument("-t", "--type-map", nargs="+", metavar="ELEMENT", help="order of the elements in the output")
-    keys = parser.add_argument_group("labels of files that ASE reads", "left out, ASE's own energy, forces and stress")
+    keys = parser.add_argument_group("labels of files that ASE reads", "by default ASE's own energy, forces and stress")
     keys.add_argument("--energy-key", metavar="KEY", help="name of the energy [eV], e.g. REF_energy")
     keys.add_argument("--force-key", metavar="KEY", help="name of the forces [eV/Å]")
     keys.add_argument("--virial-key", metavar="KEY", help="name of the virial [eV], −dE/dε")

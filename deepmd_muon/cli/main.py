@@ -160,7 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dp",
         description="Train and test DeePMD potentials with the HybridMuon optimizer.",
-        epilog="Other backends and commands (compress, gui, …) are handed to deepmd-kit.",
+        epilog="Other backends and commands (compress, gui, …) go to deepmd-kit.",
     )
     parser.add_argument("--version", action="version", version=_version())
     backend = parser.add_mutually_exclusive_group()
@@ -168,7 +168,7 @@ def build_parser() -> argparse.ArgumentParser:
         "-b",
         "--backend",
         metavar="NAME",
-        help="backend; ours is pytorch (or pt), others are handed to deepmd-kit; default: $DP_BACKEND or pytorch",
+        help="backend; ours is pytorch (or pt), others go to deepmd-kit; default: $DP_BACKEND or pytorch",
     )
     backend.add_argument("--pt", "--pytorch", action="store_true", help="the same as --backend pytorch")
     logging_options = argparse.ArgumentParser(add_help=False)

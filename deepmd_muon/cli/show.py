@@ -76,8 +76,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TOPIC",
         action=_Topic,
         help="routing (of an input file or a checkpoint), plan (of its step on several processes), weights (spectra "
-        "and updates of a checkpoint), lcurve (draw one or more) or kernels (which orthogonalize what here); "
-        "`dp show TOPIC -h` says more; anything else is a model's file, and deepmd-kit shows what follows of it",
+        "and updates of a checkpoint), lcurve (draw one or more) or kernels (of this machine, by shape); "
+        "`dp show TOPIC -h` lists options; other words are the file of a model, which deepmd-kit shows",
     )
     assert isinstance(topic, _Topic)
     topic.file = parser.add_argument("file", metavar="FILE", nargs="+", help="input.json, model.ckpt.pt or lcurve.out")
@@ -91,7 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             "--against", choices=("step", "time"), default="step", help="axis; time needs logs of training.jsonl_file"
         ),
     ]
-    plan = parser.add_argument_group("plan", "left out, zero_stage and hsdp are those of the input")
+    plan = parser.add_argument_group("plan", "zero_stage and hsdp default to those of the input")
     plans = [
         plan.add_argument("--world-size", type=int, metavar="N", help="processes"),
         plan.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), help="training.zero_stage"),

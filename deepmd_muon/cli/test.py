@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     data = parser.add_mutually_exclusive_group()
     data.add_argument("-s", "--system", help="system, or a folder or HDF5 file of systems [.]")
     data.add_argument("-f", "--datafile", metavar="LIST", help="text file with one system a line")
-    both = parser.add_argument_group("data of an input file", "both may be given, then each has its errors and color")
+    both = parser.add_argument_group("data of an input file", "with both, each has its own errors and color")
     both.add_argument("--train-data", metavar="INPUT", help="test on the training data of an input file")
     both.add_argument("--valid-data", metavar="INPUT", help="test on the validation data of an input file")
     parser.add_argument(
