@@ -15,7 +15,8 @@ graphs, and unused remainders.
 
 On a CPU: `step`, a whole step, and `products`, the same step's matrix products alone, each written to a buffer that was
 made before; shortest and median of rounds in which all optimizers take turns. On a busy machine compare the processor
-time of one thread (`--threads 1`), in runs of both sides by turns. The load of the machine is printed.
+time of one thread (`--threads 1`) and its `ratio` to HybridMuon's in the same round; --other TREE adds the HybridMuon
+of another revision, whose tree `git archive REVISION | tar -x -C TREE` makes. The load of the machine is printed.
 """
 
 from __future__ import annotations
@@ -66,9 +67,32 @@ def parameters(name: str, dtype: torch.dtype, device: str = "cuda") -> Named:
     return made
 
 
-def hybrid(**settings: Any) -> Make:
+def hybrid(kind: Callable[..., Any] = HybridMuon, **settings: Any) -> Make:
     """Return the maker of our optimizer with some settings."""
-    return lambda named, capturable: [HybridMuon(named, lr=1e-3, capturable=capturable, **settings)]
+    return lambda named, capturable: [kind(named, lr=1e-3, capturable=capturable, **settings)]
+
+
+class OtherTree:
+    """HybridMuon of another revision's tree, imported beside ours; for CPUs, on which a step imports nothing."""
+
+    def __init__(self, tree: Path) -> None:
+        self._path, self._modules = str(tree.resolve()), {}
+
+    def __call__(self, named: Named, **settings: Any) -> Any:
+        """Make an optimizer and take its first step, while the modules of the other tree are the imported ones."""
+        ours = self._exchange(self._modules)
+        sys.path.insert(0, self._path)
+        optimizer = importlib.import_module("deepmd_muon.optim").HybridMuon(named, **settings)
+        optimizer.step()
+        sys.path.remove(self._path)
+        self._modules = self._exchange(ours)
+        return optimizer
+
+    @staticmethod
+    def _exchange(modules: dict[str, Any]) -> dict[str, Any]:
+        before = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == "deepmd_muon"}
+        sys.modules.update(modules)
+        return before
 
 
 class Clipping:
@@ -259,7 +283,7 @@ class Products(TorchDispatchMode):
 def measure_on_cpu(makers: dict[str, Make], name: str, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, Any]]:
     """Return milliseconds of each optimizer's step, and of its products alone, taken in turns.
 
-    Wall time, and the processor time of all threads, which other processes disturb less.
+    Wall time and processor time, and the median of the rounds' ratios to HybridMuon's processor time.
     """
     runs: dict[str, Callable[[], Any]] = {}
     for title, make in makers.items():
@@ -287,6 +311,8 @@ def measure_on_cpu(makers: dict[str, Make], name: str, dtype: torch.dtype, round
         wall, processor = zip(*pairs, strict=True)
         found[title] = {"min_ms": min(wall), "median_ms": statistics.median(wall)}
         found[title] |= {"processor_min_ms": min(processor), "processor_median_ms": statistics.median(processor)}
+        ours = [x for _, x in times.get(title.removeprefix("other ").removesuffix(": products"), pairs)]
+        found[title]["ratio"] = statistics.median(x / y for x, y in zip(processor, ours, strict=True))
     return found
 
 
@@ -300,8 +326,8 @@ def on_cpu(arguments: argparse.Namespace, makers: dict[str, Make]) -> None:
     heading = {"date": str(datetime.date.today()), "device": model, "torch": torch.__version__}
     heading |= {"threads": arguments.threads, "capability": torch.backends.cpu.get_cpu_capability()}
     print(heading)
-    print("| set | optimizer | shortest ms | median ms | shortest processor ms | median processor ms |")
-    print("|---|---|---|---|---|---|")
+    print("| set | optimizer | shortest ms | median ms | shortest processor ms | median processor ms | ratio |")
+    print("|---|---|---|---|---|---|---|")
     results = []
     for name in arguments.sets.split(","):
         load = os.getloadavg()[0]
@@ -334,6 +360,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="on a CPU")
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
     parser.add_argument("--deepmd-kit", type=Path, help="its hybrid_muon.py, to measure it beside")
+    parser.add_argument("--other", type=Path, help="tree of another revision, to measure its HybridMuon on a CPU")
     parser.add_argument("--only", default="", help="measure only these optimizers, by title: A;B")
     arguments = parser.parse_args()
     makers: dict[str, Make] = {
@@ -351,6 +378,10 @@ def main() -> None:
     if arguments.deepmd_kit:
         makers["deepmd-kit HybridMuon"] = deepmd_kit(arguments.deepmd_kit)
     arguments.sets = arguments.sets or ",".join(SETS[:-1] if arguments.device == "cpu" else SETS)
+    if arguments.other:
+        other = OtherTree(arguments.other)
+        five = hybrid(other, schedule="keller-jordan")
+        makers |= {"other HybridMuon": hybrid(other), "other HybridMuon, 5 steps": five}
     if arguments.only:
         makers = {title: make for title, make in makers.items() if title in arguments.only.split(";")}
     if arguments.device == "cpu":
