@@ -96,6 +96,19 @@ def time_all(load):
     print(json.dumps([rows, found]))
 """
 
+# deepmd-kit may be there without its compiled operators, whose names our files of DPA-3 hold.
+DEEPMD_KIT = f"""
+import sys
+sys.path.append({str(Path(__file__).resolve().parent)!r})
+from deepmd_kit_step import import_deepmd_kit
+entry = import_deepmd_kit()
+import torch
+if not torch._C._jit_get_schemas_for_operator("deepmd::border_op"):
+    vars(torch.ops.deepmd).pop("border_op", None)  # a Python function that deepmd-kit puts there
+    library = torch.library.Library("deepmd", "FRAGMENT")
+    library.define("border_op({", ".join(f"Tensor x{i}" for i in range(9))}) -> Tensor[]")
+"""
+
 CALCULATOR = """
 from ase import Atoms
 def load(name):
@@ -114,11 +127,13 @@ from deepmd_muon.infer import DeepPotCalculator
 calculator = lambda name: DeepPotCalculator(name, device=device)
 """
     + CALCULATOR,
-    "ASE, deepmd-kit": """
+    "ASE, deepmd-kit": DEEPMD_KIT
+    + """
 from deepmd.calculator import DP as calculator
 """
     + CALCULATOR,
-    "DeepPot": """
+    "DeepPot": DEEPMD_KIT
+    + """
 from deepmd.infer import DeepPot
 def load(name):
     potential = DeepPot(name)
@@ -192,8 +207,7 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> None:
     atoms.wrap()
     write(folder / "water.data", atoms, format="lammps-data", specorder=["O", "H"], atom_style="atomic")
     if options.deepmd_kit:
-        code = "from deepmd.pt.entrypoints.main import freeze; freeze('model.pt', 'theirs.pth')"
-        run([options.deepmd_kit, "-c", code], folder, options)
+        run([options.deepmd_kit, "-c", DEEPMD_KIT + "entry.freeze('model.pt', 'theirs.pth')"], folder, options)
 
 
 def run(words: list[str], folder: Path, options: argparse.Namespace, *, own: bool = False) -> str:

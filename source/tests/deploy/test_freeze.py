@@ -95,6 +95,29 @@ def test_the_program_is_the_model(name, water_frames):
     np.testing.assert_allclose(whole["energy"][:, 0].numpy(), expected.energy, rtol=tolerance)
 
 
+@pytest.mark.parametrize("name", ["se_e2_a", "DPA-1", "DPA-1 with a mean", "DPA-3"])
+def test_a_program_makes_its_tensors_where_the_positions_are(name, water_frames):
+    """A tensor made without a device would be on "meta" here, and on the CPU in a program that runs on a GPU."""
+    program = Program(build(*MODELS[name]), {}).eval()
+    coord, box, atype = (torch.from_numpy(array[:1]) for array in water_frames)
+    expected = program(coord, atype, box, do_atomic_virial=True)
+    with torch.device("meta"):
+        found = program(coord, atype, box, do_atomic_virial=True)
+    for key, value in expected.items():
+        assert torch.equal(found[key], value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", LARGER)
+def test_a_file_computes_on_a_gpu_what_it_computes_on_the_cpu(kind, tmp_path, water_frames):
+    freeze(build(LARGER[kind] | {"seed": 3}), tmp_path / "model.pth")
+    expected, found = (
+        Predictor(tmp_path / "model.pth", device=device).predict(*water_frames) for device in ("cpu", "cuda")
+    )
+    for name in ("energy", "force", "virial", "atom_energy"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-9)
+
+
 def test_the_list_may_be_longer_and_in_any_order(water_frames):
     model = build(SE_E2_A | {"sel": [5, 9]})
     program = Program(model, {}).eval()
