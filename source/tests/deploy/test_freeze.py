@@ -15,7 +15,9 @@ from deepmd_muon.deploy.program import Program
 from deepmd_muon.infer import DeepPotCalculator, Predictor
 from deepmd_muon.infer.errors import CheckpointError
 from deepmd_muon.model import ModelError
+from deepmd_muon.model.activation import activation
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+from deepmd_muon.model.scripted.dense import act_of, value_of
 from deepmd_muon.section import thaw
 
 DPA1 = LARGER["se_atten"] | {"rcut": 4.0, "seed": 1}
@@ -93,6 +95,13 @@ def test_the_program_is_the_model(name, water_frames):
     whole = program(*(torch.from_numpy(array) for array in (water_frames[0], water_frames[2], water_frames[1])))
     np.testing.assert_allclose(whole["force"].numpy(), expected.force, rtol=0, atol=tolerance)
     np.testing.assert_allclose(whole["energy"][:, 0].numpy(), expected.energy, rtol=tolerance)
+
+
+@pytest.mark.parametrize("highest", [2.9, 3.0, 3.1, float("nan")])
+def test_silut_is_the_same_with_and_without_arguments_at_its_threshold(highest):
+    h = torch.cat([torch.linspace(-9, 2.5, 7, dtype=torch.float64), torch.tensor([highest], dtype=torch.float64)])
+    expected, _ = activation("silut:3.0")(h)
+    torch.testing.assert_close(value_of(act_of("silut:3.0"), h), expected, rtol=1e-15, atol=1e-15, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["se_e2_a", "DPA-1", "DPA-1 with a mean", "DPA-3"])

@@ -55,24 +55,30 @@ def run_layers(act: Act, layers: list[Dense], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def per_length(x: torch.Tensor, least: float = 1e-12) -> torch.Tensor:
+    """Return the inverse length of the last dimension's vectors; autograd through a division of them takes longer."""
+    return x.norm(2.0, [-1], True).clamp(min=least).reciprocal()
+
+
 def attend(
     layer: Attention, x: torch.Tensor, gates: Gates, smooth: bool, normalize: bool, shift: float
 ) -> torch.Tensor:
     """Return the features after one attention layer `(ncentre, ncolumns, width)`."""
     inner, outer = layer.inner, layer.outer
     query, key, value = torch.nn.functional.linear(x, inner.matrix.t(), inner.bias).chunk(3, dim=-1)
+    factor = torch.full([1], layer.temperature, dtype=x.dtype, device=x.device)
     if normalize:
-        query = torch.nn.functional.normalize(query, dim=-1)
-        key = torch.nn.functional.normalize(key, dim=-1)
-        value = torch.nn.functional.normalize(value, dim=-1)
-    scores = torch.bmm(query * layer.temperature, key.transpose(1, 2))
+        factor = factor * per_length(query)
+        key = key * per_length(key)
+        value = value * per_length(value)
+    scores = torch.bmm(query * factor, key.transpose(1, 2))
     if smooth:
         scores = (scores + shift) * gates.switch - shift
     scores = scores.masked_fill(gates.hidden, -1e30)
     if gates.beyond > 0 and scores.shape[2] > 0:
         top = scores.detach().amax(-1, keepdim=True).clamp(min=-shift)
         powers = (scores - top).exp()
-        weights = powers / (powers.sum(-1, keepdim=True) + float(gates.beyond) * (-shift - top).exp())
+        weights = powers * (powers.sum(-1, keepdim=True) + float(gates.beyond) * (-shift - top).exp()).reciprocal()
     else:
         weights = scores.softmax(-1)
     out = torch.nn.functional.linear(torch.bmm(weights * gates.after, value), outer.matrix.t(), outer.bias)
