@@ -5,6 +5,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from finetune_data import an_input, write_files
@@ -80,6 +81,38 @@ def test_deepmd_kit_continues_our_checkpoint(kind, optimizer, tmp_path, train):
         assert {round(state["beta1_pow"] / 0.9**7, 9) for state in states if "beta1_pow" in state} == {1.0}
     content["training"]["numb_steps"] = 7
     assert train(content, restart="model.ckpt-6.pt", skip_neighbor_stat=True) == 0
+
+
+def read_curve(path):
+    """Return the columns of a learning curve by name."""
+    names = Path(path).read_text().splitlines()[0].split()[1:]
+    return dict(zip(names, np.loadtxt(path, ndmin=2).T, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["dpa1", "dpa3"])
+def test_a_run_learns_what_deepmd_kits_learns(kind, tmp_path, train):
+    """Both commands from one input: the same weights from the seed, one frame, and 60 steps of Adam."""
+    write_files(tmp_path)
+    (system, *_) = sorted(path for path in (tmp_path / "target").iterdir())
+    for key in ("coord", "box", "energy", "force"):
+        file = system / "set.000" / f"{key}.npy"
+        np.save(file, np.load(file)[:1])
+    content = an_input(["O", "H"], lr=1e-2, numb_steps=60, save_freq=60, disp_freq=10)
+    content["training"]["training_data"] = {"systems": [str(system)], "batch_size": 1}
+    given = {**content["model"]["descriptor"], "type": kind} if kind == "dpa3" else {"type": kind, **DESCRIPTORS[kind]}
+    content["model"]["descriptor"] = {**given, "seed": 1}
+    if kind == "dpa3":
+        given["repflow"].update(n_dim=8, e_dim=6, a_dim=4, nlayers=2)
+    content["model"]["fitting_net"] = {"neuron": [6, 6], "seed": 1}
+    theirs = {**content, "training": {**content["training"], "disp_file": "theirs.out"}}
+    Path("theirs.json").write_text(json.dumps(theirs))
+    run_deepmd_kit("train", "theirs.json", "--skip-neighbor-stat")
+    assert train(content, skip_neighbor_stat=True) == 0
+    ours, wanted = read_curve("lcurve.out"), read_curve("theirs.out")
+    assert ours["step"].tolist() == [1, 10, 20, 30, 40, 50, 60]
+    for key in ("rmse_trn", "rmse_e_trn", "rmse_f_trn"):
+        np.testing.assert_allclose(ours[key], wanted[key], rtol=1e-2, err_msg=key)  # three digits are printed
+    assert ours["rmse_f_trn"][-1] < 0.98 * ours["rmse_f_trn"][0]
 
 
 @pytest.mark.parametrize("branch", ["water", None])
