@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import configparser
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from forked import run_script
 
 from deepmd_muon.deepmd_kit.activation import ActivationError, wanted
 from deepmd_muon.deepmd_kit.trainer import UnsupportedDeepmdKitError, extend
@@ -55,8 +54,8 @@ def look(tmp_path):
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "", **({"DEEPMD_MUON": value} if value else {})}
-        return subprocess.run([sys.executable, "-c", LOOK], env=environment, capture_output=True, text=True)
+        (tmp_path / "look.py").write_text(LOOK)
+        return run_script("look.py", folder=tmp_path, DEEPMD_MUON=value)
 
     return start
 
@@ -72,7 +71,7 @@ def test_another_value_is_refused():
 
 
 def test_nothing_changes_unless_asked_for(look):
-    done = look(None)
+    done = look("")
     assert done.stdout.splitlines() == ["True ['Trainer', 'object']", "[]"]
 
 

@@ -6,10 +6,9 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from deepmd_muon.argcheck import load
@@ -18,26 +17,26 @@ from deepmd_muon.model.checkpoint_file import read_checkpoint
 from deepmd_muon.train import CheckpointError, TrainingError
 from deepmd_muon.train.checkpoint.ownership import held
 
-HOLD = """
-import sys, time
-from deepmd_muon.argcheck import load
-from deepmd_muon.train.checkpoint.ownership import held
-with held(load("input.json").settings.training, "input.json"):
-    print("held", flush=True)
-    time.sleep(60)
-"""
+
+def hold(folder, ready):
+    """Hold the files of an input until this process is killed."""
+    os.chdir(folder)
+    with held(load("input.json").settings.training, "input.json"):
+        ready.put("held")
+        signal.pause()
 
 
 @pytest.fixture
 def holder(small_input):
     """Start another process that holds the files of the small input."""
     Path("input.json").write_text(json.dumps(small_input()))
-    process = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE)
-    assert process.stdout.readline() == b"held\n"
+    ready = forked.context().SimpleQueue()
+    process = forked.context().Process(target=hold, args=(str(Path.cwd()), ready))
+    process.start()
+    assert ready.get() == "held"
     yield process
     process.kill()
-    process.wait()
-    process.stdout.close()
+    process.join()
 
 
 def test_a_second_run_ends_and_names_the_first_and_a_killed_one_holds_nothing(holder, small_input, train, capfd):
@@ -51,8 +50,8 @@ def test_a_second_run_ends_and_names_the_first_and_a_killed_one_holds_nothing(ho
         with pytest.raises(TrainingError, match="is being written by process"):
             train(small_input(training=changed))
     assert train(small_input(training={"save_ckpt": "other", "disp_file": "other.out", "numb_steps": 1})) == 0
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
+    holder.kill()
+    holder.join()
     assert train(small_input(training={"numb_steps": 1})) == 0
     assert not list(Path().glob(".*.lock"))
 
