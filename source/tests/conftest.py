@@ -6,6 +6,7 @@ With HYPOTHESIS_PROFILE=default property tests draw others each time, and more.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 from pathlib import Path
@@ -47,12 +48,10 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the quick tests, and bring the longest files to the front."""
     for item in items:
-        path = item.path.relative_to(TESTS)
         apart = any(item.get_closest_marker(name) for name in ("slow", "gpu", "deepmd_kit", "lammps"))
-        apart = apart or item.name.startswith(NOT_QUICK)
-        if not apart and any(path.match(pattern) for pattern in QUICK):
+        if not apart and not item.name.startswith(NOT_QUICK) and _is_quick(item.path):
             item.add_marker(pytest.mark.quick)
-    items.sort(key=lambda item: _place(item.path.relative_to(TESTS)))
+    items.sort(key=lambda item: _place(item.path))
 
 
 def pytest_collection_finish() -> None:
@@ -61,6 +60,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@functools.cache
+def _is_quick(path: Path) -> bool:
+    return any(path.relative_to(TESTS).match(pattern) for pattern in QUICK)
+
+
+@functools.cache
 def _place(path: Path) -> int:
     """Return the first pattern of the longest files that a file matches, or a place behind them all."""
-    return next((i for i, pattern in enumerate(LONGEST) if path.match(pattern)), len(LONGEST))
+    return next((i for i, pattern in enumerate(LONGEST) if path.relative_to(TESTS).match(pattern)), len(LONGEST))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 from pathlib import Path
@@ -14,7 +15,9 @@ from deepmd_muon.model import Structures
 HERE = Path(__file__).parent
 
 
+@functools.cache
 def read_fixture(path: Path = HERE / "deepmd_kit.pt.gz") -> dict:
+    """Return what a file holds; nobody changes it."""
     return torch.load(io.BytesIO(gzip.decompress(path.read_bytes())), weights_only=True)
 
 
