@@ -44,6 +44,7 @@ _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: t
 # Elements of a chunk: short chunks occupy all multiprocessors for small models, long ones suit large models.
 _SHORT, _LONG = 1024, 4096
 _SMALL = 4 * 2**20
+_ADVANCE_WARPS = 4  # with more, sums in float64 leave too few programs to a multiprocessor
 _MAX_RECORDINGS = 8
 _ALIGNED = 16  # vectors start at multiples of so many elements, and bytes
 
@@ -204,7 +205,7 @@ class FusedMuon:
                 self._chunks, table, directions, self._sums, *self._weight, skip, scale, DTYPE=self._dtype,
                 GRADIENT=_TYPES[variant.gradient], WIDE=self._wide_type, MAGMA=self._magma,
                 NESTEROV=self._settings.nesterov, MAXIMIZE=variant.maximize, PEAKS=self._peaks, WIDTH=self._width,
-                num_warps=self._warps,
+                num_warps=_ADVANCE_WARPS,
             )  # fmt: skip
         side = self._side_stream if capturing else None
         if side is not None:
