@@ -94,7 +94,8 @@ class HybridMuon(QuickOptimizer):
         Maximize the objective; `differentiable` must be False.
     workspace
         Bound on the parameter elements of a wave. A step needs 20 to 24 bytes for each of them besides the state
-        (float32; on a GPU up to 27 where wide matrices share products). A larger parameter forms its own wave.
+        (float32; on a GPU up to 27 where wide matrices share products). A larger parameter forms its own wave. On a
+        GPU two waves of more than 4 Mi elements are in flight, each with its own memory.
     offload_bytes
         Bound on the bytes of a transfer batch, of which two are on the device; like `workspace`, it bounds a wave. A
         larger moment is copied whole.

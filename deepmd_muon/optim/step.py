@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -94,12 +95,16 @@ class CompiledStep:
         The part of the step on parameters that live on several ranks; None when there are none.
     side_stream
         Stream of the Adam routes where they run concurrently with the Muon route; None where they run after it.
+    wave_streams
+        Two streams on which large Muon waves take turns: kernels limited by memory, and products that do not occupy
+        all multiprocessors, run beside the products of another wave. Empty where there are fewer than two such waves.
     """
 
     def __init__(self) -> None:
         self.params: list[Tensor] = []
         self.sharded: ShardedPart | None = None
         self.side_stream: SideStream | None = None
+        self.wave_streams: tuple[SideStream, ...] = ()
         self._groups: Sequence[Group] = ()
         self._with_gradients: list[RoutedParams] = []
         self._waves: list[Wave] | None = None
@@ -176,6 +181,7 @@ class CompiledStep:
             found += _waves_of(group, mine, state, memory, workspace)
         found.sort(key=lambda wave: wave.route != "muon")
         self.side_stream = self._side_stream_for(found) if memory is None else None
+        self.wave_streams = self._wave_streams_for(found) if memory is None else ()
         return found
 
     def _side_stream_for(self, found: Sequence[Wave]) -> SideStream | None:
@@ -191,14 +197,27 @@ class CompiledStep:
             self._stream = SideStream(device)
         return self._stream
 
+    def _wave_streams_for(self, found: Sequence[Wave]) -> tuple[SideStream, ...]:
+        """Return the streams on which large Muon waves take turns: on one GPU, if there are at least two."""
+        devices = [wave.device for wave in found if _is_large(wave)]
+        if len(devices) < 2 or len(set(devices)) != 1 or devices[0].type != "cuda":
+            return ()
+        if self.wave_streams and self.wave_streams[0].device == devices[0]:
+            return self.wave_streams
+        return SideStream(devices[0]), SideStream(devices[0])
+
     def _step_waves(self, found: Sequence[Wave], memory: HostMemory | None, control: StepControl) -> None:
-        if self.side_stream is not None:
-            control = control.on(self.side_stream.device)
-            self.side_stream.fork()
+        side_streams = [*self.wave_streams, *([] if self.side_stream is None else [self.side_stream])]
+        if side_streams:
+            control = control.on(side_streams[0].device)
+        for stream in side_streams:
+            stream.fork()
+        turns = itertools.cycle(self.wave_streams)
         for wave, state in zip(found, _ready(found, memory), strict=True):
             here = control.on(wave.device)
             if wave.route == "muon":
-                self._step_matrices(wave, state, here)
+                with next(turns) if self.wave_streams and _is_large(wave) else contextlib.nullcontext():
+                    self._step_matrices(wave, state, here)
             else:
                 with self.side_stream or contextlib.nullcontext():
                     step_elements(wave.params, gradients_of(wave.params), state, wave.route, wave.group, here)
@@ -221,6 +240,11 @@ class CompiledStep:
 
             self._fused = FusedStepCache()
         return self._fused
+
+
+def _is_large(wave: Wave) -> bool:
+    """Return whether a Muon wave occupies the device for so long that another may run beside it."""
+    return wave.route == "muon" and sum(p.numel() for p in wave.params) > _SMALL
 
 
 def _with_gradient(group: Group) -> RoutedParams:

@@ -155,6 +155,44 @@ def test_adam_beside_muon_takes_what_the_step_was_given(settings):
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_large_waves_on_two_streams_are_those_on_one(captured):
+    results = []
+    for together in (True, False):
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def draw(shape, generator=generator):
+            return torch.randn(shape, device="cuda", generator=generator)
+
+        params = [nn.Parameter(draw(shape)) for shape in [(2048, 2304)] * 3 + [(2304, 2048)] * 2]
+        named = [(f"{i}.matrix", p) for i, p in enumerate(params)]
+        optimizer = HybridMuon(named, lr=0.02, capturable=True, workspace=5_000_000)
+        for p in params:
+            p.grad = draw(p.shape)
+        optimizer.step()
+        assert len(optimizer._compiled.wave_streams) == 2
+        if not together:
+            optimizer._compiled.wave_streams = ()
+        run = optimizer.step
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            run = graph.replay
+        for k in range(4):
+            later = [draw(p.shape) for p in params]
+            torch.cuda._sleep(20_000_000)  # the gradients are there long after the step is launched
+            for p, g in zip(params, later, strict=True):
+                p.grad.copy_(g)
+            optimizer.param_groups[0]["lr"].fill_(0.02 / (1 + k))
+            run()
+            for p in params:
+                p.grad.fill_(7.0)  # must not be seen by the step
+        assert bool(optimizer._compiled.wave_streams) == together
+        results.append([*params, *(x for s in optimizer.state.values() for x in s.values())])
+    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+
+
 def test_parameters_may_live_on_another_device_than_the_current_one():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")

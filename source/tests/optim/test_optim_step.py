@@ -11,8 +11,11 @@ from polar_oracle import oracle
 from torch import nn
 
 from deepmd_muon.optim import AdamConfig, HybridMuon, HybridMuonConfig, MuonConfig
+from deepmd_muon.optim import step as step_module
 from deepmd_muon.optim.errors import InvalidGradientError, InvalidSettingError
 from deepmd_muon.optim.sharded_config import ShardedSettings
+from deepmd_muon.optim.step import CompiledStep, Wave
+from deepmd_muon.optim.update.gradients import StepControl
 
 
 def parameter(*shape, seed=0, dtype=torch.float32):
@@ -349,3 +352,47 @@ def test_numbers_of_other_kinds_are_numbers():
 def test_configurations_check_types_too(config, settings, message):
     with pytest.raises(InvalidSettingError, match=message):
         config(**settings)
+
+
+def test_large_muon_waves_take_turns_on_two_streams(monkeypatch):
+    notes = []
+
+    class Stream:
+        def __init__(self, device):
+            self.device, self.name = device, f"stream {len(names)}"
+            names.append(self.name)
+
+        def fork(self):
+            notes.append(f"fork {self.name}")
+
+        def __enter__(self):
+            notes.append(self.name)
+
+        def __exit__(self, *error):
+            notes.append("joined")
+
+    names = []
+    monkeypatch.setattr(step_module, "SideStream", Stream)
+    monkeypatch.setattr(CompiledStep, "_step_matrices", lambda self, wave, state, control: notes.append(wave.views[0]))
+    small, large = (torch.empty(n, device="meta") for n in (2**22, 2**22 + 1))
+
+    def waves_of(*sizes, device="cuda", route="muon"):
+        return [Wave(None, route, torch.device(device), [p], [f"wave {i}"], {}, None) for i, p in enumerate(sizes)]
+
+    compiled = CompiledStep()
+    for too_few in (
+        waves_of(large),
+        waves_of(small, large, small),
+        waves_of(large, large, device="cpu"),
+        waves_of(large, large, route="adam"),
+        [*waves_of(large, device="cuda:0"), *waves_of(large, device="cuda:1")],
+    ):
+        assert compiled._wave_streams_for(too_few) == ()
+    found = waves_of(large, large, small, large)
+    compiled.wave_streams = compiled._wave_streams_for(found)
+    assert compiled._wave_streams_for(found) is compiled.wave_streams  # kept when the step is compiled anew
+    compiled._step_waves(found, None, StepControl())
+    assert notes == [
+        *("fork stream 0", "fork stream 1", "stream 0", "wave 0", "joined", "stream 1", "wave 1", "joined"),
+        *("wave 2", "stream 0", "wave 3", "joined"),
+    ]
