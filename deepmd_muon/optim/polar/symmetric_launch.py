@@ -23,7 +23,9 @@ from deepmd_muon.optim.polar.kernels.symmetric import (
     SQUARE,
     TRANSPOSED_INPUT,
     measure,
+    measure_contiguous,
     normalize,
+    normalize_tiles,
     symmetric_product,
     update,
 )
@@ -61,10 +63,16 @@ class Tiles(NamedTuple):
 # Measured on an H200 by source/benchmarks/kernel_tiles.py. Two programs of the medium kind share a multiprocessor: one
 # computes while the other stores. Small tiles occupy the device when there are few; large tiles read less.
 _SYMMETRIC = {"small": Tile(64, 64, 4, 4), "medium": Tile(128, 128, 4, 3)}
-_UPDATE = {"small": Tile(64, 128, 4, 4), "medium": Tile(128, 128, 4, 3), "large": Tile(128, 256, 8, 4)}
+_UPDATE = {
+    "small": Tile(64, 128, 4, 4),
+    "medium": Tile(128, 128, 4, 3),
+    "wide": Tile(128, 256, 8, 3),
+    "large": Tile(128, 256, 8, 4),
+}
 _LAST_WARPS = 8  # the addresses of strided results take registers
 _DEPTH = 64  # columns of the left factor per iteration of a product
 _LARGE = 4096  # rows from which large tiles are faster in updates
+_MANY = 2048, 4  # rows, and wide tiles for each multiprocessor, from which wide tiles are
 _CHUNK = 1024  # terms that tensor cores accumulate in exact updates
 _LIFT = 500.0  # updates are exact where later steps amplify small singular values by more than this
 _WIDE = 1.5  # columns / rows from which steps share products with X
@@ -78,6 +86,8 @@ _LONG = 4  # number of steps from which all matrices of a segment are fine; in s
 _KEEP = 50.0  # X is kept in fp32 where later steps amplify small singular values by more than this
 _MULTIPROCESSORS = 132
 _MOST_SPANS = 2  # tensors of a batch for each of which the first and the last update are launched
+# Inputs in tiles are measured by so many programs each, so many adjacent elements at a time, and copied in such tiles.
+_PROGRAMS, _RUN, _COPIED = 256, 4096, (64, 128)
 _SHARES = (64, 512)  # least and most programs that measure or copy a matrix
 
 
@@ -88,7 +98,8 @@ def tiles_for(rows: int, columns: int, count: int) -> Tiles:
     few = count * side * (side + 1) // 2 < _MULTIPROCESSORS
     symmetric = "small" if few else "medium"
     few = count * side * -(-columns // 128) < _MULTIPROCESSORS
-    update = "small" if few else "large" if rows >= _LARGE else "medium"
+    many = rows >= _MANY[0] and count * side * -(-columns // 256) >= _MANY[1] * _MULTIPROCESSORS
+    update = "small" if few else "large" if rows >= _LARGE else "wide" if many else "medium"
     return Tiles(_SYMMETRIC[symmetric], _UPDATE[update])
 
 
@@ -228,24 +239,27 @@ class _Workspace:
         self.weights = on_device(tuple(product.weights for product in products), out.device)
         half = functools.partial(torch.empty, dtype=torch.float16, device=out.device)
         single = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
-        shares = _shares(count) if out.is_cuda else 4  # Triton's interpreter runs programs one after the other
-        sums = torch.empty(count, shares, 2, dtype=torch.float64, device=out.device)
         self.factors = single(count, 2)
         self.single = _amplification(products) > _KEEP  # whether X is kept in fp32
         spans = launch.constants["spans"]
         self.spans: Sequence[Span] = spans if len(spans) <= _MOST_SPANS else ()
         self.inputs = self._inputs(inputs.tensors) if self.single else []
         keep = self.single and not self.inputs
+        shares = _PROGRAMS if self.inputs else _shares(count)
+        if not out.is_cuda:
+            shares = 4  # Triton's interpreter runs programs one after the other
+        sums = torch.empty(count, shares, 2, dtype=torch.float64, device=out.device)
         kept = keep or any(
             _amplification(products[k + 1 :]) > _KEEP for k, each in enumerate(products) if each.target == "X"
         )
         iterates = half(2, count * order, width)
         master = single(count * order, width) if kept else iterates[1]
-        measure[shares, count](self.table, inputs.addresses, sums, SHARES=shares, T=64, num_warps=8)
-        normalize[shares, count](
-            self.table, inputs.addresses, sums, self.factors, master, iterates[0], order, width, KEEP=keep,
-            SHARES=shares, T=64,
-        )  # fmt: skip
+        if not self.inputs:
+            measure[shares, count](self.table, inputs.addresses, sums, SHARES=shares, T=64, num_warps=8)
+            normalize[shares, count](
+                self.table, inputs.addresses, sums, self.factors, master, iterates[0], order, width, KEEP=keep,
+                SHARES=shares, T=64,
+            )  # fmt: skip
         names = dict.fromkeys(product.target for product in products if product.target != "X")
         squares = {name: half(count * order, order) for name in names}
         self.diagonals = {name: single(count * order) for name in names}
@@ -259,6 +273,8 @@ class _Workspace:
         self.rights = [_tiled(x, _DEPTH, across) for x in iterates]
         self.master, *self.copies = (_tiled(x, down, across // 2) for x in (master, *iterates))
         self.half = (order // t * (order // t + 1) // 2, count)
+        if self.inputs and inputs.tensors is not None:
+            self._normalize_tiles(inputs.tensors, iterates[0], sums)
 
     def _inputs(self, tensors: Sequence[Tensor] | None) -> list[tuple[int, Any]]:
         """Return how the first update reads each span in tiles, with its descriptor; empty where it cannot."""
@@ -273,6 +289,21 @@ class _Workspace:
                 return []
             found.append(((TRANSPOSED_INPUT if transposed else INPUT).value, tiled))
         return found
+
+    def _normalize_tiles(self, tensors: Sequence[Tensor], iterate: Tensor, sums: Tensor) -> None:
+        """Start the launches that write the fp16 X from inputs that are read in tiles."""
+        rows, columns = _COPIED
+        shares, tiles, first = sums.shape[1], self.order // rows * (self.width // columns), 0
+        for span, (read, described) in zip(self.spans, self.inputs, strict=True):
+            block = reversed(_COPIED) if read == TRANSPOSED_INPUT.value else _COPIED
+            measure_contiguous[shares, span.count](
+                tensors[span.tensor], sums, first, self.rows * self.columns, SHARES=shares, WIDTH=_RUN, num_warps=8
+            )
+            normalize_tiles[tiles, span.count](
+                _tiled(described.base, *block), _tiled(iterate, *_COPIED), sums, self.factors, first, self.order,
+                self.width, READ=read, SHARES=shares, T=rows, N=columns,
+            )  # fmt: skip
+            first += span.count
 
     def _results(self, span: Span) -> tuple[int, Any]:
         """Return how results are written, with a descriptor where they are written in tiles."""

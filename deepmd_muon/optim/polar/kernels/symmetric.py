@@ -25,6 +25,9 @@ from deepmd_muon.optim.polar.kernels.whole import (
     store_result,
 )
 
+# Input of an update: the present X, or the input, or the transposed input, in tiles.
+PRESENT, INPUT, TRANSPOSED_INPUT = (tl.constexpr(i) for i in range(3))
+
 
 @triton.jit
 def measure(table, addresses, sums, SHARES: tl.constexpr, T: tl.constexpr):
@@ -53,6 +56,24 @@ def measure(table, addresses, sums, SHARES: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def scale_of(sums, factors, matrix, SHARES: tl.constexpr):
+    """Return a matrix's largest magnitude, its norm relative to that, and the two `factors` that normalise it.
+
+    The factors, a power of two within fp32 and the rest, are stored by the first program; their product may overflow.
+    """
+    joint, norm = norm_of_all(sums, matrix * SHARES, SHARES, SHARES)
+    inverse = 1.0 / norm
+    power = (inverse.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
+    power = tl.minimum(tl.maximum(power, 2.0**-126), 2.0**126)
+    rest = (inverse / power).to(tl.float32)
+    power = power.to(tl.float32)
+    if tl.program_id(0) == 0:
+        tl.store(factors + 2 * matrix, power)
+        tl.store(factors + 2 * matrix + 1, rest)
+    return joint, norm, power, rest
+
+
+@triton.jit
 def normalize(
     table, addresses, sums, factors, master, iterate, order, width, KEEP: tl.constexpr, SHARES: tl.constexpr,
     T: tl.constexpr,
@@ -63,17 +84,8 @@ def normalize(
     """
     matrix = tl.program_id(1)
     row = table + matrix.to(tl.int64) * ROW
-    joint, norm = norm_of_all(sums, matrix * SHARES, SHARES, SHARES)
+    joint, norm, power, rest = scale_of(sums, factors, matrix, SHARES)
     is_double = tl.load(row + KIND) == 1
-    # A power of two within fp32, and the rest; their product may overflow fp32.
-    inverse = 1.0 / norm
-    power = (inverse.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
-    power = tl.minimum(tl.maximum(power, 2.0**-126), 2.0**126)
-    rest = (inverse / power).to(tl.float32)
-    power = power.to(tl.float32)
-    if tl.program_id(0) == 0:
-        tl.store(factors + 2 * matrix, power)
-        tl.store(factors + 2 * matrix + 1, rest)
     t = tl.arange(0, T)
     down = order // T
     base = matrix.to(tl.int64) * order * width
@@ -89,6 +101,40 @@ def normalize(
         if KEEP:
             tl.store(master + where, x)
         tl.store(iterate + where, x.to(tl.float16))
+
+
+@triton.jit(do_not_specialize=["first"])
+def measure_contiguous(inputs, sums, first, size, SHARES: tl.constexpr, WIDTH: tl.constexpr):
+    """Store what `measure` does, of contiguous fp32 matrices of `size` elements; they are numbered from `first`."""
+    matrix = tl.program_id(1)
+    start = inputs + matrix.to(tl.int64) * size
+    total = tl.zeros((WIDTH,), tl.float64)
+    for chunk in range(tl.program_id(0) * WIDTH, size, SHARES * WIDTH):
+        element = chunk + tl.arange(0, WIDTH)
+        wide = tl.load(start + element, mask=element < size, other=0.0).to(tl.float64)
+        total += wide * wide
+    place = 2 * ((first + matrix) * SHARES + tl.program_id(0))
+    tl.store(sums + place, 1.0)
+    tl.store(sums + place + 1, tl.sum(total))
+
+
+@triton.jit(do_not_specialize=["first"])
+def normalize_tiles(
+    inputs, iterate, sums, factors, first, order, width, READ: tl.constexpr, SHARES: tl.constexpr, T: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """Write X / ‖X‖ in fp16, tile by tile, of inputs that `update` can read; see `normalize` and `update`."""
+    number = tl.program_id(0)
+    matrix = first + tl.program_id(1)
+    _, _, power, rest = scale_of(sums, factors, matrix, SHARES)
+    down = order // T
+    r = number % down * T
+    c = number // down * N
+    if READ == TRANSPOSED_INPUT:
+        x = inputs.load([tl.program_id(1) * width + c, r]).T
+    else:
+        x = inputs.load([tl.program_id(1) * order + r, c])
+    iterate.store([matrix * order + r, c], (x * power * rest).to(tl.float16))
 
 
 # Rounding residuals are scaled by this, so that they do not underflow in fp16.
@@ -180,8 +226,6 @@ def precise(squares, rest, r, c, FINE: tl.constexpr):
     return x
 
 
-# Input of an update: the present X, or the input, or the transposed input, in tiles.
-PRESENT, INPUT, TRANSPOSED_INPUT = (tl.constexpr(i) for i in range(3))
 # Output of an update: the next X, or the result with any strides, in tiles, or in transposed tiles.
 NEXT, ANYWHERE, IN_TILES, IN_TRANSPOSED_TILES = (tl.constexpr(i) for i in range(4))
 
