@@ -6,7 +6,7 @@
 Structures are made here: a jittered cubic lattice of water's density (0.1 atoms/Å³), a third of the atoms oxygen,
 labels random; the networks are those of DeePMD's water example (`training_step.MODELS`). Every point trains as
 `dp train` does, all in this process; the loop is stopped when graphs are captured and again after --seconds. Memory is
-the peak of allocated memory, the resident training data taken off.
+what torch reserves on the device for a run (a captured graph keeps its memory), the resident training data taken off.
 """
 
 from __future__ import annotations
@@ -74,9 +74,13 @@ def measure(kind: str, precision: str, natoms: int, batch: int, seconds: float) 
         settled(2)
         trainer._tuning = None  # keeps the pieces of a run's start
         settled(4)
-        torch.cuda.reset_peak_memory_stats()
         found["ms"] = 1e3 * settled(max(10, int(seconds / settled(4))))
-        found["MiB"] = (torch.cuda.max_memory_allocated() - resident_bytes(batches)) / 2**20
+        found["MiB"] = (torch.cuda.max_memory_reserved() - before - resident_bytes(batches)) / 2**20
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
 
     with tempfile.TemporaryDirectory() as folder:
         content = make_input(kind, f"{precision}-b{batch}", "HybridMuon", 1_000_000, Path(folder), {})
@@ -91,8 +95,6 @@ def measure(kind: str, precision: str, natoms: int, batch: int, seconds: float) 
         finally:
             Trainer._steps = original  # type: ignore[method-assign]
             os.chdir(here)
-    gc.collect()
-    torch.cuda.empty_cache()
     print(
         f"{kind}, {precision}: {natoms:5d} atoms × {batch:2d}: {found['ms']:8.3f} ms a step, "
         f"{1e3 * found['ms'] / (natoms * batch):7.3f} µs and {found['MiB'] * 1024 / (natoms * batch):7.1f} KiB an atom",
@@ -102,23 +104,26 @@ def measure(kind: str, precision: str, natoms: int, batch: int, seconds: float) 
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """Draw time and memory per atom against the atoms of a batch."""
+    """Draw time and, where it was measured, memory per atom against the atoms of a batch."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (time_axes, memory_axes) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
-    for kind, points in content["points"].items():
-        one = [p for p in points if p["batch"] == 1]
-        several = [p for p in points if p["atoms"] == 192]
-        for label, chosen in ((f"{kind}, one structure", one), (f"{kind}, batches of 192 atoms", several)):
-            atoms = np.array([p["atoms"] * p["batch"] for p in chosen])
-            time_axes.plot(atoms, 1e3 * np.array([p["ms"] for p in chosen]) / atoms, marker=".", label=label)
-            memory_axes.plot(atoms, 1024 * np.array([p["MiB"] for p in chosen]) / atoms, marker=".", label=label)
-    for axes, what in ((time_axes, "µs a step and atom"), (memory_axes, "KiB an atom")):
+    panels = [("ms", 1e3, "µs a step and atom"), ("MiB", 1024.0, "KiB an atom")]
+    panels = [panel for panel in panels if all(panel[0] in p for points in content["points"].values() for p in points)]
+    figure, several = plt.subplots(
+        1, len(panels), figsize=(4.5 * len(panels), 3.2), layout="constrained", squeeze=False
+    )
+    for axes, (key, scale, what) in zip(several[0], panels, strict=True):
+        for kind, points in content["points"].items():
+            one = [p for p in points if p["batch"] == 1]
+            batches = [p for p in points if p["atoms"] == 192]
+            for label, chosen in ((f"{kind}, one structure", one), (f"{kind}, batches of 192 atoms", batches)):
+                atoms = np.array([p["atoms"] * p["batch"] for p in chosen])
+                axes.plot(atoms, scale * np.array([p[key] for p in chosen]) / atoms, marker=".", label=label)
         axes.set(xscale="log", yscale="log", xlabel="atoms in a batch", ylabel=what)
-    time_axes.legend()
+    several[0][0].legend()
     figure.savefig(path, dpi=150)
 
 

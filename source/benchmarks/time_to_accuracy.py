@@ -106,12 +106,14 @@ def table(runs: list[dict[str, Any]], target: float) -> None:
     print("|---|---|---|---|---|---|---|")
     for run in runs:
         found = reached(run, target)
-        step, seconds = found if found else (float("nan"), float("nan"))
-        rest = seconds - run["seconds"][0]
-        print(
-            f"| {run['optimizer']} | {run['seed']} | {run['steps']} | {step} | {seconds:.2f} | {rest:.2f} "
-            f"| 1/{CITED[1] / seconds:.0f}, 1/{CITED[1] / rest:.0f} without start-up |"
-        )
+        head = f"| {run['optimizer']} | {run['seed']} | {run['steps']} |"
+        if found is None:
+            print(f"{head} never: {run['force'][-1]:.4f} in the end | – | – | – |")
+            continue
+        step, seconds = found
+        rest = seconds - run["seconds"][0] or float("nan")  # reached at the first look
+        ratios = f"1/{CITED[1] / seconds:.0f}, 1/{CITED[1] / rest:.0f} without start-up"
+        print(f"{head} {step} | {seconds:.2f} | {rest:.2f} | {ratios} |")
     print(f"\nof {CITED[0]}: {CITED[1]:.0f} s")
 
 
@@ -149,12 +151,12 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="where the picture goes")
     args = parser.parse_args()
     runs = json.loads(args.draw.read_text())["runs"] if args.draw else measure(args)
-    table(runs, args.target)
     if args.log and not args.draw:
         import torch
 
         machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
         args.log.write_text(json.dumps({"machine": machine, "torch": torch.__version__, "runs": runs}, indent=1))
+    table(runs, args.target)
     if args.picture:
         draw(runs, args.target, args.picture)
 
