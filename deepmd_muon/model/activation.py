@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,23 @@ GELU_SCALE, GELU_CUBIC = math.sqrt(2.0 / math.pi), 0.044715  # Hendrycks & Gimpe
 SILUT_THRESHOLD = 3.0  # deepmd-kit's, when the name carries none
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Formula(NamedTuple):
+    """The function as kernels compute it (`activation_kernels.curve`).
+
+    Attributes
+    ----------
+    kind
+        "tanh", "silu" or "silut".
+    threshold, rate, start
+        Of `silut`: from h = threshold on, the function is start + tanh(rate·(h − threshold)).
+    """
+
+    kind: str
+    threshold: float = 0.0
+    rate: float = 0.0
+    start: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -35,12 +53,15 @@ class Activation:
         f″ from the kept tensor and f′.
     keeps_input
         See `slope`.
+    formula
+        None when kernels do not know the function.
     """
 
     value: _Function
     slope: _Function
     curvature: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     keeps_input: bool = True
+    formula: Formula | None = None
 
     def __call__(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return f(h) and the tensor to keep for the derivatives; `h` may be overwritten."""
@@ -99,7 +120,9 @@ class Tanh(Activation):
 
 
 def _tanh() -> Activation:
-    return Tanh(torch.tanh, lambda t: 1.0 - t * t, lambda t, slope: -2.0 * t * slope, keeps_input=False)
+    return Tanh(
+        torch.tanh, lambda t: 1.0 - t * t, lambda t, slope: -2.0 * t * slope, keeps_input=False, formula=Formula("tanh")
+    )
 
 
 def _sigmoid() -> Activation:
@@ -196,7 +219,7 @@ def _silu() -> Silu:
         sigmoid = torch.sigmoid(h)
         return sigmoid * (1.0 - sigmoid) * (2.0 + h * (1.0 - 2.0 * sigmoid))
 
-    return Silu(torch.nn.functional.silu, slope, curvature)
+    return Silu(torch.nn.functional.silu, slope, curvature, formula=Formula("silu"))
 
 
 def _silut(threshold: float) -> Silut:
@@ -222,7 +245,7 @@ def _silut(threshold: float) -> Silut:
         t = tail(h)
         return torch.where(h >= threshold, -2.0 * rate * rate * t * (1.0 - t * t), silu.curvature(h, low))
 
-    return Silut(value, slope, curvature, below=below)
+    return Silut(value, slope, curvature, formula=Formula("silut", threshold, rate, start), below=below)
 
 
 _BY_NAME: dict[str, Callable[[], Activation]] = {

@@ -11,6 +11,8 @@ a CPU's cache, with only a, the adjoint of a′ and the tangent of a kept betwee
 2. `AngleAdjoint.forward`: z̄ = f′(z)·ȳ and from it ā, ū, t̄, s̄;
 3. `AngleAdjoint.backward`: tangents ȧ, u̇, ṫ, ṡ arrive; ẏ = f′(z)·ż gives the cotangents of m̄ and of the adjoint of a′;
 4. `AngleUpdate.backward`: ẑ = f′(z)·ŷ + f″(z)·ż·ȳ gives the gradients of a, u, t, W and ρ at once.
+
+On a GPU each pass is one kernel in single precision (`angle_kernels`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 
+from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import Activation
 from deepmd_muon.model.descriptor.dpa3.geometry import AngleBlock, AnglePlan
 
@@ -60,6 +63,45 @@ class AngleTape:
             slots, angles = block.atoms * block.width, block.atoms * block.width**2
             yield block, slice(slot, slot + slots), slice(angle, angle + angles)
             slot, angle = slot + slots, angle + angles
+
+
+def _kernels(tape: AngleTape, weight: torch.Tensor) -> Any:
+    """Return the launches of kernels where they can be used, or operators of torch that do them."""
+    traced = kernels.usable_as_operators(weight.device)
+    if len(tape.plan.blocks) != 1 or not (traced or kernels.usable(weight.device)):
+        return None
+    from deepmd_muon.model.descriptor.dpa3 import angle_launches
+
+    if not angle_launches.fits(tape.plan.blocks[0].width, weight, tape.activation.formula):
+        return None
+    if not traced:
+        return angle_launches
+    from deepmd_muon.model.descriptor.dpa3 import angle_operators
+
+    return angle_operators
+
+
+def _layer(tape: AngleTape, weight: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, ...]:
+    """Return the arguments that all kernels share."""
+    formula = tape.activation.formula
+    assert formula is not None
+    rho = weight.new_empty(0) if residual is None else residual
+    kind, *curve_of = formula
+    return weight, rho, tape.plan.blocks[0].width, tape.width, tape.carry, kind, curve_of
+
+
+def _pair(
+    tape: AngleTape,
+    message: torch.Tensor | None,
+    updated: torch.Tensor | None,
+    a: torch.Tensor,
+    u: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """Return the cotangents of m and a′ as kernels take them: zeros where none arrived."""
+    if updated is None:
+        updated = a.new_empty(0) if residual is None else torch.zeros_like(a)
+    return [u.new_zeros(u.shape[0], tape.width) if message is None else message, updated]
 
 
 def _sum_of_terms(
@@ -122,6 +164,13 @@ class AngleUpdate(torch.autograd.Function):
         residual: torch.Tensor | None,
     ) -> Any:
         """See the class."""
+        ctx.tape = tape
+        ctx.save_for_backward(a, u, t, s, weight, residual)
+        ctx.set_materialize_grads(False)
+        fast = _kernels(tape, weight)
+        if fast is not None:
+            message, updated = fast.update([a, u, t, s], *_layer(tape, weight, residual))
+            return message, None if residual is None else updated, u.new_empty(0)
         message = u.new_empty(u.shape[0], tape.width)
         updated = None if residual is None else torch.empty_like(a)
         for block, slots, angles in tape.blocks():
@@ -132,9 +181,6 @@ class AngleUpdate(torch.autograd.Function):
             if updated is not None and residual is not None:
                 tail = (y[..., tape.width :] * residual).view_as(a[angles])
                 torch.add(tail, a[angles], alpha=tape.carry, out=updated[angles])
-        ctx.tape = tape
-        ctx.save_for_backward(a, u, t, s, weight, residual)
-        ctx.set_materialize_grads(False)
         return message, updated, u.new_empty(0)
 
     @staticmethod
@@ -165,6 +211,13 @@ class AngleAdjoint(torch.autograd.Function):
         """Return ā, ū, t̄, s̄."""
         # detached: a tape that held a node of the graph which holds the tape would never be freed
         tape.adjoints = tuple(None if x is None else x.detach() for x in (message, updated))
+        ctx.tape = tape
+        ctx.save_for_backward(a, u, t, s, weight, residual)
+        ctx.set_materialize_grads(False)
+        fast = _kernels(tape, weight)
+        if fast is not None:
+            bars = _pair(tape, message, updated, a, u, residual)
+            return tuple(fast.adjoint(*bars, [a, u, t, s], *_layer(tape, weight, residual)))
         f, width = tape.activation, tape.width
         a_bar, u_bar, t_bar, s_bar = (torch.empty_like(x) for x in (a, u, t, s))
         for block, slots, angles in tape.blocks():
@@ -188,9 +241,6 @@ class AngleAdjoint(torch.autograd.Function):
             t_bar[slots] = z_bar.sum(1).view(n * k, -1)
         if updated is not None:
             a_bar.add_(updated, alpha=tape.carry)
-        ctx.tape = tape
-        ctx.save_for_backward(a, u, t, s, weight, residual)
-        ctx.set_materialize_grads(False)
         return a_bar, u_bar, t_bar, s_bar
 
     @staticmethod
@@ -202,6 +252,12 @@ class AngleAdjoint(torch.autograd.Function):
         message, updated = tape.adjoints or (None, None)
         given = _Tangents.of(tangents, a, u, t, s)
         tape.tangents = given
+        fast = _kernels(tape, weight)
+        if fast is not None:
+            dots = [given.a, given.u, given.t, given.s]
+            found = fast.tangent([a, u, t, s], dots, *_layer(tape, weight, residual))
+            kept = (None if old is None else new for old, new in zip((message, updated), found, strict=True))
+            return (None, *kept, *(None,) * 6)
         to_message = None if message is None else torch.empty_like(message)
         to_updated = None if updated is None else torch.empty_like(updated)
         for block, slots, angles in tape.blocks():
@@ -257,6 +313,9 @@ def _gradients(
     residual: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Pass 4: gradients of a, u, t, (none of s), W, ρ; positions get none from it."""
+    fast = _kernels(tape, weight)
+    if fast is not None:
+        return _gradients_by_kernel(fast, tape, message, updated, a, u, t, s, weight, residual)
     f, width = tape.activation, tape.width
     a_hat, u_hat, t_hat = (torch.empty_like(x) for x in (a, u, t))
     weight_hat = torch.zeros_like(weight)
@@ -296,3 +355,27 @@ def _gradients(
     if updated is not None:
         a_hat.add_(updated, alpha=tape.carry)
     return a_hat, u_hat, t_hat, None, weight_hat, residual_hat
+
+
+def _gradients_by_kernel(
+    fast: Any,
+    tape: AngleTape,
+    message: torch.Tensor | None,
+    updated: torch.Tensor | None,
+    a: torch.Tensor,
+    u: torch.Tensor,
+    t: torch.Tensor,
+    s: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    earlier: list[torch.Tensor] = []
+    dots: list[torch.Tensor] = []
+    tangents = tape.tangents
+    if tangents is not None:
+        earlier = _pair(tape, *(tape.adjoints or (None, None)), a, u, residual)
+        dots = [tangents.a, tangents.u, tangents.t, tangents.s]
+    given = _pair(tape, message, updated, a, u, residual)
+    layer = _layer(tape, weight, residual)
+    a_hat, u_hat, t_hat, weight_hat, residual_hat = fast.gradient(given, earlier, [a, u, t, s], dots, *layer)
+    return a_hat, u_hat, t_hat, None, weight_hat, None if residual is None else residual_hat

@@ -1,0 +1,286 @@
+"""Triton kernels of the four passes over a layer's angles; `angles` defines their results.
+
+A program takes atoms one after the other and, of each, every `groups`-th first neighbour j with all second neighbours
+k: a tile of angles whose intermediate numbers never leave the chip. The columns of a tile are features of y, those of
+the message first, then those of the angle; a program takes them in chunks, as many as its registers hold, and adds
+what all chunks give to a. Sums over k end in the program. Sums over j and over all angles are written once a group or
+program and added up afterwards, in the same order every time.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: ANN001, ANN202
+# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
+# branch that is decided at compile time must be a statement.
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from deepmd_muon.model.activation_kernels import curve
+
+
+class Terms(NamedTuple):
+    """The tensors a, u, t, s of `angles`, or their tangents."""
+
+    a: Any
+    u: Any
+    t: Any
+    s: Any
+
+
+class Form(NamedTuple):
+    """Sizes that are known when a kernel is compiled.
+
+    Attributes
+    ----------
+    angle, message, features
+        Columns of a, of m and of y.
+    rows, inner
+        Powers of two that hold the neighbours of an atom and the columns of a.
+    columns, chunks
+        Features of y in a chunk, and how many chunks hold all.
+    precision
+        Of products: "tf32x3" splits each factor in two, which keeps single precision on tensor cores.
+    """
+
+    angle: tl.constexpr
+    message: tl.constexpr
+    features: tl.constexpr
+    rows: tl.constexpr
+    inner: tl.constexpr
+    columns: tl.constexpr
+    chunks: tl.constexpr
+    precision: tl.constexpr
+
+
+@triton.jit
+def _tile(tensor, row, column, present, stride):
+    """Load a tile `(row, column)` of a matrix with `stride` columns; 0 where not present."""
+    return tl.load(tensor + row[:, None] * stride + column[None, :], present, 0.0)
+
+
+@triton.jit
+def _sum(terms, x, matrix, t, slot, c, form):
+    """Return a·W + u_j + t_k of a tile."""
+    u = tl.load(terms.u + slot * form.features + c, c < form.features, 0.0)
+    return tl.dot(x, matrix, input_precision=form.precision) + u[None, :] + t
+
+
+@triton.jit
+def _vector(tensor, slot, c, form):
+    """Load the message of a slot, or its cotangent, into the columns of y."""
+    return tl.load(tensor + slot * form.message + c, c < form.message, 0.0)[None, :]
+
+
+@triton.jit
+def _columns(chunk, form):
+    """Return the columns of a chunk, which are present, their columns of a, and which have one."""
+    c = chunk * form.columns + tl.arange(0, form.columns)
+    return c, c < form.features, c - form.message, (c >= form.message) & (c < form.features)
+
+
+@triton.jit
+def _matrix(weight, i, c, form):
+    """Load a chunk of W."""
+    return _tile(weight, i, c, (i < form.angle)[:, None] & (c < form.features)[None, :], form.features)
+
+
+@triton.jit
+def update_kernel(
+    message, updated, terms, weight, residual, atoms, width, carry, curve_of, form, kind: tl.constexpr
+) -> None:
+    """Pass 1: m_j = s_j·Σ_k s_k·y_jk and, where y has more features, a′ = α·a + ρ∘y."""
+    k, i = tl.arange(0, form.rows), tl.arange(0, form.inner)
+    in_k = k < width
+    for chunk in range(form.chunks):
+        c, in_y, to_a, in_a = _columns(chunk, form)
+        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
+        in_a = in_k[:, None] & in_a[None, :]
+        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+            first = atom * tl.full([], width, tl.int64)
+            s_k = tl.load(terms.s + first + k, in_k, 0.0)[:, None]
+            t = _tile(terms.t, first + k, c, in_k[:, None] & in_y[None, :], form.features)
+            for j in range(tl.program_id(1), width, tl.num_programs(1)):
+                slot = first + j
+                angle = slot * width + k
+                x = _tile(terms.a, angle, i, in_k[:, None] & (i < form.angle)[None, :], form.angle)
+                y = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)[0]
+                m = tl.load(terms.s + slot) * tl.sum(y * s_k, 0)
+                tl.store(message + slot * form.message + c, m, c < form.message)
+                if form.features > form.message:
+                    after = carry * _tile(terms.a, angle, to_a, in_a, form.angle) + rho * y
+                    tl.store(updated + angle[:, None] * form.angle + to_a[None, :], after, in_a)
+
+
+@triton.jit
+def adjoint_kernel(
+    out, s_parts, message, updated, terms, weight, residual, atoms, width, carry, curve_of, form, kind: tl.constexpr
+) -> None:
+    """Pass 2: the adjoints of m and a′ give `out`: those of a, u and, in parts, t and s as a first neighbour.
+
+    `s_parts` takes those of s as a second neighbour.
+    """
+    k, i = tl.arange(0, form.rows), tl.arange(0, form.inner)
+    in_k = k < width
+    in_x = in_k[:, None] & (i < form.angle)[None, :]
+    for chunk in range(form.chunks):
+        c, in_y, to_a, in_a = _columns(chunk, form)
+        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
+        in_a, in_z = in_k[:, None] & in_a[None, :], in_k[:, None] & in_y[None, :]
+        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+            first = atom * tl.full([], width, tl.int64)
+            s_k = tl.load(terms.s + first + k, in_k, 0.0)
+            t = _tile(terms.t, first + k, c, in_z, form.features)
+            sum_t, sum_s = tl.zeros_like(t), tl.zeros_like(s_k)
+            for j in range(tl.program_id(1), width, tl.num_programs(1)):
+                slot = first + j
+                angle = slot * width + k
+                x = _tile(terms.a, angle, i, in_x, form.angle)
+                y, slope, _ = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
+                s_j, m = tl.load(terms.s + slot), _vector(message, slot, c, form)
+                along = tl.sum(y * m, 1)
+                tl.store(out.s + (chunk * atoms * width + slot), tl.sum(along * s_k, 0))
+                sum_s += s_j * along
+                y_bar = m * (s_j * s_k)[:, None]
+                if form.features > form.message:
+                    y_bar += rho * _tile(updated, angle, to_a, in_a, form.angle)
+                z_bar = slope * y_bar
+                sum_t += z_bar
+                tl.store(out.u + slot * form.features + c, tl.sum(z_bar, 0), in_y)
+                x_bar = tl.dot(z_bar, tl.trans(matrix), input_precision=form.precision)
+                if form.features > form.message:
+                    x_bar += carry * _tile(updated, angle, i, in_x & (chunk == 0), form.angle)
+                x_bar += _tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
+                tl.store(out.a + angle[:, None] * form.angle + i[None, :], x_bar, in_x)
+            part = tl.program_id(1).to(tl.int64) * atoms + atom
+            tl.store(s_parts + (chunk * tl.num_programs(1) * atoms + part) * width + k, sum_s, in_k)
+            tl.store(out.t + (part * width + k)[:, None] * form.features + c[None, :], sum_t, in_z)
+        tl.debug_barrier()
+
+
+@triton.jit
+def tangent_kernel(
+    message, updated, terms, dots, weight, residual, atoms, width, carry, curve_of, form, kind: tl.constexpr
+) -> None:
+    """Pass 3: the tangents of a, u, t, s give those of m and a′."""
+    k, i = tl.arange(0, form.rows), tl.arange(0, form.inner)
+    in_k = k < width
+    in_x = in_k[:, None] & (i < form.angle)[None, :]
+    for chunk in range(form.chunks):
+        c, in_y, to_a, in_a = _columns(chunk, form)
+        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
+        in_a, in_z = in_k[:, None] & in_a[None, :], in_k[:, None] & in_y[None, :]
+        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+            first = atom * tl.full([], width, tl.int64)
+            s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
+            t = _tile(terms.t, first + k, c, in_z, form.features)
+            t_dot = _tile(dots.t, first + k, c, in_z, form.features)
+            for j in range(tl.program_id(1), width, tl.num_programs(1)):
+                slot = first + j
+                angle = slot * width + k
+                x = _tile(terms.a, angle, i, in_x, form.angle)
+                y, slope, _ = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
+                x_dot = _tile(dots.a, angle, i, in_x, form.angle)
+                y_dot = slope * _sum(dots, x_dot, matrix, t_dot, slot, c, form)
+                s_j, s_dot_j = tl.load(terms.s + slot), tl.load(dots.s + slot)
+                m = tl.sum(y_dot * (s_j * s_k)[:, None] + y * (s_dot_j * s_k + s_j * s_dot_k)[:, None], 0)
+                tl.store(message + slot * form.message + c, m, c < form.message)
+                if form.features > form.message:
+                    after = carry * _tile(dots.a, angle, to_a, in_a, form.angle) + rho * y_dot
+                    tl.store(updated + angle[:, None] * form.angle + to_a[None, :], after, in_a)
+
+
+@triton.jit
+def _cotangent(given, earlier, z_dot, bends, rho, pairs, at, form, moving: tl.constexpr):
+    """Return of a tile ẑ, z̄, and what the gradient of ρ sums; `bends` are f, f′, f″, `pairs` those of s and ṡ."""
+    y, slope, bend = bends[0], bends[1], bends[2]
+    slot, angle, c, to_a, in_a = at[0], at[1], at[2], at[3], at[4]
+    y_hat = _vector(given[0], slot, c, form) * pairs[0]
+    of_rho = tl.zeros_like(y)
+    if form.features > form.message:
+        now = _tile(given[1], angle, to_a, in_a, form.angle)
+        of_rho += y * now
+        y_hat += rho * now
+    if moving:
+        m_bar = _vector(earlier[0], slot, c, form)
+        y_hat += m_bar * pairs[1]
+        y_bar = m_bar * pairs[0]
+        if form.features > form.message:
+            before = _tile(earlier[1], angle, to_a, in_a, form.angle)
+            of_rho += slope * z_dot * before
+            y_bar += rho * before
+        return slope * y_hat + bend * z_dot * y_bar, slope * y_bar, of_rho
+    return slope * y_hat, y_hat, of_rho
+
+
+@triton.jit
+def gradient_kernel(
+    out,
+    sums,
+    given,
+    earlier,
+    terms,
+    dots,
+    weight,
+    residual,
+    atoms,
+    width,
+    carry,
+    curve_of,
+    form,
+    kind: tl.constexpr,
+    moving: tl.constexpr,
+) -> None:
+    """Pass 4: `given` cotangents of m and a′, and the `earlier` ones of pass 2, give `out` and `sums` of W and ρ.
+
+    `out` takes the gradients of a, u and, in parts, t. Unless `moving`, there were no passes 2 and 3.
+    """
+    k, i = tl.arange(0, form.rows), tl.arange(0, form.inner)
+    in_k = k < width
+    in_x = in_k[:, None] & (i < form.angle)[None, :]
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    for chunk in range(form.chunks):
+        c, in_y, to_a, has_a = _columns(chunk, form)
+        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, has_a, 0.0)[None, :]
+        in_a, in_z = in_k[:, None] & has_a[None, :], in_k[:, None] & in_y[None, :]
+        sum_w, sum_rho = tl.zeros_like(matrix), tl.zeros([form.columns], tl.float32)
+        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+            first = atom * tl.full([], width, tl.int64)
+            s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
+            t, t_dot = (
+                _tile(terms.t, first + k, c, in_z, form.features),
+                _tile(dots.t, first + k, c, in_z, form.features),
+            )
+            sum_t = tl.zeros_like(t)
+            for j in range(tl.program_id(1), width, tl.num_programs(1)):
+                slot = first + j
+                angle = slot * width + k
+                x = _tile(terms.a, angle, i, in_x, form.angle)
+                bends = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
+                s_j = tl.load(terms.s + slot)
+                moved = (tl.load(dots.s + slot) * s_k + s_j * s_dot_k)[:, None]
+                x_dot = _tile(dots.a, angle, i, in_x, form.angle)
+                z_dot = _sum(dots, x_dot, matrix, t_dot, slot, c, form)
+                at, pairs = (slot, angle, c, to_a, in_a), ((s_j * s_k)[:, None], moved)
+                z_hat, z_bar, of_rho = _cotangent(given, earlier, z_dot, bends, rho, pairs, at, form, moving)
+                sum_rho += tl.sum(of_rho, 0)
+                sum_t += z_hat
+                tl.store(out.u + slot * form.features + c, tl.sum(z_hat, 0), in_y)
+                sum_w += tl.dot(tl.trans(x), z_hat, input_precision=form.precision)
+                if moving:
+                    sum_w += tl.dot(tl.trans(x_dot), z_bar, input_precision=form.precision)
+                x_hat = tl.dot(z_hat, tl.trans(matrix), input_precision=form.precision)
+                if form.features > form.message:
+                    x_hat += carry * _tile(given[1], angle, i, in_x & (chunk == 0), form.angle)
+                x_hat += _tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
+                tl.store(out.a + angle[:, None] * form.angle + i[None, :], x_hat, in_x)
+            part = ((tl.program_id(1).to(tl.int64) * atoms + atom) * width + k)[:, None]
+            tl.store(out.t + part * form.features + c[None, :], sum_t, in_z)
+        at = (program * form.angle + i[:, None]) * form.features + c[None, :]
+        tl.store(sums[0] + at, sum_w, (i < form.angle)[:, None] & in_y[None, :])
+        if form.features > form.message:
+            tl.store(sums[1] + program * form.angle + to_a, sum_rho, has_a)
+        tl.debug_barrier()

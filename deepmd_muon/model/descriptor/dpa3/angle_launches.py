@@ -1,0 +1,130 @@
+"""Launches of the kernels of a layer's angles: one a pass.
+
+`terms` are a, u, t, s of `angles` and `dots` their tangents, all in single precision and contiguous. ρ has no elements
+when a′ is not wanted; what stands for a′ then has none either. Further arguments are those of `Launch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from deepmd_muon.model.activation import Formula
+from deepmd_muon.model.descriptor.dpa3 import angle_kernels
+from deepmd_muon.model.descriptor.dpa3.angle_kernels import Form, Terms
+
+PROGRAMS = 1024  # about as many as a large GPU runs at once
+SMALLEST = 16  # side of a tile that tensor cores multiply
+COLUMNS = 32  # features of y that a program holds at a time
+WIDEST = 64  # neighbours, or columns of a, that tiles of a program hold
+
+_Tensors = Sequence[torch.Tensor]
+
+
+class Launch:
+    """Grid and arguments that all passes share."""
+
+    def __init__(
+        self,
+        terms: _Tensors,
+        weight: torch.Tensor,
+        residual: torch.Tensor,
+        width: int,
+        message: int,
+        carry: float,
+        kind: str,
+        curve_of: Sequence[float],
+    ) -> None:
+        atoms = terms[1].shape[0] // width
+        self.groups = min(width, max(1, PROGRAMS // atoms))
+        self.grid = (min(atoms, PROGRAMS), self.groups)
+        self.programs = self.grid[0] * self.groups
+        sizes = (weight.shape[0], message, weight.shape[1])
+        rows, inner = (max(SMALLEST, triton.next_power_of_2(n)) for n in (width, weight.shape[0]))
+        self.chunks = triton.cdiv(weight.shape[1], COLUMNS)
+        blocks = (rows, inner, COLUMNS, self.chunks)
+        self.warps = rows // SMALLEST
+        precise = torch.get_float32_matmul_precision() == "highest"
+        form = Form(*map(tl.constexpr, (*sizes, *blocks, "tf32x3" if precise else "tf32")))
+        self.layer = (weight, residual, atoms, width, carry, tuple(curve_of), form, kind)
+
+
+def update(terms: _Tensors, *layer: Any) -> _Tensors:
+    """Pass 1; return m and a′."""
+    launch = Launch(terms, *layer)
+    found = outputs(terms, *layer)
+    angle_kernels.update_kernel[launch.grid](*found, Terms(*terms), *launch.layer, num_warps=launch.warps)
+    return found
+
+
+def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: _Tensors, *layer: Any) -> _Tensors:
+    """Pass 2; return the adjoints of a, u, t, s."""
+    launch = Launch(terms, *layer)
+    a, u, t, s = terms
+    out = Terms(
+        torch.empty_like(a),
+        torch.empty_like(u),
+        t.new_empty(launch.groups, *t.shape),
+        s.new_empty(launch.chunks, *s.shape),
+    )
+    others = s.new_empty(launch.chunks * launch.groups, *s.shape)
+    angle_kernels.adjoint_kernel[launch.grid](
+        out, others, message_bar, updated_bar, Terms(*terms), *launch.layer, num_warps=launch.warps
+    )
+    return out.a, out.u, _added(t_parts), _added(s_parts) + _added(others)
+
+
+def tangent(terms: _Tensors, dots: _Tensors, *layer: Any) -> _Tensors:
+    """Pass 3; return the tangents of m and a′, which are the cotangents of their adjoints."""
+    launch = Launch(terms, *layer)
+    found = outputs(terms, *layer)
+    angle_kernels.tangent_kernel[launch.grid](
+        *found, Terms(*terms), Terms(*dots), *launch.layer, num_warps=launch.warps
+    )
+    return found
+
+
+def gradient(given: _Tensors, earlier: _Tensors, terms: _Tensors, dots: _Tensors, *layer: Any) -> _Tensors:
+    """Pass 4; return the gradients of a, u, t, W, ρ.
+
+    `given` are the cotangents of m and a′; `earlier` those of pass 2, and `dots`, are empty when there was none.
+    """
+    launch = Launch(terms, *layer)
+    a, u, t, _ = terms
+    weight, residual = layer[:2]
+    out = Terms(torch.empty_like(a), torch.empty_like(u), t.new_empty(launch.groups, *t.shape), None)
+    sums = weight.new_empty(launch.programs, *weight.shape), residual.new_empty(launch.programs, *residual.shape)
+    moving = len(dots) > 0
+    angle_kernels.gradient_kernel[launch.grid](
+        Terms(*out[:3], out.a),
+        sums,
+        tuple(given),
+        tuple(earlier if moving else given),
+        Terms(*terms),
+        Terms(*(dots if moving else terms)),
+        *launch.layer,
+        moving=moving,
+        num_warps=launch.warps,
+    )
+    return out.a, out.u, _added(out.t), sums[0].sum(0), sums[1].sum(0)
+
+
+def _added(parts: torch.Tensor) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else parts.sum(0)
+
+
+def outputs(terms: _Tensors, weight: torch.Tensor, _residual: torch.Tensor, _width: int, message: int, *_: Any) -> Any:
+    """Return room for m and a′."""
+    a, u = terms[:2]
+    return u.new_empty(u.shape[0], message), torch.empty_like(a) if weight.shape[1] > message else a.new_empty(0)
+
+
+def fits(width: int, weight: torch.Tensor, formula: Formula | None) -> bool:
+    """Return whether the kernels know the activation, and their tiles hold a layer with weights W."""
+    inner = weight.shape[0]
+    known = formula is not None and weight.dtype == torch.float32
+    return known and width <= WIDEST and inner <= WIDEST
