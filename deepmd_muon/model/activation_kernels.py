@@ -1,7 +1,7 @@
 """Activation functions inside Triton kernels; `activation` defines their results."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 # Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's.
 
 from __future__ import annotations

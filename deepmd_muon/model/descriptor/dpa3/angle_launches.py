@@ -75,7 +75,7 @@ def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: _Tensor
     angle_kernels.adjoint_kernel[launch.grid](
         out, others, message_bar, updated_bar, Terms(*terms), *launch.layer, num_warps=launch.warps
     )
-    return out.a, out.u, _added(t_parts), _added(s_parts) + _added(others)
+    return out.a, out.u, _added(out.t), _added(out.s) + _added(others)
 
 
 def tangent(terms: _Tensors, dots: _Tensors, *layer: Any) -> _Tensors:
