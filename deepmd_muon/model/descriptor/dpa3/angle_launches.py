@@ -1,7 +1,7 @@
 """Launches of the kernels of a layer's angles: one a pass.
 
-`terms` are a, u, t, s of `angles` and `dots` their tangents, all in single precision and contiguous. ρ has no elements
-when a′ is not wanted; what stands for a′ then has none either. Further arguments are those of `Launch`.
+`terms` are a, u, t, s of `angles` and `dots` their tangents, all in single precision; cotangents are contiguous. Where
+a′ is not wanted, ρ has no elements, nor has what stands for a′. Further arguments are those of `Launch`.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Launch:
         self.warps = rows // SMALLEST
         precise = torch.get_float32_matmul_precision() == "highest"
         form = Form(*map(tl.constexpr, (*sizes, *blocks, "tf32x3" if precise else "tf32")))
-        self.layer = (weight, residual, atoms, width, carry, tuple(curve_of), form, kind)
+        self.layer = (weight.contiguous(), residual.contiguous(), atoms, width, carry, tuple(curve_of), form, kind)
 
 
 def update(terms: _Tensors, *layer: Any) -> _Tensors:
     """Pass 1; return m and a′."""
     launch = Launch(terms, *layer)
     found = outputs(terms, *layer)
-    angle_kernels.update_kernel[launch.grid](*found, Terms(*terms), *launch.layer, num_warps=launch.warps)
+    angle_kernels.update_kernel[launch.grid](*found, _dense(terms), *launch.layer, num_warps=launch.warps)
     return found
 
 
@@ -73,7 +73,7 @@ def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: _Tensor
     )
     others = s.new_empty(launch.chunks * launch.groups, *s.shape)
     angle_kernels.adjoint_kernel[launch.grid](
-        out, others, message_bar, updated_bar, Terms(*terms), *launch.layer, num_warps=launch.warps
+        out, others, message_bar, updated_bar, _dense(terms), *launch.layer, num_warps=launch.warps
     )
     return out.a, out.u, _added(out.t), _added(out.s) + _added(others)
 
@@ -83,7 +83,7 @@ def tangent(terms: _Tensors, dots: _Tensors, *layer: Any) -> _Tensors:
     launch = Launch(terms, *layer)
     found = outputs(terms, *layer)
     angle_kernels.tangent_kernel[launch.grid](
-        *found, Terms(*terms), Terms(*dots), *launch.layer, num_warps=launch.warps
+        *found, _dense(terms), _dense(dots), *launch.layer, num_warps=launch.warps
     )
     return found
 
@@ -104,13 +104,17 @@ def gradient(given: _Tensors, earlier: _Tensors, terms: _Tensors, dots: _Tensors
         sums,
         tuple(given),
         tuple(earlier if moving else given),
-        Terms(*terms),
-        Terms(*(dots if moving else terms)),
+        _dense(terms),
+        _dense(dots if moving else terms),
         *launch.layer,
         moving=moving,
         num_warps=launch.warps,
     )
     return out.a, out.u, _added(out.t), sums[0].sum(0), sums[1].sum(0)
+
+
+def _dense(terms: _Tensors) -> Terms:
+    return Terms(*(x.contiguous() for x in terms))
 
 
 def _added(parts: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ For the neighbours j of an atom i, with per-atom terms p and per-neighbour terms
     z_ij = e_ij·W + p_i + q_j,   y = f(z),   m_i = Σ_j w_ij·y_ij[:width],   H_i = Σ_j h_ij ⊗ [e_ij, v_j],
 
 and y_ij[width:] updates the edge. q and v come as one table, so that one gather serves both. The four passes are those
-of `angles`, written out in the same way.
+of `angles`, written out in the same way; on a GPU each is one kernel in single precision (`edge_kernels`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import Activation
 
 EDGE_BLOCK_ROWS = 1024  # edges of a block on a CPU: with 512 numbers each 2 MB in float32, about a core's cache
@@ -125,6 +126,42 @@ class EdgeTape:
             yield slice(first, first + step)
 
 
+def _kernels(tape: EdgeTape, weight: torch.Tensor) -> Any:
+    """Return the launches of kernels where they can be used, or operators of torch that do them."""
+    traced = kernels.usable_as_operators(weight.device)
+    if not (traced or kernels.usable(weight.device)):
+        return None
+    from deepmd_muon.model.descriptor.dpa3 import edge_launches
+
+    if not edge_launches.fits(tape.neighbor, weight, tape.activation.formula):
+        return None
+    if not traced:
+        return edge_launches
+    from deepmd_muon.model.descriptor.dpa3 import edge_operators
+
+    return edge_operators
+
+
+def _layer(tape: EdgeTape, weight: torch.Tensor) -> tuple[Any, ...]:
+    """Return the arguments that all kernels share."""
+    formula = tape.activation.formula
+    assert formula is not None
+    kind, *curve_of = formula
+    return tape.neighbor, weight, tape.width, kind, curve_of
+
+
+def _dense(cotangents: EdgeCotangents, tape: EdgeTape, weight: torch.Tensor, terms: EdgeTerms) -> list[torch.Tensor]:
+    """Return cotangents as kernels take them: zeros where none arrived."""
+    nreal, nnei = tape.neighbor.shape
+    rest = weight.shape[1] - tape.width
+    shapes = (
+        (nreal, tape.width),
+        (nreal, nnei, rest) if rest else (0,),
+        (nreal, 3, weight.shape[0] + terms.table.shape[1] - weight.shape[1]),
+    )
+    return [weight.new_zeros(*shape) if x is None else x for x, shape in zip(cotangents, shapes, strict=True)]
+
+
 class EdgeUpdate(torch.autograd.Function):
     """Passes 1 and 4, and the way into pass 2.
 
@@ -136,6 +173,13 @@ class EdgeUpdate(torch.autograd.Function):
     def forward(ctx: Any, tape: EdgeTape, weight: torch.Tensor, *given: torch.Tensor) -> Any:
         """See the class."""
         terms = EdgeTerms(*given)
+        ctx.tape = tape
+        ctx.save_for_backward(weight, *given)
+        ctx.set_materialize_grads(False)
+        fast = _kernels(tape, weight)
+        if fast is not None:
+            message, rest, moment = fast.update(list(terms), *_layer(tape, weight))
+            return message, rest if weight.shape[1] > tape.width else None, moment, terms.p.new_empty(0)
         features, e_dim = weight.shape[1], weight.shape[0]
         nreal, nnei = tape.neighbor.shape
         n_dim = terms.table.shape[1] - features
@@ -149,9 +193,6 @@ class EdgeUpdate(torch.autograd.Function):
             moment[atoms, :, :e_dim], moment[atoms, :, e_dim:] = block.sums(block.h, features)
             if update is not None:
                 update[atoms] = y[..., tape.width :]
-        ctx.tape = tape
-        ctx.save_for_backward(weight, *given)
-        ctx.set_materialize_grads(False)
         return message, update, moment, terms.p.new_empty(0)
 
     @staticmethod
@@ -183,6 +224,12 @@ class EdgeAdjoint(torch.autograd.Function):
         # detached: a tape that held a node of the graph which holds the tape would never be freed
         old = EdgeCotangents(*(None if x is None else x.detach() for x in (message, update, moment)))
         tape.adjoints = old
+        ctx.tape = tape
+        ctx.save_for_backward(weight, *given)
+        ctx.set_materialize_grads(False)
+        fast = _kernels(tape, weight)
+        if fast is not None:
+            return tuple(fast.adjoint(_dense(old, tape, weight, terms), list(terms), *_layer(tape, weight)))
         f, width, features, e_dim = tape.activation, tape.width, weight.shape[1], weight.shape[0]
         out = EdgeTerms(*(torch.zeros_like(x) for x in terms))
         for atoms in tape.blocks():
@@ -203,9 +250,6 @@ class EdgeAdjoint(torch.autograd.Function):
                 out.h[atoms] = both.baddbmm_(block.gathered[..., features:], here[..., e_dim:].transpose(1, 2))
             out.e[atoms] = e_bar
             _add_to_neighbors(out.table, tape.neighbor[atoms], to_neighbor)
-        ctx.tape = tape
-        ctx.save_for_backward(weight, *given)
-        ctx.set_materialize_grads(False)
         return tuple(out)
 
     @staticmethod
@@ -220,6 +264,11 @@ class EdgeAdjoint(torch.autograd.Function):
         tape.tangents = moving
         features, e_dim, width = weight.shape[1], weight.shape[0], tape.width
         old = tape.adjoints or EdgeCotangents(None, None, None)
+        fast = _kernels(tape, weight)
+        if fast is not None:
+            found = fast.tangent(list(terms), list(moving), *_layer(tape, weight))
+            kept = (None if given is None else new for given, new in zip(old, found, strict=True))
+            return (None, *kept, *(None,) * 6)
         out = EdgeCotangents(*(None if x is None else torch.empty_like(x) for x in old))
         for atoms in tape.blocks():
             block, dot = terms.block(atoms, tape.neighbor), moving.block(atoms, tape.neighbor)
@@ -252,6 +301,12 @@ def _gradients(
     f, width, features, e_dim = tape.activation, tape.width, weight.shape[1], weight.shape[0]
     moving = tape.tangents
     old = tape.adjoints or EdgeCotangents(None, None, None)
+    fast = _kernels(tape, weight)
+    if fast is not None:
+        earlier = [] if moving is None else _dense(old, tape, weight, terms)
+        dots = [] if moving is None else list(moving)
+        given = _dense(cotangents, tape, weight, terms)
+        return (*fast.gradient(given, earlier, list(terms), dots, *_layer(tape, weight)), None, None)
     weight_hat = torch.zeros_like(weight)
     e_hat, p_hat, table_hat = torch.empty_like(terms.e), torch.empty_like(terms.p), torch.zeros_like(terms.table)
     for atoms in tape.blocks():

@@ -1,0 +1,318 @@
+"""Triton kernels of the four passes over a layer's edges; `edges` defines their results.
+
+A program takes one tile of an atom's neighbours, atom after atom, and the features of y in chunks, as `angle_kernels`
+do; then the columns of [e, v] in chunks, for the moments. What a tile of neighbours adds to its atom is written apart,
+and so is what an edge adds to its neighbour; both are added up afterwards.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: ANN001, ANN202
+# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
+# branch that is decided at compile time must be a statement.
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from deepmd_muon.model.activation_kernels import curve
+
+
+class Terms(NamedTuple):
+    """The tensors of `edges.EdgeTerms`, or their tangents."""
+
+    e: Any
+    p: Any
+    table: Any
+    w: Any
+    h: Any
+
+
+class Form(NamedTuple):
+    """Sizes that are known when a kernel is compiled.
+
+    Attributes
+    ----------
+    edge, node, message, features
+        Columns of e, of v, of m and of y.
+    rows, inner
+        Neighbours in a tile, and a power of two that holds the columns of e.
+    columns, chunks
+        Features in a chunk, and how many chunks hold all of y.
+    precision
+        See `angle_kernels.Form`.
+    """
+
+    edge: tl.constexpr
+    node: tl.constexpr
+    message: tl.constexpr
+    features: tl.constexpr
+    rows: tl.constexpr
+    inner: tl.constexpr
+    columns: tl.constexpr
+    chunks: tl.constexpr
+    precision: tl.constexpr
+
+
+@triton.jit
+def _tile(tensor, row, column, present, stride):
+    """Load a tile `(row, column)` of a matrix with `stride` columns; 0 where not present."""
+    return tl.load(tensor + row[:, None] * stride + column[None, :], present, 0.0)
+
+
+@triton.jit
+def _matrix(weight, i, c, form):
+    """Load a chunk of W."""
+    return _tile(weight, i, c, (i < form.edge)[:, None] & (c < form.features)[None, :], form.features)
+
+
+@triton.jit
+def _sum(terms, x, matrix, atom, other, c, in_k, form):
+    """Return e·W + p_i + q_j of a tile."""
+    in_y = c < form.features
+    p = tl.load(terms.p + atom * form.features + c, in_y, 0.0)[None, :]
+    q = _tile(terms.table, other, c, in_k[:, None] & in_y[None, :], form.features + form.node)
+    return tl.dot(x, matrix, input_precision=form.precision) + p + q
+
+
+@triton.jit
+def _vector(tensor, atom, c, form):
+    """Load the message of an atom, or its cotangent, into the columns of y."""
+    return tl.load(tensor + atom * form.message + c, c < form.message, 0.0)[None, :]
+
+
+@triton.jit
+def _beside(terms, edge, other, c, in_k, form):
+    """Load columns of [e, v] of a tile."""
+    in_e, in_v = c < form.edge, (c >= form.edge) & (c < form.edge + form.node)
+    e = _tile(terms.e, edge, c, in_k[:, None] & in_e[None, :], form.edge)
+    at = form.features + c - form.edge
+    return e + _tile(terms.table, other, at, in_k[:, None] & in_v[None, :], form.features + form.node)
+
+
+@triton.jit
+def _spread(moment, h, atom, edge, c, in_k, form):
+    """Return Σ_a h_a·H_a of a tile, in columns of [e, v]."""
+    width: tl.constexpr = form.edge + form.node
+    here = moment + atom * 3 * width + c
+    out = tl.zeros([form.rows, form.columns], tl.float32)
+    for axis in tl.static_range(3):
+        out += tl.load(h + edge * 3 + axis, in_k, 0.0)[:, None] * tl.load(here + axis * width, c < width, 0.0)[None, :]
+    return out
+
+
+@triton.jit
+def _collect(terms, neighbor, moment, h, x_of, first, atoms, width, more: tl.constexpr, form):
+    """Write Σ_j h ⊗ [e, v] of a program's tile of neighbours, one part a tile; with `more`, add to it."""
+    columns: tl.constexpr = form.edge + form.node
+    k = tl.program_id(1) * form.rows + tl.arange(0, form.rows)
+    in_k = k < width
+    for atom in range(first, atoms, tl.num_programs(0)):
+        edge = atom * tl.full([], width, tl.int64) + k
+        other = tl.load(neighbor + edge, in_k, 0)
+        for chunk in range((columns + form.columns - 1) // form.columns):
+            c = chunk * form.columns + tl.arange(0, form.columns)
+            x = _beside(terms, edge, other, c, in_k, form)
+            part = (tl.program_id(1).to(tl.int64) * atoms + atom) * 3
+            for axis in tl.static_range(3):
+                total = tl.sum(tl.load(h + edge * 3 + axis, in_k, 0.0)[:, None] * x, 0)
+                if more:
+                    x_dot = _beside(x_of, edge, other, c, in_k, form)
+                    total += tl.sum(tl.load(terms.h + edge * 3 + axis, in_k, 0.0)[:, None] * x_dot, 0)
+                tl.store(moment + (part + axis) * columns + c, total, c < columns)
+
+
+@triton.jit
+def _add_spread(out, to_neighbor, spread, edge, c, in_k, form):
+    """Add what the moments give to e, and store what they give to v."""
+    in_e = in_k[:, None] & (c < form.edge)[None, :]
+    at = out + edge[:, None] * form.edge + c[None, :]
+    tl.store(at, tl.load(at, in_e, 0.0) + spread, in_e)
+    in_v = in_k[:, None] & ((c >= form.edge) & (c < form.edge + form.node))[None, :]
+    row = edge[:, None] * (form.features + form.node) + form.features
+    tl.store(to_neighbor + row + (c - form.edge)[None, :], spread, in_v)
+
+
+@triton.jit
+def update_kernel(
+    message, update, moment, neighbor, weight, terms, atoms, width, curve_of, form, kind: tl.constexpr
+) -> None:
+    """Pass 1: parts of m and of H, and y[width:]."""
+    i, k = tl.arange(0, form.inner), tl.program_id(1) * form.rows + tl.arange(0, form.rows)
+    in_k, tile = k < width, tl.program_id(1).to(tl.int64)
+    for chunk in range(form.chunks):
+        c = chunk * form.columns + tl.arange(0, form.columns)
+        matrix, rest = _matrix(weight, i, c, form), c - form.message
+        in_rest = in_k[:, None] & ((rest >= 0) & (c < form.features))[None, :]
+        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+            edge = atom * tl.full([], width, tl.int64) + k
+            other = tl.load(neighbor + edge, in_k, 0)
+            x = _tile(terms.e, edge, i, in_k[:, None] & (i < form.edge)[None, :], form.edge)
+            y = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)[0]
+            m = tl.sum(y * tl.load(terms.w + edge, in_k, 0.0)[:, None], 0)
+            tl.store(message + (tile * atoms + atom) * form.message + c, m, c < form.message)
+            if form.features > form.message:
+                at = edge[:, None] * (form.features - form.message) + rest[None, :]
+                tl.store(update + at, y, in_rest)
+    _collect(terms, neighbor, moment, terms.h, terms, tl.program_id(0), atoms, width, False, form)
+
+
+@triton.jit
+def adjoint_kernel(
+    out, message, update, moment, neighbor, weight, terms, atoms, width, curve_of, form, kind: tl.constexpr
+) -> None:
+    """Pass 2: the adjoints of m, y[width:] and H give `out`.
+
+    Those of p come in parts by tile, those of w by chunk, and those of the table by edge.
+    """
+    i, k = tl.arange(0, form.inner), tl.program_id(1) * form.rows + tl.arange(0, form.rows)
+    in_k, tile = k < width, tl.program_id(1).to(tl.int64)
+    in_x = in_k[:, None] & (i < form.edge)[None, :]
+    for chunk in range(form.chunks):
+        c = chunk * form.columns + tl.arange(0, form.columns)
+        in_y, rest, matrix = c < form.features, c - form.message, _matrix(weight, i, c, form)
+        in_rest = in_k[:, None] & ((rest >= 0) & in_y)[None, :]
+        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+            edge = atom * tl.full([], width, tl.int64) + k
+            other = tl.load(neighbor + edge, in_k, 0)
+            x = _tile(terms.e, edge, i, in_x, form.edge)
+            y, slope, _ = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)
+            m = _vector(message, atom, c, form)
+            tl.store(out.w + (chunk * atoms * width + edge), tl.sum(y * m, 1), in_k)
+            y_bar = m * tl.load(terms.w + edge, in_k, 0.0)[:, None]
+            if form.features > form.message:
+                y_bar += _tile(update, edge, rest, in_rest, form.features - form.message)
+            z_bar = slope * y_bar
+            tl.store(out.p + (tile * atoms + atom) * form.features + c, tl.sum(z_bar, 0), in_y)
+            at = edge[:, None] * (form.features + form.node) + c[None, :]
+            tl.store(out.table + at, z_bar, in_k[:, None] & in_y[None, :])
+            x_bar = tl.dot(z_bar, tl.trans(matrix), input_precision=form.precision)
+            x_bar += _tile(out.e, edge, i, in_x & (chunk > 0), form.edge)
+            tl.store(out.e + edge[:, None] * form.edge + i[None, :], x_bar, in_x)
+        tl.debug_barrier()
+    columns: tl.constexpr = form.edge + form.node
+    for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+        edge = atom * tl.full([], width, tl.int64) + k
+        other = tl.load(neighbor + edge, in_k, 0)
+        h_0, h_1 = tl.zeros([form.rows], tl.float32), tl.zeros([form.rows], tl.float32)
+        h_2 = tl.zeros([form.rows], tl.float32)
+        for chunk in range((columns + form.columns - 1) // form.columns):
+            c = chunk * form.columns + tl.arange(0, form.columns)
+            x, here = _beside(terms, edge, other, c, in_k, form), moment + atom * 3 * columns + c
+            h_0 += tl.sum(x * tl.load(here, c < columns, 0.0)[None, :], 1)
+            h_1 += tl.sum(x * tl.load(here + columns, c < columns, 0.0)[None, :], 1)
+            h_2 += tl.sum(x * tl.load(here + 2 * columns, c < columns, 0.0)[None, :], 1)
+            _add_spread(out.e, out.table, _spread(moment, terms.h, atom, edge, c, in_k, form), edge, c, in_k, form)
+        tl.store(out.h + edge * 3, h_0, in_k)
+        tl.store(out.h + edge * 3 + 1, h_1, in_k)
+        tl.store(out.h + edge * 3 + 2, h_2, in_k)
+
+
+@triton.jit
+def tangent_kernel(
+    message, update, moment, neighbor, weight, terms, dots, atoms, width, curve_of, form, kind: tl.constexpr
+) -> None:
+    """Pass 3: the tangents of the terms give those of m and H, in parts, and of y[width:]."""
+    i, k = tl.arange(0, form.inner), tl.program_id(1) * form.rows + tl.arange(0, form.rows)
+    in_k, tile = k < width, tl.program_id(1).to(tl.int64)
+    in_x = in_k[:, None] & (i < form.edge)[None, :]
+    for chunk in range(form.chunks):
+        c = chunk * form.columns + tl.arange(0, form.columns)
+        matrix, rest = _matrix(weight, i, c, form), c - form.message
+        in_rest = in_k[:, None] & ((rest >= 0) & (c < form.features))[None, :]
+        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+            edge = atom * tl.full([], width, tl.int64) + k
+            other = tl.load(neighbor + edge, in_k, 0)
+            x, x_dot = _tile(terms.e, edge, i, in_x, form.edge), _tile(dots.e, edge, i, in_x, form.edge)
+            y, slope, _ = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)
+            y_dot = slope * _sum(dots, x_dot, matrix, atom, other, c, in_k, form)
+            w, w_dot = tl.load(terms.w + edge, in_k, 0.0), tl.load(dots.w + edge, in_k, 0.0)
+            m = tl.sum(y_dot * w[:, None] + y * w_dot[:, None], 0)
+            tl.store(message + (tile * atoms + atom) * form.message + c, m, c < form.message)
+            if form.features > form.message:
+                at = edge[:, None] * (form.features - form.message) + rest[None, :]
+                tl.store(update + at, y_dot, in_rest)
+    _collect(terms, neighbor, moment, dots.h, dots, tl.program_id(0), atoms, width, True, form)
+
+
+@triton.jit
+def _cotangent(given, earlier, terms, dots, z_dot, bends, at, form, moving: tl.constexpr):
+    """Return ẑ and z̄ of a tile; `bends` are f′ and f″."""
+    atom, edge, c, in_k = at[0], at[1], at[2], at[3]
+    rest = c - form.message
+    in_rest = in_k[:, None] & ((rest >= 0) & (c < form.features))[None, :]
+    w = tl.load(terms.w + edge, in_k, 0.0)[:, None]
+    y_hat = _vector(given[0], atom, c, form) * w
+    if form.features > form.message:
+        y_hat += _tile(given[1], edge, rest, in_rest, form.features - form.message)
+    if moving:
+        m_bar = _vector(earlier[0], atom, c, form)
+        y_hat += m_bar * tl.load(dots.w + edge, in_k, 0.0)[:, None]
+        y_bar = m_bar * w
+        if form.features > form.message:
+            y_bar += _tile(earlier[1], edge, rest, in_rest, form.features - form.message)
+        return bends[0] * y_hat + bends[1] * z_dot * y_bar, bends[0] * y_bar
+    return bends[0] * y_hat, y_hat
+
+
+@triton.jit
+def gradient_kernel(
+    out,
+    weight_hat,
+    given,
+    earlier,
+    neighbor,
+    weight,
+    terms,
+    dots,
+    atoms,
+    width,
+    curve_of,
+    form,
+    kind: tl.constexpr,
+    moving: tl.constexpr,
+) -> None:
+    """Pass 4: `given` cotangents of m, y[width:] and H, and the `earlier` ones of pass 2, give `out` and that of W.
+
+    Those of p come in parts by tile, those of the table by edge; w and h get none.
+    """
+    i, k = tl.arange(0, form.inner), tl.program_id(1) * form.rows + tl.arange(0, form.rows)
+    in_k, tile = k < width, tl.program_id(1).to(tl.int64)
+    in_x = in_k[:, None] & (i < form.edge)[None, :]
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    for chunk in range(form.chunks):
+        c = chunk * form.columns + tl.arange(0, form.columns)
+        in_y, matrix = c < form.features, _matrix(weight, i, c, form)
+        sum_w = tl.zeros_like(matrix)
+        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+            edge = atom * tl.full([], width, tl.int64) + k
+            other = tl.load(neighbor + edge, in_k, 0)
+            x, x_dot = _tile(terms.e, edge, i, in_x, form.edge), _tile(dots.e, edge, i, in_x, form.edge)
+            _, slope, bend = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)
+            z_dot = _sum(dots, x_dot, matrix, atom, other, c, in_k, form)
+            z_hat, z_bar = _cotangent(
+                given, earlier, terms, dots, z_dot, (slope, bend), (atom, edge, c, in_k), form, moving
+            )
+            tl.store(out.p + (tile * atoms + atom) * form.features + c, tl.sum(z_hat, 0), in_y)
+            at = edge[:, None] * (form.features + form.node) + c[None, :]
+            tl.store(out.table + at, z_hat, in_k[:, None] & in_y[None, :])
+            sum_w += tl.dot(tl.trans(x), z_hat, input_precision=form.precision)
+            if moving:
+                sum_w += tl.dot(tl.trans(x_dot), z_bar, input_precision=form.precision)
+            x_hat = tl.dot(z_hat, tl.trans(matrix), input_precision=form.precision)
+            x_hat += _tile(out.e, edge, i, in_x & (chunk > 0), form.edge)
+            tl.store(out.e + edge[:, None] * form.edge + i[None, :], x_hat, in_x)
+        at = (program * form.edge + i[:, None]) * form.features + c[None, :]
+        tl.store(weight_hat + at, sum_w, (i < form.edge)[:, None] & in_y[None, :])
+        tl.debug_barrier()
+    columns: tl.constexpr = form.edge + form.node
+    for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+        edge = atom * tl.full([], width, tl.int64) + k
+        for chunk in range((columns + form.columns - 1) // form.columns):
+            c = chunk * form.columns + tl.arange(0, form.columns)
+            spread = _spread(given[2], terms.h, atom, edge, c, in_k, form)
+            if moving:
+                spread += _spread(earlier[2], dots.h, atom, edge, c, in_k, form)
+            _add_spread(out.e, out.table, spread, edge, c, in_k, form)

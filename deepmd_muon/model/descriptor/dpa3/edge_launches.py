@@ -1,0 +1,154 @@
+"""Launches of the kernels of a layer's edges: one a pass.
+
+`terms` are the members of `edges.EdgeTerms` and `dots` their tangents; cotangents are those of `edges.EdgeCotangents`,
+without elements where y has no features beyond the message. All are in single precision, and cotangents contiguous.
+Further arguments are those of `Launch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from deepmd_muon.model.activation import Formula
+from deepmd_muon.model.descriptor.dpa3 import edge_kernels
+from deepmd_muon.model.descriptor.dpa3.edge_kernels import Form, Terms
+
+PROGRAMS = 1024  # about as many as a large GPU runs at once
+SMALLEST = 16  # side of a tile that tensor cores multiply
+ROWS, COLUMNS = 32, 32  # neighbours, and features of y, that a program holds at a time
+WARPS, GRADIENT_WARPS = 2, 4  # of passes 1 to 3 and of pass 4, which holds more numbers
+WIDEST = 64  # columns of e that its tiles hold
+
+_Tensors = Sequence[torch.Tensor]
+
+
+class Launch:
+    """Grid and arguments that all passes share."""
+
+    def __init__(
+        self,
+        terms: _Tensors,
+        neighbor: torch.Tensor,
+        weight: torch.Tensor,
+        message: int,
+        kind: str,
+        curve_of: Sequence[float],
+    ) -> None:
+        atoms, width = neighbor.shape
+        edge, features = weight.shape
+        self.tiles = triton.cdiv(width, ROWS)
+        self.grid = (min(atoms, max(1, PROGRAMS // self.tiles)), self.tiles)
+        self.programs = self.grid[0] * self.tiles
+        self.chunks = triton.cdiv(features, COLUMNS)
+        inner = max(SMALLEST, triton.next_power_of_2(edge))
+        precise = torch.get_float32_matmul_precision() == "highest"
+        sizes = (edge, terms[2].shape[1] - features, message, features, ROWS, inner, COLUMNS, self.chunks)
+        form = Form(*map(tl.constexpr, (*sizes, "tf32x3" if precise else "tf32")))
+        self.layer = (neighbor.contiguous(), weight.contiguous())
+        self.sizes = (atoms, width, tuple(curve_of), form, kind)
+
+
+def update(terms: _Tensors, *layer: Any) -> _Tensors:
+    """Pass 1; return m, y[width:] and H."""
+    launch = Launch(terms, *layer)
+    message, rest, moment = _parts(launch, terms, *layer)
+    edge_kernels.update_kernel[launch.grid](
+        message, rest, moment, *launch.layer, _dense(terms), *launch.sizes, num_warps=WARPS
+    )
+    return message.sum(0), rest, moment.sum(0)
+
+
+def adjoint(cotangents: _Tensors, terms: _Tensors, *layer: Any) -> _Tensors:
+    """Pass 2; return the adjoints of the terms."""
+    launch = Launch(terms, *layer)
+    out = _outputs(launch, terms, layer[0])
+    edge_kernels.adjoint_kernel[launch.grid](
+        out, *cotangents, *launch.layer, _dense(terms), *launch.sizes, num_warps=WARPS
+    )
+    return out.e, out.p.sum(0), _to_neighbors(out.table, layer[0], terms[2]), out.w.sum(0), out.h
+
+
+def tangent(terms: _Tensors, dots: _Tensors, *layer: Any) -> _Tensors:
+    """Pass 3; return the tangents of m, y[width:] and H, which are the cotangents of their adjoints."""
+    launch = Launch(terms, *layer)
+    message, rest, moment = _parts(launch, terms, *layer)
+    edge_kernels.tangent_kernel[launch.grid](
+        message, rest, moment, *launch.layer, _dense(terms), Terms(*dots), *launch.sizes, num_warps=WARPS
+    )
+    return message.sum(0), rest, moment.sum(0)
+
+
+def gradient(given: _Tensors, earlier: _Tensors, terms: _Tensors, dots: _Tensors, *layer: Any) -> _Tensors:
+    """Pass 4; return the gradients of W, e, p and the table.
+
+    `given` are the cotangents; `earlier`, those of pass 2, and `dots` are empty when there was no such pass.
+    """
+    launch = Launch(terms, *layer)
+    neighbor, weight = layer[:2]
+    out = _outputs(launch, terms, neighbor)
+    weight_hat = weight.new_empty(launch.programs, *weight.shape)
+    moving = len(dots) > 0
+    edge_kernels.gradient_kernel[launch.grid](
+        out,
+        weight_hat,
+        tuple(given),
+        tuple(earlier if moving else given),
+        *launch.layer,
+        _dense(terms),
+        _dense(dots if moving else terms),
+        *launch.sizes,
+        moving=moving,
+        num_warps=GRADIENT_WARPS,
+    )
+    return weight_hat.sum(0), out.e, out.p.sum(0), _to_neighbors(out.table, neighbor, terms[2])
+
+
+def _dense(terms: _Tensors) -> Terms:
+    return Terms(*(x.contiguous() for x in terms))
+
+
+def _parts(
+    launch: Launch, terms: _Tensors, neighbor: torch.Tensor, weight: torch.Tensor, message: int, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return room for m and H, one part a tile, and for y[width:]."""
+    parts, (_, rest, moment) = launch.tiles, outputs(terms, neighbor, weight, message)
+    return weight.new_empty(parts, len(neighbor), message), rest, weight.new_empty(parts, *moment.shape)
+
+
+def _outputs(launch: Launch, terms: _Tensors, neighbor: torch.Tensor) -> Terms:
+    """Return room for e and h, for a part of p per tile, of w per chunk, and a row of the table per edge."""
+    e, p, table, w, h = terms
+    of_table = table.new_empty(neighbor.numel(), table.shape[1])
+    return Terms(
+        torch.empty_like(e),
+        p.new_empty(launch.tiles, *p.shape),
+        of_table,
+        w.new_empty(launch.chunks, *w.shape),
+        torch.empty_like(h),
+    )
+
+
+def _to_neighbors(rows: torch.Tensor, neighbor: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(table).index_add_(0, neighbor.view(-1), rows)
+
+
+def outputs(terms: _Tensors, neighbor: torch.Tensor, weight: torch.Tensor, message: int, *_: Any) -> Any:
+    """Return room for m, y[width:] and H."""
+    atoms, width = neighbor.shape
+    rest = weight.shape[1] - message
+    return (
+        weight.new_empty(atoms, message),
+        weight.new_empty(*((atoms, width, rest) if rest else (0,))),
+        weight.new_empty(atoms, 3, weight.shape[0] + terms[2].shape[1] - weight.shape[1]),
+    )
+
+
+def fits(neighbor: torch.Tensor, weight: torch.Tensor, formula: Formula | None) -> bool:
+    """Return whether there are edges, the kernels know the activation, and their tiles hold a layer with weights W."""
+    known = formula is not None and weight.dtype == torch.float32
+    return known and neighbor.numel() > 0 and weight.shape[0] <= WIDEST
