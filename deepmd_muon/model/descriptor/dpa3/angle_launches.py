@@ -121,7 +121,9 @@ def _added(parts: torch.Tensor) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else parts.sum(0)
 
 
-def outputs(terms: _Tensors, weight: torch.Tensor, _residual: torch.Tensor, _width: int, message: int, *_: Any) -> Any:
+def outputs(
+    terms: _Tensors, weight: torch.Tensor, _residual: torch.Tensor, _width: int, message: int, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return room for m and a′."""
     a, u = terms[:2]
     return u.new_empty(u.shape[0], message), torch.empty_like(a) if weight.shape[1] > message else a.new_empty(0)

@@ -373,7 +373,8 @@ def _gradients_by_kernel(
     dots: list[torch.Tensor] = []
     tangents = tape.tangents
     if tangents is not None:
-        earlier = _pair(tape, *(tape.adjoints or (None, None)), a, u, residual)
+        old_message, old_updated = tape.adjoints or (None, None)
+        earlier = _pair(tape, old_message, old_updated, a, u, residual)
         dots = [tangents.a, tangents.u, tangents.t, tangents.s]
     given = _pair(tape, message, updated, a, u, residual)
     layer = _layer(tape, weight, residual)

@@ -137,7 +137,9 @@ def _to_neighbors(rows: torch.Tensor, neighbor: torch.Tensor, table: torch.Tenso
     return torch.zeros_like(table).index_add_(0, neighbor.view(-1), rows)
 
 
-def outputs(terms: _Tensors, neighbor: torch.Tensor, weight: torch.Tensor, message: int, *_: Any) -> Any:
+def outputs(
+    terms: _Tensors, neighbor: torch.Tensor, weight: torch.Tensor, message: int, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return room for m, y[width:] and H."""
     atoms, width = neighbor.shape
     rest = weight.shape[1] - message
