@@ -116,7 +116,8 @@ def _parts(
     launch: Launch, terms: _Tensors, neighbor: torch.Tensor, weight: torch.Tensor, message: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return room for m and H, one part a tile, and for y[width:]."""
-    parts, (_, rest, moment) = launch.tiles, outputs(terms, neighbor, weight, message)
+    parts = launch.tiles
+    _, rest, moment = outputs(terms, neighbor, weight, message)
     return weight.new_empty(parts, len(neighbor), message), rest, weight.new_empty(parts, *moment.shape)
 
 
