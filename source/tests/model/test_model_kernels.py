@@ -31,13 +31,16 @@ def test_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout[-6000:]
-    assert int(passed[1]) == 23
+    assert int(passed[1]) == 29
 
 
 if INSIDE:
+    from dpa3_passes import angle_results, distance, edge_results
+
     from deepmd_muon.model import energy_model, layer_kernels, layers
     from deepmd_muon.model.activation import activation
     from deepmd_muon.model.descriptor import environment, environment_kernels
+    from deepmd_muon.model.descriptor.dpa3 import angle_launches, angles, edge_launches, edges
     from deepmd_muon.model.descriptor.se_e2_a import interpolation, interpolation_kernels, rows_kernels
     from deepmd_muon.train import step_kernels
     from deepmd_muon.train.guard import DeviceGuard
@@ -178,3 +181,13 @@ if INSIDE:
         found = index[rows].long()
         assert torch.equal(neighbor, torch.where(found < 0, found, found + frame[:, None] * natoms))
         assert shifts is None if shift is None else torch.equal(shifts, shift[rows])
+
+    @pytest.mark.parametrize(("tail", "force", "width"), [(True, True, 17), (False, True, 3), (True, False, 3)])
+    @pytest.mark.parametrize("name", ["angles", "edges"])
+    def test_kernels_of_dpa3(monkeypatch, name, tail, force, width):
+        compute = {"angles": angle_results, "edges": edge_results}[name]
+        wanted = [x.detach() for x in compute(torch.float64, tail=tail, force=force, width=width, atoms=2)]
+        module, launches = {"angles": (angles, angle_launches), "edges": (edges, edge_launches)}[name]
+        monkeypatch.setattr(module, "_kernels", lambda *_: launches)
+        found = compute(torch.float32, tail=tail, force=force, width=width, atoms=2)
+        assert distance(found, wanted) < 1e-6

@@ -57,7 +57,8 @@ def run_layers(act: Act, layers: list[Dense], x: torch.Tensor) -> torch.Tensor:
 
 def per_length(x: torch.Tensor, least: float = 1e-12) -> torch.Tensor:
     """Return the inverse length of the last dimension's vectors; autograd through a division of them takes longer."""
-    return x.norm(2.0, [-1], True).clamp(min=least).reciprocal()
+    inverse: torch.Tensor = x.norm(2.0, [-1], True).clamp(min=least).reciprocal()
+    return inverse
 
 
 def attend(

@@ -19,7 +19,7 @@ from deepmd_muon.model.descriptor.dpa3.angle_kernels import Form, Terms
 
 PROGRAMS = 1024  # about as many as a large GPU runs at once
 SMALLEST = 16  # side of a tile that tensor cores multiply
-COLUMNS = 32  # features of y that a program holds at a time
+COLUMNS, UPDATE_COLUMNS = 32, 16  # features of y that a program holds at a time; fewer in pass 1
 WIDEST = 64  # neighbours, or columns of a, that tiles of a program hold
 
 _Tensors = Sequence[torch.Tensor]
@@ -38,15 +38,16 @@ class Launch:
         carry: float,
         kind: str,
         curve_of: Sequence[float],
+        *,
+        columns: int,
     ) -> None:
         atoms = terms[1].shape[0] // width
         self.groups = min(width, max(1, PROGRAMS // atoms))
         self.grid = (min(atoms, PROGRAMS), self.groups)
-        self.programs = self.grid[0] * self.groups
         sizes = (weight.shape[0], message, weight.shape[1])
         rows, inner = (max(SMALLEST, triton.next_power_of_2(n)) for n in (width, weight.shape[0]))
-        self.chunks = triton.cdiv(weight.shape[1], COLUMNS)
-        blocks = (rows, inner, COLUMNS, self.chunks)
+        self.chunks = triton.cdiv(weight.shape[1], columns)
+        blocks = (rows, inner, columns, self.chunks)
         self.warps = rows // SMALLEST
         precise = torch.get_float32_matmul_precision() == "highest"
         form = Form(*map(tl.constexpr, (*sizes, *blocks, "tf32x3" if precise else "tf32")))
@@ -55,7 +56,7 @@ class Launch:
 
 def update(terms: _Tensors, *layer: Any) -> _Tensors:
     """Pass 1; return m and a′."""
-    launch = Launch(terms, *layer)
+    launch = Launch(terms, *layer, columns=UPDATE_COLUMNS)
     found = outputs(terms, *layer)
     angle_kernels.update_kernel[launch.grid](*found, _dense(terms), *launch.layer, num_warps=launch.warps)
     return found
@@ -63,7 +64,7 @@ def update(terms: _Tensors, *layer: Any) -> _Tensors:
 
 def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: _Tensors, *layer: Any) -> _Tensors:
     """Pass 2; return the adjoints of a, u, t, s."""
-    launch = Launch(terms, *layer)
+    launch = Launch(terms, *layer, columns=COLUMNS)
     a, u, t, s = terms
     out = Terms(
         torch.empty_like(a),
@@ -80,7 +81,7 @@ def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: _Tensor
 
 def tangent(terms: _Tensors, dots: _Tensors, *layer: Any) -> _Tensors:
     """Pass 3; return the tangents of m and a′, which are the cotangents of their adjoints."""
-    launch = Launch(terms, *layer)
+    launch = Launch(terms, *layer, columns=COLUMNS)
     found = outputs(terms, *layer)
     angle_kernels.tangent_kernel[launch.grid](
         *found, _dense(terms), _dense(dots), *launch.layer, num_warps=launch.warps
@@ -93,11 +94,11 @@ def gradient(given: _Tensors, earlier: _Tensors, terms: _Tensors, dots: _Tensors
 
     `given` are the cotangents of m and a′; `earlier` those of pass 2, and `dots`, are empty when there was none.
     """
-    launch = Launch(terms, *layer)
+    launch = Launch(terms, *layer, columns=COLUMNS)
     a, u, t, _ = terms
     weight, residual = layer[:2]
     out = Terms(torch.empty_like(a), torch.empty_like(u), t.new_empty(launch.groups, *t.shape), None)
-    sums = weight.new_empty(launch.programs, *weight.shape), residual.new_empty(launch.programs, *residual.shape)
+    sums = weight.new_empty(*launch.grid, *weight.shape), residual.new_empty(*launch.grid, *residual.shape)
     moving = len(dots) > 0
     angle_kernels.gradient_kernel[launch.grid](
         Terms(*out[:3], out.a),
@@ -109,8 +110,10 @@ def gradient(given: _Tensors, earlier: _Tensors, terms: _Tensors, dots: _Tensors
         *launch.layer,
         moving=moving,
         num_warps=launch.warps,
+        num_stages=1,
     )
-    return out.a, out.u, _added(out.t), sums[0].sum(0), sums[1].sum(0)
+    of_weight, of_residual = (x.sum(1).sum(0) for x in sums)
+    return out.a, out.u, _added(out.t), of_weight, of_residual
 
 
 def _dense(terms: _Tensors) -> Terms:

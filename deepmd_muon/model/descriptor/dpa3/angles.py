@@ -148,8 +148,8 @@ class AngleUpdate(torch.autograd.Function):
     """Passes 1 and 4, and the way into pass 2.
 
     Arguments: tape; a `(nangles, a_dim)`, u and t `(nslots, features)`, s `(nslots,)`, W `(a_dim, features)` and ρ
-    `(a_dim,)`, None when a′ is not wanted. Returns m `(nslots, width)`, a′ or None, and an empty tensor that makes
-    pass 4 wait for pass 3.
+    `(a_dim,)`, None when a′ is not wanted. Returns m `(nslots, width)`, a′ or None, and an empty tensor, an argument of
+    `AngleAdjoint`: so pass 4 waits for pass 3, which leaves it the tangents, even where nothing else connects them.
     """
 
     @staticmethod
@@ -165,12 +165,13 @@ class AngleUpdate(torch.autograd.Function):
     ) -> Any:
         """See the class."""
         ctx.tape = tape
-        ctx.save_for_backward(a, u, t, s, weight, residual)
+        order = u.new_empty(0)
+        ctx.save_for_backward(a, u, t, s, weight, residual, order)
         ctx.set_materialize_grads(False)
         fast = _kernels(tape, weight)
         if fast is not None:
             message, updated = fast.update([a, u, t, s], *_layer(tape, weight, residual))
-            return message, None if residual is None else updated, u.new_empty(0)
+            return message, None if residual is None else updated, order
         message = u.new_empty(u.shape[0], tape.width)
         updated = None if residual is None else torch.empty_like(a)
         for block, slots, angles in tape.blocks():
@@ -181,24 +182,29 @@ class AngleUpdate(torch.autograd.Function):
             if updated is not None and residual is not None:
                 tail = (y[..., tape.width :] * residual).view_as(a[angles])
                 torch.add(tail, a[angles], alpha=tape.carry, out=updated[angles])
-        return message, updated, u.new_empty(0)
+        return message, updated, order
 
     @staticmethod
     def backward(ctx: Any, message: torch.Tensor | None, updated: torch.Tensor | None, _: Any) -> Any:
         """Run pass 2 when forces are due, else pass 4."""
         tape: AngleTape = ctx.tape
+        *given, order = ctx.saved_tensors
         if tape.force and tape.adjoints is None:
-            return (None, *angle_adjoint(tape, _dense(message), _dense(updated), *ctx.saved_tensors), None, None)
-        return (None, *_gradients(tape, _dense(message), _dense(updated), *ctx.saved_tensors))
+            return (None, *angle_adjoint(tape, order, _dense(message), _dense(updated), *given), None, None)
+        return (None, *_gradients(tape, _dense(message), _dense(updated), *given))
 
 
 class AngleAdjoint(torch.autograd.Function):
-    """Passes 2 and 3; arguments are the cotangents of m and a′ and then those of `AngleUpdate`."""
+    """Passes 2 and 3.
+
+    Arguments: tape, the empty tensor of `AngleUpdate`, the cotangents of m and a′, and the tensors of `AngleUpdate`.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         tape: AngleTape,
+        order: torch.Tensor,
         message: torch.Tensor | None,
         updated: torch.Tensor | None,
         a: torch.Tensor,
@@ -257,7 +263,7 @@ class AngleAdjoint(torch.autograd.Function):
             dots = [given.a, given.u, given.t, given.s]
             found = fast.tangent([a, u, t, s], dots, *_layer(tape, weight, residual))
             kept = (None if old is None else new for old, new in zip((message, updated), found, strict=True))
-            return (None, *kept, *(None,) * 6)
+            return (None, None, *kept, *(None,) * 6)
         to_message = None if message is None else torch.empty_like(message)
         to_updated = None if updated is None else torch.empty_like(updated)
         for block, slots, angles in tape.blocks():
@@ -272,7 +278,7 @@ class AngleAdjoint(torch.autograd.Function):
             if to_updated is not None:
                 tail = (y_dot[..., tape.width :] * residual).view_as(a[angles])
                 torch.add(tail, given.a[angles], alpha=tape.carry, out=to_updated[angles])
-        return (None, to_message, to_updated, None, None, None, None, None, None)
+        return (None, None, to_message, to_updated, *(None,) * 6)
 
 
 angle_update: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = AngleUpdate.apply

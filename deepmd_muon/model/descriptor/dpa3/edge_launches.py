@@ -21,7 +21,8 @@ from deepmd_muon.model.descriptor.dpa3.edge_kernels import Form, Terms
 PROGRAMS = 1024  # about as many as a large GPU runs at once
 SMALLEST = 16  # side of a tile that tensor cores multiply
 ROWS, COLUMNS = 32, 32  # neighbours, and features of y, that a program holds at a time
-WARPS, GRADIENT_WARPS = 2, 4  # of passes 1 to 3 and of pass 4, which holds more numbers
+WARPS = {"num_warps": 2, "num_stages": 1}  # of passes 1 to 3
+GRADIENT_WARPS = {"num_warps": 4, "num_stages": 1}  # of pass 4, which holds more numbers
 WIDEST = 64  # columns of e that its tiles hold
 
 _Tensors = Sequence[torch.Tensor]
@@ -43,7 +44,6 @@ class Launch:
         edge, features = weight.shape
         self.tiles = triton.cdiv(width, ROWS)
         self.grid = (min(atoms, max(1, PROGRAMS // self.tiles)), self.tiles)
-        self.programs = self.grid[0] * self.tiles
         self.chunks = triton.cdiv(features, COLUMNS)
         inner = max(SMALLEST, triton.next_power_of_2(edge))
         precise = torch.get_float32_matmul_precision() == "highest"
@@ -57,9 +57,7 @@ def update(terms: _Tensors, *layer: Any) -> _Tensors:
     """Pass 1; return m, y[width:] and H."""
     launch = Launch(terms, *layer)
     message, rest, moment = _parts(launch, terms, *layer)
-    edge_kernels.update_kernel[launch.grid](
-        message, rest, moment, *launch.layer, _dense(terms), *launch.sizes, num_warps=WARPS
-    )
+    edge_kernels.update_kernel[launch.grid](message, rest, moment, *launch.layer, _dense(terms), *launch.sizes, **WARPS)
     return message.sum(0), rest, moment.sum(0)
 
 
@@ -67,9 +65,7 @@ def adjoint(cotangents: _Tensors, terms: _Tensors, *layer: Any) -> _Tensors:
     """Pass 2; return the adjoints of the terms."""
     launch = Launch(terms, *layer)
     out = _outputs(launch, terms, layer[0])
-    edge_kernels.adjoint_kernel[launch.grid](
-        out, *cotangents, *launch.layer, _dense(terms), *launch.sizes, num_warps=WARPS
-    )
+    edge_kernels.adjoint_kernel[launch.grid](out, *cotangents, *launch.layer, _dense(terms), *launch.sizes, **WARPS)
     return out.e, out.p.sum(0), _to_neighbors(out.table, layer[0], terms[2]), out.w.sum(0), out.h
 
 
@@ -78,7 +74,7 @@ def tangent(terms: _Tensors, dots: _Tensors, *layer: Any) -> _Tensors:
     launch = Launch(terms, *layer)
     message, rest, moment = _parts(launch, terms, *layer)
     edge_kernels.tangent_kernel[launch.grid](
-        message, rest, moment, *launch.layer, _dense(terms), Terms(*dots), *launch.sizes, num_warps=WARPS
+        message, rest, moment, *launch.layer, _dense(terms), Terms(*dots), *launch.sizes, **WARPS
     )
     return message.sum(0), rest, moment.sum(0)
 
@@ -91,7 +87,7 @@ def gradient(given: _Tensors, earlier: _Tensors, terms: _Tensors, dots: _Tensors
     launch = Launch(terms, *layer)
     neighbor, weight = layer[:2]
     out = _outputs(launch, terms, neighbor)
-    weight_hat = weight.new_empty(launch.programs, *weight.shape)
+    weight_hat = weight.new_empty(*launch.grid, *weight.shape)
     moving = len(dots) > 0
     edge_kernels.gradient_kernel[launch.grid](
         out,
@@ -103,9 +99,9 @@ def gradient(given: _Tensors, earlier: _Tensors, terms: _Tensors, dots: _Tensors
         _dense(dots if moving else terms),
         *launch.sizes,
         moving=moving,
-        num_warps=GRADIENT_WARPS,
+        **GRADIENT_WARPS,
     )
-    return weight_hat.sum(0), out.e, out.p.sum(0), _to_neighbors(out.table, neighbor, terms[2])
+    return weight_hat.sum(1).sum(0), out.e, out.p.sum(0), _to_neighbors(out.table, neighbor, terms[2])
 
 
 def _dense(terms: _Tensors) -> Terms:
@@ -116,9 +112,8 @@ def _parts(
     launch: Launch, terms: _Tensors, neighbor: torch.Tensor, weight: torch.Tensor, message: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return room for m and H, one part a tile, and for y[width:]."""
-    parts = launch.tiles
-    _, rest, moment = outputs(terms, neighbor, weight, message)
-    return weight.new_empty(parts, len(neighbor), message), rest, weight.new_empty(parts, *moment.shape)
+    of_message, rest, moment = outputs(terms, neighbor, weight, message)
+    return weight.new_empty(launch.tiles, *of_message.shape), rest, weight.new_empty(launch.tiles, *moment.shape)
 
 
 def _outputs(launch: Launch, terms: _Tensors, neighbor: torch.Tensor) -> Terms:

@@ -166,7 +166,7 @@ class EdgeUpdate(torch.autograd.Function):
     """Passes 1 and 4, and the way into pass 2.
 
     Arguments: tape, W `(e_dim, features)`, then the members of `EdgeTerms`. Returns m, y[width:] (None when there are
-    no further features), H, and an empty tensor that makes pass 4 wait for pass 3.
+    no further features), H, and an empty tensor, an argument of `EdgeAdjoint`: so pass 4 waits for pass 3.
     """
 
     @staticmethod
@@ -174,12 +174,13 @@ class EdgeUpdate(torch.autograd.Function):
         """See the class."""
         terms = EdgeTerms(*given)
         ctx.tape = tape
-        ctx.save_for_backward(weight, *given)
+        order = weight.new_empty(0)
+        ctx.save_for_backward(order, weight, *given)
         ctx.set_materialize_grads(False)
         fast = _kernels(tape, weight)
         if fast is not None:
             message, rest, moment = fast.update(list(terms), *_layer(tape, weight))
-            return message, rest if weight.shape[1] > tape.width else None, moment, terms.p.new_empty(0)
+            return message, rest if weight.shape[1] > tape.width else None, moment, order
         features, e_dim = weight.shape[1], weight.shape[0]
         nreal, nnei = tape.neighbor.shape
         n_dim = terms.table.shape[1] - features
@@ -193,26 +194,30 @@ class EdgeUpdate(torch.autograd.Function):
             moment[atoms, :, :e_dim], moment[atoms, :, e_dim:] = block.sums(block.h, features)
             if update is not None:
                 update[atoms] = y[..., tape.width :]
-        return message, update, moment, terms.p.new_empty(0)
+        return message, update, moment, order
 
     @staticmethod
     def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
         """Run pass 2 when forces are due, else pass 4."""
         tape: EdgeTape = ctx.tape
         cotangents = EdgeCotangents(*(None if x is None else x.contiguous() for x in given[:3]))
+        order, weight, *terms = ctx.saved_tensors
         if tape.force and tape.adjoints is None:
-            return (None, None, *edge_adjoint(tape, *cotangents, *ctx.saved_tensors))
-        weight, *terms = ctx.saved_tensors
+            return (None, None, *edge_adjoint(tape, order, *cotangents, weight, *terms))
         return (None, *_gradients(tape, cotangents, weight, EdgeTerms(*terms)))
 
 
 class EdgeAdjoint(torch.autograd.Function):
-    """Passes 2 and 3; arguments are the members of `EdgeCotangents`, W and the members of `EdgeTerms`."""
+    """Passes 2 and 3.
+
+    Arguments: tape, the empty tensor of `EdgeUpdate`, then the members of `EdgeCotangents`, W and those of `EdgeTerms`.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         tape: EdgeTape,
+        order: torch.Tensor,
         message: torch.Tensor | None,
         update: torch.Tensor | None,
         moment: torch.Tensor | None,
@@ -268,7 +273,7 @@ class EdgeAdjoint(torch.autograd.Function):
         if fast is not None:
             found = fast.tangent(list(terms), list(moving), *_layer(tape, weight))
             kept = (None if given is None else new for given, new in zip(old, found, strict=True))
-            return (None, *kept, *(None,) * 6)
+            return (None, None, *kept, *(None,) * 6)
         out = EdgeCotangents(*(None if x is None else torch.empty_like(x) for x in old))
         for atoms in tape.blocks():
             block, dot = terms.block(atoms, tape.neighbor), moving.block(atoms, tape.neighbor)
@@ -283,7 +288,7 @@ class EdgeAdjoint(torch.autograd.Function):
                 first, second = dot.sums(block.h, features), block.sums(dot.h, features)
                 out.moment[atoms, :, :e_dim] = first[0] + second[0]
                 out.moment[atoms, :, e_dim:] = first[1] + second[1]
-        return (None, *out, None, *(None,) * 5)
+        return (None, None, *out, *(None,) * 6)
 
 
 edge_update: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]] = EdgeUpdate.apply

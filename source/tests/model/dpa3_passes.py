@@ -1,0 +1,76 @@
+"""A scalar and its gradients through DPA-3's angles or edges, by torch's operations or by kernels."""
+
+import torch
+
+from deepmd_muon.model.activation import activation
+from deepmd_muon.model.descriptor.dpa3 import angles, edges
+from deepmd_muon.model.descriptor.dpa3.geometry import AngleBlock, AnglePlan
+
+CURVE = "silut:1.0"
+
+
+class Draw:
+    """Random tensors, the same in every precision and on every device."""
+
+    def __init__(self, dtype, device):
+        self.dtype, self.device, self.generator = dtype, device, torch.Generator().manual_seed(1)
+
+    def __call__(self, *shape):
+        return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
+
+    def leaf(self, *shape, scale=1.0):
+        return (scale * self(*shape)).requires_grad_()
+
+    def weighted(self, tensors):
+        return sum((x * self(*x.shape)).sum() for x in tensors)
+
+
+def with_gradients(draw, outputs, positions, weights, *, force, derive):
+    """Return outputs, the adjoints of `positions` and the gradients of a mixture of both by `weights`."""
+    energy = draw.weighted(outputs)
+    if not force:
+        return [*outputs, *torch.autograd.grad(energy, weights)]
+    bars = derive(energy, positions)
+    loss = draw.weighted(bars) + 0.3 * energy
+    return [*outputs, *bars, *torch.autograd.grad(loss, weights)]
+
+
+def derivative(energy, positions):
+    return torch.autograd.grad(energy, positions, create_graph=True)
+
+
+def angle_results(
+    dtype, device="cpu", *, tail, width=5, atoms=3, n_a=6, n_m=10, curve=CURVE, force=True, derive=derivative
+):
+    """Return what `with_gradients` does, of the angles; `tail`: whether a′ is wanted."""
+    draw, features = Draw(dtype, device), n_m + n_a if tail else n_m
+    slots = torch.arange(atoms * width, device=device)
+    plan = AnglePlan((AngleBlock(atoms, width),), slots, slots // width)
+    a, u, t = (draw.leaf(atoms * width**power, n) for power, n in ((2, n_a), (1, features), (1, features)))
+    s, weight = draw.leaf(atoms * width), draw.leaf(n_a, features, scale=0.3)
+    residual = draw.leaf(n_a) if tail else None
+    tape = angles.AngleTape(plan, activation(curve), n_m, 0.7, force)
+    message, updated, _ = angles.angle_update(tape, a, u, t, s, weight, residual)
+    outputs = [message] if updated is None else [message, updated]
+    weights = [x for x in (a, u, t, weight, residual) if x is not None]
+    return with_gradients(draw, outputs, [a, u, t, s], weights, force=force, derive=derive)
+
+
+def edge_results(
+    dtype, device="cpu", *, tail, width=5, atoms=3, n_e=6, n_v=7, n_m=10, curve=CURVE, force=True, derive=derivative
+):
+    """Return what `with_gradients` does, of the edges; `tail`: whether they are updated."""
+    draw, features = Draw(dtype, device), n_m + 4 if tail else n_m
+    neighbor = torch.randint(0, atoms, (atoms, width), generator=draw.generator).to(device)
+    weight, e = draw.leaf(n_e, features, scale=0.3), draw.leaf(atoms, width, n_e)
+    p, table = draw.leaf(atoms, features), draw.leaf(atoms, features + n_v)
+    w, h = draw.leaf(atoms, width), draw.leaf(atoms, width, 3)
+    tape = edges.EdgeTape(neighbor, activation(curve), n_m, force)
+    message, update, moment, _ = edges.edge_update(tape, weight, e, p, table, w, h)
+    outputs = [message, moment] if update is None else [message, moment, update]
+    return with_gradients(draw, outputs, [e, p, table, w, h], [weight, e, p, table], force=force, derive=derive)
+
+
+def distance(found, wanted):
+    """Return the largest relative error in norm."""
+    return max(float((x.detach().cpu().double() - y).norm() / y.norm()) for x, y in zip(found, wanted, strict=True))

@@ -1,0 +1,52 @@
+"""The passes over DPA-3's angles and edges: in any order of autograd's, and by kernels on a GPU.
+
+`test_model_kernels` runs the kernels in Triton's interpreter.
+"""
+
+import functools
+import threading
+
+import pytest
+import torch
+from dpa3_passes import angle_results, derivative, distance, edge_results
+
+from deepmd_muon.model import kernels
+
+PASSES = {"angles": angle_results, "edges": edge_results}
+SIZES = {"angles": {"width": 30, "atoms": 192, "n_a": 32, "n_m": 64}, "edges": {"width": 120, "atoms": 192, "n_e": 64}}
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("curve", ["silut:1.0", "linear"])
+def test_the_last_pass_waits_for_the_third(name, curve):
+    # autograd runs first what was recorded last, by counts of each thread: here the force's nodes count from 0
+    found = []
+
+    def derive(energy, positions):
+        thread = threading.Thread(target=lambda: found.append(derivative(energy, positions)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    compute = functools.partial(PASSES[name], torch.float64, tail=True, curve=curve)
+    wanted = compute()
+    assert distance(compute(derive=derive), [x.detach() for x in wanted]) < 1e-13
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("force", [True, False])
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("large", [True, False])
+def test_kernels_keep_single_precision(name, force, tail, large):
+    """Also as operators; on the same inputs they give the same bits, but for sums over neighbours (`index_add_`)."""
+    sizes = SIZES[name] if large else {"width": 37}
+    compute = functools.partial(PASSES[name], device="cuda", tail=tail, force=force, **sizes)
+    assert kernels.usable(torch.device("cuda"))
+    found = compute(torch.float32)
+    wanted = [x.detach().cpu() for x in compute(torch.float64)]  # in double precision torch's operations do the work
+    assert distance(found, wanted) < 1e-6
+    with kernels.traced():
+        assert distance(compute(torch.float32), wanted) < 1e-6
+    again = compute(torch.float32)
+    assert name == "edges" or all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
