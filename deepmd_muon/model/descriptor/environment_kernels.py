@@ -264,7 +264,7 @@ def push(cotangent: torch.Tensor, factor: torch.Tensor, edges: torch.Tensor, *sc
 def scatter(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int) -> torch.Tensor:
     """Return the forces `(natoms, 3)` from dE/dr_ij `(nreal, nnei, 3)`; the order of additions varies."""
     force = slope.new_zeros(natoms, 3)
-    block = min(256, triton.next_power_of_2(neighbor.shape[1]))
+    block = min(BLOCK, max(16, triton.next_power_of_2(neighbor.shape[1])))
     _scatter_kernel[(neighbor.shape[0],)](
         force, slope.contiguous(), order, neighbor.contiguous(), neighbor.shape[1], block=block
     )

@@ -116,6 +116,7 @@ if INSIDE:
         (back,) = torch.autograd.grad(wanted, slope, moved)
         real = (neighbor >= 0)[..., None]
         close(environment_kernels.gather(moved, order, neighbor) * real, back * real)
+        assert not environment_kernels.scatter(slope[:, :0].detach(), order, neighbor[:, :0], 8).any()
 
     @pytest.mark.parametrize("periodic", [False, True])
     def test_edge_vectors_kernel(periodic):
