@@ -14,7 +14,7 @@ from deepmd_muon.data.errors import (
 )
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.loader import Batch, DataLoader
-from deepmd_muon.data.neighbor_cache import NeighborCache, neighbor_statistics
+from deepmd_muon.data.neighbor_cache import NeighborCache, neighbor_statistics, worker_count
 from deepmd_muon.data.neighbors import (
     FrameNeighbors,
     NeighborList,
@@ -63,4 +63,5 @@ __all__ = [
     "stack_neighbors",
     "system_probabilities",
     "widen_sections",
+    "worker_count",
 ]

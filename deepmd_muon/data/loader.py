@@ -218,11 +218,15 @@ class DataLoader:
 
         The same on every rank, and leaves the random order where it is.
         """
+        return map(self.build, self.sample_plans(nbatches))
+
+    def sample_plans(self, nbatches: int) -> Iterator[Plan]:
+        """Return which frames the batches of `sample_batches` hold."""
         for k, (system, size) in enumerate(zip(self.systems, self.batch_sizes, strict=True)):
             wanted = min(system.nframes, nbatches * size)
             numbers = np.arange(wanted) * system.nframes // wanted
             for first in range(0, wanted, size):
-                yield self.build(Plan(((k, numbers[first : first + size]),)))
+                yield Plan(((k, numbers[first : first + size]),))
 
     # -- building --------------------------------------------------------------------------------------------
 

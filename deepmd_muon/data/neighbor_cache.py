@@ -156,6 +156,11 @@ class NeighborCache:
         return stack_neighbors([self.frame(system, int(n), frames, row) for row, n in enumerate(indices)])
 
 
+def worker_count() -> int:
+    """Return how many threads search for neighbours beside each other: as many as the process may use, at most 8."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
 def neighbor_statistics(
     systems: Sequence[System], rcut: float, cache: NeighborCache | None = None, workers: int | None = None
 ) -> NeighborStatistics:
@@ -170,7 +175,7 @@ def neighbor_statistics(
     cache : NeighborCache, optional
         Take lists from it and leave new ones in it; must have the same cutoff.
     workers : int, optional
-        Threads (the search itself runs outside of Python's lock); as many as the process may use, at most 8.
+        Threads (the search itself runs outside of Python's lock); see `worker_count`.
 
     Raises
     ------
@@ -203,7 +208,7 @@ def neighbor_statistics(
         return reduce(NeighborStatistics.merge, found)
 
     if workers is None:
-        workers = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        workers = worker_count()
     jobs = [(system, first) for system in systems for first in range(0, system.nframes, _chunk(system))]
     nothing = NeighborStatistics(np.inf, (0,) * ntypes, 0)
     with ThreadPoolExecutor(workers, thread_name_prefix="deepmd_muon-neighbors") as pool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepmd_muon.data import DataLoader, Frames, NeighborCache, NeighborList, Plan, System, group_limits, widen_sections
+from deepmd_muon.data import (
+    DataLoader,
+    Frames,
+    NeighborCache,
+    NeighborList,
+    Plan,
+    System,
+    group_limits,
+    widen_sections,
+    worker_count,
+)
 from deepmd_muon.model import Structures, kernels
 from deepmd_muon.train.batch import LABELS, TrainingBatch
 from deepmd_muon.train.batches import bounds_of, padded_widths
@@ -28,8 +37,6 @@ log = logging.getLogger(__name__)
 
 # Frames that are read at once.
 _CHUNK = 16
-# Threads that read them.
-_THREADS = min(8, os.cpu_count() or 1)
 # Batches whose frame numbers are copied to the device at once.
 _AHEAD = 1024
 
@@ -201,7 +208,7 @@ def _read(systems: Sequence[System], cache: NeighborCache) -> tuple[Frames, Neig
 
     jobs = [(system, first) for system in systems for first in range(0, system.nframes, _CHUNK)]
     # Neighbours are searched for outside of Python's lock.
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="deepmd_muon-resident") as pool:
+    with ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-resident") as pool:
         parts, lists = map(list, zip(*pool.map(read, jobs), strict=True))
     widest = [max(widths) for widths in zip(*(part.sections for part in lists), strict=True)]
     widths = padded_widths(widest, limits)

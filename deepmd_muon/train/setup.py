@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from deepmd_muon.data import (
     energy_bias,
     neighbor_statistics,
     open_systems,
+    worker_count,
 )
 from deepmd_muon.data.plausible import suspicions
 from deepmd_muon.model import EnergyModel, ModelSettings, Structures
@@ -293,7 +295,9 @@ def check_same_run(given: Input, train: list[System], valid: list[System], ranks
 
 
 def _compute(model: EnergyModel, data: Data, settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    batches = list(data.training.sample_batches(settings["data_stat_nbatch"]))
+    plans = data.training.sample_plans(settings["data_stat_nbatch"])
+    with ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-statistics") as pool:
+        batches = list(pool.map(data.training.build, plans))
 
     def structures() -> Iterator[Structures]:
         for batch in batches:
