@@ -163,10 +163,14 @@ def write_checksums(folder: Path) -> str:
         path.parent.mkdir(exist_ok=True)
         path.write_text(found)
         return f"{folder.name}: checksums written to {path}"
-    expected, present = set(path.read_text().splitlines()), set(found.splitlines())
-    files = sorted(line.split("  ")[1] for line in expected - present)
-    differ = f"{len(files)} files are not those of {path}, such as {files[0]}" if files else "the published files"
-    return f"{folder.name}: {differ}; {len(present - expected)} others"
+    expected, present = (
+        {name: digest for digest, name in (line.split("  ") for line in text.splitlines())}
+        for text in (path.read_text(), found)
+    )
+    both = expected.keys() & present.keys()
+    same = sum(expected[name] == present[name] for name in both)
+    missing, others = len(expected.keys() - present.keys()), len(present.keys() - expected.keys())
+    return f"{folder.name}: {same} files as published, {len(both) - same} differ, {missing} missing, {others} others"
 
 
 def argument_parser(what: str) -> argparse.ArgumentParser:
