@@ -237,6 +237,11 @@ def _inconsistencies(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
         for key in ALL_MOMENTS
         if key in values and tuple(values[key].shape) != entry.shape
     ]
+    problems += [
+        f"{entry.name}: {key} has shape {tuple(values[key].shape)}, it must be one number"
+        for key, tensor in STATE_TENSORS.items()
+        if tensor.extent == "scalar" and key in values and values[key].numel() != 1
+    ]
     score = values.get("magma_score")
     if entry.view and score is not None and tuple(score.shape) != (entry.view.blocks,):
         problems.append(
@@ -270,7 +275,8 @@ def place_state_tensor(
         if spec_of(value) is None:
             # With the parameter's strides, like newly initialised state.
             return torch.empty_like(p, dtype=dtype, device=device, requires_grad=False).copy_(value.detach())
-    return value.detach().to(device, dtype, copy=True)
+    value = value.detach().to(device, dtype, copy=True)
+    return value.view(()) if tensor.extent == "scalar" else value
 
 
 def restore_learning_rates(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:

@@ -139,5 +139,14 @@ def _load_adam_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any],
         )
     key_of = dict(zip(saved, keys, strict=True))
     values = {i: state["state"][key_of[name]] for i, name in enumerate(present) if key_of[name] in state["state"]}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, state_of in values.items():
+        for key, shape in (("step", torch.Size()), *((key, parameters[i].shape) for key in _MOMENTS)):
+            found = torch.as_tensor(state_of.get(key, ())).shape
+            if found != shape and (key != "step" or found.numel() != 1):
+                raise ForeignStateError(
+                    f"the optimizer state is damaged: {key} of {present[i]} has shape {tuple(found)} instead of "
+                    f"{tuple(shape)}"
+                )
     here = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": values, "param_groups": here})

@@ -275,6 +275,23 @@ def test_damaged_states_are_refused():
         optimizer.load_state_dict(saved)
 
 
+def test_a_count_of_steps_is_one_number():
+    model = Net()
+    optimizer = HybridMuon(model.named_parameters())
+    train(model, optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    stepped = [values for values in saved["state"].values() if "step" in values]
+    assert stepped
+    for values in stepped:
+        values["step"] = values["step"].view(1)
+    optimizer.load_state_dict(saved)
+    assert all(state["step"].shape == () for state in optimizer.state.values() if "step" in state)
+    for value in (torch.zeros(3), torch.zeros(0)):
+        stepped[-1]["step"] = value
+        with pytest.raises(RoutingMismatchError, match=rf"step has shape \({len(value)},\), it must be one number"):
+            optimizer.load_state_dict(saved)
+
+
 def test_a_model_of_another_dtype_takes_the_state_and_says_so(caplog):
     model = Net(torch.bfloat16)
     optimizer = HybridMuon(model.named_parameters())

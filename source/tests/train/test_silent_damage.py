@@ -17,6 +17,8 @@ from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, data_fingerprint
 from deepmd_muon.section import thaw
 from deepmd_muon.train import NonFiniteError, TrainingError
+from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
+from deepmd_muon.train.errors import CheckpointError
 from deepmd_muon.train.guard import DeviceGuard, HostGuard, SkipCount
 from deepmd_muon.train.setup import check_same_run
 from deepmd_muon.train.strategy.base import Reduced
@@ -143,3 +145,16 @@ def test_ranks_with_other_data_or_inputs_are_named(small_input):
         check((*mine[:2], mine[1]))
     with pytest.raises(TrainingError, match=r"rank 1 differs .* in optimizer/weight_decay, training/numb_steps: all"):
         check((thaw(other.settings), *mine[1:]))
+
+
+@pytest.mark.parametrize(("key", "shape"), [("step", (3,)), ("step", (0,)), ("exp_avg", (2,)), ("exp_avg_sq", (1, 3))])
+def test_adam_states_of_other_shapes_are_refused(key, shape):
+    layer = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(layer.named_parameters())
+    layer(torch.ones(3)).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    load_optimizer_state(optimizer, layer, {"optimizer": saved}, Path("model.ckpt.pt"))
+    saved["state"][1][key] = torch.zeros(shape)
+    with pytest.raises(CheckpointError, match=re.escape(f"{key} of bias has shape {shape}")):
+        load_optimizer_state(optimizer, layer, {"optimizer": saved}, Path("model.ckpt.pt"))
