@@ -1,6 +1,6 @@
 """Processes forked from one that has imported torch and this package, which takes every new Python seconds.
 
-All tests that start ranks or scripts share that process: it imports once what any of them needs.
+All tests that start ranks or scripts share that process: it imports their modules once.
 """
 
 from __future__ import annotations

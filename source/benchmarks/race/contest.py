@@ -42,7 +42,7 @@ CHUNK_ATOMS = 4096  # of a batch of test frames
 
 
 class Arena:
-    """What all runs on a set, with a model and a seed, share: systems, neighbour lists, test batches, first weights.
+    """Systems, neighbour lists, test batches and first weights, shared by all runs with one set, model and seed.
 
     Parameters
     ----------

@@ -17,7 +17,7 @@ from sets import Part
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "water_xtb"
 sys.path.insert(0, str(EXAMPLE))
 
-# The example is no package: the path above must be set before its script can be found.
+# The example is not a package: its script is imported by the path above.
 from make_data import DENSITY, as_system, labelled, sample  # noqa: E402
 from write_system import write_npy  # noqa: E402
 

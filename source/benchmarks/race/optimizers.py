@@ -1,7 +1,7 @@
 """Optimizers of torch and of other packages as one that the package's training step can call.
 
-A captured step cannot hold an optimizer that reads its learning rate or its state on the host. On a GPU such a one
-steps outside: the graph leaves the gradients in memory that stays, and `Foreign.finish` steps from there.
+A captured step cannot hold an optimizer that reads its learning rate or its state on the host. On a GPU such an
+optimizer steps outside: the graph keeps the gradients in fixed memory, and `Foreign.finish` steps from there.
 """
 
 from __future__ import annotations

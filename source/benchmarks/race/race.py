@@ -28,7 +28,7 @@ from typing import TypeVar
 
 import torch
 
-# The scripts of this folder are no package; a test finds them by this path, too.
+# These scripts are not a package; they and a test import one another by this path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from contest import Arena, Run

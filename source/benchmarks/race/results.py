@@ -18,7 +18,7 @@ Errors = dict[str, float]
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Key:
-    """What distinguishes a run.
+    """The identity of a run: equal keys are the same run.
 
     Attributes
     ----------

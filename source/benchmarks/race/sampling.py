@@ -21,7 +21,7 @@ from ase.stress import voigt_6_to_full_3x3_stress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
-# examples/ is no package: the path above must be set before its shared module can be found
+# examples/ is not a package: its shared module is imported by the path above
 from sets import Part
 from write_system import LabelledSystem, write_npy
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-# The race's scripts are no package.
+# The race's scripts are not a package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchmarks" / "race"))
 
 import contest

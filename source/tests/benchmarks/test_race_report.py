@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-# The race's scripts are no package.
+# The race's scripts are not a package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchmarks" / "race"))
 
 import report

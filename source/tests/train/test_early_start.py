@@ -1,4 +1,4 @@
-"""What a run on a GPU begins early."""
+"""Early start of a run on a GPU."""
 
 import threading
 

@@ -105,7 +105,7 @@ def normalize(
 
 @triton.jit(do_not_specialize=["first"])
 def measure_contiguous(inputs, sums, first, size, SHARES: tl.constexpr, WIDTH: tl.constexpr):
-    """Store what `measure` does, of contiguous fp32 matrices of `size` elements; they are numbered from `first`."""
+    """Store this program's share of the norms of contiguous fp32 matrices of `size` elements, numbered from `first`."""
     matrix = tl.program_id(1)
     start = inputs + matrix.to(tl.int64) * size
     total = tl.zeros((WIDTH,), tl.float64)
