@@ -12,7 +12,7 @@ from deepmd_muon.deploy import freeze as freezing
 from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.freeze import compare, freeze
 from deepmd_muon.deploy.program import Program
-from deepmd_muon.infer import DeepPotCalculator, Predictor
+from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.errors import CheckpointError
 from deepmd_muon.model import ModelError
 from deepmd_muon.model.activation import activation
@@ -213,6 +213,8 @@ def test_dp_test_reads_the_file(frozen, water_frames, tmp_path, caplog):
 
 def test_ase_moves_atoms_with_the_file(frozen, water_frames):
     ase = pytest.importorskip("ase")
+    from deepmd_muon.infer import DeepPotCalculator
+
     coord, box, atype = (part[0] for part in water_frames)
     forces = []
     for path in frozen[1:]:
