@@ -42,18 +42,18 @@ def _state_on_the_device(exchange: str, offload: bool) -> str | None:
 class Settings(Section):
     """Everything that input.json says, with defaults filled in."""
 
-    model: ModelSettings = section(doc="What maps positions to energy.")
+    model: ModelSettings = section(doc="The model, which maps positions to energy.")
     learning_rate: LearningRateSettings = section(
         doc="Learning rate of every step.",
         variants=Variants({"exp": ExpSettings, "cosine": CosineSettings, "wsd": WSDSettings}, default="exp"),
     )
     loss: EnerLossSettings = section(
         EnerLossSettings(),
-        doc="What training minimises.",
+        doc="The quantity that training minimises.",
         variants=Variants({"ener": EnerLossSettings}, default="ener", alias={"ener_hess": "ener"}),
     )
     optimizer: OptimizerConfig = section(
-        AdamConfig(), doc="What moves the parameters.", variants=Variants(OPTIMIZERS, default="Adam")
+        AdamConfig(), doc="The optimizer, which updates the parameters.", variants=Variants(OPTIMIZERS, default="Adam")
     )
     training: TrainingSettings = section(doc="Data, length and outputs of the run.")
     validating: ValidatingSettings = section(

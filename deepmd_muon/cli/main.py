@@ -1,7 +1,7 @@
 """The program behind `dp`, `dpmuon` and `python -m deepmd_muon`.
 
-Backend, command and options are deepmd-kit's. Missing features (other backends, other commands,
-some options) goes to deepmd-kit's own main where deepmd-kit is installed beside us; it is imported, never called
+Backend, command and options are deepmd-kit's. Those that this package lacks (other backends, other commands, some
+options) go to deepmd-kit's own main where deepmd-kit is installed beside us; it is imported, never called
 as `dp`, because that name may be ours.
 """
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], backend: str | None, rest: list[str]) -> int:
-    """Decide who answers, and let them."""
+    """Run a command here or in deepmd-kit."""
     command = next((word for word in rest if not word.startswith("-")), None)
     try:
         if backend not in (None, *_OURS):

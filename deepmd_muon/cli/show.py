@@ -26,7 +26,8 @@ _TOPICS = {
 _DESCRIPTIONS = {
     "routing": "Print which update every parameter gets, and why: of an input before a run, or recorded in a "
     "checkpoint.",
-    "plan": "Print the plan of HybridMuon's step on several processes: what travels, and who orthogonalizes what.",
+    "plan": "Print the plan of HybridMuon's step on several processes: messages between them, and the process that "
+    "orthogonalizes each matrix.",
     "weights": "Print and draw singular values of weights and momenta, and the size of the next update of every "
     "parameter.",
     "lcurve": "Draw the learning curves of one or more runs in one picture.",

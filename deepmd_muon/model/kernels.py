@@ -89,6 +89,11 @@ def _streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
     return [*_streams(device, count - 1), torch.cuda.Stream(device)] if count else []
 
 
+def has_tensor_cores(device: torch.device) -> bool:
+    """Return whether matrix products of kernels keep single precision at speed: NVIDIA GPUs from Ampere on."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 @lru_cache
 def _works() -> bool:
     """Launch the smallest kernel, which needs Triton and a C compiler."""

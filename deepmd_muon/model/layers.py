@@ -23,7 +23,7 @@ def repeat(x: torch.Tensor, copies: Copies) -> torch.Tensor:
 
 def fold(x: torch.Tensor, copies: Copies) -> torch.Tensor:
     """Apply the transpose of `repeat`."""
-    return x.view(x.shape[0], 2, -1).sum(1) if copies == 2 else x
+    return x.unflatten(1, (2, -1)).sum(1) if copies == 2 else x
 
 
 def _fused(f: Activation, tensor: torch.Tensor) -> Any:

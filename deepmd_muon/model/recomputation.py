@@ -13,7 +13,9 @@ T = TypeVar("T")
 
 
 def run_layer(layer: Callable[..., T], *arguments: Any, recompute: bool) -> T:
-    """Return ``layer(*arguments)``; with `recompute`, autograd keeps the arguments alone.
+    """Return ``layer(*arguments)``; with `recompute`, its forward pass keeps the arguments alone.
+
+    The pass that gives forces still keeps some tensors for the gradient of a loss on forces.
 
     The layer is called again in every backward pass that needs its tensors: once for forces, once for the gradient of
     the loss. Without gradients, and in traces for torch's compiler, which decides itself what to keep, it is called
@@ -26,7 +28,7 @@ def run_layer(layer: Callable[..., T], *arguments: Any, recompute: bool) -> T:
     arguments
         Tensors, or tuples of them.
     recompute
-        Whether to keep the arguments alone.
+        Whether to compute the layer again.
     """
     if not recompute or not torch.is_grad_enabled() or kernels.is_tracing():
         return layer(*arguments)

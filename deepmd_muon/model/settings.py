@@ -42,7 +42,7 @@ def _distinct_names(type_map: tuple[str, ...]) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings(Section):
-    """What maps positions to energy: a descriptor of each atom's neighbourhood and a fitting net."""
+    """A model maps positions to energy: a descriptor of each atom's neighbourhood and a fitting net."""
 
     type_map: tuple[str, ...] = setting(doc="Names of the types of atoms, such as ['O', 'H'].")
     descriptor: DescriptorSettings = section(

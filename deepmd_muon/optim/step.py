@@ -109,7 +109,9 @@ class CompiledStep:
         self._with_gradients: list[RoutedParams] = []
         self._waves: list[Wave] | None = None
         self._snapshot: Snapshot | None = None
-        self._stream: SideStream | None = None  # kept: memory allocated on a stream is reused by that stream only
+        # Kept, since memory allocated on a stream is reused by that stream only.
+        self._stream: SideStream | None = None
+        self._streams_of_waves: tuple[SideStream, ...] = ()
         self._fused: FusedStepCache | None = None
 
     def holds(self, param_groups: Sequence[dict[str, Any]], state: State, workspace: int) -> bool:
@@ -202,9 +204,9 @@ class CompiledStep:
         devices = [wave.device for wave in found if _is_large(wave)]
         if len(devices) < 2 or len(set(devices)) != 1 or devices[0].type != "cuda":
             return ()
-        if self.wave_streams and self.wave_streams[0].device == devices[0]:
-            return self.wave_streams
-        return SideStream(devices[0]), SideStream(devices[0])
+        if not self._streams_of_waves or self._streams_of_waves[0].device != devices[0]:
+            self._streams_of_waves = SideStream(devices[0]), SideStream(devices[0])
+        return self._streams_of_waves
 
     def _step_waves(self, found: Sequence[Wave], memory: HostMemory | None, control: StepControl) -> None:
         side_streams = [*self.wave_streams, *([] if self.side_stream is None else [self.side_stream])]

@@ -1,4 +1,7 @@
-"""Work that takes seconds at the start of a run on a GPU and waits for nothing that the run does meanwhile."""
+"""Work that takes seconds at the start of a run on a GPU, done in threads beside the rest of the start.
+
+Python joins these threads when it ends: a process that exits within a call of CUDA may crash.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def open_device() -> None:
     """
     several = {"WORLD_SIZE", "SLURM_PROCID"} & os.environ.keys()
     if os.environ.get("DEVICE", "").lower() != "cpu" and not several:
-        threading.Thread(target=_retain_context, name="deepmd_muon-device", daemon=True).start()
+        threading.Thread(target=_retain_context, name="deepmd_muon-device").start()
 
 
 def _retain_context() -> None:
@@ -35,7 +38,7 @@ def _retain_context() -> None:
 def warm_up(device: torch.device) -> None:
     """Load Triton and torch's matrix products in a thread, while data are read; nothing on a CPU."""
     if device.type == "cuda":
-        threading.Thread(target=_use_libraries, args=(device,), name="deepmd_muon-warm-up", daemon=True).start()
+        threading.Thread(target=_use_libraries, args=(device,), name="deepmd_muon-warm-up").start()
 
 
 def _use_libraries(device: torch.device) -> None:

@@ -164,6 +164,8 @@ def build_stepper(
     if obstacle:
         if training.enable_compile:
             log.info("training/enable_compile is ignored: %s", obstacle)
+        if training.enable_tf32 and not tf32:
+            log.info("training/enable_tf32 is ignored: %s", obstacle)
         step = TrainingStep(
             strategy,
             loss,

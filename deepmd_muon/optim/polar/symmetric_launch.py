@@ -87,7 +87,7 @@ _KEEP = 50.0  # X is kept in fp32 where later steps amplify small singular value
 _MULTIPROCESSORS = 132
 _MOST_SPANS = 2  # tensors of a batch for each of which the first and the last update are launched
 # Inputs in tiles are measured by so many programs each, so many adjacent elements at a time, and copied in such tiles.
-_PROGRAMS, _RUN, _COPIED = 256, 4096, (64, 128)
+_PROGRAMS, _RUN, _COPIED = 512, 4096, (64, 128)
 _SHARES = (64, 512)  # least and most programs that measure or copy a matrix
 
 

@@ -97,7 +97,7 @@ class FusedMuon:
             groups[block.rows, block.columns].append(block)
         small = sum(p.numel() for p in params) <= _SMALL
         self._width = _SHORT if small else _LONG
-        self._warps = 4 if small else 8
+        self._warps = 4
         table = self._make_table(params, buffers, blocks, groups)
         self._chunks, first, count = chunks_of(table, self._width, self._device)
         self._programs = self._chunks.shape[0]

@@ -146,6 +146,16 @@ def test_a_type_may_have_no_slots(one_side):
     assert out["force"].abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("neuron", [[4, 8], [4, 4]])
+def test_a_type_may_be_absent_from_a_batch(neuron):
+    model = build_model(section(fitting_net={"neuron": neuron}))
+    oxygen = make_batch(np.random.default_rng(0).random((1, 4, 3)) * 3, np.zeros((1, 4), int), None, 4.0, (40, 30))
+    out = model(oxygen)
+    out["force"].square().sum().backward()
+    assert out["force"].abs().max() > 1e-6
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("one_side", [True, False])
 def test_a_gpu_gives_the_same(one_side):

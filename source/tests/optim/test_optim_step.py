@@ -390,6 +390,7 @@ def test_large_muon_waves_take_turns_on_two_streams(monkeypatch):
         assert compiled._wave_streams_for(too_few) == ()
     found = waves_of(large, large, small, large)
     compiled.wave_streams = compiled._wave_streams_for(found)
+    assert compiled._wave_streams_for(waves_of(large)) == ()
     assert compiled._wave_streams_for(found) is compiled.wave_streams  # kept when the step is compiled anew
     compiled._step_waves(found, None, StepControl())
     assert notes == [

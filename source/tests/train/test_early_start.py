@@ -14,6 +14,15 @@ def test_no_device_is_opened_that_the_run_may_not_use(monkeypatch, name, value):
     early_start.open_device()
 
 
+def test_the_device_is_opened_meanwhile(monkeypatch):
+    begun = threading.Event()
+    monkeypatch.setattr(early_start, "_retain_context", begun.set)
+    for name in ("DEVICE", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    early_start.open_device()
+    assert begun.wait(60)
+
+
 def test_a_missing_driver_is_no_error(monkeypatch):
     def missing(_):
         raise OSError("libcuda.so.1: cannot open shared object file")

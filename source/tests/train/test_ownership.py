@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 
 import forked
@@ -33,6 +34,9 @@ def holder(small_input):
     ready = forked.context().SimpleQueue()
     process = forked.context().Process(target=hold, args=(str(Path.cwd()), ready))
     process.start()
+    while ready.empty():
+        assert process.is_alive()
+        time.sleep(0.02)
     assert ready.get() == "held"
     yield process
     process.kill()

@@ -226,7 +226,7 @@ class DPA1(torch.nn.Module):
         return x
 
     def _gates(self, near: Neighborhood, structures: Structures) -> Gates:
-        """Return the function that every attention layer applies to its weights."""
+        """Return the mask and factors of the attention weights."""
         real, dtype = near.real, near.rows.dtype
         smooth = self.settings.smooth_type_embedding
         columns = structures.neighbor.shape[1]

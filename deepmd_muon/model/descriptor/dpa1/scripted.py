@@ -218,7 +218,7 @@ class ScriptedDPA1(torch.nn.Module):
         return features
 
     def _gates(self, columns: Columns, slots: int) -> Gates:
-        """Return the function that every attention layer applies to its weights; `slots` columns are one slot each."""
+        """Return the mask and factors of the attention weights; the first `slots` columns take one slot each."""
         real = columns.real
         switch = columns.switch.unsqueeze(2) * columns.switch.unsqueeze(1)
         after = switch if self.smooth else real.to(self.mean.dtype).unsqueeze(2)

@@ -2,9 +2,9 @@
 
 A program takes atoms one after the other and, of each, every `groups`-th first neighbour j with all second neighbours
 k: a tile of angles whose intermediate numbers never leave the chip. The columns of a tile are features of y, those of
-the message first, then those of the angle; a program takes them in chunks, as many as its registers hold, and adds
-what all chunks give to a. Sums over k end in the program. Sums over j and over all angles are written once a group or
-program and added up afterwards, in the same order every time.
+the message first, then those of the angle; a program takes them in chunks, as many as its registers hold, and adds up
+the contributions of all chunks to a. Sums over k end in the program. Sums over j and over all angles are written once a
+group or program and added up afterwards, in the same order every time.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -195,7 +195,7 @@ def tangent_kernel(
 
 @triton.jit
 def _cotangent(given, earlier, z_dot, bends, rho, pairs, at, form, moving: tl.constexpr):
-    """Return of a tile ẑ, z̄, and what the gradient of ρ sums; `bends` are f, f′, f″, `pairs` those of s and ṡ."""
+    """Return ẑ and z̄ of a tile, and the terms of the gradient of ρ; `bends` are f, f′, f″, `pairs` those of s and ṡ."""
     y, slope, bend = bends[0], bends[1], bends[2]
     slot, angle, c, to_a, in_a = at[0], at[1], at[2], at[3], at[4]
     y_hat = _vector(given[0], slot, c, form) * pairs[0]

@@ -1,7 +1,7 @@
 """Launches of the kernels of a layer's angles: one a pass.
 
 `terms` are a, u, t, s of `angles` and `dots` their tangents, all in single precision; cotangents are contiguous. Where
-a′ is not wanted, ρ has no elements, nor has what stands for a′. Further arguments are those of `Launch`.
+a′ is not wanted, ρ and a′ have no elements. Further arguments are those of `Launch`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import Formula
 from deepmd_muon.model.descriptor.dpa3 import angle_kernels
 from deepmd_muon.model.descriptor.dpa3.angle_kernels import Form, Terms
@@ -67,8 +68,8 @@ def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: _Tensor
     launch = Launch(terms, *layer, columns=COLUMNS)
     a, u, t, s = terms
     out = Terms(
-        torch.empty_like(a),
-        torch.empty_like(u),
+        a.new_empty(a.shape),
+        u.new_empty(u.shape),
         t.new_empty(launch.groups, *t.shape),
         s.new_empty(launch.chunks, *s.shape),
     )
@@ -97,7 +98,7 @@ def gradient(given: _Tensors, earlier: _Tensors, terms: _Tensors, dots: _Tensors
     launch = Launch(terms, *layer, columns=COLUMNS)
     a, u, t, _ = terms
     weight, residual = layer[:2]
-    out = Terms(torch.empty_like(a), torch.empty_like(u), t.new_empty(launch.groups, *t.shape), None)
+    out = Terms(a.new_empty(a.shape), u.new_empty(u.shape), t.new_empty(launch.groups, *t.shape), None)
     sums = weight.new_empty(*launch.grid, *weight.shape), residual.new_empty(*launch.grid, *residual.shape)
     moving = len(dots) > 0
     angle_kernels.gradient_kernel[launch.grid](
@@ -127,13 +128,13 @@ def _added(parts: torch.Tensor) -> torch.Tensor:
 def outputs(
     terms: _Tensors, weight: torch.Tensor, _residual: torch.Tensor, _width: int, message: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return room for m and a′."""
+    """Allocate m and a′."""
     a, u = terms[:2]
-    return u.new_empty(u.shape[0], message), torch.empty_like(a) if weight.shape[1] > message else a.new_empty(0)
+    return u.new_empty(u.shape[0], message), a.new_empty(a.shape) if weight.shape[1] > message else a.new_empty(0)
 
 
 def fits(width: int, weight: torch.Tensor, formula: Formula | None) -> bool:
     """Return whether the kernels know the activation, and their tiles hold a layer with weights W."""
     inner = weight.shape[0]
-    known = formula is not None and weight.dtype == torch.float32
+    known = formula is not None and weight.dtype == torch.float32 and kernels.has_tensor_cores(weight.device)
     return known and width <= WIDEST and inner <= WIDEST

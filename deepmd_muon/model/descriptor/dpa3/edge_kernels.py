@@ -1,8 +1,8 @@
 """Triton kernels of the four passes over a layer's edges; `edges` defines their results.
 
 A program takes one tile of an atom's neighbours, atom after atom, and the features of y in chunks, as `angle_kernels`
-do; then the columns of [e, v] in chunks, for the moments. What a tile of neighbours adds to its atom is written apart,
-and so is what an edge adds to its neighbour; both are added up afterwards.
+do; then the columns of [e, v] in chunks, for the moments. The contributions of a tile to its atom, and of an edge to
+its neighbour, are written apart and added up afterwards.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -126,7 +126,7 @@ def _collect(terms, neighbor, moment, h, x_of, first, atoms, width, more: tl.con
 
 @triton.jit
 def _add_spread(out, to_neighbor, spread, edge, c, in_k, form):
-    """Add what the moments give to e, and store what they give to v."""
+    """Add the contributions of the moments to e, and store those to v."""
     in_e = in_k[:, None] & (c < form.edge)[None, :]
     at = out + edge[:, None] * form.edge + c[None, :]
     tl.store(at, tl.load(at, in_e, 0.0) + spread, in_e)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import Formula
 from deepmd_muon.model.descriptor.dpa3 import edge_kernels
 from deepmd_muon.model.descriptor.dpa3.edge_kernels import Form, Terms
@@ -111,32 +112,32 @@ def _dense(terms: _Tensors) -> Terms:
 def _parts(
     launch: Launch, terms: _Tensors, neighbor: torch.Tensor, weight: torch.Tensor, message: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return room for m and H, one part a tile, and for y[width:]."""
+    """Allocate m and H, one part a tile, and for y[width:]."""
     of_message, rest, moment = outputs(terms, neighbor, weight, message)
     return weight.new_empty(launch.tiles, *of_message.shape), rest, weight.new_empty(launch.tiles, *moment.shape)
 
 
 def _outputs(launch: Launch, terms: _Tensors, neighbor: torch.Tensor) -> Terms:
-    """Return room for e and h, for a part of p per tile, of w per chunk, and a row of the table per edge."""
+    """Allocate e and h, for a part of p per tile, of w per chunk, and a row of the table per edge."""
     e, p, table, w, h = terms
     of_table = table.new_empty(neighbor.numel(), table.shape[1])
     return Terms(
-        torch.empty_like(e),
+        e.new_empty(e.shape),
         p.new_empty(launch.tiles, *p.shape),
         of_table,
         w.new_empty(launch.chunks, *w.shape),
-        torch.empty_like(h),
+        h.new_empty(h.shape),
     )
 
 
 def _to_neighbors(rows: torch.Tensor, neighbor: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(table).index_add_(0, neighbor.view(-1), rows)
+    return torch.zeros_like(table).index_add_(0, neighbor.reshape(-1), rows)
 
 
 def outputs(
     terms: _Tensors, neighbor: torch.Tensor, weight: torch.Tensor, message: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return room for m, y[width:] and H."""
+    """Allocate m, y[width:] and H."""
     atoms, width = neighbor.shape
     rest = weight.shape[1] - message
     return (
@@ -148,5 +149,5 @@ def outputs(
 
 def fits(neighbor: torch.Tensor, weight: torch.Tensor, formula: Formula | None) -> bool:
     """Return whether there are edges, the kernels know the activation, and their tiles hold a layer with weights W."""
-    known = formula is not None and weight.dtype == torch.float32
+    known = formula is not None and weight.dtype == torch.float32 and kernels.has_tensor_cores(weight.device)
     return known and neighbor.numel() > 0 and weight.shape[0] <= WIDEST

@@ -45,7 +45,7 @@ def _(terms, *layer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, A
 
 @adjoint.register_fake
 def _(cotangents, terms, *layer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN202
-    return tuple(torch.empty_like(x) for x in terms)
+    return tuple(x.new_empty(x.shape) for x in terms)
 
 
 @tangent.register_fake
@@ -55,4 +55,4 @@ def _(terms, dots, *layer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN
 
 @gradient.register_fake
 def _(given, earlier, terms, dots, *layer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN202
-    return tuple(torch.empty_like(x) for x in (layer[1], *terms[:3]))
+    return tuple(x.new_empty(x.shape) for x in (layer[1], *terms[:3]))

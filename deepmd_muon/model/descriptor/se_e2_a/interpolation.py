@@ -33,8 +33,6 @@ from deepmd_muon.model.activation import Activation
 from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges
 from deepmd_muon.model.networks import Copies, Network, unflatten
 
-"""Chebyshev polynomials per piece."""
-
 PIECES = (16, 32, 64)
 """What `fewest_pieces` chooses from."""
 
