@@ -34,7 +34,7 @@ from ase.stress import voigt_6_to_full_3x3_stress
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-# examples/ is no package: the path above must be set before its shared module can be found
+# examples/ is not a package: the path above must be set before its shared module can be found
 from write_system import LabelledSystem, nearest_rms_distance, time_blocks, write_all  # noqa: E402
 
 TYPE_MAP = ("O", "H")
