@@ -8,7 +8,7 @@ group or program and added up afterwards, in the same order every time.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 # Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
 # branch that is decided at compile time must be a statement.
 
@@ -57,7 +57,7 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def _tile(tensor, row, column, present, stride):
+def load_tile(tensor, row, column, present, stride):
     """Load a tile `(row, column)` of a matrix with `stride` columns; 0 where not present."""
     return tl.load(tensor + row[:, None] * stride + column[None, :], present, 0.0)
 
@@ -85,7 +85,7 @@ def _columns(chunk, form):
 @triton.jit
 def _matrix(weight, i, c, form):
     """Load a chunk of W."""
-    return _tile(weight, i, c, (i < form.angle)[:, None] & (c < form.features)[None, :], form.features)
+    return load_tile(weight, i, c, (i < form.angle)[:, None] & (c < form.features)[None, :], form.features)
 
 
 @triton.jit
@@ -102,16 +102,16 @@ def update_kernel(
         for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
             first = atom * tl.full([], width, tl.int64)
             s_k = tl.load(terms.s + first + k, in_k, 0.0)[:, None]
-            t = _tile(terms.t, first + k, c, in_k[:, None] & in_y[None, :], form.features)
+            t = load_tile(terms.t, first + k, c, in_k[:, None] & in_y[None, :], form.features)
             for j in range(tl.program_id(1), width, tl.num_programs(1)):
                 slot = first + j
                 angle = slot * width + k
-                x = _tile(terms.a, angle, i, in_k[:, None] & (i < form.angle)[None, :], form.angle)
+                x = load_tile(terms.a, angle, i, in_k[:, None] & (i < form.angle)[None, :], form.angle)
                 y = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)[0]
                 m = tl.load(terms.s + slot) * tl.sum(y * s_k, 0)
                 tl.store(message + slot * form.message + c, m, c < form.message)
                 if form.features > form.message:
-                    after = carry * _tile(terms.a, angle, to_a, in_a, form.angle) + rho * y
+                    after = carry * load_tile(terms.a, angle, to_a, in_a, form.angle) + rho * y
                     tl.store(updated + angle[:, None] * form.angle + to_a[None, :], after, in_a)
 
 
@@ -133,12 +133,12 @@ def adjoint_kernel(
         for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
             first = atom * tl.full([], width, tl.int64)
             s_k = tl.load(terms.s + first + k, in_k, 0.0)
-            t = _tile(terms.t, first + k, c, in_z, form.features)
+            t = load_tile(terms.t, first + k, c, in_z, form.features)
             sum_t, sum_s = tl.zeros_like(t), tl.zeros_like(s_k)
             for j in range(tl.program_id(1), width, tl.num_programs(1)):
                 slot = first + j
                 angle = slot * width + k
-                x = _tile(terms.a, angle, i, in_x, form.angle)
+                x = load_tile(terms.a, angle, i, in_x, form.angle)
                 y, slope, _ = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
                 s_j, m = tl.load(terms.s + slot), _vector(message, slot, c, form)
                 along = tl.sum(y * m, 1)
@@ -146,14 +146,14 @@ def adjoint_kernel(
                 sum_s += s_j * along
                 y_bar = m * (s_j * s_k)[:, None]
                 if form.features > form.message:
-                    y_bar += rho * _tile(updated, angle, to_a, in_a, form.angle)
+                    y_bar += rho * load_tile(updated, angle, to_a, in_a, form.angle)
                 z_bar = slope * y_bar
                 sum_t += z_bar
                 tl.store(out.u + slot * form.features + c, tl.sum(z_bar, 0), in_y)
                 x_bar = tl.dot(z_bar, tl.trans(matrix), input_precision=form.precision)
                 if form.features > form.message:
-                    x_bar += carry * _tile(updated, angle, i, in_x & (chunk == 0), form.angle)
-                x_bar += _tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
+                    x_bar += carry * load_tile(updated, angle, i, in_x & (chunk == 0), form.angle)
+                x_bar += load_tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
                 tl.store(out.a + angle[:, None] * form.angle + i[None, :], x_bar, in_x)
             part = tl.program_id(1).to(tl.int64) * atoms + atom
             tl.store(s_parts + (chunk * tl.num_programs(1) * atoms + part) * width + k, sum_s, in_k)
@@ -176,20 +176,20 @@ def tangent_kernel(
         for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
             first = atom * tl.full([], width, tl.int64)
             s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
-            t = _tile(terms.t, first + k, c, in_z, form.features)
-            t_dot = _tile(dots.t, first + k, c, in_z, form.features)
+            t = load_tile(terms.t, first + k, c, in_z, form.features)
+            t_dot = load_tile(dots.t, first + k, c, in_z, form.features)
             for j in range(tl.program_id(1), width, tl.num_programs(1)):
                 slot = first + j
                 angle = slot * width + k
-                x = _tile(terms.a, angle, i, in_x, form.angle)
+                x = load_tile(terms.a, angle, i, in_x, form.angle)
                 y, slope, _ = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
-                x_dot = _tile(dots.a, angle, i, in_x, form.angle)
+                x_dot = load_tile(dots.a, angle, i, in_x, form.angle)
                 y_dot = slope * _sum(dots, x_dot, matrix, t_dot, slot, c, form)
                 s_j, s_dot_j = tl.load(terms.s + slot), tl.load(dots.s + slot)
                 m = tl.sum(y_dot * (s_j * s_k)[:, None] + y * (s_dot_j * s_k + s_j * s_dot_k)[:, None], 0)
                 tl.store(message + slot * form.message + c, m, c < form.message)
                 if form.features > form.message:
-                    after = carry * _tile(dots.a, angle, to_a, in_a, form.angle) + rho * y_dot
+                    after = carry * load_tile(dots.a, angle, to_a, in_a, form.angle) + rho * y_dot
                     tl.store(updated + angle[:, None] * form.angle + to_a[None, :], after, in_a)
 
 
@@ -201,7 +201,7 @@ def _cotangent(given, earlier, z_dot, bends, rho, pairs, at, form, moving: tl.co
     y_hat = _vector(given[0], slot, c, form) * pairs[0]
     of_rho = tl.zeros_like(y)
     if form.features > form.message:
-        now = _tile(given[1], angle, to_a, in_a, form.angle)
+        now = load_tile(given[1], angle, to_a, in_a, form.angle)
         of_rho += y * now
         y_hat += rho * now
     if moving:
@@ -209,7 +209,7 @@ def _cotangent(given, earlier, z_dot, bends, rho, pairs, at, form, moving: tl.co
         y_hat += m_bar * pairs[1]
         y_bar = m_bar * pairs[0]
         if form.features > form.message:
-            before = _tile(earlier[1], angle, to_a, in_a, form.angle)
+            before = load_tile(earlier[1], angle, to_a, in_a, form.angle)
             of_rho += slope * z_dot * before
             y_bar += rho * before
         return slope * y_hat + bend * z_dot * y_bar, slope * y_bar, of_rho
@@ -251,18 +251,18 @@ def gradient_kernel(
             first = atom * tl.full([], width, tl.int64)
             s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
             t, t_dot = (
-                _tile(terms.t, first + k, c, in_z, form.features),
-                _tile(dots.t, first + k, c, in_z, form.features),
+                load_tile(terms.t, first + k, c, in_z, form.features),
+                load_tile(dots.t, first + k, c, in_z, form.features),
             )
             sum_t = tl.zeros_like(t)
             for j in range(tl.program_id(1), width, tl.num_programs(1)):
                 slot = first + j
                 angle = slot * width + k
-                x = _tile(terms.a, angle, i, in_x, form.angle)
+                x = load_tile(terms.a, angle, i, in_x, form.angle)
                 bends = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
                 s_j = tl.load(terms.s + slot)
                 moved = (tl.load(dots.s + slot) * s_k + s_j * s_dot_k)[:, None]
-                x_dot = _tile(dots.a, angle, i, in_x, form.angle)
+                x_dot = load_tile(dots.a, angle, i, in_x, form.angle)
                 z_dot = _sum(dots, x_dot, matrix, t_dot, slot, c, form)
                 at, pairs = (slot, angle, c, to_a, in_a), ((s_j * s_k)[:, None], moved)
                 z_hat, z_bar, of_rho = _cotangent(given, earlier, z_dot, bends, rho, pairs, at, form, moving)
@@ -274,8 +274,8 @@ def gradient_kernel(
                     sum_w += tl.dot(tl.trans(x_dot), z_bar, input_precision=form.precision)
                 x_hat = tl.dot(z_hat, tl.trans(matrix), input_precision=form.precision)
                 if form.features > form.message:
-                    x_hat += carry * _tile(given[1], angle, i, in_x & (chunk == 0), form.angle)
-                x_hat += _tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
+                    x_hat += carry * load_tile(given[1], angle, i, in_x & (chunk == 0), form.angle)
+                x_hat += load_tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
                 tl.store(out.a + angle[:, None] * form.angle + i[None, :], x_hat, in_x)
             part = ((tl.program_id(1).to(tl.int64) * atoms + atom) * width + k)[:, None]
             tl.store(out.t + part * form.features + c[None, :], sum_t, in_z)

@@ -13,17 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import Formula
-from deepmd_muon.model.descriptor.dpa3 import angle_kernels
+from deepmd_muon.model.descriptor.dpa3 import angle_kernels, launching
 from deepmd_muon.model.descriptor.dpa3.angle_kernels import Form, Terms
+from deepmd_muon.model.descriptor.dpa3.launching import PROGRAMS, SMALLEST, WIDEST, Tensors, holding, precision
 
-PROGRAMS = 1024  # about as many as a large GPU runs at once
-SMALLEST = 16  # side of a tile that tensor cores multiply
 COLUMNS, UPDATE_COLUMNS = 32, 16  # features of y that a program holds at a time; fewer in pass 1
-WIDEST = 64  # neighbours, or columns of a, that tiles of a program hold
-
-_Tensors = Sequence[torch.Tensor]
 
 
 class Launch:
@@ -31,7 +26,7 @@ class Launch:
 
     def __init__(
         self,
-        terms: _Tensors,
+        terms: Tensors,
         weight: torch.Tensor,
         residual: torch.Tensor,
         width: int,
@@ -46,16 +41,15 @@ class Launch:
         self.groups = min(width, max(1, PROGRAMS // atoms))
         self.grid = (min(atoms, PROGRAMS), self.groups)
         sizes = (weight.shape[0], message, weight.shape[1])
-        rows, inner = (max(SMALLEST, triton.next_power_of_2(n)) for n in (width, weight.shape[0]))
+        rows, inner = holding(width), holding(weight.shape[0])
         self.chunks = triton.cdiv(weight.shape[1], columns)
         blocks = (rows, inner, columns, self.chunks)
         self.warps = rows // SMALLEST
-        precise = torch.get_float32_matmul_precision() == "highest"
-        form = Form(*map(tl.constexpr, (*sizes, *blocks, "tf32x3" if precise else "tf32")))
+        form = Form(*map(tl.constexpr, (*sizes, *blocks, precision())))
         self.layer = (weight.contiguous(), residual.contiguous(), atoms, width, carry, tuple(curve_of), form, kind)
 
 
-def update(terms: _Tensors, *layer: Any) -> _Tensors:
+def update(terms: Tensors, *layer: Any) -> Tensors:
     """Pass 1; return m and a′."""
     launch = Launch(terms, *layer, columns=UPDATE_COLUMNS)
     found = outputs(terms, *layer)
@@ -63,7 +57,7 @@ def update(terms: _Tensors, *layer: Any) -> _Tensors:
     return found
 
 
-def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: _Tensors, *layer: Any) -> _Tensors:
+def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: Tensors, *layer: Any) -> Tensors:
     """Pass 2; return the adjoints of a, u, t, s."""
     launch = Launch(terms, *layer, columns=COLUMNS)
     a, u, t, s = terms
@@ -80,7 +74,7 @@ def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: _Tensor
     return out.a, out.u, _added(out.t), _added(out.s) + _added(others)
 
 
-def tangent(terms: _Tensors, dots: _Tensors, *layer: Any) -> _Tensors:
+def tangent(terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
     """Pass 3; return the tangents of m and a′, which are the cotangents of their adjoints."""
     launch = Launch(terms, *layer, columns=COLUMNS)
     found = outputs(terms, *layer)
@@ -90,7 +84,7 @@ def tangent(terms: _Tensors, dots: _Tensors, *layer: Any) -> _Tensors:
     return found
 
 
-def gradient(given: _Tensors, earlier: _Tensors, terms: _Tensors, dots: _Tensors, *layer: Any) -> _Tensors:
+def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
     """Pass 4; return the gradients of a, u, t, W, ρ.
 
     `given` are the cotangents of m and a′; `earlier` those of pass 2, and `dots`, are empty when there was none.
@@ -117,7 +111,7 @@ def gradient(given: _Tensors, earlier: _Tensors, terms: _Tensors, dots: _Tensors
     return out.a, out.u, _added(out.t), of_weight, of_residual
 
 
-def _dense(terms: _Tensors) -> Terms:
+def _dense(terms: Tensors) -> Terms:
     return Terms(*(x.contiguous() for x in terms))
 
 
@@ -126,7 +120,7 @@ def _added(parts: torch.Tensor) -> torch.Tensor:
 
 
 def outputs(
-    terms: _Tensors, weight: torch.Tensor, _residual: torch.Tensor, _width: int, message: int, *_: Any
+    terms: Tensors, weight: torch.Tensor, _residual: torch.Tensor, _width: int, message: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate m and a′."""
     a, u = terms[:2]
@@ -135,6 +129,4 @@ def outputs(
 
 def fits(width: int, weight: torch.Tensor, formula: Formula | None) -> bool:
     """Return whether the kernels know the activation, and their tiles hold a layer with weights W."""
-    inner = weight.shape[0]
-    known = formula is not None and weight.dtype == torch.float32 and kernels.has_tensor_cores(weight.device)
-    return known and width <= WIDEST and inner <= WIDEST
+    return width <= WIDEST and launching.fits(weight, formula)

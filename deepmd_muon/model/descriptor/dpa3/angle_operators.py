@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import torch
-
 from deepmd_muon.model.descriptor.dpa3 import angle_launches
 from deepmd_muon.model.descriptor.dpa3.angle_launches import outputs
+from deepmd_muon.model.descriptor.dpa3.launching import operator
 
 _LAYER = "Tensor weight, Tensor residual, int width, int message, float carry, str kind, float[] curve_of"
 
-update = torch.library.custom_op(
-    "deepmd_muon::angle_update",
-    angle_launches.update,
-    mutates_args=(),
-    schema=f"(Tensor[] terms, {_LAYER}) -> (Tensor, Tensor)",
+update = operator("angle_update", angle_launches.update, f"Tensor[] terms, {_LAYER}", 2)
+adjoint = operator(
+    "angle_adjoint", angle_launches.adjoint, f"Tensor message_bar, Tensor updated_bar, Tensor[] terms, {_LAYER}", 4
 )
-adjoint = torch.library.custom_op(
-    "deepmd_muon::angle_adjoint",
-    angle_launches.adjoint,
-    mutates_args=(),
-    schema=f"(Tensor message_bar, Tensor updated_bar, Tensor[] terms, {_LAYER}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-tangent = torch.library.custom_op(
-    "deepmd_muon::angle_tangent",
-    angle_launches.tangent,
-    mutates_args=(),
-    schema=f"(Tensor[] terms, Tensor[] dots, {_LAYER}) -> (Tensor, Tensor)",
-)
-gradient = torch.library.custom_op(
-    "deepmd_muon::angle_gradient",
+tangent = operator("angle_tangent", angle_launches.tangent, f"Tensor[] terms, Tensor[] dots, {_LAYER}", 2)
+gradient = operator(
+    "angle_gradient",
     angle_launches.gradient,
-    mutates_args=(),
-    schema=(
-        f"(Tensor[] given, Tensor[] earlier, Tensor[] terms, Tensor[] dots, {_LAYER})"
-        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
+    f"Tensor[] given, Tensor[] earlier, Tensor[] terms, Tensor[] dots, {_LAYER}",
+    5,
 )
 
 

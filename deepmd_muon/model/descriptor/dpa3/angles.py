@@ -321,7 +321,7 @@ def _gradients(
     """Pass 4: gradients of a, u, t, (none of s), W, ρ; positions get none from it."""
     fast = _kernels(tape, weight)
     if fast is not None:
-        return _gradients_by_kernel(fast, tape, message, updated, a, u, t, s, weight, residual)
+        return _gradients_by_kernel(fast, tape, message, updated, (a, u, t, s, weight, residual))
     f, width = tape.activation, tape.width
     a_hat, u_hat, t_hat = (torch.empty_like(x) for x in (a, u, t))
     weight_hat = torch.zeros_like(weight)
@@ -368,13 +368,10 @@ def _gradients_by_kernel(
     tape: AngleTape,
     message: torch.Tensor | None,
     updated: torch.Tensor | None,
-    a: torch.Tensor,
-    u: torch.Tensor,
-    t: torch.Tensor,
-    s: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
+    arguments: tuple[Any, ...],
 ) -> tuple[torch.Tensor | None, ...]:
+    """Pass 4 by its kernel; `arguments` are the tensors of `AngleUpdate`."""
+    a, u, t, s, weight, residual = arguments
     earlier: list[torch.Tensor] = []
     dots: list[torch.Tensor] = []
     tangents = tape.tangents

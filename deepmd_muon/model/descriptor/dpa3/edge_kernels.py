@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from deepmd_muon.model.activation_kernels import curve
+from deepmd_muon.model.descriptor.dpa3.angle_kernels import load_tile
 
 
 class Terms(NamedTuple):
@@ -57,15 +58,9 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def _tile(tensor, row, column, present, stride):
-    """Load a tile `(row, column)` of a matrix with `stride` columns; 0 where not present."""
-    return tl.load(tensor + row[:, None] * stride + column[None, :], present, 0.0)
-
-
-@triton.jit
 def _matrix(weight, i, c, form):
     """Load a chunk of W."""
-    return _tile(weight, i, c, (i < form.edge)[:, None] & (c < form.features)[None, :], form.features)
+    return load_tile(weight, i, c, (i < form.edge)[:, None] & (c < form.features)[None, :], form.features)
 
 
 @triton.jit
@@ -73,7 +68,7 @@ def _sum(terms, x, matrix, atom, other, c, in_k, form):
     """Return e·W + p_i + q_j of a tile."""
     in_y = c < form.features
     p = tl.load(terms.p + atom * form.features + c, in_y, 0.0)[None, :]
-    q = _tile(terms.table, other, c, in_k[:, None] & in_y[None, :], form.features + form.node)
+    q = load_tile(terms.table, other, c, in_k[:, None] & in_y[None, :], form.features + form.node)
     return tl.dot(x, matrix, input_precision=form.precision) + p + q
 
 
@@ -87,9 +82,9 @@ def _vector(tensor, atom, c, form):
 def _beside(terms, edge, other, c, in_k, form):
     """Load columns of [e, v] of a tile."""
     in_e, in_v = c < form.edge, (c >= form.edge) & (c < form.edge + form.node)
-    e = _tile(terms.e, edge, c, in_k[:, None] & in_e[None, :], form.edge)
+    e = load_tile(terms.e, edge, c, in_k[:, None] & in_e[None, :], form.edge)
     at = form.features + c - form.edge
-    return e + _tile(terms.table, other, at, in_k[:, None] & in_v[None, :], form.features + form.node)
+    return e + load_tile(terms.table, other, at, in_k[:, None] & in_v[None, :], form.features + form.node)
 
 
 @triton.jit
@@ -149,7 +144,7 @@ def update_kernel(
         for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
             edge = atom * tl.full([], width, tl.int64) + k
             other = tl.load(neighbor + edge, in_k, 0)
-            x = _tile(terms.e, edge, i, in_k[:, None] & (i < form.edge)[None, :], form.edge)
+            x = load_tile(terms.e, edge, i, in_k[:, None] & (i < form.edge)[None, :], form.edge)
             y = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)[0]
             m = tl.sum(y * tl.load(terms.w + edge, in_k, 0.0)[:, None], 0)
             tl.store(message + (tile * atoms + atom) * form.message + c, m, c < form.message)
@@ -177,19 +172,19 @@ def adjoint_kernel(
         for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
             edge = atom * tl.full([], width, tl.int64) + k
             other = tl.load(neighbor + edge, in_k, 0)
-            x = _tile(terms.e, edge, i, in_x, form.edge)
+            x = load_tile(terms.e, edge, i, in_x, form.edge)
             y, slope, _ = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)
             m = _vector(message, atom, c, form)
             tl.store(out.w + (chunk * atoms * width + edge), tl.sum(y * m, 1), in_k)
             y_bar = m * tl.load(terms.w + edge, in_k, 0.0)[:, None]
             if form.features > form.message:
-                y_bar += _tile(update, edge, rest, in_rest, form.features - form.message)
+                y_bar += load_tile(update, edge, rest, in_rest, form.features - form.message)
             z_bar = slope * y_bar
             tl.store(out.p + (tile * atoms + atom) * form.features + c, tl.sum(z_bar, 0), in_y)
             at = edge[:, None] * (form.features + form.node) + c[None, :]
             tl.store(out.table + at, z_bar, in_k[:, None] & in_y[None, :])
             x_bar = tl.dot(z_bar, tl.trans(matrix), input_precision=form.precision)
-            x_bar += _tile(out.e, edge, i, in_x & (chunk > 0), form.edge)
+            x_bar += load_tile(out.e, edge, i, in_x & (chunk > 0), form.edge)
             tl.store(out.e + edge[:, None] * form.edge + i[None, :], x_bar, in_x)
         tl.debug_barrier()
     columns: tl.constexpr = form.edge + form.node
@@ -225,7 +220,7 @@ def tangent_kernel(
         for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
             edge = atom * tl.full([], width, tl.int64) + k
             other = tl.load(neighbor + edge, in_k, 0)
-            x, x_dot = _tile(terms.e, edge, i, in_x, form.edge), _tile(dots.e, edge, i, in_x, form.edge)
+            x, x_dot = load_tile(terms.e, edge, i, in_x, form.edge), load_tile(dots.e, edge, i, in_x, form.edge)
             y, slope, _ = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)
             y_dot = slope * _sum(dots, x_dot, matrix, atom, other, c, in_k, form)
             w, w_dot = tl.load(terms.w + edge, in_k, 0.0), tl.load(dots.w + edge, in_k, 0.0)
@@ -246,13 +241,13 @@ def _cotangent(given, earlier, terms, dots, z_dot, bends, at, form, moving: tl.c
     w = tl.load(terms.w + edge, in_k, 0.0)[:, None]
     y_hat = _vector(given[0], atom, c, form) * w
     if form.features > form.message:
-        y_hat += _tile(given[1], edge, rest, in_rest, form.features - form.message)
+        y_hat += load_tile(given[1], edge, rest, in_rest, form.features - form.message)
     if moving:
         m_bar = _vector(earlier[0], atom, c, form)
         y_hat += m_bar * tl.load(dots.w + edge, in_k, 0.0)[:, None]
         y_bar = m_bar * w
         if form.features > form.message:
-            y_bar += _tile(earlier[1], edge, rest, in_rest, form.features - form.message)
+            y_bar += load_tile(earlier[1], edge, rest, in_rest, form.features - form.message)
         return bends[0] * y_hat + bends[1] * z_dot * y_bar, bends[0] * y_bar
     return bends[0] * y_hat, y_hat
 
@@ -289,7 +284,7 @@ def gradient_kernel(
         for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
             edge = atom * tl.full([], width, tl.int64) + k
             other = tl.load(neighbor + edge, in_k, 0)
-            x, x_dot = _tile(terms.e, edge, i, in_x, form.edge), _tile(dots.e, edge, i, in_x, form.edge)
+            x, x_dot = load_tile(terms.e, edge, i, in_x, form.edge), load_tile(dots.e, edge, i, in_x, form.edge)
             _, slope, bend = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)
             z_dot = _sum(dots, x_dot, matrix, atom, other, c, in_k, form)
             z_hat, z_bar = _cotangent(
@@ -302,7 +297,7 @@ def gradient_kernel(
             if moving:
                 sum_w += tl.dot(tl.trans(x_dot), z_bar, input_precision=form.precision)
             x_hat = tl.dot(z_hat, tl.trans(matrix), input_precision=form.precision)
-            x_hat += _tile(out.e, edge, i, in_x & (chunk > 0), form.edge)
+            x_hat += load_tile(out.e, edge, i, in_x & (chunk > 0), form.edge)
             tl.store(out.e + edge[:, None] * form.edge + i[None, :], x_hat, in_x)
         at = (program * form.edge + i[:, None]) * form.features + c[None, :]
         tl.store(weight_hat + at, sum_w, (i < form.edge)[:, None] & in_y[None, :])

@@ -14,19 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import Formula
-from deepmd_muon.model.descriptor.dpa3 import edge_kernels
+from deepmd_muon.model.descriptor.dpa3 import edge_kernels, launching
 from deepmd_muon.model.descriptor.dpa3.edge_kernels import Form, Terms
+from deepmd_muon.model.descriptor.dpa3.launching import PROGRAMS, Tensors, holding, precision
 
-PROGRAMS = 1024  # about as many as a large GPU runs at once
-SMALLEST = 16  # side of a tile that tensor cores multiply
 ROWS, COLUMNS = 32, 32  # neighbours, and features of y, that a program holds at a time
 WARPS = {"num_warps": 2, "num_stages": 1}  # of passes 1 to 3
 GRADIENT_WARPS = {"num_warps": 4, "num_stages": 1}  # of pass 4, which holds more numbers
-WIDEST = 64  # columns of e that its tiles hold
-
-_Tensors = Sequence[torch.Tensor]
 
 
 class Launch:
@@ -34,7 +29,7 @@ class Launch:
 
     def __init__(
         self,
-        terms: _Tensors,
+        terms: Tensors,
         neighbor: torch.Tensor,
         weight: torch.Tensor,
         message: int,
@@ -46,15 +41,13 @@ class Launch:
         self.tiles = triton.cdiv(width, ROWS)
         self.grid = (min(atoms, max(1, PROGRAMS // self.tiles)), self.tiles)
         self.chunks = triton.cdiv(features, COLUMNS)
-        inner = max(SMALLEST, triton.next_power_of_2(edge))
-        precise = torch.get_float32_matmul_precision() == "highest"
-        sizes = (edge, terms[2].shape[1] - features, message, features, ROWS, inner, COLUMNS, self.chunks)
-        form = Form(*map(tl.constexpr, (*sizes, "tf32x3" if precise else "tf32")))
+        sizes = (edge, terms[2].shape[1] - features, message, features, ROWS, holding(edge), COLUMNS, self.chunks)
+        form = Form(*map(tl.constexpr, (*sizes, precision())))
         self.layer = (neighbor.contiguous(), weight.contiguous())
         self.sizes = (atoms, width, tuple(curve_of), form, kind)
 
 
-def update(terms: _Tensors, *layer: Any) -> _Tensors:
+def update(terms: Tensors, *layer: Any) -> Tensors:
     """Pass 1; return m, y[width:] and H."""
     launch = Launch(terms, *layer)
     message, rest, moment = _parts(launch, terms, *layer)
@@ -62,7 +55,7 @@ def update(terms: _Tensors, *layer: Any) -> _Tensors:
     return message.sum(0), rest, moment.sum(0)
 
 
-def adjoint(cotangents: _Tensors, terms: _Tensors, *layer: Any) -> _Tensors:
+def adjoint(cotangents: Tensors, terms: Tensors, *layer: Any) -> Tensors:
     """Pass 2; return the adjoints of the terms."""
     launch = Launch(terms, *layer)
     out = _outputs(launch, terms, layer[0])
@@ -70,17 +63,17 @@ def adjoint(cotangents: _Tensors, terms: _Tensors, *layer: Any) -> _Tensors:
     return out.e, out.p.sum(0), _to_neighbors(out.table, layer[0], terms[2]), out.w.sum(0), out.h
 
 
-def tangent(terms: _Tensors, dots: _Tensors, *layer: Any) -> _Tensors:
+def tangent(terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
     """Pass 3; return the tangents of m, y[width:] and H, which are the cotangents of their adjoints."""
     launch = Launch(terms, *layer)
     message, rest, moment = _parts(launch, terms, *layer)
     edge_kernels.tangent_kernel[launch.grid](
-        message, rest, moment, *launch.layer, _dense(terms), Terms(*dots), *launch.sizes, **WARPS
+        message, rest, moment, *launch.layer, _dense(terms), _dense(dots), *launch.sizes, **WARPS
     )
     return message.sum(0), rest, moment.sum(0)
 
 
-def gradient(given: _Tensors, earlier: _Tensors, terms: _Tensors, dots: _Tensors, *layer: Any) -> _Tensors:
+def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
     """Pass 4; return the gradients of W, e, p and the table.
 
     `given` are the cotangents; `earlier`, those of pass 2, and `dots` are empty when there was no such pass.
@@ -105,20 +98,20 @@ def gradient(given: _Tensors, earlier: _Tensors, terms: _Tensors, dots: _Tensors
     return weight_hat.sum(1).sum(0), out.e, out.p.sum(0), _to_neighbors(out.table, neighbor, terms[2])
 
 
-def _dense(terms: _Tensors) -> Terms:
+def _dense(terms: Tensors) -> Terms:
     return Terms(*(x.contiguous() for x in terms))
 
 
 def _parts(
-    launch: Launch, terms: _Tensors, neighbor: torch.Tensor, weight: torch.Tensor, message: int, *_: Any
+    launch: Launch, terms: Tensors, neighbor: torch.Tensor, weight: torch.Tensor, message: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Allocate m and H, one part a tile, and for y[width:]."""
+    """Allocate m and H, one part per tile, and y[width:]."""
     of_message, rest, moment = outputs(terms, neighbor, weight, message)
     return weight.new_empty(launch.tiles, *of_message.shape), rest, weight.new_empty(launch.tiles, *moment.shape)
 
 
-def _outputs(launch: Launch, terms: _Tensors, neighbor: torch.Tensor) -> Terms:
-    """Allocate e and h, for a part of p per tile, of w per chunk, and a row of the table per edge."""
+def _outputs(launch: Launch, terms: Tensors, neighbor: torch.Tensor) -> Terms:
+    """Allocate e and h, a part of p per tile and of w per chunk, and a row of the table per edge."""
     e, p, table, w, h = terms
     of_table = table.new_empty(neighbor.numel(), table.shape[1])
     return Terms(
@@ -135,7 +128,7 @@ def _to_neighbors(rows: torch.Tensor, neighbor: torch.Tensor, table: torch.Tenso
 
 
 def outputs(
-    terms: _Tensors, neighbor: torch.Tensor, weight: torch.Tensor, message: int, *_: Any
+    terms: Tensors, neighbor: torch.Tensor, weight: torch.Tensor, message: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Allocate m, y[width:] and H."""
     atoms, width = neighbor.shape
@@ -149,5 +142,4 @@ def outputs(
 
 def fits(neighbor: torch.Tensor, weight: torch.Tensor, formula: Formula | None) -> bool:
     """Return whether there are edges, the kernels know the activation, and their tiles hold a layer with weights W."""
-    known = formula is not None and weight.dtype == torch.float32 and kernels.has_tensor_cores(weight.device)
-    return known and neighbor.numel() > 0 and weight.shape[0] <= WIDEST
+    return neighbor.numel() > 0 and launching.fits(weight, formula)

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import torch
-
 from deepmd_muon.model.descriptor.dpa3 import edge_launches
 from deepmd_muon.model.descriptor.dpa3.edge_launches import outputs
+from deepmd_muon.model.descriptor.dpa3.launching import operator
 
 _LAYER = "Tensor neighbor, Tensor weight, int message, str kind, float[] curve_of"
 
-update = torch.library.custom_op(
-    "deepmd_muon::edge_update",
-    edge_launches.update,
-    mutates_args=(),
-    schema=f"(Tensor[] terms, {_LAYER}) -> (Tensor, Tensor, Tensor)",
-)
-adjoint = torch.library.custom_op(
-    "deepmd_muon::edge_adjoint",
-    edge_launches.adjoint,
-    mutates_args=(),
-    schema=f"(Tensor[] cotangents, Tensor[] terms, {_LAYER}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-tangent = torch.library.custom_op(
-    "deepmd_muon::edge_tangent",
-    edge_launches.tangent,
-    mutates_args=(),
-    schema=f"(Tensor[] terms, Tensor[] dots, {_LAYER}) -> (Tensor, Tensor, Tensor)",
-)
-gradient = torch.library.custom_op(
-    "deepmd_muon::edge_gradient",
+update = operator("edge_update", edge_launches.update, f"Tensor[] terms, {_LAYER}", 3)
+adjoint = operator("edge_adjoint", edge_launches.adjoint, f"Tensor[] cotangents, Tensor[] terms, {_LAYER}", 5)
+tangent = operator("edge_tangent", edge_launches.tangent, f"Tensor[] terms, Tensor[] dots, {_LAYER}", 3)
+gradient = operator(
+    "edge_gradient",
     edge_launches.gradient,
-    mutates_args=(),
-    schema=(
-        f"(Tensor[] given, Tensor[] earlier, Tensor[] terms, Tensor[] dots, {_LAYER})"
-        " -> (Tensor, Tensor, Tensor, Tensor)"
-    ),
+    f"Tensor[] given, Tensor[] earlier, Tensor[] terms, Tensor[] dots, {_LAYER}",
+    4,
 )
 
 

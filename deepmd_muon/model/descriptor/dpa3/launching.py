@@ -1,0 +1,41 @@
+"""Sizes of programs, precision and operators of torch for the launches of angles and edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from deepmd_muon.model import kernels
+from deepmd_muon.model.activation import Formula
+
+PROGRAMS = 1024  # about as many as a large GPU runs at once
+SMALLEST = 16  # side of a tile that tensor cores multiply
+WIDEST = 64  # columns of a matrix W, or rows of a tile, that a program holds
+
+Tensors = Sequence[torch.Tensor]
+
+
+def holding(count: int) -> int:
+    """Return the side of a tile that holds so many rows or columns."""
+    side: int = max(SMALLEST, triton.next_power_of_2(count))
+    return side
+
+
+def precision() -> str:
+    """Return the precision of products: "tf32x3" splits each factor in two, which keeps single precision."""
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def fits(weight: torch.Tensor, formula: Formula | None) -> bool:
+    """Return whether the kernels know the activation and the device, and their tiles hold the rows of W."""
+    known = formula is not None and weight.dtype == torch.float32
+    return known and weight.shape[0] <= WIDEST and kernels.has_tensor_cores(weight.device)
+
+
+def operator(name: str, function: Callable[..., Any], arguments: str, results: int) -> Any:
+    """Return a launch as an operator of torch, which its compiler can record; all results are tensors."""
+    schema = f"({arguments}) -> ({', '.join(['Tensor'] * results)})"
+    return torch.library.custom_op(f"deepmd_muon::{name}", function, mutates_args=(), schema=schema)
