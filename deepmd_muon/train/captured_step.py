@@ -9,8 +9,9 @@ captured the third.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from torch import Tensor
@@ -196,6 +197,7 @@ class CapturedStep:
             # uses the device meanwhile.
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),
+                own_blas_workspaces(),
                 torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
             ):
                 self._run(feed)
@@ -214,3 +216,17 @@ class CapturedStep:
         with torch.cuda.stream(self._stream):
             launch()
         here.wait_stream(self._stream)
+
+
+@contextlib.contextmanager
+def own_blas_workspaces() -> Iterator[None]:
+    """Let a capture in this context take cuBLAS's workspaces from the graph's pool.
+
+    torch keeps one workspace a handle and stream, and a graph keeps its address. Graphs that were captured on the same
+    streams would share it, and write over one another's partial sums when they replay at the same time.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()

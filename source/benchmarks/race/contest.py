@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +37,10 @@ from deepmd_muon.train.stepper import build_stepper
 from deepmd_muon.train.strategy import choose_strategy
 
 # All rates end at this fraction of where they start, so that all losses go through the same prefactors.
-DECAY = {"type": "exp", "decay_steps": 5000, "stop_lr_ratio": 1e-3}
+DECAY = {"type": "exp", "smooth": True, "stop_lr_ratio": 1e-3}
 MEASURED = {"force": "f:rmse", "energy": "e:rmse", "virial": "v:rmse"}
 CHUNK_ATOMS = 4096  # of a batch of test frames
+RECORDED = 3  # batches of a layout after which its steps are replays of a graph
 
 
 class Arena:
@@ -52,10 +54,21 @@ class Arena:
         Of the set.
     device
         Where runs train.
+    stream
+        Of all runs; None gives each its own.
     """
 
-    def __init__(self, name: str, model: str, seed: int, steps: int, folder: Path, device: torch.device) -> None:
-        self.device = device
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        seed: int,
+        steps: int,
+        folder: Path,
+        device: torch.device,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.device, self.stream = device, stream
         train = SETS[name].systems(folder, "train")
         if not train:
             raise FileNotFoundError(f"{folder} has no training systems of the set {name}")
@@ -138,9 +151,10 @@ class Run:
         loss = EnergyLoss(**dataclasses.asdict(given.settings.loss))
         self._stepper = build_stepper(strategy, loss, optimizer, None, training, self._scalars)
         self._batches = self._stepper.open_batches(arena.data(given).training, model.ntypes, key.steps)
-        self._stream = torch.cuda.Stream(arena.device) if on_gpu else None
+        self._stream = arena.stream or torch.cuda.Stream(arena.device) if on_gpu else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(arena.device))  # which has written the weights
+        self._met: Counter[Hashable] = Counter()
         self.done = 0
         self.curve: list[tuple[int, float, float]] = []
 
@@ -155,7 +169,12 @@ class Run:
     def advance(self) -> None:
         """Take a step; on a GPU nothing waits for the device."""
         with self._on_stream():
-            self._stepper(self._batches.next(), self.done)
+            feed = self._batches.next()
+            self._stepper(feed, self.done)
+            if self._stream is not None and self._met[feed.layout] < RECORDED:
+                # Eager steps reuse the memory of the model's own streams, which all runs share.
+                self._met[feed.layout] += 1
+                torch.cuda.synchronize()
             if self._foreign is not None and self._stream is not None:
                 self._foreign.finish(self._scalars(self.done)[0])
         self.done += 1

@@ -6,9 +6,9 @@
         --results results/long.jsonl
 
 Every finished run is a line of the file of results. Runs that any file in its folder has are not repeated, so that the
-same command continues a race, and `report.py` merges the files. Runs on one set go together in waves: each takes a
-step in turn, on a GPU on a stream of its own, where a step of a small model leaves most of the device idle. Curves are
-therefore over steps; --time measures milliseconds a step of each contestant alone.
+same command continues a race, and `report.py` merges the files. Runs go together in waves: each takes a step in turn,
+on a GPU on a stream of its own, where a step of a small model leaves most of the device idle. Curves are therefore
+over steps; --time measures milliseconds a step of each contestant alone.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ import datetime
 import gc
 import itertools
 import logging
+import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+# Streams share so many queues to the device; it is read when CUDA starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import torch
 
@@ -38,8 +42,8 @@ from sets import MODELS, SETS
 
 T = TypeVar("T")
 POINTS = 8  # of a curve
-# Steps of --time: before the clock runs, a batch, and batches.
-WARM_UP, TIMED, REPEATS = 30, 20, 4
+# Steps of --time: before the clock runs (SOAP's graph comes after 200), a batch, and batches.
+WARM_UP, TIMED, REPEATS = 220, 20, 4
 
 
 def planned(args: argparse.Namespace) -> list[Key]:
@@ -48,22 +52,21 @@ def planned(args: argparse.Namespace) -> list[Key]:
     best = best_rates(results.values())
     found = []
     for seed, name, model, contestant in itertools.product(args.seeds, args.sets, args.models, args.contestants):
-        rates: Iterable[float] = CONTESTANTS[contestant].grid
+        rates: Iterable[float] = args.rates or CONTESTANTS[contestant].grid
         if args.best_of:
             case = (name, model, contestant)
-            rates = [best[case]] if case in best else []
+            rates = [factor * best[case] for factor in args.factors] if case in best else []
         found += [Key(name, model, contestant, rate, seed, args.steps) for rate in rates]
     return found
 
 
 def waves(keys: Sequence[Key], size: int) -> Iterator[list[Key]]:
-    """Divide runs into waves that share an arena; contestants that step outside the graph go by themselves."""
+    """Divide runs into waves, in their order; contestants that step outside the graph go by themselves."""
 
-    def kind(key: Key) -> tuple[int, str, str, bool, str]:
-        outside = CONTESTANTS[key.contestant].parts is not None
-        return key.seed, key.model, key.set, outside, key.contestant if outside else ""
+    def outside(key: Key) -> str:
+        return key.contestant if CONTESTANTS[key.contestant].parts is not None else ""
 
-    for _, group in itertools.groupby(sorted(keys, key=kind), key=kind):
+    for _, group in itertools.groupby(sorted(keys, key=outside), key=outside):
         yield from chunks(list(group), size)
 
 
@@ -73,14 +76,46 @@ def chunks(values: Sequence[T], size: int) -> Iterator[list[T]]:
         yield list(values[first : first + size])
 
 
-def train(keys: Sequence[Key], arena: Arena, until: float, keep: Path | None = None) -> Iterator[Result]:
+class Arenas:
+    """The arenas of the present wave, made when they are first asked for.
+
+    Parameters
+    ----------
+    args
+        The command line, which says where the sets are.
+    device
+        Where runs train.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self._args = args
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if args.one_stream and device.type == "cuda" else None
+        self._made: dict[tuple[str, str, int, int], Arena] = {}
+
+    def of(self, key: Key) -> Arena:
+        """Return the arena of a run."""
+        case = (key.set, key.model, key.seed, key.steps)
+        if case not in self._made:
+            self._made[case] = Arena(*case, folder_of(key.set, self._args), self._device, self._stream)
+        return self._made[case]
+
+    def keep(self, keys: Iterable[Key]) -> None:
+        """Drop the arenas that none of these runs needs."""
+        needed = {(key.set, key.model, key.seed, key.steps) for key in keys}
+        self._made = {case: arena for case, arena in self._made.items() if case in needed}
+
+
+def train(
+    keys: Sequence[Key], arenas: Callable[[Key], Arena], until: float, keep: Path | None = None
+) -> Iterator[Result]:
     """Train a wave step by step, and give the result of each run; nothing when the clock passes `until`.
 
     With `keep` the weights of a run that did not fail are saved in that folder.
     """
     steps = keys[0].steps
     points = {-(-steps * k // POINTS) for k in range(1, POINTS + 1)}
-    running = [Run(key, arena) for key in keys]
+    running = [Run(key, arenas(key)) for key in keys]
     failed: list[Result] = []
 
     def attempt(run: Run, step: int) -> bool:
@@ -161,19 +196,17 @@ def race(args: argparse.Namespace) -> None:
         first = {(key.set, key.model, key.contestant): key for key in reversed(keys)}
         keys = [key for case, key in first.items() if case not in timed]
     todo = list(waves(keys, 1 if args.time else args.wave))[args.shard[0] :: args.shard[1]]
-    arena, shared, longest = None, None, 0.0
+    arenas, longest = Arenas(args, device), 0.0
     for number, wave in enumerate(todo, start=1):
         begun = time.monotonic()
         if begun - start + longest > args.seconds:
             print(f"{len(todo) - number + 1} waves are left for another piece", flush=True)
             return
-        key = wave[0]
-        if (key.set, key.model, key.seed) != shared:
-            arena = Arena(key.set, key.model, key.seed, key.steps, folder_of(key.set, args), device)
-            shared = (key.set, key.model, key.seed)
-        assert arena is not None
+        arenas.keep(wave)
         entries: Iterable[Result | StepTime] = (
-            [step_time(key, arena)] if args.time else train(wave, arena, start + args.seconds, args.keep)
+            [step_time(wave[0], arenas.of(wave[0]))]
+            if args.time
+            else train(wave, arenas.of, start + args.seconds, args.keep)
         )
         for entry in entries:
             append(args.results, entry)
@@ -181,7 +214,7 @@ def race(args: argparse.Namespace) -> None:
         gc.collect()  # graphs and their memory, before the next wave makes its own
         taken = time.monotonic() - begun
         longest = max(longest, taken)
-        print(f"wave {number} of {len(todo)}: {len(wave)} × {key.set}, {taken:.1f} s", flush=True)
+        print(f"wave {number} of {len(todo)}: {len(wave)} runs, {taken:.1f} s", flush=True)
 
 
 def line(entry: Result | StepTime) -> str:
@@ -203,8 +236,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--best-of", type=Path, help="folder of results: run each contestant at its best rate only")
+    parser.add_argument("--rates", type=float, nargs="+", help="instead of each contestant's grid")
+    parser.add_argument("--best-of", type=Path, help="folder of results: run each contestant at its best rate there")
+    parser.add_argument("--factors", type=float, nargs="+", default=[1.0], help="multiples of the best rate")
     parser.add_argument("--wave", type=int, default=8, help="runs that take steps in turn")
+    parser.add_argument("--one-stream", action="store_true", help="let no steps of a wave overlap on the GPU")
     parser.add_argument("--shard", type=int, nargs=2, default=(0, 1), help="I N: every N-th wave from the I-th on")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start and continue no wave after these")
     parser.add_argument("--time", action="store_true", help="measure milliseconds a step instead")

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchmarks" / "race"))
 
 import contest
+import optimizers
 import race
 from contestants import CONTESTANTS
 from optimizers import Foreign
@@ -47,8 +49,12 @@ def run_race(sets, results, *more, contestants=("adam", "hybrid_muon"), steps=3)
     return read(results.parent.glob("*.jsonl"))
 
 
-def arena_of(sets, steps=8):
-    return contest.Arena("water", "tiny", 1, steps, sets / "water", CPU)
+def arena_of(sets, steps=8, model="tiny", device=CPU):
+    return contest.Arena("water", model, 1, steps, sets / "water", device)
+
+
+def train(keys, arena, until=float("inf")):
+    return race.train(keys, lambda key: arena, until)
 
 
 def test_a_race_gives_every_run_once_and_resumes(sets, tmp_path, monkeypatch):
@@ -79,9 +85,9 @@ def test_a_race_gives_every_run_once_and_resumes(sets, tmp_path, monkeypatch):
 def test_runs_of_a_wave_are_those_of_runs_alone(sets):
     arena = arena_of(sets)
     keys = [Key("water", "tiny", "adam", rate, 1, 4) for rate in (1e-3, 1e-2)]
-    together = {result.key: result for result in race.train(keys, arena, float("inf"))}
+    together = {result.key: result for result in train(keys, arena)}
     for key in keys:
-        (alone,) = race.train([key], arena, float("inf"))
+        (alone,) = train([key], arena)
         assert together[key].curve == alone.curve
 
 
@@ -95,14 +101,14 @@ def test_a_failed_run_ends_alone(sets, monkeypatch):
 
     monkeypatch.setattr(contest.Run, "advance", poisoned)
     keys = [Key("water", "tiny", "adam", rate, 1, 4) for rate in (1e-3, 1e-2)]
-    results = {result.key.rate: result for result in race.train(keys, arena_of(sets), float("inf"))}
+    results = {result.key.rate: result for result in train(keys, arena_of(sets))}
     assert results[1e-2].failed == "step 3: RuntimeError: it broke"
     assert not results[1e-3].failed
 
 
 def test_no_wave_goes_on_after_the_time(sets):
     keys = [Key("water", "tiny", "adam", 1e-3, 1, 8)]
-    assert list(race.train(keys, arena_of(sets), 0.0)) == []
+    assert list(train(keys, arena_of(sets), 0.0)) == []
 
 
 def test_step_times_are_measured_once(sets, tmp_path, monkeypatch):
@@ -123,7 +129,7 @@ def test_every_contestant_trains(sets, name):
         pytest.importorskip("schedulefree")
     contestant = CONTESTANTS[name]
     assert len(contestant.grid) == 5
-    (result,) = race.train([Key("water", "tiny", name, contestant.grid[2], 1, 6)], arena_of(sets), float("inf"))
+    (result,) = train([Key("water", "tiny", name, contestant.grid[2], 1, 6)], arena_of(sets))
     assert not result.failed
     assert result.curve[-1][1] < result.curve[0][1]
 
@@ -163,6 +169,121 @@ def test_a_deferred_optimizer_takes_the_steps_of_an_immediate_one(sets, monkeypa
         found._foreign.finish(found._scalars(step)[0])
     for ours, theirs in zip(found.model.parameters(), expected.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_wave_spans_sets_and_seeds(sets, tmp_path):
+    keys = [Key("water", "tiny", "adam", 1e-3, seed, 2) for seed in (1, 2)]
+    given = ["--data", sets, "--sets", "water", "--results", tmp_path / "a.jsonl"]
+    arenas = race.Arenas(race.arguments(list(map(str, given))), CPU)
+    found = {result.key: result for result in race.train(keys, arenas.of, float("inf"))}
+    for key in keys:
+        (alone,) = race.train([key], arenas.of, float("inf"))
+        assert found[key].curve == alone.curve
+    assert found[keys[0]].curve != found[keys[1]].curve
+    first = arenas.of(keys[0])
+    arenas.keep(keys[:1])
+    assert arenas.of(keys[0]) is first
+
+
+def test_rates_are_those_asked_for(tmp_path):
+    results = tmp_path / "results"
+    append(results / "a.jsonl", result("adam", 2e-3, 0.1))
+    given = ["--sets", "water", "--contestants", "adam", "--results", str(results / "b.jsonl")]
+    for more, expected in (
+        (["--rates", "1e-4", "3e-4"], [1e-4, 3e-4]),
+        (["--best-of", str(results)], [2e-3]),
+        (["--best-of", str(results), "--factors", "1", "0.5"], [2e-3, 1e-3]),
+    ):
+        assert [key.rate for key in race.planned(race.arguments([*given, *more]))] == expected
+
+
+@pytest.mark.parametrize("name", ["torch_muon", "soap"])
+def test_replayed_steps_are_the_steps_of_the_optimizer(name):
+    """The graph holds a step at one rate; here it is called instead of replayed, at rates that decay."""
+    if name == "soap":
+        pytest.importorskip("pytorch_optimizer")
+    make = {"torch_muon": lambda model: optimizers.torch_muon(model, 3.0), "soap": optimizers.soap}[name]
+    random = torch.Generator().manual_seed(0)
+    models = [torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ours, theirs = ([part for part, _ in make(model)] for model in models)
+    for part in (*ours, *theirs):
+        for group in part.param_groups:
+            group["correct_bias"] = False  # it has not settled after four steps
+    for part in ours:
+        part._settled, part._wanted = 4, True
+        part._record = lambda part=part: record_by_hand(part)
+    for step in range(30):
+        x = torch.randn(16, 6, generator=random)
+        for model, parts in zip(models, (ours, theirs), strict=True):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            for part in parts:
+                for group in part.param_groups:
+                    group["lr"] = 1e-2 * 0.9**step
+                part.step()
+    assert all(part._graph is not None for part in ours)
+    bound = 1e-3 if name == "soap" else 1e-5  # SOAP multiplies decay and update
+    for found, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=bound * float(expected.detach().abs().max()))
+
+
+def record_by_hand(part):
+    """Give a `Replayed` what calls its step as a graph would replay it: at the recorded rate, counting nothing."""
+    recorded = [dict(group) for group in part.param_groups]
+    part._recorded_lr = [group["lr"] for group in recorded]
+
+    def replay():
+        present = [dict(group) for group in part.param_groups]
+        for group, then in zip(part.param_groups, recorded, strict=True):
+            group.update({name: then[name] for name in ("lr", "step") if name in then})
+        part.scaled_step()
+        for group, now in zip(part.param_groups, present, strict=True):
+            group.update({name: now[name] for name in ("lr", "step") if name in now})
+
+    part._graph = SimpleNamespace(replay=replay)
+
+
+@pytest.mark.gpu
+def test_overlapping_runs_have_the_gradients_of_a_run_alone(sets):
+    """Graphs that replay at the same time must share no memory; Adam's moments at no rate are sums of gradients."""
+    arena = arena_of(sets, 64, "se_e2_a", torch.device("cuda"))
+    key = Key("water", "se_e2_a", "adam", 1e-30, 1, 64)
+
+    def moments(count):
+        runs = [contest.Run(key, arena) for _ in range(count)]
+        optimizers = [run._stepper._captured._step.optimizer for run in runs]
+        for _ in range(64):
+            for run in runs:
+                run.advance()
+        torch.cuda.synchronize()
+        assert all(run._stepper._captured._graphs for run in runs)
+        return [[state["exp_avg"] for state in optimizer.state.values()] for optimizer in optimizers]
+
+    (expected,) = moments(1)
+    for found in moments(12):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["torch_muon", "soap"])
+def test_replayed_steps_on_a_gpu(sets, name):
+    if name == "soap":
+        pytest.importorskip("pytorch_optimizer")
+    key = Key("water", "se_e2_a", name, CONTESTANTS[name].grid[1], 1, 240)
+    arena = arena_of(sets, 240, "se_e2_a", torch.device("cuda"))
+    errors = []
+    for replayed in (True, False):
+        run = contest.Run(key, arena)
+        for part, _ in run._foreign._parts:
+            part._wanted = replayed
+        for _ in range(240):
+            run.advance()
+        run.measure()
+        assert all((part._graph is not None) == replayed for part, _ in run._foreign._parts)
+        errors.append(run.curve[-1][1])
+    assert errors[0] == pytest.approx(errors[1], rel=0.2)
 
 
 def result(contestant, rate, error, *, seed=1, steps=3000, failed=""):
