@@ -35,6 +35,7 @@ DESCRIPTOR = {
 MEAN = {"set_davg_zero": False}
 STRIP = {"tebd_input_mode": "strip"}
 SMOOTH = {"smooth_type_embedding": True}
+RIM = 5e-5  # [Å] within the cut-off: there rows are shorter than 1e-12
 CASES: dict[str, dict] = {
     "two_sides": {},
     "one_side": {"descriptor": {"type_one_side": True, "temperature": 1.0}},
@@ -69,12 +70,17 @@ FOLLOWED = "one_side"
 
 
 def inputs() -> dict[str, dict]:
-    """Return the structures of se_e2_a, and atoms with one far away from the others."""
+    """Return the structures of se_e2_a, atoms with one far away from the others, and three with two at the cut-off."""
     made = structures()
     far = torch.full((1, 1, 3), 40.0, dtype=torch.float64)
     made["far"] = {
         "coord": torch.cat([made["open"]["coord"], far], 1),
         "atype": torch.cat([made["open"]["atype"], torch.ones(1, 1, dtype=torch.int64)], 1),
+        "box": None,
+    }
+    made["rim"] = {
+        "coord": torch.tensor([[[0.0, 0.0, 0.0], [1.1, 0.2, 0.1], [0.0, 0.0, DESCRIPTOR["rcut"] - RIM]]]).double(),
+        "atype": torch.tensor([[0, 1, 1]]),
         "box": None,
     }
     return made

@@ -9,7 +9,7 @@ import torch
 
 from deepmd_muon.model import layers
 from deepmd_muon.model.activation import activation
-from deepmd_muon.model.descriptor.dpa1.attention import Gates, NeighborAttention
+from deepmd_muon.model.descriptor.dpa1.attention import NORMALIZE_EPS, Gates, NeighborAttention
 from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings, SeAttenV2Settings
 from deepmd_muon.model.descriptor.environment import Environment, environment
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
@@ -36,7 +36,7 @@ class Neighborhood(NamedTuple):
     switch
         Switch of every neighbour, 0 without `(nreal, ncolumns)`.
     direction
-        Unit vectors to the neighbours, arbitrary without `(nreal, ncolumns, 3)`.
+        Vectors to the neighbours `(nreal, ncolumns, 3)`, 0 without; see `shortened`.
     """
 
     rows: torch.Tensor
@@ -154,7 +154,7 @@ class DPA1(torch.nn.Module):
         mean, inverse = block.mean[:, 0][atoms], (1.0 / block.stddev[:, 0])[atoms]
         rows = (rows.to(dtype) - mean.unsqueeze(1)) * inverse.unsqueeze(1)
         kind = structures.atype.view(-1)[structures.neighbor.clamp(min=0)]
-        weight, switch, direction = real.to(dtype), switch.to(dtype), direction.to(dtype)
+        weight, switch, direction = real.to(dtype), switch.to(dtype), shortened(direction.to(dtype), rows)
         if own.set_davg_zero:
             return Neighborhood(rows, weight, real, kind, switch, direction)
         empty = (self.slots - real.sum(1, keepdim=True)).to(dtype)
@@ -248,9 +248,21 @@ def smooth_rows(
     """Return environment rows `(nreal, nnei, 4)`, switch `(nreal, nnei)` and unit vectors, twice differentiable."""
     edges = torch.where(real.unsqueeze(-1), edges, rcut)
     distance = (edges * edges).sum(-1).sqrt()
-    u = ((distance - rcut_smth) / (rcut - rcut_smth)).clamp(0.0, 1.0)
-    switch = u * u * u * ((15.0 - 6.0 * u) * u - 10.0) + 1.0
+    v = ((rcut - distance) / (rcut - rcut_smth)).clamp(0.0, 1.0)
+    # 1 − u³(10 − 15u + 6u²) of u = 1 − v, without its cancellation at the cut-off, which `shortened` would magnify
+    switch = v * v * v * ((6.0 * v - 15.0) * v + 10.0)
     switch = switch * real
     t = 1.0 / (distance + protection)
     rows = torch.cat([(switch * t).unsqueeze(-1), (switch * t * t).unsqueeze(-1) * edges], dim=-1)
     return rows, switch, edges / distance.unsqueeze(-1)
+
+
+def shortened(direction: torch.Tensor, rows: torch.Tensor, least: float = NORMALIZE_EPS) -> torch.Tensor:
+    """Return unit vectors `(nreal, nnei, 3)` as deepmd-kit has them: shorter where a row is, so 0 at the cut-off.
+
+    It divides the last three entries of a standardised row by their length, but at least by 1e-12. The switch makes
+    them shorter than that within some 1e-4 Å of the cut-off. Without smooth attention, this is where the energy that
+    a neighbour adds there fades, with forces.
+    """
+    length = (rows[..., 1:4] * direction).sum(-1, keepdim=True)
+    return direction * (length * (1.0 / least)).clamp(max=1.0)

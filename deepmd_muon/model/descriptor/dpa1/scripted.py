@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 import torch
 
 from deepmd_muon.model.descriptor.dpa1.attention import SHIFT, AttentionLayer
-from deepmd_muon.model.descriptor.dpa1.module import DPA1, smooth_rows
+from deepmd_muon.model.descriptor.dpa1.module import DPA1, shortened, smooth_rows
 from deepmd_muon.model.scripted.dense import Act, Dense, act_of, dense_layers, output_of, value_of
 from deepmd_muon.model.scripted.near import Near, Request
 
@@ -178,7 +178,7 @@ class ScriptedDPA1(torch.nn.Module):
         mean, scale = self.mean[near.kind], self.scale[near.kind]
         rows = (rows.to(dtype) - mean.unsqueeze(1)) * scale.unsqueeze(1)
         kind = near.types[near.neighbor.clamp(min=0)].clamp(min=0)
-        weight, switch, direction = real.to(dtype), switch.to(dtype), direction.to(dtype)
+        weight, switch, direction = real.to(dtype), switch.to(dtype), shortened(direction.to(dtype), rows)
         if self.plain:
             return Columns(rows, weight, real, kind, switch, direction)
         empty = (self.slots - real.sum(1, keepdim=True)).to(dtype)
