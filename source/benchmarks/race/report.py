@@ -271,6 +271,12 @@ def draw(field: Field, times: Sequence[StepTime], path: Path) -> None:
     plt.close(figure)
 
 
+def picture_name(field: Field) -> str:
+    """Return the name of a set's picture."""
+    model = "" if field.model == "se_e2_a" else f"_{field.model}"
+    return f"race_{field.set}{model}_{field.steps}.png"
+
+
 def with_tables(page: str, tables: str) -> str:
     """Return a page with new tables between the marks."""
     begin, end = map(re.escape, MARKS)
@@ -295,7 +301,7 @@ def main() -> None:
         print(tables)
     if args.pictures:
         for field in fields(results.values()):
-            draw(field, times, args.pictures / f"race_{field.set}_{field.steps}.png")
+            draw(field, times, args.pictures / picture_name(field))
 
 
 if __name__ == "__main__":

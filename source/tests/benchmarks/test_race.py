@@ -53,8 +53,8 @@ def arena_of(sets, steps=8, model="tiny", device=CPU):
     return contest.Arena("water", model, 1, steps, sets / "water", device)
 
 
-def train(keys, arena, until=float("inf")):
-    return race.train(keys, lambda key: arena, until)
+def train(keys, arena, until=float("inf"), keep=None):
+    return race.train(keys, lambda key: arena, until, keep)
 
 
 def test_a_race_gives_every_run_once_and_resumes(sets, tmp_path, monkeypatch):
@@ -345,7 +345,7 @@ def test_kept_weights_are_read_by_the_calculator(sets, tmp_path):
     from dynamics import read_system
 
     key = Key("water", "tiny", "adam", 1e-3, 1, 2)
-    (result,) = race.train([key], arena_of(sets, steps=2), float("inf"), tmp_path / "kept")
+    (result,) = train([key], arena_of(sets, steps=2), keep=tmp_path / "kept")
     (path,) = (tmp_path / "kept").iterdir()
     calculator = ase_calculator.DeepPotCalculator(path)
     errors = []
