@@ -108,7 +108,8 @@ def updated(count: int, rows: int, columns: int, tile: Tile, *, wide: bool = Tru
     tiles = [_tiled(each, down, across // 2) for each in (master if wide else x, master, following)]
     unused, diagonal = torch.empty(1, dtype=torch.int64, device="cuda"), torch.ones(count * order, device="cuda")
     arguments = (*factors, tiles[0], weights, *tiles[1:], diagonal, unused, weights, master, 0, 0, order, width)
-    constants = {"READ": PRESENT.value, "WRITE": NEXT.value, "KEEP": wide, "CHUNK": 0, "T": down}
+    arguments = (*arguments, *(None,) * 6)  # nothing is applied
+    constants = {"TYPE": None, "READ": PRESENT.value, "WRITE": NEXT.value, "KEEP": wide, "CHUNK": 0, "T": down}
     constants |= {"N": across, "K": DEPTH, "num_warps": tile.warps, "num_stages": tile.stages}
     time = timed(lambda: update[grid](*arguments, **constants))
     return time, 2 * count * order * order * width / time * 1e-6

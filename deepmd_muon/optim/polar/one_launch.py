@@ -52,8 +52,15 @@ def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficie
     return run_launches(name, _start, matrices, coefficients)
 
 
-def run_launches(name: str, start: StartLaunch, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
-    """Start all launches for these shapes, or replay their recording."""
+def run_launches(
+    name: str,
+    start: StartLaunch,
+    matrices: Sequence[Tensor],
+    coefficients: Coefficients,
+    *,
+    with_results: bool = True,
+) -> list[Tensor]:
+    """Start all launches for these shapes, or replay their recording; without results nothing is recorded."""
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
     plan = launches_for(name, tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
@@ -67,11 +74,16 @@ def run_launches(name: str, start: StartLaunch, matrices: Sequence[Tensor], coef
             plan.addresses[stream] = AddressTable(len(matrices), device)
         addresses = plan.addresses[stream].of(matrices)
     recording = None
-    small = device.type == "cuda" and plan.out_size <= _RECORDED
+    small = device.type == "cuda" and plan.out_size <= _RECORDED and with_results
     if small and not capturing and plan.recordings <= _MAX_RECORDINGS:
         if (stream, coefficients) in plan.seen:
             recording = _recording(plan, start, coefficients, stream)
         plan.seen.add((stream, coefficients))  # the first call compiles the kernels
+    if not with_results:
+        out = torch.empty(0, dtype=torch.float32, device=device)
+        for launch in plan.launches:
+            start(name, launch, Inputs(addresses, matrices), coefficients, out)
+        return []
     if recording is None:
         out = _launch_all(plan, start, Inputs(addresses, matrices), coefficients)
     else:

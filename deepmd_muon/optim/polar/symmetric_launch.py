@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deepmd_muon.optim.polar.kernels.symmetric import (
     ANYWHERE,
+    APPLIED,
+    APPLIED_TRANSPOSED,
     IN_TILES,
     IN_TRANSPOSED_TILES,
     INPUT,
@@ -31,7 +31,8 @@ from deepmd_muon.optim.polar.kernels.symmetric import (
 )
 from deepmd_muon.optim.polar.one_launch import on_device, run_launches
 from deepmd_muon.optim.polar.schedules import Coefficients
-from deepmd_muon.optim.polar.tables import Inputs, Launch, Span
+from deepmd_muon.optim.polar.symmetric_program import Product, amplification, program
+from deepmd_muon.optim.polar.tables import Application, Inputs, Launch, Span
 
 
 class Tile(NamedTuple):
@@ -75,16 +76,9 @@ _LARGE = 4096  # rows from which large tiles are faster in updates
 _MANY = 2048, 4  # rows, and wide tiles for each multiprocessor, from which wide tiles are faster in updates
 _CHUNK = 1024  # terms that tensor cores accumulate in exact updates
 _LIFT = 500.0  # updates are exact where later steps amplify small singular values by more than this
-_WIDE = 1.5  # columns / rows from which steps share products with X
-# Steps that may share products with X: two, where errors of R grow by no more than this; at the beginning, where X was
-# normalised and R is small, two in any case and more from so many rows on (errors of more rows average more). From
-# _MANY_ROWS on the first steps may grow unequally, if together they grow no more than the most that are allowed.
-_GROWTH = 12.0
-_FIRST_STEPS = ((512, 4), (256, 3))
-_MANY_ROWS = 1024
-_LONG = 4  # number of steps from which all matrices of a segment are fine; in shorter segments only the first R is
 _KEEP = 50.0  # X is kept in fp32 where later steps amplify small singular values by more than this
 _MULTIPROCESSORS = 132
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}  # of parameters
 _MOST_SPANS = 2  # tensors of a batch for each of which the first and the last update are launched
 # Inputs in tiles are measured by so many programs each, so many adjacent elements at a time, and copied in such tiles.
 _PROGRAMS, _RUN, _COPIED = 512, 4096, (64, 128)
@@ -101,86 +95,6 @@ def tiles_for(rows: int, columns: int, count: int) -> Tiles:
     many = rows >= _MANY[0] and count * side * -(-columns // 256) >= _MANY[1] * _MULTIPROCESSORS
     update = "small" if few else "large" if rows >= _LARGE else "wide" if many else "medium"
     return Tiles(_SYMMETRIC[symmetric], _UPDATE[update])
-
-
-class Product(NamedTuple):
-    """One launch: R ← X Xᵀ; target ← w₀ left + w₁ right + w₂ left right; or, for target 'X', X ← w₀ X + left X.
-
-    Fine matrices, `fine`, are stored and added together with their rounding residuals.
-    """
-
-    target: str
-    left: str
-    right: str
-    weights: tuple[float, float, float] = (0.0, 0.0, 1.0)
-    fine: tuple[str, ...] = ()
-
-
-@functools.lru_cache(maxsize=64)
-def program(coefficients: Coefficients, rows: int, columns: int) -> tuple[Product, ...]:
-    """Return the launches of all steps, segment by segment."""
-    return tuple(product for segment in segments(coefficients, rows, columns) for product in _launches(segment))
-
-
-def segments(coefficients: Coefficients, rows: int, columns: int) -> list[Coefficients]:
-    """Divide the steps into segments that multiply X once each, as few as precision allows.
-
-    A step is R = X Xᵀ, p = a I + b R + c R² and X ← p X. Products with a wide X are expensive. All polynomials in R
-    commute, so the next R is p R p, and the polynomials of several steps can be multiplied before X is. But an error of
-    R outside the range of X grows by a² in each step until R is recomputed.
-    """
-    most = next((steps for least, steps in _FIRST_STEPS if rows >= least), 0)
-    if most == 0 or columns < _WIDE * rows:
-        return [(step,) for step in coefficients]
-    growth = [a * a for a, _, _ in coefficients]
-    lengths = [n for n in range(1, min(most, len(growth)) + 1) if n <= 2 or _may_share(growth[: n - 1], rows, most)]
-    return min(([coefficients[:n], *_pairs(coefficients[n:])] for n in lengths), key=len)
-
-
-def _may_share(growth: Sequence[float], rows: int, most: int) -> bool:
-    """Return whether errors of R may grow by these factors before R is recomputed from X."""
-    return max(growth) <= _GROWTH or (rows >= _MANY_ROWS and math.prod(growth) <= _GROWTH ** (most - 1))
-
-
-def _pairs(coefficients: Coefficients) -> list[Coefficients]:
-    """Divide steps into pairs, starting from the last, and into single steps where errors would grow too much."""
-    found: list[Coefficients] = []
-    end = len(coefficients)
-    while end > 0:
-        start = end - 2 if end > 1 and coefficients[end - 2][0] ** 2 <= _GROWTH else end - 1
-        found.insert(0, coefficients[start:end])
-        end = start
-    return found
-
-
-def _launches(segment: Coefficients) -> list[Product]:
-    """Return the launches of steps that share products with X.
-
-    R is X Xᵀ, and Q with X ← (scale I + Q) X collects p - a I of all steps, a product of polynomials in R.
-    """
-    squares = ("R", "A", "B", "C")
-    fine = squares if len(segment) >= _LONG else squares[: len(segment) > 1]
-    launches = [Product("R", "X", "X", fine=fine)]
-    free = [*squares[1:]]
-    q, scale = "", 1.0
-    for k, (a, b, c) in enumerate(segment):
-        last = k + 1 == len(segment)
-        p = free.pop(0)
-        launches.append(Product(p, "R", "R", (b, 0.0, c), fine))
-        if not last:  # R ← p R p
-            w = free.pop(0)
-            launches.append(Product(w, "R", p, (a, 0.0, 1.0), fine))
-            fine = fine if len(segment) >= _LONG else ()
-            launches.append(Product("R", p, w, (0.0, a, 1.0), fine))
-            free.append(w)
-        if k == 0:
-            q, scale = p, a
-            continue
-        into = "R" if last else free.pop(0)
-        launches.append(Product(into, p, q, (scale, a, 1.0), tuple(name for name in fine if name != into or not last)))
-        free += [p, q]
-        q, scale = into, scale * a
-    return [*launches, Product("X", q, "X", (scale, 0.0, 1.0))]
 
 
 def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
@@ -202,22 +116,35 @@ def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coeffici
     return run_launches("symmetric", _run, matrices, coefficients)
 
 
-def _run(_name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients, out: Tensor) -> None:
+def apply_by_products(matrices: Sequence[Tensor], coefficients: Coefficients, application: Application) -> None:
+    """Orthogonalize contiguous fp32 batches of large matrices for which `can_apply` holds, and update parameters.
+
+    Their results are never written: the last product of a tile updates that tile of the parameters.
+    """
+    start = functools.partial(_run, application=application)
+    run_launches("symmetric", start, matrices, coefficients, with_results=False)
+
+
+def can_apply(rows: int, columns: int) -> bool:
+    """Return whether the last product of contiguous matrices can update parameters: in whole tiles of any size."""
+    rows, columns = min(rows, columns), max(rows, columns)
+    tiles = Tiles(_SYMMETRIC["medium"], _UPDATE["large"])
+    return rows % tiles.rows == 0 and columns % tiles.columns == 0 and rows * columns < 2**31
+
+
+def _run(
+    _name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients, out: Tensor,
+    application: Application | None = None,
+) -> None:  # fmt: skip
     """Run all steps for the matrices of one shape."""
     rows, columns = launch.constants["rows"], launch.constants["columns"]
     products = program(coefficients, rows, columns)
-    work = _Workspace(launch, inputs, products, out)
+    work = _Workspace(launch, inputs, products, out, application)
     for k, product in enumerate(products):
         if product.target == "X":
-            work.update(k, product, _amplification(products[k + 1 :]), last=k + 1 == len(products))
+            work.update(k, product, amplification(products[k + 1 :]), last=k + 1 == len(products))
         else:
             work.multiply(k, product)
-
-
-def _amplification(products: Sequence[Product]) -> float:
-    """Return the largest factor by which these launches amplify small singular values of X."""
-    factors = (abs(product.weights[0]) for product in products if product.target == "X")
-    return max(itertools.accumulate(factors, operator.mul, initial=1.0))
 
 
 def _shares(count: int) -> int:
@@ -228,19 +155,26 @@ def _shares(count: int) -> int:
 class _Workspace:
     """Workspaces of one shape, and its launches."""
 
-    def __init__(self, launch: Launch, inputs: Inputs, products: tuple[Product, ...], out: Tensor) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        inputs: Inputs,
+        products: tuple[Product, ...],
+        out: Tensor,
+        application: Application | None,
+    ) -> None:
         rows, columns, count = launch.constants["rows"], launch.constants["columns"], launch.matrices
         self.rows, self.columns, self.count = rows, columns, count
         self.tiles = tiles_for(rows, columns, count)
         self.exact = rows >= _LARGE
         self.order = order = -(-rows // self.tiles.rows) * self.tiles.rows
         self.width = width = -(-columns // self.tiles.columns) * self.tiles.columns
-        self.table, self.out = launch.table, out
+        self.table, self.out, self.application = launch.table, out, application
         self.weights = on_device(tuple(product.weights for product in products), out.device)
         half = functools.partial(torch.empty, dtype=torch.float16, device=out.device)
         single = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
         self.factors = single(count, 2)
-        self.single = _amplification(products) > _KEEP  # whether X is kept in fp32
+        self.single = amplification(products) > _KEEP  # whether X is kept in fp32
         spans = launch.constants["spans"]
         self.spans: Sequence[Span] = spans if len(spans) <= _MOST_SPANS else ()
         self.inputs = self._inputs(inputs.tensors) if self.single else []
@@ -250,7 +184,7 @@ class _Workspace:
             shares = 4  # Triton's interpreter runs programs one after the other
         sums = torch.empty(count, shares, 2, dtype=torch.float64, device=out.device)
         kept = keep or any(
-            _amplification(products[k + 1 :]) > _KEEP for k, each in enumerate(products) if each.target == "X"
+            amplification(products[k + 1 :]) > _KEEP for k, each in enumerate(products) if each.target == "X"
         )
         iterates = half(2, count * order, width)
         master = single(count * order, width) if kept else iterates[1]
@@ -293,20 +227,26 @@ class _Workspace:
     def _normalize_tiles(self, tensors: Sequence[Tensor], iterate: Tensor, sums: Tensor) -> None:
         """Start the launches that write the fp16 X from inputs that are read in tiles."""
         rows, columns = _COPIED
-        shares, tiles, first = sums.shape[1], self.order // rows * (self.width // columns), 0
+        tiles, first = self.order // rows * (self.width // columns), 0
         for span, (read, described) in zip(self.spans, self.inputs, strict=True):
             block = reversed(_COPIED) if read == TRANSPOSED_INPUT.value else _COPIED
-            measure_contiguous[shares, span.count](
-                tensors[span.tensor], sums, first, self.rows * self.columns, SHARES=shares, WIDTH=_RUN, num_warps=8
-            )
+            if self.application is None:
+                own = sums[first:]
+                measure_contiguous[own.shape[1], span.count](
+                    tensors[span.tensor], own, self.rows * self.columns, SHARES=own.shape[1], WIDTH=_RUN, num_warps=8
+                )
+            else:
+                own = self.application.squares[span.tensor]
             normalize_tiles[tiles, span.count](
-                _tiled(described.base, *block), _tiled(iterate, *_COPIED), sums, self.factors, first, self.order,
-                self.width, READ=read, SHARES=shares, T=rows, N=columns,
+                _tiled(described.base, *block), _tiled(iterate, *_COPIED), own, self.factors, first, self.order,
+                self.width, READ=read, SHARES=own.shape[1], T=rows, N=columns,
             )  # fmt: skip
             first += span.count
 
     def _results(self, span: Span) -> tuple[int, Any]:
-        """Return how results are written, with a descriptor where they are written in tiles."""
+        """Return how results are written or applied, with a descriptor where they are written in tiles."""
+        if self.application is not None:
+            return (APPLIED_TRANSPOSED if span.transposed else APPLIED).value, self.master
         size = (self.columns, self.rows) if span.transposed else (self.rows, self.columns)
         results = self.out[span.place : span.place + span.count * self.rows * self.columns]
         tiled = self._in_tiles(results, size, transposed=span.transposed)
@@ -354,7 +294,8 @@ class _Workspace:
         if all(way == ANYWHERE.value for way, _ in results):
             results = []
         first = 0
-        counts = [span.count for span in self.spans] if self.inputs or results else [self.count]
+        spans = self.spans if self.inputs or results else ()
+        counts = [span.count for span in spans] or [self.count]
         for i, count in enumerate(counts):
             read, present = PRESENT.value, self.master if self.single else self.copies[0]
             write, target = (ANYWHERE if last else NEXT).value, self.master
@@ -365,6 +306,7 @@ class _Workspace:
             update[across, count](
                 self.lefts[product.left], self.rights[0], present, self.factors, target, self.copies[1],
                 self.diagonals[product.left], self.table, self.weights, self.out, k, first, self.order, self.width,
+                **self._applied(spans[i] if last and self.application is not None else None),
                 READ=read, WRITE=write, KEEP=keep, CHUNK=_CHUNK if self.exact and lift > _LIFT else 0,
                 T=tile.rows, N=tile.columns, K=_DEPTH, num_stages=tile.stages,
                 num_warps=_LAST_WARPS if write == ANYWHERE.value else tile.warps,
@@ -373,6 +315,15 @@ class _Workspace:
         self.single, self.inputs = keep, []
         for each in (self.sources, self.rights, self.copies):
             each.reverse()  # the next update reads the copy just written
+
+    def _applied(self, span: Span | None) -> dict[str, Any]:
+        """Return the arguments of an update with which it updates parameters; all None where it does not."""
+        names = ("targets", "damping", "rate", "decay_high", "decay_low", "skip", "TYPE")
+        if span is None or self.application is None:
+            return dict.fromkeys(names)
+        targets, _, dtype, damping, rate, decay, skip = self.application
+        given = (targets[span.tensor], damping, rate, *decay, skip, _TYPES[dtype])
+        return dict(zip(names, given, strict=True))
 
 
 def _tiled(x: Tensor, *block: int) -> Any:

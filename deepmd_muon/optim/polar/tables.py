@@ -92,6 +92,37 @@ class Inputs(NamedTuple):
     tensors: Sequence[Tensor] | None
 
 
+class Application(NamedTuple):
+    """How results update parameters instead of being written.
+
+    Attributes
+    ----------
+    targets
+        For each tensor of matrices, int64 (count, 2): the addresses of contiguous parameters, and the numbers of their
+        factors.
+    squares
+        For each tensor, float64 (count, 1, 2): 1 and the sum of the squares of each matrix.
+    dtype
+        Of the parameters: float32, float16 or bfloat16.
+    factors
+        Scale and damping, float32 (factors,).
+    rate
+        Learning rate, float64 ().
+    decay
+        Weight decay, split by `split_float64`.
+    skip
+        Above 0 to leave the parameters as they are, float32 ().
+    """
+
+    targets: Sequence[Tensor]
+    squares: Sequence[Tensor]
+    dtype: torch.dtype
+    factors: Tensor
+    rate: Tensor
+    decay: tuple[float, float]
+    skip: Tensor
+
+
 # Starts one launch: name, launch, inputs, coefficients, result.
 StartLaunch = Callable[[str, Launch, Inputs, Coefficients, Tensor], None]
 

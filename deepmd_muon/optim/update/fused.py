@@ -26,9 +26,11 @@ from deepmd_muon.optim.cuda import SideStream, try_record
 from deepmd_muon.optim.phases import in_phase
 from deepmd_muon.optim.polar.address_table import AddressTable, captured_addresses
 from deepmd_muon.optim.polar.dispatch import MatrixBatch, choose
+from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.update.adam import moment_dtype
-from deepmd_muon.optim.update.fused_kernels import SUMS, advance, apply, damp
+from deepmd_muon.optim.update.applied import AppliedGroups, MatrixGroup, takes
+from deepmd_muon.optim.update.fused_kernels import GROUP, OFFSET, PARAMETER, PLAIN, RESULT, SUMS, advance, apply, damp
 from deepmd_muon.optim.update.fused_tables import (
     BlockLocation,
     StepScalars,
@@ -111,8 +113,6 @@ class FusedMuon:
         if self._magma:
             at = [score.data_ptr() + 4 * i for score in scores for i in range(score.numel())]
             self._blocks = torch.stack([first, count, torch.tensor(at, device="cpu")], dim=1).to(self._device)
-            # The two peaks are written only for float64, whose squares could overflow.
-            self._sums = torch.ones(self._programs, int(SUMS.value), dtype=torch.float64, device=self._device)
             self._factors = torch.empty_like(self._scales)
         self._peaks = self._wide == torch.float64
         # In a graph, a side stream computes the smallest matrices, the damping factors and a table. Its kernels do not
@@ -127,6 +127,13 @@ class FusedMuon:
         self._record_launches = recording and self._keep and self._device.type == "cuda"
         self._weight = split_float64(1.0 - settings.momentum)
         self._decay = split_float64(settings.weight_decay)
+        self._applied = self._make_applied(table, first, count, dtype)
+        if self._magma or self._applied is not None:
+            # The two peaks are written only for float64, whose squares could overflow.
+            self._sums = torch.ones(self._programs, int(SUMS.value), dtype=torch.float64, device=self._device)
+        self._separate = self._chunks  # of the matrices whose update is a launch of its own
+        if self._applied is not None:
+            self._try_applied(self._applied)
 
     def _make_table(
         self,
@@ -155,6 +162,35 @@ class FusedMuon:
             start += -(-len(members) * size // _ALIGNED) * _ALIGNED
         self._length = start
         return torch.tensor([rows[block] for block in blocks], dtype=torch.int64, device="cpu")
+
+    def _make_applied(self, table: Tensor, first: Tensor, count: Tensor, dtype: torch.dtype) -> AppliedGroups | None:
+        """Return the groups whose last product updates the parameters; None where there are none."""
+        settings = self._settings
+        by_kernels = settings.flash_muon and settings.precision in ("auto", "float16")
+        if self._keep or not by_kernels:
+            return None
+        groups = []
+        for number, (_, b, m, n) in enumerate(self._shapes):
+            blocks = (table[:, int(GROUP.value)] == number).nonzero().flatten()
+            blocks = blocks[table[blocks, int(RESULT.value)].argsort()]
+            if not takes(m, n, b, dtype, self._device) or not bool(table[blocks, int(PLAIN.value)].all()):
+                continue
+            addresses = table[blocks, int(PARAMETER.value)] + dtype.itemsize * table[blocks, int(OFFSET.value)]
+            columns = (x.to(self._device) for x in (addresses, blocks, first[blocks], count[blocks]))
+            groups.append(MatrixGroup(number, m, n, coefficients_of(settings.schedule_of((m, n))), *columns))
+        return AppliedGroups(groups, dtype, self._decay) if groups else None
+
+    def _try_applied(self, applied: AppliedGroups) -> None:
+        """Take the groups' matrices out of the launches for all others; do without these groups if they cannot run."""
+        self._never = torch.zeros((), dtype=torch.float32, device=self._device)
+        _, matrices = self._direction_buffers()
+        chosen = [matrices[i] for i in applied.numbers]
+        if not applied.usable(chosen, self._sums, self._scales, self._scalars.rate):
+            self._applied = None
+            return
+        self._first = [i for i in self._first if i not in applied.numbers]
+        inside = torch.isin(self._chunks[:, int(GROUP.value)], torch.tensor(applied.numbers, device=self._device))
+        self._separate = self._chunks[~inside].contiguous()
 
     def _in_one_program(self) -> list[int]:
         """Return the groups whose matrices are orthogonalized by one program each."""
@@ -204,8 +240,8 @@ class FusedMuon:
             advance[(self._programs,)](
                 self._chunks, table, directions, self._sums, *self._weight, skip, scale, DTYPE=self._dtype,
                 GRADIENT=_TYPES[variant.gradient], WIDE=self._wide_type, MAGMA=self._magma,
-                NESTEROV=self._settings.nesterov, MAXIMIZE=variant.maximize, PEAKS=self._peaks, WIDTH=self._width,
-                num_warps=_ADVANCE_WARPS,
+                NESTEROV=self._settings.nesterov, MAXIMIZE=variant.maximize, PEAKS=self._peaks,
+                SQUARES=self._applied is not None, WIDTH=self._width, num_warps=_ADVANCE_WARPS,
             )  # fmt: skip
         side = self._side_stream if capturing else None
         if side is not None:
@@ -214,12 +250,20 @@ class FusedMuon:
         with side or contextlib.nullcontext():
             factors = self._damping(skip)
             polar |= self._orthogonalize(matrices, self._second)
-            ordered = [polar[i] for i in range(len(matrices))]
+            ordered = [polar.get(i, matrix) for i, matrix in enumerate(matrices)]
             results = captured_addresses(ordered) if capturing else self._results.of(ordered)
+        if self._applied is not None:
+            with in_phase("orthogonalize"):
+                self._applied.run(
+                    [matrices[i] for i in self._applied.numbers], self._sums, factors, self._scalars.rate,
+                    self._never if skip is None else skip,
+                )  # fmt: skip
+        if len(self._separate) == 0:
+            return
         with in_phase("update"):
-            apply[(self._programs,)](
-                self._chunks, results, factors, self._scalars.rate, *self._decay, skip, DTYPE=self._dtype,
-                POLAR=_TYPES[polar[0].dtype], WIDE=self._wide_type, WIDTH=self._width, num_warps=self._warps,
+            apply[(len(self._separate),)](
+                self._separate, results, factors, self._scalars.rate, *self._decay, skip, DTYPE=self._dtype,
+                POLAR=_TYPES[ordered[0].dtype], WIDE=self._wide_type, WIDTH=self._width, num_warps=self._warps,
             )  # fmt: skip
 
     def _damping(self, skip: Tensor | None) -> Tensor:

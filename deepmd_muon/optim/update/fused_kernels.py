@@ -16,6 +16,7 @@ import math
 import triton
 import triton.language as tl
 
+from deepmd_muon.optim.polar.kernels.application import aligned, apply_part, joined
 from deepmd_muon.optim.update import magma
 
 # Columns of a chunk's row, int64. Parameter, momentum and gradient share their layout, so one offset serves all.
@@ -25,8 +26,9 @@ START, SIZE, COLUMNS, STRIDE, OFFSET, PARAMETER, MOMENTUM, TENSOR, DIRECTION, GR
 )
 # Columns of a block's row: its first chunk, its number of chunks, and the address of its Magma score.
 BLOCK_ROW = tl.constexpr(3)
-# A chunk's contribution to Magma: the largest |m| and |g|, and Σ m g, Σ m², Σ g² relative to them.
-SUMS = tl.constexpr(5)
+# A chunk's contribution to Magma: the largest |m| and |g|, and Σ m g, Σ m², Σ g² relative to them; and Σ u² of the
+# direction.
+SUMS = tl.constexpr(6)
 
 _HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / magma.TEMPERATURE))
 TEMPERATURE, LOWEST, SPAN = map(tl.constexpr, (magma.TEMPERATURE, 1.0 - _HIGHEST, 2.0 * _HIGHEST - 1.0))
@@ -49,20 +51,6 @@ def floor_multiple(x, step: tl.constexpr):
 
 
 @triton.jit
-def aligned(address, anchor, TYPE: tl.constexpr):
-    """Return an address that is a multiple of 16 as a pointer whose alignment the compiler recognizes."""
-    BYTES: tl.constexpr = TYPE.primitive_bitwidth // 8
-    away = (address - anchor.to(tl.int64)) // 16 * (16 // BYTES)
-    return anchor.to(tl.pointer_type(TYPE), bitcast=True) + away
-
-
-@triton.jit
-def joined(high, low):
-    """Return the float64 number that the host split into two float32 numbers."""
-    return tl.zeros((), tl.float64) + high + low
-
-
-@triton.jit
 def places(row, WIDTH: tl.constexpr):
     """Return the chunk's element numbers in its block, and their offsets from the tensor's first element."""
     element = tl.load(row + START).to(tl.int32) + tl.arange(0, WIDTH)
@@ -80,7 +68,7 @@ def lerp(start, end, weight):
 @triton.jit
 def advance_part(
     m_pointers, g_pointers, u_pointers, inside, factor, weight, sums, MAGMA: tl.constexpr, NESTEROV: tl.constexpr,
-    MAXIMIZE: tl.constexpr, WIDE: tl.constexpr, PEAKS: tl.constexpr,
+    MAXIMIZE: tl.constexpr, WIDE: tl.constexpr, PEAKS: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """Do m ← lerp(m, g), write the directions, and store the chunk's sums."""
     m = tl.load(m_pointers, mask=inside, other=0.0).to(WIDE)
@@ -108,13 +96,16 @@ def advance_part(
         tl.store(sums + 2, tl.sum(a * b))
         tl.store(sums + 3, tl.sum(a * a))
         tl.store(sums + 4, tl.sum(b * b))
+    if SQUARES:
+        wide = u.to(tl.float64)
+        tl.store(sums + 5, tl.sum(wide * wide))
 
 
 @triton.jit
 def advance(
     chunks, gradients, directions, sums, weight_high, weight_low, skip, scale, DTYPE: tl.constexpr,
     GRADIENT: tl.constexpr, WIDE: tl.constexpr, MAGMA: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
-    PEAKS: tl.constexpr, WIDTH: tl.constexpr,
+    PEAKS: tl.constexpr, SQUARES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Advance the momenta and write the directions; see `advance_part`."""
     number = tl.program_id(0).to(tl.int64)
@@ -136,6 +127,7 @@ def advance(
             aligned(gradient, chunks, GRADIENT) + offset,
             directions + floor_multiple(direction, 16) + element, element < floor_multiple(size, 16),
             factor, weight, sums + number * SUMS, MAGMA, NESTEROV, MAXIMIZE, WIDE, PEAKS,
+            SQUARES,
         )  # fmt: skip
     else:
         number_in_block, place = places(row, WIDTH)
@@ -143,7 +135,22 @@ def advance(
             momentum.to(tl.pointer_type(DTYPE)) + place, gradient.to(tl.pointer_type(GRADIENT)) + place,
             directions + direction + number_in_block, number_in_block < size,
             factor, weight, sums + number * SUMS, MAGMA, NESTEROV, MAXIMIZE, WIDE, PEAKS,
+            SQUARES,
         )  # fmt: skip
+
+
+@triton.jit
+def sum_squares(blocks, sums, squares, WIDTH: tl.constexpr):
+    """Write 1 and Σ u² for each block, as `symmetric.scale_of` reads them; `blocks` has first and number of chunks."""
+    number = tl.program_id(0)
+    first = sums + tl.load(blocks + 2 * number) * SUMS
+    count = tl.load(blocks + 2 * number + 1)
+    total = tl.zeros((WIDTH,), tl.float64)
+    for i in range(0, count, WIDTH):
+        at = i + tl.arange(0, WIDTH)
+        total += tl.load(first + at * SUMS + 5, mask=at < count, other=0.0)
+    tl.store(squares + 2 * number, 1.0)
+    tl.store(squares + 2 * number + 1, tl.sum(total))
 
 
 @triton.jit
@@ -196,14 +203,6 @@ def damp(blocks, sums, scales, factors, skip, PEAKS: tl.constexpr, WIDTH: tl.con
 
 
 @triton.jit
-def apply_part(p_pointers, o_pointers, inside, kept, step, WIDE: tl.constexpr):
-    """Do p ← kept · p − step · O."""
-    p = tl.load(p_pointers, mask=inside, other=0.0).to(WIDE)
-    o = tl.load(o_pointers, mask=inside, other=0.0).to(WIDE)
-    tl.store(p_pointers, (p * kept - step * o).to(p_pointers.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def apply(
     chunks, results, factors, rate, decay_high, decay_low, skip, DTYPE: tl.constexpr,
     POLAR: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr,
@@ -223,11 +222,14 @@ def apply(
         inside = element < floor_multiple(size, 16)
         apply_part(
             aligned(parameter, chunks, DTYPE) + offset,
-            aligned(result, chunks, POLAR) + floor_multiple(start, 16) + element, inside, kept, step, WIDE,
+            tl.load(aligned(result, chunks, POLAR) + floor_multiple(start, 16) + element, inside, 0.0).to(WIDE),
+            inside, kept, step, WIDE,
         )  # fmt: skip
     else:
         number_in_block, place = places(row, WIDTH)
+        inside = number_in_block < size
         apply_part(
             parameter.to(tl.pointer_type(DTYPE)) + place,
-            result.to(tl.pointer_type(POLAR)) + start + number_in_block, number_in_block < size, kept, step, WIDE,
+            tl.load(result.to(tl.pointer_type(POLAR)) + start + number_in_block, inside, 0.0).to(WIDE),
+            inside, kept, step, WIDE,
         )  # fmt: skip

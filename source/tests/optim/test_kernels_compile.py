@@ -19,8 +19,9 @@ from kernel_cases import COEFFICIENTS, fits, forget_workspaces
 from offline import MULTIPROCESSORS, Recorded, Recorder, recorded_launches, resources
 
 from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.polar import dispatch, one_launch, symmetric_launch  # noqa: F401 (their kernels are recorded)
+from deepmd_muon.optim.polar import SCHEDULES, dispatch, one_launch, symmetric_launch
 from deepmd_muon.optim.polar.run import run_kernels
+from deepmd_muon.optim.polar.tables import Application
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.update import fused
 from deepmd_muon.optim.update.fused import FusedMuon
@@ -37,6 +38,8 @@ SPILLED = {
     "strips(MASK=4, WIDE=64,": 16,
     "strips(MASK=4, WIDE=32,": 16,  # none with Triton 3.6
     "update(READ=0, WRITE=1, KEEP=False, CHUNK=0, T=128, N=256,": 384,
+    "update(READ=0, WRITE=4, KEEP=False, CHUNK=0, TYPE=fp32, T=128, N=256,": 32,
+    "update(READ=0, WRITE=5, KEEP=False, CHUNK=0, TYPE=fp32, T=128, N=256,": 48,
     "update(READ=0, WRITE=0, KEEP=True, CHUNK=1024, T=128, N=256,": 64,
     "update(READ=1, WRITE=0, KEEP=True, CHUNK=1024, T=128, N=256,": 96,
     "update(READ=2, WRITE=0, KEEP=True, CHUNK=1024, T=128, N=256,": 96,
@@ -153,6 +156,18 @@ def test_streams_have_their_own_addresses_and_recordings_come_to_an_end(monkeypa
                 run_kernels("whole", [xs[0]], ((1.0, 0.5, 0.1 * i),))
         assert len(made) == plan.recordings == one_launch._MAX_RECORDINGS + 1
     forget_workspaces()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(3, 2048, 8192), (3, 8192, 2048), (1, 4096, 4096)])
+def test_updates_by_the_last_product(shape, tmp_path, listing):
+    with recorded_launches() as found:
+        targets, squares = torch.zeros(shape[0], 2, dtype=torch.int64), torch.zeros(shape[0], 1, 2, dtype=torch.float64)
+        rate, skip = torch.zeros((), dtype=torch.float64), torch.zeros(())
+        given = Application([targets], [squares], torch.float32, torch.zeros(3), rate, (0.1, 0.0), skip)
+        symmetric_launch.apply_by_products([torch.empty(shape)], SCHEDULES["polar-express-5"].coefficients, given)
+    found = [launch for launch in found if f"WRITE={5 if shape[1] > shape[2] else 4}" in str(launch)]
+    check(found, tmp_path, listing)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

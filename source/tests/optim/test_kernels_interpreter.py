@@ -73,7 +73,7 @@ if INSIDE:
         check_views,
     )
 
-    from deepmd_muon.optim.polar import symmetric_launch
+    from deepmd_muon.optim.polar import symmetric_program
     from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS
 
     SMALL = tuple(shape for shape in SHAPES if max(shape) <= 65)
@@ -152,10 +152,10 @@ def test_schedules(kind):
 )
 def test_steps_that_share_products(steps, kind, shape, monkeypatch):
     # From 256 rows on three do and from 512 on four, which would take long here.
-    monkeypatch.setattr(symmetric_launch, "_FIRST_STEPS", ((shape[0], steps),))
-    symmetric_launch.program.cache_clear()
+    monkeypatch.setattr(symmetric_program, "_FIRST_STEPS", ((shape[0], steps),))
+    symmetric_program.program.cache_clear()
     check_quality(SYMMETRIC, shape, (kind,))
-    symmetric_launch.program.cache_clear()
+    symmetric_program.program.cache_clear()
 
 
 @interpreted

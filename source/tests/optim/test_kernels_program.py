@@ -14,7 +14,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install deepmd-muon[gpu])", allow_module_level=True)
 
 from deepmd_muon.optim.polar import SCHEDULES, one_launch, symmetric_launch
-from deepmd_muon.optim.polar.symmetric_launch import program, segments
+from deepmd_muon.optim.polar.symmetric_program import Product, amplification, program, segments
 
 WIDE = [(256, 768), (511, 2000), (512, 768), (2048, 8192)]
 NARROW = [(255, 4096), (128, 384), (1024, 1024), (512, 767)]
@@ -143,8 +143,8 @@ def test_a_power_of_two_of_programs_measures_a_matrix(count):
     [([], 1.0), ([3.0, 2.0], 6.0), ([3.0, 1e-3], 3.0), ([-3.0, 0.0, 5.0], 3.0), ([0.1, 100.0], 10.0)],
 )
 def test_the_lift_is_the_largest_on_the_way(later, lift):
-    launched = [symmetric_launch.Product(target, "A", "X", (a, 0.0, 1.0)) for a in later for target in ("R", "X")]
-    assert symmetric_launch._amplification(launched) == pytest.approx(lift)
+    launched = [Product(target, "A", "X", (a, 0.0, 1.0)) for a in later for target in ("R", "X")]
+    assert amplification(launched) == pytest.approx(lift)
 
 
 def test_what_graphs_read_outlives_the_caches(monkeypatch):

@@ -16,7 +16,9 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in the interpreter's process", allow_module_level=True)
 
 from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.update import applied, fused
 from deepmd_muon.optim.update.fused import FusedMuon, FusedStepCache
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.update.magma import SCORE_START
@@ -240,3 +242,42 @@ def test_large_matrices_are_cut_into_chunks():
                 step([q], [n], [score], [view], lr=0.1, settings=settings, control=StepControl())
         results.append([q.detach(), n, score])
     assert max(differences(results)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16, torch.bfloat16)],
+)
+def test_the_last_product_applies_what_it_would_write(dtype):
+    applied.check.__wrapped__(DEVICE, dtype)
+
+
+def test_the_last_product_updates_large_matrices(monkeypatch):
+    """Wide, tall and stacked matrices, beside one that takes launches of its own; a skipped step changes nothing."""
+    schedule = coefficients_of("polar-express-5")[::2]
+    settings = HybridMuonConfig(schedule=schedule, weight_decay=0.1).explicit()
+    views = [MatrixView(1, 128, 256), MatrixView(1, 256, 128), MatrixView(1, 7, 40)]
+    generator = torch.Generator().manual_seed(0)
+    start = [[torch.randn(v.rows, v.columns, generator=generator).to(DEVICE) for v in views] for _ in range(3)]
+    monkeypatch.setattr(fused, "_SMALL", 0)
+    monkeypatch.setattr(applied, "check", lambda *_: None)
+    monkeypatch.setattr(applied, "choose", lambda _: "symmetric")  # rather than kernels for such small ones
+    found = []
+    for separately in (True, False):
+        params, buffers, grads = ([x.clone() for x in some] for some in start)
+        scores = [torch.full((1,), SCORE_START, device=DEVICE) for _ in views]
+        with monkeypatch.context() as patch, torch.no_grad():
+            if separately:
+                patch.setattr(fused, "takes", lambda *_: False)
+            step = FusedMuon(params, buffers, scores, views, settings)
+            assert (step._applied is None) == separately
+            assert all(torch.equal(p, q) for p, q in zip(params, start[0], strict=True))
+            step.step(grads, 0.5, StepControl(), maximize=False)
+        found.append([*params, *buffers, *scores])
+        moved = [p.clone() for p in params]
+        with torch.no_grad():
+            step.step(grads, 0.5, StepControl(torch.ones((), device=DEVICE)), maximize=False)
+        assert all(torch.equal(p, q) for p, q in zip(params, moved, strict=True))
+    for i, (defined, got) in enumerate(zip(*found, strict=True)):
+        update = (defined - start[0][i]).norm() if i < len(views) else defined.norm()
+        assert (got - defined).norm() <= 3e-3 * update, i

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deepmd_muon.optim.polar.kernels.application import apply_tile
 from deepmd_muon.optim.polar.kernels.shared import merge, norm_of_all
 from deepmd_muon.optim.polar.kernels.whole import (
     COLUMNS,
@@ -60,8 +61,9 @@ def scale_of(sums, factors, matrix, SHARES: tl.constexpr):
     """Return a matrix's largest magnitude, its norm relative to that, and the two `factors` that normalise it.
 
     The factors, a power of two within fp32 and the rest, are stored by the first program; their product may overflow.
+    The grid's second axis numbers the matrices in `sums`.
     """
-    joint, norm = norm_of_all(sums, matrix * SHARES, SHARES, SHARES)
+    joint, norm = norm_of_all(sums, tl.program_id(1) * SHARES, SHARES, SHARES)
     inverse = 1.0 / norm
     power = (inverse.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
     power = tl.minimum(tl.maximum(power, 2.0**-126), 2.0**126)
@@ -103,9 +105,9 @@ def normalize(
         tl.store(iterate + where, x.to(tl.float16))
 
 
-@triton.jit(do_not_specialize=["first"])
-def measure_contiguous(inputs, sums, first, size, SHARES: tl.constexpr, WIDTH: tl.constexpr):
-    """Store this program's share of the norms of contiguous fp32 matrices of `size` elements, numbered from `first`."""
+@triton.jit
+def measure_contiguous(inputs, sums, size, SHARES: tl.constexpr, WIDTH: tl.constexpr):
+    """Store this program's share of the norms of contiguous fp32 matrices of `size` elements."""
     matrix = tl.program_id(1)
     start = inputs + matrix.to(tl.int64) * size
     total = tl.zeros((WIDTH,), tl.float64)
@@ -113,7 +115,7 @@ def measure_contiguous(inputs, sums, first, size, SHARES: tl.constexpr, WIDTH: t
         element = chunk + tl.arange(0, WIDTH)
         wide = tl.load(start + element, mask=element < size, other=0.0).to(tl.float64)
         total += wide * wide
-    place = 2 * ((first + matrix) * SHARES + tl.program_id(0))
+    place = 2 * (matrix * SHARES + tl.program_id(0))
     tl.store(sums + place, 1.0)
     tl.store(sums + place + 1, tl.sum(total))
 
@@ -123,7 +125,10 @@ def normalize_tiles(
     inputs, iterate, sums, factors, first, order, width, READ: tl.constexpr, SHARES: tl.constexpr, T: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Write X / ‖X‖ in fp16, tile by tile, of inputs that `update` can read; see `normalize` and `update`."""
+    """Write X / ‖X‖ in fp16, tile by tile, of inputs that `update` can read; see `normalize` and `update`.
+
+    Inputs and their `sums` are numbered by the grid's second axis, `iterate` and `factors` from `first` on.
+    """
     number = tl.program_id(0)
     matrix = first + tl.program_id(1)
     _, _, power, rest = scale_of(sums, factors, matrix, SHARES)
@@ -226,17 +231,18 @@ def precise(squares, rest, r, c, FINE: tl.constexpr):
     return x
 
 
-# Output of an update: the next X, or the result with any strides, in tiles, or in transposed tiles.
-NEXT, ANYWHERE, IN_TILES, IN_TRANSPOSED_TILES = (tl.constexpr(i) for i in range(4))
+# Output of an update: the next X, or the result with any strides, in tiles, or in transposed tiles; or parameters that
+# the result updates, transposed or not.
+NEXT, ANYWHERE, IN_TILES, IN_TRANSPOSED_TILES, APPLIED, APPLIED_TRANSPOSED = (tl.constexpr(i) for i in range(6))
 
 
 @triton.jit(do_not_specialize=["step", "first"])
 def update(
     polynomial, current, present, factors, master, following, diagonal, table, weights, out, step, first, order,
-    width, READ: tl.constexpr, WRITE: tl.constexpr, KEEP: tl.constexpr, CHUNK: tl.constexpr,
-    T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    width, targets, damping, rate, decay_high, decay_low, skip, READ: tl.constexpr, WRITE: tl.constexpr,
+    KEEP: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Do X ← w₀ X + (D + E) X and write its fp16 copy, with KEEP in fp32, too; the last step writes the result.
+    """Do X ← w₀ X + (D + E) X and write its fp16 copy, with KEEP in fp32, too; the last step writes or applies it.
 
     The grid's second axis numbers the matrices, starting at `first`.
 
@@ -247,7 +253,8 @@ def update(
     `polynomial` describes E in T × K tiles, `current` the fp16 X in K × N tiles; `present`, X in fp32 or the same fp16
     one, `master`, where X is kept in fp32, and `following`, its next fp16 copy, are described in T × N/2 tiles. In the
     first step `present` may describe the inputs starting at `first`, which `factors` normalise, and in the last step
-    `master` their results; in N/2 × T tiles where these are transposed.
+    `master` their results; in N/2 × T tiles where these are transposed. Or it updates parameters of dtype TYPE; see
+    `apply_tile` for the arguments from `targets` to `skip`, which are None otherwise.
     """
     number = tl.program_id(0)
     matrix = first + tl.program_id(1)
@@ -276,16 +283,17 @@ def update(
     for side in tl.static_range(2):
         finish(
             halves[side], a, d, present, factors, master, following, table, matrix, out, order, i * T,
-            j * N + side * (N // 2), width, READ, WRITE, KEEP,
+            j * N + side * (N // 2), width, targets, damping, rate, decay_high, decay_low, skip, READ, WRITE, KEEP,
+            TYPE,
         )  # fmt: skip
 
 
 @triton.jit
 def finish(
-    product, a, d, present, factors, master, following, table, matrix, out, order, r, c, width, READ: tl.constexpr,
-    WRITE: tl.constexpr, KEEP: tl.constexpr,
+    product, a, d, present, factors, master, following, table, matrix, out, order, r, c, width, targets, damping, rate,
+    decay_high, decay_low, skip, READ: tl.constexpr, WRITE: tl.constexpr, KEEP: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add a X + D X to half a tile of the product and write it."""
+    """Add a X + D X to half a tile of the product, and write or apply it."""
     top = matrix * order
     here = tl.program_id(1) * order
     if READ == TRANSPOSED_INPUT:
@@ -302,11 +310,16 @@ def finish(
         master.store([here + r, c], x)
     elif WRITE == IN_TRANSPOSED_TILES:
         master.store([tl.program_id(1) * width + c, r], x.T)
-    elif WRITE == ANYWHERE:
-        down = r + tl.arange(0, product.shape[0])
-        across = c + tl.arange(0, product.shape[1])
-        store_result(table + matrix.to(tl.int64) * ROW, out, x, down, across)
-    else:
+    elif WRITE == NEXT:
         if KEEP:
             master.store([top + r, c], x)
         following.store([top + r, c], x.to(tl.float16))
+    else:
+        down = r + tl.arange(0, product.shape[0])
+        across = c + tl.arange(0, product.shape[1])
+        if WRITE == APPLIED:
+            apply_tile(x, targets, damping, rate, decay_high, decay_low, skip, down * width, across, TYPE)
+        elif WRITE == APPLIED_TRANSPOSED:
+            apply_tile(x.T, targets, damping, rate, decay_high, decay_low, skip, across * order, down, TYPE)
+        else:
+            store_result(table + matrix.to(tl.int64) * ROW, out, x, down, across)

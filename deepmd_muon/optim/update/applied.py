@@ -1,0 +1,155 @@
+"""Large matrices whose last product updates the parameters: their polar factors are never written.
+
+The momentum's launch also sums the squares of the directions, so that these are not read once more for their norms.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.polar import dispatch
+from deepmd_muon.optim.polar.dispatch import MatrixBatch, choose
+from deepmd_muon.optim.polar.schedules import Coefficients, coefficients_of
+from deepmd_muon.optim.polar.symmetric_launch import apply_by_products, can_apply, orthogonalize_by_products
+from deepmd_muon.optim.polar.tables import Application
+from deepmd_muon.optim.update.fused_kernels import sum_squares
+
+_LOG = logging.getLogger(__name__)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TRIED: set[tuple[object, ...]] = set()  # what has run once
+
+
+class ApplicationError(RuntimeError):
+    """The parameters differ from those that separate launches give."""
+
+
+class MatrixGroup(NamedTuple):
+    """Matrices of one shape and schedule: their number in the wave, and table columns of their blocks.
+
+    `addresses` are those of the parameters' blocks, `factors` their numbers, `first` and `chunks` the first chunk of
+    each block and its number of chunks.
+    """
+
+    number: int
+    rows: int
+    columns: int
+    schedule: Coefficients
+    addresses: Tensor
+    factors: Tensor
+    first: Tensor
+    chunks: Tensor
+
+
+def takes(rows: int, columns: int, count: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the last product of contiguous matrices of parameters of this dtype can update these."""
+    if dtype not in _DTYPES or "symmetric" in dispatch.FAILED or not can_apply(rows, columns):
+        return False
+    # Triton's interpreter, on a CPU, runs the kernels of an H200.
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    m, n = sorted((rows, columns))
+    return choose(MatrixBatch(m, n, count, torch.float32, "cuda", capability, torch.float16)) == "symmetric"
+
+
+class AppliedGroups:
+    """Groups of one wave whose last product updates the parameters.
+
+    Parameters
+    ----------
+    groups
+        Groups for which `takes` holds, and whose blocks are contiguous and start at multiples of 16 bytes.
+    dtype
+        Of the parameters.
+    decay
+        Weight decay, split by `split_float64`.
+    """
+
+    def __init__(self, groups: Sequence[MatrixGroup], dtype: torch.dtype, decay: tuple[float, float]) -> None:
+        device = groups[0].addresses.device
+        self.groups, self._dtype, self._decay = groups, dtype, decay
+        self.numbers = [group.number for group in groups]
+        self._targets = [torch.stack([group.addresses, group.factors], dim=1) for group in groups]
+        self._blocks = torch.cat([torch.stack([group.first, group.chunks], dim=1) for group in groups])
+        squares = torch.empty(len(self._blocks), 1, 2, dtype=torch.float64, device=device)
+        self._all_squares = squares
+        self._squares = squares.split([len(group.addresses) for group in groups])
+        self._schedules = list(dict.fromkeys(group.schedule for group in groups))
+
+    def run(self, matrices: Sequence[Tensor], sums: Tensor, factors: Tensor, rate: Tensor, skip: Tensor) -> None:
+        """Orthogonalize the groups' directions, (b, m, n) each, and update the parameters unless `skip` is set.
+
+        `sums` are those of `fused_kernels.advance`, `factors` scale and damping of each block.
+        """
+        sum_squares[(len(self._blocks),)](self._blocks, sums, self._all_squares, WIDTH=256)
+        for schedule in self._schedules:
+            chosen = [i for i, group in enumerate(self.groups) if group.schedule == schedule]
+            apply_by_products(
+                [matrices[i] for i in chosen],
+                schedule,
+                Application(
+                    [self._targets[i] for i in chosen],
+                    [self._squares[i] for i in chosen],
+                    self._dtype,
+                    factors,
+                    rate,
+                    self._decay,
+                    skip,
+                ),
+            )
+        for group in self.groups:
+            m, n = sorted((group.rows, group.columns))
+            dispatch.COUNTS["symmetric", m, n] += len(group.addresses)
+
+    def usable(self, matrices: Sequence[Tensor], sums: Tensor, factors: Tensor, rate: Tensor) -> bool:
+        """Compile and run all launches once without changing the parameters; log why they cannot be used."""
+        device = factors.device
+        shapes = tuple((group.rows, group.columns, len(group.addresses), group.schedule) for group in self.groups)
+        key = (device, self._dtype, shapes)
+        if key in _TRIED:
+            return True
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        try:
+            check(device, self._dtype)
+            self.run(matrices, sums, factors, rate, torch.ones((), dtype=torch.float32, device=device))
+        except Exception as error:  # an error of the compiler or driver must not end a training run
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            _LOG.warning("updates after the last product of large matrices are separate launches: %s", reason)
+            return False
+        _TRIED.add(key)
+        return True
+
+
+@functools.lru_cache(maxsize=16)
+def check(device: torch.device, dtype: torch.dtype) -> None:
+    """Compare with results that are written and then applied, for two matrices of both orientations.
+
+    Raises
+    ------
+    ApplicationError
+        When the parameters differ.
+    """
+    first, second, *_, last = coefficients_of("polar-express-5")
+    coefficients = (first, second, last)  # X is kept in fp32 in between
+    factors = torch.tensor([0.5, 0.25], device=device)
+    rate = torch.full((), 0.1, dtype=torch.float64, device=device)
+    zero = torch.zeros((), dtype=torch.float32, device=device)
+    for rows, columns in ((128, 256), (256, 128)):
+        i = torch.arange(2 * rows * columns, device=device, dtype=torch.float32).view(2, rows, columns)
+        x, p = torch.cos(0.3 * i) + torch.eye(rows, columns, device=device), torch.sin(0.7 * i).to(dtype)
+        (o,) = orthogonalize_by_products([x], coefficients)
+        expected = p.float() * (1.0 - 0.1 * 0.01) - 0.1 * factors.view(2, 1, 1) * o
+        size = rows * columns * p.element_size()
+        targets = torch.tensor([[p.data_ptr() + k * size, k] for k in range(2)], dtype=torch.int64, device=device)
+        norms = x.double().square().sum((1, 2))
+        squares = torch.stack([torch.ones_like(norms), norms], dim=1).view(2, 1, 2)
+        given = Application([targets], [squares], dtype, factors, rate, (0.01, 0.0), zero)
+        apply_by_products([x], coefficients, given)
+        error = float((p.float() - expected).abs().max())
+        if not error <= max(1e-5, 2 * torch.finfo(dtype).eps):
+            raise ApplicationError(f"parameters differ by {error:.1e} from those of separate launches")
