@@ -51,11 +51,12 @@ def planned(args: argparse.Namespace) -> list[Key]:
     results, _ = read(args.best_of.glob("*.jsonl")) if args.best_of else ({}, [])
     best = best_rates(results.values())
     found = []
-    for seed, name, model, contestant in itertools.product(args.seeds, args.sets, args.models, args.contestants):
-        rates: Iterable[float] = args.rates or CONTESTANTS[contestant].grid
+    for seed, name, model, (contestant, rates) in itertools.product(
+        args.seeds, args.sets, args.models, args.contestants
+    ):
         if args.best_of:
             case = (name, model, contestant)
-            rates = [factor * best[case] for factor in args.factors] if case in best else []
+            rates = tuple(factor * best[case] for factor in args.factors) if case in best else ()
         found += [Key(name, model, contestant, rate, seed, args.steps) for rate in rates]
     return found
 
@@ -129,11 +130,13 @@ def train(
             return False
         return True
 
-    everyone = list(running)
+    everyone, begun = list(running), time.monotonic()
     for step in range(1, steps + 1):
         running = [run for run in running if attempt(run, step)]
-        if step in points and time.monotonic() > until:
+        if step in points and step < steps and time.monotonic() > until:
             return
+    milliseconds = 1e3 * (time.monotonic() - begun) / (steps * len(everyone))
+    print(f"{milliseconds:.3f} ms a step of a run, together and with measurements", flush=True)
     for run in everyone:
         run.close()
     yield from failed
@@ -226,6 +229,14 @@ def line(entry: Result | StepTime) -> str:
     return f"{key.set} {key.model} {key.contestant} {key.rate:g} seed {key.seed}: {found}"
 
 
+def contestant_of(text: str) -> tuple[str, tuple[float, ...]]:
+    """Read a contestant and its rates: its grid, where none are given."""
+    name, _, rates = text.partition("=")
+    if name not in CONTESTANTS:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(CONTESTANTS)}")
+    return name, tuple(map(float, rates.split(","))) if rates else CONTESTANTS[name].grid
+
+
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -233,10 +244,16 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--water", type=Path, help="DeePMD's water example, for the set dft_water")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS)[:-1])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["se_e2_a"])
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument(
+        "--contestants",
+        nargs="+",
+        type=contestant_of,
+        default=[(name, contestant.grid) for name, contestant in CONTESTANTS.items()],
+        metavar="NAME[=RATE,…]",
+        help=f"of {', '.join(CONTESTANTS)}, with rates instead of their grid",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--rates", type=float, nargs="+", help="instead of each contestant's grid")
     parser.add_argument("--best-of", type=Path, help="folder of results: run each contestant at its best rate there")
     parser.add_argument("--factors", type=float, nargs="+", default=[1.0], help="multiples of the best rate")
     parser.add_argument("--wave", type=int, default=8, help="runs that take steps in turn")

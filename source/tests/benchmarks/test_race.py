@@ -109,6 +109,8 @@ def test_a_failed_run_ends_alone(sets, monkeypatch):
 def test_no_wave_goes_on_after_the_time(sets):
     keys = [Key("water", "tiny", "adam", 1e-3, 1, 8)]
     assert list(train(keys, arena_of(sets), 0.0)) == []
+    finished = [Key("water", "tiny", "adam", 1e-3, 1, 1)]
+    assert len(list(train(finished, arena_of(sets, steps=1), 0.0))) == 1
 
 
 def test_step_times_are_measured_once(sets, tmp_path, monkeypatch):
@@ -188,13 +190,16 @@ def test_a_wave_spans_sets_and_seeds(sets, tmp_path):
 def test_rates_are_those_asked_for(tmp_path):
     results = tmp_path / "results"
     append(results / "a.jsonl", result("adam", 2e-3, 0.1))
-    given = ["--sets", "water", "--contestants", "adam", "--results", str(results / "b.jsonl")]
+    given = ["--sets", "water", "--results", str(results / "b.jsonl"), "--contestants"]
     for more, expected in (
-        (["--rates", "1e-4", "3e-4"], [1e-4, 3e-4]),
-        (["--best-of", str(results)], [2e-3]),
-        (["--best-of", str(results), "--factors", "1", "0.5"], [2e-3, 1e-3]),
+        (["adam=1e-4,3e-4", "adamw=0.5"], [1e-4, 3e-4, 0.5]),
+        (["adam"], list(CONTESTANTS["adam"].grid)),
+        (["adam", "--best-of", str(results)], [2e-3]),
+        (["adam", "--best-of", str(results), "--factors", "1", "0.5"], [2e-3, 1e-3]),
     ):
         assert [key.rate for key in race.planned(race.arguments([*given, *more]))] == expected
+    with pytest.raises(SystemExit):
+        race.arguments([*given, "nobody=1"])
 
 
 @pytest.mark.parametrize("name", ["torch_muon", "soap"])
@@ -246,9 +251,9 @@ def record_by_hand(part):
 
 @pytest.mark.gpu
 def test_overlapping_runs_have_the_gradients_of_a_run_alone(sets):
-    """Graphs that replay at the same time must share no memory; Adam's moments at no rate are sums of gradients."""
+    """Graphs that replay at the same time must share no memory; Adam's moments at a tiny rate are sums of gradients."""
     arena = arena_of(sets, 64, "se_e2_a", torch.device("cuda"))
-    key = Key("water", "se_e2_a", "adam", 1e-30, 1, 64)
+    key = Key("water", "se_e2_a", "adam", 1e-9, 1, 64)
 
     def moments(count):
         runs = [contest.Run(key, arena) for _ in range(count)]
@@ -261,9 +266,9 @@ def test_overlapping_runs_have_the_gradients_of_a_run_alone(sets):
         return [[state["exp_avg"] for state in optimizer.state.values()] for optimizer in optimizers]
 
     (expected,) = moments(1)
-    for found in moments(12):
+    for found in moments(8):
         for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3 * float(theirs.abs().max()))
 
 
 @pytest.mark.gpu
