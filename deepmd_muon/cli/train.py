@@ -61,6 +61,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train; an input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported."""
+    from deepmd_muon.train.early_start import load_libraries, open_device
+
+    load_libraries()  # while the input is read and torch is imported
     from deepmd_muon.argcheck import DeepmdKitOnlyError, load
 
     try:
@@ -68,8 +71,6 @@ def run(options: argparse.Namespace) -> int:
     except DeepmdKitOnlyError as error:
         problems = "; ".join(map(str, error.problems))
         raise HandOver(error.elsewhere, f"install it, or change {error.source} ({problems})") from error
-    from deepmd_muon.train.early_start import open_device
-
     open_device()  # while torch is imported, by what follows
     from deepmd_muon.model.checkpoint_file import checkpoint_path
     from deepmd_muon.train import run as run_training

@@ -14,6 +14,7 @@ from deepmd_muon.optim.buildable import register_builder
 from deepmd_muon.optim.config import AdamImplementation, HybridMuonConfig
 from deepmd_muon.optim.hybrid_muon import HybridMuon
 from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
+from deepmd_muon.optim.torch_hooks import Adam, AdamW
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.buildable import Replicas
@@ -65,7 +66,7 @@ def build_adam(
     config: AdamConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> torch.optim.Adam:
     """Make torch's Adam for the trainable named parameters of `model`, its state in parts on `replicas`."""
-    return _element_wise(torch.optim.Adam, config, model, lr, replicas)
+    return _element_wise(Adam, config, model, lr, replicas)
 
 
 @register_builder(AdamWConfig)
@@ -73,7 +74,7 @@ def build_adamw(
     config: AdamWConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> torch.optim.AdamW:
     """Make torch's AdamW for the trainable named parameters of `model`, its state in parts on `replicas`."""
-    return _element_wise(torch.optim.AdamW, config, model, lr, replicas)
+    return _element_wise(AdamW, config, model, lr, replicas)
 
 
 def _element_wise(

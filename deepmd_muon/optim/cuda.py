@@ -1,9 +1,12 @@
-"""CUDA streams and graphs: a side stream, recording launches, and refusing captures that could not be replayed."""
+"""CUDA streams and graphs: side streams, recording launches, first launches in threads, and refusing captures."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -83,6 +86,21 @@ def try_record(launch: Callable[[], T], device: torch.device, what: str) -> tupl
     except Exception as error:  # an error of the driver must not end a training run
         _LOG.warning("%s could not be recorded and is launched kernel by kernel: %s", what, error)
         return None
+
+
+def launch_in_threads(launches: Sequence[Callable[[], object]], device: torch.device) -> None:
+    """Make first launches of kernels in threads beside each other, and wait: each compiles its kernel.
+
+    What one of them raises is dropped, because the same launch raises it again where its result is needed.
+    """
+
+    def launch(one: Callable[[], object]) -> None:
+        here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with contextlib.suppress(Exception), here, torch.no_grad():
+            one()
+
+    with ThreadPoolExecutor(min(len(launches), os.cpu_count() or 1), thread_name_prefix="deepmd_muon-compile") as pool:
+        list(pool.map(launch, launches))
 
 
 def refuse_unsafe_capture(

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.buildable import Replicas
     from deepmd_muon.optim.sharded.step import ShardedStep
 
-
 log = logging.getLogger(__name__)
 _DEFAULTS = Arguments()
 
@@ -226,6 +225,12 @@ class HybridMuon(QuickOptimizer):
         self._clipper, self._sharded = clip, sharded
         drop_unused(self.state, groups)
         self._compiled.reset(sharded)
+
+    def compile_kernels(self) -> None:
+        """Compile the kernels of the first step ahead of it; may run in a thread, and only its time changes."""
+        self._compiled.compile_kernels(
+            self._groups(), self.workspace, skip=getattr(self, "found_inf", None) is not None
+        )
 
     def _groups(self) -> list[Group]:
         return self._routing.groups(self.param_groups)

@@ -31,7 +31,7 @@ from deepmd_muon.optim.update.gradients import StepControl, decide, gradients_of
 from deepmd_muon.optim.update.muon import muon_
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.update.fused import FusedStepCache
+    from deepmd_muon.optim.update.fused_steps import FusedStepCache
 
 RoutedParams = list[tuple[Tensor, RouteEntry]]
 # State tensors of several parameters: by key, one tensor for each parameter.
@@ -156,6 +156,28 @@ class CompiledStep:
             shared = [] if self.sharded is None else self.sharded.params
             self._snapshot = Snapshot([group.values for group in self._groups], state, workspace, devices, shared)
 
+    def compile_kernels(self, groups: Sequence[Group], workspace: int, *, skip: bool) -> None:
+        """Compile the kernels of the Muon route on a GPU before the first step, of parameters on one process.
+
+        Parameters
+        ----------
+        groups, workspace
+            As in `prepare` and `run`.
+        skip
+            Whether steps will have a predicate that skips them.
+        """
+        if self.sharded is not None or unavailable():
+            return
+        from deepmd_muon.optim.update.fused import Variant  # needs Triton
+        from deepmd_muon.optim.update.fused_steps import compile_kernels
+
+        for group in groups:
+            for wave in waves(_of_route(group.routed, "muon"), elements_at_a_time(group, "muon", [], None, workspace)):
+                p, views = wave[0][0], tuple(entry.view for _, entry in wave if entry.view is not None)
+                if _can_be_fused(p.device, group.settings):
+                    variant = Variant(p.dtype, group.values["maximize"], skip, False)
+                    compile_kernels(views, p.device, p.dtype, variant, group.settings)
+
     def raise_deferred(self) -> None:
         """Raise deferred errors from the previous step."""
         if self.sharded is not None:
@@ -235,10 +257,10 @@ class CompiledStep:
 
     def _fused_steps(self, device: torch.device, settings: HybridMuonConfig) -> FusedStepCache | None:
         """Return the fused form of the Muon route; None where torch's operations are used."""
-        if device.type != "cuda" or not settings.flash_muon or settings.deepmd_kit_arithmetic:
+        if not _can_be_fused(device, settings):
             return None
         if self._fused is None and not unavailable():
-            from deepmd_muon.optim.update.fused import FusedStepCache  # needs Triton
+            from deepmd_muon.optim.update.fused_steps import FusedStepCache  # needs Triton
 
             self._fused = FusedStepCache()
         return self._fused
@@ -247,6 +269,17 @@ class CompiledStep:
 def _is_large(wave: Wave) -> bool:
     """Return whether a Muon wave occupies the device for so long that another may run beside it."""
     return wave.route == "muon" and sum(p.numel() for p in wave.params) > _SMALL
+
+
+def _can_be_fused(device: torch.device, settings: HybridMuonConfig) -> bool:
+    """Return whether the fused form of the Muon route may be used."""
+    return device.type == "cuda" and settings.flash_muon and not settings.deepmd_kit_arithmetic
+
+
+def _of_route(routed: Iterable[tuple[Tensor, RouteEntry]], route: Route) -> RoutedParams:
+    """Return the parameters of a route, equal shapes adjacent: they share batches even when there are several waves."""
+    taken = [(p, entry) for p, entry in routed if entry.route == route]
+    return sorted(taken, key=lambda member: (member[1].view.rows, member[1].view.columns) if member[1].view else (0, 0))
 
 
 def _with_gradient(group: Group) -> RoutedParams:
@@ -269,9 +302,7 @@ def _waves_of(
 ) -> Iterator[Wave]:
     """Divide one group's parameters into waves; create missing state."""
     for route in STATE_OF_ROUTE:
-        taken = [(p, entry) for p, entry in routed if entry.route == route]
-        # Equal shapes are adjacent, so that they share batches even when a group needs several waves.
-        taken.sort(key=lambda member: (member[1].view.rows, member[1].view.columns) if member[1].view else (0, 0))
+        taken = _of_route(routed, route)
         for wave in waves(taken, elements_at_a_time(group, route, [p for p, _ in taken], memory, workspace)):
             params = [p for p, _ in wave]
             views = [entry.view for _, entry in wave if entry.view is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -42,6 +43,20 @@ class QuickOptimizer(Optimizer):
     add_param_group = _bare(Optimizer.add_param_group)
     state_dict = _bare(Optimizer.state_dict)
     zero_grad = _bare(Optimizer.zero_grad)
+
+
+class Adam(QuickOptimizer, torch.optim.Adam):
+    """torch's Adam without the import of the compiler, which takes seconds; `differentiable` must stay False."""
+
+    load_state_dict = _bare(Optimizer.load_state_dict)
+    step = outside_compiler(torch.no_grad()(inspect.unwrap(torch.optim.Adam.step)))
+
+
+class AdamW(QuickOptimizer, torch.optim.AdamW):
+    """torch's AdamW, in the same way."""
+
+    load_state_dict = _bare(Optimizer.load_state_dict)
+    step = outside_compiler(torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step)))
 
 
 def read_by_grad_scaler() -> bool:

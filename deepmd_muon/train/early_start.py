@@ -1,18 +1,35 @@
 """Work that takes seconds at the start of a run on a GPU, done in threads beside the rest of the start.
 
-Python joins these threads when it ends: a process that exits within a call of CUDA may crash.
+Python joins these threads when it ends: a process that exits within a call of CUDA may crash. Whatever fails in them
+fails again where it is needed, and is reported there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
+import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+    from deepmd_muon.optim import HybridMuon
+
+
+def load_libraries() -> None:
+    """Begin to load the libraries of torch and Triton in threads, before torch is imported, where there is a driver.
+
+    torch's take a second and Triton, which reads all of its compiler to name its cache, another one; most of both
+    without Python's lock. Nothing is begun in a process that has imported torch, or that is to stay on the CPU.
+    """
+    if "torch" not in sys.modules and os.environ.get("DEVICE", "").lower() != "cpu":
+        _begin(_load_libraries)
 
 
 def open_device() -> None:
@@ -23,7 +40,48 @@ def open_device() -> None:
     """
     several = {"WORLD_SIZE", "SLURM_PROCID"} & os.environ.keys()
     if os.environ.get("DEVICE", "").lower() != "cpu" and not several:
-        threading.Thread(target=_retain_context, name="deepmd_muon-device").start()
+        _begin(_retain_context)
+
+
+def warm_up(device: torch.device) -> None:
+    """Load Triton and torch's matrix products in a thread, while data are read; nothing on a CPU."""
+    if device.type == "cuda":
+        _begin(_use_libraries, device)
+
+
+def compile_kernels(optimizer: HybridMuon) -> None:
+    """Compile an optimizer's kernels in a thread, while data are read; its first step waits for them."""
+    _begin(_compile, optimizer)
+
+
+def _begin(work: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=work, args=arguments, name="deepmd_muon-early-start").start()
+
+
+def _load_libraries() -> None:
+    with contextlib.suppress(OSError):  # no driver: a run on a CPU
+        ctypes.CDLL("libcuda.so.1")
+        _begin(_load_triton)
+        _load_torch()
+
+
+def _load_torch() -> None:
+    """Load torch's libraries as its import does, which then finds them loaded."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return
+    with contextlib.suppress(OSError):  # torch is built in another way
+        folder = Path(found.origin).parent / "lib"
+        ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(folder / "libtorch_python.so"))
+
+
+def _load_triton() -> None:
+    """Import Triton and let it read itself, which it remembers."""
+    with contextlib.suppress(Exception):
+        from triton.runtime import cache
+
+        cache.triton_key()
 
 
 def _retain_context() -> None:
@@ -35,20 +93,18 @@ def _retain_context() -> None:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
-def warm_up(device: torch.device) -> None:
-    """Load Triton and torch's matrix products in a thread, while data are read; nothing on a CPU."""
-    if device.type == "cuda":
-        threading.Thread(target=_use_libraries, args=(device,), name="deepmd_muon-warm-up").start()
-
-
 def _use_libraries(device: torch.device) -> None:
     import torch
 
     from deepmd_muon.model import kernels
 
-    # Whatever fails here fails again where it is needed, and is reported there.
     with contextlib.suppress(Exception), torch.cuda.device(device):
         for dtype in (torch.float64, torch.float32):
             x = torch.zeros(16, 16, dtype=dtype, device=device)
             torch.addmm(x[0], x, x)
         kernels.usable(device)
+
+
+def _compile(optimizer: HybridMuon) -> None:
+    with contextlib.suppress(Exception):
+        optimizer.compile_kernels()

@@ -20,11 +20,13 @@ from deepmd_muon.loss import EnergyLoss, check_labels
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.checkpoint_file import OWN_KEY
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
+from deepmd_muon.optim import HybridMuon
 from deepmd_muon.train.batch import to_device
 from deepmd_muon.train.batches import BatchSource
 from deepmd_muon.train.checkpoint.changes import report_rate
 from deepmd_muon.train.checkpoint.content import RunState
 from deepmd_muon.train.checkpoint.saving import Checkpoints
+from deepmd_muon.train.early_start import compile_kernels
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.endings import Moment, explained, last_good
 from deepmd_muon.train.errors import CheckpointError, NonFiniteError, TrainingError
@@ -99,6 +101,9 @@ class Trainer:
         self._moment = Moment("starting")
         parts = self.strategy, self.loss, self.optimizer, self.ema
         self._stepper = build_stepper(*parts, training, self._rate_and_fraction)
+        # In TF32, a thread could change the precision of the first step's products.
+        if isinstance(self.optimizer, HybridMuon) and self._device.type == "cuda" and not training.enable_tf32:
+            compile_kernels(self.optimizer)
         if training.recompute and not model.recompute_layers():
             log.warning("training/recompute has no effect: the descriptor has no layers to compute again")
         self._tuning: Tuning | None = None

@@ -3,15 +3,17 @@
     python source/benchmarks/training_step.py --data WATER --deepmd-kit /path/to/other/venv/bin/dp
     python source/benchmarks/training_step.py --data WATER --cases f64-b1 f32-b1 --log steps.jsonl
     python source/benchmarks/training_step.py --data WATER --model dpa3 --cases f32-b1 --steps 2 6 --threads 2
+    python source/benchmarks/training_step.py --data WATER --deepmd-kit here --in-one-run --steps 100 300
 
 WATER holds DeePMD's example water systems (data_0, data_1, data_2, 192 atoms). deepmd-kit 3.2.0 lives in an
-environment of its own; without --deepmd-kit only our times are shown.
+environment of its own, or, with `here`, in that of this process, where its Python is enough; without --deepmd-kit only
+our times are shown.
 
 Milliseconds a step are the slope of wall time between two lengths of `dp train`, display, validation and checkpoints
 off: start-up is thus excluded, and everything that a user waits for is counted. Start-up itself is what the line
-leaves at no steps. Processor time, which counts all threads, is a slope as well; peak memory is that of the longer
-run. The trainers take turns, so that a drift of the machine's speed meets all. `gpu_step.py` shows what a GPU does in a
-step.
+leaves at no steps. With --in-one-run, both lengths are those of one run, which displays these two steps. Processor
+time, which counts all threads, is a slope as well; peak memory is that of the longer run. The trainers take turns, so
+that a drift of the machine's speed meets all. `gpu_step.py` shows what a GPU does in a step.
 """
 
 from __future__ import annotations
@@ -134,11 +136,21 @@ def make_input(
 
 
 class Run(NamedTuple):
-    """Wall time [s], processor time of all threads [s] and peak memory [MiB] of a training run."""
+    """Wall time [s], processor time of all threads [s] and peak memory [MiB] of a training run.
+
+    Attributes
+    ----------
+    gpu
+        Peak of the memory that torch reserved on a GPU [MiB]; None on a CPU and where it is not known.
+    displayed
+        Seconds after which a displayed step was over.
+    """
 
     seconds: float
     processor: float
     memory: float
+    gpu: float | None = None
+    displayed: dict[int, float] = {}  # noqa: RUF012 (a default that nobody changes)
 
 
 def train(command: list[str], content: dict[str, Any], threads: int) -> Run:
@@ -160,38 +172,59 @@ def train(command: list[str], content: dict[str, Any], threads: int) -> Run:
         log = output.read()
     if status:
         raise SystemExit(f"{' '.join(command)} failed:\n{log[-3000:]}")
-    show_log(log, begun)
-    return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+    displayed = show_log(log, begun)
+    reserved = re.search(r"GPU memory: .* allocated, (\d+) MiB", log)
+    gpu = float(reserved[1]) if reserved else None
+    return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, gpu, displayed)
 
 
-def show_log(log: str, begun: float) -> None:
-    """Print the lines of a log that bear a time, with the seconds since the process was started."""
+def show_log(log: str, begun: float) -> dict[int, float]:
+    """Print the lines of a log that bear a time, with the seconds since the process was started.
+
+    Returns
+    -------
+    dict
+        Seconds after which each displayed step was over.
+    """
+    displayed = {}
     for line in log.splitlines():
         found = re.match(r"\[([\d-]+ [\d:]+),(\d+)\] DEEPMD (.*)", line)
         if found:
             at = time.mktime(time.strptime(found[1], "%Y-%m-%d %H:%M:%S")) + int(found[2]) / 1e3
             print(f"    {at - begun:7.2f} s  {found[3].strip()[:150]}")
+            if step := re.search(r"Batch +(\d+): total wall time", found[3]):
+                displayed[int(step[1])] = at - begun
+    return displayed
 
 
 class Step(NamedTuple):
-    """Wall and processor time of a step [ms], start-up [s] and peak memory [MiB]."""
+    """Wall and processor time of a step [ms], start-up [s] and peak memory [MiB], of a GPU's apart."""
 
     wall: float
     processor: float
     start_up: float
     memory: float
+    gpu: float | None
 
     @classmethod
     def between(cls, short: Run, long: Run, lengths: tuple[int, int]) -> Step:
         """Return the slopes between two runs of these numbers of steps."""
         steps = lengths[1] - lengths[0]
         wall, processor = ((after - before) / steps for before, after in zip(short[:2], long[:2], strict=True))
-        return cls(1e3 * wall, 1e3 * processor, short.seconds - wall * lengths[0], long.memory)
+        return cls(1e3 * wall, 1e3 * processor, short.seconds - wall * lengths[0], long.memory, long.gpu)
+
+    @classmethod
+    def within(cls, run: Run, lengths: tuple[int, int]) -> Step:
+        """Return the slope between two displayed steps of one run; its processor time is not known."""
+        first, last = (run.displayed[number] for number in lengths)
+        wall = (last - first) / (lengths[1] - lengths[0])
+        return cls(1e3 * wall, float("nan"), first - wall * lengths[0], run.memory, run.gpu)
 
 
 def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[Step]]:
     """Return the measurements, one a round, of every trainer, case and optimizer."""
-    ours = [sys.executable, "-m", "deepmd_muon"]
+    measured = str(Path(__file__).with_name("measured_train.py"))
+    ours = [sys.executable, measured, "ours"]
     trainers: dict[str, tuple[list[str], dict[str, Any] | None]] = {
         f"ours, capture {mode}{', compiled' if compiled else ''}": (
             ours,
@@ -201,7 +234,11 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[Step]]:
         for compiled in args.compile
     }
     if args.deepmd_kit:
-        trainers["deepmd-kit"] = ([shutil.which(args.deepmd_kit) or args.deepmd_kit], None)
+        theirs = [shutil.which(args.deepmd_kit) or args.deepmd_kit]
+        trainers["deepmd-kit"] = (
+            [sys.executable, measured, "deepmd-kit"] if args.deepmd_kit == "here" else theirs,
+            None,
+        )
     found: dict[tuple[str, str, str], list[Step]] = {}
     for number in range(args.rounds):
         for case in args.cases:
@@ -210,13 +247,19 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[Step]]:
                     inputs = [make_input(args.model, case, optimizer, n, args.data, own) for n in args.steps]
                     if args.warm_up and not number:
                         train(command, inputs[0], args.threads)
-                    runs = [train(command, content, args.threads) for content in inputs]
-                    step = Step.between(*runs, args.steps)
+                    if args.in_one_run:
+                        inputs[1]["training"].update(disp_training=True, disp_freq=args.steps[0])
+                        runs = [train(command, inputs[1], args.threads)]
+                        step = Step.within(runs[0], args.steps)
+                    else:
+                        runs = [train(command, content, args.threads) for content in inputs]
+                        step = Step.between(*runs, args.steps)
                     found.setdefault((name, case, optimizer), []).append(step)
                     report(args.log, round=number, trainer=name, case=case, optimizer=optimizer, runs=runs)
                     print(
                         f"round {number}: {name}, {case}, {optimizer}: {step.wall:.3f} ms a step, processor "
-                        f"{step.processor:.3f} ms, peak {step.memory:.0f} MiB, start-up {step.start_up:.1f} s",
+                        f"{step.processor:.3f} ms, peak {step.memory:.0f} MiB, on the GPU {step.gpu} MiB, "
+                        f"start-up {step.start_up:.1f} s",
                         flush=True,
                     )
     return found
@@ -228,7 +271,7 @@ def show_table(found: dict[tuple[str, str, str], list[Step]]) -> None:
         "| trainer | case | optimizer | ms a step | range | of deepmd-kit's | processor ms | range | of deepmd-kit's |",
         end="",
     )
-    print(" peak MiB | start-up s |\n|" + "---|" * 11)
+    print(" peak MiB | on the GPU | start-up s |\n|" + "---|" * 12)
     for (name, case, optimizer), steps in found.items():
         cells = [name, case, optimizer]
         other = found.get(("deepmd-kit", case, optimizer))
@@ -238,7 +281,9 @@ def show_table(found: dict[tuple[str, str, str], list[Step]]) -> None:
             ratio = f"{median / statistics.median(getattr(step, kind) for step in other):.3f}" if other else "–"
             cells += [f"{median:.3f}", f"{min(times):.3f}–{max(times):.3f}", ratio]
         memory, start_up = (statistics.median(getattr(step, kind) for step in steps) for kind in ("memory", "start_up"))
-        print("| " + " | ".join([*cells, f"{memory:.0f}", f"{start_up:.1f}"]) + " |")
+        reserved = [step.gpu for step in steps if step.gpu is not None]
+        cells += [f"{memory:.0f}", f"{statistics.median(reserved):.0f}" if reserved else "–", f"{start_up:.1f}"]
+        print("| " + " | ".join(cells) + " |")
 
 
 def report(log: Path | None, **values: Any) -> None:
@@ -252,7 +297,7 @@ def main() -> None:
     """Take turns, print medians and ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with data_0, data_1, data_2")
-    parser.add_argument("--deepmd-kit", help="the dp command of deepmd-kit 3.2.0")
+    parser.add_argument("--deepmd-kit", help="the dp command of deepmd-kit 3.2.0, or `here`")
     parser.add_argument("--model", default="se_e2_a", choices=tuple(MODELS))
     parser.add_argument(
         "--cases", nargs="+", default=["f64-b1", "f64-b8", "f64-b32", "f32-b1"], help="precision-bFRAMES"
@@ -261,6 +306,7 @@ def main() -> None:
     parser.add_argument("--compile", nargs="+", type=int, default=[0], choices=(0, 1), help="values of enable_compile")
     parser.add_argument("--warm-up", action="store_true", help="a run before the first, which fills caches on disk")
     parser.add_argument("--steps", type=int, nargs=2, default=(500, 2500), help="two lengths of a run")
+    parser.add_argument("--in-one-run", action="store_true", help="time between two displayed steps of one run")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--optimizers", nargs="+", default=["HybridMuon"])

@@ -49,7 +49,7 @@ def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficie
     list of Tensor
         float32 results (b, m, n), parts of one new tensor.
     """
-    return run_launches(name, _start, matrices, coefficients)
+    return run_launches(name, start_launch, matrices, coefficients)
 
 
 def run_launches(
@@ -119,7 +119,8 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 or x.stride(1) == 1 or min(x.shape[1:]) == 1 else x.contiguous()
 
 
-def _start(name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients, out: Tensor) -> None:
+def start_launch(name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients, out: Tensor) -> None:
+    """Start one launch of the implementation `name`; see `StartLaunch`."""
     steps = on_device(coefficients, out.device)
     constants = {**launch.constants, "STEPS": len(coefficients)}
     if name == "whole":

@@ -75,7 +75,20 @@ def orthogonalize_with_kernels(
 def choose_all(
     geometry: Geometry, capability: tuple[int, int], operand: torch.dtype, allowed: tuple[str, ...]
 ) -> tuple[Implementation, ...]:
-    """Choose an implementation for each tensor, counting equal shapes together, and log the choice."""
+    """Choose an implementation for each tensor, and log the choice."""
+    chosen = choices(geometry, capability, operand, allowed)
+    lines = Counter(
+        (name, min(shape[1:]), max(shape[1:])) for name, (shape, _, _) in zip(chosen, geometry, strict=True)
+    )
+    for (name, m, n), number in sorted(lines.items()):
+        _LOG.info("%d tensors of %d × %d matrices are orthogonalized by %r", number, m, n, name)
+    return chosen
+
+
+def choices(
+    geometry: Geometry, capability: tuple[int, int], operand: torch.dtype, allowed: tuple[str, ...]
+) -> tuple[Implementation, ...]:
+    """Choose an implementation for each tensor, counting equal shapes together."""
     sizes = [(shape[0], min(shape[1:]), max(shape[1:])) for shape, _, _ in geometry]
     count: Counter[tuple[int, int]] = Counter()
     for b, m, n in sizes:
@@ -84,16 +97,13 @@ def choose_all(
     for (b, m, n), (_, _, dtype) in zip(sizes, geometry, strict=True):
         batch = MatrixBatch(m, n, count[m, n], dtype, "cuda", capability, operand)
         chosen.append("torch" if b * m * n == 0 else choose(batch, allowed))
-    lines = Counter((name, m, n) for name, (_, m, n) in zip(chosen, sizes, strict=True))
-    for (name, m, n), number in sorted(lines.items()):
-        _LOG.info("%d tensors of %d × %d matrices are orthogonalized by %r", number, m, n, name)
     return tuple(chosen)
 
 
 def try_kernels(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor] | None:
     """Run one implementation, after a check against torch on its first use; disable it and log why on failure."""
     try:
-        _check(name, matrices[0].device)
+        check(name, matrices[0].device)
         return run_kernels(name, matrices, coefficients)
     except Exception as error:  # an error of the compiler or driver must not end a training run
         if torch.cuda.is_current_stream_capturing():
@@ -120,7 +130,7 @@ class KernelError(RuntimeError):
 
 
 @functools.lru_cache(maxsize=64)
-def _check(name: str, device: torch.device) -> None:
+def check(name: str, device: torch.device) -> None:
     """Compare an implementation with plain torch on low-rank matrices, in each memory layout that it supports."""
     shapes = {"whole": [(24, 40)], "strips": [(100, 400)], "tiles": [(270, 290)], "symmetric": [(150, 170), (128, 256)]}
     coefficients = coefficients_of("8+2")

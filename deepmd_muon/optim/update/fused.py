@@ -10,10 +10,9 @@ synchronizes.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,24 +37,19 @@ from deepmd_muon.optim.update.fused_tables import (
     chunks_of,
     split_float64,
 )
-from deepmd_muon.optim.update.gradients import StepControl, gradients_of
-from deepmd_muon.optim.update.muon import muon_, polar_factors
+from deepmd_muon.optim.update.gradients import StepControl
+from deepmd_muon.optim.update.muon import polar_factors
 
 _LOG = logging.getLogger(__name__)
-_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Elements of a chunk: short chunks occupy all multiprocessors for small models, long ones suit large models.
 _SHORT, _LONG = 1024, 4096
-_SMALL = 4 * 2**20
+SMALL = 4 * 2**20
 _ADVANCE_WARPS = 4  # with more, sums in float64 leave too few programs to a multiprocessor
-_MAX_RECORDINGS = 8
 _ALIGNED = 16  # vectors start at multiples of so many elements, and bytes
 
 
-class FusedError(RuntimeError):
-    """The result of the fused kernels differs from torch's."""
-
-
-class _Variant(NamedTuple):
+class Variant(NamedTuple):
     """The conditions that kernels are compiled for and that may change from step to step."""
 
     gradient: torch.dtype
@@ -91,13 +85,13 @@ class FusedMuon:
         self._settings = settings
         self._device = params[0].device
         dtype, self._wide = params[0].dtype, moment_dtype(params[0].dtype)
-        self._dtype, self._wide_type = _TYPES[dtype], _TYPES[self._wide]
+        self._dtype, self._wide_type = TYPES[dtype], TYPES[self._wide]
         self._magma = bool(scores)
         groups: dict[tuple[int, int], list[BlockLocation]] = defaultdict(list)
         blocks = [block for i, view in enumerate(views) for block in block_locations(i, view)]
         for block in blocks:
             groups[block.rows, block.columns].append(block)
-        small = sum(p.numel() for p in params) <= _SMALL
+        small = sum(p.numel() for p in params) <= SMALL
         self._width = _SHORT if small else _LONG
         self._warps = 4
         table = self._make_table(params, buffers, blocks, groups)
@@ -123,7 +117,7 @@ class FusedMuon:
             self._first, self._second = self._second, []
         self._side_stream = SideStream(self._device) if self._device.type == "cuda" else None
         self._scalars = StepScalars(self._device)
-        self._recorded: dict[_Variant, torch.cuda.CUDAGraph] = {}
+        self._recorded: dict[Variant, torch.cuda.CUDAGraph] = {}
         self._record_launches = recording and self._keep and self._device.type == "cuda"
         self._weight = split_float64(1.0 - settings.momentum)
         self._decay = split_float64(settings.weight_decay)
@@ -213,7 +207,7 @@ class FusedMuon:
         """Take one step with contiguous gradients of one dtype."""
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         table = captured_addresses(grads) if capturing else self._gradients.of(grads)
-        variant = _Variant(grads[0].dtype, maximize, control.skip is not None, control.scale is not None)
+        variant = Variant(grads[0].dtype, maximize, control.skip is not None, control.scale is not None)
         self._scalars.write(lr, control)
         recorded = None if capturing else self._recorded.get(variant)
         if recorded is not None:
@@ -223,7 +217,7 @@ class FusedMuon:
         if self._record_launches and not capturing:
             self._record(table, variant)
 
-    def _record(self, table: Tensor, variant: _Variant) -> None:
+    def _record(self, table: Tensor, variant: Variant) -> None:
         """Record the launches of a step in a CUDA graph."""
         recorded = try_record(lambda: self._launch(table, variant, True), self._device, "a fused step")
         if recorded is None:
@@ -231,7 +225,7 @@ class FusedMuon:
         else:
             self._recorded[variant], _ = recorded
 
-    def _launch(self, table: Tensor, variant: _Variant, capturing: bool) -> None:
+    def _launch(self, table: Tensor, variant: Variant, capturing: bool) -> None:
         """Start all kernels of a step."""
         skip = self._scalars.skip if variant.skip else None
         scale = self._scalars.scale if variant.scale else None
@@ -239,7 +233,7 @@ class FusedMuon:
         with in_phase("momentum"):
             advance[(self._programs,)](
                 self._chunks, table, directions, self._sums, *self._weight, skip, scale, DTYPE=self._dtype,
-                GRADIENT=_TYPES[variant.gradient], WIDE=self._wide_type, MAGMA=self._magma,
+                GRADIENT=TYPES[variant.gradient], WIDE=self._wide_type, MAGMA=self._magma,
                 NESTEROV=self._settings.nesterov, MAXIMIZE=variant.maximize, PEAKS=self._peaks,
                 SQUARES=self._applied is not None, WIDTH=self._width, num_warps=_ADVANCE_WARPS,
             )  # fmt: skip
@@ -263,7 +257,7 @@ class FusedMuon:
         with in_phase("update"):
             apply[(len(self._separate),)](
                 self._separate, results, factors, self._scalars.rate, *self._decay, skip, DTYPE=self._dtype,
-                POLAR=_TYPES[ordered[0].dtype], WIDE=self._wide_type, WIDTH=self._width, num_warps=self._warps,
+                POLAR=TYPES[ordered[0].dtype], WIDE=self._wide_type, WIDTH=self._width, num_warps=self._warps,
             )  # fmt: skip
 
     def _damping(self, skip: Tensor | None) -> Tensor:
@@ -291,103 +285,5 @@ class FusedMuon:
         return flat, matrices
 
 
-class FusedStepCache:
-    """The fused steps of an optimizer, kept by the first parameter of each wave."""
-
-    def __init__(self) -> None:
-        self._known: dict[Tensor, FusedMuon] = {}
-        self._made: Counter[Tensor] = Counter()
-        self._captured: list[FusedMuon] = []  # captured graphs read their tables as long as the optimizer exists
-
-    def step(
-        self,
-        params: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        scores: Sequence[Tensor],
-        views: Sequence[MatrixView],
-        *,
-        lr: float | Tensor,
-        settings: HybridMuonConfig,
-        control: StepControl,
-        maximize: bool = False,
-    ) -> bool:
-        """Take one step as `muon_` does and return True; return False, without changes, where `muon_` is needed."""
-        if params[0].is_cuda and params[0].get_device() != torch.cuda.current_device():
-            with torch.cuda.device(params[0].device):  # Triton launches on the current device
-                return self.step(
-                    params, buffers, scores, views, lr=lr, settings=settings, control=control, maximize=maximize
-                )
-        grads = gradients_of(params)
-        (dtype, *others) = {g.dtype for g in grads}
-        if dtype not in _TYPES or others:
-            return False
-        lr = float(lr) if isinstance(lr, Tensor) and not lr.is_cuda else lr  # does not synchronize
-        if not _works(params[0].device, params[0].dtype, dtype, bool(scores), settings.nesterov, maximize):
-            return False
-        known = self._known.get(params[0])
-        if known is None or not known.fits(params, buffers, scores, settings):
-            if not all(x.is_contiguous() and x.dtype == params[0].dtype for x in (*params, *buffers)):
-                return False
-            # If tensors move repeatedly, recording costs more than it saves.
-            self._made[params[0]] += 1
-            recording = self._made[params[0]] <= _MAX_RECORDINGS
-            known = self._known[params[0]] = FusedMuon(params, buffers, scores, views, settings, recording=recording)
-        if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            self._captured.append(known)
-        if not all(map(Tensor.is_contiguous, grads)):
-            grads = [g.contiguous() for g in grads]
-        known.step(grads, lr, control, maximize=maximize)
-        return True
-
-
 def _addresses(*several: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, itertools.chain(*several)))
-
-
-@functools.lru_cache(maxsize=64)
-def _works(
-    device: torch.device, dtype: torch.dtype, gradient: torch.dtype, magma: bool, nesterov: bool, maximize: bool
-) -> bool:
-    """Compile the kernels and compare them with torch on two small matrices; log why they cannot be used."""
-    try:
-        _check(device, dtype, gradient, magma, nesterov, maximize)
-    except Exception as error:  # an error of the compiler or driver must not end a training run
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        _LOG.warning("fused steps of %s parameters are disabled, and torch is used instead: %s", dtype, reason)
-        return False
-    return True
-
-
-def _check(
-    device: torch.device, dtype: torch.dtype, gradient: torch.dtype, magma: bool, nesterov: bool, maximize: bool
-) -> None:
-    settings = HybridMuonConfig(magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32").explicit()
-    # Wide random blocks have full rank; otherwise rounding would determine the polar factor.
-    random = torch.Generator("cpu").manual_seed(0)
-    wave = torch.randn(2, 8, 36, generator=random, dtype=torch.float64, device="cpu").to(device)
-    view = MatrixView(2, 8, 36, "columns", (20, 16))
-    found: list[list[Tensor]] = []
-    for fused in (False, True):
-        p, m = wave.to(dtype, copy=True).requires_grad_(), (0.5 - wave).to(dtype)
-        p.grad = wave.flip(1).to(p.dtype)
-        if gradient != dtype:
-            p.grad_dtype = None  # allows a gradient of another dtype
-        p.grad = wave.flip(1).to(gradient)
-        scores = [torch.full((4,), 0.5, device=device)] if magma else []
-        with torch.no_grad():
-            if fused:
-                step = FusedMuon([p], [m], scores, [view], settings)
-                for _ in range(2):  # the second may be a recorded one
-                    step.step([p.grad], 0.1, StepControl(), maximize=maximize)
-            else:
-                lists = ([p], [m], scores, [view])
-                for _ in range(2):
-                    muon_(*lists, lr=0.1, settings=settings, control=StepControl(), maximize=maximize)
-        found.append([p.detach(), m, *scores])
-    tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
-    for expected, got in zip(*found, strict=True):
-        error = float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
-        if not error <= tolerance:
-            raise FusedError(f"the result differs from torch's by {error:.1e}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -15,11 +16,12 @@ if importlib.util.find_spec("triton") is None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from kernel_cases import COEFFICIENTS, fits, forget_workspaces
+from kernel_cases import COEFFICIENTS, default_choice, fits, forget_workspaces
 from offline import MULTIPROCESSORS, Recorded, Recorder, recorded_launches, resources
 
 from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.polar import SCHEDULES, dispatch, one_launch, symmetric_launch
+from deepmd_muon.optim.cuda import launch_in_threads
+from deepmd_muon.optim.polar import SCHEDULES, compiling, dispatch, one_launch, symmetric_launch
 from deepmd_muon.optim.polar.run import run_kernels
 from deepmd_muon.optim.polar.tables import Application
 from deepmd_muon.optim.routing.views import MatrixView
@@ -168,6 +170,39 @@ def test_updates_by_the_last_product(shape, tmp_path, listing):
         symmetric_launch.apply_by_products([torch.empty(shape)], SCHEDULES["polar-express-5"].coefficients, given)
     found = [launch for launch in found if f"WRITE={5 if shape[1] > shape[2] else 4}" in str(launch)]
     check(found, tmp_path, listing)
+
+
+def test_kernels_are_compiled_ahead_of_the_launches_that_need_them(monkeypatch):
+    """The shapes are those of DPA-3 and se_e2_a, whose strips need several launches."""
+    checked = []
+    monkeypatch.setattr(compiling, "check", lambda name, device: checked.append(name))  # compares numbers
+    shapes = [(12, 64, 320), (6, 128, 240), (6, 320, 128), (6, 128, 768), (2, 240, 240), (1, 240, 1600)]
+    shapes += [(2, 25, 50), (2, 50, 100), (1, 128, 128), (6, 2, 128), (6, 32, 128)]
+    matrices = [torch.empty(shape) for shape in shapes]
+    with recorded_launches() as found:
+        for call in compiling.compilations(matrices, COEFFICIENTS, torch.float16, dispatch.IMPLEMENTATIONS):
+            call()
+        count = len(found)
+        for name in ("whole", "strips"):
+            run_kernels(name, [x for x in matrices if default_choice(x.shape[1:], x.shape[0]) == name], COEFFICIENTS)
+    forget_workspaces()
+    ahead, needed = ({launch.compiled_for for launch in some} for some in (found[:count], found[count:]))
+    assert sorted(checked) == ["strips", "whole"]
+    assert len({launch.kernel for launch in needed}) == 2
+    assert needed <= ahead
+
+
+def test_first_launches_run_beside_each_other_and_their_errors_wait():
+    meeting = threading.Barrier(2, timeout=60)
+    done = []
+
+    def fail():
+        meeting.wait()
+        raise RuntimeError("no compiler")
+
+    with mock.patch.object(os, "cpu_count", return_value=2):
+        launch_in_threads([fail, lambda: done.append(meeting.wait())], torch.device("cpu"))
+    assert len(done) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

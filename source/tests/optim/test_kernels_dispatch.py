@@ -97,7 +97,7 @@ def test_a_failing_kernel_is_switched_off_with_one_line(monkeypatch, caplog):
     def broken(name, matrices, coefficients):
         raise RuntimeError("no compiler\nand more")
 
-    monkeypatch.setattr(run, "_check", lambda name, device: None)
+    monkeypatch.setattr(run, "check", lambda name, device: None)
     monkeypatch.setattr(run, "run_kernels", broken)
     monkeypatch.setattr(dispatch, "FAILED", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -228,6 +228,42 @@ def test_importing_the_optimizer_changes_no_global_setting():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
+def test_adam_steps_as_torchs_and_imports_no_compiler(kind, implementation):
+    """The classes with torch's methods as they are written, in a process of their own: something else may import it."""
+    program = f"""
+import sys, torch
+from deepmd_muon.optim.other_configs import {kind}Config
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 2)
+twin = torch.nn.Linear(3, 2)
+twin.load_state_dict(model.state_dict())
+ours = {kind}Config(adam_implementation="{implementation}").build(model, 1e-2)
+gradients = [[torch.randn_like(p) for p in model.parameters()] for _ in range(3)]
+
+def take(optimizer, used, steps):
+    for values in steps:
+        for p, value in zip(used.parameters(), values):
+            p.grad = value.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+
+take(ours, model, gradients[:2])
+ours.load_state_dict(ours.state_dict())
+take(ours, model, gradients[2:])
+assert "torch._dynamo" not in sys.modules
+options = {{key: ours.defaults[key] for key in ("lr", "betas", "eps", "weight_decay", "foreach", "fused")}}
+theirs = torch.optim.{kind}(twin.parameters(), **options)
+assert isinstance(ours, torch.optim.{kind}) and type(ours).__name__ == "{kind}"
+take(theirs, twin, gradients)
+assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters()))
+assert ours.state_dict()["state"][0]["exp_avg"].equal(theirs.state_dict()["state"][0]["exp_avg"])
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 @pytest.mark.parametrize("sharded", ["abc", {"slots": 2}])
 def test_sharded_must_be_settings_also_on_one_process(sharded):
     with pytest.raises(InvalidSettingError, match="sharded: must be ShardedSettings"):

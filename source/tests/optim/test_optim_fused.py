@@ -19,7 +19,8 @@ from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.update import applied, fused
-from deepmd_muon.optim.update.fused import FusedMuon, FusedStepCache
+from deepmd_muon.optim.update.fused import FusedMuon
+from deepmd_muon.optim.update.fused_steps import FusedStepCache
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.update.magma import SCORE_START
 from deepmd_muon.optim.update.muon import muon_
@@ -259,7 +260,7 @@ def test_the_last_product_updates_large_matrices(monkeypatch):
     views = [MatrixView(1, 128, 256), MatrixView(1, 256, 128), MatrixView(1, 7, 40)]
     generator = torch.Generator().manual_seed(0)
     start = [[torch.randn(v.rows, v.columns, generator=generator).to(DEVICE) for v in views] for _ in range(3)]
-    monkeypatch.setattr(fused, "_SMALL", 0)
+    monkeypatch.setattr(fused, "SMALL", 0)
     monkeypatch.setattr(applied, "check", lambda *_: None)
     monkeypatch.setattr(applied, "choose", lambda _: "symmetric")  # rather than kernels for such small ones
     found = []

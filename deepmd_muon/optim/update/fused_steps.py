@@ -1,0 +1,179 @@
+"""The fused steps of an optimizer, and the first use of their kernels: compiled in threads, compared with torch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.cuda import launch_in_threads
+from deepmd_muon.optim.polar.compiling import compilations
+from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS
+from deepmd_muon.optim.polar.schedules import Coefficients, coefficients_of
+from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.update.adam import moment_dtype
+from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon, Variant
+from deepmd_muon.optim.update.fused_tables import block_locations
+from deepmd_muon.optim.update.gradients import StepControl, gradients_of
+from deepmd_muon.optim.update.muon import muon_
+
+_LOG = logging.getLogger(__name__)
+_MAX_RECORDINGS = 8
+_COMPILING = threading.Lock()
+_COMPILED: set[tuple[object, ...]] = set()
+
+
+class FusedError(RuntimeError):
+    """The result of the fused kernels differs from torch's."""
+
+
+class FusedStepCache:
+    """The fused steps of an optimizer, kept by the first parameter of each wave."""
+
+    def __init__(self) -> None:
+        self._known: dict[Tensor, FusedMuon] = {}
+        self._made: Counter[Tensor] = Counter()
+        self._captured: list[FusedMuon] = []  # captured graphs read their tables as long as the optimizer exists
+
+    def step(
+        self,
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        scores: Sequence[Tensor],
+        views: Sequence[MatrixView],
+        *,
+        lr: float | Tensor,
+        settings: HybridMuonConfig,
+        control: StepControl,
+        maximize: bool = False,
+    ) -> bool:
+        """Take one step as `muon_` does and return True; return False, without changes, where `muon_` is needed."""
+        if params[0].is_cuda and params[0].get_device() != torch.cuda.current_device():
+            with torch.cuda.device(params[0].device):  # Triton launches on the current device
+                return self.step(
+                    params, buffers, scores, views, lr=lr, settings=settings, control=control, maximize=maximize
+                )
+        grads = gradients_of(params)
+        (dtype, *others) = {g.dtype for g in grads}
+        if dtype not in TYPES or others:
+            return False
+        lr = float(lr) if isinstance(lr, Tensor) and not lr.is_cuda else lr  # does not synchronize
+        variant = Variant(dtype, maximize, control.skip is not None, control.scale is not None)
+        known = self._known.get(params[0])
+        if known is None:
+            compile_kernels(tuple(views), params[0].device, params[0].dtype, variant, settings)
+        if not _works(params[0].device, params[0].dtype, variant, bool(scores), settings.nesterov):
+            return False
+        if known is None or not known.fits(params, buffers, scores, settings):
+            if not all(x.is_contiguous() and x.dtype == params[0].dtype for x in (*params, *buffers)):
+                return False
+            # If tensors move repeatedly, recording costs more than it saves.
+            self._made[params[0]] += 1
+            recording = self._made[params[0]] <= _MAX_RECORDINGS
+            known = self._known[params[0]] = FusedMuon(params, buffers, scores, views, settings, recording=recording)
+        if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured.append(known)
+        if not all(map(Tensor.is_contiguous, grads)):
+            grads = [g.contiguous() for g in grads]
+        known.step(grads, lr, control, maximize=maximize)
+        return True
+
+
+def compile_kernels(
+    views: tuple[MatrixView, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    variant: Variant,
+    settings: HybridMuonConfig,
+) -> None:
+    """Compile and check the kernels of a small model's step in threads beside each other; only the first call does.
+
+    A call waits for one in another thread. On a CPU, and while a graph is captured, nothing is done.
+
+    Parameters
+    ----------
+    views, device, dtype
+        Of the parameters of a wave.
+    variant, settings
+        Of their step.
+    """
+    elements = sum(view.batch * view.rows * view.columns for view in views)
+    if device.type != "cuda" or elements > SMALL or torch.cuda.is_current_stream_capturing():
+        return
+    with _COMPILING:
+        key = views, device, dtype, variant, settings
+        if key in _COMPILED:
+            return
+        _COMPILED.add(key)
+        calls = [functools.partial(_works, device, dtype, variant, settings.magma_muon, settings.nesterov)]
+        launch_in_threads([*calls, *_orthogonalizations(views, device, dtype, settings)], device)
+
+
+def _orthogonalizations(
+    views: Sequence[MatrixView], device: torch.device, dtype: torch.dtype, settings: HybridMuonConfig
+) -> list[Callable[[], object]]:
+    """Return calls that compile the kernels which orthogonalize the blocks of these views."""
+    if not settings.flash_muon or settings.precision not in ("auto", "float16"):
+        return []
+    counts = Counter((block.rows, block.columns) for view in views for block in block_locations(0, view))
+    schedules: dict[Coefficients, list[Tensor]] = defaultdict(list)
+    for (m, n), count in counts.items():
+        schedule = coefficients_of(settings.schedule_of((count, m, n)))
+        schedules[schedule].append(torch.zeros(count, m, n, dtype=moment_dtype(dtype), device=device))
+    several = [compilations(*each[::-1], torch.float16, IMPLEMENTATIONS) for each in schedules.items()]
+    return list(itertools.chain(*several))
+
+
+@functools.lru_cache(maxsize=64)
+def _works(device: torch.device, dtype: torch.dtype, variant: Variant, magma: bool, nesterov: bool) -> bool:
+    """Compile the kernels and compare them with torch on two small matrices; log why they cannot be used."""
+    try:
+        _check(device, dtype, variant, magma, nesterov)
+    except Exception as error:  # an error of the compiler or driver must not end a training run
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        _LOG.warning("fused steps of %s parameters are disabled, and torch is used instead: %s", dtype, reason)
+        return False
+    return True
+
+
+def _check(device: torch.device, dtype: torch.dtype, variant: Variant, magma: bool, nesterov: bool) -> None:
+    settings = HybridMuonConfig(magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32").explicit()
+    # Wide random blocks have full rank; otherwise rounding would determine the polar factor.
+    # Kernels are compiled for steps with these conditions or without them.
+    skip = torch.zeros((), device=device) if variant.skip else None
+    control = StepControl(skip, torch.ones((), device=device) if variant.scale else None)
+    random = torch.Generator("cpu").manual_seed(0)
+    wave = torch.randn(2, 8, 36, generator=random, dtype=torch.float64, device="cpu").to(device)
+    view = MatrixView(2, 8, 36, "columns", (20, 16))
+    found: list[list[Tensor]] = []
+    for fused in (False, True):
+        p, m = wave.to(dtype, copy=True).requires_grad_(), (0.5 - wave).to(dtype)
+        p.grad = wave.flip(1).to(p.dtype)
+        if variant.gradient != dtype:
+            p.grad_dtype = None  # allows a gradient of another dtype
+        p.grad = wave.flip(1).to(variant.gradient)
+        scores = [torch.full((4,), 0.5, device=device)] if magma else []
+        with torch.no_grad():
+            if fused:
+                step = FusedMuon([p], [m], scores, [view], settings)
+                for _ in range(2):  # the second may be a recorded one
+                    step.step([p.grad], 0.1, control, maximize=variant.maximize)
+            else:
+                lists = ([p], [m], scores, [view])
+                for _ in range(2):
+                    muon_(*lists, lr=0.1, settings=settings, control=control, maximize=variant.maximize)
+        found.append([p.detach(), m, *scores])
+    tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
+    for expected, got in zip(*found, strict=True):
+        error = float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
+        if not error <= tolerance:
+            raise FusedError(f"the result differs from torch's by {error:.1e}")
