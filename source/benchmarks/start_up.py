@@ -7,8 +7,8 @@ the command line, every step displayed: once with an empty cache of compiled ker
 cache, one process after the other. A stage ends with its line of the log; the clock starts before the process. Files
 that the first process reads from disk stay in memory for the others, so a process that imports torch comes before all.
 
-The optimizer's first step is timed apart, in a process of its own for each model and cache: the model's parameters with
-random gradients, nothing compiled ahead.
+The optimizer's first step is timed apart (--first-steps), in a process of its own for each model and cache: the model's
+parameters with random gradients, nothing compiled ahead.
 """
 
 from __future__ import annotations
@@ -83,10 +83,17 @@ def time_optimizer(case: str, kind: str, data: Path) -> None:
     from deepmd_muon.model import build_model
     from deepmd_muon.train.optimizers import build_optimizer
 
-    model_kind, precision = case.split(":")
-    given = normalize(make_input(model_kind, precision, kind, 1, data, {}))
-    model = build_model(given.normalized["model"]).cuda()
-    optimizer = build_optimizer(given.settings.optimizer, model, 1e-3)
+    model_kind, _, precision = case.partition(":")
+    given = normalize(make_input("se_e2_a", precision or "f32-b1", kind, 1, data, {}))
+    shapes = Path(__file__).with_name("shapes") / f"{case}.json"
+    model: torch.nn.Module
+    if shapes.exists():
+        model = torch.nn.ParameterDict()
+        for name, shape, dtype in json.loads(shapes.read_text()):
+            model[name.replace(".", "/")] = torch.nn.Parameter(torch.randn(shape, dtype=getattr(torch, dtype)))
+    else:
+        model = build_model(normalize(make_input(model_kind, precision, kind, 1, data, {})).normalized["model"])
+    optimizer = build_optimizer(given.settings.optimizer, model.cuda(), 1e-3)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.found_inf = torch.zeros((), device="cuda")  # type: ignore[attr-defined]  # as in a run
@@ -119,17 +126,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     show("import torch", seconds=round(time.perf_counter() - begun, 2))
     found: dict[str, Any] = {}
     for case in args.models:
-        mine = found[case] = {"cold": [], "warm": [], "optimizer": {}}
+        mine: dict[str, Any] = {"cold": [], "warm": []}
+        found[case] = mine
         with tempfile.TemporaryDirectory() as empty:
             cache = empty if args.cold else os.environ["TRITON_CACHE_DIR"]
             for state in ["cold"] * args.cold + ["warm"] * args.warm:
                 mine[state].append(start(case, args.optimizer, args.data, cache, args.timeout))
                 show(f"{case} {state}", **mine[state][-1])
-        for kind in args.first_steps:
-            with tempfile.TemporaryDirectory() as cache:
-                twice = [first_steps(case, kind, args.data, cache, args.timeout) for _ in range(2)]
-                mine["optimizer"][kind] = {"cold": twice[0], "warm": twice[1]}
-                show(f"{case} first two steps of {kind}", **mine["optimizer"][kind])
+    for case in args.first_steps:
+        with tempfile.TemporaryDirectory() as cache:
+            twice = [
+                first_steps(case, args.optimizer, args.data, cache, args.timeout) for _ in range(1 + bool(args.warm))
+            ]
+            mine = {f"{state} cache": steps for state, steps in zip(("cold", "warm"), twice, strict=False)}
+            found.setdefault(case, {})["optimizer"] = mine
+            show(f"{case} first two steps of {args.optimizer}", **mine)
     return found
 
 
@@ -142,11 +153,11 @@ def main() -> None:
     """Measure, and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with data_0, data_1, data_2")
-    parser.add_argument("--models", nargs="+", default=["se_e2_a:f64-b1"], help="MODEL:PRECISION-bFRAMES")
+    parser.add_argument("--models", nargs="*", default=["se_e2_a:f64-b1"], help="MODEL:PRECISION-bFRAMES")
     parser.add_argument("--optimizer", default="HybridMuon", help="of the runs")
     parser.add_argument("--warm", type=int, default=2, help="runs with a filled cache")
     parser.add_argument("--no-cold", dest="cold", action="store_false", help="use the filled TRITON_CACHE_DIR")
-    parser.add_argument("--first-steps", nargs="*", default=["HybridMuon"], help="optimizers whose first step is timed")
+    parser.add_argument("--first-steps", nargs="*", default=[], help="models, or files of shapes/ by name")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a process may take")
     parser.add_argument("--log", type=Path, help="file for all figures, JSON")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)

@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument(
         "--cases", nargs="+", default=["f64-b1", "f64-b8", "f64-b32", "f32-b1"], help="precision-bFRAMES"
     )
-    parser.add_argument("--capture", nargs="+", default=["auto"], choices=("auto", "on", "off"))
+    parser.add_argument("--capture", nargs="*", default=["auto"], choices=("auto", "on", "off"))
     parser.add_argument("--compile", nargs="+", type=int, default=[0], choices=(0, 1), help="values of enable_compile")
     parser.add_argument("--warm-up", action="store_true", help="a run before the first, which fills caches on disk")
     parser.add_argument("--steps", type=int, nargs=2, default=(500, 2500), help="two lengths of a run")
