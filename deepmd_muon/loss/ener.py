@@ -238,14 +238,14 @@ class EnergyLoss:
         return self._per_frame(*pair, every._replace(present=label.get("find_virial")), self._delta(2))
 
     @property
-    def _is_plain(self) -> bool:
-        """Whether terms are mean squares."""
+    def is_plain(self) -> bool:
+        """Whether terms are mean squares of plain errors."""
         return self.loss_func == "mse" and not self.use_huber
 
     def _per_frame(self, found: torch.Tensor, wanted: torch.Tensor, counted: _Counted, delta: float) -> _Found:
         """Compare a quantity `(nframes, components)` that grows with the number of atoms."""
         per_atom = counted.per_atom
-        if self._is_plain and counted.present is None and not isinstance(per_atom, torch.Tensor):
+        if self.is_plain and counted.present is None and not isinstance(per_atom, torch.Tensor):
             square = torch.nn.functional.mse_loss(found, wanted)
             value = square * (per_atom * per_atom if self.intensive_ener_virial else per_atom)
             return value, square.detach().sqrt() * per_atom
@@ -274,7 +274,7 @@ class EnergyLoss:
 
     def _force(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
         counted, wanted = every._replace(present=label.get("find_force")), label.get("force")
-        if self._is_plain and self.relative_f is None and wanted is not None:
+        if self.is_plain and self.relative_f is None and wanted is not None:
             square = counted.mean_square(prediction["force"], wanted.reshape(prediction["force"].shape))
             return square, square.detach().sqrt()
         error = self._force_error(prediction, label)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from deepmd_muon.loss import EnergyLoss
 from deepmd_muon.model import EnergyModel, kernels
+from deepmd_muon.train import fused_loss
 from deepmd_muon.train.batch import TrainingBatch, map_tensors, tensors_of
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def differentiate(
     """Return loss and metrics of a batch, the gradients in the parameters' `grad`."""
     structures = batch.structures
     prediction = model(structures, force=loss.needs_force, virial=loss.needs_virial)
-    value, metrics = loss(prediction, batch.labels, lr_fraction, structures.natoms, batch.mask)
+    value, metrics = fused_loss.evaluate(loss, prediction, batch.labels, lr_fraction, structures.natoms, batch.mask)
     value.backward()
     return value.detach(), metrics
 

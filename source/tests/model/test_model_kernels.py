@@ -31,18 +31,19 @@ def test_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout[-6000:]
-    assert int(passed[1]) == 29
+    assert int(passed[1]) == 32
 
 
 if INSIDE:
     from dpa3_passes import angle_results, distance, edge_results
 
+    from deepmd_muon.loss import EnergyLoss
     from deepmd_muon.model import energy_model, layer_kernels, layers
     from deepmd_muon.model.activation import activation
     from deepmd_muon.model.descriptor import environment, environment_kernels
     from deepmd_muon.model.descriptor.dpa3 import angle_launches, angles, edge_launches, edges
     from deepmd_muon.model.descriptor.se_e2_a import interpolation, interpolation_kernels, rows_kernels
-    from deepmd_muon.train import step_kernels
+    from deepmd_muon.train import fused_loss, step_kernels
     from deepmd_muon.train.guard import DeviceGuard
     from deepmd_muon.train.strategy.base import Reduced
 
@@ -169,6 +170,37 @@ if INSIDE:
             torch.testing.assert_close(fused._record, plain._record, equal_nan=True)
             assert fused.skip == plain.skip
         assert fused._record[:3].tolist() == [5.0, 2.0, 2.0]
+
+    @pytest.mark.parametrize(
+        "settings",
+        [{}, {"start_pref_v": 2.0, "limit_pref_v": 3.0, "intensive_ener_virial": True}, {"start_pref_e": 0.0}],
+    )
+    def test_loss_kernels(monkeypatch, settings):
+        """Errors over several blocks, labels that are parts of wider rows, and a loss that is not the last node."""
+        generator, (frames, atoms) = torch.Generator().manual_seed(8), (5, 150)
+        loss = EnergyLoss(**settings)
+
+        def draw(*shape):
+            return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+        energy, force, virial = draw(frames, 17), draw(frames, atoms * 3 + 7), draw(frames, 9)
+        labels = {"energy": energy[:, 3], "force": force[:, 2:-5].view(frames, atoms, 3), "virial": virial}
+        values = {"energy": draw(frames), "force": draw(frames, atoms, 3), "virial": draw(frames, 9)}
+        fraction, results = torch.tensor(0.3, dtype=torch.float64), []
+        for fused in (False, True):
+            monkeypatch.setattr(fused_loss.kernels, "usable", lambda _, fused=fused: fused)
+            prediction = {name: value.clone().requires_grad_() for name, value in values.items()}
+            assert fused_loss.fits(loss, prediction, labels, None)
+            value, metrics = fused_loss.evaluate(loss, prediction, labels, fraction, atoms)
+            (0.7 * value).backward()
+            results.append([value.detach(), *metrics.values(), *(prediction[name].grad for name in prediction)])
+            assert list(metrics) == [*(f"rmse_{term}" for term in loss.terms), "rmse"]
+            assert not any(x.requires_grad for x in metrics.values())
+        assert type(value.grad_fn).__name__ == "FusedLossBackward"
+        for found, wanted in zip(*results[::-1], strict=True):
+            assert (found is None) == (wanted is None)
+            if wanted is not None:
+                close(found, wanted)
 
     @pytest.mark.parametrize("periodic", [False, True])
     def test_gather_kernel(periodic):
