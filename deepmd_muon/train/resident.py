@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 _CHUNK = 16
 # Batches whose frame numbers are copied to the device at once.
 _AHEAD = 1024
+# Data sets of at most this size have their neighbours found ahead, which takes a few seconds of all threads.
+_AHEAD_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +209,7 @@ def _read(systems: Sequence[System], cache: NeighborCache) -> tuple[Frames, Neig
         return frames, cache.batch(system, numbers, frames)
 
     jobs = [(system, first) for system in systems for first in range(0, system.nframes, _CHUNK)]
+    cache.wait()
     # Neighbours are searched for outside of Python's lock.
     with ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-resident") as pool:
         parts, lists = map(list, zip(*pool.map(read, jobs), strict=True))
@@ -339,3 +342,9 @@ def why_not_resident(loader: DataLoader, budget: int, steps: int) -> str | None:
     width = int(np.minimum(group_limits(loader.cache.sel, loader.cache.by_type, loader.cache.ntypes), 1 << 20).sum())
     needed = sum(resident_bytes(system, width) for system in loader.systems)
     return f"they take {needed / 2**20:.0f} MiB" if needed > budget else None
+
+
+def find_neighbors_ahead(loader: DataLoader, steps: int) -> None:
+    """Begin to find the neighbours of a small data set that will live on the device, before it is read there."""
+    if why_not_resident(loader, _AHEAD_BYTES, steps) is None:
+        loader.cache.fill_ahead(loader.systems)

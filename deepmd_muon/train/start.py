@@ -28,6 +28,7 @@ from deepmd_muon.train.parallel import Ranks, joined
 from deepmd_muon.train.report import set_up_logging
 from deepmd_muon.train.report.tensorboard import require_tensorboard
 from deepmd_muon.train.report.weights_and_biases import require_wandb
+from deepmd_muon.train.resident import find_neighbors_ahead
 from deepmd_muon.train.setup import (
     CACHE_BYTES,
     Data,
@@ -36,6 +37,7 @@ from deepmd_muon.train.setup import (
     fixed_energies,
     make_loaders,
     new_seed,
+    number_of_steps,
     open_training_systems,
     resolve_sel,
     set_model_statistics,
@@ -207,6 +209,8 @@ def _prepare(
     seed = given.settings.training.seed
     seed = ranks.from_first("drawing a seed", new_seed) if seed is None else seed
     data = make_loaders(train, valid, given.settings.training, cache, seed, ranks)
+    if ranks.device.type == "cuda" and ranks.size == 1:
+        find_neighbors_ahead(data.training, number_of_steps(given.settings.training, data.training))
     move = source.move_to(model.type_map) if source else None
     if source is None or force_load or source.new_fitting or (move and move.new):
         section, training = given.normalized["model"], given.settings.training
