@@ -228,9 +228,8 @@ class HybridMuon(QuickOptimizer):
 
     def compile_kernels(self) -> None:
         """Compile the kernels of the first step ahead of it; may run in a thread, and only its time changes."""
-        self._compiled.compile_kernels(
-            self._groups(), self.workspace, skip=getattr(self, "found_inf", None) is not None
-        )
+        skip = getattr(self, "found_inf", None) is not None
+        self._compiled.compile_kernels(self._groups(), self.workspace, skip=skip)
 
     def _groups(self) -> list[Group]:
         return self._routing.groups(self.param_groups)
@@ -322,8 +321,7 @@ class HybridMuon(QuickOptimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        # Autocast and torch-function modes apply to the closure only. Such a mode, for instance `torch.device(...)`,
-        # runs Python code for every attribute of a tensor that is read: a millisecond for a hundred parameters.
+        # Modes apply to the closure only. `with torch.device(...)` runs Python code for every attribute that is read.
         with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             self._step(qk_logits)
         return loss
