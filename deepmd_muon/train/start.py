@@ -24,6 +24,7 @@ from deepmd_muon.train.early_start import warm_up
 from deepmd_muon.train.endings import Moment, explained
 from deepmd_muon.train.energy_bias import fit_energy_bias
 from deepmd_muon.train.errors import CheckpointError, TrainingError
+from deepmd_muon.train.heap import keep_freed_memory
 from deepmd_muon.train.parallel import Ranks, joined
 from deepmd_muon.train.report import set_up_logging
 from deepmd_muon.train.report.tensorboard import require_tensorboard
@@ -182,6 +183,8 @@ def _prepare(
 ) -> Trainer:
     """Open the data, build the model with its statistics or weights, and make the trainer."""
     warm_up(ranks.device)
+    if ranks.device.type == "cpu":
+        keep_freed_memory()
     train, valid = open_training_systems(given.settings.model, given.settings.training)
     check_same_run(given, train, valid, ranks)
     if source and given.settings.model.descriptor.needs_counts:

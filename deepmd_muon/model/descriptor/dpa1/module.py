@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
-from deepmd_muon.model import layers
+from deepmd_muon.model import kernels, layers
 from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.dpa1.attention import NORMALIZE_EPS, Gates, NeighborAttention
 from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings, SeAttenV2Settings
@@ -16,6 +18,8 @@ from deepmd_muon.model.descriptor.interface import Described, describe_by_autogr
 from deepmd_muon.model.networks import Copies, LayerTensors, Network, NetworkCollection, SeedPath, dtype_of
 from deepmd_muon.model.structures import Structures
 from deepmd_muon.model.type_embedding import TABLE, TypeEmbedding, rows_of
+
+GROUP = 8  # atoms that a CPU describes at once
 
 
 class Neighborhood(NamedTuple):
@@ -133,14 +137,28 @@ class DPA1(torch.nn.Module):
 
     def forward(self, structures: Structures, edges: torch.Tensor, *, force: bool = True) -> Described:
         """Describe every atom; see `Descriptor`."""
-        return describe_by_autograd(lambda leaf: self._describe(structures, leaf), edges, force=force)
+        if edges.device.type != "cpu" or kernels.is_tracing():
+            return describe_by_autograd(lambda leaf: self._describe(structures, leaf), edges, force=force)
+        explicit = torch.is_grad_enabled()
+        groups = group_atoms(structures)
+        back = torch.argsort(torch.cat([rows for rows, _ in groups]))
 
-    def _describe(self, structures: Structures, edges: torch.Tensor) -> torch.Tensor:
+        def describe(leaf: torch.Tensor) -> torch.Tensor:
+            """Describe the atoms group by group: the tensors of few atoms stay in the processor's cache."""
+            parts = [
+                self._describe(part, leaf[rows, : part.neighbor.shape[1]], explicit=explicit) for rows, part in groups
+            ]
+            return torch.cat(parts)[back]
+
+        return describe_by_autograd(describe, edges, force=force)
+
+    def _describe(self, structures: Structures, edges: torch.Tensor, *, explicit: bool = False) -> torch.Tensor:
         near = self._neighborhood(structures, edges)
         table = self.type_embedding()
         features = self._embed(near, structures.sorted_type, table)
         if self.settings.attn_layer:
-            features = self.se_atten.dpa1_attention(features, self._gates(near, structures), recompute=self.recompute)
+            gates = self._gates(near, structures)
+            features = self.se_atten.dpa1_attention(features, gates, recompute=self.recompute, explicit=explicit)
         weighted = near.rows * near.weight.unsqueeze(-1)
         a = torch.bmm(weighted.transpose(1, 2), features) / self.slots
         d = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis]).flatten(1)
@@ -240,6 +258,30 @@ class DPA1(torch.nn.Module):
         # Half of the least number, so that adding a score cannot reach minus infinity.
         mask = torch.zeros_like(near.weight).masked_fill(hidden, torch.finfo(dtype).min / 2).unsqueeze(1)
         return Gates(mask, after, switch, self.slots - columns if smooth else 0)
+
+
+def group_atoms(structures: Structures) -> list[tuple[torch.Tensor, Structures]]:
+    """Return groups of atoms with about as many neighbours, each without the columns that none of its atoms fills.
+
+    Returns
+    -------
+    list of tuples
+        Places of a group's atoms in the list of all `(natoms of the group,)`, and the batch with these atoms alone
+        in everything that `DPA1` reads of it.
+    """
+    filled = structures.filled[0]
+    groups = []
+    for places in np.split(np.argsort(filled, kind="stable"), range(GROUP, len(filled), GROUP)):
+        columns = max(int(filled[places].max(initial=0)), min(1, structures.neighbor.shape[1]))
+        rows = torch.from_numpy(places)
+        part = dataclasses.replace(
+            structures,
+            neighbor=structures.neighbor[rows, :columns],
+            sorted_type=structures.sorted_type[rows],
+            sorted_frame=structures.sorted_frame[rows],
+        )
+        groups.append((rows, part))
+    return groups
 
 
 def smooth_rows(
