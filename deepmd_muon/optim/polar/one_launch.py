@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -218,9 +218,15 @@ def _whole(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launc
         used = {tile for tile, _ in group}
         table = torch.tensor([piece.row(tile) for tile, piece in group], dtype=torch.int64, device=device)
         # The same number of warps for every tile size: results do not depend on the other matrices.
-        constants = {"MASK": sum(1 << tile for tile in used), "num_warps": 8}
+        constants = {"MASK": sum(1 << tile for tile in used), "ONLY": _only_kind(p for _, p in group), "num_warps": 8}
         launches.append(Launch(len(group), len(group), table, None, constants))
     return launches
+
+
+def _only_kind(pieces: Iterable[MatrixLocation]) -> int:
+    """Return the kind of dtype that all matrices have, so that kernels need no code for others; −1 for several."""
+    kinds = {piece.kind for piece in pieces}
+    return kinds.pop() if len(kinds) == 1 else -1
 
 
 def _strips(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
@@ -237,12 +243,13 @@ def _strips(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Laun
     launches = []
     for group in _split_into_launches(owners, capacity):
         numbers = [kinds[i] for i in group]
-        constants = {"MASK": sum(1 << kind for kind in set(numbers)), "WIDE": wide, "num_warps": 8, "num_stages": 4}
+        members = [pieces[i] for i in group]
+        mask = sum(1 << kind for kind in set(numbers))
+        constants = {"MASK": mask, "WIDE": wide, "ONLY": _only_kind(members), "num_warps": 8, "num_stages": 4}
         sizes = [_STRIPS[kinds[i]] * (owners[i] * strips[i] + _STRIPS[kinds[i]]) for i in group]
         programs = [owners[i] for i in group]
         if device.type == "cuda":
             programs = _with_helpers(programs, numbers, capacity)
-        members = [pieces[i] for i in group]
         launches.append(_cooperative(members, programs, [], sizes, constants, device, numbers))
     return launches
 
@@ -275,7 +282,7 @@ def _tiles(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launc
         each += 1
     # Triton's interpreter runs programs one after the other, without barriers.
     programs = [-(-tiles // each) if device.type == "cuda" else 1 for tiles in most]
-    constants = {"T": tile, "G": symmetric, "K": _TILE, "num_warps": 4, "num_stages": 4}
+    constants = {"T": tile, "G": symmetric, "K": _TILE, "ONLY": _only_kind(pieces), "num_warps": 4, "num_stages": 4}
     launches = []
     for group in _split_into_launches(programs, capacity):
         singles = [padded[i][0] * padded[i][1] for i in group]

@@ -31,7 +31,7 @@ def test_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout[-6000:]
-    assert int(passed[1]) == 32
+    assert int(passed[1]) == 33
 
 
 if INSIDE:
@@ -201,6 +201,21 @@ if INSIDE:
             assert (found is None) == (wanted is None)
             if wanted is not None:
                 close(found, wanted)
+
+    def test_gradients_of_the_loss_kernels(monkeypatch):
+        monkeypatch.setattr(fused_loss.kernels, "usable", lambda _: True)
+        generator, loss = torch.Generator().manual_seed(9), EnergyLoss(start_pref_v=1.0, limit_pref_v=1.0)
+        names = {"energy": (2,), "force": (2, 3, 3), "virial": (2, 9)}
+        labels, values = (
+            {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in names.items()}
+            for _ in range(2)
+        )
+
+        def value(*predicted):
+            fraction = torch.tensor(0.6, dtype=torch.float64)
+            return fused_loss.evaluate(loss, dict(zip(names, predicted, strict=True)), labels, fraction, 3)[0]
+
+        assert torch.autograd.gradcheck(value, tuple(x.requires_grad_() for x in values.values()), fast_mode=True)
 
     @pytest.mark.parametrize("periodic", [False, True])
     def test_gather_kernel(periodic):

@@ -103,13 +103,13 @@ def symmetric_tiles(
 
 
 @triton.jit
-def store_share(row, addresses, sums, rank, count, down, along, T: tl.constexpr):
+def store_share(row, addresses, sums, rank, count, down, along, T: tl.constexpr, ONLY: tl.constexpr):
     """Store this program's share of a matrix's norm: the largest magnitude, and the sum of squares relative to it."""
     t = tl.arange(0, T)
     largest = tl.zeros((), tl.float64)
     squares = tl.zeros((), tl.float64)
     for number in range(rank, down * along, count):
-        x, peak = load_matrix(row, addresses, number % down * T + t, number // down * T + t)
+        x, peak = load_matrix(row, addresses, number % down * T + t, number // down * T + t, ONLY)
         largest, squares = merge(largest, squares, peak, tl.sum(x * x).to(tl.float64))
     tl.store(sums, largest)
     tl.store(sums + 1, squares)
@@ -117,7 +117,7 @@ def store_share(row, addresses, sums, rank, count, down, along, T: tl.constexpr)
 
 @triton.jit
 def normalize_tiles(
-    row, addresses, sums, first, master, iterate, rank, count, down, along, width, T: tl.constexpr
+    row, addresses, sums, first, master, iterate, rank, count, down, along, width, T: tl.constexpr, ONLY: tl.constexpr
 ):  # fmt: skip
     """Write this program's tiles of X / ‖X‖, in fp32 and fp16."""
     t = tl.arange(0, T)
@@ -125,7 +125,7 @@ def normalize_tiles(
     for number in range(rank, down * along, count):
         r = number % down * T + t
         c = number // down * T + t
-        x, peak = load_matrix(row, addresses, r, c)
+        x, peak = load_matrix(row, addresses, r, c, ONLY)
         x = x * (peak / joint / norm).to(tl.float32)
         where = r[:, None] * width + c[None, :]
         tl.store(master + where, x)
@@ -161,7 +161,7 @@ def update_tiles(
 @triton.jit
 def tiles(
     programs, table, addresses, coefficients, out, single, half, sums, counters,
-    T: tl.constexpr, G: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr,
+    T: tl.constexpr, G: tl.constexpr, K: tl.constexpr, ONLY: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Orthogonalize matrices of any size: programs share the tiles of X (T × T), of X Xᵀ and its polynomial (G × G).
 
@@ -183,9 +183,9 @@ def tiles(
     iterate = half + tl.multiple_of(tl.load(row + HALF), 64)
     gram = iterate + 2 * size
     polynomial = gram + tl.multiple_of(order * order, T)
-    store_share(row, addresses, sums + 2 * (first + rank), rank, count, down, along, T)
+    store_share(row, addresses, sums + 2 * (first + rank), rank, count, down, along, T, ONLY)
     barrier(counter, count)
-    normalize_tiles(row, addresses, sums, first, master, iterate, rank, count, down, along, width, T)
+    normalize_tiles(row, addresses, sums, first, master, iterate, rank, count, down, along, width, T, ONLY)
     barrier(counter, 2 * count)
     arrivals = 2 * count
     for k in range(STEPS):
@@ -210,7 +210,7 @@ def tiles(
 @triton.jit
 def strip(
     row, addresses, coefficients, out, half, sums, counter, first, rank, count,
-    MP: tl.constexpr, NS: tl.constexpr, STEPS: tl.constexpr,
+    MP: tl.constexpr, NS: tl.constexpr, ONLY: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Run all steps for a matrix of at most MP rows, with NS of its columns in this program's registers.
 
@@ -223,7 +223,7 @@ def strip(
     buffer = half + tl.multiple_of(tl.load(row + HALF), 64)
     gram = buffer + tl.multiple_of(MP * width, 64)
     owner = rank * NS < width
-    wide, power = load_double(row, addresses, r, c)
+    wide, power = load_double(row, addresses, r, c, ONLY)
     scaled = wide * (1.0 / power)
     tl.store(sums + 2 * (first + rank), power)
     tl.store(sums + 2 * (first + rank) + 1, tl.sum(scaled * scaled))
@@ -258,7 +258,7 @@ def strip(
 @triton.jit
 def strips(
     programs, table, addresses, coefficients, out, half, sums, counters,
-    MASK: tl.constexpr, WIDE: tl.constexpr, STEPS: tl.constexpr,
+    MASK: tl.constexpr, WIDE: tl.constexpr, ONLY: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Orthogonalize matrices of at most 256 rows; MASK has bit i set when some have at most 64 · 2ⁱ and more than half.
 
@@ -274,10 +274,12 @@ def strips(
     height = tl.load(row + TILE)
     if MASK & 1:
         if height == 0:
-            strip(row, addresses, coefficients, out, half, sums, counter, first, rank, count, 64, WIDE, STEPS)
+            strip(row, addresses, coefficients, out, half, sums, counter, first, rank, count, 64, WIDE, ONLY, STEPS)
     if MASK & 2:
         if height == 1:
-            strip(row, addresses, coefficients, out, half, sums, counter, first, rank, count, 128, WIDE, STEPS)
+            strip(row, addresses, coefficients, out, half, sums, counter, first, rank, count, 128, WIDE, ONLY, STEPS)
     if MASK & 4:
         if height == 2:
-            strip(row, addresses, coefficients, out, half, sums, counter, first, rank, count, 256, WIDE // 2, STEPS)
+            strip(
+                row, addresses, coefficients, out, half, sums, counter, first, rank, count, 256, WIDE // 2, ONLY, STEPS
+            )

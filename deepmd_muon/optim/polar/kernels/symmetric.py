@@ -43,7 +43,7 @@ def measure(table, addresses, sums, SHARES: tl.constexpr, T: tl.constexpr):
         largest = tl.zeros((), tl.float64)
         squares = tl.zeros((), tl.float64)
         for number in range(tl.program_id(0), down * along, SHARES):
-            x, peak = load_matrix(row, addresses, number % down * T + t, number // down * T + t)
+            x, peak = load_matrix(row, addresses, number % down * T + t, number // down * T + t, -1)
             largest, squares = merge(largest, squares, peak, tl.sum(x * x).to(tl.float64))
         tl.store(sums + place, largest)
         tl.store(sums + place + 1, squares)
@@ -95,7 +95,7 @@ def normalize(
         r = number % down * T + t
         c = number // down * T + t
         if is_double:
-            x, peak = load_matrix(row, addresses, r, c)
+            x, peak = load_matrix(row, addresses, r, c, -1)
             x = x * (peak / joint / norm).to(tl.float32)
         else:
             x = load_upright(row, addresses, r, c) * power * rest

@@ -68,25 +68,31 @@ def load_scaled(address, kind, offset, inside):
 
 
 @triton.jit
-def load_matrix(row, addresses, r, c):
+def load_matrix(row, addresses, r, c, ONLY: tl.constexpr):
     """Load the entries (r, c) of a table row's matrix as `load_scaled` does, zeros outside.
 
-    Adjacent lanes read along the contiguous dimension: rows, or columns if transposed.
+    Adjacent lanes read along the contiguous dimension: rows, or columns if transposed. ONLY is the kind of all
+    matrices of the launch, which leaves the code for others out, or −1.
     """
     m = tl.load(row + ROWS)
     n = tl.load(row + COLUMNS)
     address = tl.load(addresses + tl.load(row + TENSOR))
-    kind = tl.load(row + KIND)
     offset = tl.load(row + OFFSET)
     stride = tl.load(row + STRIDE)
     if tl.load(row + TRANSPOSED) != 0:
         upright, largest = load_scaled(
-            address, kind, offset + (c * stride)[:, None] + r[None, :], (c[:, None] < n) & (r[None, :] < m)
+            address,
+            ONLY if ONLY >= 0 else tl.load(row + KIND),
+            offset + (c * stride)[:, None] + r[None, :],
+            (c[:, None] < n) & (r[None, :] < m),
         )
         tile = tl.trans(upright)
     else:
         tile, largest = load_scaled(
-            address, kind, offset + (r * stride)[:, None] + c[None, :], (r[:, None] < m) & (c[None, :] < n)
+            address,
+            ONLY if ONLY >= 0 else tl.load(row + KIND),
+            offset + (r * stride)[:, None] + c[None, :],
+            (r[:, None] < m) & (c[None, :] < n),
         )
     return tile, largest
 
@@ -121,25 +127,31 @@ def load_upright(row, addresses, r, c):
 
 
 @triton.jit
-def load_double(row, addresses, r, c):
+def load_double(row, addresses, r, c, ONLY: tl.constexpr):
     """Load the entries (r, c) of a table row's matrix in float64; return them and a power of two near the largest.
 
-    Sums in float64 of values scaled by powers of two hardly depend on how a matrix is divided.
+    Sums in float64 of values scaled by powers of two hardly depend on how a matrix is divided. ONLY as in
+    `load_matrix`.
     """
     m = tl.load(row + ROWS)
     n = tl.load(row + COLUMNS)
     address = tl.load(addresses + tl.load(row + TENSOR))
-    kind = tl.load(row + KIND)
     offset = tl.load(row + OFFSET)
     stride = tl.load(row + STRIDE)
     if tl.load(row + TRANSPOSED) != 0:
         upright = load_as_double(
-            address, kind, offset + (c * stride)[:, None] + r[None, :], (c[:, None] < n) & (r[None, :] < m)
+            address,
+            ONLY if ONLY >= 0 else tl.load(row + KIND),
+            offset + (c * stride)[:, None] + r[None, :],
+            (c[:, None] < n) & (r[None, :] < m),
         )
         tile = tl.trans(upright)
     else:
         tile = load_as_double(
-            address, kind, offset + (r * stride)[:, None] + c[None, :], (r[:, None] < m) & (c[None, :] < n)
+            address,
+            ONLY if ONLY >= 0 else tl.load(row + KIND),
+            offset + (r * stride)[:, None] + c[None, :],
+            (r[:, None] < m) & (c[None, :] < n),
         )
     largest = tl.maximum(tl.max(tl.abs(tile)), 2.2250738585072014e-308)
     return tile, (largest.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
@@ -160,11 +172,13 @@ def store_result(row, out, x, r, c):
 
 
 @triton.jit
-def whole_matrix(row, addresses, coefficients, out, MP: tl.constexpr, NP: tl.constexpr, STEPS: tl.constexpr):
+def whole_matrix(
+    row, addresses, coefficients, out, MP: tl.constexpr, NP: tl.constexpr, ONLY: tl.constexpr, STEPS: tl.constexpr
+):  # fmt: skip
     """Normalise one matrix, at most MP × NP, and run all steps."""
     r = tl.arange(0, MP)
     c = tl.arange(0, NP)
-    x, _ = load_matrix(row, addresses, r, c)
+    x, _ = load_matrix(row, addresses, r, c, ONLY)
     norm = tl.sqrt(tl.sum(x * x))
     x = x * (1.0 / tl.where(norm == 0.0, 1.0, norm))
     # The polar factor of a vector is its direction: a, b, c = 1, 0, 0. (A branch around the loop would cost a layout
@@ -183,28 +197,30 @@ def whole_matrix(row, addresses, coefficients, out, MP: tl.constexpr, NP: tl.con
 
 
 @triton.jit
-def small_matrices(table, addresses, coefficients, out, MASK: tl.constexpr, STEPS: tl.constexpr):
+def small_matrices(
+    table, addresses, coefficients, out, MASK: tl.constexpr, ONLY: tl.constexpr, STEPS: tl.constexpr
+):  # fmt: skip
     """Orthogonalize one matrix per program; MASK has bit i set when some matrix uses tile i of TILES."""
     row = table + tl.program_id(0).to(tl.int64) * ROW
     tile = tl.load(row + TILE)
     if MASK & 1:
         if tile == 0:
-            whole_matrix(row, addresses, coefficients, out, 32, 64, STEPS)
+            whole_matrix(row, addresses, coefficients, out, 32, 64, ONLY, STEPS)
     if MASK & 2:
         if tile == 1:
-            whole_matrix(row, addresses, coefficients, out, 32, 256, STEPS)
+            whole_matrix(row, addresses, coefficients, out, 32, 256, ONLY, STEPS)
     if MASK & 4:
         if tile == 2:
-            whole_matrix(row, addresses, coefficients, out, 64, 64, STEPS)
+            whole_matrix(row, addresses, coefficients, out, 64, 64, ONLY, STEPS)
     if MASK & 8:
         if tile == 3:
-            whole_matrix(row, addresses, coefficients, out, 64, 128, STEPS)
+            whole_matrix(row, addresses, coefficients, out, 64, 128, ONLY, STEPS)
     if MASK & 16:
         if tile == 4:
-            whole_matrix(row, addresses, coefficients, out, 64, 256, STEPS)
+            whole_matrix(row, addresses, coefficients, out, 64, 256, ONLY, STEPS)
     if MASK & 32:
         if tile == 5:
-            whole_matrix(row, addresses, coefficients, out, 128, 128, STEPS)
+            whole_matrix(row, addresses, coefficients, out, 128, 128, ONLY, STEPS)
 
 
 @triton.jit(do_not_specialize=[f"a{i}" for i in range(16)])
