@@ -118,13 +118,11 @@ def first_steps(case: str, kind: str, data: Path, cache: str, timeout: float) ->
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all models."""
-    begun = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch, triton"], check=True)
-    show("import torch and triton, files not read before", seconds=round(time.perf_counter() - begun, 2))
-    begun = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    show("import torch", seconds=round(time.perf_counter() - begun, 2))
     found: dict[str, Any] = {}
+    for what in ("files not read before", "again") if args.cold else ():
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import torch, triton"], check=True)
+        show(f"import torch and triton, {what}", seconds=round(time.perf_counter() - begun, 2))
     for case in args.models:
         mine: dict[str, Any] = {"cold": [], "warm": []}
         found[case] = mine
