@@ -190,7 +190,7 @@ def compare(steps: int, seeds: int, rates: dict[str, float]) -> None:
         "torch.optim.Muon + AdamW": ("torch_muon", torch_muon),
         "HybridMuon": ("hybrid_muon", hybrid_muon),
     }
-    for schedule in ("polar-express-6", "polar-express-5"):
+    for schedule in ("polar-express-6", "polar-express-5", "polar-express-4"):
         contestants[f"HybridMuon, {schedule}"] = (
             "hybrid_muon",
             lambda model, lr, schedule=schedule: hybrid_muon(model, lr, schedule),
