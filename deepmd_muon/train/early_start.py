@@ -73,7 +73,8 @@ def _load_torch() -> None:
     with contextlib.suppress(OSError):  # torch is built in another way
         folder = Path(found.origin).parent / "lib"
         ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(str(folder / "libtorch_python.so"))
+        for name in ("libtorch_cpu.so", "libtorch_cuda.so"):  # libtorch_python.so may want Python's lock
+            ctypes.CDLL(str(folder / name))
 
 
 def _load_triton() -> None:
