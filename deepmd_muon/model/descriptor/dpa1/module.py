@@ -19,7 +19,7 @@ from deepmd_muon.model.networks import Copies, LayerTensors, Network, NetworkCol
 from deepmd_muon.model.structures import Structures
 from deepmd_muon.model.type_embedding import TABLE, TypeEmbedding, rows_of
 
-GROUP = 8  # atoms that a CPU describes at once
+GROUP = 16  # atoms that a CPU describes at once
 
 
 class Neighborhood(NamedTuple):
