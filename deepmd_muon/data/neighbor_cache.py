@@ -168,7 +168,11 @@ class NeighborCache:
 
         def fill_all() -> None:
             jobs = [(system, first) for system in systems for first in range(0, system.nframes, _AHEAD)]
-            with ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-neighbors") as pool:
+            # A run that ends while it starts takes no more jobs.
+            with (
+                contextlib.suppress(RuntimeError),
+                ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-neighbors") as pool,
+            ):
                 list(pool.map(fill, jobs))
 
         self._filling = threading.Thread(target=fill_all, name="deepmd_muon-neighbors")

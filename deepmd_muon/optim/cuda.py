@@ -91,7 +91,7 @@ def try_record(launch: Callable[[], T], device: torch.device, what: str) -> tupl
 def launch_in_threads(launches: Sequence[Callable[[], object]], device: torch.device) -> None:
     """Make first launches of kernels in threads beside each other, and wait: each compiles its kernel.
 
-    What one of them raises is dropped, because the same launch raises it again where its result is needed.
+    Exceptions are dropped: the same launch raises them again where its result is needed.
     """
 
     def launch(one: Callable[[], object]) -> None:

@@ -227,7 +227,7 @@ class HybridMuon(QuickOptimizer):
         self._compiled.reset(sharded)
 
     def compile_kernels(self) -> None:
-        """Compile the kernels of the first step ahead of it; may run in a thread, and only its time changes."""
+        """Compile the kernels of the first step ahead of it, in a thread if wanted; meanwhile TF32 may be off."""
         skip = getattr(self, "found_inf", None) is not None
         self._compiled.compile_kernels(self._groups(), self.workspace, skip=skip)
 

@@ -26,7 +26,7 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     Returns
     -------
     bool
-        Whether glibc was told: not with another C library, and not where the environment forbids it.
+        Whether glibc accepted the settings; False with another C library, and where the environment has its own.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environment):
         return False

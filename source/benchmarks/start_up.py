@@ -26,7 +26,7 @@ from typing import Any
 
 from training_step import make_input
 
-# A line of the log that ends a stage, and what it ends.
+# A pattern of a line of the log, and the stage that this line ends.
 STAGES = (
     ("training data: ", "imports, data found"),
     ("model: ", "model"),
@@ -65,7 +65,7 @@ def start(case: str, optimizer: str, data: Path, cache: str, timeout: float) -> 
 
 
 def run(command: list[str], cache: str, timeout: float, folder: str | None = None) -> str:
-    """Run a command with a cache of compiled kernels; return what it printed."""
+    """Run a command with a cache of compiled kernels; return its output."""
     environment = {**os.environ, "TRITON_CACHE_DIR": cache}
     done = subprocess.run(
         command, cwd=folder, env=environment, timeout=timeout, capture_output=True, text=True, check=False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -258,6 +260,20 @@ def test_lists_that_are_found_ahead_are_those_of_batches(system, tmp_path):
     assert ahead.nbytes == nbytes
     with pytest.raises(NeighborError, match="same place"):
         ahead.batch(broken, [1], broken.frames([1]))
+
+
+def test_a_process_that_ends_while_it_finds_lists_prints_nothing(system, monkeypatch):
+    class Closed(ThreadPoolExecutor):
+        def submit(self, *_):
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    monkeypatch.setattr(neighbor_cache, "ThreadPoolExecutor", Closed)
+    cache = NeighborCache(4.0, (50, 50), True)
+    cache.fill_ahead([system])
+    cache.wait()
+    assert (printed, len(cache)) == ([], 0)
 
 
 def test_statistics_with_and_without_cache_are_those_of_all_frames(system):

@@ -54,7 +54,7 @@ class Weights(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What `_up` computes.
+    """Tensors that `_up` computes.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class Values(NamedTuple):
 
 
 class Adjoints(NamedTuple):
-    """What `_down` computes: cotangents of the layer's tensors, and of raw queries, keys and values.
+    """Tensors that `_down` computes: cotangents of the layer's tensors, and of raw queries, keys and values.
 
     `norm_turn`, `soft_turn` and `part_turn` are the sums that normalisation, softmax and rescaling subtract
     `(…, ncolumns, 1)`.
@@ -98,7 +98,7 @@ class Adjoints(NamedTuple):
 
 
 class Tangents(NamedTuple):
-    """What `_along` computes: derivatives of the layer's tensors; `_turn` as in `Adjoints`."""
+    """Tensors that `_along` computes: derivatives of the layer's tensors; `_turn` as in `Adjoints`."""
 
     x: Tensor
     parts: Tensor
@@ -284,7 +284,7 @@ def _bend_normalisation(eps: float, v: Values, a: Adjoints, t: Tangents) -> Tens
 
 @dataclass
 class _Record:
-    """What the derivative of forces leaves for the layer's own: the adjoints, and the tangents they met."""
+    """Adjoints and tangents that the derivative of forces hands to the derivative of the layer."""
 
     adjoints: Adjoints | None = None
     tangents: Tangents | None = None
