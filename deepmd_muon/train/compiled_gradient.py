@@ -33,13 +33,17 @@ MOST_COMPILED = 8
 
 
 def differentiate(
-    model: EnergyModel, loss: EnergyLoss, batch: TrainingBatch, lr_fraction: float | Tensor
+    model: EnergyModel, loss: EnergyLoss, batch: TrainingBatch, lr_fraction: float | Tensor, *, sharded: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and metrics of a batch, the gradients in the parameters' `grad`."""
+    """Return loss and metrics of a batch, the gradients in the parameters' `grad`.
+
+    Edges are leaves of the graph as well (`describe_by_autograd`); their second derivatives are not computed unless the
+    model is `sharded`, when other tensors stand for its parameters.
+    """
     structures = batch.structures
     prediction = model(structures, force=loss.needs_force, virial=loss.needs_virial)
     value, metrics = fused_loss.evaluate(loss, prediction, batch.labels, lr_fraction, structures.natoms, batch.mask)
-    value.backward()
+    value.backward(inputs=None if sharded else [p for p in model.parameters() if p.requires_grad] or None)
     return value.detach(), metrics
 
 

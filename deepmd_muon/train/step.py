@@ -73,7 +73,8 @@ class TrainingStep:
         self.optimizer.zero_grad(set_to_none=True)
         with float32_products("high") if self.tf32 else contextlib.nullcontext():
             if self.gradient is None:
-                value, metrics = differentiate(self.strategy.model, self.loss, batch, lr_fraction)
+                sharded = self.strategy.cuts_parameters
+                value, metrics = differentiate(self.strategy.model, self.loss, batch, lr_fraction, sharded=sharded)
             else:
                 value, metrics = self.gradient(batch, lr_fraction)
         reduced = self.strategy.reduce(value)
