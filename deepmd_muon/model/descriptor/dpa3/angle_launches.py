@@ -16,9 +16,12 @@ import triton.language as tl
 from deepmd_muon.model.activation import Formula
 from deepmd_muon.model.descriptor.dpa3 import angle_kernels, launching
 from deepmd_muon.model.descriptor.dpa3.angle_kernels import Form, Terms
-from deepmd_muon.model.descriptor.dpa3.launching import PROGRAMS, SMALLEST, WIDEST, Tensors, holding, precision
+from deepmd_muon.model.descriptor.dpa3.launching import SMALLEST, WIDEST, Tensors, holding, precision
+from deepmd_muon.model.descriptor.dpa3.sum_kernels import add_parts
 
 COLUMNS, UPDATE_COLUMNS = 32, 16  # features of y that a program holds at a time; fewer in pass 1
+EACH, UPDATE_EACH = 4, 8  # programs that a multiprocessor runs at once; more in pass 1
+SLACK = 1.1  # how much longer programs may take so that fewer of them share an atom, whose parts are added up
 
 
 class Launch:
@@ -36,10 +39,19 @@ class Launch:
         curve_of: Sequence[float],
         *,
         columns: int,
+        each: int,
     ) -> None:
         atoms = terms[1].shape[0] // width
-        self.groups = min(width, max(1, PROGRAMS // atoms))
-        self.grid = (min(atoms, PROGRAMS), self.groups)
+        programs = launching.at_once(weight.device, each)
+
+        def turns(groups: int) -> int:
+            """Return how many first neighbours a program takes one after another."""
+            sharing = launching.share(atoms, groups, programs)
+            return int(triton.cdiv(atoms, sharing) * triton.cdiv(width, groups))
+
+        fewest = min(map(turns, range(1, width + 1)))
+        self.groups = next(groups for groups in range(1, width + 1) if turns(groups) <= SLACK * fewest)
+        self.grid = (launching.share(atoms, self.groups, programs), self.groups)
         sizes = (weight.shape[0], message, weight.shape[1])
         rows, inner = holding(width), holding(weight.shape[0])
         self.chunks = triton.cdiv(weight.shape[1], columns)
@@ -51,7 +63,7 @@ class Launch:
 
 def update(terms: Tensors, *layer: Any) -> Tensors:
     """Pass 1; return m and a′."""
-    launch = Launch(terms, *layer, columns=UPDATE_COLUMNS)
+    launch = Launch(terms, *layer, columns=UPDATE_COLUMNS, each=UPDATE_EACH)
     found = outputs(terms, *layer)
     angle_kernels.update_kernel[launch.grid](*found, _dense(terms), *launch.layer, num_warps=launch.warps)
     return found
@@ -59,24 +71,20 @@ def update(terms: Tensors, *layer: Any) -> Tensors:
 
 def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: Tensors, *layer: Any) -> Tensors:
     """Pass 2; return the adjoints of a, u, t, s."""
-    launch = Launch(terms, *layer, columns=COLUMNS)
+    launch = Launch(terms, *layer, columns=COLUMNS, each=EACH)
     a, u, t, s = terms
-    out = Terms(
-        a.new_empty(a.shape),
-        u.new_empty(u.shape),
-        t.new_empty(launch.groups, *t.shape),
-        s.new_empty(launch.chunks, *s.shape),
-    )
-    others = s.new_empty(launch.chunks * launch.groups, *s.shape)
+    of_s = s.new_empty(launch.chunks * (1 + launch.groups), *s.shape)
+    of_first, of_second = of_s.split([launch.chunks, launch.chunks * launch.groups])
+    out = Terms(a.new_empty(a.shape), u.new_empty(u.shape), t.new_empty(launch.groups, *t.shape), of_first)
     angle_kernels.adjoint_kernel[launch.grid](
-        out, others, message_bar, updated_bar, _dense(terms), *launch.layer, num_warps=launch.warps
+        out, of_second, message_bar, updated_bar, _dense(terms), *launch.layer, num_warps=launch.warps
     )
-    return out.a, out.u, _added(out.t), _added(out.s) + _added(others)
+    return out.a, out.u, *add_parts(out.t, of_s)
 
 
 def tangent(terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
     """Pass 3; return the tangents of m and a′, which are the cotangents of their adjoints."""
-    launch = Launch(terms, *layer, columns=COLUMNS)
+    launch = Launch(terms, *layer, columns=COLUMNS, each=EACH)
     found = outputs(terms, *layer)
     angle_kernels.tangent_kernel[launch.grid](
         *found, _dense(terms), _dense(dots), *launch.layer, num_warps=launch.warps
@@ -89,7 +97,7 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
 
     `given` are the cotangents of m and a′; `earlier` those of pass 2, and `dots`, are empty when there was none.
     """
-    launch = Launch(terms, *layer, columns=COLUMNS)
+    launch = Launch(terms, *layer, columns=COLUMNS, each=EACH)
     a, u, t, _ = terms
     weight, residual = layer[:2]
     out = Terms(a.new_empty(a.shape), u.new_empty(u.shape), t.new_empty(launch.groups, *t.shape), None)
@@ -107,16 +115,11 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
         num_warps=launch.warps,
         num_stages=1,
     )
-    of_weight, of_residual = (x.sum(1).sum(0) for x in sums)
-    return out.a, out.u, _added(out.t), of_weight, of_residual
+    return out.a, out.u, *add_parts(out.t, *(x.flatten(0, 1) for x in sums))
 
 
 def _dense(terms: Tensors) -> Terms:
     return Terms(*(x.contiguous() for x in terms))
-
-
-def _added(parts: torch.Tensor) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else parts.sum(0)
 
 
 def outputs(

@@ -17,29 +17,37 @@ import triton.language as tl
 from deepmd_muon.model.activation import Formula
 from deepmd_muon.model.descriptor.dpa3 import edge_kernels, launching
 from deepmd_muon.model.descriptor.dpa3.edge_kernels import Form, Terms
-from deepmd_muon.model.descriptor.dpa3.launching import PROGRAMS, Tensors, holding, precision
+from deepmd_muon.model.descriptor.dpa3.launching import Tensors, holding, precision
+from deepmd_muon.model.descriptor.dpa3.sum_kernels import add_parts, add_to_neighbors
 
 ROWS, COLUMNS = 32, 32  # neighbours, and features of y, that a program holds at a time
+EACH, UPDATE_EACH, GRADIENT_EACH = 4, 6, 2  # programs that a multiprocessor runs at once; in passes 1 and 4 others
 WARPS = {"num_warps": 2, "num_stages": 1}  # of passes 1 to 3
 GRADIENT_WARPS = {"num_warps": 4, "num_stages": 1}  # of pass 4, which holds more numbers
 
 
 class Launch:
-    """Grid and arguments that all passes share."""
+    """Grid and arguments that all passes share; a multiprocessor runs `each` programs at once."""
 
     def __init__(
         self,
         terms: Tensors,
         neighbor: torch.Tensor,
+        order: torch.Tensor,
+        start: torch.Tensor,
         weight: torch.Tensor,
         message: int,
         kind: str,
         curve_of: Sequence[float],
+        *,
+        each: int = EACH,
     ) -> None:
+        self.incoming = order, start
         atoms, width = neighbor.shape
         edge, features = weight.shape
         self.tiles = triton.cdiv(width, ROWS)
-        self.grid = (min(atoms, max(1, PROGRAMS // self.tiles)), self.tiles)
+        programs = launching.at_once(weight.device, each)
+        self.grid = (launching.share(atoms, self.tiles, programs), self.tiles)
         self.chunks = triton.cdiv(features, COLUMNS)
         sizes = (edge, terms[2].shape[1] - features, message, features, ROWS, holding(edge), COLUMNS, self.chunks)
         form = Form(*map(tl.constexpr, (*sizes, precision())))
@@ -49,10 +57,11 @@ class Launch:
 
 def update(terms: Tensors, *layer: Any) -> Tensors:
     """Pass 1; return m, y[width:] and H."""
-    launch = Launch(terms, *layer)
+    launch = Launch(terms, *layer, each=UPDATE_EACH)
     message, rest, moment = _parts(launch, terms, *layer)
     edge_kernels.update_kernel[launch.grid](message, rest, moment, *launch.layer, _dense(terms), *launch.sizes, **WARPS)
-    return message.sum(0), rest, moment.sum(0)
+    message, moment = add_parts(message, moment)
+    return message, rest, moment
 
 
 def adjoint(cotangents: Tensors, terms: Tensors, *layer: Any) -> Tensors:
@@ -60,7 +69,8 @@ def adjoint(cotangents: Tensors, terms: Tensors, *layer: Any) -> Tensors:
     launch = Launch(terms, *layer)
     out = _outputs(launch, terms, layer[0])
     edge_kernels.adjoint_kernel[launch.grid](out, *cotangents, *launch.layer, _dense(terms), *launch.sizes, **WARPS)
-    return out.e, out.p.sum(0), _to_neighbors(out.table, layer[0], terms[2]), out.w.sum(0), out.h
+    p, w = add_parts(out.p, out.w)
+    return out.e, p, add_to_neighbors(out.table, *launch.incoming), w, out.h
 
 
 def tangent(terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
@@ -70,7 +80,8 @@ def tangent(terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
     edge_kernels.tangent_kernel[launch.grid](
         message, rest, moment, *launch.layer, _dense(terms), _dense(dots), *launch.sizes, **WARPS
     )
-    return message.sum(0), rest, moment.sum(0)
+    message, moment = add_parts(message, moment)
+    return message, rest, moment
 
 
 def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
@@ -78,8 +89,8 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
 
     `given` are the cotangents; `earlier`, those of pass 2, and `dots` are empty when there was no such pass.
     """
-    launch = Launch(terms, *layer)
-    neighbor, weight = layer[:2]
+    launch = Launch(terms, *layer, each=GRADIENT_EACH)
+    neighbor, weight = layer[0], layer[3]
     out = _outputs(launch, terms, neighbor)
     weight_hat = weight.new_empty(*launch.grid, *weight.shape)
     moving = len(dots) > 0
@@ -95,18 +106,18 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
         moving=moving,
         **GRADIENT_WARPS,
     )
-    return weight_hat.sum(1).sum(0), out.e, out.p.sum(0), _to_neighbors(out.table, neighbor, terms[2])
+    weight_hat, p = add_parts(weight_hat.flatten(0, 1), out.p)
+    return weight_hat, out.e, p, add_to_neighbors(out.table, *launch.incoming)
 
 
 def _dense(terms: Tensors) -> Terms:
     return Terms(*(x.contiguous() for x in terms))
 
 
-def _parts(
-    launch: Launch, terms: Tensors, neighbor: torch.Tensor, weight: torch.Tensor, message: int, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _parts(launch: Launch, terms: Tensors, *layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Allocate m and H, one part per tile, and y[width:]."""
-    of_message, rest, moment = outputs(terms, neighbor, weight, message)
+    of_message, rest, moment = outputs(terms, *layer)
+    weight = layer[3]
     return weight.new_empty(launch.tiles, *of_message.shape), rest, weight.new_empty(launch.tiles, *moment.shape)
 
 
@@ -123,12 +134,14 @@ def _outputs(launch: Launch, terms: Tensors, neighbor: torch.Tensor) -> Terms:
     )
 
 
-def _to_neighbors(rows: torch.Tensor, neighbor: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(table).index_add_(0, neighbor.reshape(-1), rows)
-
-
 def outputs(
-    terms: Tensors, neighbor: torch.Tensor, weight: torch.Tensor, message: int, *_: Any
+    terms: Tensors,
+    neighbor: torch.Tensor,
+    _order: torch.Tensor,
+    _start: torch.Tensor,
+    weight: torch.Tensor,
+    message: int,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Allocate m, y[width:] and H."""
     atoms, width = neighbor.shape

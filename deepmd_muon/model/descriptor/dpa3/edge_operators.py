@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from deepmd_muon.model.descriptor.dpa3 import edge_launches
+from deepmd_muon.model.descriptor.dpa3 import edge_launches, edges
 from deepmd_muon.model.descriptor.dpa3.edge_launches import outputs
 from deepmd_muon.model.descriptor.dpa3.launching import operator
 
-_LAYER = "Tensor neighbor, Tensor weight, int message, str kind, float[] curve_of"
+_LAYER = "Tensor neighbor, Tensor order, Tensor start, Tensor weight, int message, str kind, float[] curve_of"
 
+incoming = operator("edge_incoming", edges.incoming, "Tensor neighbor", 2)
 update = operator("edge_update", edge_launches.update, f"Tensor[] terms, {_LAYER}", 3)
 adjoint = operator("edge_adjoint", edge_launches.adjoint, f"Tensor[] cotangents, Tensor[] terms, {_LAYER}", 5)
 tangent = operator("edge_tangent", edge_launches.tangent, f"Tensor[] terms, Tensor[] dots, {_LAYER}", 3)
@@ -17,6 +18,11 @@ gradient = operator(
     f"Tensor[] given, Tensor[] earlier, Tensor[] terms, Tensor[] dots, {_LAYER}",
     4,
 )
+
+
+@incoming.register_fake
+def _(neighbor):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    return neighbor.new_empty(neighbor.numel()), neighbor.new_empty(len(neighbor) + 1)
 
 
 @update.register_fake
@@ -36,4 +42,4 @@ def _(terms, dots, *layer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN
 
 @gradient.register_fake
 def _(given, earlier, terms, dots, *layer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN202
-    return tuple(x.new_empty(x.shape) for x in (layer[1], *terms[:3]))
+    return tuple(x.new_empty(x.shape) for x in (layer[3], *terms[:3]))

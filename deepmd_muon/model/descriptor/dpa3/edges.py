@@ -93,6 +93,38 @@ class EdgeCotangents(NamedTuple):
         return y_bar
 
 
+class Incoming(NamedTuple):
+    """The edges of a batch, sorted by neighbour.
+
+    Attributes
+    ----------
+    order
+        Numbers of the edges `(nreal·nnei,)`, int64.
+    start
+        Where the edges to each atom start, and the end of all `(nreal + 1,)`, int64.
+    """
+
+    order: torch.Tensor
+    start: torch.Tensor
+
+
+def incoming(neighbor: torch.Tensor) -> Incoming:
+    """Sort the edges of a batch by neighbour; `neighbor` as in `EdgeTape`."""
+    ends, order = neighbor.flatten().sort(stable=True)
+    return Incoming(order, torch.searchsorted(ends, torch.arange(len(neighbor) + 1, device=neighbor.device)))
+
+
+def incoming_for_kernels(neighbor: torch.Tensor) -> Incoming | None:
+    """Return `incoming` where kernels will ask for it, else None."""
+    if kernels.usable(neighbor.device):
+        return incoming(neighbor)
+    if not kernels.usable_as_operators(neighbor.device):
+        return None
+    from deepmd_muon.model.descriptor.dpa3 import edge_operators
+
+    return Incoming(*edge_operators.incoming(neighbor))
+
+
 @dataclass
 class EdgeTape:
     """Shared by the passes over the edges of one layer.
@@ -107,6 +139,8 @@ class EdgeTape:
         Length of a message.
     force
         Whether pass 2 will be asked for.
+    incoming
+        The edges by neighbour, for kernels; sorted in each pass when missing.
     adjoints, tangents
         Left by pass 2 and pass 3 for pass 4.
     """
@@ -115,6 +149,7 @@ class EdgeTape:
     activation: Activation
     width: int
     force: bool
+    incoming: Incoming | None = None
     adjoints: EdgeCotangents | None = None
     tangents: EdgeTerms | None = None
 
@@ -147,7 +182,7 @@ def _layer(tape: EdgeTape, weight: torch.Tensor) -> tuple[Any, ...]:
     formula = tape.activation.formula
     assert formula is not None
     kind, *curve_of = formula
-    return tape.neighbor, weight, tape.width, kind, curve_of
+    return tape.neighbor, *(tape.incoming or incoming(tape.neighbor)), weight, tape.width, kind, curve_of
 
 
 def _dense(cotangents: EdgeCotangents, tape: EdgeTape, weight: torch.Tensor, terms: EdgeTerms) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ import triton
 from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import Formula
 
-PROGRAMS = 1024  # about as many as a large GPU runs at once
+MULTIPROCESSORS = 132  # assumed where the device does not say; an H200's
 SMALLEST = 16  # side of a tile that tensor cores multiply
 WIDEST = 64  # columns of a matrix W, or rows of a tile, that a program holds
 
@@ -22,6 +22,20 @@ def holding(count: int) -> int:
     """Return the side of a tile that holds so many rows or columns."""
     side: int = max(SMALLEST, triton.next_power_of_2(count))
     return side
+
+
+def at_once(device: torch.device, each: int) -> int:
+    """Return how many programs run at once, `each` on a multiprocessor."""
+    count = MULTIPROCESSORS
+    if device.type == "cuda":
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+    return count * each
+
+
+def share(atoms: int, parts: int, programs: int) -> int:
+    """Return how many programs take the atoms in turn, if `parts` share each and `programs` run at once."""
+    turns = triton.cdiv(atoms * parts, programs)
+    return int(triton.cdiv(atoms, max(1, turns)))
 
 
 def precision() -> str:

@@ -10,7 +10,7 @@ import torch
 
 from deepmd_muon.model.activation import Activation
 from deepmd_muon.model.descriptor.dpa3.angles import AngleTape, angle_update
-from deepmd_muon.model.descriptor.dpa3.edges import EdgeTape, edge_update
+from deepmd_muon.model.descriptor.dpa3.edges import EdgeTape, Incoming, edge_update
 from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan
 from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
 from deepmd_muon.model.networks import Layer, SeedPath
@@ -24,6 +24,8 @@ class Graph:
     ----------
     neighbor
         Number of each neighbour among the sorted atoms `(nreal, nnei)`, int64; any atom in empty slots.
+    incoming
+        The edges by neighbour, where kernels use them.
     edge_weight
         Switch over the edge scale `(nreal, nnei)`; 0 in empty slots.
     direction
@@ -38,6 +40,7 @@ class Graph:
     """
 
     neighbor: torch.Tensor
+    incoming: Incoming | None
     edge_weight: torch.Tensor
     direction: torch.Tensor
     plan: AnglePlan
@@ -137,7 +140,7 @@ class RepflowLayer(torch.nn.Module):
         centre, other, own = torch.cat([layer.matrix for layer in layers], 1).split([n, n, e])
         p = torch.addmm(torch.cat([layer.tensors.bias for layer in layers]), features.node, centre)
         table = torch.cat([torch.mm(features.node, other), features.node], 1)
-        tape = EdgeTape(graph.neighbor, self.activation, n, force)
+        tape = EdgeTape(graph.neighbor, self.activation, n, force, graph.incoming)
         message, update, moment, _ = edge_update(tape, own, features.edge, p, table, graph.edge_weight, graph.direction)
         return message, update, moment
 

@@ -8,7 +8,9 @@ from typing import ClassVar
 
 import torch
 
+from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import activation
+from deepmd_muon.model.descriptor.dpa3.edges import incoming
 from deepmd_muon.model.descriptor.dpa3.geometry import DISTANCE_GUARD, cosines, plan_angles, switch
 from deepmd_muon.model.descriptor.dpa3.layer import Features, Graph, RepflowLayer, Wanted
 from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings
@@ -139,8 +141,11 @@ class DPA3(torch.nn.Module):
         in_angle &= structures.neighbor.flatten().index_select(0, plan.slot) >= 0
         angle_weight = self.angle_switch(near).masked_fill(~in_angle, 0.0)
         unit = edges.flatten(0, 1).index_select(0, plan.slot) / (near + DISTANCE_GUARD).unsqueeze(-1)
+        neighbor = _sorted_numbers(structures)
+        sort = kernels.usable(edges.device) or kernels.usable_as_operators(edges.device)
         graph = Graph(
-            neighbor=_sorted_numbers(structures),
+            neighbor=neighbor,
+            incoming=incoming(neighbor) if sort else None,
             edge_weight=(weight / edge_scale).to(dtype),
             direction=(direction * weight.unsqueeze(-1) * edge_scale**-0.5).to(dtype),
             plan=plan,
