@@ -1,4 +1,7 @@
-"""Triton kernels of the element-wise part of a tanh layer; `layers` defines their results."""
+"""Triton kernels of the element-wise part of a layer; `layers` defines their results.
+
+For tanh they keep its values, for other functions their arguments, as `activation` does.
+"""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 # ruff: noqa: ANN001, ANN202
@@ -7,9 +10,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+
+from deepmd_muon.model.activation import Formula
+from deepmd_muon.model.activation_kernels import curve
 
 BLOCK = 512
 
@@ -18,6 +26,15 @@ BLOCK = 512
 def _tanh(x):
     """As torch on CPUs here: 1 − 2/(e^2x + 1), off by 2e-16 at most in float64."""
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def _derivatives(kept, kind: tl.constexpr, curve_of: tl.constexpr):
+    """Return f, f′ and f″ from what was kept."""
+    if kind == "tanh":
+        slope = 1.0 - kept * kept
+        return kept, slope, -2.0 * kept * slope
+    return curve(kept, kind, curve_of)
 
 
 @triton.jit
@@ -30,16 +47,22 @@ def _forward_kernel(
     count,
     width,
     n_in,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
     scaled: tl.constexpr,
     residual: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Store keep = tanh z and out = keep·idt + copies of x."""
+    """Store out = f(z)·idt + copies of x and, for tanh, keep = f(z)."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = at < count
     row, column = at // width, at % width
-    value = _tanh(tl.load(z + at, real, 0.0))
-    tl.store(keep + at, value, real)
+    value = tl.load(z + at, real, 0.0)
+    if kind == "tanh":
+        value = _tanh(value)
+        tl.store(keep + at, value, real)
+    else:
+        value = curve(value, kind, curve_of)[0]
     if scaled:
         value *= tl.load(idt + column, real, 0.0)
     if residual:
@@ -56,18 +79,20 @@ def _slope_kernel(
     count,
     width,
     stride,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
     scaled: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Store out = (1 − keep²)·idt·above; `stride` 0 reads one row of `above` for all."""
+    """Store out = f′·idt·above; `stride` 0 reads one row of `above` for all."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = at < count
     row, column = at // width, at % width
-    value = tl.load(keep + at, real, 0.0)
+    slope = _derivatives(tl.load(keep + at, real, 0.0), kind, curve_of)[1]
     moved = tl.load(above + row * stride + column, real, 0.0)
     if scaled:
         moved *= tl.load(idt + column, real, 0.0)
-    tl.store(out + at, (1.0 - value * value) * moved, real)
+    tl.store(out + at, slope * moved, real)
 
 
 @triton.jit
@@ -80,16 +105,18 @@ def _tangent_kernel(
     count,
     width,
     n_in,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
     scaled: tl.constexpr,
     residual: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Store out = (1 − keep²)·before·idt + copies of the tangent below."""
+    """Store out = f′·before·idt + copies of the tangent below."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = at < count
     row, column = at // width, at % width
-    value = tl.load(keep + at, real, 0.0)
-    result = (1.0 - value * value) * tl.load(before + at, real, 0.0)
+    slope = _derivatives(tl.load(keep + at, real, 0.0), kind, curve_of)[1]
+    result = slope * tl.load(before + at, real, 0.0)
     if scaled:
         result *= tl.load(idt + column, real, 0.0)
     if residual:
@@ -108,6 +135,8 @@ def _cotangent_kernel(
     count,
     width,
     stride,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
     scaled: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -115,17 +144,23 @@ def _cotangent_kernel(
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = at < count
     row, column = at // width, at % width
-    value, tangent = tl.load(keep + at, real, 0.0), tl.load(before + at, real, 0.0)
+    value, slope, bend = _derivatives(tl.load(keep + at, real, 0.0), kind, curve_of)
+    tangent = tl.load(before + at, real, 0.0)
     up, along = tl.load(down + at, real, 0.0), tl.load(adjoint + row * stride + column, real, 0.0)
-    slope = 1.0 - value * value
     if scaled:
         tl.store(out + at, value * up + slope * tangent * along, real)
         out += count
         scale = tl.load(idt + column, real, 0.0)
         up *= scale
         along *= scale
-    tl.store(out + at, slope * (up - 2.0 * value * tangent * along), real)
+    tl.store(out + at, slope * up + bend * tangent * along, real)
     tl.store(out + count + at, slope * along, real)
+
+
+def _form(formula: Formula) -> dict[str, Any]:
+    """Return the function as kernels take it: numbers known at compile time keep double precision."""
+    kind, *curve_of = formula
+    return {"curve_of": tuple(curve_of), "kind": kind, "block": BLOCK}
 
 
 def _grid(keep: torch.Tensor) -> tuple[int]:
@@ -133,14 +168,15 @@ def _grid(keep: torch.Tensor) -> tuple[int]:
 
 
 def forward(
-    z: torch.Tensor, idt: torch.Tensor | None, x: torch.Tensor, *, residual: bool
+    z: torch.Tensor, idt: torch.Tensor | None, x: torch.Tensor, *, residual: bool, formula: Formula
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `layers.forward`."""
-    out, keep = torch.empty_like(z), torch.empty_like(z)
+    out = torch.empty_like(z)
+    keep = torch.empty_like(z) if formula.kind == "tanh" else z
     scaled = idt is not None
     sizes = z.numel(), z.shape[1], x.shape[1]
     _forward_kernel[_grid(z)](
-        out, keep, z, idt if scaled else z, x, *sizes, scaled=scaled, residual=residual, block=BLOCK
+        out, keep, z, idt if scaled else z, x, *sizes, scaled=scaled, residual=residual, **_form(formula)
     )
     return out, keep
 
@@ -152,18 +188,24 @@ def _row_stride(above: torch.Tensor) -> tuple[torch.Tensor, int]:
     return above, above.stride(0)
 
 
-def slope(keep: torch.Tensor, idt: torch.Tensor | None, above: torch.Tensor) -> torch.Tensor:
+def slope(keep: torch.Tensor, idt: torch.Tensor | None, above: torch.Tensor, formula: Formula) -> torch.Tensor:
     """See `layers.slope`."""
     out = torch.empty_like(keep)
     scaled = idt is not None
     above, stride = _row_stride(above)
     sizes = keep.numel(), keep.shape[1], stride
-    _slope_kernel[_grid(keep)](out, keep, idt if scaled else keep, above, *sizes, scaled=scaled, block=BLOCK)
+    _slope_kernel[_grid(keep)](out, keep, idt if scaled else keep, above, *sizes, scaled=scaled, **_form(formula))
     return out
 
 
 def tangent(
-    keep: torch.Tensor, idt: torch.Tensor | None, before: torch.Tensor, below: torch.Tensor, *, residual: bool
+    keep: torch.Tensor,
+    idt: torch.Tensor | None,
+    before: torch.Tensor,
+    below: torch.Tensor,
+    *,
+    residual: bool,
+    formula: Formula,
 ) -> torch.Tensor:
     """See `layers.tangent`."""
     out = torch.empty_like(keep)
@@ -171,13 +213,18 @@ def tangent(
     sizes = keep.numel(), keep.shape[1], below.shape[1]
     below = below.contiguous()
     _tangent_kernel[_grid(keep)](
-        out, keep, idt if scaled else keep, before, below, *sizes, scaled=scaled, residual=residual, block=BLOCK
+        out, keep, idt if scaled else keep, before, below, *sizes, scaled=scaled, residual=residual, **_form(formula)
     )
     return out
 
 
 def cotangents(
-    keep: torch.Tensor, idt: torch.Tensor | None, before: torch.Tensor, down: torch.Tensor, adjoint: torch.Tensor
+    keep: torch.Tensor,
+    idt: torch.Tensor | None,
+    before: torch.Tensor,
+    down: torch.Tensor,
+    adjoint: torch.Tensor,
+    formula: Formula,
 ) -> torch.Tensor:
     """See `layers.cotangents`."""
     scaled = idt is not None
@@ -186,6 +233,6 @@ def cotangents(
     sizes = keep.numel(), keep.shape[1], stride
     down = down.contiguous()
     _cotangent_kernel[_grid(keep)](
-        out, keep, idt if scaled else keep, before, down, adjoint, *sizes, scaled=scaled, block=BLOCK
+        out, keep, idt if scaled else keep, before, down, adjoint, *sizes, scaled=scaled, **_form(formula)
     )
     return out

@@ -1,7 +1,7 @@
 """Element-wise part of a dense layer, for values, tangents and their cotangents.
 
 A layer is y = f(h)·idt + copies of x with h = x·matrix + bias (`deepmd_muon.model.networks`). Each function here is
-one launch on a GPU where f is tanh, and a few of torch's operations elsewhere, which define the result.
+one launch on a GPU where kernels know f, and a few of torch's operations elsewhere, which define the result.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepmd_muon.model import kernels
-from deepmd_muon.model.activation import Activation, Tanh
+from deepmd_muon.model.activation import Activation
 from deepmd_muon.model.networks import Copies, LayerTensors
 
 
@@ -28,7 +28,7 @@ def fold(x: torch.Tensor, copies: Copies) -> torch.Tensor:
 
 def _fused(f: Activation, tensor: torch.Tensor) -> Any:
     """Return the module of Triton kernels where they can be used."""
-    if not isinstance(f, Tanh) or not tensor.numel() or not kernels.usable(tensor.device):
+    if f.formula is None or not tensor.numel() or not kernels.usable(tensor.device):
         return None
     from deepmd_muon.model import layer_kernels
 
@@ -41,7 +41,7 @@ def forward(
     """Return y `(rows, n)` and the values of f(h) that the derivatives need; `h` may be overwritten."""
     fused = _fused(f, h)
     if fused is not None:
-        both: tuple[torch.Tensor, torch.Tensor] = fused.forward(h, idt, x, residual=copies > 0)
+        both: tuple[torch.Tensor, torch.Tensor] = fused.forward(h, idt, x, residual=copies > 0, formula=f.formula)
         return both
     value, keep = f(h)
     out = value if idt is None else value * idt
@@ -52,7 +52,7 @@ def slope(f: Activation, keep: torch.Tensor, idt: torch.Tensor | None, above: to
     """Return the cotangent of h `(rows, n)` from that of y."""
     fused = _fused(f, keep)
     if fused is not None:
-        out: torch.Tensor = fused.slope(keep, idt, above)
+        out: torch.Tensor = fused.slope(keep, idt, above, f.formula)
         return out
     return f.times_slope(keep, above if idt is None else above * idt)
 
@@ -68,7 +68,7 @@ def tangent(
     """Return the tangent of y from those of h (`before`) and x (`below`)."""
     fused = _fused(f, keep)
     if fused is not None:
-        result: torch.Tensor = fused.tangent(keep, idt, before, below, residual=copies > 0)
+        result: torch.Tensor = fused.tangent(keep, idt, before, below, residual=copies > 0, formula=f.formula)
         return result
     moved = f.times_slope(keep, before)
     out = moved if idt is None else moved * idt
@@ -92,7 +92,7 @@ def cotangents(
     """
     fused = _fused(f, keep)
     if fused is not None:
-        found = fused.cotangents(keep, idt, before, down, adjoint)
+        found = fused.cotangents(keep, idt, before, down, adjoint, f.formula)
         if idt is None:
             return found, found[0].sum(0), None
         of_idt, of_bias = found[:2].sum(1)
