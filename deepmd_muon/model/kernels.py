@@ -51,7 +51,9 @@ class Branches:
 
     Work launched ``with branches.chain(i):`` waits for all work queued before the context was entered, and
     work queued after its end waits for all chains. Chain 0 stays on the current stream. Memory that a
-    chain allocates may be freed at any time: only a later use of `Branches` can get it again.
+    chain allocates may be freed at any time: only a later use of `Branches` can get it again. Autograd runs the
+    backward of an operation on the operation's stream, so chains overlap there too: tensors that cross their borders
+    are then used for longer than the context lasts, and must be declared with `lend` and `take`.
 
     Parameters
     ----------
@@ -73,6 +75,19 @@ class Branches:
     def __exit__(self, *error: object) -> None:
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def lend(self, number: int, *tensors: torch.Tensor | None) -> None:
+        """Declare that a chain, or its backward, reads tensors from before the context."""
+        number %= len(self._streams) + 1
+        for tensor in tensors:
+            if number and tensor is not None:
+                tensor.record_stream(self._streams[number - 1])
+
+    def take(self, *tensors: torch.Tensor | None) -> None:
+        """Declare that the current stream reads tensors from a chain."""
+        for tensor in tensors:
+            if self._streams and tensor is not None:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def chain(self, number: int) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a chain; with more chains than streams, some share one."""

@@ -5,6 +5,9 @@ import torch
 from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.dpa3 import angles, edges
 from deepmd_muon.model.descriptor.dpa3.geometry import AngleBlock, AnglePlan
+from deepmd_muon.model.descriptor.dpa3.layer import Graph, RepflowLayer
+from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
+from deepmd_muon.model.networks import Stream
 
 CURVE = "silut:1.0"
 
@@ -69,6 +72,39 @@ def edge_results(
     message, update, moment, _ = edges.edge_update(tape, weight, e, p, table, w, h)
     outputs = [message, moment] if update is None else [message, moment, update]
     return with_gradients(draw, outputs, [e, p, table, w, h], [weight, e, p, table], force=force, derive=derive)
+
+
+def small_layer(dtype, device, style, curve):
+    """Return a layer for nodes of 9, edges of 6 and angles of 4 features."""
+    sizes = {"n_dim": 9, "e_dim": 6, "a_dim": 4, "e_sel": 5, "a_sel": 3, "axis_neuron": 3, "update_style": style}
+    cutoffs = {"e_rcut": 6.0, "e_rcut_smth": 5.0, "a_rcut": 4.0, "a_rcut_smth": 3.0}
+    repflow = RepflowSettings(**sizes, **cutoffs, smooth_edge_update=True)
+    return RepflowLayer(repflow, activation(curve), dtype=dtype, stream=Stream(1)).to(device)
+
+
+def node_results(dtype, device="cpu", *, style="res_residual", atoms=3, force=True, curve=CURVE, derive=derivative):
+    """Return what `with_gradients` does, of the nodes of a layer."""
+    draw, layer = Draw(dtype, device), small_layer(dtype, device, style, curve)
+    x, m, moment = draw.leaf(atoms, 9), draw.leaf(atoms, 9), draw.leaf(atoms, 3, 15)
+    out = layer._nodes(x, m, moment, force=force)
+    used = [layer.node_self_mlp, layer.node_sym_linear]
+    weights = [x, m, moment, *(p for part in used for p in part.parameters()), *layer.n_residual]
+    return with_gradients(draw, [out], [x, m, moment], weights, force=force, derive=derive)
+
+
+def edge_sum_results(
+    dtype, device="cpu", *, style="res_residual", atoms=3, near=2, force=True, curve=CURVE, derive=derivative
+):
+    """Return what `with_gradients` does, of the update of a layer's edges, `near` of 5 with messages from angles."""
+    draw, layer = Draw(dtype, device), small_layer(dtype, device, style, curve)
+    slot = (torch.arange(atoms, device=device)[:, None] * 5 + torch.arange(near, device=device)).flatten()
+    plan = AnglePlan((AngleBlock(atoms, near),), slot, slot // 5, padded=True)
+    nothing = torch.zeros(0, device=device)
+    graph = Graph(nothing, None, nothing, nothing, plan, nothing, nothing)
+    e, u, m = draw.leaf(atoms, 5, 6), draw.leaf(atoms, 5, 6), draw.leaf(atoms * near, 6)
+    out = layer._edge_features(e, graph, u, m, force=force)
+    weights = [e, u, m, *layer.edge_angle_linear2.parameters(), *layer.e_residual]
+    return with_gradients(draw, [out], [e, u, m], weights, force=force, derive=derive)
 
 
 def distance(found, wanted):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from dpa3_passes import angle_results, derivative, distance, edge_results
+from dpa3_passes import angle_results, derivative, distance, edge_results, edge_sum_results, node_results
 
 from deepmd_muon.model import kernels
 
@@ -39,7 +39,7 @@ def test_the_last_pass_waits_for_the_third(name, curve):
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("large", [True, False])
 def test_kernels_keep_single_precision(name, force, tail, large):
-    """Also as operators; on the same inputs they give the same bits, but for sums over neighbours (`index_add_`)."""
+    """Also as operators; on the same inputs they give the same bits."""
     sizes = SIZES[name] if large else {"width": 37}
     compute = functools.partial(PASSES[name], device="cuda", tail=tail, force=force, **sizes)
     assert kernels.usable(torch.device("cuda"))
@@ -49,4 +49,15 @@ def test_kernels_keep_single_precision(name, force, tail, large):
     with kernels.traced():
         assert distance(compute(torch.float32), wanted) < 1e-6
     again = compute(torch.float32)
-    assert name == "edges" or all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("force", [True, False])
+@pytest.mark.parametrize("compute", [node_results, edge_sum_results])
+def test_kernels_of_nodes_and_edge_features(monkeypatch, compute, force):
+    found = [compute(dtype, "cuda", force=force) for dtype in (torch.float32, torch.float64)]
+    monkeypatch.setattr(kernels, "usable", lambda _: False)
+    wanted = [x.detach().cpu() for x in compute(torch.float64, "cuda", force=force)]
+    assert distance(found[0], wanted) < 1e-6
+    assert distance(found[1], wanted) < 1e-13

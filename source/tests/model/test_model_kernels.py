@@ -31,17 +31,17 @@ def test_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout[-6000:]
-    assert int(passed[1]) == 33
+    assert int(passed[1]) == 36
 
 
 if INSIDE:
-    from dpa3_passes import angle_results, distance, edge_results
+    from dpa3_passes import angle_results, distance, edge_results, edge_sum_results, node_results
 
     from deepmd_muon.loss import EnergyLoss
     from deepmd_muon.model import energy_model, layer_kernels, layers
     from deepmd_muon.model.activation import activation
     from deepmd_muon.model.descriptor import environment, environment_kernels
-    from deepmd_muon.model.descriptor.dpa3 import angle_launches, angles, edge_launches, edges
+    from deepmd_muon.model.descriptor.dpa3 import angle_launches, angles, edge_launches, edge_sums, edges, nodes
     from deepmd_muon.model.descriptor.se_e2_a import interpolation, interpolation_kernels, rows_kernels
     from deepmd_muon.train import fused_loss, step_kernels
     from deepmd_muon.train.guard import DeviceGuard
@@ -134,9 +134,9 @@ if INSIDE:
         close(environment_kernels.edge_vectors(coord, box, order, frame, neighbor, shift), wanted)
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize(("copies", "n_in"), [(0, 7), (1, 6), (2, 3)])
-    def test_layer_kernels(dtype, copies, n_in):
-        generator, f, n = torch.Generator().manual_seed(4), activation("tanh"), 6
+    @pytest.mark.parametrize(("copies", "n_in", "name"), [(0, 7, "tanh"), (1, 6, "silut:1.0"), (2, 3, "tanh")])
+    def test_layer_kernels(dtype, copies, n_in, name):
+        generator, f, n = torch.Generator().manual_seed(4), activation(name), 6
 
         def normal(*shape):
             return torch.randn(*shape, dtype=dtype, generator=generator)
@@ -144,19 +144,19 @@ if INSIDE:
         for idt in (None, normal(n)):
             h, x, before, down = normal(5, n), normal(5, n_in), normal(5, n), normal(5, n)
             wanted, keep = layers.forward(f, h.clone(), idt, x, copies)
-            found = layer_kernels.forward(h, idt, x, residual=copies > 0)
+            found = layer_kernels.forward(h, idt, x, residual=copies > 0, formula=f.formula)
             close(found[0], wanted)
             close(found[1], keep)
             for above in (normal(5, n), normal(1, n).expand(5, n), normal(n, 5).t()):
-                close(layer_kernels.slope(keep, idt, above), layers.slope(f, keep, idt, above))
+                close(layer_kernels.slope(keep, idt, above, f.formula), layers.slope(f, keep, idt, above))
                 pair, of_bias, of_idt = layers.cotangents(f, keep, idt, before, down, above)
-                stacked = layer_kernels.cotangents(keep, idt, before, down, above)
+                stacked = layer_kernels.cotangents(keep, idt, before, down, above, f.formula)
                 close(stacked[-2:], pair)
                 close(stacked[-2].sum(0), of_bias)
                 if idt is not None:
                     close(stacked[0].sum(0), of_idt)
             wanted = layers.tangent(f, keep, idt, before, x, copies)
-            close(layer_kernels.tangent(keep, idt, before, x, residual=copies > 0), wanted)
+            close(layer_kernels.tangent(keep, idt, before, x, residual=copies > 0, formula=f.formula), wanted)
 
     @pytest.mark.parametrize("policy", ["error", "skip"])
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -239,3 +239,12 @@ if INSIDE:
         monkeypatch.setattr(module, "_kernels", lambda *_: launches)
         found = compute(torch.float32, tail=tail, force=force, width=width, atoms=2)
         assert distance(found, wanted) < 1e-6
+
+    @pytest.mark.parametrize(("style", "force"), [("res_residual", True), ("res_residual", False), ("res_avg", True)])
+    def test_nodes_and_edge_features_of_dpa3(monkeypatch, style, force):
+        for module, compute in ((nodes, node_results), (edge_sums, edge_sum_results)):
+            monkeypatch.setattr(module, "fits", lambda *_: False)
+            wanted = [x.detach() for x in compute(torch.float64, style=style, force=force)]
+            monkeypatch.setattr(module, "fits", lambda *_: True)
+            found = compute(torch.float64, style=style, force=force)
+            assert distance(found, wanted) < 1e-13

@@ -59,11 +59,14 @@ class AnglePlan:
         Row of every such edge among all edges `(nslots,)`, int64; the rows are distinct.
     atom
         Centre of every such edge `(nslots,)`, int64.
+    padded
+        Whether the slots are equally many leading edges of every atom, in one block.
     """
 
     blocks: tuple[AngleBlock, ...]
     slot: torch.Tensor
     atom: torch.Tensor
+    padded: bool = False
 
 
 def plan_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AnglePlan:
@@ -103,7 +106,8 @@ def padded_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AngleP
     width = min(int(counts.max(initial=0)), nnei)
     atoms = torch.arange(len(counts), device=device)
     slot = (atoms.unsqueeze(1) * nnei + torch.arange(width, device=device)).view(-1)
-    return AnglePlan((AngleBlock(len(counts), width),) if width else (), slot, slot // max(nnei, 1))
+    blocks = (AngleBlock(len(counts), width),) if width else ()
+    return AnglePlan(blocks, slot, slot // max(nnei, 1), padded=width > 0)
 
 
 def cosines(directions: torch.Tensor, plan: AnglePlan) -> torch.Tensor:

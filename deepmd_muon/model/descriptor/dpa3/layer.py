@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import Activation
+from deepmd_muon.model.descriptor.dpa3 import edge_sums, nodes
 from deepmd_muon.model.descriptor.dpa3.angles import AngleTape, angle_update
 from deepmd_muon.model.descriptor.dpa3.edges import EdgeTape, Incoming, edge_update
 from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan
@@ -118,18 +120,26 @@ class RepflowLayer(torch.nn.Module):
         self.e_residual = torch.nn.ParameterList(e_residual)
         self.a_residual = torch.nn.ParameterList(a_residual)
 
-    def forward(self, features: Features, graph: Graph, wanted: Wanted, *, force: bool) -> Features:
-        """Return the features after the layer; see `Wanted` for those returned as they came."""
-        message, update, moment = self._edges(features, graph, wanted, force=force)
-        node = self._nodes(features.node, message, moment)
+    def forward(
+        self, features: Features, graph: Graph, wanted: Wanted, *, force: bool, overlap: bool = True
+    ) -> Features:
+        """Return the features after the layer; see `Wanted` for those returned as they came.
+
+        With `overlap`, a GPU computes angles beside edges. A layer that is computed again in backward passes must not:
+        it would start on the stream of the first operation that asks, and others would not wait for it.
+        """
+        angle, reduced = features.angle, None
+        with kernels.Branches(features.node.device, 2 if overlap else 1) as branches:
+            if wanted.edge and angle is not None:
+                branches.lend(1, *features, graph.plan.slot, graph.plan.atom, graph.angle_weight)
+                with branches.chain(1):
+                    reduced, angle = self._angles(features, graph, wanted, force=force)
+                branches.take(reduced, angle)
+            message, update, moment = self._edges(features, graph, wanted, force=force)
+            node = self._nodes(features.node, message, moment, force=force)
         if update is None:
             return Features(node, features.edge, features.angle)
-        updates = [update]
-        angle = features.angle
-        if angle is not None:
-            reduced, angle = self._angles(features, graph, wanted, force=force)
-            updates.append(self._edge_from_angles(features.edge, graph, reduced))
-        return Features(node, _residual_sum(self.repflow.update_style, features.edge, updates, self.e_residual), angle)
+        return Features(node, self._edge_features(features.edge, graph, update, reduced, force=force), angle)
 
     def _edges(
         self, features: Features, graph: Graph, wanted: Wanted, *, force: bool
@@ -144,9 +154,14 @@ class RepflowLayer(torch.nn.Module):
         message, update, moment, _ = edge_update(tape, own, features.edge, p, table, graph.edge_weight, graph.direction)
         return message, update, moment
 
-    def _nodes(self, node: torch.Tensor, message: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+    def _nodes(self, node: torch.Tensor, message: torch.Tensor, moment: torch.Tensor, *, force: bool) -> torch.Tensor:
         f = self.activation.value
         repflow = self.repflow
+        if nodes.fits(node, self.activation):
+            carry, rho = _residual_weights(repflow.update_style, self.n_residual, node, 3)
+            tape = nodes.NodeTape(self.activation, carry, repflow.axis_neuron, repflow.e_dim, force)
+            weights = (*self.node_self_mlp.tensors[:2], *self.node_sym_linear.tensors[:2])
+            return nodes.node_update(tape, node, message, moment, *weights, *rho)[0]
         symmetric = [
             torch.bmm(part[..., : repflow.axis_neuron].transpose(1, 2), part).flatten(1) / 3.0
             for part in moment.split([repflow.e_dim, repflow.n_dim], dim=2)
@@ -163,21 +178,41 @@ class RepflowLayer(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the message of all angles to their first edge `(nslots, e_dim)`, and the angles after the layer."""
         repflow = self.repflow
-        nodes, edges = repflow.angle_node, repflow.angle_edge
+        of_node, edges = repflow.angle_node, repflow.angle_edge
         layers = [self.edge_angle_linear1, self.angle_self_linear] if wanted.angle else [self.edge_angle_linear1]
         matrix = torch.cat([layer.matrix for layer in layers], 1)
-        own, centre, second, first = matrix.split([repflow.a_dim, nodes, edges, edges])
+        own, centre, second, first = matrix.split([repflow.a_dim, of_node, edges, edges])
         bias = torch.cat([layer.tensors.bias for layer in layers])
-        per_atom = torch.addmm(bias, features.node[:, :nodes], centre)
-        edge = features.edge.flatten(0, 1)[:, :edges].index_select(0, graph.plan.slot)
-        u = torch.addmm(per_atom.index_select(0, graph.plan.atom), edge, first)
+        per_atom = torch.addmm(bias, features.node[:, :of_node], centre)
+        if graph.plan.padded:  # slices add up in backward passes without atomic operations
+            slots, width = graph.plan.blocks[0].width, features.edge.shape[1:]
+            cut = torch.nn.functional.pad(features.edge, (0, edges - width[1], 0, slots - width[0]))
+            edge = cut.flatten(0, 1)
+            u = (torch.mm(edge, first).view(-1, slots, matrix.shape[1]) + per_atom.unsqueeze(1)).flatten(0, 1)
+        else:
+            edge = features.edge.flatten(0, 1)[:, :edges].index_select(0, graph.plan.slot)
+            u = torch.addmm(per_atom.index_select(0, graph.plan.atom), edge, first)
         t = torch.mm(edge, second)
-        carry, residual = _angle_residual(repflow.update_style, self.a_residual, features.angle)
+        assert features.angle is not None
+        carry, (residual,) = _residual_weights(repflow.update_style, self.a_residual, features.angle)
         tape = AngleTape(graph.plan, self.activation, repflow.e_dim, carry, force)
         reduced, angle, _ = angle_update(
             tape, features.angle, u, t, graph.angle_weight, own, residual if wanted.angle else None
         )
         return reduced, angle if wanted.angle else features.angle
+
+    def _edge_features(
+        self, edge: torch.Tensor, graph: Graph, update: torch.Tensor, reduced: torch.Tensor | None, *, force: bool
+    ) -> torch.Tensor:
+        """Return the edges after the layer, from their update and the messages of the angles."""
+        style, residuals = self.repflow.update_style, self.e_residual
+        if reduced is None:
+            return _residual_sum(style, edge, [update], residuals)
+        if self.repflow.smooth_edge_update and edge_sums.fits(edge, graph.plan, self.activation):
+            carry, rho = _residual_weights(style, residuals, edge[0], 2)
+            tape = edge_sums.EdgeSumTape(self.activation, carry, graph.plan.blocks[0].width, force)
+            return edge_sums.edge_sum(tape, edge, update, reduced, *self.edge_angle_linear2.tensors[:2], *rho)[0]
+        return _residual_sum(style, edge, [update, self._edge_from_angles(edge, graph, reduced)], residuals)
 
     def _edge_from_angles(self, edge: torch.Tensor, graph: Graph, reduced: torch.Tensor) -> torch.Tensor:
         """Return the update of every edge by its angles; an edge without angles takes zero or its own features."""
@@ -211,12 +246,11 @@ def _residual_sum(
     return x + total / math.sqrt(len(updates))
 
 
-def _angle_residual(
-    style: str, residuals: torch.nn.ParameterList, angle: torch.Tensor | None
-) -> tuple[float, torch.Tensor]:
-    """Return α and ρ of a′ = α·a + ρ∘y: the residual sum with one update."""
-    assert angle is not None
+def _residual_weights(
+    style: str, residuals: torch.nn.ParameterList, x: torch.Tensor, count: int = 1
+) -> tuple[float, list[torch.Tensor]]:
+    """Return α and ρ of x′ = α·x + Σ ρ∘u: the residual sum of features x `(rows, width)` with `count` updates u."""
     if style == "res_residual":
-        return 1.0, residuals[0]
-    factor = math.sqrt(0.5) if style == "res_avg" else 1.0
-    return factor, angle.new_full((angle.shape[1],), factor)
+        return 1.0, list(residuals)
+    factor = 1.0 / math.sqrt(count + 1 if style == "res_avg" else count)
+    return factor if style == "res_avg" else 1.0, [x.new_full((x.shape[1],), factor)] * count

@@ -8,9 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import activation
-from deepmd_muon.model.descriptor.dpa3.edges import incoming
+from deepmd_muon.model.descriptor.dpa3.edges import incoming_for_kernels
 from deepmd_muon.model.descriptor.dpa3.geometry import DISTANCE_GUARD, cosines, plan_angles, switch
 from deepmd_muon.model.descriptor.dpa3.layer import Features, Graph, RepflowLayer, Wanted
 from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings
@@ -119,7 +118,8 @@ class DPA3(torch.nn.Module):
         last = repflow.nlayers - 1
         for index, layer in enumerate(self.repflows.layers):
             wanted = Wanted(edge=index < last, angle=index < last - 1)
-            whole = functools.partial(layer, graph=graph, wanted=wanted, force=force)
+            given = {"graph": graph, "wanted": wanted, "force": force, "overlap": not self.recompute}
+            whole = functools.partial(layer, **given)
             features = run_layer(whole, features, recompute=self.recompute)
         return torch.cat([features.node, types], 1) if self.settings.concat_output_tebd else features.node
 
@@ -142,10 +142,9 @@ class DPA3(torch.nn.Module):
         angle_weight = self.angle_switch(near).masked_fill(~in_angle, 0.0)
         unit = edges.flatten(0, 1).index_select(0, plan.slot) / (near + DISTANCE_GUARD).unsqueeze(-1)
         neighbor = _sorted_numbers(structures)
-        sort = kernels.usable(edges.device) or kernels.usable_as_operators(edges.device)
         graph = Graph(
             neighbor=neighbor,
-            incoming=incoming(neighbor) if sort else None,
+            incoming=incoming_for_kernels(neighbor),
             edge_weight=(weight / edge_scale).to(dtype),
             direction=(direction * weight.unsqueeze(-1) * edge_scale**-0.5).to(dtype),
             plan=plan,
