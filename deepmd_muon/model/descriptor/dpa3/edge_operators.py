@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from deepmd_muon.model.descriptor.dpa3 import edge_launches, edges
+from deepmd_muon.model.descriptor.dpa3 import edge_launches, geometry
 from deepmd_muon.model.descriptor.dpa3.edge_launches import outputs
 from deepmd_muon.model.descriptor.dpa3.launching import operator
 
 _LAYER = "Tensor neighbor, Tensor order, Tensor start, Tensor weight, int message, str kind, float[] curve_of"
 
-incoming = operator("edge_incoming", edges.incoming, "Tensor neighbor", 2)
+incoming = operator("edge_incoming", geometry.incoming, "Tensor neighbor", 2)
 update = operator("edge_update", edge_launches.update, f"Tensor[] terms, {_LAYER}", 3)
 adjoint = operator("edge_adjoint", edge_launches.adjoint, f"Tensor[] cotangents, Tensor[] terms, {_LAYER}", 5)
 tangent = operator("edge_tangent", edge_launches.tangent, f"Tensor[] terms, Tensor[] dots, {_LAYER}", 3)

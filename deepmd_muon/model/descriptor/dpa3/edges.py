@@ -18,6 +18,7 @@ import torch
 
 from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import Activation
+from deepmd_muon.model.descriptor.dpa3.geometry import Incoming, incoming
 
 EDGE_BLOCK_ROWS = 1024  # edges of a block on a CPU: with 512 numbers each 2 MB in float32, about a core's cache
 
@@ -91,27 +92,6 @@ class EdgeCotangents(NamedTuple):
         else:
             y_bar[..., width:] = self.update[atoms]
         return y_bar
-
-
-class Incoming(NamedTuple):
-    """The edges of a batch, sorted by neighbour.
-
-    Attributes
-    ----------
-    order
-        Numbers of the edges `(nreal·nnei,)`, int64.
-    start
-        Where the edges to each atom start, and the end of all `(nreal + 1,)`, int64.
-    """
-
-    order: torch.Tensor
-    start: torch.Tensor
-
-
-def incoming(neighbor: torch.Tensor) -> Incoming:
-    """Sort the edges of a batch by neighbour; `neighbor` as in `EdgeTape`."""
-    ends, order = neighbor.flatten().sort(stable=True)
-    return Incoming(order, torch.searchsorted(ends, torch.arange(len(neighbor) + 1, device=neighbor.device)))
 
 
 def incoming_for_kernels(neighbor: torch.Tensor) -> Incoming | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -67,6 +68,27 @@ class AnglePlan:
     slot: torch.Tensor
     atom: torch.Tensor
     padded: bool = False
+
+
+class Incoming(NamedTuple):
+    """The edges of a batch, sorted by neighbour.
+
+    Attributes
+    ----------
+    order
+        Numbers of the edges `(nreal·nnei,)`, int64.
+    start
+        Where the edges to each atom start, and the end of all `(nreal + 1,)`, int64.
+    """
+
+    order: torch.Tensor
+    start: torch.Tensor
+
+
+def incoming(neighbor: torch.Tensor) -> Incoming:
+    """Sort the edges of a batch by neighbour; `neighbor` as in `edges.EdgeTape`."""
+    ends, order = neighbor.flatten().sort(stable=True)
+    return Incoming(order, torch.searchsorted(ends, torch.arange(len(neighbor) + 1, device=neighbor.device)))
 
 
 def plan_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AnglePlan:

@@ -12,8 +12,8 @@ from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import Activation
 from deepmd_muon.model.descriptor.dpa3 import edge_sums, nodes
 from deepmd_muon.model.descriptor.dpa3.angles import AngleTape, angle_update
-from deepmd_muon.model.descriptor.dpa3.edges import EdgeTape, Incoming, edge_update
-from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan
+from deepmd_muon.model.descriptor.dpa3.edges import EdgeTape, edge_update
+from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan, Incoming
 from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
 from deepmd_muon.model.networks import Layer, SeedPath
 
