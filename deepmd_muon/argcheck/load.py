@@ -21,10 +21,11 @@ from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import shown
 
-# start_lr · lr_adjust_coeff, the root-mean-square step of a matrix entry: within 9 % of the best of a scan after 3000
-# and after 18,000 steps, and the smallest value within 25 % of it (doc/benchmarks/convergence.md).
-_GOOD_MUON_STEP = 0.00864
-_LEAST_MUON_STEP = 0.00432
+# `lr_adjust_coeff` where the input leaves it open, and the largest root-mean-square step of a matrix entry, start_lr ·
+# lr_adjust_coeff, that it may give: within 9 % of the best of scans of two sets after 3000 and of one after 18,000
+# steps (doc/benchmarks/convergence.md).
+_MUON_COEFFICIENT = 8.64
+_MUON_STEP = 0.00864
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Input:
         `out.json` holds; giving it back gives the same again.
     notices
         One line for each older spelling that was translated, each key that has no effect, and each default that is
-        seldom the best.
+        not deepmd-kit's.
     """
 
     settings: Settings
@@ -78,26 +79,30 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
         raise DeepmdKitOnlyError(problems, source)
     if problems or checked.settings is None:
         raise InputError(problems, source)
-    notices = (*upgraded.notices, *checked.notices, *_open_muon_scale(upgraded.data, checked.settings))
-    return Input(checked.settings, thaw(checked.settings), notices)
+    settings, chosen = _with_muon_scale(upgraded.data, checked.settings)
+    return Input(settings, thaw(settings), (*upgraded.notices, *checked.notices, *chosen))
 
 
-def _open_muon_scale(data: Mapping[str, Any], settings: Settings) -> list[str]:
-    """Say what DeePMD's `lr_adjust_coeff` means when the input leaves it open and the step of Muon is small."""
+def _with_muon_scale(data: Mapping[str, Any], settings: Settings) -> tuple[Settings, list[str]]:
+    """Choose the scale of HybridMuon's matrices where the input leaves it open, and say so.
+
+    deepmd-kit's 0.18 suits language models, and its own arithmetic keeps it. See doc/learning-rate.md.
+    """
     optimizer, start_lr = settings.optimizer, settings.learning_rate.start_lr
-    if not isinstance(optimizer, HybridMuonConfig) or "lr_adjust_coeff" in data.get("optimizer", {}):
-        return []
-    matches_rms = optimizer.scaling == "match_rms" or (optimizer.scaling is None and optimizer.lr_adjust <= 0)
-    step = start_lr * optimizer.lr_adjust_coeff
-    if not matches_rms or step >= _LEAST_MUON_STEP:
-        return []
-    default, good = f"{optimizer.lr_adjust_coeff:g}", f"{_GOOD_MUON_STEP / start_lr:.3g}"
-    return [
-        f"optimizer/lr_adjust_coeff is not given and takes DeePMD's default {default}: with start_lr {start_lr:g} a "
-        f"step moves an entry of a matrix by {step:.2g}, which is slow for force fields and on short runs loses to "
-        f"Adam; set lr_adjust_coeff to {good} (doc/learning-rate.md), or to {default} to keep the default without "
-        "this warning"
-    ]
+    given = data.get("optimizer", {})
+    if not isinstance(optimizer, HybridMuonConfig) or optimizer.deepmd_kit_arithmetic or "lr_adjust_coeff" in given:
+        return settings, []
+    if optimizer.explicit().scaling != "match_rms":
+        return settings, []
+    theirs, ours = optimizer.lr_adjust_coeff, min(_MUON_COEFFICIENT, float(f"{_MUON_STEP / start_lr:.3g}"))
+    if ours == theirs:
+        return settings, []
+    chosen = dataclasses.replace(optimizer, lr_adjust_coeff=ours)
+    notice = (
+        f"optimizer/lr_adjust_coeff is not given and takes {ours:g}, which suits force fields at start_lr "
+        f"{start_lr:g}; deepmd-kit takes {theirs:g} (doc/learning-rate.md)"
+    )
+    return dataclasses.replace(settings, optimizer=chosen), [notice]
 
 
 def load(path: str | os.PathLike[str]) -> Input:

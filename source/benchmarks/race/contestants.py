@@ -67,6 +67,7 @@ def hybrid_muon(section: dict[str, Any]) -> Contestant:
 
 
 MATRIX_GRID = doubled(0.00216)
+UNTOUCHED = 0.00864  # rate of the matrices where an input of `dp train` says nothing
 
 CONTESTANTS = {
     "adam": own({"type": "Adam"}, 1.5e-3),
@@ -80,10 +81,10 @@ CONTESTANTS = {
         parts=lambda model, rate, steps: torch_muon(model, rate / TORCH_COEFFICIENT / ADAM_RATE),
     ),
     "schedule_free": Contestant(
-        doubled(1.5e-3),
+        doubled(6e-3),
         lambda rate: rate,
         parts=lambda model, rate, steps: schedule_free(model, round(WARMUP * steps)),
         decays=False,
     ),
-    "soap": Contestant(doubled(7.5e-4), lambda rate: rate, parts=lambda model, rate, steps: soap(model)),
+    "soap": Contestant(doubled(3e-3), lambda rate: rate, parts=lambda model, rate, steps: soap(model)),
 }

@@ -20,7 +20,7 @@ from pathlib import Path
 # These scripts are not a package; they and a test import one another by this path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from contestants import CONTESTANTS
+from contestants import UNTOUCHED
 from results import Result, StepTime, last, pool, read
 from sets import SETS
 
@@ -142,8 +142,8 @@ def field_table(field: Field, times: Sequence[StepTime]) -> str:
         rate, runs = field.best(name)
         error = field.error(name, rate)
         within, tried = field.robust(name)
-        grid = CONTESTANTS[name].grid
-        edge = " (edge)" if len(field.runs[name]) > 1 and rate in (grid[0], grid[-1]) else ""
+        rates = field.runs[name]
+        edge = " (edge)" if len(rates) > 1 and rate in (min(rates), max(rates)) else ""
         milliseconds = time_of(times, field, name)
         rows.append(
             [
@@ -223,6 +223,25 @@ def summary_table(found: Sequence[Field]) -> str:
     return table(head, rows)
 
 
+def untouched_table(found: Sequence[Field]) -> str:
+    """Return HybridMuon's errors at the rate of an input that sets nothing, beside the baseline's best."""
+    rows = []
+    for field in found:
+        if BASELINE not in field.runs or UNTOUCHED not in field.runs.get("hybrid_muon", {}):
+            continue
+        ours, (rate, theirs) = field.runs["hybrid_muon"][UNTOUCHED], field.best(BASELINE)
+        cells = [field.set, field.model, f"{field.steps:,}"]
+        for measure in (last, force("out")):
+            pair = [mean(map(measure, runs)) for runs in (ours, theirs)]
+            cells += [number(pair[0]), number(pair[1]), number(pair[0] / pair[1], 2)]
+        rows.append([*cells[:5], f"{rate:g}", *cells[5:]])
+    head = (
+        *("set", "model", "steps", "HybridMuon, test [eV/Å]", "AdamW, test [eV/Å]", "its best rate", "ratio"),
+        *("HybridMuon, out [eV/Å]", "AdamW, out [eV/Å]", "ratio"),
+    )
+    return table(head, rows)
+
+
 def failures(found: Sequence[Field]) -> str:
     """List runs that ended early."""
     lines = [
@@ -239,7 +258,9 @@ def failures(found: Sequence[Field]) -> str:
 def report(results: Iterable[Result], times: Sequence[StepTime]) -> str:
     """Return all tables as Markdown."""
     found = fields(results)
-    parts = ["### All sets", summary_table(found)]
+    parts = []
+    if any(BASELINE in field.runs for field in found):
+        parts = ["### All sets", summary_table(found), "### HybridMuon with nothing set", untouched_table(found)]
     for field in found:
         parts += [f"### {field.set}, {field.model}, {field.steps:,} steps", field_table(field, times)]
         if any(len(rates) > 1 for rates in field.runs.values()):
@@ -300,7 +321,7 @@ def main() -> None:
     else:
         print(tables)
     if args.pictures:
-        for field in fields(results.values()):
+        for field in (field for field in fields(results.values()) if len(field.runs) > 1):
             draw(field, times, args.pictures / picture_name(field))
 
 

@@ -115,8 +115,9 @@ def test_normalized_has_every_default_and_no_comment(water):
     ],
 )
 def test_optimizers(water, section, kind):
-    water["optimizer"] = section
-    assert normalize(water).settings.optimizer == kind
+    scale = {"lr_adjust_coeff": 0.3} if section.get("type") == "HybridMuon" else {}
+    water["optimizer"] = {**section, **scale}
+    assert normalize(water).settings.optimizer == dataclasses.replace(kind, **scale)
 
 
 @pytest.mark.parametrize(
@@ -337,24 +338,31 @@ def test_importing_the_room_does_not_import_torch():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "start_lr", "advised"),
+    ("optimizer", "start_lr", "expected", "chosen"),
     [
-        ({"type": "HybridMuon"}, 1e-3, "8.64"),
-        ({"type": "HybridMuon", "scaling": "match_rms", "lr_adjust": 10.0}, 5e-4, "17.3"),
-        ({"type": "HybridMuon", "lr_adjust_coeff": 0.18}, 1e-3, None),
-        ({"type": "HybridMuon", "lr_adjust": 10.0}, 1e-3, None),
-        ({"type": "HybridMuon", "scaling": "rectangular"}, 1e-3, None),
-        ({"type": "HybridMuon", "adam_lr_ratio": 0.02}, 0.048, None),
-        ({"type": "Adam"}, 1e-3, None),
+        ({}, 1e-3, 8.64, True),
+        ({}, 1e-4, 8.64, True),  # fine-tuning
+        ({"scaling": "match_rms", "lr_adjust": 10.0}, 2e-3, 4.32, True),
+        ({"adam_lr_ratio": 0.02}, 0.048, 0.18, False),  # what it would have been
+        ({"lr_adjust_coeff": 0.18}, 1e-3, 0.18, False),
+        ({"deepmd_kit_arithmetic": True}, 1e-3, 0.18, False),
+        ({"lr_adjust": 10.0}, 1e-3, 0.18, False),
+        ({"scaling": "rectangular"}, 1e-3, 0.18, False),
     ],
 )
-def test_an_open_scale_of_muon_is_noticed_where_its_step_is_small(water, optimizer, start_lr, advised):
-    water["optimizer"] = optimizer
+def test_the_scale_of_muon_is_chosen_where_an_input_leaves_it_open(water, optimizer, start_lr, expected, chosen):
+    water["optimizer"] = {"type": "HybridMuon", **optimizer}
     water["learning_rate"]["start_lr"] = start_lr
     checked = normalize(water)
-    assert len(checked.notices) == (advised is not None)
-    if advised:
-        assert "optimizer/lr_adjust_coeff" in checked.notices[0]
-        assert f"set lr_adjust_coeff to {advised} " in checked.notices[0]
-        assert checked.settings.optimizer.lr_adjust_coeff == 0.18
-    assert normalize(checked.normalized).notices == ()
+    assert checked.settings.optimizer.lr_adjust_coeff == pytest.approx(expected)
+    assert checked.normalized["optimizer"]["lr_adjust_coeff"] == checked.settings.optimizer.lr_adjust_coeff
+    assert len(checked.notices) == chosen
+    assert not chosen or "optimizer/lr_adjust_coeff is not given" in checked.notices[0]
+    again = normalize(checked.normalized)
+    assert again.settings == checked.settings
+    assert again.notices == ()
+
+
+def test_other_optimizers_have_no_scale_of_muon(water):
+    water["optimizer"] = {"type": "Adam"}
+    assert normalize(water).notices == ()

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchma
 import contest
 import optimizers
 import race
-from contestants import CONTESTANTS
+from contestants import ADAM_RATE, CONTESTANTS, UNTOUCHED
 from optimizers import Foreign
 from results import Key, Result, StepTime, append, best_rates, read
 from sets import MODELS, SETS, input_of
@@ -134,6 +134,12 @@ def test_every_contestant_trains(sets, name):
     (result,) = train([Key("water", "tiny", name, contestant.grid[2], 1, 6)], arena_of(sets))
     assert not result.failed
     assert result.curve[-1][1] < result.curve[0][1]
+
+
+def test_untouched_is_what_an_input_without_settings_gets():
+    content = input_of("water", "tiny", [Path("system")], seed=3, steps=10)
+    given = normalize({**content, "optimizer": {"type": "HybridMuon"}, "learning_rate": {"start_lr": ADAM_RATE}})
+    assert given.settings.optimizer.lr_adjust_coeff * ADAM_RATE == pytest.approx(UNTOUCHED)
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "tiny"])

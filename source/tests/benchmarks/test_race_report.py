@@ -49,9 +49,20 @@ def test_a_set_shows_every_contestant_at_its_best_rate(results):
     assert row(table, "HybridMuon")[1:] == [
         *("0.00216 (edge)", "0.0500", "0.50", "2.00", "0.6000", "1.50", "2 of 3", "0.50", "6.0"),
     ]
-    assert row(table, "AdamW")[1:] == ["0.003", "0.1000", "1.00", "2.00", "0.4000", "1.00", "2 of 2", "1.00", "–"]
+    assert row(table, "AdamW")[1:] == [
+        *("0.003 (edge)", "0.1000", "1.00", "2.00", "0.4000", "1.00", "2 of 2", "1.00", "–"),
+    ]
     assert table.index("| HybridMuon |") < table.index("| AdamW |")
     assert row(report.grid_table(field), "HybridMuon")[-3:] == ["0.00864: failed", "–", "–"]
+
+
+def test_hybrid_muon_with_nothing_set_stands_beside_the_best_of_adamw(results):
+    ours = result("hybrid_muon", report.UNTOUCHED, [(3000, 0.08)], out=0.2, name="silicon")
+    tables = report.untouched_table(
+        report.fields([*results, ours, result("adamw", 3e-3, [(3000, 0.1)], name="silicon")])
+    )
+    assert row(tables, "silicon")[3:] == ["0.0800", "0.1000", "0.003", "0.80", "0.2000", "0.5000", "0.40"]
+    assert row(tables, "water")[3:7] == ["failed", "0.1000", "0.003", "failed"]
 
 
 def test_the_summary_takes_medians_over_sets(results):

@@ -30,6 +30,7 @@ def test_a_checkpoint_of_deepmd_kit_continues_here(small_input, train, load):
     before = load("model.ckpt-3.pt")
     longer = small_input(training={"numb_steps": 5, "save_ckpt": "ours"})
     longer["model"]["descriptor"]["sel"] = [60]
+    longer["optimizer"]["lr_adjust_coeff"] = 0.18
     assert train(longer, restart="model.ckpt-3.pt") == 0
     after = load("ours-5.pt")
     assert after["deepmd_muon"]["step"] == 5
