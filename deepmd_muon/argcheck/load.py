@@ -22,8 +22,8 @@ from deepmd_muon.section import thaw
 from deepmd_muon.setting import shown
 
 # `lr_adjust_coeff` where the input leaves it open, and the largest root-mean-square step of a matrix entry, start_lr ·
-# lr_adjust_coeff, that it may give: within 9 % of the best of scans of two sets after 3000 and of one after 18,000
-# steps (doc/benchmarks/convergence.md).
+# lr_adjust_coeff, that it may give: within 9 % of the best in all scans, on four sets after 3000 steps and on one
+# after 18,000 (doc/benchmarks/race.md, doc/benchmarks/convergence.md).
 _MUON_COEFFICIENT = 8.64
 _MUON_STEP = 0.00864
 
