@@ -16,7 +16,7 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     """Let glibc keep memory that tensors on the CPU free, instead of returning it to the system.
 
     By default glibc maps large tensors one by one: each time the system has to hand over pages filled with zeros, which
-    takes up to a tenth of a step. The most memory that is in use at a time does not change.
+    takes up to a tenth of a step. The peak memory of the process grows by a few percent.
 
     Parameters
     ----------
