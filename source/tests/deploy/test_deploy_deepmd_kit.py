@@ -31,6 +31,8 @@ for name in sys.argv[1:]:
 np.savez("found.npz", **out)
 """
 
+BUILT = "from deepmd.pt.cxx_op import ENABLE_CUSTOMIZED_OP as built; raise SystemExit(not built)"
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, water_frames):
@@ -50,6 +52,8 @@ def save(model, name):
 
 @pytest.mark.parametrize("kind", LARGER)
 def test_deep_pot_takes_our_file_for_its_own(kind, folder, water_frames):
+    if kind == "dpa3" and subprocess.run([os.environ["DEEPMD_KIT_PYTHON"], "-c", BUILT]).returncode:
+        pytest.skip("deepmd-kit's operators, which exchange features of ghosts, are not built for its torch")
     model = build(LARGER[kind] | {"seed": 3})
     save(model, "model.pt")
     freeze(model, "ours.pth")
