@@ -9,6 +9,7 @@ import pytest
 import torch
 from model_batches import HERE, batch_of, read_fixture
 
+from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.loss import EnergyLoss
 from deepmd_muon.model import build_model, environment_statistics
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
@@ -317,6 +318,33 @@ REPFLOW = {"e_rcut": 6.0, "e_rcut_smth": 5.3, "e_sel": 120, "a_rcut": 4.0, "a_rc
 def test_impossible_settings_are_refused(changes, key):
     with pytest.raises(InvalidSettingError, match=key):
         RepflowSettings(**{**REPFLOW, **changes})
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "words"),
+    [
+        ("", "use_econf_tebd", True, "electron configurations"),
+        ("", "add_chg_spin_ebd", True, "charge and spin"),
+        ("", "exclude_types", [[0, 0]], "mixed neighbour list"),
+        ("/repflow", "n_multi_edge_message", 2, "several heads"),
+        ("/repflow", "sequential_update", True, "one after another"),
+        ("/repflow", "a_compress_rate", 1, "linear layers"),
+    ],
+)
+def test_what_only_deepmd_kit_has_is_refused_by_name(section, key, value, words):
+    descriptor = {"type": "dpa3", "repflow": dict(REPFLOW)}
+    (descriptor["repflow"] if section else descriptor)[key] = value
+    content = {
+        "model": {"type_map": ["O"], "descriptor": descriptor, "fitting_net": {}},
+        "learning_rate": {"type": "exp", "start_lr": 1e-3},
+        "loss": {},
+        "training": {"training_data": {"systems": ["a"]}, "numb_steps": 1},
+    }
+    with pytest.raises(InputError) as error:
+        normalize(content)
+    (problem,) = error.value.problems
+    assert problem.path == f"model/descriptor{section}/{key}"
+    assert words in problem.message
 
 
 def test_auto_selection_counts_both_cutoffs():
