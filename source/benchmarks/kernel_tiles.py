@@ -26,7 +26,8 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from deepmd_muon.optim.polar import SCHEDULES
-from deepmd_muon.optim.polar.kernels.symmetric import NEXT, PRESENT, SQUARE, symmetric_product, update
+from deepmd_muon.optim.polar.kernels.normalized import PRESENT
+from deepmd_muon.optim.polar.kernels.symmetric import NEXT, SQUARE, symmetric_product, update
 from deepmd_muon.optim.polar.one_launch import launches_for, orthogonalize_in_one_launch
 from deepmd_muon.optim.polar.symmetric_launch import Tile, _tiled, tiles_for
 
@@ -83,8 +84,10 @@ def symmetric(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, f
     diagonal, weights = torch.ones(count * order, device="cuda"), torch.ones(1, 3, device="cuda")
     t, side = tile.rows, int(SQUARE.value)
     grid = (order // t * (order // t + 1) // 2, count)
-    squares = [_tiled(m, side, side) for m in (left, right, torch.empty_like(left), *(torch.zeros_like(left),) * 3)]
-    constants = {"FINE": True, "T": t, "K": DEPTH, "num_warps": tile.warps, "num_stages": tile.stages}
+    target, rest = torch.empty_like(left), torch.zeros_like(left)
+    squares = [_tiled(m, side, side) for m in (left, right, target, rest, rest, rest)]
+    squares += [_tiled(target, t, side), _tiled(target, side, t), *(_tiled(rest, t, side),) * 3]
+    constants = {"FINE": True, "T": t, "N": t, "K": DEPTH, "num_warps": tile.warps, "num_stages": tile.stages}
 
     def run(a: Tensor, b: Tensor, size: int, kind: int) -> None:
         operands = _tiled(a, t, DEPTH), _tiled(b, t, DEPTH)
@@ -108,8 +111,16 @@ def updated(count: int, rows: int, columns: int, tile: Tile, *, wide: bool = Tru
     tiles = [_tiled(each, down, across // 2) for each in (master if wide else x, master, following)]
     unused, diagonal = torch.empty(1, dtype=torch.int64, device="cuda"), torch.ones(count * order, device="cuda")
     arguments = (*factors, tiles[0], weights, *tiles[1:], diagonal, unused, weights, master, 0, 0, order, width)
-    arguments = (*arguments, *(None,) * 6)  # nothing is applied
-    constants = {"TYPE": None, "READ": PRESENT.value, "WRITE": NEXT.value, "KEEP": wide, "CHUNK": 0, "T": down}
+    arguments = (*arguments, *(None,) * 7)  # nothing is applied
+    constants = {
+        "TYPE": None,
+        "PREFETCH": False,
+        "READ": PRESENT.value,
+        "WRITE": NEXT.value,
+        "KEEP": wide,
+        "CHUNK": 0,
+        "T": down,
+    }
     constants |= {"N": across, "K": DEPTH, "num_warps": tile.warps, "num_stages": tile.stages}
     time = timed(lambda: update[grid](*arguments, **constants))
     return time, 2 * count * order * order * width / time * 1e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,21 +12,23 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from deepmd_muon.optim.polar.kernels.normalized import (
+    INPUT,
+    PRESENT,
+    TRANSPOSED_INPUT,
+    measure,
+    measure_contiguous,
+    normalize,
+    normalize_tiles,
+)
 from deepmd_muon.optim.polar.kernels.symmetric import (
     ANYWHERE,
     APPLIED,
     APPLIED_TRANSPOSED,
     IN_TILES,
     IN_TRANSPOSED_TILES,
-    INPUT,
     NEXT,
-    PRESENT,
     SQUARE,
-    TRANSPOSED_INPUT,
-    measure,
-    measure_contiguous,
-    normalize,
-    normalize_tiles,
     symmetric_product,
     update,
 )
@@ -64,6 +67,10 @@ class Tiles(NamedTuple):
 # Measured on an H200 by source/benchmarks/kernel_tiles.py. Two programs of the medium kind share a multiprocessor: one
 # computes while the other stores. Small tiles occupy the device when there are few; large tiles read less.
 _SYMMETRIC = {"small": Tile(64, 64, 4, 4), "medium": Tile(128, 128, 4, 3)}
+_DEEP = Tile(
+    128, 256, 8, 3
+)  # of X Xᵀ from _DEEP_FROM columns on, if its programs occupy the device for _OCCUPIED of the time
+_DEEP_FROM, _OCCUPIED = 4096, 0.8
 _UPDATE = {
     "small": Tile(64, 128, 4, 4),
     "medium": Tile(128, 128, 4, 3),
@@ -74,6 +81,7 @@ _LAST_WARPS = 8  # the addresses of strided results take registers
 _DEPTH = 64  # columns of the left factor per iteration of a product
 _LARGE = 4096  # rows from which large tiles are faster in updates
 _MANY = 2048, 4  # rows, and wide tiles for each multiprocessor, from which wide tiles are faster in updates
+_PREFETCH = True
 _CHUNK = 1024  # terms that tensor cores accumulate in exact updates
 _LIFT = 500.0  # updates are exact where later steps amplify small singular values by more than this
 _KEEP = 50.0  # X is kept in fp32 where later steps amplify small singular values by more than this
@@ -95,6 +103,15 @@ def tiles_for(rows: int, columns: int, count: int) -> Tiles:
     many = rows >= _MANY[0] and count * side * -(-columns // 256) >= _MANY[1] * _MULTIPROCESSORS
     update = "small" if few else "large" if rows >= _LARGE else "wide" if many else "medium"
     return Tiles(_SYMMETRIC[symmetric], _UPDATE[update])
+
+
+def deep_programs(order: int, depth: int, count: int) -> int:
+    """Return the number of programs per matrix that compute X Xᵀ in wide tiles; 0 where others are faster."""
+    if order % _DEEP.columns or depth < _DEEP_FROM:
+        return 0
+    pairs = order // _DEEP.columns  # two rows of tiles each
+    rounds = count * pairs * (pairs + 1) / _MULTIPROCESSORS
+    return pairs * (pairs + 1) if rounds / math.ceil(rounds) >= _OCCUPIED else 0
 
 
 def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
@@ -201,12 +218,13 @@ class _Workspace:
         fine = dict.fromkeys(name for product in products for name in product.fine)
         self.rests = {name: _tiled(half(count * order, order), side, side) for name in fine}
         self.operands = {name: _tiled(x, t, _DEPTH) for name, x in squares.items()}
+        self.turned = {name: _tiled(x, side, t) for name, x in squares.items()}
         self.lefts = {name: _tiled(x, down, _DEPTH) for name, x in squares.items()}
         self.squares = {name: _tiled(x, side, side) for name, x in squares.items()}
         self.sources = [_tiled(x, t, _DEPTH) for x in iterates]
         self.rights = [_tiled(x, _DEPTH, across) for x in iterates]
         self.master, *self.copies = (_tiled(x, down, across // 2) for x in (master, *iterates))
-        self.half = (order // t * (order // t + 1) // 2, count)
+        self.half = order // t * (order // t + 1) // 2
         if self.inputs and inputs.tensors is not None:
             self._normalize_tiles(inputs.tensors, iterates[0], sums)
 
@@ -268,19 +286,25 @@ class _Workspace:
     def multiply(self, k: int, product: Product) -> None:
         """Start launch `k`, a symmetric product."""
         target, left, right, _, fine = product
-        tile = self.tiles.symmetric
+        tile, programs = self.tiles.symmetric, self.half
         if left == "X":
             kind, depth, factors = 0, self.width, self.sources[:1] * 2
             left = right = target  # not read
+            deep = deep_programs(self.order, depth, self.count) if tile.rows == _DEEP.rows else 0
+            if deep:
+                tile, programs = _DEEP, deep
+                factors[1] = _tiled(factors[1].base, tile.columns, _DEPTH)
         else:
             kind, depth, factors = 1 if left == right else 2, self.order, [self.operands[left], self.operands[right]]
         names = (left, right, target)
         squares = [self.squares[name] for name in names]
         rests = [self.rests[name] if name in fine else self.squares[name] for name in names]
-        symmetric_product[self.half](
-            *factors, *squares, *rests, *(self.diagonals[name] for name in names), self.weights, k, self.order, depth,
-            KIND=kind, LEFT_FINE=left in fine and kind > 0, RIGHT_FINE=right in fine and kind > 1, FINE=target in fine,
-            T=tile.rows, K=_DEPTH, num_warps=tile.warps, num_stages=tile.stages,
+        strips = [self.operands[target], self.turned[target]]
+        strips += [_tiled(rest.base, tile.rows, _DEPTH) for rest in rests]
+        symmetric_product[programs, self.count](
+            *factors, *squares, *rests, *strips, *(self.diagonals[name] for name in names), self.weights, k, self.order,
+            depth, KIND=kind, LEFT_FINE=left in fine and kind > 0, RIGHT_FINE=right in fine and kind > 1,
+            FINE=target in fine, T=tile.rows, N=tile.columns, K=_DEPTH, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     def update(self, k: int, product: Product, lift: float, *, last: bool) -> None:
@@ -306,7 +330,9 @@ class _Workspace:
             update[across, count](
                 self.lefts[product.left], self.rights[0], present, self.factors, target, self.copies[1],
                 self.diagonals[product.left], self.table, self.weights, self.out, k, first, self.order, self.width,
+                source=present.base if self.inputs else None,
                 **self._applied(spans[i] if last and self.application is not None else None),
+                PREFETCH=self.out.is_cuda and _PREFETCH,
                 READ=read, WRITE=write, KEEP=keep, CHUNK=_CHUNK if self.exact and lift > _LIFT else 0,
                 T=tile.rows, N=tile.columns, K=_DEPTH, num_stages=tile.stages,
                 num_warps=_LAST_WARPS if write == ANYWHERE.value else tile.warps,

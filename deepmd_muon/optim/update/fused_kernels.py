@@ -141,7 +141,7 @@ def advance(
 
 @triton.jit
 def sum_squares(blocks, sums, squares, WIDTH: tl.constexpr):
-    """Write 1 and Σ u² for each block, as `symmetric.scale_of` reads them; `blocks` has first and number of chunks."""
+    """Write 1 and Σ u² for each block, as `normalized.scale_of` reads them; `blocks` has first and number of chunks."""
     number = tl.program_id(0)
     first = sums + tl.load(blocks + 2 * number) * SUMS
     count = tl.load(blocks + 2 * number + 1)

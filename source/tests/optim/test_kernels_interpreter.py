@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
@@ -75,6 +76,8 @@ if INSIDE:
 
     from deepmd_muon.optim.polar import symmetric_program
     from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS
+    from deepmd_muon.optim.polar.kernels.symmetric import symmetric_product
+    from deepmd_muon.optim.polar.symmetric_launch import _tiled
 
     SMALL = tuple(shape for shape in SHAPES if max(shape) <= 65)
     FEW = ("rank8", "log5", "log8")
@@ -156,6 +159,40 @@ def test_steps_that_share_products(steps, kind, shape, monkeypatch):
     symmetric_program.program.cache_clear()
     check_quality(SYMMETRIC, shape, (kind,))
     symmetric_program.program.cache_clear()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("kind", "fine", "tile"),
+    [(0, True, (128, 256)), (1, True, (128, 128)), (2, True, (128, 128)), (2, False, (128, 128))],
+)
+def test_symmetric_products_in_large_tiles_are_those_in_small_ones(kind, fine, tile):
+    order, depth = 512 if tile[1] > tile[0] else 256, 64 if kind == 0 else 256
+    random = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(order, order, generator=random).tril(-1) / 16 for _ in range(2))
+    left, right = ((m + m.mT).half() for m in (left, right))
+    x = torch.randn(order, depth, generator=random).half() / 8
+    diagonals = [torch.randn(order, generator=random) for _ in range(2)]
+    weights, rest = torch.tensor([[0.5, -0.25, 2.0]]), torch.randn(order, order, generator=random).half()
+    found = []
+    for rows, columns in ((64, 64), tile):
+        target, own_rest, diagonal = torch.full_like(left, 7.0), torch.zeros_like(left), torch.zeros(order)
+        squares = [_tiled(m, 64, 64) for m in (left, right, target, rest, rest, own_rest)]
+        strips = [
+            _tiled(target, rows, 64),
+            _tiled(target, 64, rows),
+            *(_tiled(m, rows, 64) for m in (rest, rest, own_rest)),
+        ]
+        a, b = (x, x) if kind == 0 else (left, left if kind == 1 else right)
+        count = order // columns * (order // columns + 1) // (1 if columns > rows else 2)
+        symmetric_product[count, 1](
+            *(_tiled(a, rows, 64), _tiled(b, columns, 64), *squares, *strips, *diagonals, diagonal, weights, 0, order),
+            *(depth, kind, fine and kind > 0, fine and kind > 1, fine, rows, columns, 64),
+        )  # fmt: skip
+        assert torch.equal(target, target.mT)
+        found.append((target.float() + own_rest.float() / 2048).tril(-1) + diagonal.diag())
+    small, large = found
+    assert (small - large).abs().max() <= (1e-6 if fine else 1e-3) * small.abs().max()
 
 
 @interpreted

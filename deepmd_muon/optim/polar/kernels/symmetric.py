@@ -13,134 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deepmd_muon.optim.polar.kernels.application import apply_tile
-from deepmd_muon.optim.polar.kernels.shared import merge, norm_of_all
-from deepmd_muon.optim.polar.kernels.whole import (
-    COLUMNS,
-    KIND,
-    ROW,
-    ROWS,
-    load_matrix,
-    load_single,
-    load_upright,
-    store_result,
-)
-
-# Input of an update: the present X, or the input, or the transposed input, in tiles.
-PRESENT, INPUT, TRANSPOSED_INPUT = (tl.constexpr(i) for i in range(3))
-
-
-@triton.jit
-def measure(table, addresses, sums, SHARES: tl.constexpr, T: tl.constexpr):
-    """Store this program's share of each matrix's norm."""
-    matrix = tl.program_id(1)
-    row = table + matrix.to(tl.int64) * ROW
-    down = tl.cdiv(tl.load(row + ROWS), T).to(tl.int32)
-    along = tl.cdiv(tl.load(row + COLUMNS), T).to(tl.int32)
-    t = tl.arange(0, T)
-    place = 2 * (matrix * SHARES + tl.program_id(0))
-    if tl.load(row + KIND) == 1:  # squares of float64 may overflow
-        largest = tl.zeros((), tl.float64)
-        squares = tl.zeros((), tl.float64)
-        for number in range(tl.program_id(0), down * along, SHARES):
-            x, peak = load_matrix(row, addresses, number % down * T + t, number // down * T + t, -1)
-            largest, squares = merge(largest, squares, peak, tl.sum(x * x).to(tl.float64))
-        tl.store(sums + place, largest)
-        tl.store(sums + place + 1, squares)
-    else:
-        total = tl.zeros((T, T), tl.float64)
-        for number in range(tl.program_id(0), down * along, SHARES):
-            wide = load_single(row, addresses, number % down * T + t, number // down * T + t).to(tl.float64)
-            total += wide * wide
-        tl.store(sums + place, 1.0)
-        tl.store(sums + place + 1, tl.sum(total))
-
-
-@triton.jit
-def scale_of(sums, factors, matrix, SHARES: tl.constexpr):
-    """Return a matrix's largest magnitude, its norm relative to that, and the two `factors` that normalise it.
-
-    The factors, a power of two within fp32 and the rest, are stored by the first program; their product may overflow.
-    The grid's second axis numbers the matrices in `sums`.
-    """
-    joint, norm = norm_of_all(sums, tl.program_id(1) * SHARES, SHARES, SHARES)
-    inverse = 1.0 / norm
-    power = (inverse.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
-    power = tl.minimum(tl.maximum(power, 2.0**-126), 2.0**126)
-    rest = (inverse / power).to(tl.float32)
-    power = power.to(tl.float32)
-    if tl.program_id(0) == 0:
-        tl.store(factors + 2 * matrix, power)
-        tl.store(factors + 2 * matrix + 1, rest)
-    return joint, norm, power, rest
-
-
-@triton.jit
-def normalize(
-    table, addresses, sums, factors, master, iterate, order, width, KEEP: tl.constexpr, SHARES: tl.constexpr,
-    T: tl.constexpr,
-):  # fmt: skip
-    """Write X / ‖X‖ in fp16, with KEEP in fp32, too; (matrices, order, width), with zeros around it.
-
-    X is multiplied by both `factors` (matrices, 2) in turn; they are unused for float64 matrices.
-    """
-    matrix = tl.program_id(1)
-    row = table + matrix.to(tl.int64) * ROW
-    joint, norm, power, rest = scale_of(sums, factors, matrix, SHARES)
-    is_double = tl.load(row + KIND) == 1
-    t = tl.arange(0, T)
-    down = order // T
-    base = matrix.to(tl.int64) * order * width
-    for number in range(tl.program_id(0), down * (width // T), SHARES):
-        r = number % down * T + t
-        c = number // down * T + t
-        if is_double:
-            x, peak = load_matrix(row, addresses, r, c, -1)
-            x = x * (peak / joint / norm).to(tl.float32)
-        else:
-            x = load_upright(row, addresses, r, c) * power * rest
-        where = base + r[:, None].to(tl.int64) * width + c[None, :]
-        if KEEP:
-            tl.store(master + where, x)
-        tl.store(iterate + where, x.to(tl.float16))
-
-
-@triton.jit
-def measure_contiguous(inputs, sums, size, SHARES: tl.constexpr, WIDTH: tl.constexpr):
-    """Store this program's share of the norms of contiguous fp32 matrices of `size` elements."""
-    matrix = tl.program_id(1)
-    start = inputs + matrix.to(tl.int64) * size
-    total = tl.zeros((WIDTH,), tl.float64)
-    for chunk in range(tl.program_id(0) * WIDTH, size, SHARES * WIDTH):
-        element = chunk + tl.arange(0, WIDTH)
-        wide = tl.load(start + element, mask=element < size, other=0.0).to(tl.float64)
-        total += wide * wide
-    place = 2 * (matrix * SHARES + tl.program_id(0))
-    tl.store(sums + place, 1.0)
-    tl.store(sums + place + 1, tl.sum(total))
-
-
-@triton.jit(do_not_specialize=["first"])
-def normalize_tiles(
-    inputs, iterate, sums, factors, first, order, width, READ: tl.constexpr, SHARES: tl.constexpr, T: tl.constexpr,
-    N: tl.constexpr,
-):  # fmt: skip
-    """Write X / ‖X‖ in fp16, tile by tile, of inputs that `update` can read; see `normalize` and `update`.
-
-    Inputs and their `sums` are numbered by the grid's second axis, `iterate` and `factors` from `first` on.
-    """
-    number = tl.program_id(0)
-    matrix = first + tl.program_id(1)
-    _, _, power, rest = scale_of(sums, factors, matrix, SHARES)
-    down = order // T
-    r = number % down * T
-    c = number // down * N
-    if READ == TRANSPOSED_INPUT:
-        x = inputs.load([tl.program_id(1) * width + c, r]).T
-    else:
-        x = inputs.load([tl.program_id(1) * order + r, c])
-    iterate.store([matrix * order + r, c], (x * power * rest).to(tl.float16))
-
+from deepmd_muon.optim.polar.kernels.application import TARGET_ROW, aligned, apply_tile, prefetch_lines
+from deepmd_muon.optim.polar.kernels.normalized import INPUT, PRESENT, TRANSPOSED_INPUT
+from deepmd_muon.optim.polar.kernels.whole import ROW, store_result
 
 # Rounding residuals are scaled by this, so that they do not underflow in fp16.
 ENLARGED = tl.constexpr(2048.0)
@@ -150,23 +25,31 @@ SQUARE = tl.constexpr(64)
 
 @triton.jit(do_not_specialize=["step"])
 def symmetric_product(
-    left, right, left_squares, right_squares, target, left_rest, right_rest, rest, left_diagonal, right_diagonal,
-    diagonal, weights, step, order, depth, KIND: tl.constexpr, LEFT_FINE: tl.constexpr, RIGHT_FINE: tl.constexpr,
-    FINE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
+    left, right, left_squares, right_squares, target, left_rest, right_rest, rest, strips, turned_strips,
+    left_rest_strips, right_rest_strips, rest_strips, left_diagonal, right_diagonal, diagonal, weights, step, order,
+    depth, KIND: tl.constexpr, LEFT_FINE: tl.constexpr, RIGHT_FINE: tl.constexpr, FINE: tl.constexpr, T: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Write L Sᵀ, KIND 0, or the symmetric w₀ L + w₁ S + w₂ L S, KIND 2; KIND 1 where L and S are one and the same.
 
     Matrices (matrices, order, order) are stored as an fp32 diagonal and fp16 off-diagonal entries; KIND 0 is for X,
     which is not. Fine matrices also have a rest: scaled rounding residuals, on and below the diagonal, which enter sums
-    but not the matrix product. `left` and `right` describe operands in T × K tiles, the others SQUARE × SQUARE tiles of
-    L, S, the result and the rests. T is SQUARE, or twice that.
+    but not the matrix product. `left` and `right` describe operands in T × K and N × K tiles; `left_squares` to `rest`,
+    SQUARE × SQUARE tiles of L, S, the result and the rests; `strips` to `rest_strips`, T × SQUARE tiles of the result
+    and of the rests, and SQUARE × T ones of the result. T is SQUARE, or twice that; N is T, or for KIND 0 twice that.
     """
     number = tl.program_id(0)
     top = tl.program_id(1) * order
-    i = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
-    r = i * T
-    c = (number - i * (i + 1) // 2) * T
-    product = tl.zeros((T, T), tl.float32)
+    if N == T:
+        i = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
+        r = i * T
+        c = (number - i * (i + 1) // 2) * T
+    else:  # two rows of tiles have equally many
+        i = ((tl.sqrt(4.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
+        number -= i * (i + 1)
+        r = (2 * i + number // (i + 1)) * T
+        c = number % (i + 1) * N
+    product = tl.zeros((T, N), tl.float32)
     for k in range(0, depth, K):
         product = tl.dot(left.load([top + r, k]), right.load([top + c, k]).T, product)
     if T == SQUARE:
@@ -174,17 +57,80 @@ def symmetric_product(
             product, r, c, top, left_squares, right_squares, target, left_rest, right_rest, rest, left_diagonal,
             right_diagonal, diagonal, weights + 3 * step, KIND, LEFT_FINE, RIGHT_FINE, FINE,
         )  # fmt: skip
-    else:  # quarter by quarter, to save registers
-        halves = product.reshape(2, SQUARE, 2, SQUARE).permute(1, 3, 0, 2).split()
+    elif N == T:
+        finish_tile(
+            product, r, c, top, left, right, left_squares, right_squares, target, left_rest, right_rest, rest, strips,
+            turned_strips, left_rest_strips, right_rest_strips, rest_strips, left_diagonal, right_diagonal, diagonal,
+            weights + 3 * step, KIND, LEFT_FINE, RIGHT_FINE, FINE,
+        )  # fmt: skip
+    else:
+        parts = product.reshape(T, 2, T).permute(0, 2, 1).split()
+        for side in tl.static_range(2):
+            finish_tile(
+                parts[side], r, c + side * T, top, left, right, left_squares, right_squares, target, left_rest,
+                right_rest, rest, strips, turned_strips, left_rest_strips, right_rest_strips, rest_strips,
+                left_diagonal, right_diagonal, diagonal, weights + 3 * step, KIND, LEFT_FINE, RIGHT_FINE, FINE,
+            )  # fmt: skip
+
+
+@triton.jit
+def finish_tile(
+    product, r, c, top, left, right, left_squares, right_squares, target, left_rest, right_rest, rest, strips,
+    turned_strips, left_rest_strips, right_rest_strips, rest_strips, left_diagonal, right_diagonal, diagonal, weights,
+    KIND: tl.constexpr, LEFT_FINE: tl.constexpr, RIGHT_FINE: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
+    """Finish a T × T tile part by part, to save registers: in strips, or in squares on the diagonal and if all is fine.
+
+    Nothing is written above the diagonal.
+    """
+    T: tl.constexpr = product.shape[0]
+    in_strips = c < r
+    if RIGHT_FINE:
+        in_strips = False
+    if in_strips:
+        halves = product.reshape(T, 2, SQUARE).permute(0, 2, 1).split()
         for across in tl.static_range(2):
-            quarters = halves[across].split()
+            finish_strip(
+                halves[across], r, c + across * SQUARE, top, left, right, strips, turned_strips, left_rest_strips,
+                right_rest_strips, rest_strips, left_diagonal, right_diagonal, weights, KIND, LEFT_FINE, RIGHT_FINE,
+                FINE,
+            )  # fmt: skip
+    elif c <= r:
+        quarters = product.reshape(2, SQUARE, 2, SQUARE).permute(1, 3, 0, 2).split()
+        for across in tl.static_range(2):
+            column = quarters[across].split()
             for down in tl.static_range(2):
                 if r + down * SQUARE >= c + across * SQUARE:
                     finish_square(
-                        quarters[down], r + down * SQUARE, c + across * SQUARE, top, left_squares, right_squares,
-                        target, left_rest, right_rest, rest, left_diagonal, right_diagonal, diagonal,
-                        weights + 3 * step, KIND, LEFT_FINE, RIGHT_FINE, FINE,
+                        column[down], r + down * SQUARE, c + across * SQUARE, top, left_squares, right_squares, target,
+                        left_rest, right_rest, rest, left_diagonal, right_diagonal, diagonal, weights, KIND, LEFT_FINE,
+                        RIGHT_FINE, FINE,
                     )  # fmt: skip
+
+
+@triton.jit
+def finish_strip(
+    product, r, c, top, left, right, strips, turned_strips, left_rest, right_rest, rest, left_diagonal, right_diagonal,
+    weights, KIND: tl.constexpr, LEFT_FINE: tl.constexpr, RIGHT_FINE: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
+    """Turn a strip of the product L Sᵀ below the diagonal into one of the result; see `finish_square`."""
+    if KIND > 0:
+        w0 = tl.load(weights)
+        w1 = tl.load(weights + 1)
+        w2 = tl.load(weights + 2)
+        down = tl.load(left_diagonal + top + r + tl.arange(0, product.shape[0]))[:, None]
+        across = tl.load(right_diagonal + top + c + tl.arange(0, SQUARE))[None, :]
+        x = precise(left, left_rest, top + r, c, LEFT_FINE)
+        if KIND == 1:
+            product = tl.fma(w0 + w2 * (down + across), x, w2 * product)
+        else:
+            product = tl.fma(w0 + w2 * across, x, w2 * product)
+            product = tl.fma(w1 + w2 * down, precise(right, right_rest, top + r, c, RIGHT_FINE), product)
+    narrow = product.to(tl.float16)
+    strips.store([top + r, c], narrow)
+    turned_strips.store([top + c, r], narrow.T)
+    if FINE:
+        rest.store([top + r, c], ((product - narrow.to(tl.float32)) * ENLARGED).to(tl.float16))
 
 
 @triton.jit
@@ -239,8 +185,9 @@ NEXT, ANYWHERE, IN_TILES, IN_TRANSPOSED_TILES, APPLIED, APPLIED_TRANSPOSED = (tl
 @triton.jit(do_not_specialize=["step", "first"])
 def update(
     polynomial, current, present, factors, master, following, diagonal, table, weights, out, step, first, order,
-    width, targets, damping, rate, decay_high, decay_low, skip, READ: tl.constexpr, WRITE: tl.constexpr,
-    KEEP: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    width, source, targets, damping, rate, decay_high, decay_low, skip, READ: tl.constexpr, WRITE: tl.constexpr,
+    KEEP: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr, PREFETCH: tl.constexpr, T: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Do X ← w₀ X + (D + E) X and write its fp16 copy, with KEEP in fp32, too; the last step writes or applies it.
 
@@ -254,7 +201,8 @@ def update(
     one, `master`, where X is kept in fp32, and `following`, its next fp16 copy, are described in T × N/2 tiles. In the
     first step `present` may describe the inputs starting at `first`, which `factors` normalise, and in the last step
     `master` their results; in N/2 × T tiles where these are transposed. Or it updates parameters of dtype TYPE; see
-    `apply_tile` for the arguments from `targets` to `skip`, which are None otherwise.
+    `apply_tile` for the arguments from `targets` to `skip`, which are None otherwise. With PREFETCH, tiles of inputs,
+    which start at `source`, and of parameters are fetched into the cache during the product.
     """
     number = tl.program_id(0)
     matrix = first + tl.program_id(1)
@@ -266,6 +214,21 @@ def update(
     i = group * 8 + number % (8 * along) % rows
     j = number % (8 * along) // rows
     top = matrix * order
+    if PREFETCH:
+        if READ != PRESENT:
+            prefetch_tile(
+                source + tl.program_id(1).to(tl.int64) * order * width,
+                i * T,
+                j * N,
+                order,
+                width,
+                READ == TRANSPOSED_INPUT,
+                T,
+                N,
+            )
+        if WRITE == APPLIED or WRITE == APPLIED_TRANSPOSED:  # noqa: SIM109
+            parameters = aligned(tl.load(targets + tl.program_id(1) * TARGET_ROW), targets, TYPE)
+            prefetch_tile(parameters, i * T, j * N, order, width, WRITE == APPLIED_TRANSPOSED, T, N)
     product = tl.zeros((T, N), tl.float32)
     if CHUNK > 0:
         for start in range(0, order, CHUNK):
@@ -286,6 +249,17 @@ def update(
             j * N + side * (N // 2), width, targets, damping, rate, decay_high, decay_low, skip, READ, WRITE, KEEP,
             TYPE,
         )  # fmt: skip
+
+
+@triton.jit
+def prefetch_tile(
+    pointers, r, c, order, width, TRANSPOSED: tl.constexpr, T: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """Fetch a T × N tile of a matrix, or the N × T one of its transpose, into the cache."""
+    if TRANSPOSED:
+        prefetch_lines(pointers, c, order, r, N, T)
+    else:
+        prefetch_lines(pointers, r, width, c, T, N)
 
 
 @triton.jit
