@@ -209,7 +209,7 @@ class RepflowLayer(torch.nn.Module):
         if reduced is None:
             return _residual_sum(style, edge, [update], residuals)
         if self.repflow.smooth_edge_update and edge_sums.fits(edge, graph.plan, self.activation):
-            carry, rho = _residual_weights(style, residuals, edge[0], 2)
+            carry, rho = _residual_weights(style, residuals, edge, 2)
             tape = edge_sums.EdgeSumTape(self.activation, carry, graph.plan.blocks[0].width, force)
             return edge_sums.edge_sum(tape, edge, update, reduced, *self.edge_angle_linear2.tensors[:2], *rho)[0]
         return _residual_sum(style, edge, [update, self._edge_from_angles(edge, graph, reduced)], residuals)
@@ -249,8 +249,8 @@ def _residual_sum(
 def _residual_weights(
     style: str, residuals: torch.nn.ParameterList, x: torch.Tensor, count: int = 1
 ) -> tuple[float, list[torch.Tensor]]:
-    """Return α and ρ of x′ = α·x + Σ ρ∘u: the residual sum of features x `(rows, width)` with `count` updates u."""
+    """Return α and ρ of x′ = α·x + Σ ρ∘u: the residual sum of features x `(…, width)` with `count` updates u."""
     if style == "res_residual":
         return 1.0, list(residuals)
     factor = 1.0 / math.sqrt(count + 1 if style == "res_avg" else count)
-    return factor if style == "res_avg" else 1.0, [x.new_full((x.shape[1],), factor)] * count
+    return factor if style == "res_avg" else 1.0, [x.new_full(x.shape[-1:], factor)] * count
