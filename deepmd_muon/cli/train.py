@@ -61,10 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train; an input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported."""
-    from deepmd_muon.train.early_start import load_libraries, open_device
-
-    load_libraries()  # while the input is read and torch is imported
     from deepmd_muon.argcheck import DeepmdKitOnlyError, load
+    from deepmd_muon.train.early_start import open_device
 
     try:
         load(options.INPUT)

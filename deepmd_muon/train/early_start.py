@@ -8,28 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import os
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
     from deepmd_muon.optim import HybridMuon
-
-
-def load_libraries() -> None:
-    """Begin to load the libraries of torch and Triton in threads, before torch is imported, where there is a driver.
-
-    torch's take a second and Triton, which reads all of its compiler to name its cache, another one; most of both
-    without Python's lock. Nothing is begun in a process that has imported torch, or that is to stay on the CPU.
-    """
-    if "torch" not in sys.modules and os.environ.get("DEVICE", "").lower() != "cpu":
-        _begin(_load_libraries)
 
 
 def open_device() -> None:
@@ -56,33 +43,6 @@ def compile_kernels(optimizer: HybridMuon) -> None:
 
 def _begin(work: Callable[..., None], *arguments: object) -> None:
     threading.Thread(target=work, args=arguments, name="deepmd_muon-early-start").start()
-
-
-def _load_libraries() -> None:
-    with contextlib.suppress(OSError):  # no driver: a run on a CPU
-        ctypes.CDLL("libcuda.so.1")
-        _begin(_load_triton)
-        _load_torch()
-
-
-def _load_torch() -> None:
-    """Load torch's libraries as its import does, which then finds them loaded."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
-        return
-    with contextlib.suppress(OSError):  # torch is built in another way
-        folder = Path(found.origin).parent / "lib"
-        ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
-        for name in ("libtorch_cpu.so", "libtorch_cuda.so"):  # libtorch_python.so may want Python's lock
-            ctypes.CDLL(str(folder / name))
-
-
-def _load_triton() -> None:
-    """Import Triton and let it read itself, which it remembers."""
-    with contextlib.suppress(Exception):
-        from triton.runtime import cache
-
-        cache.triton_key()
 
 
 def _retain_context() -> None:

@@ -47,10 +47,8 @@ COLUMNS = (
 
 def child(case: str, pieces: int, data: Path, options: argparse.Namespace) -> None:
     """Train a case in this process, which the parent has started, and print what was found."""
-    from deepmd_muon.train.early_start import load_libraries, open_device
-
-    load_libraries()  # as the command does
     from deepmd_muon.argcheck import load
+    from deepmd_muon.train.early_start import open_device
 
     assert load  # the command reads its input before torch is imported
     show_time("import argcheck")
