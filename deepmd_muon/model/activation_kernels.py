@@ -25,20 +25,18 @@ def curve(h, kind: tl.constexpr, curve_of):
         value = _tanh(h)
         slope = 1.0 - value * value
         return value, slope, -2.0 * value * slope
-    if kind == "silut":  # one exponential for both pieces, since tanh x = 2σ(2x) − 1
-        threshold, rate, start = curve_of[0], curve_of[1], curve_of[2]
-        beyond = h >= threshold
-        sigmoid = tl.sigmoid(tl.where(beyond, 2.0 * rate * (h - threshold), h))
-    else:
-        sigmoid = tl.sigmoid(h)
+    sigmoid = tl.sigmoid(h)
     rest = 1.0 - sigmoid
-    change = sigmoid * rest
-    q = h * change
+    q = h * sigmoid * rest
     value = h * sigmoid
     slope = sigmoid + q
-    bend = 2.0 * change + q * (rest - sigmoid)
+    bend = 2.0 * sigmoid * rest + q * (rest - sigmoid)
     if kind == "silut":
-        value = tl.where(beyond, start + (sigmoid - rest), value)
-        slope = tl.where(beyond, 4.0 * rate * change, slope)
-        bend = tl.where(beyond, 8.0 * rate * rate * change * (rest - sigmoid), bend)
+        threshold, rate, start = curve_of[0], curve_of[1], curve_of[2]
+        beyond = h >= threshold
+        tail = _tanh(rate * (h - threshold))
+        fall = 1.0 - tail * tail
+        value = tl.where(beyond, start + tail, value)
+        slope = tl.where(beyond, rate * fall, slope)
+        bend = tl.where(beyond, -2.0 * rate * rate * tail * fall, bend)
     return value, slope, bend

@@ -43,7 +43,7 @@ class Form(NamedTuple):
     columns, chunks
         Features of y in a chunk, and how many chunks hold all.
     precision
-        Of products: "tf32x3" keeps single precision on tensor cores (see `product`).
+        Of products: "tf32x3" splits each factor in two, which keeps single precision on tensor cores.
     """
 
     angle: tl.constexpr
@@ -63,22 +63,10 @@ def load_tile(tensor, row, column, present, stride):
 
 
 @triton.jit
-def product(x, y, precision: tl.constexpr):
-    """Return x·y; with "tf32x3" each factor is split in two, and the product of the small parts left out."""
-    if precision != "tf32x3":
-        return tl.dot(x, y, input_precision=precision)
-    x_high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that tensor cores read
-    y_high = (y.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    total = tl.dot(x - x_high, y_high, input_precision="tf32")
-    total = tl.dot(x_high, y - y_high, total, input_precision="tf32")
-    return tl.dot(x_high, y_high, total, input_precision="tf32")
-
-
-@triton.jit
 def _sum(terms, x, matrix, t, slot, c, form):
     """Return a·W + u_j + t_k of a tile."""
     u = tl.load(terms.u + slot * form.features + c, c < form.features, 0.0)
-    return product(x, matrix, form.precision) + u[None, :] + t
+    return tl.dot(x, matrix, input_precision=form.precision) + u[None, :] + t
 
 
 @triton.jit
@@ -162,7 +150,7 @@ def adjoint_kernel(
                 z_bar = slope * y_bar
                 sum_t += z_bar
                 tl.store(out.u + slot * form.features + c, tl.sum(z_bar, 0), in_y)
-                x_bar = product(z_bar, tl.trans(matrix), form.precision)
+                x_bar = tl.dot(z_bar, tl.trans(matrix), input_precision=form.precision)
                 if form.features > form.message:
                     x_bar += carry * load_tile(updated, angle, i, in_x & (chunk == 0), form.angle)
                 x_bar += load_tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
@@ -281,10 +269,10 @@ def gradient_kernel(
                 sum_rho += tl.sum(of_rho, 0)
                 sum_t += z_hat
                 tl.store(out.u + slot * form.features + c, tl.sum(z_hat, 0), in_y)
-                sum_w += product(tl.trans(x), z_hat, form.precision)
+                sum_w += tl.dot(tl.trans(x), z_hat, input_precision=form.precision)
                 if moving:
-                    sum_w += product(tl.trans(x_dot), z_bar, form.precision)
-                x_hat = product(z_hat, tl.trans(matrix), form.precision)
+                    sum_w += tl.dot(tl.trans(x_dot), z_bar, input_precision=form.precision)
+                x_hat = tl.dot(z_hat, tl.trans(matrix), input_precision=form.precision)
                 if form.features > form.message:
                     x_hat += carry * load_tile(given[1], angle, i, in_x & (chunk == 0), form.angle)
                 x_hat += load_tile(out.a, angle, i, in_x & (chunk > 0), form.angle)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from deepmd_muon.model.activation_kernels import curve
-from deepmd_muon.model.descriptor.dpa3.angle_kernels import load_tile, product
+from deepmd_muon.model.descriptor.dpa3.angle_kernels import load_tile
 
 
 class Terms(NamedTuple):
@@ -69,7 +69,7 @@ def _sum(terms, x, matrix, atom, other, c, in_k, form):
     in_y = c < form.features
     p = tl.load(terms.p + atom * form.features + c, in_y, 0.0)[None, :]
     q = load_tile(terms.table, other, c, in_k[:, None] & in_y[None, :], form.features + form.node)
-    return product(x, matrix, form.precision) + p + q
+    return tl.dot(x, matrix, input_precision=form.precision) + p + q
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def adjoint_kernel(
             tl.store(out.p + (tile * atoms + atom) * form.features + c, tl.sum(z_bar, 0), in_y)
             at = edge[:, None] * (form.features + form.node) + c[None, :]
             tl.store(out.table + at, z_bar, in_k[:, None] & in_y[None, :])
-            x_bar = product(z_bar, tl.trans(matrix), form.precision)
+            x_bar = tl.dot(z_bar, tl.trans(matrix), input_precision=form.precision)
             x_bar += load_tile(out.e, edge, i, in_x & (chunk > 0), form.edge)
             tl.store(out.e + edge[:, None] * form.edge + i[None, :], x_bar, in_x)
         tl.debug_barrier()
@@ -293,10 +293,10 @@ def gradient_kernel(
             tl.store(out.p + (tile * atoms + atom) * form.features + c, tl.sum(z_hat, 0), in_y)
             at = edge[:, None] * (form.features + form.node) + c[None, :]
             tl.store(out.table + at, z_hat, in_k[:, None] & in_y[None, :])
-            sum_w += product(tl.trans(x), z_hat, form.precision)
+            sum_w += tl.dot(tl.trans(x), z_hat, input_precision=form.precision)
             if moving:
-                sum_w += product(tl.trans(x_dot), z_bar, form.precision)
-            x_hat = product(z_hat, tl.trans(matrix), form.precision)
+                sum_w += tl.dot(tl.trans(x_dot), z_bar, input_precision=form.precision)
+            x_hat = tl.dot(z_hat, tl.trans(matrix), input_precision=form.precision)
             x_hat += load_tile(out.e, edge, i, in_x & (chunk > 0), form.edge)
             tl.store(out.e + edge[:, None] * form.edge + i[None, :], x_hat, in_x)
         at = (program * form.edge + i[:, None]) * form.features + c[None, :]
