@@ -16,10 +16,11 @@ def _tanh(x):
 
 
 @triton.jit
-def curve(h, kind: tl.constexpr, curve_of):
+def curve(h, kind: tl.constexpr, curve_of: tl.constexpr):
     """Return f(h), f′(h) and f″(h); `curve_of` are threshold, rate and start of an `activation.Formula`.
 
-    The compiler drops those that are not used.
+    The compiler drops those that are not used. Numbers of a launch, and of variables, would be rounded to single
+    precision; constants are not.
     """
     if kind == "tanh":
         value = _tanh(h)
@@ -32,8 +33,10 @@ def curve(h, kind: tl.constexpr, curve_of):
     slope = sigmoid + q
     bend = 2.0 * sigmoid * rest + q * (rest - sigmoid)
     if kind == "silut":
-        threshold, rate, start = curve_of[0], curve_of[1], curve_of[2]
-        beyond = h >= threshold
+        threshold: tl.constexpr = curve_of[0]
+        rate: tl.constexpr = curve_of[1]
+        start: tl.constexpr = curve_of[2]
+        beyond = h - threshold >= 0.0  # a comparison would round the constant
         tail = _tanh(rate * (h - threshold))
         fall = 1.0 - tail * tail
         value = tl.where(beyond, start + tail, value)

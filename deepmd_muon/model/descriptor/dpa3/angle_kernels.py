@@ -90,7 +90,7 @@ def _matrix(weight, i, c, form):
 
 @triton.jit
 def update_kernel(
-    message, updated, terms, weight, residual, atoms, width, carry, curve_of, form, kind: tl.constexpr
+    message, updated, terms, weight, residual, atoms, width, carry, curve_of: tl.constexpr, form, kind: tl.constexpr
 ) -> None:
     """Pass 1: m_j = s_j·Σ_k s_k·y_jk and, where y has more features, a′ = α·a + ρ∘y."""
     k, i = tl.arange(0, form.rows), tl.arange(0, form.inner)
@@ -117,7 +117,19 @@ def update_kernel(
 
 @triton.jit
 def adjoint_kernel(
-    out, s_parts, message, updated, terms, weight, residual, atoms, width, carry, curve_of, form, kind: tl.constexpr
+    out,
+    s_parts,
+    message,
+    updated,
+    terms,
+    weight,
+    residual,
+    atoms,
+    width,
+    carry,
+    curve_of: tl.constexpr,
+    form,
+    kind: tl.constexpr,
 ) -> None:
     """Pass 2: the adjoints of m and a′ give `out`: those of a, u and, in parts, t and s as a first neighbour.
 
@@ -163,7 +175,18 @@ def adjoint_kernel(
 
 @triton.jit
 def tangent_kernel(
-    message, updated, terms, dots, weight, residual, atoms, width, carry, curve_of, form, kind: tl.constexpr
+    message,
+    updated,
+    terms,
+    dots,
+    weight,
+    residual,
+    atoms,
+    width,
+    carry,
+    curve_of: tl.constexpr,
+    form,
+    kind: tl.constexpr,
 ) -> None:
     """Pass 3: the tangents of a, u, t, s give those of m and a′."""
     k, i = tl.arange(0, form.rows), tl.arange(0, form.inner)
@@ -229,7 +252,7 @@ def gradient_kernel(
     atoms,
     width,
     carry,
-    curve_of,
+    curve_of: tl.constexpr,
     form,
     kind: tl.constexpr,
     moving: tl.constexpr,

@@ -132,7 +132,7 @@ def _add_spread(out, to_neighbor, spread, edge, c, in_k, form):
 
 @triton.jit
 def update_kernel(
-    message, update, moment, neighbor, weight, terms, atoms, width, curve_of, form, kind: tl.constexpr
+    message, update, moment, neighbor, weight, terms, atoms, width, curve_of: tl.constexpr, form, kind: tl.constexpr
 ) -> None:
     """Pass 1: parts of m and of H, and y[width:]."""
     i, k = tl.arange(0, form.inner), tl.program_id(1) * form.rows + tl.arange(0, form.rows)
@@ -156,7 +156,18 @@ def update_kernel(
 
 @triton.jit
 def adjoint_kernel(
-    out, message, update, moment, neighbor, weight, terms, atoms, width, curve_of, form, kind: tl.constexpr
+    out,
+    message,
+    update,
+    moment,
+    neighbor,
+    weight,
+    terms,
+    atoms,
+    width,
+    curve_of: tl.constexpr,
+    form,
+    kind: tl.constexpr,
 ) -> None:
     """Pass 2: the adjoints of m, y[width:] and H give `out`.
 
@@ -207,7 +218,18 @@ def adjoint_kernel(
 
 @triton.jit
 def tangent_kernel(
-    message, update, moment, neighbor, weight, terms, dots, atoms, width, curve_of, form, kind: tl.constexpr
+    message,
+    update,
+    moment,
+    neighbor,
+    weight,
+    terms,
+    dots,
+    atoms,
+    width,
+    curve_of: tl.constexpr,
+    form,
+    kind: tl.constexpr,
 ) -> None:
     """Pass 3: the tangents of the terms give those of m and H, in parts, and of y[width:]."""
     i, k = tl.arange(0, form.inner), tl.program_id(1) * form.rows + tl.arange(0, form.rows)
@@ -264,7 +286,7 @@ def gradient_kernel(
     dots,
     atoms,
     width,
-    curve_of,
+    curve_of: tl.constexpr,
     form,
     kind: tl.constexpr,
     moving: tl.constexpr,
