@@ -81,7 +81,7 @@ _LAST_WARPS = 8  # the addresses of strided results take registers
 _DEPTH = 64  # columns of the left factor per iteration of a product
 _LARGE = 4096  # rows from which large tiles are faster in updates
 _MANY = 2048, 4  # rows, and wide tiles for each multiprocessor, from which wide tiles are faster in updates
-_PREFETCH = True
+_PREFETCH = True  # whether updates fetch tiles into the cache ahead
 _CHUNK = 1024  # terms that tensor cores accumulate in exact updates
 _LIFT = 500.0  # updates are exact where later steps amplify small singular values by more than this
 _KEEP = 50.0  # X is kept in fp32 where later steps amplify small singular values by more than this
@@ -186,6 +186,9 @@ class _Workspace:
         self.exact = rows >= _LARGE
         self.order = order = -(-rows // self.tiles.rows) * self.tiles.rows
         self.width = width = -(-columns // self.tiles.columns) * self.tiles.columns
+        # Addresses are computed in 32 bits, for matrices of whole tiles; Triton's interpreter knows no assembly.
+        whole = (order, width) == (rows, columns) and rows * columns < 2**31
+        self.prefetch = _PREFETCH and out.is_cuda and whole
         self.table, self.out, self.application = launch.table, out, application
         self.weights = on_device(tuple(product.weights for product in products), out.device)
         half = functools.partial(torch.empty, dtype=torch.float16, device=out.device)
@@ -332,7 +335,7 @@ class _Workspace:
                 self.diagonals[product.left], self.table, self.weights, self.out, k, first, self.order, self.width,
                 source=present.base if self.inputs else None,
                 **self._applied(spans[i] if last and self.application is not None else None),
-                PREFETCH=self.out.is_cuda and _PREFETCH,
+                PREFETCH=self.prefetch,
                 READ=read, WRITE=write, KEEP=keep, CHUNK=_CHUNK if self.exact and lift > _LIFT else 0,
                 T=tile.rows, N=tile.columns, K=_DEPTH, num_stages=tile.stages,
                 num_warps=_LAST_WARPS if write == ANYWHERE.value else tile.warps,

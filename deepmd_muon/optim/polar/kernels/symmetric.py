@@ -201,8 +201,9 @@ def update(
     one, `master`, where X is kept in fp32, and `following`, its next fp16 copy, are described in T × N/2 tiles. In the
     first step `present` may describe the inputs starting at `first`, which `factors` normalise, and in the last step
     `master` their results; in N/2 × T tiles where these are transposed. Or it updates parameters of dtype TYPE; see
-    `apply_tile` for the arguments from `targets` to `skip`, which are None otherwise. With PREFETCH, tiles of inputs,
-    which start at `source`, and of parameters are fetched into the cache during the product.
+    `apply_tile` for the arguments from `targets` to `skip`, which are None otherwise. With PREFETCH, which needs
+    matrices of whole tiles, those of inputs, which start at `source`, and of parameters are fetched into the cache
+    during the product.
     """
     number = tl.program_id(0)
     matrix = first + tl.program_id(1)
