@@ -42,11 +42,34 @@ class Input:
     notices
         One line for each older spelling that was translated, each key that has no effect, and each default that is
         not deepmd-kit's.
+    chosen_scale
+        That one of the notices which says what an omitted `lr_adjust_coeff` of HybridMuon takes; empty without.
     """
 
     settings: Settings
     normalized: dict[str, Any]
     notices: tuple[str, ...] = ()
+    chosen_scale: str = ""
+
+    def keeping_scale(self, coefficient: float, source: str) -> Input:
+        """Return the input with the `lr_adjust_coeff` of a run that it continues, where it omits the key.
+
+        Parameters
+        ----------
+        coefficient
+            That of the run.
+        source
+            Its checkpoint, for the notice.
+        """
+        optimizer = self.settings.optimizer
+        if not self.chosen_scale or not isinstance(optimizer, HybridMuonConfig):
+            return self
+        kept = f"optimizer/lr_adjust_coeff is not given and stays {coefficient:g}, as in {source}"
+        settings = dataclasses.replace(
+            self.settings, optimizer=dataclasses.replace(optimizer, lr_adjust_coeff=coefficient)
+        )
+        notices = tuple(kept if notice == self.chosen_scale else notice for notice in self.notices)
+        return Input(settings, thaw(settings), notices, kept)
 
 
 def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
@@ -80,10 +103,11 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
     if problems or checked.settings is None:
         raise InputError(problems, source)
     settings, chosen = _with_muon_scale(upgraded.data, checked.settings)
-    return Input(settings, thaw(settings), (*upgraded.notices, *checked.notices, *chosen))
+    notices = (*upgraded.notices, *checked.notices, *([chosen] if chosen else []))
+    return Input(settings, thaw(settings), notices, chosen)
 
 
-def _with_muon_scale(data: Mapping[str, Any], settings: Settings) -> tuple[Settings, list[str]]:
+def _with_muon_scale(data: Mapping[str, Any], settings: Settings) -> tuple[Settings, str]:
     """Choose the scale of HybridMuon's matrices where the input leaves it open, and say so.
 
     deepmd-kit's 0.18 suits language models, and its own arithmetic keeps it. See doc/learning-rate.md.
@@ -91,18 +115,18 @@ def _with_muon_scale(data: Mapping[str, Any], settings: Settings) -> tuple[Setti
     optimizer, start_lr = settings.optimizer, settings.learning_rate.start_lr
     given = data.get("optimizer", {})
     if not isinstance(optimizer, HybridMuonConfig) or optimizer.deepmd_kit_arithmetic or "lr_adjust_coeff" in given:
-        return settings, []
+        return settings, ""
     if optimizer.explicit().scaling != "match_rms":
-        return settings, []
+        return settings, ""
     theirs, ours = optimizer.lr_adjust_coeff, min(_MUON_COEFFICIENT, float(f"{_MUON_STEP / start_lr:.3g}"))
     if ours == theirs:
-        return settings, []
+        return settings, ""
     chosen = dataclasses.replace(optimizer, lr_adjust_coeff=ours)
     notice = (
         f"optimizer/lr_adjust_coeff is not given and takes {ours:g}, which suits force fields at start_lr "
         f"{start_lr:g}; deepmd-kit takes {theirs:g} (doc/learning-rate.md)"
     )
-    return dataclasses.replace(settings, optimizer=chosen), [notice]
+    return dataclasses.replace(settings, optimizer=chosen), notice
 
 
 def load(path: str | os.PathLike[str]) -> Input:

@@ -123,6 +123,7 @@ def run(
         if restart in AUTOMATIC:
             restart = ranks.from_first("looking for a checkpoint", lambda: newest_checkpoint(training.save_ckpt))
         source = _read_source(ranks, restart=restart, init_model=init_model, finetune=finetune, branch=model_branch)
+        given = _keep_scale(given, source)
         if ranks.first:  # the others learn of an error as of any that ends a rank
             for notice in given.notices:
                 log.warning("%s", notice)
@@ -159,6 +160,16 @@ def _restart(trainer: Trainer, source: Source, ranks: Ranks) -> None:
         trainer.restart(content, source.path)
 
 
+def _keep_scale(given: Input, source: Source | None) -> Input:
+    """Let a run that goes on keep its scale of HybridMuon where the input omits it."""
+    if source is None or source.way != "restart":
+        return given
+    with understood(source.path):
+        groups = source.content.get("optimizer", {}).get("param_groups", [])
+        saved = groups[0].get("lr_adjust_coeff") if groups else None
+    return given.keeping_scale(saved, str(source.path)) if isinstance(saved, float) else given
+
+
 def _check_reports(given: Input, output: str) -> None:
     """Find out before the long work begins that a report or the normalised input could not be written."""
     make_folder_of(Path(output))
@@ -172,7 +183,8 @@ def _complete_input(given: Input, source: Source | None, *, use_pretrain_script:
     """Take the model section of a checkpoint if asked to, and refuse a `stat_file` that cannot be written."""
     if source and use_pretrain_script:
         section = source.script(given.normalized["model"])
-        given = dataclasses.replace(normalize({**given.normalized, "model": section}), notices=given.notices)
+        complete = normalize({**given.normalized, "model": section})
+        given = dataclasses.replace(complete, notices=given.notices, chosen_scale=given.chosen_scale)
     if given.settings.training.stat_file:
         StatFile(given.settings.training.stat_file)  # refuses a folder before the long work begins
     return given

@@ -436,6 +436,21 @@ def test_an_open_scale_of_muon_is_warned_of_once(small_input, train, caplog):
     assert [record.levelname for record in warned] == ["WARNING"]
 
 
+@pytest.mark.parametrize("given", [0.18, None])
+def test_a_restart_keeps_the_scale_of_muon_that_its_input_omits(small_input, train, load, caplog, given):
+    content = small_input(training={"numb_steps": 1}, optimizer={} if given is None else {"lr_adjust_coeff": given})
+    assert train(content) == 0
+    longer = small_input(training={"numb_steps": 2}, optimizer={})
+    longer["learning_rate"]["start_lr"] *= 4  # for which an input that omits it would take less
+    caplog.clear()
+    assert train(longer, restart="model.ckpt-1.pt") == 0
+    (group,) = load("model.ckpt-2.pt")["optimizer"]["param_groups"]
+    assert group["lr_adjust_coeff"] == (given or 8.64)
+    warned = [record.message for record in caplog.records if "lr_adjust_coeff" in record.message]
+    assert warned == [f"optimizer/lr_adjust_coeff is not given and stays {given or 8.64:g}, as in model.ckpt-1.pt"]
+    assert json.loads(Path("out.json").read_text())["optimizer"]["lr_adjust_coeff"] == (given or 8.64)
+
+
 def test_restart_auto_starts_afresh_and_then_continues(small_input, train, load, caplog):
     for steps in (4, 10):
         assert train(small_input(training={"numb_steps": steps, "save_freq": 2}), restart="auto") == 0
