@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,15 @@ LONGEST = (
     *("optim/test_kernels_compile.py", "doc/*.py", "style/test_lint.py", "train/test_trainer.py"),
     *("consistent/*.py", "train/test_checkpoint_directories.py", "train/*.py", "model/*.py"),
 )
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Give the package's log its level back, which a run sets."""
+    logger = logging.getLogger("deepmd_muon")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

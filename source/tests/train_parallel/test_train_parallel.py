@@ -61,7 +61,8 @@ def place(tmp_path_factory):
 
 def content(place, batch, stage=0, optimizer="HybridMuon", groups=1, **training):
     """A small input in float64 throughout."""
-    exact = {"precision": "float64"} if optimizer == "HybridMuon" else {}
+    # At small steps, so that rounding, which differs from layout to layout, does not grow over the steps.
+    exact = {"precision": "float64", "lr_adjust_coeff": 0.18} if optimizer == "HybridMuon" else {}
     net = {"precision": "float64", "seed": 1}
     descriptor = {"type": "se_e2_a", "sel": "auto", "rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8], "axis_neuron": 3}
     # Three batches do not divide evenly among two or four ranks.
