@@ -589,7 +589,9 @@ def test_a_wrong_input_is_told_once(place, tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_trains_and_logs_once(place, tmp_path):
-    (tmp_path / "input.json").write_text(json.dumps(content(place, 1, 1, numb_steps=2, seed=None)))
+    given = content(place, 1, 1, numb_steps=2, seed=None)
+    del given["optimizer"]["lr_adjust_coeff"]  # for a warning
+    (tmp_path / "input.json").write_text(json.dumps(given))
     done = torchrun(tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("training done; the model is model.ckpt-2.pt") == 1
