@@ -165,7 +165,7 @@ def _keep_scale(given: Input, source: Source | None) -> Input:
     if source is None or source.way != "restart":
         return given
     with understood(source.path):
-        groups = source.content.get("optimizer", {}).get("param_groups", [])
+        groups = (source.content.get("optimizer") or {}).get("param_groups", [])
         saved = groups[0].get("lr_adjust_coeff") if groups else None
     return given.keeping_scale(saved, str(source.path)) if isinstance(saved, float) else given
 

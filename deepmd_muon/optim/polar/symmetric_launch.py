@@ -81,7 +81,6 @@ _LAST_WARPS = 8  # the addresses of strided results take registers
 _DEPTH = 64  # columns of the left factor per iteration of a product
 _LARGE = 4096  # rows from which large tiles are faster in updates
 _MANY = 2048, 4  # rows, and wide tiles for each multiprocessor, from which wide tiles are faster in updates
-_PREFETCH = True  # whether updates fetch tiles into the cache ahead
 _CHUNK = 1024  # terms that tensor cores accumulate in exact updates
 _LIFT = 500.0  # updates are exact where later steps amplify small singular values by more than this
 _KEEP = 50.0  # X is kept in fp32 where later steps amplify small singular values by more than this
@@ -188,7 +187,7 @@ class _Workspace:
         self.width = width = -(-columns // self.tiles.columns) * self.tiles.columns
         # Addresses are computed in 32 bits, for matrices of whole tiles; Triton's interpreter knows no assembly.
         whole = (order, width) == (rows, columns) and rows * columns < 2**31
-        self.prefetch = _PREFETCH and out.is_cuda and whole
+        self.prefetch = out.is_cuda and whole
         self.table, self.out, self.application = launch.table, out, application
         self.weights = on_device(tuple(product.weights for product in products), out.device)
         half = functools.partial(torch.empty, dtype=torch.float16, device=out.device)
