@@ -4,6 +4,7 @@
 """
 
 import functools
+import itertools
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from dpa3_passes import angle_results, derivative, distance, edge_results, edge_sum_results, node_results
 
 from deepmd_muon.model import kernels
+from deepmd_muon.model.descriptor.dpa3.geometry import incoming
 
 PASSES = {"angles": angle_results, "edges": edge_results}
 SIZES = {"angles": {"width": 30, "atoms": 192, "n_a": 32, "n_m": 64}, "edges": {"width": 120, "atoms": 192, "n_e": 64}}
@@ -31,6 +33,17 @@ def test_the_last_pass_waits_for_the_third(name, curve):
     compute = functools.partial(PASSES[name], torch.float64, tail=True, curve=curve)
     wanted = compute()
     assert distance(compute(derive=derive), [x.detach() for x in wanted]) < 1e-13
+
+
+def test_empty_slots_burden_no_atom():
+    neighbor = torch.tensor([[1, 0, 2], [0, 0, 2], [1, 0, 0]])
+    empty = torch.tensor([[False, True, False], [False, True, False], [False, True, True]])
+    order, start = incoming(neighbor, empty)
+    edges = [order[first:end].tolist() for first, end in itertools.pairwise(start)]
+    assert edges == [[3], [0, 6], [2, 5]]
+    assert order.dtype == start.dtype == torch.int64
+    assert [len(x) for x in incoming(neighbor)] == [9, 4]
+    assert incoming(neighbor).start.tolist() == [0, 5, 7, 9]
 
 
 @pytest.mark.gpu

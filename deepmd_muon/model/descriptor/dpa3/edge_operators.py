@@ -8,7 +8,7 @@ from deepmd_muon.model.descriptor.dpa3.launching import operator
 
 _LAYER = "Tensor neighbor, Tensor order, Tensor start, Tensor weight, int message, str kind, float[] curve_of"
 
-incoming = operator("edge_incoming", geometry.incoming, "Tensor neighbor", 2)
+incoming = operator("edge_incoming", geometry.incoming, "Tensor neighbor, Tensor empty", 2)
 update = operator("edge_update", edge_launches.update, f"Tensor[] terms, {_LAYER}", 3)
 adjoint = operator("edge_adjoint", edge_launches.adjoint, f"Tensor[] cotangents, Tensor[] terms, {_LAYER}", 5)
 tangent = operator("edge_tangent", edge_launches.tangent, f"Tensor[] terms, Tensor[] dots, {_LAYER}", 3)
@@ -21,7 +21,7 @@ gradient = operator(
 
 
 @incoming.register_fake
-def _(neighbor):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _(neighbor, empty):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     return neighbor.new_empty(neighbor.numel()), neighbor.new_empty(len(neighbor) + 1)
 
 

@@ -94,15 +94,15 @@ class EdgeCotangents(NamedTuple):
         return y_bar
 
 
-def incoming_for_kernels(neighbor: torch.Tensor) -> Incoming | None:
+def incoming_for_kernels(neighbor: torch.Tensor, empty: torch.Tensor) -> Incoming | None:
     """Return `incoming` where kernels will ask for it, else None."""
     if kernels.usable(neighbor.device):
-        return incoming(neighbor)
+        return incoming(neighbor, empty)
     if not kernels.usable_as_operators(neighbor.device):
         return None
     from deepmd_muon.model.descriptor.dpa3 import edge_operators
 
-    return Incoming(*edge_operators.incoming(neighbor))
+    return Incoming(*edge_operators.incoming(neighbor, empty))
 
 
 @dataclass

@@ -76,19 +76,30 @@ class Incoming(NamedTuple):
     Attributes
     ----------
     order
-        Numbers of the edges `(nreal·nnei,)`, int64.
+        Numbers of the edges `(nreal·nnei,)`, int64; those of empty slots come last.
     start
-        Where the edges to each atom start, and the end of all `(nreal + 1,)`, int64.
+        Where the edges to each atom start, and the end of all but the empty slots `(nreal + 1,)`, int64.
     """
 
     order: torch.Tensor
     start: torch.Tensor
 
 
-def incoming(neighbor: torch.Tensor) -> Incoming:
-    """Sort the edges of a batch by neighbour; `neighbor` as in `edges.EdgeTape`."""
-    ends, order = neighbor.flatten().sort(stable=True)
-    return Incoming(order, torch.searchsorted(ends, torch.arange(len(neighbor) + 1, device=neighbor.device)))
+def incoming(neighbor: torch.Tensor, empty: torch.Tensor | None = None) -> Incoming:
+    """Sort the edges of a batch by neighbour.
+
+    Parameters
+    ----------
+    neighbor
+        As in `edges.EdgeTape`.
+    empty
+        Slots that no sum needs, since they contribute zeros `(nreal, nnei)`; all of them name the same atom, which
+        would get far more edges than any other.
+    """
+    keys = neighbor if empty is None else neighbor.masked_fill(empty, len(neighbor))
+    ends, order = keys.flatten().int().sort(stable=True)
+    atoms = torch.arange(len(neighbor) + 1, device=neighbor.device, dtype=ends.dtype)
+    return Incoming(order, torch.searchsorted(ends, atoms))
 
 
 def plan_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AnglePlan:

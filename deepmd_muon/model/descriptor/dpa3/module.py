@@ -144,7 +144,7 @@ class DPA3(torch.nn.Module):
         neighbor = _sorted_numbers(structures)
         graph = Graph(
             neighbor=neighbor,
-            incoming=incoming_for_kernels(neighbor),
+            incoming=incoming_for_kernels(neighbor, structures.neighbor < 0),
             edge_weight=(weight / edge_scale).to(dtype),
             direction=(direction * weight.unsqueeze(-1) * edge_scale**-0.5).to(dtype),
             plan=plan,
