@@ -74,6 +74,10 @@ CONTESTANTS = {
     "adamw": own({"type": "AdamW", "weight_decay": 0.01}, 1.5e-3),
     "hybrid_muon": hybrid_muon({}),
     "hybrid_muon_no_magma": hybrid_muon({"magma_muon": False}),
+    # The default decay is 0.001: matrices lose 4e-3 of their size in 30,000 steps, with 1.0 all but 1 %.
+    "hybrid_muon_decay_01": hybrid_muon({"weight_decay": 0.1}),
+    "hybrid_muon_decay_1": hybrid_muon({"weight_decay": 1.0}),
+    "hybrid_muon_decay_3": hybrid_muon({"weight_decay": 3.0}),
     "deepmd_kit_muon": own({"type": "HybridMuon", "deepmd_kit_arithmetic": True}, 3e-3),
     "torch_muon": Contestant(
         MATRIX_GRID,

@@ -97,7 +97,7 @@ def constant_energy(
     for step in range(0, steps + 1, stride):
         times.append(1e-3 * step * time_step)
         energies.append(1e3 * atoms.get_total_energy() / len(atoms))
-        stable = math.isfinite(energies[-1]) and atoms.get_temperature() < HOTTEST * temperature
+        stable = bool(math.isfinite(energies[-1]) and atoms.get_temperature() < HOTTEST * temperature)
         if not stable:
             break
         if step >= EQUILIBRATION * steps:

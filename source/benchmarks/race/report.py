@@ -32,6 +32,9 @@ TITLES = {
     "adamw": "AdamW",
     "hybrid_muon": "HybridMuon",
     "hybrid_muon_no_magma": "HybridMuon, no Magma",
+    "hybrid_muon_decay_01": "HybridMuon, decay 0.1",
+    "hybrid_muon_decay_1": "HybridMuon, decay 1",
+    "hybrid_muon_decay_3": "HybridMuon, decay 3",
     "deepmd_kit_muon": "deepmd-kit's HybridMuon",
     "torch_muon": "torch's Muon and AdamW",
     "schedule_free": "schedule-free AdamW",
@@ -184,11 +187,11 @@ def time_of(times: Iterable[StepTime], field: Field, contestant: str) -> float:
 
 def grid_table(field: Field) -> str:
     """Return the test errors at all rates, in the order of each contestant's grid."""
-    rows = []
+    rows, width = [], max(5, *map(len, field.runs.values()))
     for name, rates in field.runs.items():
         cells = [f"{rate:g}: {number(field.error(name, rate))}" for rate in sorted(rates)]
-        rows.append([TITLES[name], *cells, *["–"] * (5 - len(cells))])
-    return table(("optimizer", *["rate: force error [eV/Å]"] * 5), rows)
+        rows.append([TITLES[name], *cells, *["–"] * (width - len(cells))])
+    return table(("optimizer", *["rate: force error [eV/Å]"] * width), rows)
 
 
 def summary_table(found: Sequence[Field]) -> str:

@@ -86,7 +86,7 @@ def append(path: Path, entry: Result | StepTime) -> None:
     kind = "run" if isinstance(entry, Result) else "step_time"
     content = {"kind": kind, **_without_nan(dataclasses.asdict(entry))}
     path.parent.mkdir(parents=True, exist_ok=True)
-    broken = path.exists() and not path.read_bytes().endswith(b"\n")
+    broken = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
     with path.open("a") as file:
         file.write("\n" * broken + json.dumps(content, allow_nan=False) + "\n")
 

@@ -377,6 +377,7 @@ def test_dynamics_keep_energy_and_find_a_potential_that_blows_up():
     assert found["stable"]
     assert abs(found["drift"]) < 20  # meV/atom/ps; the kinetic energy falls by some 1,000 in this time
     assert found["fluctuation"] < 0.2
+    assert json.loads(json.dumps(found)) == found
     assert len(frames) == 17
     found, _ = constant_energy(crystal(), StillingerWeber(), 3000.0, 0.2, 50.0, seed=1)
     assert not found["stable"]
