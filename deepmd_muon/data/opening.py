@@ -7,11 +7,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from h5py import is_hdf5
-
 from deepmd_muon.data.ase_reading import LabelKeys, read_ase
 from deepmd_muon.data.errors import SystemNotFoundError, TypeMapError
-from deepmd_muon.data.hdf5_store import hdf5_stores
 from deepmd_muon.data.lmdb_store import is_lmdb, lmdb_stores
 from deepmd_muon.data.npy_store import npy_stores
 from deepmd_muon.data.storage import HandleCache, Store
@@ -117,9 +114,19 @@ def _stores(path: str, handles: HandleCache, keys: LabelKeys | None) -> Iterator
     """Find all systems at or below a path."""
     if is_lmdb(path) or path.endswith(".lmdb"):
         yield from lmdb_stores(path)
-    elif os.path.isfile(path) and not is_hdf5(path) and not path.endswith((".h5", ".hdf5")):
-        yield from read_ase(path, keys)
     elif "#" in path or os.path.isfile(path):
-        yield from hdf5_stores(path, handles)
+        yield from _stores_in_file(path, handles, keys)
     else:
         yield from npy_stores(path, handles)
+
+
+def _stores_in_file(path: str, handles: HandleCache, keys: LabelKeys | None) -> Iterator[Store]:
+    """Find all systems of a file."""
+    from h5py import is_hdf5  # those who train on folders shall not wait for its import
+
+    from deepmd_muon.data.hdf5_store import hdf5_stores
+
+    if os.path.isfile(path) and not is_hdf5(path) and not path.endswith((".h5", ".hdf5")):
+        yield from read_ase(path, keys)
+    else:
+        yield from hdf5_stores(path, handles)

@@ -8,13 +8,16 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import h5py
 import numpy as np
 
 from deepmd_muon.data.errors import DataError
 from deepmd_muon.data.system import System
 from deepmd_muon.files import make_folder_of, whole_file
+
+if TYPE_CHECKING:
+    import h5py
 
 
 def energy_bias(
@@ -120,6 +123,8 @@ class StatFile:
             whole.write(content.getbuffer())
 
     def _open(self, path: Path | io.BytesIO, mode: str) -> h5py.File:
+        import h5py
+
         try:
             return h5py.File(path, mode)
         except OSError as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -11,6 +12,8 @@ from deepmd_muon.model.energy_model import EnergyModel, edge_vectors
 from deepmd_muon.model.structures import Structures
 
 ABSENT_DEVIATION = 0.1  # deepmd-kit's deviation of a type that the data do not contain
+# Slots of a batch up to which several threads wait for each other longer than they compute.
+_FEW_SLOTS = 1 << 18
 
 
 @torch.no_grad()
@@ -46,14 +49,15 @@ def environment_statistics(
     sums = torch.zeros(model.ntypes, 4, dtype=torch.float64, device=device)
     squares = torch.zeros(model.ntypes, 4, dtype=torch.float64, device=device)
     for structures in batches:
-        rows = descriptor.environment(structures, edge_vectors(structures)).rows
-        used = descriptor.used_slots(structures)
-        if used is not None:
-            rows = rows * used.unsqueeze(-1)
-        centre = structures.sorted_type
-        count += slots * torch.tensor(structures.type_counts, dtype=torch.float64, device=device)
-        sums.index_add_(0, centre, rows.sum(1))
-        squares.index_add_(0, centre, rows.square().sum(1))
+        with _threads_for(structures.neighbor.numel()):
+            rows = descriptor.environment(structures, edge_vectors(structures)).rows
+            used = descriptor.used_slots(structures)
+            if used is not None:
+                rows = rows * used.unsqueeze(-1)
+            centre = structures.sorted_type
+            count += slots * torch.tensor(structures.type_counts, dtype=torch.float64, device=device)
+            sums.index_add_(0, centre, rows.sum(1))
+            squares.index_add_(0, centre, rows.square().sum(1))
     sums = torch.cat([sums[:, :1], sums[:, 1:].mean(1, keepdim=True)], dim=1)
     squares = torch.cat([squares[:, :1], squares[:, 1:].mean(1, keepdim=True)], dim=1)
     n = count.clamp(min=1.0).unsqueeze(1)
@@ -62,3 +66,15 @@ def environment_statistics(
     deviation = torch.where(count.unsqueeze(1) > 0, deviation, ABSENT_DEVIATION)
     radial, angular = mean[:, :1], deviation[:, 1:].expand(-1, 3)
     return torch.cat([radial, torch.zeros_like(angular)], 1), torch.cat([deviation[:, :1], angular], 1)
+
+
+@contextlib.contextmanager
+def _threads_for(slots: int) -> Iterator[None]:
+    """Compute with one thread of torch where there is little to do, within the context."""
+    threads = torch.get_num_threads()
+    try:
+        if slots <= _FEW_SLOTS:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,6 +30,23 @@ def open_device() -> None:
     several = {"WORLD_SIZE", "SLURM_PROCID"} & os.environ.keys()
     if os.environ.get("DEVICE", "").lower() != "cpu" and not several:
         _begin(_retain_context)
+
+
+@contextlib.contextmanager
+def collect_no_modules() -> Iterator[None]:
+    """Import torch without Python's search for garbage: it finds none there, in a sixth of the time of the import.
+
+    What was imported is left out of later searches too. Nothing is changed in a process that has imported torch.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def warm_up(device: torch.device) -> None:

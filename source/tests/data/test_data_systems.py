@@ -67,6 +67,14 @@ def test_frames_of_several_sets_in_any_order(tmp_path, kind):
         system.frames([9])
 
 
+def test_folders_are_read_without_importing_what_other_files_need(tmp_path):
+    write_npy(tmp_path / "s", TYPES, [make_arrays(2, 4)])
+    code = "import sys; from deepmd_muon.data import open_systems; open_systems(sys.argv[1]); print(*sys.modules)"
+    words = [sys.executable, "-c", code, str(tmp_path / "s")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert not {"h5py", "ase", "torch", "vesin"} & set(done.stdout.split())
+
+
 def test_float32_files_and_single_frames_without_frame_axis(tmp_path):
     arrays = make_arrays(1, 4)
     flat = {name: values.astype(np.float32).reshape(-1) for name, values in arrays.items()}

@@ -220,6 +220,27 @@ def test_statistics_of_a_type_without_atoms():
     assert (wide == 10.0).all()
 
 
+def test_statistics_of_small_batches_take_one_thread_and_give_it_back(monkeypatch):
+    model = build_model(section())
+    taken = []
+    environment = model.atomic_model.descriptor.environment
+    monkeypatch.setattr(
+        model.atomic_model.descriptor,
+        "environment",
+        lambda *given: taken.append(torch.get_num_threads()) or environment(*given),
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        environment_statistics(model, [batch()])
+        monkeypatch.setattr("deepmd_muon.model.statistics._FEW_SLOTS", 1)
+        environment_statistics(model, [batch()])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert taken == [1, 2]
+
+
 def test_structures_sort_atoms_by_type_and_count_them():
     atype = np.array([[1, -1, 0], [0, 1, 1]])
     neighbor = np.array([[[2, 1], [-1, -1], [0, -1]], [[1, -1], [0, 2], [1, -1]]])

@@ -1,5 +1,7 @@
 """Early start of a run on a GPU."""
 
+import gc
+import sys
 import threading
 
 import pytest
@@ -29,3 +31,27 @@ def test_a_missing_driver_is_no_error(monkeypatch):
 
     monkeypatch.setattr(early_start.ctypes, "CDLL", missing)
     early_start._retain_context()
+
+
+def test_nothing_is_searched_while_torch_is_imported(monkeypatch):
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    monkeypatch.delitem(sys.modules, "torch")
+    with early_start.collect_no_modules():
+        assert not gc.isenabled()
+    assert frozen == [False]
+    assert gc.isenabled()
+
+
+def test_a_failed_import_leaves_the_collector_on(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(ImportError), early_start.collect_no_modules():
+        raise ImportError("no torch")
+    assert gc.isenabled()
+
+
+def test_a_process_that_has_torch_keeps_its_collector(monkeypatch):
+    monkeypatch.setattr(gc, "freeze", pytest.fail)
+    assert "torch" in sys.modules or pytest.importorskip("torch")
+    with early_start.collect_no_modules():
+        assert gc.isenabled()
