@@ -26,20 +26,23 @@ def curve(h, kind: tl.constexpr, curve_of: tl.constexpr):
         value = _tanh(h)
         slope = 1.0 - value * value
         return value, slope, -2.0 * value * slope
-    sigmoid = tl.sigmoid(h)
-    rest = 1.0 - sigmoid
-    q = h * sigmoid * rest
-    value = h * sigmoid
-    slope = sigmoid + q
-    bend = 2.0 * sigmoid * rest + q * (rest - sigmoid)
-    if kind == "silut":
+    x = h
+    if kind == "silut":  # one sigmoid σ for both pieces, since tanh x = 2σ(2x) − 1
         threshold: tl.constexpr = curve_of[0]
         rate: tl.constexpr = curve_of[1]
         start: tl.constexpr = curve_of[2]
-        beyond = h - threshold >= 0.0  # a comparison would round the constant
-        tail = _tanh(rate * (h - threshold))
-        fall = 1.0 - tail * tail
-        value = tl.where(beyond, start + tail, value)
-        slope = tl.where(beyond, rate * fall, slope)
-        bend = tl.where(beyond, -2.0 * rate * rate * tail * fall, bend)
+        past = h - threshold  # a comparison would round the constant
+        x = tl.where(past >= 0.0, 2.0 * rate * past, h)
+    sigmoid = tl.sigmoid(x)
+    rest = 1.0 - sigmoid
+    change = sigmoid * rest
+    turn = rest - sigmoid
+    q = h * change
+    value = h * sigmoid
+    slope = sigmoid + q
+    bend = 2.0 * change + q * turn
+    if kind == "silut":
+        value = tl.where(past >= 0.0, start - turn, value)
+        slope = tl.where(past >= 0.0, 4.0 * rate * change, slope)
+        bend = tl.where(past >= 0.0, 8.0 * rate * rate * change * turn, bend)
     return value, slope, bend

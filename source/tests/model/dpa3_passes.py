@@ -43,18 +43,34 @@ def derivative(energy, positions):
 
 
 def angle_results(
-    dtype, device="cpu", *, tail, width=5, atoms=3, n_a=6, n_m=10, curve=CURVE, force=True, derive=derivative
+    dtype,
+    device="cpu",
+    *,
+    tail,
+    width=5,
+    atoms=3,
+    n_a=6,
+    n_m=10,
+    curve=CURVE,
+    force=True,
+    derive=derivative,
+    reach=None,
 ):
-    """Return what `with_gradients` does, of the angles; `tail`: whether a′ is wanted."""
+    """Return what `with_gradients` does, of the angles.
+
+    `tail`: whether a′ is wanted; `reach`: how many neighbours of each atom have a weight.
+    """
     draw, features = Draw(dtype, device), n_m + n_a if tail else n_m
     slots = torch.arange(atoms * width, device=device)
-    plan = AnglePlan((AngleBlock(atoms, width),), slots, slots // width)
+    inside = torch.arange(width, device=device) < torch.tensor(reach or [width] * atoms, device=device)[:, None]
+    plan = AnglePlan((AngleBlock(atoms, width),), slots, slots // width, padded=True).within(inside.flatten())
     a, u, t = (draw.leaf(atoms * width**power, n) for power, n in ((2, n_a), (1, features), (1, features)))
     s, weight = draw.leaf(atoms * width), draw.leaf(n_a, features, scale=0.3)
     residual = draw.leaf(n_a) if tail else None
     tape = angles.AngleTape(plan, activation(curve), n_m, 0.7, force)
-    message, updated, _ = angles.angle_update(tape, a, u, t, s, weight, residual)
-    outputs = [message] if updated is None else [message, updated]
+    message, updated, _ = angles.angle_update(tape, a, u, t, s * inside.flatten(), weight, residual)
+    pairs = (inside[:, :, None] & inside[:, None, :]).view(-1, 1)
+    outputs = [message] if updated is None else [message, updated * pairs]
     weights = [x for x in (a, u, t, weight, residual) if x is not None]
     return with_gradients(draw, outputs, [a, u, t, s], weights, force=force, derive=derive)
 

@@ -31,7 +31,7 @@ def test_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout[-6000:]
-    assert int(passed[1]) == 36
+    assert int(passed[1]) == 38
 
 
 if INSIDE:
@@ -239,6 +239,15 @@ if INSIDE:
         monkeypatch.setattr(module, "_kernels", lambda *_: launches)
         found = compute(torch.float32, tail=tail, force=force, width=width, atoms=2)
         assert distance(found, wanted) < 1e-6
+
+    @pytest.mark.parametrize("reach", [[17, 9], [2, 0]])
+    def test_angles_of_dpa3_within_reach(monkeypatch, reach):
+        """In two blocks of second neighbours, the last of which an atom does not reach."""
+        sizes = {"tail": True, "width": 17, "atoms": 2, "reach": reach}
+        wanted = [x.detach() for x in angle_results(torch.float64, **sizes)]
+        monkeypatch.setattr(angle_launches, "ROWS", 16)
+        monkeypatch.setattr(angles, "_kernels", lambda *_: angle_launches)
+        assert distance(angle_results(torch.float32, **sizes), wanted) < 1e-6
 
     @pytest.mark.parametrize(("style", "force"), [("res_residual", True), ("res_residual", False), ("res_avg", True)])
     def test_nodes_and_edge_features_of_dpa3(monkeypatch, style, force):

@@ -1,10 +1,11 @@
 """Triton kernels of the four passes over a layer's angles; `angles` defines their results.
 
-A program takes atoms one after the other and, of each, every `groups`-th first neighbour j with all second neighbours
-k: a tile of angles whose intermediate numbers never leave the chip. The columns of a tile are features of y, those of
-the message first, then those of the angle; a program takes them in chunks, as many as its registers hold, and adds up
-the contributions of all chunks to a. Sums over k end in the program. Sums over j and over all angles are written once a
-group or program and added up afterwards, in the same order every time.
+A program takes atoms one after the other and, of each, every `groups`-th first neighbour j with a block of second
+neighbours k: a tile of angles whose intermediate numbers never leave the chip. Neighbours beyond the reach of an atom
+contribute zeros, so their tiles are not computed. The columns of a tile are features of y, those of the message first,
+then those of the angle; a program takes them in chunks, as many as its registers hold, and adds up the contributions
+of all chunks to a. Sums over k end in the program. Sums over j and over all angles are written once a group or program
+and added up afterwards, in the same order every time.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -38,8 +39,10 @@ class Form(NamedTuple):
     ----------
     angle, message, features
         Columns of a, of m and of y.
-    rows, inner
-        Powers of two that hold the neighbours of an atom and the columns of a.
+    rows, blocks
+        Second neighbours in a tile, a power of two, and how many blocks of so many hold all.
+    inner
+        A power of two that holds the columns of a.
     columns, chunks
         Features of y in a chunk, and how many chunks hold all.
     precision
@@ -50,6 +53,7 @@ class Form(NamedTuple):
     message: tl.constexpr
     features: tl.constexpr
     rows: tl.constexpr
+    blocks: tl.constexpr
     inner: tl.constexpr
     columns: tl.constexpr
     chunks: tl.constexpr
@@ -89,30 +93,78 @@ def _matrix(weight, i, c, form):
 
 
 @triton.jit
+def _range(reach, atom, block, width, form):
+    """Return where the first neighbours start that a program takes, and end, and those that it leaves out start."""
+    far = tl.load(reach + atom)
+    end = tl.where(far > block * form.rows, far, 0)
+    start, step = tl.program_id(1), tl.num_programs(1)
+    return start, end, start + (tl.maximum(end - start, 0) + step - 1) // step * step
+
+
+@triton.jit
+def _add(at, value, present, block, form):
+    """Store a sum over second neighbours; blocks after the first add to it."""
+    if form.blocks > 1:
+        value += tl.load(at, present & (block > 0), 0.0)
+    tl.store(at, value, present)
+
+
+@triton.jit
+def _clear(rows, angles, first, rest, width, k, in_x, c, columns: tl.constexpr, block, chunk, form):
+    """Store zeros for first neighbours from `rest` on and, unless None, for their angles."""
+    i, nothing = tl.arange(0, form.inner), tl.zeros([form.rows, form.inner], tl.float32)
+    for j in range(rest, width, tl.num_programs(1)):
+        slot = first + j
+        tl.store(rows + slot * columns + c, tl.zeros([form.columns], tl.float32), (c < columns) & (block == 0))
+        if angles is not None:
+            angle = slot * width + k
+            tl.store(angles + angle[:, None] * form.angle + i[None, :], nothing, in_x & (chunk == 0))
+
+
+@triton.jit
 def update_kernel(
-    message, updated, terms, weight, residual, atoms, width, carry, curve_of: tl.constexpr, form, kind: tl.constexpr
+    message,
+    updated,
+    terms,
+    weight,
+    residual,
+    reach,
+    atoms,
+    width,
+    carry,
+    curve_of: tl.constexpr,
+    form,
+    kind: tl.constexpr,
 ) -> None:
     """Pass 1: m_j = s_j·Σ_k s_k·y_jk and, where y has more features, a′ = α·a + ρ∘y."""
-    k, i = tl.arange(0, form.rows), tl.arange(0, form.inner)
-    in_k = k < width
-    for chunk in range(form.chunks):
-        c, in_y, to_a, in_a = _columns(chunk, form)
-        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
-        in_a = in_k[:, None] & in_a[None, :]
-        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-            first = atom * tl.full([], width, tl.int64)
-            s_k = tl.load(terms.s + first + k, in_k, 0.0)[:, None]
-            t = load_tile(terms.t, first + k, c, in_k[:, None] & in_y[None, :], form.features)
-            for j in range(tl.program_id(1), width, tl.num_programs(1)):
-                slot = first + j
-                angle = slot * width + k
-                x = load_tile(terms.a, angle, i, in_k[:, None] & (i < form.angle)[None, :], form.angle)
-                y = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)[0]
-                m = tl.load(terms.s + slot) * tl.sum(y * s_k, 0)
-                tl.store(message + slot * form.message + c, m, c < form.message)
-                if form.features > form.message:
-                    after = carry * load_tile(terms.a, angle, to_a, in_a, form.angle) + rho * y
-                    tl.store(updated + angle[:, None] * form.angle + to_a[None, :], after, in_a)
+    i = tl.arange(0, form.inner)
+    for block in range(form.blocks):
+        k = block * form.rows + tl.arange(0, form.rows)
+        in_k = k < width
+        in_x = in_k[:, None] & (i < form.angle)[None, :]
+        for chunk in range(form.chunks):
+            c, in_y, to_a, in_a = _columns(chunk, form)
+            matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
+            in_a = in_k[:, None] & in_a[None, :]
+            for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+                first = atom * tl.full([], width, tl.int64)
+                start, end, rest = _range(reach, atom, block, width, form)
+                s_k = tl.load(terms.s + first + k, in_k, 0.0)[:, None]
+                t = load_tile(terms.t, first + k, c, in_k[:, None] & in_y[None, :], form.features)
+                for j in range(start, end, tl.num_programs(1)):
+                    slot = first + j
+                    angle = slot * width + k
+                    x = load_tile(terms.a, angle, i, in_x, form.angle)
+                    y = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)[0]
+                    m = tl.load(terms.s + slot) * tl.sum(y * s_k, 0)
+                    _add(message + slot * form.message + c, m, c < form.message, block, form)
+                    if form.features > form.message:
+                        after = carry * load_tile(terms.a, angle, to_a, in_a, form.angle) + rho * y
+                        tl.store(updated + angle[:, None] * form.angle + to_a[None, :], after, in_a)
+                angles = updated if form.features > form.message else None
+                _clear(message, angles, first, rest, width, k, in_x, c, form.message, block, chunk, form)
+            if form.blocks > 1:
+                tl.debug_barrier()
 
 
 @triton.jit
@@ -124,6 +176,7 @@ def adjoint_kernel(
     terms,
     weight,
     residual,
+    reach,
     atoms,
     width,
     carry,
@@ -135,42 +188,49 @@ def adjoint_kernel(
 
     `s_parts` takes those of s as a second neighbour.
     """
-    k, i = tl.arange(0, form.rows), tl.arange(0, form.inner)
-    in_k = k < width
-    in_x = in_k[:, None] & (i < form.angle)[None, :]
-    for chunk in range(form.chunks):
-        c, in_y, to_a, in_a = _columns(chunk, form)
-        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
-        in_a, in_z = in_k[:, None] & in_a[None, :], in_k[:, None] & in_y[None, :]
-        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-            first = atom * tl.full([], width, tl.int64)
-            s_k = tl.load(terms.s + first + k, in_k, 0.0)
-            t = load_tile(terms.t, first + k, c, in_z, form.features)
-            sum_t, sum_s = tl.zeros_like(t), tl.zeros_like(s_k)
-            for j in range(tl.program_id(1), width, tl.num_programs(1)):
-                slot = first + j
-                angle = slot * width + k
-                x = load_tile(terms.a, angle, i, in_x, form.angle)
-                y, slope, _ = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
-                s_j, m = tl.load(terms.s + slot), _vector(message, slot, c, form)
-                along = tl.sum(y * m, 1)
-                tl.store(out.s + (chunk * atoms * width + slot), tl.sum(along * s_k, 0))
-                sum_s += s_j * along
-                y_bar = m * (s_j * s_k)[:, None]
-                if form.features > form.message:
-                    y_bar += rho * load_tile(updated, angle, to_a, in_a, form.angle)
-                z_bar = slope * y_bar
-                sum_t += z_bar
-                tl.store(out.u + slot * form.features + c, tl.sum(z_bar, 0), in_y)
-                x_bar = tl.dot(z_bar, tl.trans(matrix), input_precision=form.precision)
-                if form.features > form.message:
-                    x_bar += carry * load_tile(updated, angle, i, in_x & (chunk == 0), form.angle)
-                x_bar += load_tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
-                tl.store(out.a + angle[:, None] * form.angle + i[None, :], x_bar, in_x)
-            part = tl.program_id(1).to(tl.int64) * atoms + atom
-            tl.store(s_parts + (chunk * tl.num_programs(1) * atoms + part) * width + k, sum_s, in_k)
-            tl.store(out.t + (part * width + k)[:, None] * form.features + c[None, :], sum_t, in_z)
-        tl.debug_barrier()
+    i = tl.arange(0, form.inner)
+    for block in range(form.blocks):
+        k = block * form.rows + tl.arange(0, form.rows)
+        in_k = k < width
+        in_x = in_k[:, None] & (i < form.angle)[None, :]
+        for chunk in range(form.chunks):
+            c, in_y, to_a, in_a = _columns(chunk, form)
+            matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
+            in_a, in_z = in_k[:, None] & in_a[None, :], in_k[:, None] & in_y[None, :]
+            for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+                first = atom * tl.full([], width, tl.int64)
+                start, end, rest = _range(reach, atom, block, width, form)
+                s_k = tl.load(terms.s + first + k, in_k, 0.0)
+                t = load_tile(terms.t, first + k, c, in_z, form.features)
+                sum_t, sum_s = tl.zeros_like(t), tl.zeros_like(s_k)
+                for j in range(start, end, tl.num_programs(1)):
+                    slot = first + j
+                    angle = slot * width + k
+                    x = load_tile(terms.a, angle, i, in_x, form.angle)
+                    y, slope, _ = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
+                    s_j, m = tl.load(terms.s + slot), _vector(message, slot, c, form)
+                    along = tl.sum(y * m, 1)
+                    of_s = out.s + (chunk * atoms * width + slot)
+                    _add(of_s, tl.sum(along * s_k, 0), j < width, block, form)
+                    sum_s += s_j * along
+                    y_bar = m * (s_j * s_k)[:, None]
+                    if form.features > form.message:
+                        y_bar += rho * load_tile(updated, angle, to_a, in_a, form.angle)
+                    z_bar = slope * y_bar
+                    sum_t += z_bar
+                    _add(out.u + slot * form.features + c, tl.sum(z_bar, 0), in_y, block, form)
+                    x_bar = tl.dot(z_bar, tl.trans(matrix), input_precision=form.precision)
+                    if form.features > form.message:
+                        x_bar += carry * load_tile(updated, angle, i, in_x & (chunk == 0), form.angle)
+                    x_bar += load_tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
+                    tl.store(out.a + angle[:, None] * form.angle + i[None, :], x_bar, in_x)
+                _clear(out.u, out.a, first, rest, width, k, in_x, c, form.features, block, chunk, form)
+                for j in range(rest, width, tl.num_programs(1)):
+                    tl.store(out.s + (chunk * atoms * width + first + j), 0.0, block == 0)
+                part = tl.program_id(1).to(tl.int64) * atoms + atom
+                tl.store(s_parts + (chunk * tl.num_programs(1) * atoms + part) * width + k, sum_s, in_k)
+                tl.store(out.t + (part * width + k)[:, None] * form.features + c[None, :], sum_t, in_z)
+            tl.debug_barrier()
 
 
 @triton.jit
@@ -181,6 +241,7 @@ def tangent_kernel(
     dots,
     weight,
     residual,
+    reach,
     atoms,
     width,
     carry,
@@ -189,31 +250,38 @@ def tangent_kernel(
     kind: tl.constexpr,
 ) -> None:
     """Pass 3: the tangents of a, u, t, s give those of m and a′."""
-    k, i = tl.arange(0, form.rows), tl.arange(0, form.inner)
-    in_k = k < width
-    in_x = in_k[:, None] & (i < form.angle)[None, :]
-    for chunk in range(form.chunks):
-        c, in_y, to_a, in_a = _columns(chunk, form)
-        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
-        in_a, in_z = in_k[:, None] & in_a[None, :], in_k[:, None] & in_y[None, :]
-        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-            first = atom * tl.full([], width, tl.int64)
-            s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
-            t = load_tile(terms.t, first + k, c, in_z, form.features)
-            t_dot = load_tile(dots.t, first + k, c, in_z, form.features)
-            for j in range(tl.program_id(1), width, tl.num_programs(1)):
-                slot = first + j
-                angle = slot * width + k
-                x = load_tile(terms.a, angle, i, in_x, form.angle)
-                y, slope, _ = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
-                x_dot = load_tile(dots.a, angle, i, in_x, form.angle)
-                y_dot = slope * _sum(dots, x_dot, matrix, t_dot, slot, c, form)
-                s_j, s_dot_j = tl.load(terms.s + slot), tl.load(dots.s + slot)
-                m = tl.sum(y_dot * (s_j * s_k)[:, None] + y * (s_dot_j * s_k + s_j * s_dot_k)[:, None], 0)
-                tl.store(message + slot * form.message + c, m, c < form.message)
-                if form.features > form.message:
-                    after = carry * load_tile(dots.a, angle, to_a, in_a, form.angle) + rho * y_dot
-                    tl.store(updated + angle[:, None] * form.angle + to_a[None, :], after, in_a)
+    i = tl.arange(0, form.inner)
+    for block in range(form.blocks):
+        k = block * form.rows + tl.arange(0, form.rows)
+        in_k = k < width
+        in_x = in_k[:, None] & (i < form.angle)[None, :]
+        for chunk in range(form.chunks):
+            c, in_y, to_a, in_a = _columns(chunk, form)
+            matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
+            in_a, in_z = in_k[:, None] & in_a[None, :], in_k[:, None] & in_y[None, :]
+            for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+                first = atom * tl.full([], width, tl.int64)
+                start, end, rest = _range(reach, atom, block, width, form)
+                s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
+                t = load_tile(terms.t, first + k, c, in_z, form.features)
+                t_dot = load_tile(dots.t, first + k, c, in_z, form.features)
+                for j in range(start, end, tl.num_programs(1)):
+                    slot = first + j
+                    angle = slot * width + k
+                    x = load_tile(terms.a, angle, i, in_x, form.angle)
+                    y, slope, _ = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
+                    x_dot = load_tile(dots.a, angle, i, in_x, form.angle)
+                    y_dot = slope * _sum(dots, x_dot, matrix, t_dot, slot, c, form)
+                    s_j, s_dot_j = tl.load(terms.s + slot), tl.load(dots.s + slot)
+                    m = tl.sum(y_dot * (s_j * s_k)[:, None] + y * (s_dot_j * s_k + s_j * s_dot_k)[:, None], 0)
+                    _add(message + slot * form.message + c, m, c < form.message, block, form)
+                    if form.features > form.message:
+                        after = carry * load_tile(dots.a, angle, to_a, in_a, form.angle) + rho * y_dot
+                        tl.store(updated + angle[:, None] * form.angle + to_a[None, :], after, in_a)
+                angles = updated if form.features > form.message else None
+                _clear(message, angles, first, rest, width, k, in_x, c, form.message, block, chunk, form)
+            if form.blocks > 1:
+                tl.debug_barrier()
 
 
 @triton.jit
@@ -249,6 +317,7 @@ def gradient_kernel(
     dots,
     weight,
     residual,
+    reach,
     atoms,
     width,
     carry,
@@ -261,49 +330,54 @@ def gradient_kernel(
 
     `out` takes the gradients of a, u and, in parts, t. Unless `moving`, there were no passes 2 and 3.
     """
-    k, i = tl.arange(0, form.rows), tl.arange(0, form.inner)
-    in_k = k < width
-    in_x = in_k[:, None] & (i < form.angle)[None, :]
+    i = tl.arange(0, form.inner)
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    for chunk in range(form.chunks):
-        c, in_y, to_a, has_a = _columns(chunk, form)
-        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, has_a, 0.0)[None, :]
-        in_a, in_z = in_k[:, None] & has_a[None, :], in_k[:, None] & in_y[None, :]
-        sum_w, sum_rho = tl.zeros_like(matrix), tl.zeros([form.columns], tl.float32)
-        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-            first = atom * tl.full([], width, tl.int64)
-            s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
-            t, t_dot = (
-                load_tile(terms.t, first + k, c, in_z, form.features),
-                load_tile(dots.t, first + k, c, in_z, form.features),
-            )
-            sum_t = tl.zeros_like(t)
-            for j in range(tl.program_id(1), width, tl.num_programs(1)):
-                slot = first + j
-                angle = slot * width + k
-                x = load_tile(terms.a, angle, i, in_x, form.angle)
-                bends = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
-                s_j = tl.load(terms.s + slot)
-                moved = (tl.load(dots.s + slot) * s_k + s_j * s_dot_k)[:, None]
-                x_dot = load_tile(dots.a, angle, i, in_x, form.angle)
-                z_dot = _sum(dots, x_dot, matrix, t_dot, slot, c, form)
-                at, pairs = (slot, angle, c, to_a, in_a), ((s_j * s_k)[:, None], moved)
-                z_hat, z_bar, of_rho = _cotangent(given, earlier, z_dot, bends, rho, pairs, at, form, moving)
-                sum_rho += tl.sum(of_rho, 0)
-                sum_t += z_hat
-                tl.store(out.u + slot * form.features + c, tl.sum(z_hat, 0), in_y)
-                sum_w += tl.dot(tl.trans(x), z_hat, input_precision=form.precision)
-                if moving:
-                    sum_w += tl.dot(tl.trans(x_dot), z_bar, input_precision=form.precision)
-                x_hat = tl.dot(z_hat, tl.trans(matrix), input_precision=form.precision)
-                if form.features > form.message:
-                    x_hat += carry * load_tile(given[1], angle, i, in_x & (chunk == 0), form.angle)
-                x_hat += load_tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
-                tl.store(out.a + angle[:, None] * form.angle + i[None, :], x_hat, in_x)
-            part = ((tl.program_id(1).to(tl.int64) * atoms + atom) * width + k)[:, None]
-            tl.store(out.t + part * form.features + c[None, :], sum_t, in_z)
-        at = (program * form.angle + i[:, None]) * form.features + c[None, :]
-        tl.store(sums[0] + at, sum_w, (i < form.angle)[:, None] & in_y[None, :])
-        if form.features > form.message:
-            tl.store(sums[1] + program * form.angle + to_a, sum_rho, has_a)
-        tl.debug_barrier()
+    for block in range(form.blocks):
+        k = block * form.rows + tl.arange(0, form.rows)
+        in_k = k < width
+        in_x = in_k[:, None] & (i < form.angle)[None, :]
+        for chunk in range(form.chunks):
+            c, in_y, to_a, has_a = _columns(chunk, form)
+            matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, has_a, 0.0)[None, :]
+            in_a, in_z = in_k[:, None] & has_a[None, :], in_k[:, None] & in_y[None, :]
+            sum_w, sum_rho = tl.zeros_like(matrix), tl.zeros([form.columns], tl.float32)
+            for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+                first = atom * tl.full([], width, tl.int64)
+                start, end, rest = _range(reach, atom, block, width, form)
+                s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
+                t, t_dot = (
+                    load_tile(terms.t, first + k, c, in_z, form.features),
+                    load_tile(dots.t, first + k, c, in_z, form.features),
+                )
+                sum_t = tl.zeros_like(t)
+                for j in range(start, end, tl.num_programs(1)):
+                    slot = first + j
+                    angle = slot * width + k
+                    x = load_tile(terms.a, angle, i, in_x, form.angle)
+                    bends = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
+                    s_j = tl.load(terms.s + slot)
+                    moved = (tl.load(dots.s + slot) * s_k + s_j * s_dot_k)[:, None]
+                    x_dot = load_tile(dots.a, angle, i, in_x, form.angle)
+                    z_dot = _sum(dots, x_dot, matrix, t_dot, slot, c, form)
+                    at, pairs = (slot, angle, c, to_a, in_a), ((s_j * s_k)[:, None], moved)
+                    z_hat, z_bar, of_rho = _cotangent(given, earlier, z_dot, bends, rho, pairs, at, form, moving)
+                    sum_rho += tl.sum(of_rho, 0)
+                    sum_t += z_hat
+                    _add(out.u + slot * form.features + c, tl.sum(z_hat, 0), in_y, block, form)
+                    sum_w += tl.dot(tl.trans(x), z_hat, input_precision=form.precision)
+                    if moving:
+                        sum_w += tl.dot(tl.trans(x_dot), z_bar, input_precision=form.precision)
+                    x_hat = tl.dot(z_hat, tl.trans(matrix), input_precision=form.precision)
+                    if form.features > form.message:
+                        x_hat += carry * load_tile(given[1], angle, i, in_x & (chunk == 0), form.angle)
+                    x_hat += load_tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
+                    tl.store(out.a + angle[:, None] * form.angle + i[None, :], x_hat, in_x)
+                _clear(out.u, out.a, first, rest, width, k, in_x, c, form.features, block, chunk, form)
+                part = ((tl.program_id(1).to(tl.int64) * atoms + atom) * width + k)[:, None]
+                tl.store(out.t + part * form.features + c[None, :], sum_t, in_z)
+            part = (program * form.blocks + block) * form.angle
+            at = (part + i[:, None]) * form.features + c[None, :]
+            tl.store(sums[0] + at, sum_w, (i < form.angle)[:, None] & in_y[None, :])
+            if form.features > form.message:
+                tl.store(sums[1] + part + to_a, sum_rho, has_a)
+            tl.debug_barrier()

@@ -16,9 +16,10 @@ import triton.language as tl
 from deepmd_muon.model.activation import Formula
 from deepmd_muon.model.descriptor.dpa3 import angle_kernels, launching
 from deepmd_muon.model.descriptor.dpa3.angle_kernels import Form, Terms
-from deepmd_muon.model.descriptor.dpa3.launching import SMALLEST, WIDEST, Tensors, holding, precision
+from deepmd_muon.model.descriptor.dpa3.launching import SMALLEST, Tensors, holding, precision
 from deepmd_muon.model.descriptor.dpa3.sum_kernels import add_parts
 
+ROWS = 32  # second neighbours that a program holds at a time, at most
 COLUMNS, UPDATE_COLUMNS = 32, 16  # features of y that a program holds at a time; fewer in pass 1
 EACH, UPDATE_EACH = 4, 8  # programs that a multiprocessor runs at once; more in pass 1
 SLACK = 1.1  # how much longer programs may take so that fewer of them share an atom, whose parts are added up
@@ -32,14 +33,15 @@ class Launch:
         terms: Tensors,
         weight: torch.Tensor,
         residual: torch.Tensor,
+        reach: torch.Tensor,
         width: int,
         message: int,
         carry: float,
         kind: str,
         curve_of: Sequence[float],
         *,
-        columns: int,
-        each: int,
+        columns: int = COLUMNS,
+        each: int = EACH,
     ) -> None:
         atoms = terms[1].shape[0] // width
         programs = launching.at_once(weight.device, each)
@@ -53,12 +55,13 @@ class Launch:
         self.groups = next(groups for groups in range(1, width + 1) if turns(groups) <= SLACK * fewest)
         self.grid = (launching.share(atoms, self.groups, programs), self.groups)
         sizes = (weight.shape[0], message, weight.shape[1])
-        rows, inner = holding(width), holding(weight.shape[0])
-        self.chunks = triton.cdiv(weight.shape[1], columns)
-        blocks = (rows, inner, columns, self.chunks)
+        rows = min(ROWS, holding(width))
+        self.blocks, self.chunks = triton.cdiv(width, rows), triton.cdiv(weight.shape[1], columns)
+        tile = (rows, self.blocks, holding(weight.shape[0]), columns, self.chunks)
         self.warps = rows // SMALLEST
-        form = Form(*map(tl.constexpr, (*sizes, *blocks, precision())))
-        self.layer = (weight.contiguous(), residual.contiguous(), atoms, width, carry, tuple(curve_of), form, kind)
+        form = Form(*map(tl.constexpr, (*sizes, *tile, precision())))
+        given = (weight.contiguous(), residual.contiguous(), reach)
+        self.layer = (*given, atoms, width, carry, tuple(curve_of), form, kind)
 
 
 def update(terms: Tensors, *layer: Any) -> Tensors:
@@ -71,7 +74,7 @@ def update(terms: Tensors, *layer: Any) -> Tensors:
 
 def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: Tensors, *layer: Any) -> Tensors:
     """Pass 2; return the adjoints of a, u, t, s."""
-    launch = Launch(terms, *layer, columns=COLUMNS, each=EACH)
+    launch = Launch(terms, *layer)
     a, u, t, s = terms
     of_s = s.new_empty(launch.chunks * (1 + launch.groups), *s.shape)
     of_first, of_second = of_s.split([launch.chunks, launch.chunks * launch.groups])
@@ -84,7 +87,7 @@ def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: Tensors
 
 def tangent(terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
     """Pass 3; return the tangents of m and a′, which are the cotangents of their adjoints."""
-    launch = Launch(terms, *layer, columns=COLUMNS, each=EACH)
+    launch = Launch(terms, *layer)
     found = outputs(terms, *layer)
     angle_kernels.tangent_kernel[launch.grid](
         *found, _dense(terms), _dense(dots), *launch.layer, num_warps=launch.warps
@@ -97,11 +100,12 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
 
     `given` are the cotangents of m and a′; `earlier` those of pass 2, and `dots`, are empty when there was none.
     """
-    launch = Launch(terms, *layer, columns=COLUMNS, each=EACH)
+    launch = Launch(terms, *layer)
     a, u, t, _ = terms
     weight, residual = layer[:2]
     out = Terms(a.new_empty(a.shape), u.new_empty(u.shape), t.new_empty(launch.groups, *t.shape), None)
-    sums = weight.new_empty(*launch.grid, *weight.shape), residual.new_empty(*launch.grid, *residual.shape)
+    parts = (*launch.grid, launch.blocks)
+    sums = weight.new_empty(*parts, *weight.shape), residual.new_empty(*parts, *residual.shape)
     moving = len(dots) > 0
     angle_kernels.gradient_kernel[launch.grid](
         Terms(*out[:3], out.a),
@@ -115,7 +119,7 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
         num_warps=launch.warps,
         num_stages=1,
     )
-    return out.a, out.u, *add_parts(out.t, *(x.flatten(0, 1) for x in sums))
+    return out.a, out.u, *add_parts(out.t, *(x.flatten(0, 2) for x in sums))
 
 
 def _dense(terms: Tensors) -> Terms:
@@ -123,13 +127,19 @@ def _dense(terms: Tensors) -> Terms:
 
 
 def outputs(
-    terms: Tensors, weight: torch.Tensor, _residual: torch.Tensor, _width: int, message: int, *_: Any
+    terms: Tensors,
+    weight: torch.Tensor,
+    _residual: torch.Tensor,
+    _reach: torch.Tensor,
+    _width: int,
+    message: int,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate m and a′."""
     a, u = terms[:2]
     return u.new_empty(u.shape[0], message), a.new_empty(a.shape) if weight.shape[1] > message else a.new_empty(0)
 
 
-def fits(width: int, weight: torch.Tensor, formula: Formula | None) -> bool:
+def fits(weight: torch.Tensor, formula: Formula | None) -> bool:
     """Return whether the kernels know the activation, and their tiles hold a layer with weights W."""
-    return width <= WIDEST and launching.fits(weight, formula)
+    return launching.fits(weight, formula)

@@ -6,7 +6,7 @@ from deepmd_muon.model.descriptor.dpa3 import angle_launches
 from deepmd_muon.model.descriptor.dpa3.angle_launches import outputs
 from deepmd_muon.model.descriptor.dpa3.launching import operator
 
-_LAYER = "Tensor weight, Tensor residual, int width, int message, float carry, str kind, float[] curve_of"
+_LAYER = "Tensor weight, Tensor residual, Tensor reach, int width, int message, float carry, str kind, float[] curve_of"
 
 update = operator("angle_update", angle_launches.update, f"Tensor[] terms, {_LAYER}", 2)
 adjoint = operator(

@@ -72,7 +72,7 @@ def _kernels(tape: AngleTape, weight: torch.Tensor) -> Any:
         return None
     from deepmd_muon.model.descriptor.dpa3 import angle_launches
 
-    if not angle_launches.fits(tape.plan.blocks[0].width, weight, tape.activation.formula):
+    if not angle_launches.fits(weight, tape.activation.formula):
         return None
     if not traced:
         return angle_launches
@@ -87,7 +87,10 @@ def _layer(tape: AngleTape, weight: torch.Tensor, residual: torch.Tensor | None)
     assert formula is not None
     rho = weight.new_empty(0) if residual is None else residual
     kind, *curve_of = formula
-    return weight, rho, tape.plan.blocks[0].width, tape.width, tape.carry, kind, curve_of
+    block, reach = tape.plan.blocks[0], tape.plan.reach
+    if reach is None:
+        reach = torch.full((block.atoms,), block.width, dtype=torch.int32, device=weight.device)
+    return weight, rho, reach, block.width, tape.width, tape.carry, kind, curve_of
 
 
 def _pair(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -62,12 +62,24 @@ class AnglePlan:
         Centre of every such edge `(nslots,)`, int64.
     padded
         Whether the slots are equally many leading edges of every atom, in one block.
+    reach
+        How many leading slots of each atom take part, where the plan is padded: the others have no weight
+        `(nreal,)`, int32. Kernels store zeros instead of the features of their angles.
     """
 
     blocks: tuple[AngleBlock, ...]
     slot: torch.Tensor
     atom: torch.Tensor
     padded: bool = False
+    reach: torch.Tensor | None = None
+
+    def within(self, in_angle: torch.Tensor) -> AnglePlan:
+        """Return the plan with the `reach` of these edges in angles `(nslots,)`."""
+        if not self.padded:
+            return self
+        width = self.blocks[0].width
+        number = torch.arange(1, width + 1, dtype=torch.int32, device=in_angle.device)
+        return replace(self, reach=(in_angle.view(-1, width) * number).amax(1))
 
 
 class Incoming(NamedTuple):

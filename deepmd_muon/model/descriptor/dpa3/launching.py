@@ -13,7 +13,7 @@ from deepmd_muon.model.activation import Formula
 
 MULTIPROCESSORS = 132  # assumed where the device does not say; an H200's
 SMALLEST = 16  # side of a tile that tensor cores multiply
-WIDEST = 64  # columns of a matrix W, or rows of a tile, that a program holds
+WIDEST = 64  # rows of a matrix W that a program holds
 
 Tensors = Sequence[torch.Tensor]
 

@@ -147,7 +147,7 @@ class DPA3(torch.nn.Module):
             incoming=incoming_for_kernels(neighbor, structures.neighbor < 0),
             edge_weight=(weight / edge_scale).to(dtype),
             direction=(direction * weight.unsqueeze(-1) * edge_scale**-0.5).to(dtype),
-            plan=plan,
+            plan=plan.within(in_angle),
             angle_weight=(angle_weight * angle_scale**-0.25).to(dtype),
             in_angle=in_angle,
         )
