@@ -1,13 +1,13 @@
 """Time of whole training steps inside deepmd-kit 3.2: its HybridMuon, ours in its place, and its Adam.
 
-    python source/benchmarks/deepmd_kit_step.py --examples DEEPMD_KIT/examples [--steps 5] [--rounds 30]
+    python source/benchmarks/deepmd_kit_step.py --examples EXAMPLES [--steps 5] [--rounds 30] [--its-rounds 3]
 
-Run it with a Python that has deepmd-kit, and this package on PYTHONPATH. DEEPMD_KIT/examples is the folder of a
+Run it with a Python that has deepmd-kit, and this package on PYTHONPATH. EXAMPLES is the folder `examples` of a
 checkout of deepmd-kit; from it come the inputs of se_e2_a, DPA-1, DPA-3 and DPA-4 and the water systems (192 atoms,
 batch 1). The three optimizers take turns of a few steps within one run of deepmd-kit's trainer, each with its own
 scheduler, so that a drift of the machine's speed meets all: the trainer's attributes `optimizer` and `scheduler` change
 at the end of a turn, and the device is waited for. The first round warms up. A ratio is the median over rounds of the
-ratios within a round.
+ratios within a round. On a CPU its HybridMuon takes much longer than the rest: --its-rounds gives it fewer turns.
 
 deepmd-kit's compiled operators are not needed: its wheel may lack the libraries, and MPI and mendeleev may be missing;
 what would load them is replaced before. DPA-4 needs ``vesin[torch]``.
@@ -96,6 +96,15 @@ def quiet_folder() -> Iterator[None]:
 class Turns:
     """Gives a trainer's steps to its optimizers in turn and notes how long each turn takes.
 
+    Parameters
+    ----------
+    steps
+        Steps of a turn.
+    rounds
+        Rounds in which ours and its Adam take a turn each, beside the first one.
+    its_rounds
+        The number of them in which its HybridMuon does, too, evenly spread; it does in the first one.
+
     Attributes
     ----------
     firsts
@@ -104,11 +113,20 @@ class Turns:
         Seconds of wall and processor time of a step, for each turn after the first round.
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, rounds: int, its_rounds: int) -> None:
         self.steps = steps
+        self.order = list(OPTIMIZERS)
+        for number in range(rounds):
+            with_its = (number + 1) * its_rounds // rounds > number * its_rounds // rounds
+            self.order += OPTIMIZERS if with_its else OPTIMIZERS[1:]
         self.done = 0
         self.firsts: dict[str, float] = {}
         self.times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in OPTIMIZERS}
+
+    @property
+    def all_steps(self) -> int:
+        """Number of steps of all turns, and the first one."""
+        return 1 + self.steps * len(self.order)
 
     def begin(self, trainer: Any, optimizers: dict[str, tuple[Any, Any]]) -> None:
         """Let Adam take a first step, in which the model warms up."""
@@ -126,7 +144,7 @@ class Turns:
         turn, step = divmod(self.done - 1, self.steps)
         self.done += 1
         if turn < 0:
-            self._give_to(OPTIMIZERS[0])
+            self._give_to(self.order[0])
             return
         last = step == self.steps - 1
         if last or self.kind not in self.firsts:
@@ -136,7 +154,8 @@ class Turns:
         if last:
             if turn >= len(OPTIMIZERS):
                 self.times[self.kind].append((passed[0] / self.steps, passed[1] / self.steps))
-            self._give_to(OPTIMIZERS[(turn + 1) % len(OPTIMIZERS)])
+            if turn + 1 < len(self.order):
+                self._give_to(self.order[turn + 1])
 
 
 def train(entry: Any, theirs: Any, content: dict[str, Any], turns: Turns) -> None:
@@ -175,6 +194,8 @@ def train(entry: Any, theirs: Any, content: dict[str, Any], turns: Turns) -> Non
 
 def spread(values: list[float], unit: float = 1.0) -> str:
     """Return median and range of some numbers."""
+    if not values:
+        return "–"
     return f"{statistics.median(values) / unit:.4g} ({min(values) / unit:.4g}–{max(values) / unit:.4g})"
 
 
@@ -185,6 +206,8 @@ def main() -> None:
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=list(INPUTS))
     parser.add_argument("--steps", type=int, default=5, help="steps of a turn")
     parser.add_argument("--rounds", type=int, default=30, help="counted turns of each optimizer")
+    parser.add_argument("--its-rounds", type=int, help="counted turns of its HybridMuon, if fewer")
+    parser.add_argument("--wall", action="store_true", help="wall time also on a CPU")
     parser.add_argument("--threads", type=int, help="of torch on a CPU")
     parser.add_argument("--log", type=Path, help="write every turn to this file, a line of JSON each")
     args = parser.parse_args()
@@ -199,16 +222,16 @@ def main() -> None:
     theirs = entry.training.Trainer
     extend(entry.training)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    clock = "wall time" if torch.cuda.is_available() else "processor time"
+    by_wall = args.wall or torch.cuda.is_available()
+    clock = "wall time" if by_wall else "processor time"
     print(f"{device}; Python {platform.python_version()}, torch {torch.__version__}; {time.strftime('%Y-%m-%d')}")
     print(f"{args.rounds} turns of {args.steps} steps each; median (range), ms of {clock} a step\n")
     print("| input | its HybridMuon | ours | its Adam | ours / its Adam | first step, s: its / ours / Adam |")
     print("|---|---|---|---|---|---|")
     for name in args.inputs:
-        turns = Turns(args.steps)
-        steps = 1 + len(OPTIMIZERS) * args.steps * (args.rounds + 1)
-        train(entry, theirs, prepared(examples / INPUTS[name], {"type": "HybridMuon"}, steps), turns)
-        shown = {kind: [t[0 if torch.cuda.is_available() else 1] for t in times] for kind, times in turns.times.items()}
+        turns = Turns(args.steps, args.rounds, args.rounds if args.its_rounds is None else args.its_rounds)
+        train(entry, theirs, prepared(examples / INPUTS[name], {"type": "HybridMuon"}, turns.all_steps), turns)
+        shown = {kind: [t[0 if by_wall else 1] for t in times] for kind, times in turns.times.items()}
         ratios = [ours / adam for ours, adam in zip(shown["ours"], shown["its Adam"], strict=True)]
         firsts = " / ".join(f"{turns.firsts[kind]:.2f}" for kind in OPTIMIZERS)
         cells = [*(spread(shown[kind], 1e-3) for kind in OPTIMIZERS), spread(ratios)]

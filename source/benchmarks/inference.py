@@ -161,7 +161,7 @@ dump 1 all custom 1000000 forces.dump id fx fy fz
 dump_modify 1 format float %.17g
 run {warm}
 undump 1
-run {steps}
+run {steps} pre no
 """
 
 
@@ -272,7 +272,7 @@ class Measured:
         folder, options = self.folder, self.options
         for _ in range(options.rounds):
             for name in names:
-                (folder / "in.lammps").write_text(LAMMPS.format(name=name, warm=3, steps=options.repeats))
+                (folder / "in.lammps").write_text(LAMMPS.format(name=name, warm=options.warm, steps=options.repeats))
                 out = run([options.lammps, "-in", "in.lammps"], folder, options)
                 wall = float(re.findall(r"Loop time of ([\d.]+)", out)[-1]) / options.repeats
                 share = float(re.findall(r"([\d.]+)% CPU use", out)[-1]) / 100.0
@@ -296,6 +296,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=20, help="steps of a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=3, help="steps of LAMMPS before, beside its first evaluation")
     parser.add_argument("--deepmd-kit", metavar="PYTHON", help="python of an environment with deepmd-kit")
     parser.add_argument("--deepmd-kit-path", metavar="PATH", default="", help="PYTHONPATH of that python")
     parser.add_argument("--lammps", metavar="LMP", help="LAMMPS with the DeePMD plugin")
