@@ -100,6 +100,24 @@ def test_captured_steps_give_the_weights_of_eager_ones(small_input, train, load,
     assert steppers[-1]._captured.eager_reason is None
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_captured_steps_of_a_graph_descriptor_give_the_same_weights(small_input, train, load, steppers, dynamic):
+    """Angles are computed beside edges there, on another stream."""
+    content = small_input(training={"numb_steps": STEPS})
+    repflow = {"e_rcut": 4.5, "e_rcut_smth": 3.0, "e_sel": "auto", "a_rcut": 3.2, "a_rcut_smth": 2.0, "a_sel": "auto"}
+    repflow |= {"n_dim": 32, "e_dim": 24, "a_dim": 16, "nlayers": 3, "smooth_edge_update": True}
+    repflow |= {"use_dynamic_sel": dynamic}
+    content["model"]["descriptor"] = {"type": "dpa3", "repflow": repflow, "seed": 1, "precision": "float32"}
+    found = []
+    for capture in ("off", "off", "auto"):
+        content["training"]["capture"] = capture
+        assert train(content) == 0
+        found.append(load())
+    assert_equal_weights(found[0], found[1])
+    assert_equal_weights(found[0], found[2])
+    assert len(graphs(steppers[-1])) >= 1
+
+
 @pytest.mark.parametrize("resident", [True, False])
 def test_restart_is_bitwise(small_input, train, load, monkeypatch, resident):
     if not resident:
