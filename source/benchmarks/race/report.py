@@ -245,6 +245,37 @@ def untouched_table(found: Sequence[Field]) -> str:
     return table(head, rows)
 
 
+def systems_table(found: Sequence[Field]) -> str:
+    """Return the ratio of force errors at the best rates, HybridMuon's to the baseline's, system by system."""
+    rows = []
+    for field in found:
+        if BASELINE not in field.runs or "hybrid_muon" not in field.runs:
+            continue
+        ours, theirs = field.best("hybrid_muon")[1], field.best(BASELINE)[1]
+        cells = [field.set, field.model, f"{field.steps:,}"]
+        for part in ("test", "out"):
+            below = system_errors(theirs, part)
+            cells += median_and_ends({name: error / below[name] for name, error in system_errors(ours, part).items()})
+        rows.append(cells)
+    head = ("set", "model", "steps", "test, median", "least", "most", "out, median", "least", "most")
+    return table(head, rows)
+
+
+def system_errors(runs: Iterable[Result], part: str) -> dict[str, float]:
+    """Return the mean force error over seeds of each system of a part [eV/Å], without runs that failed."""
+    parts = [result.test if part == "test" else result.out for result in runs if not result.failed]
+    return {name: mean(errors[name]["force"] for errors in parts) for name in (parts[0] if parts else ())}
+
+
+def median_and_ends(ratios: Mapping[str, float]) -> list[str]:
+    """Write the median of the values, the least and the most with their names."""
+    if not ratios:
+        return ["–"] * 3
+    ordered = sorted(ratios, key=lambda name: ratios[name])
+    ends = [f"{name} {number(ratios[name], 2)}" for name in (ordered[0], ordered[-1])]
+    return [number(statistics.median(ratios.values()), 2), *ends]
+
+
 def failures(found: Sequence[Field]) -> str:
     """List runs that ended early."""
     lines = [
@@ -264,6 +295,7 @@ def report(results: Iterable[Result], times: Sequence[StepTime]) -> str:
     parts = []
     if any(BASELINE in field.runs for field in found):
         parts = ["### All sets", summary_table(found), "### HybridMuon with nothing set", untouched_table(found)]
+        parts += ["### HybridMuon's error divided by AdamW's, system by system", systems_table(found)]
     for field in found:
         parts += [f"### {field.set}, {field.model}, {field.steps:,} steps", field_table(field, times)]
         if any(len(rates) > 1 for rates in field.runs.values()):

@@ -65,6 +65,13 @@ def test_hybrid_muon_with_nothing_set_stands_beside_the_best_of_adamw(results):
     assert row(tables, "water")[3:7] == ["failed", "0.1000", "0.003", "failed"]
 
 
+def test_systems_stand_side_by_side(results):
+    table = report.systems_table(report.fields(results))
+    # HybridMuon 0.05 and out 0.6 at its best rate, AdamW 0.1 and 0.4 at its.
+    assert row(table, "water")[3:] == ["0.50", "300K 0.50", "300K 0.50", "1.50", "600K 1.50", "600K 1.50"]
+    assert report.median_and_ends({"a": 3.0, "b": 1.0, "c": 1.5}) == ["1.50", "b 1.00", "a 3.00"]
+
+
 def test_the_summary_takes_medians_over_sets(results):
     more = [
         result("adamw", 3e-3, [(3000, 0.1)], name="silicon"),
