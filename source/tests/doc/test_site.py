@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,16 @@ def site(tmp_path_factory):
     """The site, built as CONTRIBUTING.md says."""
     for needed in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(needed, reason="pip install -c constraints.txt '.[docs]' brings it")
-    out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "doc", ".", str(out)]
-    # The cache of a build lies beside it; no proxy answers.
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(TOP),
-        "https_proxy": "http://127.0.0.1:9",
-        "http_proxy": "http://127.0.0.1:9",
-    }
-    done = subprocess.run(command, cwd=TOP, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    from sphinx.cmd.build import main
+
+    out, told = tmp_path_factory.mktemp("site"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(told):
+        patch.chdir(TOP)
+        for variable in ("https_proxy", "http_proxy"):  # no proxy answers
+            patch.setenv(variable, "http://127.0.0.1:9")
+        # In this process, which has imported what the pages describe. The cache of a build lies beside it.
+        status = main(["-q", "-W", "--keep-going", "-c", "doc", ".", str(out)])
+    assert status == 0, told.getvalue()
     return out
 
 
