@@ -3,16 +3,19 @@
 Triton 3.6's interpreter keeps scalars as arrays of one element and takes `int` of them for the bounds of loops, which
 NumPy 2.4 no longer does; here they are read by `item`.
 
-The rest saves half of the interpreter's time and changes no bit of a result. Its check of overflow calculates every
-integer operation a second time, in 64 bits, and drops the comparison unless `debug` is on. It replaces the functions of
-`triton.language` at every launch and at every call of a device function; once is enough where nothing is compiled. It
-looks dtypes up in a table that it makes for every look-up.
+The rest saves about two thirds of the interpreter's time and changes no bit of a result. Its check of overflow
+calculates every integer operation a second time, in 64 bits, and drops the comparison unless `debug` is on. It replaces
+the functions of `triton.language` at every launch and at every call of a device function; once is enough where nothing
+is compiled. It looks dtypes up in a table that it makes for every look-up. Every value gets a type of its own, with its
+shape and number of elements as constants and a name in words, though few types differ; here equal types are one object,
+and values copy what follows from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 from triton import language as tl
 from triton.runtime import interpreter
@@ -53,3 +56,66 @@ def _np_dtype(dtype):
 
 
 interpreter._get_np_dtype = _np_dtype
+
+
+class _SharedBlockType(tl.block_type):
+    """A block type, the same object for the same element type and shape."""
+
+    _made: ClassVar[dict] = {}
+
+    def __new__(cls, element_ty, shape):
+        sizes = tuple([s.value if isinstance(s, tl.constexpr) else s for s in shape])
+        key = id(element_ty), sizes  # its block types keep the element type, so that no other gets its id
+        found = cls._made.get(key)
+        if found is None:
+            found = cls._made[key] = super().__new__(cls)
+        return found
+
+    def __init__(self, element_ty, shape):
+        if "name" not in self.__dict__:
+            super().__init__(element_ty, shape)
+
+    def __eq__(self, other):
+        return self is other or super().__eq__(other)
+
+
+tl.block_type = tl.core.block_type = _SharedBlockType
+_first_init = tl.tensor.__init__
+
+
+def _init(self, handle, type):
+    """Copy what follows from the type from the first value of this type."""
+    known = type.__dict__.get("_of_values")
+    if known is None:
+        _first_init(self, handle, type)
+        type._of_values = {key: value for key, value in self.__dict__.items() if key != "handle"}
+    else:
+        self.__dict__.update(known, handle=handle)
+
+
+tl.tensor.__init__ = _init
+_equal_tuples = tl.tuple.__eq__
+
+
+def _equal(self, other):
+    """Compare without making a second tuple, with types of its elements."""
+    if isinstance(other, list | tl.tuple):
+        return tl.constexpr(self.values == [x.value if isinstance(x, tl.constexpr) else x for x in other])
+    return _equal_tuples(self, other)
+
+
+tl.tuple.__eq__ = _equal
+
+
+def _patch_attr(obj, name, member, builder, scope):
+    """Call a function of the language with the interpreter's semantic, without the check that there is one."""
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
+interpreter._patch_attr = _patch_attr
