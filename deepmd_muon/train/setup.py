@@ -14,7 +14,6 @@ import torch
 
 from deepmd_muon.argcheck import Input, TrainingDataSettings, TrainingSettings, normalize
 from deepmd_muon.data import (
-    Batch,
     DataError,
     DataLoader,
     NeighborCache,
@@ -297,13 +296,12 @@ def check_same_run(given: Input, train: list[System], valid: list[System], ranks
 
 def _compute(model: EnergyModel, data: Data, settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
     plans = data.training.sample_plans(settings["data_stat_nbatch"])
-    batches: list[Batch] = []
+    with ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-statistics") as pool:
+        batches = list(pool.map(data.training.build, plans))
 
     def structures() -> Iterator[Structures]:
-        with ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-statistics") as pool:
-            for batch in pool.map(data.training.build, plans):  # the next ones are built meanwhile
-                batches.append(batch)
-                yield Structures.of(batch.frames, batch.neighbors, model.ntypes)
+        for batch in batches:
+            yield Structures.of(batch.frames, batch.neighbors, model.ntypes)
 
     mean, stddev = environment_statistics(model, structures(), protection=settings["data_stat_protect"])
     arrays = {"mean": mean.numpy(), "stddev": stddev.numpy()}

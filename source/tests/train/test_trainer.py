@@ -223,6 +223,19 @@ def test_a_non_finite_gradient_stops_before_the_update(small_input, train, load,
     assert sorted(p.name for p in Path().glob("model.ckpt-*.pt")) == ["model.ckpt-5.pt"]
 
 
+def test_the_energy_bias_is_set_where_the_descriptor_standardises_nothing(small_input, train, load):
+    repflow = {"n_dim": 4, "e_dim": 4, "a_dim": 4, "nlayers": 1, "axis_neuron": 2, "smooth_edge_update": True}
+    repflow |= {"e_rcut": 4.5, "e_rcut_smth": 2.0, "e_sel": 60, "a_rcut": 3.0, "a_rcut_smth": 2.0, "a_sel": 20}
+    found = []
+    for descriptor in ({"type": "dpa3", "repflow": repflow, "seed": 1}, None):
+        content = small_input(training={"numb_steps": 1, "save_freq": 1})
+        content["model"]["descriptor"] = descriptor or content["model"]["descriptor"]
+        train(content)
+        found.append(load("model.ckpt-1.pt")["model"]["model.Default.atomic_model.out_bias"])
+    assert found[0].abs().max() > 0
+    torch.testing.assert_close(*found)
+
+
 def test_statistics_come_from_the_stat_file(small_input, train, load, caplog):
     content = small_input(training={"stat_file": "stat.hdf5", "numb_steps": 1})
     train(content)
