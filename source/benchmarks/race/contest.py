@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from contestants import CONTESTANTS
-from optimizers import Foreign
+from optimizers import Foreign, keep_absent
 from results import Errors, Key, pool
 from sets import SETS, input_of
 from torch import Tensor
@@ -145,6 +145,8 @@ class Run:
         self._foreign: Foreign | None = None
         if contestant.parts is None:
             optimizer = strategy.build_optimizer(given.settings.optimizer, start_lr)
+            if contestant.keeps_absent:
+                keep_absent(optimizer)
         else:
             optimizer = self._foreign = Foreign(contestant.parts(model, key.rate, key.steps), deferred=on_gpu)
             self._foreign.train()

@@ -38,6 +38,8 @@ class Contestant:
         Makes one that the package does not have, from model, rate and number of steps.
     decays
         Whether the learning rate decays.
+    keeps_absent
+        Whether parameters without gradient stay as they are, see `keep_absent`.
     """
 
     grid: tuple[float, ...]
@@ -45,6 +47,7 @@ class Contestant:
     section: Callable[[float], dict[str, Any]] | None = None
     parts: Callable[[nn.Module, float, int], Parts] | None = None
     decays: bool = True
+    keeps_absent: bool = False
 
 
 def doubled(first: float) -> tuple[float, ...]:
@@ -57,13 +60,13 @@ def own(section: dict[str, Any], first: float) -> Contestant:
     return Contestant(doubled(first), lambda rate: rate, lambda rate: section)
 
 
-def hybrid_muon(section: dict[str, Any]) -> Contestant:
+def hybrid_muon(section: dict[str, Any], *, keeps_absent: bool = False) -> Contestant:
     """Return HybridMuon with a rate of its matrices."""
 
     def scaled(rate: float) -> dict[str, Any]:
         return {"type": "HybridMuon", "lr_adjust_coeff": rate / ADAM_RATE, **section}
 
-    return Contestant(MATRIX_GRID, lambda rate: ADAM_RATE, scaled)
+    return Contestant(MATRIX_GRID, lambda rate: ADAM_RATE, scaled, keeps_absent=keeps_absent)
 
 
 MATRIX_GRID = doubled(0.00216)
@@ -78,6 +81,7 @@ CONTESTANTS = {
     "hybrid_muon_decay_01": hybrid_muon({"weight_decay": 0.1}),
     "hybrid_muon_decay_1": hybrid_muon({"weight_decay": 1.0}),
     "hybrid_muon_decay_3": hybrid_muon({"weight_decay": 3.0}),
+    "hybrid_muon_present": hybrid_muon({}, keeps_absent=True),
     "deepmd_kit_muon": own({"type": "HybridMuon", "deepmd_kit_arithmetic": True}, 3e-3),
     "torch_muon": Contestant(
         MATRIX_GRID,

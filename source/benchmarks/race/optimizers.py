@@ -185,6 +185,25 @@ def _keep_in_place(content: dict[Any, Any] | list[Any], kept: Iterator[Tensor]) 
             _keep_in_place(value, kept)
 
 
+def keep_absent(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer leave parameters alone whose whole gradient is zero, as those of an element that no frame has.
+
+    A Muon step is as large without a gradient as with one, in the direction of the momentum; Adam's dies away.
+    """
+    step = optimizer.step
+    trained = parameters(optimizer)
+
+    @torch.no_grad()
+    def masked(closure: Callable[[], float] | None = None) -> None:
+        before = [p.detach().clone() for p in trained]
+        step()
+        for p, old in zip(trained, before, strict=True):
+            if p.grad is not None:
+                p.copy_(torch.where((p.grad != 0).any(), p, old))
+
+    optimizer.step = masked  # type: ignore[assignment,method-assign]
+
+
 def torch_muon(model: nn.Module, ratio: float) -> list[tuple[Part, float]]:
     """Return torch's Muon for matrices, at `ratio` times the learning rate, and AdamW for everything else.
 

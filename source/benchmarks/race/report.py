@@ -35,6 +35,7 @@ TITLES = {
     "hybrid_muon_decay_01": "HybridMuon, decay 0.1",
     "hybrid_muon_decay_1": "HybridMuon, decay 1",
     "hybrid_muon_decay_3": "HybridMuon, decay 3",
+    "hybrid_muon_present": "HybridMuon, absent elements stay",
     "deepmd_kit_muon": "deepmd-kit's HybridMuon",
     "torch_muon": "torch's Muon and AdamW",
     "schedule_free": "schedule-free AdamW",

@@ -208,6 +208,25 @@ def test_rates_are_those_asked_for(tmp_path):
         race.arguments([*given, "nobody=1"])
 
 
+def test_parameters_without_gradient_stay():
+    """Muon moves a matrix without a gradient as far as one that has a gradient."""
+    random = torch.Generator().manual_seed(0)
+    moved = {}
+    for kept in (False, True):
+        present, absent = (torch.nn.Parameter(torch.randn(4, 4, generator=random)) for _ in range(2))
+        optimizer = torch.optim.Muon([present, absent], lr=1e-2)
+        if kept:
+            optimizers.keep_absent(optimizer)
+        for step in range(2):
+            before = [p.detach().clone() for p in (present, absent)]
+            present.grad, absent.grad = torch.ones(4, 4), torch.ones(4, 4) * (step == 0)
+            optimizer.step()
+        moved[kept] = [float((p - old).norm()) for p, old in zip((present, absent), before, strict=True)]
+    assert moved[False][1] > 0.5 * moved[False][0]
+    assert moved[True][1] == 0
+    assert moved[True][0] > 0
+
+
 @pytest.mark.parametrize("name", ["torch_muon", "soap"])
 def test_replayed_steps_are_the_steps_of_the_optimizer(name):
     """The graph holds a step at one rate; here it is called instead of replayed, at rates that decay."""
