@@ -52,6 +52,7 @@ def collect_no_modules() -> Iterator[None]:
 def warm_up(device: torch.device) -> None:
     """Load Triton and torch's matrix products in a thread, while data are read; nothing on a CPU."""
     if device.type == "cuda":
+        _begin(_name_cache)
         _begin(_use_libraries, device)
 
 
@@ -71,6 +72,14 @@ def _retain_context() -> None:
         device, context = ctypes.c_int(), ctypes.c_void_p()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def _name_cache() -> None:
+    """Let Triton read itself, a third of a second; it names its cache by that, and remembers the name."""
+    with contextlib.suppress(Exception):  # not installed, or a version that names it in another way
+        from triton.runtime import cache
+
+        cache.triton_key()
 
 
 def _use_libraries(device: torch.device) -> None:

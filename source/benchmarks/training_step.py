@@ -255,7 +255,8 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[Step]]:
                         runs = [train(command, content, args.threads) for content in inputs]
                         step = Step.between(*runs, args.steps)
                     found.setdefault((name, case, optimizer), []).append(step)
-                    report(args.log, round=number, trainer=name, case=case, optimizer=optimizer, runs=runs)
+                    given = {"model": args.model, "trainer": name, "case": case, "optimizer": optimizer}
+                    report(args.log, round=number, **given, runs=runs)
                     print(
                         f"round {number}: {name}, {case}, {optimizer}: {step.wall:.3f} ms a step, processor "
                         f"{step.processor:.3f} ms, peak {step.memory:.0f} MiB, on the GPU {step.gpu} MiB, "

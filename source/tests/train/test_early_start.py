@@ -55,3 +55,9 @@ def test_a_process_that_has_torch_keeps_its_collector(monkeypatch):
     assert "torch" in sys.modules or pytest.importorskip("torch")
     with early_start.collect_no_modules():
         assert gc.isenabled()
+
+
+def test_triton_names_its_cache_once():
+    cache = pytest.importorskip("triton.runtime.cache")
+    early_start._name_cache()
+    assert cache.triton_key.cache_info().currsize == 1
