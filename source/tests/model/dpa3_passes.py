@@ -4,7 +4,7 @@ import torch
 
 from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.dpa3 import angles, edges
-from deepmd_muon.model.descriptor.dpa3.geometry import AngleBlock, AnglePlan
+from deepmd_muon.model.descriptor.dpa3.geometry import AngleBlock, AnglePlan, incoming
 from deepmd_muon.model.descriptor.dpa3.layer import Graph, RepflowLayer
 from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
 from deepmd_muon.model.networks import Stream
@@ -76,17 +76,35 @@ def angle_results(
 
 
 def edge_results(
-    dtype, device="cpu", *, tail, width=5, atoms=3, n_e=6, n_v=7, n_m=10, curve=CURVE, force=True, derive=derivative
+    dtype,
+    device="cpu",
+    *,
+    tail,
+    width=5,
+    atoms=3,
+    n_e=6,
+    n_v=7,
+    n_m=10,
+    curve=CURVE,
+    force=True,
+    derive=derivative,
+    reach=None,
 ):
-    """Return what `with_gradients` does, of the edges; `tail`: whether they are updated."""
+    """Return what `with_gradients` does, of the edges.
+
+    `tail`: whether they are updated; `reach`: how many slots of each atom hold a neighbour.
+    """
     draw, features = Draw(dtype, device), n_m + 4 if tail else n_m
     neighbor = torch.randint(0, atoms, (atoms, width), generator=draw.generator).to(device)
     weight, e = draw.leaf(n_e, features, scale=0.3), draw.leaf(atoms, width, n_e)
     p, table = draw.leaf(atoms, features), draw.leaf(atoms, features + n_v)
     w, h = draw.leaf(atoms, width), draw.leaf(atoms, width, 3)
-    tape = edges.EdgeTape(neighbor, activation(curve), n_m, force)
-    message, update, moment, _ = edges.edge_update(tape, weight, e, p, table, w, h)
-    outputs = [message, moment] if update is None else [message, moment, update]
+    inside = torch.arange(width, device=device) < torch.tensor(reach or [width] * atoms, device=device)[:, None]
+    neighbor = torch.where(inside, neighbor, 0)
+    tape = edges.EdgeTape(neighbor, activation(curve), n_m, force, incoming(neighbor, ~inside))
+    found = edges.edge_update(tape, weight, e, p, table, w * inside, h * inside.unsqueeze(-1))
+    message, update, moment, _ = found
+    outputs = [message, moment] if update is None else [message, moment, update * inside.unsqueeze(-1)]
     return with_gradients(draw, outputs, [e, p, table, w, h], [weight, e, p, table], force=force, derive=derive)
 
 

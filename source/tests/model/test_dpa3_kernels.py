@@ -38,12 +38,16 @@ def test_the_last_pass_waits_for_the_third(name, curve):
 def test_empty_slots_burden_no_atom():
     neighbor = torch.tensor([[1, 0, 2], [0, 0, 2], [1, 0, 0]])
     empty = torch.tensor([[False, True, False], [False, True, False], [False, True, True]])
-    order, start = incoming(neighbor, empty)
+    order, start, tiles, used = incoming(neighbor, empty)
+    assert (tiles.tolist(), used.item()) == ([0, 1, 2], 3)
     edges = [order[first:end].tolist() for first, end in itertools.pairwise(start)]
     assert edges == [[3], [0, 6], [2, 5]]
     assert order.dtype == start.dtype == torch.int64
-    assert [len(x) for x in incoming(neighbor)] == [9, 4]
+    assert [len(x) for x in incoming(neighbor)] == [9, 4, 3, 1]
     assert incoming(neighbor).start.tolist() == [0, 5, 7, 9]
+    wide = torch.zeros(3, 40, dtype=torch.int64)
+    tiles, used = incoming(wide, torch.arange(40) >= torch.tensor([[33], [0], [32]]))[2:]
+    assert (tiles.tolist(), used.item()) == ([0, 2, 3, 1, 4, 5], 3)
 
 
 @pytest.mark.gpu
@@ -53,7 +57,7 @@ def test_empty_slots_burden_no_atom():
 @pytest.mark.parametrize("large", [True, False])
 def test_kernels_keep_single_precision(name, force, tail, large):
     """Also as operators; on the same inputs they give the same bits."""
-    sizes = SIZES[name] if large else {"width": 37, **({"reach": [37, 20, 0]} if name == "angles" else {})}
+    sizes = SIZES[name] if large else {"width": 37, "reach": [37, 20, 0]}
     compute = functools.partial(PASSES[name], device="cuda", tail=tail, force=force, **sizes)
     assert kernels.usable(torch.device("cuda"))
     found = compute(torch.float32)

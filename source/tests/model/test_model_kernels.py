@@ -31,7 +31,7 @@ def test_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout[-6000:]
-    assert int(passed[1]) == 38
+    assert int(passed[1]) == 40
 
 
 if INSIDE:
@@ -241,13 +241,17 @@ if INSIDE:
         assert distance(found, wanted) < 1e-6
 
     @pytest.mark.parametrize("reach", [[17, 9], [2, 0]])
-    def test_angles_of_dpa3_within_reach(monkeypatch, reach):
-        """In two blocks of second neighbours, the last of which an atom does not reach."""
-        sizes = {"tail": True, "width": 17, "atoms": 2, "reach": reach}
-        wanted = [x.detach() for x in angle_results(torch.float64, **sizes)]
+    @pytest.mark.parametrize("name", ["angles", "edges"])
+    def test_kernels_of_dpa3_within_reach(monkeypatch, name, reach):
+        """In two tiles of neighbours, the last of which an atom does not reach."""
+        compute = {"angles": angle_results, "edges": edge_results}[name]
+        module, launches = {"angles": (angles, angle_launches), "edges": (edges, edge_launches)}[name]
+        reach = reach if name == "angles" else [2 * n for n in reach]
+        sizes = {"tail": True, "width": 2 * reach[0] + 1 if name == "edges" else 17, "atoms": 2, "reach": reach}
+        wanted = [x.detach() for x in compute(torch.float64, **sizes)]
         monkeypatch.setattr(angle_launches, "ROWS", 16)
-        monkeypatch.setattr(angles, "_kernels", lambda *_: angle_launches)
-        assert distance(angle_results(torch.float32, **sizes), wanted) < 1e-6
+        monkeypatch.setattr(module, "_kernels", lambda *_: launches)
+        assert distance(compute(torch.float32, **sizes), wanted) < 1e-6
 
     @pytest.mark.parametrize(("style", "force"), [("res_residual", True), ("res_residual", False), ("res_avg", True)])
     def test_nodes_and_edge_features_of_dpa3(monkeypatch, style, force):

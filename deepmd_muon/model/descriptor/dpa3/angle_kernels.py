@@ -113,7 +113,8 @@ def _add(at, value, present, block, form):
 def _clear(rows, angles, first, rest, width, k, in_x, c, columns: tl.constexpr, block, chunk, form):
     """Store zeros for first neighbours from `rest` on and, unless None, for their angles."""
     i, nothing = tl.arange(0, form.inner), tl.zeros([form.rows, form.inner], tl.float32)
-    for j in range(rest, width, tl.num_programs(1)):
+    end = tl.where((block == 0) | (chunk == 0), width, 0)
+    for j in range(rest, end, tl.num_programs(1)):
         slot = first + j
         tl.store(rows + slot * columns + c, tl.zeros([form.columns], tl.float32), (c < columns) & (block == 0))
         if angles is not None:
@@ -150,7 +151,7 @@ def update_kernel(
                 first = atom * tl.full([], width, tl.int64)
                 start, end, rest = _range(reach, atom, block, width, form)
                 s_k = tl.load(terms.s + first + k, in_k, 0.0)[:, None]
-                t = load_tile(terms.t, first + k, c, in_k[:, None] & in_y[None, :], form.features)
+                t = load_tile(terms.t, first + k, c, (in_k & (start < end))[:, None] & in_y[None, :], form.features)
                 for j in range(start, end, tl.num_programs(1)):
                     slot = first + j
                     angle = slot * width + k
@@ -201,7 +202,7 @@ def adjoint_kernel(
                 first = atom * tl.full([], width, tl.int64)
                 start, end, rest = _range(reach, atom, block, width, form)
                 s_k = tl.load(terms.s + first + k, in_k, 0.0)
-                t = load_tile(terms.t, first + k, c, in_z, form.features)
+                t = load_tile(terms.t, first + k, c, in_z & (start < end), form.features)
                 sum_t, sum_s = tl.zeros_like(t), tl.zeros_like(s_k)
                 for j in range(start, end, tl.num_programs(1)):
                     slot = first + j
@@ -263,8 +264,8 @@ def tangent_kernel(
                 first = atom * tl.full([], width, tl.int64)
                 start, end, rest = _range(reach, atom, block, width, form)
                 s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
-                t = load_tile(terms.t, first + k, c, in_z, form.features)
-                t_dot = load_tile(dots.t, first + k, c, in_z, form.features)
+                t = load_tile(terms.t, first + k, c, in_z & (start < end), form.features)
+                t_dot = load_tile(dots.t, first + k, c, in_z & (start < end), form.features)
                 for j in range(start, end, tl.num_programs(1)):
                     slot = first + j
                     angle = slot * width + k
@@ -346,8 +347,8 @@ def gradient_kernel(
                 start, end, rest = _range(reach, atom, block, width, form)
                 s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
                 t, t_dot = (
-                    load_tile(terms.t, first + k, c, in_z, form.features),
-                    load_tile(dots.t, first + k, c, in_z, form.features),
+                    load_tile(terms.t, first + k, c, in_z & (start < end), form.features),
+                    load_tile(dots.t, first + k, c, in_z & (start < end), form.features),
                 )
                 sum_t = tl.zeros_like(t)
                 for j in range(start, end, tl.num_programs(1)):

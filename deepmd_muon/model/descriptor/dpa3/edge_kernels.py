@@ -1,14 +1,13 @@
 """Triton kernels of the four passes over a layer's edges; `edges` defines their results.
 
-A program takes one tile of an atom's neighbours, atom after atom, and the features of y in chunks, as `angle_kernels`
-do; then the columns of [e, v] in chunks, for the moments. The contributions of a tile to its atom, and of an edge to
-its neighbour, are written apart and added up afterwards.
+A program takes tiles of an atom's neighbours one after the other, and the features of y in chunks, as `angle_kernels`
+do; then the columns of [e, v] in chunks, for the moments. Zeros are stored for tiles of empty slots alone. The
+contributions of a tile to its atom, and of an edge to its neighbour, are written apart and added up afterwards.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
+# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's.
 
 from __future__ import annotations
 
@@ -29,6 +28,13 @@ class Terms(NamedTuple):
     table: Any
     w: Any
     h: Any
+
+
+class Tiles(NamedTuple):
+    """`tiles` and `used` of `geometry.Incoming`."""
+
+    order: Any
+    used: Any
 
 
 class Form(NamedTuple):
@@ -61,6 +67,37 @@ class Form(NamedTuple):
 def _matrix(weight, i, c, form):
     """Load a chunk of W."""
     return load_tile(weight, i, c, (i < form.edge)[:, None] & (c < form.features)[None, :], form.features)
+
+
+@triton.jit
+def _tile(index, tiles, atoms, width, form):
+    """Return atom and number of a tile, its edges, and which are present."""
+    item = tl.load(tiles.order + index)
+    tile, atom = (item // atoms).to(tl.int64), (item % atoms).to(tl.int64)
+    k = tile * form.rows + tl.arange(0, form.rows)
+    return atom, tile, atom * width + k, k < width
+
+
+@triton.jit
+def _clear_sums(sums, rest, tile, atom, atoms, edge, c, in_k, columns, form):
+    """Store zeros in place of a tile's sums over edges, and of its update unless None."""
+    tl.store(sums + (tile * atoms + atom) * columns + c, tl.zeros([form.columns], tl.float32), c < columns)
+    if rest is not None:
+        to, present = c - form.message, (c >= form.message) & (c < form.features)
+        at = rest + edge[:, None] * (form.features - form.message) + to[None, :]
+        tl.store(at, tl.zeros([form.rows, form.columns], tl.float32), in_k[:, None] & present[None, :])
+
+
+@triton.jit
+def _clear_edges(e, w, h, edge, in_k, chunk, form):
+    """Store zeros in place of what a tile's edges get."""
+    i, zero = tl.arange(0, form.inner), tl.zeros([form.rows], tl.float32)
+    in_x = in_k[:, None] & (i < form.edge)[None, :] & (chunk == 0)
+    tl.store(e + edge[:, None] * form.edge + i[None, :], tl.zeros([form.rows, form.inner], tl.float32), in_x)
+    if w is not None:
+        tl.store(w + edge, zero, in_k)
+        for axis in tl.static_range(3):
+            tl.store(h + edge * 3 + axis, zero, in_k)
 
 
 @triton.jit
@@ -99,24 +136,27 @@ def _spread(moment, h, atom, edge, c, in_k, form):
 
 
 @triton.jit
-def _collect(terms, neighbor, moment, h, x_of, first, atoms, width, more: tl.constexpr, form):
-    """Write Σ_j h ⊗ [e, v] of a program's tile of neighbours, one part a tile; with `more`, add to it."""
+def _collect(terms, neighbor, moment, h, x_of, tiles, used, items, atoms, width, more: tl.constexpr, form):
+    """Write Σ_j h ⊗ [e, v] of a program's tiles of neighbours, one part a tile; with `more`, add to it."""
     columns: tl.constexpr = form.edge + form.node
-    k = tl.program_id(1) * form.rows + tl.arange(0, form.rows)
-    in_k = k < width
-    for atom in range(first, atoms, tl.num_programs(0)):
-        edge = atom * tl.full([], width, tl.int64) + k
+    for index in range(tl.program_id(0), used, tl.num_programs(0)):
+        atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
         other = tl.load(neighbor + edge, in_k, 0)
         for chunk in range((columns + form.columns - 1) // form.columns):
             c = chunk * form.columns + tl.arange(0, form.columns)
             x = _beside(terms, edge, other, c, in_k, form)
-            part = (tl.program_id(1).to(tl.int64) * atoms + atom) * 3
+            part = (tile * atoms + atom) * 3
             for axis in tl.static_range(3):
                 total = tl.sum(tl.load(h + edge * 3 + axis, in_k, 0.0)[:, None] * x, 0)
                 if more:
                     x_dot = _beside(x_of, edge, other, c, in_k, form)
                     total += tl.sum(tl.load(terms.h + edge * 3 + axis, in_k, 0.0)[:, None] * x_dot, 0)
                 tl.store(moment + (part + axis) * columns + c, total, c < columns)
+    for index in range(used + tl.program_id(0), items, tl.num_programs(0)):
+        atom, tile, _, _ = _tile(index, tiles, atoms, width, form)
+        for first in range(0, 3 * columns, form.columns):
+            c, zero = first + tl.arange(0, form.columns), tl.zeros([form.columns], tl.float32)
+            tl.store(moment + (tile * atoms + atom) * 3 * columns + c, zero, c < 3 * columns)
 
 
 @triton.jit
@@ -132,17 +172,27 @@ def _add_spread(out, to_neighbor, spread, edge, c, in_k, form):
 
 @triton.jit
 def update_kernel(
-    message, update, moment, neighbor, weight, terms, atoms, width, curve_of: tl.constexpr, form, kind: tl.constexpr
+    message,
+    update,
+    moment,
+    neighbor,
+    tiles,
+    weight,
+    terms,
+    atoms,
+    width,
+    curve_of: tl.constexpr,
+    form,
+    kind: tl.constexpr,
 ) -> None:
     """Pass 1: parts of m and of H, and y[width:]."""
-    i, k = tl.arange(0, form.inner), tl.program_id(1) * form.rows + tl.arange(0, form.rows)
-    in_k, tile = k < width, tl.program_id(1).to(tl.int64)
+    i, items, used = tl.arange(0, form.inner), atoms * ((width + form.rows - 1) // form.rows), tl.load(tiles.used)
     for chunk in range(form.chunks):
         c = chunk * form.columns + tl.arange(0, form.columns)
         matrix, rest = _matrix(weight, i, c, form), c - form.message
-        in_rest = in_k[:, None] & ((rest >= 0) & (c < form.features))[None, :]
-        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-            edge = atom * tl.full([], width, tl.int64) + k
+        for index in range(tl.program_id(0), used, tl.num_programs(0)):
+            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
+            in_rest = in_k[:, None] & ((rest >= 0) & (c < form.features))[None, :]
             other = tl.load(neighbor + edge, in_k, 0)
             x = load_tile(terms.e, edge, i, in_k[:, None] & (i < form.edge)[None, :], form.edge)
             y = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)[0]
@@ -151,7 +201,11 @@ def update_kernel(
             if form.features > form.message:
                 at = edge[:, None] * (form.features - form.message) + rest[None, :]
                 tl.store(update + at, y, in_rest)
-    _collect(terms, neighbor, moment, terms.h, terms, tl.program_id(0), atoms, width, False, form)
+        for index in range(used + tl.program_id(0), items, tl.num_programs(0)):
+            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
+            to = update if form.features > form.message else None
+            _clear_sums(message, to, tile, atom, atoms, edge, c, in_k, form.message, form)
+    _collect(terms, neighbor, moment, terms.h, terms, tiles, used, items, atoms, width, False, form)
 
 
 @triton.jit
@@ -161,6 +215,7 @@ def adjoint_kernel(
     update,
     moment,
     neighbor,
+    tiles,
     weight,
     terms,
     atoms,
@@ -173,15 +228,14 @@ def adjoint_kernel(
 
     Those of p come in parts by tile, those of w by chunk, and those of the table by edge.
     """
-    i, k = tl.arange(0, form.inner), tl.program_id(1) * form.rows + tl.arange(0, form.rows)
-    in_k, tile = k < width, tl.program_id(1).to(tl.int64)
-    in_x = in_k[:, None] & (i < form.edge)[None, :]
+    i, items, used = tl.arange(0, form.inner), atoms * ((width + form.rows - 1) // form.rows), tl.load(tiles.used)
     for chunk in range(form.chunks):
         c = chunk * form.columns + tl.arange(0, form.columns)
         in_y, rest, matrix = c < form.features, c - form.message, _matrix(weight, i, c, form)
-        in_rest = in_k[:, None] & ((rest >= 0) & in_y)[None, :]
-        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-            edge = atom * tl.full([], width, tl.int64) + k
+        for index in range(tl.program_id(0), used, tl.num_programs(0)):
+            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
+            in_rest = in_k[:, None] & ((rest >= 0) & (c < form.features))[None, :]
+            in_x = in_k[:, None] & (i < form.edge)[None, :]
             other = tl.load(neighbor + edge, in_k, 0)
             x = load_tile(terms.e, edge, i, in_x, form.edge)
             y, slope, _ = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)
@@ -197,13 +251,17 @@ def adjoint_kernel(
             x_bar = tl.dot(z_bar, tl.trans(matrix), input_precision=form.precision)
             x_bar += load_tile(out.e, edge, i, in_x & (chunk > 0), form.edge)
             tl.store(out.e + edge[:, None] * form.edge + i[None, :], x_bar, in_x)
+        for index in range(used + tl.program_id(0), items, tl.num_programs(0)):
+            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
+            _clear_sums(out.p, None, tile, atom, atoms, edge, c, in_k, form.features, form)
+            _clear_edges(out.e, out.w + chunk * atoms * width, out.h, edge, in_k, chunk, form)
         tl.debug_barrier()
     columns: tl.constexpr = form.edge + form.node
-    for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-        edge = atom * tl.full([], width, tl.int64) + k
+    for index in range(tl.program_id(0), used, tl.num_programs(0)):
+        atom, _, edge, in_k = _tile(index, tiles, atoms, width, form)
         other = tl.load(neighbor + edge, in_k, 0)
-        h_0, h_1 = tl.zeros([form.rows], tl.float32), tl.zeros([form.rows], tl.float32)
-        h_2 = tl.zeros([form.rows], tl.float32)
+        zero = tl.zeros([form.rows], tl.float32)
+        h_0, h_1, h_2 = zero, zero, zero
         for chunk in range((columns + form.columns - 1) // form.columns):
             c = chunk * form.columns + tl.arange(0, form.columns)
             x, here = _beside(terms, edge, other, c, in_k, form), moment + atom * 3 * columns + c
@@ -222,6 +280,7 @@ def tangent_kernel(
     update,
     moment,
     neighbor,
+    tiles,
     weight,
     terms,
     dots,
@@ -232,15 +291,14 @@ def tangent_kernel(
     kind: tl.constexpr,
 ) -> None:
     """Pass 3: the tangents of the terms give those of m and H, in parts, and of y[width:]."""
-    i, k = tl.arange(0, form.inner), tl.program_id(1) * form.rows + tl.arange(0, form.rows)
-    in_k, tile = k < width, tl.program_id(1).to(tl.int64)
-    in_x = in_k[:, None] & (i < form.edge)[None, :]
+    i, items, used = tl.arange(0, form.inner), atoms * ((width + form.rows - 1) // form.rows), tl.load(tiles.used)
     for chunk in range(form.chunks):
         c = chunk * form.columns + tl.arange(0, form.columns)
         matrix, rest = _matrix(weight, i, c, form), c - form.message
-        in_rest = in_k[:, None] & ((rest >= 0) & (c < form.features))[None, :]
-        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-            edge = atom * tl.full([], width, tl.int64) + k
+        for index in range(tl.program_id(0), used, tl.num_programs(0)):
+            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
+            in_rest = in_k[:, None] & ((rest >= 0) & (c < form.features))[None, :]
+            in_x = in_k[:, None] & (i < form.edge)[None, :]
             other = tl.load(neighbor + edge, in_k, 0)
             x, x_dot = load_tile(terms.e, edge, i, in_x, form.edge), load_tile(dots.e, edge, i, in_x, form.edge)
             y, slope, _ = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)
@@ -251,7 +309,11 @@ def tangent_kernel(
             if form.features > form.message:
                 at = edge[:, None] * (form.features - form.message) + rest[None, :]
                 tl.store(update + at, y_dot, in_rest)
-    _collect(terms, neighbor, moment, dots.h, dots, tl.program_id(0), atoms, width, True, form)
+        for index in range(used + tl.program_id(0), items, tl.num_programs(0)):
+            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
+            to = update if form.features > form.message else None
+            _clear_sums(message, to, tile, atom, atoms, edge, c, in_k, form.message, form)
+    _collect(terms, neighbor, moment, dots.h, dots, tiles, used, items, atoms, width, True, form)
 
 
 @triton.jit
@@ -281,6 +343,7 @@ def gradient_kernel(
     given,
     earlier,
     neighbor,
+    tiles,
     weight,
     terms,
     dots,
@@ -295,16 +358,14 @@ def gradient_kernel(
 
     Those of p come in parts by tile, those of the table by edge; w and h get none.
     """
-    i, k = tl.arange(0, form.inner), tl.program_id(1) * form.rows + tl.arange(0, form.rows)
-    in_k, tile = k < width, tl.program_id(1).to(tl.int64)
-    in_x = in_k[:, None] & (i < form.edge)[None, :]
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    i, items, used = tl.arange(0, form.inner), atoms * ((width + form.rows - 1) // form.rows), tl.load(tiles.used)
     for chunk in range(form.chunks):
         c = chunk * form.columns + tl.arange(0, form.columns)
         in_y, matrix = c < form.features, _matrix(weight, i, c, form)
         sum_w = tl.zeros_like(matrix)
-        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-            edge = atom * tl.full([], width, tl.int64) + k
+        for index in range(tl.program_id(0), used, tl.num_programs(0)):
+            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
+            in_x = in_k[:, None] & (i < form.edge)[None, :]
             other = tl.load(neighbor + edge, in_k, 0)
             x, x_dot = load_tile(terms.e, edge, i, in_x, form.edge), load_tile(dots.e, edge, i, in_x, form.edge)
             _, slope, bend = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)
@@ -321,12 +382,16 @@ def gradient_kernel(
             x_hat = tl.dot(z_hat, tl.trans(matrix), input_precision=form.precision)
             x_hat += load_tile(out.e, edge, i, in_x & (chunk > 0), form.edge)
             tl.store(out.e + edge[:, None] * form.edge + i[None, :], x_hat, in_x)
-        at = (program * form.edge + i[:, None]) * form.features + c[None, :]
+        for index in range(used + tl.program_id(0), items, tl.num_programs(0)):
+            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
+            _clear_sums(out.p, None, tile, atom, atoms, edge, c, in_k, form.features, form)
+            _clear_edges(out.e, None, None, edge, in_k, chunk, form)
+        at = (tl.program_id(0) * form.edge + i[:, None]) * form.features + c[None, :]
         tl.store(weight_hat + at, sum_w, (i < form.edge)[:, None] & in_y[None, :])
         tl.debug_barrier()
     columns: tl.constexpr = form.edge + form.node
-    for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-        edge = atom * tl.full([], width, tl.int64) + k
+    for index in range(tl.program_id(0), used, tl.num_programs(0)):
+        atom, _, edge, in_k = _tile(index, tiles, atoms, width, form)
         for chunk in range((columns + form.columns - 1) // form.columns):
             c = chunk * form.columns + tl.arange(0, form.columns)
             spread = _spread(given[2], terms.h, atom, edge, c, in_k, form)

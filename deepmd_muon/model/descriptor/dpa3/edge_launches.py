@@ -16,14 +16,14 @@ import triton.language as tl
 
 from deepmd_muon.model.activation import Formula
 from deepmd_muon.model.descriptor.dpa3 import edge_kernels, launching
-from deepmd_muon.model.descriptor.dpa3.edge_kernels import Form, Terms
+from deepmd_muon.model.descriptor.dpa3.edge_kernels import Form, Terms, Tiles
+from deepmd_muon.model.descriptor.dpa3.geometry import EDGE_TILE
 from deepmd_muon.model.descriptor.dpa3.launching import Tensors, holding, precision
 from deepmd_muon.model.descriptor.dpa3.sum_kernels import add_parts, add_to_neighbors
 
-ROWS, COLUMNS = 32, 32  # neighbours, and features of y, that a program holds at a time
-EACH, UPDATE_EACH, GRADIENT_EACH = 4, 6, 2  # programs that a multiprocessor runs at once; in passes 1 and 4 others
-WARPS = {"num_warps": 2, "num_stages": 1}  # of passes 1 to 3
-GRADIENT_WARPS = {"num_warps": 4, "num_stages": 1}  # of pass 4, which holds more numbers
+COLUMNS, UPDATE_COLUMNS = 64, 32  # features of y that a program holds at a time; fewer in pass 1
+EACH, UPDATE_EACH = 2, 6  # programs that a multiprocessor runs at once; more in pass 1
+WARPS, UPDATE_WARPS = {"num_warps": 4, "num_stages": 1}, {"num_warps": 2, "num_stages": 1}
 
 
 class Launch:
@@ -35,31 +35,36 @@ class Launch:
         neighbor: torch.Tensor,
         order: torch.Tensor,
         start: torch.Tensor,
+        tiles: torch.Tensor,
+        used: torch.Tensor,
         weight: torch.Tensor,
         message: int,
         kind: str,
         curve_of: Sequence[float],
         *,
+        columns: int = COLUMNS,
         each: int = EACH,
     ) -> None:
         self.incoming = order, start
         atoms, width = neighbor.shape
         edge, features = weight.shape
-        self.tiles = triton.cdiv(width, ROWS)
+        self.tiles = triton.cdiv(width, EDGE_TILE)
         programs = launching.at_once(weight.device, each)
-        self.grid = (launching.share(atoms, self.tiles, programs), self.tiles)
-        self.chunks = triton.cdiv(features, COLUMNS)
-        sizes = (edge, terms[2].shape[1] - features, message, features, ROWS, holding(edge), COLUMNS, self.chunks)
+        self.grid = (min(atoms * self.tiles, programs),)
+        self.chunks = triton.cdiv(features, columns)
+        sizes = (edge, terms[2].shape[1] - features, message, features, EDGE_TILE, holding(edge), columns, self.chunks)
         form = Form(*map(tl.constexpr, (*sizes, precision())))
-        self.layer = (neighbor.contiguous(), weight.contiguous())
+        self.layer = (neighbor.contiguous(), Tiles(tiles, used), weight.contiguous())
         self.sizes = (atoms, width, tuple(curve_of), form, kind)
 
 
 def update(terms: Tensors, *layer: Any) -> Tensors:
     """Pass 1; return m, y[width:] and H."""
-    launch = Launch(terms, *layer, each=UPDATE_EACH)
+    launch = Launch(terms, *layer, columns=UPDATE_COLUMNS, each=UPDATE_EACH)
     message, rest, moment = _parts(launch, terms, *layer)
-    edge_kernels.update_kernel[launch.grid](message, rest, moment, *launch.layer, _dense(terms), *launch.sizes, **WARPS)
+    edge_kernels.update_kernel[launch.grid](
+        message, rest, moment, *launch.layer, _dense(terms), *launch.sizes, **UPDATE_WARPS
+    )
     message, moment = add_parts(message, moment)
     return message, rest, moment
 
@@ -89,8 +94,8 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
 
     `given` are the cotangents; `earlier`, those of pass 2, and `dots` are empty when there was no such pass.
     """
-    launch = Launch(terms, *layer, each=GRADIENT_EACH)
-    neighbor, weight = layer[0], layer[3]
+    launch = Launch(terms, *layer)
+    neighbor, weight = layer[0], layer[5]
     out = _outputs(launch, terms, neighbor)
     weight_hat = weight.new_empty(*launch.grid, *weight.shape)
     moving = len(dots) > 0
@@ -104,9 +109,9 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
         _dense(dots if moving else terms),
         *launch.sizes,
         moving=moving,
-        **GRADIENT_WARPS,
+        **WARPS,
     )
-    weight_hat, p = add_parts(weight_hat.flatten(0, 1), out.p)
+    weight_hat, p = add_parts(weight_hat, out.p)
     return weight_hat, out.e, p, add_to_neighbors(out.table, *launch.incoming)
 
 
@@ -117,7 +122,7 @@ def _dense(terms: Tensors) -> Terms:
 def _parts(launch: Launch, terms: Tensors, *layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Allocate m and H, one part per tile, and y[width:]."""
     of_message, rest, moment = outputs(terms, *layer)
-    weight = layer[3]
+    weight = layer[5]
     return weight.new_empty(launch.tiles, *of_message.shape), rest, weight.new_empty(launch.tiles, *moment.shape)
 
 
@@ -139,6 +144,8 @@ def outputs(
     neighbor: torch.Tensor,
     _order: torch.Tensor,
     _start: torch.Tensor,
+    _tiles: torch.Tensor,
+    _used: torch.Tensor,
     weight: torch.Tensor,
     message: int,
     *_: Any,

@@ -16,6 +16,7 @@ import torch
 EXPONENT = 20.0  # steepness of the exponential switch, deepmd-kit's
 COSINE_SCALE = (1.0 - 1e-6) / math.sqrt(math.pi)  # deepmd-kit's guard of the arc cosine, and its normalisation
 DISTANCE_GUARD = 1e-6  # added to a distance before a vector is divided by it [Å]
+EDGE_TILE = 32  # slots that a kernel's program takes at a time
 ANGLE_BLOCK_ROWS = 4096  # angles of a block on a CPU: with 96 features 1.5 MB, about a core's cache
 
 Switch = Callable[[torch.Tensor], torch.Tensor]
@@ -36,6 +37,14 @@ def switch(rcut_smth: float, rcut: float, *, exponential: bool) -> Switch:
         return torch.exp(-torch.exp((r.clamp(max=rcut) - rcut_smth) * (EXPONENT / rcut_smth)))
 
     return double_exponential if exponential else quintic
+
+
+def leading(used: torch.Tensor) -> torch.Tensor:
+    """Return how many leading columns hold all that are `used`, a mask `(rows, columns)`; `(rows,)`, int32."""
+    if not used.shape[1]:
+        return torch.zeros(len(used), dtype=torch.int32, device=used.device)
+    number = torch.arange(1, used.shape[1] + 1, dtype=torch.int32, device=used.device)
+    return (used * number).amax(1)
 
 
 @dataclass(frozen=True)
@@ -77,9 +86,7 @@ class AnglePlan:
         """Return the plan with the `reach` of these edges in angles `(nslots,)`."""
         if not self.padded:
             return self
-        width = self.blocks[0].width
-        number = torch.arange(1, width + 1, dtype=torch.int32, device=in_angle.device)
-        return replace(self, reach=(in_angle.view(-1, width) * number).amax(1))
+        return replace(self, reach=leading(in_angle.view(-1, self.blocks[0].width)))
 
 
 class Incoming(NamedTuple):
@@ -91,10 +98,17 @@ class Incoming(NamedTuple):
         Numbers of the edges `(nreal·nnei,)`, int64; those of empty slots come last.
     start
         Where the edges to each atom start, and the end of all but the empty slots `(nreal + 1,)`, int64.
+    tiles
+        Numbers of tiles, EDGE_TILE slots of an atom, those with an edge first `(tiles·nreal,)`, int32; the first tiles
+        of all atoms have the numbers of the atoms, and so on.
+    used
+        How many tiles have an edge `(1,)`, int64.
     """
 
     order: torch.Tensor
     start: torch.Tensor
+    tiles: torch.Tensor
+    used: torch.Tensor
 
 
 def incoming(neighbor: torch.Tensor, empty: torch.Tensor | None = None) -> Incoming:
@@ -108,10 +122,14 @@ def incoming(neighbor: torch.Tensor, empty: torch.Tensor | None = None) -> Incom
         Slots that no sum needs, since they contribute zeros `(nreal, nnei)`; all of them name the same atom, which
         would get far more edges than any other.
     """
-    keys = neighbor if empty is None else neighbor.masked_fill(empty, len(neighbor))
-    ends, order = keys.flatten().int().sort(stable=True)
+    used = torch.ones_like(neighbor, dtype=torch.bool) if empty is None else ~empty
+    ends, order = torch.where(used, neighbor, len(neighbor)).flatten().int().sort(stable=True)
     atoms = torch.arange(len(neighbor) + 1, device=neighbor.device, dtype=ends.dtype)
-    return Incoming(order, torch.searchsorted(ends, atoms))
+    first = torch.arange(0, neighbor.shape[1], EDGE_TILE, device=neighbor.device)
+    beyond = (first[:, None] >= leading(used)).flatten().to(torch.uint8)
+    sorted_beyond, tiles = beyond.sort(stable=True)
+    count = torch.searchsorted(sorted_beyond, torch.ones(1, dtype=torch.uint8, device=neighbor.device))
+    return Incoming(order, torch.searchsorted(ends, atoms), tiles.int(), count)
 
 
 def plan_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AnglePlan:
