@@ -18,7 +18,9 @@ PRELOADED = [
     *("pytest", "numpy.random", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"),
     *("torch.testing._internal.distributed.fake_pg", "deepmd_muon.optim.hybrid_muon"),
     *("deepmd_muon.optim.sharded.step", "deepmd_muon.train.start", "deepmd_muon.train.checkpoint.directories"),
-    *("deepmd_muon.train.strategy.replicated", "deepmd_muon.train.strategy.fully_sharded", "vesin"),
+    *("deepmd_muon.train.strategy.replicated", "deepmd_muon.train.strategy.fully_sharded", "deepmd_muon.optim.build"),
+    *("deepmd_muon.model.descriptor.se_e2_a.deepmd_kit", "deepmd_muon.model.fitting.ener.deepmd_kit"),
+    *("deepmd_muon.model.descriptor.se_e2_a.interpolation", "numpy.ma", "numpy.ctypeslib", "vesin"),
 ]
 
 
