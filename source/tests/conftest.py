@@ -41,8 +41,10 @@ NOT_QUICK = ("test_types_fit", "test_code_of_the_extension_page_runs", "test_imp
 # The longest files come first, in this order, so that parallel workers end together.
 LONGEST = (
     *("train_parallel/*.py", "optim_sharded/test_sharded_step.py", "optim/test_kernels_interpreter.py"),
-    *("optim/test_kernels_compile.py", "doc/*.py", "style/test_lint.py", "train/test_trainer.py"),
-    *("consistent/*.py", "train/test_checkpoint_directories.py", "train/*.py", "model/*.py"),
+    *("doc/*.py", "style/test_lint.py", "model/test_model_kernels.py", "train/test_trainer.py", "model/test_dpa3.py"),
+    *("examples/test_moe_transformer.py", "fuzz/test_kills.py", "optim/test_optim_build.py", "train/*.py"),
+    *("model/*.py", "benchmarks/test_race.py", "consistent/*.py", "deploy/test_freeze.py", "examples/*.py"),
+    *("fuzz/*.py", "optim/*.py"),
 )
 
 
