@@ -79,6 +79,7 @@ CONTESTANTS = {
     "hybrid_muon_no_magma": hybrid_muon({"magma_muon": False}),
     # The default decay is 0.001: matrices lose 4e-3 of their size in 30,000 steps, with 1.0 all but 1 %.
     "hybrid_muon_decay_01": hybrid_muon({"weight_decay": 0.1}),
+    "hybrid_muon_decay_03": hybrid_muon({"weight_decay": 0.3}),
     "hybrid_muon_decay_1": hybrid_muon({"weight_decay": 1.0}),
     "hybrid_muon_decay_3": hybrid_muon({"weight_decay": 3.0}),
     "hybrid_muon_present": hybrid_muon({}, keeps_absent=True),

@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from ase import Atoms, units
 from ase.calculators.calculator import Calculator
 from ase.md.verlet import VelocityVerlet
@@ -113,6 +115,16 @@ def constant_energy(
     return found, frames
 
 
+def size_of_matrices(path: Path) -> float:
+    """Return the root mean square of the matrices' entries times √(larger dimension), the mean over matrices.
+
+    It is about 1 at the start of a training. Rows and columns, whose size the Adam route sets, do not count.
+    """
+    content = torch.load(path, map_location="cpu", weights_only=True)["model"]
+    matrices = [x.double() for name, x in content.items() if name.endswith("matrix") and min(x.shape) > 1]
+    return statistics.mean(float(x.square().mean().sqrt()) * math.sqrt(max(x.shape)) for x in matrices)
+
+
 def main() -> None:
     """Run the dynamics of every model; drift is in meV/atom/ps, fluctuation in meV/atom."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,6 +142,7 @@ def main() -> None:
         found, frames = constant_energy(reference[0], calculator, *run)
         apart = distances_apart(frames, reference) if frames and reference[0].pbc.all() else {}
         about = {"model": path.stem, "system": args.system.name, "temperature": args.temperature}
+        about["size_of_matrices"] = size_of_matrices(path)
         print(json.dumps({**about, **found, "pair_distributions_apart": apart}), flush=True)
 
 

@@ -33,6 +33,7 @@ TITLES = {
     "hybrid_muon": "HybridMuon",
     "hybrid_muon_no_magma": "HybridMuon, no Magma",
     "hybrid_muon_decay_01": "HybridMuon, decay 0.1",
+    "hybrid_muon_decay_03": "HybridMuon, decay 0.3",
     "hybrid_muon_decay_1": "HybridMuon, decay 1",
     "hybrid_muon_decay_3": "HybridMuon, decay 3",
     "hybrid_muon_present": "HybridMuon, absent elements stay",
