@@ -18,7 +18,7 @@ from deepmd_muon.model.descriptor.interface import Described, describe_by_autogr
 from deepmd_muon.model.networks import Layer, SeedPath, dtype_of
 from deepmd_muon.model.recomputation import run_layer
 from deepmd_muon.model.structures import Structures
-from deepmd_muon.model.type_embedding import TABLE, TypeEmbedding
+from deepmd_muon.model.type_embedding import TABLE, TypeEmbedding, rows_of
 
 
 class Repflows(torch.nn.Module):
@@ -107,7 +107,7 @@ class DPA3(torch.nn.Module):
         distance = edges.square().sum(-1).sqrt()
         weight = self.edge_switch(distance).masked_fill(empty, 0.0)
         graph, cosine, radial = self._graph(structures, edges, distance, weight)
-        types = self.type_embedding()[structures.sorted_type]
+        types = rows_of(self.type_embedding(), structures.sorted_type)
         start = self.repflows.edge_embd
         edge = radial.unsqueeze(-1) * start.matrix[0] + start.tensors.bias
         features = Features(
