@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -26,11 +27,11 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -104,6 +105,8 @@ class Turns:
         Rounds in which ours and its Adam take a turn each, beside the first one.
     its_rounds
         The number of them in which its HybridMuon does, too, evenly spread; it does in the first one.
+    note
+        Called with the optimizer and its seconds a step, wall and processor, after each turn but those of the first round.
 
     Attributes
     ----------
@@ -113,8 +116,8 @@ class Turns:
         Seconds of wall and processor time of a step, for each turn after the first round.
     """
 
-    def __init__(self, steps: int, rounds: int, its_rounds: int) -> None:
-        self.steps = steps
+    def __init__(self, steps: int, rounds: int, its_rounds: int, note: Callable[[str, float, float], None]) -> None:
+        self.steps, self.note = steps, note
         self.order = list(OPTIMIZERS)
         for number in range(rounds):
             with_its = (number + 1) * its_rounds // rounds > number * its_rounds // rounds
@@ -154,6 +157,7 @@ class Turns:
         if last:
             if turn >= len(OPTIMIZERS):
                 self.times[self.kind].append((passed[0] / self.steps, passed[1] / self.steps))
+                self.note(self.kind, *self.times[self.kind][-1])
             if turn + 1 < len(self.order):
                 self._give_to(self.order[turn + 1])
 
@@ -190,6 +194,13 @@ def train(entry: Any, theirs: Any, content: dict[str, Any], turns: Turns) -> Non
     finally:
         hook.remove()
         training.Trainer = previous
+
+
+def write_turn(log: TextIO | None, name: str, kind: str, wall: float, processor: float) -> None:
+    """Write the times of a turn at once: a run that is ended leaves those it has."""
+    if log is not None:
+        line = {"input": name, "optimizer": kind, "wall_s": wall, "processor_s": processor}
+        print(json.dumps(line), file=log, flush=True)
 
 
 def spread(values: list[float], unit: float = 1.0) -> str:
@@ -229,17 +240,14 @@ def main() -> None:
     print("| input | its HybridMuon | ours | its Adam | ours / its Adam | first step, s: its / ours / Adam |")
     print("|---|---|---|---|---|---|")
     for name in args.inputs:
-        turns = Turns(args.steps, args.rounds, args.rounds if args.its_rounds is None else args.its_rounds)
+        note = functools.partial(write_turn, log, name)
+        turns = Turns(args.steps, args.rounds, args.rounds if args.its_rounds is None else args.its_rounds, note)
         train(entry, theirs, prepared(examples / INPUTS[name], {"type": "HybridMuon"}, turns.all_steps), turns)
         shown = {kind: [t[0 if by_wall else 1] for t in times] for kind, times in turns.times.items()}
         ratios = [ours / adam for ours, adam in zip(shown["ours"], shown["its Adam"], strict=True)]
         firsts = " / ".join(f"{turns.firsts[kind]:.2f}" for kind in OPTIMIZERS)
         cells = [*(spread(shown[kind], 1e-3) for kind in OPTIMIZERS), spread(ratios)]
         print(f"| {name} | {' | '.join(cells)} | {firsts} |", flush=True)
-        for kind, times in turns.times.items() if log else ():
-            for wall, processor in times:
-                line = {"input": name, "optimizer": kind, "wall_s": wall, "processor_s": processor}
-                print(json.dumps(line), file=log, flush=True)
 
 
 if __name__ == "__main__":
