@@ -106,7 +106,7 @@ class Turns:
     its_rounds
         The number of them in which its HybridMuon does, too, evenly spread; it does in the first one.
     note
-        Called with the optimizer and its seconds a step, wall and processor, after each turn but those of the first round.
+        Called with the optimizer and its seconds a step, wall and processor, after each turn that counts.
 
     Attributes
     ----------
