@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from torch import Tensor
@@ -28,8 +27,6 @@ log = logging.getLogger(__name__)
 MOST_GRAPHS = 32
 # Steps whose learning rates are copied to the device at once.
 _RATES = 1024
-# Workspaces of cuBLAS in NVIDIA's notation, KiB:count: 2 of 4 MiB and 16 of 8 KiB for each stream.
-_BLAS_WORKSPACES = ":4096:2:16:8"
 
 
 class RateTable:
@@ -233,19 +230,3 @@ def own_blas_workspaces() -> Iterator[None]:
         yield
     finally:
         torch._C._cuda_clearCublasWorkspaces()
-
-
-def limit_blas_workspaces(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Give cuBLAS 8 MiB for each stream, also on GPUs where torch gives it 32, for eager and captured steps alike.
-
-    A captured step has workspaces of its own, and the products of a step use less than that.
-
-    Parameters
-    ----------
-    environment
-        Nothing is changed where its CUBLAS_WORKSPACE_CONFIG says how large they are.
-    """
-    if "CUBLAS_WORKSPACE_CONFIG" not in environment:
-        environment["CUBLAS_WORKSPACE_CONFIG"] = _BLAS_WORKSPACES
-        if torch.cuda.is_initialized():
-            torch._C._cuda_clearCublasWorkspaces()  # larger ones that were made before

@@ -17,7 +17,6 @@ from deepmd_muon.model.checkpoint_directory import is_directory
 from deepmd_muon.model.checkpoint_file import understood
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.model.settings import model_settings
-from deepmd_muon.train.captured_step import limit_blas_workspaces
 from deepmd_muon.train.checkpoint.newest import newest_checkpoint
 from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, remove_leftovers
 from deepmd_muon.train.checkpoint.type_map import moved_content
@@ -195,11 +194,9 @@ def _prepare(
     given: Input, source: Source | None, ranks: Ranks, output: str, *, count: bool, force_load: bool
 ) -> Trainer:
     """Open the data, build the model with its statistics or weights, and make the trainer."""
+    warm_up(ranks.device)
     if ranks.device.type == "cpu":
         keep_freed_memory()
-    else:
-        limit_blas_workspaces()
-    warm_up(ranks.device)
     train, valid = open_training_systems(given.settings.model, given.settings.training)
     check_same_run(given, train, valid, ranks)
     if source and given.settings.model.descriptor.needs_counts:

@@ -11,7 +11,7 @@ from deepmd_muon.data import DataLoader, open_systems
 from deepmd_muon.train import NonFiniteError, TrainingError, trainer
 from deepmd_muon.train.batch import tensors_of, to_device
 from deepmd_muon.train.batches import StreamedBatches, with_full_sections
-from deepmd_muon.train.captured_step import RateTable, limit_blas_workspaces
+from deepmd_muon.train.captured_step import RateTable
 from deepmd_muon.train.guard import DeviceGuard, on_nonfinite
 from deepmd_muon.train.resident import ResidentBatches, why_not_resident
 from deepmd_muon.train.step import TrainingStep
@@ -242,11 +242,3 @@ def test_tf32_ends_with_the_gradient(small_input, train, monkeypatch):
     monkeypatch.setattr(TrainingStep, "__call__", call)
     train(small_input(training={"numb_steps": 2}))
     assert seen == [["high", "highest"]] * 2
-
-
-def test_workspaces_are_limited_unless_their_size_is_given():
-    free, given = {}, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    for environment in (free, given):
-        limit_blas_workspaces(environment)
-    assert free == {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}
-    assert given == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
