@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train; an input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported."""
     from deepmd_muon.argcheck import DeepmdKitOnlyError, load
-    from deepmd_muon.train.early_start import collect_no_modules, open_device
+    from deepmd_muon.train.early_start import garbage_collection_paused, open_device
 
     try:
         load(options.INPUT)
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         problems = "; ".join(map(str, error.problems))
         raise HandOver(error.elsewhere, f"install it, or change {error.source} ({problems})") from error
     open_device()  # while torch is imported, by what follows
-    with collect_no_modules():
+    with garbage_collection_paused():
         from deepmd_muon.model.checkpoint_file import checkpoint_path
         from deepmd_muon.train import run as run_training
         from deepmd_muon.train.start import AUTOMATIC

@@ -122,7 +122,7 @@ def _stores(path: str, handles: HandleCache, keys: LabelKeys | None) -> Iterator
 
 def _stores_in_file(path: str, handles: HandleCache, keys: LabelKeys | None) -> Iterator[Store]:
     """Find all systems of a file."""
-    from h5py import is_hdf5  # those who train on folders shall not wait for its import
+    from h5py import is_hdf5  # imported for HDF5 files only: it is slow
 
     from deepmd_muon.data.hdf5_store import hdf5_stores
 

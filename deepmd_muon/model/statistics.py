@@ -12,7 +12,7 @@ from deepmd_muon.model.energy_model import EnergyModel, edge_vectors
 from deepmd_muon.model.structures import Structures
 
 ABSENT_DEVIATION = 0.1  # deepmd-kit's deviation of a type that the data do not contain
-# Slots of a batch up to which several threads wait for each other longer than they compute.
+# Slots of a batch up to which several threads spend more time waiting for each other than computing.
 _FEW_SLOTS = 1 << 18
 
 
@@ -70,11 +70,16 @@ def environment_statistics(
 
 @contextlib.contextmanager
 def _threads_for(slots: int) -> Iterator[None]:
-    """Compute with one thread of torch where there is little to do, within the context."""
+    """Compute with one thread of torch where there is little to do, within the context.
+
+    A Python thread that uses torch for the first time within the context keeps to one thread afterwards.
+    """
     threads = torch.get_num_threads()
+    if slots > _FEW_SLOTS or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
     try:
-        if slots <= _FEW_SLOTS:
-            torch.set_num_threads(1)
         yield
     finally:
         torch.set_num_threads(threads)

@@ -236,7 +236,8 @@ def main() -> None:
     by_wall = args.wall or torch.cuda.is_available()
     clock = "wall time" if by_wall else "processor time"
     print(f"{device}; Python {platform.python_version()}, torch {torch.__version__}; {time.strftime('%Y-%m-%d')}")
-    print(f"{args.rounds} turns of {args.steps} steps each; median (range), ms of {clock} a step\n")
+    fewer = "" if args.its_rounds is None else f" ({args.its_rounds} of its HybridMuon)"
+    print(f"{args.rounds} turns{fewer} of {args.steps} steps each; median (range), ms of {clock} a step\n")
     print("| input | its HybridMuon | ours | its Adam | ours / its Adam | first step, s: its / ours / Adam |")
     print("|---|---|---|---|---|---|")
     for name in args.inputs:

@@ -187,14 +187,16 @@ def every_layout(*, names=None, kinds=tuple(SHAPES), options=MAGMA_ON_AND_OFF, s
 
 def small_buckets():
     """One block a bucket, one after the other and with several under way."""
-    for slots in {2: (1, 2, 3, 5), 4: (3,)}.get(dist.get_world_size(), (1, 3)):
+    ranks = dist.get_world_size()
+    for slots in {2: (1, 2, 3, 5)}.get(ranks, (1, 3)):
         sharded = ShardedSettings(bucket_bytes=1, slots=slots, replication="spread")
-        every_layout(kinds=("uneven",), options=({},), sharded=sharded)
+        names = ("HSDP",) if ranks == 4 and slots == 1 else None
+        every_layout(names=names, kinds=("uneven",), options=({},), sharded=sharded)
 
 
 def repeated_work():
     names = ("Replicate", "HSDP", "HSDP, replicas inside")
-    kinds = ("uneven", "experts") if dist.get_world_size() == 4 else tuple(SHAPES)
+    kinds = ("even",) if dist.get_world_size() == 4 else tuple(SHAPES)  # the one compared bitwise
     for replication in ("spread", "repeat"):
         every_layout(names=names, kinds=kinds, options=({},), sharded=ShardedSettings(replication=replication))
 
