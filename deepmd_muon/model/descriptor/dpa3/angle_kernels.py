@@ -1,11 +1,11 @@
 """Triton kernels of the four passes over a layer's angles; `angles` defines their results.
 
-A program takes atoms one after the other and, of each, every `groups`-th first neighbour j with a block of second
+A program takes atoms one after the other and, of each, every `groups`-th first neighbour j with one block of second
 neighbours k: a tile of angles whose intermediate numbers never leave the chip. Neighbours beyond the reach of an atom
 contribute zeros, so their tiles are not computed. The columns of a tile are features of y, those of the message first,
 then those of the angle; a program takes them in chunks, as many as its registers hold, and adds up the contributions
-of all chunks to a. Sums over k end in the program. Sums over j and over all angles are written once a group or program
-and added up afterwards, in the same order every time.
+of all chunks to a. Sums over k are written once a block, sums over j and over all angles once a group or program; they
+are added up afterwards, in the same order every time.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -102,21 +102,30 @@ def _range(reach, atom, block, width, form):
 
 
 @triton.jit
-def _add(at, value, present, block, form):
-    """Store a sum over second neighbours; blocks after the first add to it."""
+def _block(form):
+    """Return which block of second neighbours a program takes.
+
+    The last one, which few atoms reach, comes first: its programs run beside those that have more to do.
+    """
+    block = tl.zeros([], tl.int32)
     if form.blocks > 1:
-        value += tl.load(at, present & (block > 0), 0.0)
-    tl.store(at, value, present)
+        block += form.blocks - 1 - tl.program_id(2)
+    return block
 
 
 @triton.jit
-def _clear(rows, angles, first, rest, width, k, in_x, c, columns: tl.constexpr, block, chunk, form):
+def _part(sums, number, atoms, width, columns: tl.constexpr):
+    """Return where a part starts of what each slot takes."""
+    return sums + number.to(tl.int64) * atoms * width * columns
+
+
+@triton.jit
+def _clear(rows, angles, first, rest, width, k, in_x, c, columns: tl.constexpr, chunk, form):
     """Store zeros for first neighbours from `rest` on and, unless None, for their angles."""
     i, nothing = tl.arange(0, form.inner), tl.zeros([form.rows, form.inner], tl.float32)
-    end = tl.where((block == 0) | (chunk == 0), width, 0)
-    for j in range(rest, end, tl.num_programs(1)):
+    for j in range(rest, width, tl.num_programs(1)):
         slot = first + j
-        tl.store(rows + slot * columns + c, tl.zeros([form.columns], tl.float32), (c < columns) & (block == 0))
+        tl.store(rows + slot * columns + c, tl.zeros([form.columns], tl.float32), c < columns)
         if angles is not None:
             angle = slot * width + k
             tl.store(angles + angle[:, None] * form.angle + i[None, :], nothing, in_x & (chunk == 0))
@@ -139,33 +148,32 @@ def update_kernel(
 ) -> None:
     """Pass 1: m_j = s_j·Σ_k s_k·y_jk and, where y has more features, a′ = α·a + ρ∘y."""
     i = tl.arange(0, form.inner)
-    for block in range(form.blocks):
-        k = block * form.rows + tl.arange(0, form.rows)
-        in_k = k < width
-        in_x = in_k[:, None] & (i < form.angle)[None, :]
-        for chunk in range(form.chunks):
-            c, in_y, to_a, in_a = _columns(chunk, form)
-            matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
-            in_a = in_k[:, None] & in_a[None, :]
-            for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-                first = atom * tl.full([], width, tl.int64)
-                start, end, rest = _range(reach, atom, block, width, form)
-                s_k = tl.load(terms.s + first + k, in_k, 0.0)[:, None]
-                t = load_tile(terms.t, first + k, c, (in_k & (start < end))[:, None] & in_y[None, :], form.features)
-                for j in range(start, end, tl.num_programs(1)):
-                    slot = first + j
-                    angle = slot * width + k
-                    x = load_tile(terms.a, angle, i, in_x, form.angle)
-                    y = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)[0]
-                    m = tl.load(terms.s + slot) * tl.sum(y * s_k, 0)
-                    _add(message + slot * form.message + c, m, c < form.message, block, form)
-                    if form.features > form.message:
-                        after = carry * load_tile(terms.a, angle, to_a, in_a, form.angle) + rho * y
-                        tl.store(updated + angle[:, None] * form.angle + to_a[None, :], after, in_a)
-                angles = updated if form.features > form.message else None
-                _clear(message, angles, first, rest, width, k, in_x, c, form.message, block, chunk, form)
-            if form.blocks > 1:
-                tl.debug_barrier()
+    block = _block(form)
+    message = _part(message, block, atoms, width, form.message)
+    k = block * form.rows + tl.arange(0, form.rows)
+    in_k = k < width
+    in_x = in_k[:, None] & (i < form.angle)[None, :]
+    for chunk in range(form.chunks):
+        c, in_y, to_a, in_a = _columns(chunk, form)
+        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
+        in_a = in_k[:, None] & in_a[None, :]
+        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+            first = atom * tl.full([], width, tl.int64)
+            start, end, rest = _range(reach, atom, block, width, form)
+            s_k = tl.load(terms.s + first + k, in_k, 0.0)[:, None]
+            t = load_tile(terms.t, first + k, c, (in_k & (start < end))[:, None] & in_y[None, :], form.features)
+            for j in range(start, end, tl.num_programs(1)):
+                slot = first + j
+                angle = slot * width + k
+                x = load_tile(terms.a, angle, i, in_x, form.angle)
+                y = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)[0]
+                m = tl.load(terms.s + slot) * tl.sum(y * s_k, 0)
+                tl.store(message + slot * form.message + c, m, c < form.message)
+                if form.features > form.message:
+                    after = carry * load_tile(terms.a, angle, to_a, in_a, form.angle) + rho * y
+                    tl.store(updated + angle[:, None] * form.angle + to_a[None, :], after, in_a)
+            angles = updated if form.features > form.message else None
+            _clear(message, angles, first, rest, width, k, in_x, c, form.message, chunk, form)
 
 
 @triton.jit
@@ -190,48 +198,49 @@ def adjoint_kernel(
     `s_parts` takes those of s as a second neighbour.
     """
     i = tl.arange(0, form.inner)
-    for block in range(form.blocks):
-        k = block * form.rows + tl.arange(0, form.rows)
-        in_k = k < width
-        in_x = in_k[:, None] & (i < form.angle)[None, :]
-        for chunk in range(form.chunks):
-            c, in_y, to_a, in_a = _columns(chunk, form)
-            matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
-            in_a, in_z = in_k[:, None] & in_a[None, :], in_k[:, None] & in_y[None, :]
-            for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-                first = atom * tl.full([], width, tl.int64)
-                start, end, rest = _range(reach, atom, block, width, form)
-                s_k = tl.load(terms.s + first + k, in_k, 0.0)
-                t = load_tile(terms.t, first + k, c, in_z & (start < end), form.features)
-                sum_t, sum_s = tl.zeros_like(t), tl.zeros_like(s_k)
-                for j in range(start, end, tl.num_programs(1)):
-                    slot = first + j
-                    angle = slot * width + k
-                    x = load_tile(terms.a, angle, i, in_x, form.angle)
-                    y, slope, _ = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
-                    s_j, m = tl.load(terms.s + slot), _vector(message, slot, c, form)
-                    along = tl.sum(y * m, 1)
-                    of_s = out.s + (chunk * atoms * width + slot)
-                    _add(of_s, tl.sum(along * s_k, 0), j < width, block, form)
-                    sum_s += s_j * along
-                    y_bar = m * (s_j * s_k)[:, None]
-                    if form.features > form.message:
-                        y_bar += rho * load_tile(updated, angle, to_a, in_a, form.angle)
-                    z_bar = slope * y_bar
-                    sum_t += z_bar
-                    _add(out.u + slot * form.features + c, tl.sum(z_bar, 0), in_y, block, form)
-                    x_bar = tl.dot(z_bar, tl.trans(matrix), input_precision=form.precision)
-                    if form.features > form.message:
-                        x_bar += carry * load_tile(updated, angle, i, in_x & (chunk == 0), form.angle)
-                    x_bar += load_tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
-                    tl.store(out.a + angle[:, None] * form.angle + i[None, :], x_bar, in_x)
-                _clear(out.u, out.a, first, rest, width, k, in_x, c, form.features, block, chunk, form)
-                for j in range(rest, width, tl.num_programs(1)):
-                    tl.store(out.s + (chunk * atoms * width + first + j), 0.0, block == 0)
-                part = tl.program_id(1).to(tl.int64) * atoms + atom
-                tl.store(s_parts + (chunk * tl.num_programs(1) * atoms + part) * width + k, sum_s, in_k)
-                tl.store(out.t + (part * width + k)[:, None] * form.features + c[None, :], sum_t, in_z)
-            tl.debug_barrier()
+    block = _block(form)
+    of_u = _part(out.u, block, atoms, width, form.features)
+    k = block * form.rows + tl.arange(0, form.rows)
+    in_k = k < width
+    in_x = in_k[:, None] & (i < form.angle)[None, :]
+    for chunk in range(form.chunks):
+        of_s = _part(out.s, block * form.chunks + chunk, atoms, width, 1)
+        c, in_y, to_a, in_a = _columns(chunk, form)
+        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
+        in_a, in_z = in_k[:, None] & in_a[None, :], in_k[:, None] & in_y[None, :]
+        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+            first = atom * tl.full([], width, tl.int64)
+            start, end, rest = _range(reach, atom, block, width, form)
+            s_k = tl.load(terms.s + first + k, in_k, 0.0)
+            t = load_tile(terms.t, first + k, c, in_z & (start < end), form.features)
+            sum_t, sum_s = tl.zeros_like(t), tl.zeros_like(s_k)
+            for j in range(start, end, tl.num_programs(1)):
+                slot = first + j
+                angle = slot * width + k
+                x = load_tile(terms.a, angle, i, in_x, form.angle)
+                y, slope, _ = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
+                s_j, m = tl.load(terms.s + slot), _vector(message, slot, c, form)
+                along = tl.sum(y * m, 1)
+                tl.store(of_s + slot, tl.sum(along * s_k, 0))
+                sum_s += s_j * along
+                y_bar = m * (s_j * s_k)[:, None]
+                if form.features > form.message:
+                    y_bar += rho * load_tile(updated, angle, to_a, in_a, form.angle)
+                z_bar = slope * y_bar
+                sum_t += z_bar
+                tl.store(of_u + slot * form.features + c, tl.sum(z_bar, 0), in_y)
+                x_bar = tl.dot(z_bar, tl.trans(matrix), input_precision=form.precision)
+                if form.features > form.message:
+                    x_bar += carry * load_tile(updated, angle, i, in_x & (chunk == 0), form.angle)
+                x_bar += load_tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
+                tl.store(out.a + angle[:, None] * form.angle + i[None, :], x_bar, in_x)
+            _clear(of_u, out.a, first, rest, width, k, in_x, c, form.features, chunk, form)
+            for j in range(rest, width, tl.num_programs(1)):
+                tl.store(of_s + (first + j), 0.0)
+            part = tl.program_id(1).to(tl.int64) * atoms + atom
+            tl.store(s_parts + (chunk * tl.num_programs(1) * atoms + part) * width + k, sum_s, in_k)
+            tl.store(out.t + (part * width + k)[:, None] * form.features + c[None, :], sum_t, in_z)
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -252,37 +261,36 @@ def tangent_kernel(
 ) -> None:
     """Pass 3: the tangents of a, u, t, s give those of m and a′."""
     i = tl.arange(0, form.inner)
-    for block in range(form.blocks):
-        k = block * form.rows + tl.arange(0, form.rows)
-        in_k = k < width
-        in_x = in_k[:, None] & (i < form.angle)[None, :]
-        for chunk in range(form.chunks):
-            c, in_y, to_a, in_a = _columns(chunk, form)
-            matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
-            in_a, in_z = in_k[:, None] & in_a[None, :], in_k[:, None] & in_y[None, :]
-            for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-                first = atom * tl.full([], width, tl.int64)
-                start, end, rest = _range(reach, atom, block, width, form)
-                s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
-                t = load_tile(terms.t, first + k, c, in_z & (start < end), form.features)
-                t_dot = load_tile(dots.t, first + k, c, in_z & (start < end), form.features)
-                for j in range(start, end, tl.num_programs(1)):
-                    slot = first + j
-                    angle = slot * width + k
-                    x = load_tile(terms.a, angle, i, in_x, form.angle)
-                    y, slope, _ = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
-                    x_dot = load_tile(dots.a, angle, i, in_x, form.angle)
-                    y_dot = slope * _sum(dots, x_dot, matrix, t_dot, slot, c, form)
-                    s_j, s_dot_j = tl.load(terms.s + slot), tl.load(dots.s + slot)
-                    m = tl.sum(y_dot * (s_j * s_k)[:, None] + y * (s_dot_j * s_k + s_j * s_dot_k)[:, None], 0)
-                    _add(message + slot * form.message + c, m, c < form.message, block, form)
-                    if form.features > form.message:
-                        after = carry * load_tile(dots.a, angle, to_a, in_a, form.angle) + rho * y_dot
-                        tl.store(updated + angle[:, None] * form.angle + to_a[None, :], after, in_a)
-                angles = updated if form.features > form.message else None
-                _clear(message, angles, first, rest, width, k, in_x, c, form.message, block, chunk, form)
-            if form.blocks > 1:
-                tl.debug_barrier()
+    block = _block(form)
+    message = _part(message, block, atoms, width, form.message)
+    k = block * form.rows + tl.arange(0, form.rows)
+    in_k = k < width
+    in_x = in_k[:, None] & (i < form.angle)[None, :]
+    for chunk in range(form.chunks):
+        c, in_y, to_a, in_a = _columns(chunk, form)
+        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
+        in_a, in_z = in_k[:, None] & in_a[None, :], in_k[:, None] & in_y[None, :]
+        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+            first = atom * tl.full([], width, tl.int64)
+            start, end, rest = _range(reach, atom, block, width, form)
+            s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
+            t = load_tile(terms.t, first + k, c, in_z & (start < end), form.features)
+            t_dot = load_tile(dots.t, first + k, c, in_z & (start < end), form.features)
+            for j in range(start, end, tl.num_programs(1)):
+                slot = first + j
+                angle = slot * width + k
+                x = load_tile(terms.a, angle, i, in_x, form.angle)
+                y, slope, _ = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
+                x_dot = load_tile(dots.a, angle, i, in_x, form.angle)
+                y_dot = slope * _sum(dots, x_dot, matrix, t_dot, slot, c, form)
+                s_j, s_dot_j = tl.load(terms.s + slot), tl.load(dots.s + slot)
+                m = tl.sum(y_dot * (s_j * s_k)[:, None] + y * (s_dot_j * s_k + s_j * s_dot_k)[:, None], 0)
+                tl.store(message + slot * form.message + c, m, c < form.message)
+                if form.features > form.message:
+                    after = carry * load_tile(dots.a, angle, to_a, in_a, form.angle) + rho * y_dot
+                    tl.store(updated + angle[:, None] * form.angle + to_a[None, :], after, in_a)
+            angles = updated if form.features > form.message else None
+            _clear(message, angles, first, rest, width, k, in_x, c, form.message, chunk, form)
 
 
 @triton.jit
@@ -333,52 +341,53 @@ def gradient_kernel(
     """
     i = tl.arange(0, form.inner)
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    for block in range(form.blocks):
-        k = block * form.rows + tl.arange(0, form.rows)
-        in_k = k < width
-        in_x = in_k[:, None] & (i < form.angle)[None, :]
-        for chunk in range(form.chunks):
-            c, in_y, to_a, has_a = _columns(chunk, form)
-            matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, has_a, 0.0)[None, :]
-            in_a, in_z = in_k[:, None] & has_a[None, :], in_k[:, None] & in_y[None, :]
-            sum_w, sum_rho = tl.zeros_like(matrix), tl.zeros([form.columns], tl.float32)
-            for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-                first = atom * tl.full([], width, tl.int64)
-                start, end, rest = _range(reach, atom, block, width, form)
-                s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
-                t, t_dot = (
-                    load_tile(terms.t, first + k, c, in_z & (start < end), form.features),
-                    load_tile(dots.t, first + k, c, in_z & (start < end), form.features),
-                )
-                sum_t = tl.zeros_like(t)
-                for j in range(start, end, tl.num_programs(1)):
-                    slot = first + j
-                    angle = slot * width + k
-                    x = load_tile(terms.a, angle, i, in_x, form.angle)
-                    bends = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
-                    s_j = tl.load(terms.s + slot)
-                    moved = (tl.load(dots.s + slot) * s_k + s_j * s_dot_k)[:, None]
-                    x_dot = load_tile(dots.a, angle, i, in_x, form.angle)
-                    z_dot = _sum(dots, x_dot, matrix, t_dot, slot, c, form)
-                    at, pairs = (slot, angle, c, to_a, in_a), ((s_j * s_k)[:, None], moved)
-                    z_hat, z_bar, of_rho = _cotangent(given, earlier, z_dot, bends, rho, pairs, at, form, moving)
-                    sum_rho += tl.sum(of_rho, 0)
-                    sum_t += z_hat
-                    _add(out.u + slot * form.features + c, tl.sum(z_hat, 0), in_y, block, form)
-                    sum_w += tl.dot(tl.trans(x), z_hat, input_precision=form.precision)
-                    if moving:
-                        sum_w += tl.dot(tl.trans(x_dot), z_bar, input_precision=form.precision)
-                    x_hat = tl.dot(z_hat, tl.trans(matrix), input_precision=form.precision)
-                    if form.features > form.message:
-                        x_hat += carry * load_tile(given[1], angle, i, in_x & (chunk == 0), form.angle)
-                    x_hat += load_tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
-                    tl.store(out.a + angle[:, None] * form.angle + i[None, :], x_hat, in_x)
-                _clear(out.u, out.a, first, rest, width, k, in_x, c, form.features, block, chunk, form)
-                part = ((tl.program_id(1).to(tl.int64) * atoms + atom) * width + k)[:, None]
-                tl.store(out.t + part * form.features + c[None, :], sum_t, in_z)
-            part = (program * form.blocks + block) * form.angle
-            at = (part + i[:, None]) * form.features + c[None, :]
-            tl.store(sums[0] + at, sum_w, (i < form.angle)[:, None] & in_y[None, :])
-            if form.features > form.message:
-                tl.store(sums[1] + part + to_a, sum_rho, has_a)
-            tl.debug_barrier()
+    block = _block(form)
+    of_u = _part(out.u, block, atoms, width, form.features)
+    k = block * form.rows + tl.arange(0, form.rows)
+    in_k = k < width
+    in_x = in_k[:, None] & (i < form.angle)[None, :]
+    for chunk in range(form.chunks):
+        c, in_y, to_a, has_a = _columns(chunk, form)
+        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, has_a, 0.0)[None, :]
+        in_a, in_z = in_k[:, None] & has_a[None, :], in_k[:, None] & in_y[None, :]
+        sum_w, sum_rho = tl.zeros_like(matrix), tl.zeros([form.columns], tl.float32)
+        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
+            first = atom * tl.full([], width, tl.int64)
+            start, end, rest = _range(reach, atom, block, width, form)
+            s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
+            t, t_dot = (
+                load_tile(terms.t, first + k, c, in_z & (start < end), form.features),
+                load_tile(dots.t, first + k, c, in_z & (start < end), form.features),
+            )
+            sum_t = tl.zeros_like(t)
+            for j in range(start, end, tl.num_programs(1)):
+                slot = first + j
+                angle = slot * width + k
+                x = load_tile(terms.a, angle, i, in_x, form.angle)
+                bends = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
+                s_j = tl.load(terms.s + slot)
+                moved = (tl.load(dots.s + slot) * s_k + s_j * s_dot_k)[:, None]
+                x_dot = load_tile(dots.a, angle, i, in_x, form.angle)
+                z_dot = _sum(dots, x_dot, matrix, t_dot, slot, c, form)
+                at, pairs = (slot, angle, c, to_a, in_a), ((s_j * s_k)[:, None], moved)
+                z_hat, z_bar, of_rho = _cotangent(given, earlier, z_dot, bends, rho, pairs, at, form, moving)
+                sum_rho += tl.sum(of_rho, 0)
+                sum_t += z_hat
+                tl.store(of_u + slot * form.features + c, tl.sum(z_hat, 0), in_y)
+                sum_w += tl.dot(tl.trans(x), z_hat, input_precision=form.precision)
+                if moving:
+                    sum_w += tl.dot(tl.trans(x_dot), z_bar, input_precision=form.precision)
+                x_hat = tl.dot(z_hat, tl.trans(matrix), input_precision=form.precision)
+                if form.features > form.message:
+                    x_hat += carry * load_tile(given[1], angle, i, in_x & (chunk == 0), form.angle)
+                x_hat += load_tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
+                tl.store(out.a + angle[:, None] * form.angle + i[None, :], x_hat, in_x)
+            _clear(of_u, out.a, first, rest, width, k, in_x, c, form.features, chunk, form)
+            part = ((tl.program_id(1).to(tl.int64) * atoms + atom) * width + k)[:, None]
+            tl.store(out.t + part * form.features + c[None, :], sum_t, in_z)
+        part = (program * form.blocks + block) * form.angle
+        at = (part + i[:, None]) * form.features + c[None, :]
+        tl.store(sums[0] + at, sum_w, (i < form.angle)[:, None] & in_y[None, :])
+        if form.features > form.message:
+            tl.store(sums[1] + part + to_a, sum_rho, has_a)
+        tl.debug_barrier()

@@ -53,10 +53,10 @@ class Launch:
 
         fewest = min(map(turns, range(1, width + 1)))
         self.groups = next(groups for groups in range(1, width + 1) if turns(groups) <= SLACK * fewest)
-        self.grid = (launching.share(atoms, self.groups, programs), self.groups)
         sizes = (weight.shape[0], message, weight.shape[1])
         rows = min(ROWS, holding(width))
         self.blocks, self.chunks = triton.cdiv(width, rows), triton.cdiv(weight.shape[1], columns)
+        self.grid = (launching.share(atoms, self.groups, programs), self.groups, self.blocks)
         tile = (rows, self.blocks, holding(weight.shape[0]), columns, self.chunks)
         self.warps = rows // SMALLEST
         form = Form(*map(tl.constexpr, (*sizes, *tile, precision())))
@@ -67,32 +67,33 @@ class Launch:
 def update(terms: Tensors, *layer: Any) -> Tensors:
     """Pass 1; return m and a′."""
     launch = Launch(terms, *layer, columns=UPDATE_COLUMNS, each=UPDATE_EACH)
-    found = outputs(terms, *layer)
-    angle_kernels.update_kernel[launch.grid](*found, _dense(terms), *launch.layer, num_warps=launch.warps)
-    return found
+    message, updated = _parts(launch, terms, *layer)
+    angle_kernels.update_kernel[launch.grid](message, updated, _dense(terms), *launch.layer, num_warps=launch.warps)
+    return add_parts(message)[0], updated
 
 
 def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: Tensors, *layer: Any) -> Tensors:
     """Pass 2; return the adjoints of a, u, t, s."""
     launch = Launch(terms, *layer)
     a, u, t, s = terms
-    of_s = s.new_empty(launch.chunks * (1 + launch.groups), *s.shape)
-    of_first, of_second = of_s.split([launch.chunks, launch.chunks * launch.groups])
-    out = Terms(a.new_empty(a.shape), u.new_empty(u.shape), t.new_empty(launch.groups, *t.shape), of_first)
+    of_s = s.new_empty(launch.chunks * (launch.blocks + launch.groups), *s.shape)
+    of_first, of_second = of_s.split([launch.chunks * launch.blocks, launch.chunks * launch.groups])
+    of_u, of_t = (x.new_empty(n, *x.shape) for x, n in ((u, launch.blocks), (t, launch.groups)))
+    out = Terms(a.new_empty(a.shape), of_u, of_t, of_first)
     angle_kernels.adjoint_kernel[launch.grid](
         out, of_second, message_bar, updated_bar, _dense(terms), *launch.layer, num_warps=launch.warps
     )
-    return out.a, out.u, *add_parts(out.t, of_s)
+    return out.a, *add_parts(out.u, out.t, of_s)
 
 
 def tangent(terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
     """Pass 3; return the tangents of m and a′, which are the cotangents of their adjoints."""
     launch = Launch(terms, *layer)
-    found = outputs(terms, *layer)
+    message, updated = _parts(launch, terms, *layer)
     angle_kernels.tangent_kernel[launch.grid](
-        *found, _dense(terms), _dense(dots), *launch.layer, num_warps=launch.warps
+        message, updated, _dense(terms), _dense(dots), *launch.layer, num_warps=launch.warps
     )
-    return found
+    return add_parts(message)[0], updated
 
 
 def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
@@ -103,9 +104,9 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
     launch = Launch(terms, *layer)
     a, u, t, _ = terms
     weight, residual = layer[:2]
-    out = Terms(a.new_empty(a.shape), u.new_empty(u.shape), t.new_empty(launch.groups, *t.shape), None)
-    parts = (*launch.grid, launch.blocks)
-    sums = weight.new_empty(*parts, *weight.shape), residual.new_empty(*parts, *residual.shape)
+    of_u, of_t = (x.new_empty(n, *x.shape) for x, n in ((u, launch.blocks), (t, launch.groups)))
+    out = Terms(a.new_empty(a.shape), of_u, of_t, None)
+    sums = weight.new_empty(*launch.grid, *weight.shape), residual.new_empty(*launch.grid, *residual.shape)
     moving = len(dots) > 0
     angle_kernels.gradient_kernel[launch.grid](
         Terms(*out[:3], out.a),
@@ -119,11 +120,17 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
         num_warps=launch.warps,
         num_stages=1,
     )
-    return out.a, out.u, *add_parts(out.t, *(x.flatten(0, 2) for x in sums))
+    return out.a, *add_parts(out.u, out.t, *(x.flatten(0, 2) for x in sums))
 
 
 def _dense(terms: Tensors) -> Terms:
     return Terms(*(x.contiguous() for x in terms))
+
+
+def _parts(launch: Launch, terms: Tensors, *layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate m, one part per block, and a′."""
+    message, updated = outputs(terms, *layer)
+    return message.new_empty(launch.blocks, *message.shape), updated
 
 
 def outputs(
