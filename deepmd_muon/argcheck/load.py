@@ -21,11 +21,12 @@ from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import shown
 
-# `lr_adjust_coeff` where the input leaves it open, and the largest root-mean-square step of a matrix entry, start_lr ·
-# lr_adjust_coeff, that it may give: within 9 % of the best in all scans, on four sets after 3000 steps and on one
-# after 18,000 (doc/benchmarks/race.md, doc/benchmarks/convergence.md).
-_MUON_COEFFICIENT = 8.64
-_MUON_STEP = 0.00864
+# `lr_adjust_coeff` where the input leaves it open. Times `_ADAM_RATE` it is the largest root-mean-square step of a
+# matrix entry, start_lr · lr_adjust_coeff, that it may give. After 3000 steps within 9 % of the best on five sets; on
+# four after 30,000 steps the second one is ahead of AdamW, where the first is not everywhere (doc/benchmarks/race.md).
+_MUON_COEFFICIENT, _MUON_COEFFICIENT_OF_LONG_RUNS = 8.64, 4.32
+_SHORT_RUN = 10_000  # steps
+_ADAM_RATE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +119,16 @@ def _with_muon_scale(data: Mapping[str, Any], settings: Settings) -> tuple[Setti
         return settings, ""
     if optimizer.explicit().scaling != "match_rms":
         return settings, ""
-    theirs, ours = optimizer.lr_adjust_coeff, min(_MUON_COEFFICIENT, float(f"{_MUON_STEP / start_lr:.3g}"))
+    steps = settings.training.numb_steps
+    short = steps is not None and steps <= _SHORT_RUN
+    most = _MUON_COEFFICIENT if short else _MUON_COEFFICIENT_OF_LONG_RUNS
+    theirs, ours = optimizer.lr_adjust_coeff, min(most, float(f"{most * _ADAM_RATE / start_lr:.3g}"))
     if ours == theirs:
         return settings, ""
     chosen = dataclasses.replace(optimizer, lr_adjust_coeff=ours)
     notice = (
         f"optimizer/lr_adjust_coeff is not given and takes {ours:g}, which suits force fields at start_lr "
-        f"{start_lr:g}; deepmd-kit takes {theirs:g} (doc/learning-rate.md)"
+        f"{start_lr:g} in a {'short' if short else 'long'} run; deepmd-kit takes {theirs:g} (doc/learning-rate.md)"
     )
     return dataclasses.replace(settings, optimizer=chosen), notice
 

@@ -114,8 +114,8 @@ class HybridMuonConfig(Buildable):
         above=0.0,
         doc=(
             "Coefficient of the 'match_rms' scaling of the Muon update. The default is DeePMD's. Where an input leaves "
-            "it open, `dp train` takes 8.64, or 0.00864/start_lr where that is less, unless deepmd_kit_arithmetic is "
-            "true (see doc/learning-rate.md)."
+            "it open, `dp train` takes 8.64 up to numb_steps 10000 and 4.32 beyond, times 0.001/start_lr where "
+            "start_lr is higher than 0.001, unless deepmd_kit_arithmetic is true (see doc/learning-rate.md)."
         ),
     )
     muon_mode: MuonMode = setting(

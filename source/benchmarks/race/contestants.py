@@ -70,7 +70,12 @@ def hybrid_muon(section: dict[str, Any], *, keeps_absent: bool = False) -> Conte
 
 
 MATRIX_GRID = doubled(0.00216)
-UNTOUCHED = 0.00864  # rate of the matrices where an input of `dp train` says nothing
+
+
+def untouched(steps: int) -> float:
+    """Return the rate of the matrices where an input of `dp train` with so many steps says nothing."""
+    return 0.00864 if steps <= 10_000 else 0.00432
+
 
 CONTESTANTS = {
     "adam": own({"type": "Adam"}, 1.5e-3),

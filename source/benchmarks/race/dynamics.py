@@ -142,7 +142,7 @@ def main() -> None:
         found, frames = constant_energy(reference[0], calculator, *run)
         apart = distances_apart(frames, reference) if frames and reference[0].pbc.all() else {}
         about = {"model": path.stem, "system": args.system.name, "temperature": args.temperature}
-        about["size_of_matrices"] = size_of_matrices(path)
+        about |= {"seed": args.seed, "size_of_matrices": size_of_matrices(path)}
         print(json.dumps({**about, **found, "pair_distributions_apart": apart}), flush=True)
 
 

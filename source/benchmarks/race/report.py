@@ -20,7 +20,7 @@ from pathlib import Path
 # These scripts are not a package; they and a test import one another by this path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from contestants import UNTOUCHED
+from contestants import untouched
 from results import Result, StepTime, last, pool, read
 from sets import SETS
 
@@ -232,9 +232,10 @@ def untouched_table(found: Sequence[Field]) -> str:
     """Return HybridMuon's errors at the rate of an input that sets nothing, beside the baseline's best."""
     rows = []
     for field in found:
-        if BASELINE not in field.runs or UNTOUCHED not in field.runs.get("hybrid_muon", {}):
+        own = untouched(field.steps)
+        if BASELINE not in field.runs or own not in field.runs.get("hybrid_muon", {}):
             continue
-        ours, (rate, theirs) = field.runs["hybrid_muon"][UNTOUCHED], field.best(BASELINE)
+        ours, (rate, theirs) = field.runs["hybrid_muon"][own], field.best(BASELINE)
         cells = [field.set, field.model, f"{field.steps:,}"]
         for measure in (last, force("out")):
             pair = [mean(map(measure, runs)) for runs in (ours, theirs)]

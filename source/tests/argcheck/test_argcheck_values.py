@@ -353,6 +353,7 @@ def test_importing_the_room_does_not_import_torch():
 def test_the_scale_of_muon_is_chosen_where_an_input_leaves_it_open(water, optimizer, start_lr, expected, chosen):
     water["optimizer"] = {"type": "HybridMuon", **optimizer}
     water["learning_rate"]["start_lr"] = start_lr
+    water["training"]["numb_steps"] = 10000
     checked = normalize(water)
     assert checked.settings.optimizer.lr_adjust_coeff == pytest.approx(expected)
     assert checked.normalized["optimizer"]["lr_adjust_coeff"] == checked.settings.optimizer.lr_adjust_coeff
@@ -361,6 +362,18 @@ def test_the_scale_of_muon_is_chosen_where_an_input_leaves_it_open(water, optimi
     again = normalize(checked.normalized)
     assert again.settings == checked.settings
     assert again.notices == ()
+
+
+@pytest.mark.parametrize("length", [{"numb_steps": 10001}, {"numb_epoch": 1}])
+@pytest.mark.parametrize(("start_lr", "expected"), [(1e-3, 4.32), (1e-4, 4.32), (2e-3, 2.16)])
+def test_the_scale_of_muon_is_half_in_long_runs(water, length, start_lr, expected):
+    water["optimizer"] = {"type": "HybridMuon"}
+    water["learning_rate"]["start_lr"] = start_lr
+    del water["training"]["numb_steps"]
+    water["training"].update(length)
+    checked = normalize(water)
+    assert checked.settings.optimizer.lr_adjust_coeff == pytest.approx(expected)
+    assert "in a long run" in checked.notices[0]
 
 
 def test_other_optimizers_have_no_scale_of_muon(water):

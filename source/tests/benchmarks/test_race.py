@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchma
 import contest
 import optimizers
 import race
-from contestants import ADAM_RATE, CONTESTANTS, UNTOUCHED
+from contestants import ADAM_RATE, CONTESTANTS, untouched
 from optimizers import Foreign
 from results import Key, Result, StepTime, append, best_rates, read
 from sets import MODELS, SETS, input_of
@@ -136,10 +136,11 @@ def test_every_contestant_trains(sets, name):
     assert result.curve[-1][1] < result.curve[0][1]
 
 
-def test_untouched_is_what_an_input_without_settings_gets():
-    content = input_of("water", "tiny", [Path("system")], seed=3, steps=10)
+@pytest.mark.parametrize("steps", [3000, 30000])
+def test_untouched_is_what_an_input_without_settings_gets(steps):
+    content = input_of("water", "tiny", [Path("system")], seed=3, steps=steps)
     given = normalize({**content, "optimizer": {"type": "HybridMuon"}, "learning_rate": {"start_lr": ADAM_RATE}})
-    assert given.settings.optimizer.lr_adjust_coeff * ADAM_RATE == pytest.approx(UNTOUCHED)
+    assert given.settings.optimizer.lr_adjust_coeff * ADAM_RATE == pytest.approx(untouched(steps))
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "tiny"])

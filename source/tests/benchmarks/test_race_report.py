@@ -57,7 +57,7 @@ def test_a_set_shows_every_contestant_at_its_best_rate(results):
 
 
 def test_hybrid_muon_with_nothing_set_stands_beside_the_best_of_adamw(results):
-    ours = result("hybrid_muon", report.UNTOUCHED, [(3000, 0.08)], out=0.2, name="silicon")
+    ours = result("hybrid_muon", report.untouched(3000), [(3000, 0.08)], out=0.2, name="silicon")
     tables = report.untouched_table(
         report.fields([*results, ours, result("adamw", 3e-3, [(3000, 0.1)], name="silicon")])
     )
