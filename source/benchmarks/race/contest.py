@@ -40,6 +40,7 @@ from deepmd_muon.train.strategy import choose_strategy
 DECAY = {"type": "exp", "smooth": True, "stop_lr_ratio": 1e-3}
 MEASURED = {"force": "f:rmse", "energy": "e:rmse", "virial": "v:rmse"}
 CHUNK_ATOMS = 4096  # of a batch of test frames
+TRAIN_FRAMES = 96  # of the training part, about, on which the last weights are measured too
 RECORDED = 3  # batches of a layout after which its steps are replays of a graph
 
 
@@ -83,7 +84,9 @@ class Arena:
         self._cache = NeighborCache.of(first.neighbors, first.ntypes, CACHE_BYTES)
         set_model_statistics(first, self.data(given), given.normalized["model"], given.settings.training)
         self.weights = first.state_dict()
+        few = -(-TRAIN_FRAMES // len(train))
         self.parts = {part: dict(self._batches(given, SETS[name].systems(folder, part))) for part in ("test", "out")}
+        self.parts["train"] = dict(self._batches(given, train, few))
 
     def checked(self, optimizer: Mapping[str, object], start_lr: float) -> Input:
         """Return the checked input of a run."""
@@ -95,18 +98,21 @@ class Arena:
         seed = self._content["training"]["seed"]
         return make_loaders(self._train, [], given.settings.training, self._cache, seed, Ranks(self.device))
 
-    def _batches(self, given: Input, folders: list[Path]) -> Iterator[tuple[str, list[TrainingBatch]]]:
-        """Give the frames of each system of a part, on the device."""
+    def _batches(
+        self, given: Input, folders: list[Path], most: int | None = None
+    ) -> Iterator[tuple[str, list[TrainingBatch]]]:
+        """Give the frames of each system of a part on the device, or `most` of them at equal distances."""
         for folder in folders:
             data = dataclasses.replace(given.settings.training.training_data, systems=(str(folder),))
             training = dataclasses.replace(given.settings.training, training_data=data)
             (system,), _ = open_training_systems(given.settings.model, training)
-            yield folder.name, [to_device(batch, self._ntypes, self.device) for batch in self._chunks(system)]
+            yield folder.name, [to_device(batch, self._ntypes, self.device) for batch in self._chunks(system, most)]
 
-    def _chunks(self, system: System) -> Iterator[Batch]:
+    def _chunks(self, system: System, most: int | None) -> Iterator[Batch]:
         width = max(1, CHUNK_ATOMS // system.natoms)
-        for first in range(0, system.nframes, width):
-            numbers = np.arange(first, min(first + width, system.nframes))
+        chosen = np.arange(0, system.nframes, 1 if most is None else -(-system.nframes // most))
+        for first in range(0, len(chosen), width):
+            numbers = chosen[first : first + width]
             frames = system.frames(numbers)
             yield Batch(frames, self._cache.batch(system, numbers, frames), system.name)
 

@@ -148,8 +148,8 @@ def train(
 
 def result_of(run: Run, failed: str = "") -> Result:
     """Measure a run on all parts; one that failed has only its curve."""
-    test, out = ({}, {}) if failed else (run.errors("test"), run.errors("out"))
-    return Result(run.key, run.curve, test, out, failed, **here())
+    test, out, train_part = ({}, {}, {}) if failed else map(run.errors, ("test", "out", "train"))
+    return Result(run.key, run.curve, test, out, failed, **here(), train=train_part)
 
 
 def here() -> dict[str, str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from contestants import untouched
-from results import Result, StepTime, last, pool, read
+from results import Errors, Result, StepTime, last, pool, read
 from sets import SETS
 
 BASELINE = "adamw"
@@ -118,7 +118,7 @@ def force(part: str) -> Callable[[Result], float]:
     """Return a measure: the force error pooled over the systems of a part [eV/Å]."""
 
     def measure(result: Result) -> float:
-        errors = result.test if part == "test" else result.out
+        errors: dict[str, Errors] = getattr(result, part)
         return pool(errors)["force"] if errors else math.nan
 
     return measure
@@ -248,6 +248,25 @@ def untouched_table(found: Sequence[Field]) -> str:
     return table(head, rows)
 
 
+def training_table(found: Sequence[Field]) -> str:
+    """Return errors on training and test frames at the best rates, of the runs that have both."""
+    rows = []
+    for field in found:
+        if not {BASELINE, "hybrid_muon"} <= field.runs.keys():
+            continue
+        pair = [[run for run in field.best(name)[1] if run.train] for name in ("hybrid_muon", BASELINE)]
+        if not all(pair):
+            continue
+        cells = [field.set, field.model, f"{field.steps:,}"]
+        for part in ("train", "test"):
+            ours, theirs = (mean(map(force(part), runs)) for runs in pair)
+            cells += [number(ours), number(theirs), number(ours / theirs, 2)]
+        rows.append(cells)
+    columns = (f"{name}, {part} [eV/Å]" for part in ("training", "test") for name in ("HybridMuon", "AdamW"))
+    first, second, third, fourth = columns
+    return table(("set", "model", "steps", first, second, "ratio", third, fourth, "ratio"), rows)
+
+
 def systems_table(found: Sequence[Field]) -> str:
     """Return the ratio of force errors at the best rates, HybridMuon's to the baseline's, system by system."""
     rows = []
@@ -266,7 +285,7 @@ def systems_table(found: Sequence[Field]) -> str:
 
 def system_errors(runs: Iterable[Result], part: str) -> dict[str, float]:
     """Return the mean force error over seeds of each system of a part [eV/Å], without runs that failed."""
-    parts = [result.test if part == "test" else result.out for result in runs if not result.failed]
+    parts = [getattr(result, part) for result in runs if not result.failed]
     return {name: mean(errors[name]["force"] for errors in parts) for name in (parts[0] if parts else ())}
 
 
@@ -298,6 +317,7 @@ def report(results: Iterable[Result], times: Sequence[StepTime]) -> str:
     parts = []
     if any(BASELINE in field.runs for field in found):
         parts = ["### All sets", summary_table(found), "### HybridMuon with nothing set", untouched_table(found)]
+        parts += ["### On training frames and on test frames", training_table(found)]
         parts += ["### HybridMuon's error divided by AdamW's, system by system", systems_table(found)]
     for field in found:
         parts += [f"### {field.set}, {field.model}, {field.steps:,} steps", field_table(field, times)]

@@ -56,6 +56,8 @@ class Result:
         Why it ended early; empty where it did not.
     machine, torch, date
         Where and when.
+    train
+        Like `test`, on some of the training frames; empty where it was not measured.
     """
 
     key: Key
@@ -66,6 +68,7 @@ class Result:
     machine: str
     torch: str
     date: str
+    train: dict[str, Errors] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +110,10 @@ def read(paths: Iterable[Path]) -> tuple[dict[Key, Result], list[StepTime]]:
                 continue
             content["key"] = key = Key(**content["key"])
             content["curve"] = [(step, _number(force), _number(energy)) for step, force, energy in content["curve"]]
-            for part in ("test", "out"):
+            for part in ("test", "out", "train"):
                 content[part] = {
                     name: {short: _number(value) for short, value in errors.items()}
-                    for name, errors in content[part].items()
+                    for name, errors in content.get(part, {}).items()
                 }
             results[key] = Result(**content)
     return results, times

@@ -78,8 +78,18 @@ def test_a_race_gives_every_run_once_and_resumes(sets, tmp_path, monkeypatch):
         assert not result.failed
         assert [step for step, _, _ in result.curve] == [1, 2, 3]
         assert result.curve[-1][1] == pytest.approx(result.test["300K"]["force"])
-        assert set(result.out) == {"420K"}
+        assert (set(result.out), set(result.train)) == ({"420K"}, {"300K"})
         assert result.out["420K"]["energy"] > 0
+        assert result.train["300K"]["force"] not in (0, result.test["300K"]["force"])
+
+
+def test_training_frames_are_measured_at_equal_distances(sets, monkeypatch):
+    everything = arena_of(sets).parts["train"]["300K"]
+    monkeypatch.setattr(contest, "TRAIN_FRAMES", 2)
+    some = arena_of(sets).parts["train"]["300K"]
+    energies = [torch.cat([batch.labels["energy"] for batch in part]) for part in (everything, some)]
+    assert len(energies[0]) == 3
+    assert torch.equal(energies[1], energies[0][::2])
 
 
 def test_runs_of_a_wave_are_those_of_runs_alone(sets):
@@ -320,7 +330,8 @@ def test_replayed_steps_on_a_gpu(sets, name):
 def result(contestant, rate, error, *, seed=1, steps=3000, failed=""):
     curve = [(steps, error, error / 10)]
     errors = {"300K": {"force": error, "energy": error / 10, "virial": float("nan")}}
-    return Result(Key("water", "se_e2_a", contestant, rate, seed, steps), curve, errors, errors, failed, "a", "b", "c")
+    key = Key("water", "se_e2_a", contestant, rate, seed, steps)
+    return Result(key, curve, errors, errors, failed, "a", "b", "c", errors)
 
 
 def test_results_survive_the_file(tmp_path):
@@ -332,7 +343,7 @@ def test_results_survive_the_file(tmp_path):
     results, times = read([path])
     assert times == [time]
     found = results[expected.key]
-    np.testing.assert_equal(found.test, expected.test)
+    np.testing.assert_equal((found.test, found.train), (expected.test, expected.train))
     assert found.curve == expected.curve
 
 

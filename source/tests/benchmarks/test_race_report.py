@@ -1,5 +1,6 @@
 """Tables of the race: values follow from the results, and the published page holds those of the committed files."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -63,6 +64,16 @@ def test_hybrid_muon_with_nothing_set_stands_beside_the_best_of_adamw(results):
     )
     assert row(tables, "silicon")[3:] == ["0.0800", "0.1000", "0.003", "0.80", "0.2000", "0.5000", "0.40"]
     assert row(tables, "water")[3:7] == ["failed", "0.1000", "0.003", "failed"]
+
+
+def test_errors_on_training_frames_stand_beside_those_on_test_frames(results):
+    def trained(entry, error):
+        return dataclasses.replace(entry, train={"300K": {"force": error, "energy": 1e-3, "virial": float("nan")}})
+
+    (field,) = report.fields([*results, trained(results[1], 0.08), trained(results[2], 0.02)])
+    assert row(report.training_table([field]), "water")[3:] == ["0.0200", "0.0800", "0.25", "0.0500", "0.1000", "0.50"]
+    (field,) = report.fields(results)
+    assert "water" not in report.training_table([field])
 
 
 def test_systems_stand_side_by_side(results):
