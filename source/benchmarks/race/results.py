@@ -122,16 +122,15 @@ def read(paths: Iterable[Path]) -> tuple[dict[Key, Result], list[StepTime]]:
 def best_rates(results: Iterable[Result]) -> dict[tuple[str, str, str], float]:
     """Return the rate with the smallest mean force error on the test part, for each set, model and contestant.
 
-    Only runs of the smallest budget count, over the seeds that they have; a run that failed counts as infinite.
+    Only runs of the case's smallest budget count, over the seeds that they have; a run that failed counts as infinite.
     """
-    found: dict[tuple[str, str, str], dict[float, list[float]]] = {}
-    everything = list(results)
-    shortest = min((result.key.steps for result in everything), default=0)
-    for result in everything:
+    found: dict[tuple[str, str, str], dict[int, dict[float, list[float]]]] = {}
+    for result in results:
         key = result.key
-        if key.steps == shortest:
-            found.setdefault((key.set, key.model, key.contestant), {}).setdefault(key.rate, []).append(last(result))
-    return {case: min(rates, key=lambda rate: sum(rates[rate]) / len(rates[rate])) for case, rates in found.items()}
+        budgets = found.setdefault((key.set, key.model, key.contestant), {})
+        budgets.setdefault(key.steps, {}).setdefault(key.rate, []).append(last(result))
+    shortest = {case: budgets[min(budgets)] for case, budgets in found.items()}
+    return {case: min(rates, key=lambda rate: sum(rates[rate]) / len(rates[rate])) for case, rates in shortest.items()}
 
 
 def last(result: Result) -> float:

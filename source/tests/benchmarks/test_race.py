@@ -347,14 +347,15 @@ def test_results_survive_the_file(tmp_path):
     assert found.curve == expected.curve
 
 
-def test_the_best_rate_has_the_smallest_mean_error_of_the_smallest_budget():
+def test_the_best_rate_has_the_smallest_mean_error_of_its_smallest_budget():
     results = [
         *(result("adam", 1e-3, error, seed=seed) for seed, error in ((1, 0.2), (2, 0.2))),
         *(result("adam", 2e-3, error, seed=seed) for seed, error in ((1, 0.1), (2, 0.4))),
         result("adam", 4e-3, 0.01, failed="step 3: NaN"),
         result("adam", 8e-3, 0.01, steps=30000),
+        result("soap", 8e-3, 0.01, steps=30000),
     ]
-    assert best_rates(results) == {("water", "se_e2_a", "adam"): 1e-3}
+    assert best_rates(results) == {("water", "se_e2_a", "adam"): 1e-3, ("water", "se_e2_a", "soap"): 8e-3}
 
 
 def test_stillinger_weber_is_that_of_silicon():
