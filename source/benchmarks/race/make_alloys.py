@@ -3,11 +3,13 @@
 A pair potential of these metals, which is cheaper, draws the frames; EMT labels them.
 
 Training and test: binary alloys, solid, liquid and with surfaces. Out of distribution: alloys of three elements.
+``--large`` adds nine trajectories of each training condition, with atoms in other places, and keeps all other frames.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -15,7 +17,7 @@ from ase import Atoms, units
 from ase.build import bulk
 from ase.calculators.calculator import Calculator, all_changes
 from ase.calculators.emt import EMT
-from sampling import Trajectory, make, output_folder
+from sampling import Trajectory, make, more_training, parse_size
 from sets import Part
 
 LATTICE_CONSTANTS = {"Cu": 3.61, "Ag": 4.09, "Au": 4.08}  # Å
@@ -25,6 +27,7 @@ SOLID, HOT_SOLID, LIQUID, MELT = 500.0, 1000.0, 2000.0, 4000.0  # K
 LIQUID_LENGTH = 1.04
 VACUUM = 10.0  # Å
 SPACING, SETTLE = 20, 200
+LARGER = 10  # times the training frames
 
 
 class LennardJones(Calculator):
@@ -84,8 +87,8 @@ def alloy(content: dict[str, int], rng: np.random.Generator, length: float = 1.0
     return atoms
 
 
-def plans() -> list[Trajectory]:
-    """Return the trajectories of the set."""
+def plans(times: int = 1) -> list[Trajectory]:
+    """Return the trajectories of the set, with so many times the training frames; those of the small set come first."""
     rng = np.random.default_rng(20261122)
     found = []
     contents: list[tuple[Part, tuple[dict[str, int], ...], int]] = [
@@ -105,10 +108,25 @@ def plans() -> list[Trajectory]:
                 Trajectory(part, f"{name}_surface_{SOLID:g}K", slab, SOLID, **rest),
                 Trajectory(part, f"{name}_liquid_{LIQUID:g}K", liquid, LIQUID, melt=MELT, **rest),
             ]
-    return found
+    return found + more_training(found, times - 1, partial(shuffled, rng=rng))
+
+
+def shuffled(plan: Trajectory, rng: np.random.Generator) -> Atoms:
+    """Return the first positions of a trajectory in another order: an alloy with its atoms in other places."""
+    atoms = plan.atoms.copy()
+    atoms.positions = rng.permutation(atoms.positions)
+    return atoms
 
 
 if __name__ == "__main__":
-    folder = output_folder(__doc__.splitlines()[0])
-    elements = tuple(LATTICE_CONSTANTS)
-    make(folder / "alloys", plans(), elements, mover=LennardJones, labeller=EMT, time_step=4.0, seed=20261122)
+    args = parse_size(__doc__.splitlines()[0], LARGER)
+    make(
+        args.out / ("alloys_large" if args.large else "alloys"),
+        plans(LARGER if args.large else 1),
+        tuple(LATTICE_CONSTANTS),
+        mover=LennardJones,
+        labeller=EMT,
+        time_step=4.0,
+        seed=20261122,
+        workers=args.workers,
+    )

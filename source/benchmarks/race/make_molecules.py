@@ -1,20 +1,24 @@
 """Make the race's set of small molecules with GFN2-xTB: ``python make_molecules.py --out race-data``.
 
 Training and test: three molecules at 300 K. Out of distribution: the same at 600 and 1200 K. Needs tblite.
+``--large`` adds five trajectories of each molecule to the training frames, and keeps all other frames.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from ase import Atoms
 from ase.build import molecule
 from ase.calculators.calculator import Calculator
-from sampling import Trajectory, make, output_folder
+from sampling import Trajectory, make, more_training, parse_size
 from sets import Part
 
 MOLECULES = {"ethanol": "CH3CH2OH", "acetic_acid": "CH3COOH", "acetamide": "CH3CONH2"}
 TYPE_MAP = ("H", "C", "N", "O")
 HYDROGEN_MASS = 4.0  # u: positions of the canonical distribution know no masses, and it allows the time step
 SPACING, SETTLE = 20, 300
+LARGER = 6  # times the training frames
 MOVER_ACCURACY, LABEL_ACCURACY = 1.0, 0.01  # tblite's thresholds scale with them
 
 
@@ -32,29 +36,31 @@ def heavy(name: str) -> Atoms:
     return atoms
 
 
-def plans() -> list[Trajectory]:
-    """Return the trajectories of the set."""
+def plans(times: int = 1) -> list[Trajectory]:
+    """Return the trajectories of the set, with so many times the training frames; those of the small set come first."""
     conditions: list[tuple[Part, float, int]] = [
         ("train", 300.0, 150),
         ("test", 300.0, 30),
         ("out", 600.0, 30),
         ("out", 1200.0, 30),
     ]
-    return [
+    found = [
         Trajectory(part, f"{name}_{t:g}K", heavy(formula), t, frames, SPACING, SETTLE)
         for name, formula in MOLECULES.items()
         for part, t, frames in conditions
     ]
+    return found + more_training(found, times - 1, lambda plan: plan.atoms)
 
 
 if __name__ == "__main__":
-    folder = output_folder(__doc__.splitlines()[0])
+    args = parse_size(__doc__.splitlines()[0], LARGER)
     make(
-        folder / "molecules",
-        plans(),
+        args.out / ("molecules_large" if args.large else "molecules"),
+        plans(LARGER if args.large else 1),
         TYPE_MAP,
-        mover=lambda: xtb(MOVER_ACCURACY),
-        labeller=lambda: xtb(LABEL_ACCURACY),
+        mover=partial(xtb, MOVER_ACCURACY),
+        labeller=partial(xtb, LABEL_ACCURACY),
         time_step=1.0,
         seed=20261122,
+        workers=args.workers,
     )

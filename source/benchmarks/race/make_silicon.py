@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ase import Atoms
 from ase.build import bulk
-from sampling import Trajectory, make, output_folder
+from sampling import Trajectory, argument_parser, make
 from sets import Part
 from stillinger_weber import StillingerWeber
 
@@ -44,6 +44,6 @@ def plans() -> list[Trajectory]:
 
 
 if __name__ == "__main__":
-    folder = output_folder(__doc__.splitlines()[0])
+    folder = argument_parser(__doc__.splitlines()[0]).parse_args().out
     potential = {"mover": StillingerWeber, "labeller": StillingerWeber}
     make(folder / "silicon", plans(), ("Si",), **potential, time_step=1.5, seed=20261122)

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from contest import Arena, Run
 from contestants import CONTESTANTS
 from results import Key, Result, StepTime, append, best_rates, read
-from sets import MODELS, SETS
+from sets import MODELS, SETS, USUAL
 
 T = TypeVar("T")
 POINTS = 8  # of a curve
@@ -242,7 +242,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("race-data"), help="holds the sets that make_*.py wrote")
     parser.add_argument("--water", type=Path, help="DeePMD's water example, for the set dft_water")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS)[:-1])
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(USUAL))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["se_e2_a"])
     parser.add_argument(
         "--contestants",

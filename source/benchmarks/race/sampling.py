@@ -10,7 +10,9 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -117,8 +119,11 @@ def make(
     labeller: Callable[[], Calculator],
     time_step: float,
     seed: int,
+    workers: int = 1,
 ) -> None:
     """Sample, label and write all trajectories of a set, then its checksums.
+
+    Trajectories of the same part and name become one system, in their order.
 
     Parameters
     ----------
@@ -132,13 +137,53 @@ def make(
         In fs.
     seed
         Of the random numbers of all trajectories, which do not depend on each other.
+    workers
+        Processes.
     """
-    for number, plan in enumerate(plans):
-        frames = sample(plan, mover(), time_step, np.random.default_rng([seed, number]))
-        system = labelled(frames, type_map, labeller)
-        write_npy(out / plan.part / plan.name, system)
-        print(f"{out.name}/{plan.part}/{plan.name}: {summary(system)}", flush=True)
+    follow = partial(
+        _labelled_trajectory, type_map=type_map, mover=mover, labeller=labeller, time_step=time_step, seed=seed
+    )
+    systems: dict[str, list[LabelledSystem]] = {}
+    with ProcessPoolExecutor(workers) as pool:
+        for plan, system in zip(plans, pool.map(follow, enumerate(plans)), strict=True):
+            systems.setdefault(f"{plan.part}/{plan.name}", []).append(system)
+    for name, parts in systems.items():
+        system = concatenated(parts)
+        write_npy(out / name, system)
+        print(f"{out.name}/{name}: {summary(system)}", flush=True)
     print(write_checksums(out))
+
+
+def _labelled_trajectory(
+    numbered: tuple[int, Trajectory],
+    type_map: Sequence[str],
+    mover: Callable[[], Calculator],
+    labeller: Callable[[], Calculator],
+    time_step: float,
+    seed: int,
+) -> LabelledSystem:
+    number, plan = numbered
+    frames = sample(plan, mover(), time_step, np.random.default_rng([seed, number]))
+    return labelled(frames, type_map, labeller)
+
+
+def more_training(plans: Sequence[Trajectory], times: int, start: Callable[[Trajectory], Atoms]) -> list[Trajectory]:
+    """Return so many further trajectories of every training condition, from the starts that `start` gives."""
+    conditions = [plan for plan in plans if plan.part == "train"]
+    return [replace(plan, atoms=start(plan)) for _ in range(times) for plan in conditions]
+
+
+def concatenated(systems: Sequence[LabelledSystem]) -> LabelledSystem:
+    """Return the frames of systems of the same atoms as one system."""
+    first = systems[0]
+    if any(other.type_map != first.type_map or not np.array_equal(other.atype, first.atype) for other in systems):
+        raise ValueError("systems of different atoms cannot be one system")
+    periodic = first.box is not None
+    gathered = {
+        name: np.concatenate([getattr(system, name) for system in systems])
+        for name in ("coord", "energy", "force", *(("box", "virial") if periodic else ()))
+    }
+    return replace(first, **gathered)
 
 
 def summary(system: LabelledSystem) -> str:
@@ -180,7 +225,9 @@ def argument_parser(what: str) -> argparse.ArgumentParser:
     return parser
 
 
-def output_folder(what: str) -> Path:
-    """Parse a command line that only says where the sets go."""
-    folder: Path = argument_parser(what).parse_args().out
-    return folder
+def parse_size(what: str, times: int) -> argparse.Namespace:
+    """Parse the command line of a set that has a large variant."""
+    parser = argument_parser(what)
+    parser.add_argument("--large", action="store_true", help=f"{times} times the training frames, as a set NAME_large")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    return parser.parse_args()

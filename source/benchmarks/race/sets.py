@@ -48,6 +48,9 @@ SETS = {
     "silicon": DataSet(("Si",), 5.0, 1),
     "dft_water": DataSet(("O", "H"), 6.0, 1, parts={"train": ("data_0", "data_1", "data_2"), "test": ("data_3",)}),
 }
+USUAL = ("water", "molecules", "alloys", "silicon")  # raced where nothing is asked for
+# Sets with more training frames, and the test and out-of-distribution frames of the small ones.
+SETS |= {f"{name}_large": SETS[name] for name in ("water", "molecules", "alloys")}
 
 
 # Whose networks and loss a model takes, among the examples of this repository.

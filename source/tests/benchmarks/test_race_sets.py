@@ -1,0 +1,216 @@
+"""Larger sets of the race: more trajectories of the same conditions, and water that a potential draws."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ase")
+# The race's scripts are not a package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchmarks" / "race"))
+
+import make_alloys
+import make_molecules
+import make_water_large as large
+import race
+import sampling
+from ase.calculators.calculator import Calculator, all_changes
+from ase.calculators.emt import EMT
+from ase.calculators.singlepoint import SinglePointCalculator
+from make_data import FlexibleSPC, lattice_of_molecules
+from results import read
+
+SMALL = Path(__file__).resolve().parents[3] / "examples" / "water_xtb" / "data"
+
+
+@pytest.mark.parametrize("module", [make_alloys, make_molecules])
+def test_a_large_set_begins_with_the_small_one(module):
+    small, more = module.plans(), module.plans(module.LARGER)
+    for ours, theirs in zip(more, small, strict=False):
+        np.testing.assert_array_equal(ours.atoms.positions, theirs.atoms.positions)
+        assert (ours.part, ours.name, ours.frames) == (theirs.part, theirs.name, theirs.frames)
+    assert {plan.part for plan in more[len(small) :]} == {"train"}
+    frames = [
+        {name: sum(plan.frames for plan in plans if f"{plan.part}/{plan.name}" == name) for name in names}
+        for plans in (small, more)
+        for names in [{f"{plan.part}/{plan.name}" for plan in small}]
+    ]
+    for name, count in frames[0].items():
+        assert frames[1][name] == count * (module.LARGER if name.startswith("train/") else 1)
+
+
+def test_further_alloys_have_their_atoms_in_other_places():
+    plans = [plan for plan in make_alloys.plans(3) if plan.part == "train" and "surface" in plan.name]
+    assert len(plans) == 9
+    for first, second in ((0, 3), (3, 6), (0, 6)):
+        ours, theirs = plans[first].atoms, plans[second].atoms
+        assert ours.symbols.get_chemical_formula() == theirs.symbols.get_chemical_formula()
+        assert sorted(map(tuple, ours.positions)) == sorted(map(tuple, theirs.positions))
+        assert (ours.positions != theirs.positions).any(axis=1).sum() > 16
+
+
+def test_trajectories_of_a_name_become_one_system(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling, "CHECKSUMS", tmp_path / "checksums")
+    atoms = make_alloys.alloy({"Cu": 16, "Ag": 16}, np.random.default_rng(1))
+    plans = [sampling.Trajectory(part, "a", atoms, 500.0, 2, 1, 1) for part in ("train", "test", "train")]
+    given = {"mover": make_alloys.LennardJones, "labeller": EMT, "time_step": 4.0, "seed": 3}
+    sampling.make(tmp_path / "set", plans, ("Cu", "Ag"), **given, workers=2)
+    for part, numbers in (("train", (0, 2)), ("test", (1,))):
+        expected = []
+        for number in numbers:
+            rng = np.random.default_rng([3, number])
+            expected += sampling.sample(plans[number], make_alloys.LennardJones(), 4.0, rng)
+        system = sampling.labelled(expected, ("Cu", "Ag"), EMT)
+        for name, array in system.arrays().items():
+            found = np.load(tmp_path / "set" / part / "a" / "set.000" / f"{name}.npy")
+            np.testing.assert_array_equal(found, array)
+    assert sampling.write_checksums(tmp_path / "set") == ("set: 14 files as published, 0 differ, 0 missing, 0 others")
+
+
+def test_systems_of_other_atoms_stay_apart():
+    cells = [make_alloys.alloy(content, np.random.default_rng(1)) for content in ({"Cu": 32}, {"Ag": 32})]
+    systems = [sampling.labelled([atoms], ("Cu", "Ag"), EMT) for atoms in cells]
+    with pytest.raises(ValueError, match="different atoms"):
+        sampling.concatenated(systems)
+
+
+def test_contacts_are_distances_between_molecules():
+    # Two molecules on either side of a face of the cell; lengths in Å.
+    molecule = np.array([[0.0, 0.0, 0.0], [0.9, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    positions = np.concatenate([molecule + np.array(x) for x in ([9.8, 5, 5], [2.8, 5, 5])])
+    assert large.contacts(positions, 10.0) == pytest.approx(
+        {("O", "O"): 3.0, ("O", "H"): 2.1, ("H", "H"): np.hypot(2.1, 1.0)}
+    )
+    np.testing.assert_allclose(large.bond_lengths(positions), [[0.9, 1.0]] * 2)
+    assert large.is_water(positions, 10.0)
+    for moved in ([-0.95, 0, 0], [0.0, 0, 9.3]):  # O…H 1.15, and next to each other
+        near = positions + np.repeat([[0, 0, 0], moved], 3, axis=0)
+        assert large.is_water(near, 10.0) == (moved[2] != 0)
+    assert not large.is_water(positions * [1, 1.5, 1], 15.0)
+
+
+class Attraction(Calculator):
+    """Flexible SPC with a constant force that draws the hydrogens of the first two molecules together."""
+
+    implemented_properties = ["energy", "forces"]  # noqa: RUF012, as ASE declares it
+
+    def __init__(self, force):
+        super().__init__()
+        self.force, self.liquid = force, FlexibleSPC(24)
+
+    def calculate(self, atoms=None, properties=("energy",), system_changes=tuple(all_changes)):
+        super().calculate(atoms, properties, system_changes)
+        self.liquid.calculate(self.atoms)
+        self.results = {name: np.copy(value) for name, value in self.liquid.results.items()}
+        vector = self.atoms.get_distance(1, 4, mic=True, vector=True)
+        pull = self.force * vector / np.linalg.norm(vector)
+        self.results["forces"][1] += pull
+        self.results["forces"][4] -= pull
+
+
+def starts():
+    return [lattice_of_molecules(8, np.random.default_rng(seed)) for seed in range(3)]
+
+
+def test_a_walk_ends_where_it_leaves_water():
+    begin, frames = starts(), 12
+    length = begin[0].cell[0, 0]
+    assert all(large.is_water(atoms.positions, length) for atoms in begin)
+    walker = large.Walker(300.0, 1, begin)
+    for force, leaves in ((0.0, False), (4.0, True)):
+        found, ended = walker.draw(Attraction(force), frames)
+        assert (ended > 0) == leaves
+        assert len(found) == frames
+        assert all(large.is_water(positions, length) for positions in found)
+        assert len({positions.round(6).tobytes() for positions in found}) == frames
+        np.testing.assert_allclose([x.mean(axis=0) for x in found], length / 2)
+        again, _ = walker.draw(Attraction(force), frames)
+        np.testing.assert_array_equal(again, found)
+    with pytest.raises(RuntimeError, match="train the potential longer"):
+        walker.draw(Attraction(2e3), frames)
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """A small set, and a work folder in which each temperature has a walker with six frames, labelled by halves."""
+    monkeypatch.setattr(large, "FRAMES", 6)
+    monkeypatch.setattr(large, "BLOCK", 3)
+    monkeypatch.setattr(sampling, "CHECKSUMS", tmp_path / "checksums")
+    small, work = tmp_path / "water", tmp_path / "water_large_work"
+    for part, source in (
+        ("train", "valid/300K"),
+        ("train", "valid/350K"),
+        ("test", "valid/300K"),
+        ("out", "valid/420K"),
+    ):
+        shutil.copytree(SMALL / source, small / part / Path(source).name)
+    for temperature in large.TEMPERATURES:
+        coord = np.load(SMALL / "train" / f"{temperature:g}K" / "set.000" / "coord.npy")[:6].reshape(6, 96, 3)
+        box = np.load(SMALL / "train" / f"{temperature:g}K" / "set.000" / "box.npy")[0]
+        large.save(work / "drawn" / f"{temperature:g}K_00.npz", coord=coord, length=box[0], ended=0)
+    return small, work, tmp_path / "water_large"
+
+
+def spc_labels(atoms, *_):
+    """Return a frame with labels of flexible SPC and no stress."""
+    frame = atoms.copy()
+    calculator = FlexibleSPC(len(atoms))
+    calculator.calculate(frame)
+    frame.calc = SinglePointCalculator(frame, stress=np.zeros(6), **calculator.results)
+    return frame
+
+
+def test_the_large_water_set_is_the_small_one_and_what_was_labelled(folders, monkeypatch, capsys):
+    small, work, out = folders
+    monkeypatch.setattr(large, "labelled", spc_labels)
+    blocks = large.block_files(work)
+    assert [path.name for path in blocks] == [f"{t}K_00_{first:02d}.npz" for first in (0, 3) for t in (300, 350)]
+    for number, (path, source) in enumerate(blocks.items()):
+        late = number == 3
+        assert ("is left" in large.label_block(path, *source, until=0.0 if late else float("inf"))) == late
+        assert path.exists() != late
+    before = next(iter(blocks)).stat().st_mtime_ns
+    assert "exists" in large.label_block(next(iter(blocks)), *blocks[next(iter(blocks))], until=float("inf"))
+    assert next(iter(blocks)).stat().st_mtime_ns == before
+    large.write(work, small, out)
+    assert "O–H 0.9" in capsys.readouterr().out
+    for temperature, frames in ((300, 6), (350, 3)):
+        numbers = out / "train" / f"drawn_{temperature}K" / "set.000"
+        source = SMALL / "train" / f"{temperature}K" / "set.000"
+        for name in ("coord", "box"):
+            np.testing.assert_allclose(np.load(numbers / f"{name}.npy"), np.load(source / f"{name}.npy")[:frames])
+        (expected,) = large.frames_of(work / "drawn" / f"{temperature}K_00.npz", slice(1, 2))
+        expected.calc = FlexibleSPC(96)
+        np.testing.assert_allclose(np.load(numbers / "force.npy")[1], expected.get_forces().ravel(), atol=1e-5)
+    for path in small.rglob("*.npy"):
+        assert path.read_bytes() == (out / path.relative_to(small)).read_bytes()
+    given = [
+        "--data",
+        out.parent,
+        "--sets",
+        "water_large",
+        "--models",
+        "tiny",
+        "--steps",
+        2,
+        "--contestants",
+        "adam=0.001",
+    ]
+    race.race(race.arguments([*map(str, given), "--results", str(out.parent / "a.jsonl")]))
+    ((key, result),) = read([out.parent / "a.jsonl"])[0].items()
+    assert key.set == "water_large"
+    assert set(result.test) == {"300K"}
+    assert set(result.out) == {"420K"}
+
+
+def test_labels_are_those_of_the_example(folders):
+    pytest.importorskip("tblite")
+    _, work, _ = folders
+    path, (drawn, _) = next(iter(large.block_files(work).items()))
+    large.label_block(path, drawn, slice(2, 3), until=float("inf"))
+    found = np.load(path)
+    for name, tolerance in (("energy", 1e-6), ("force", 1e-4), ("virial", 1e-4)):
+        expected = np.load(SMALL / "train" / "300K" / "set.000" / f"{name}.npy")[2]
+        np.testing.assert_allclose(found[name][0].ravel(), expected.ravel(), rtol=0, atol=tolerance)
