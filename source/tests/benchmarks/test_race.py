@@ -400,21 +400,72 @@ def test_kept_weights_are_read_by_the_calculator(sets, tmp_path):
     assert np.sqrt(np.mean(errors)) == pytest.approx(result.test["300K"]["force"], rel=1e-5)
 
 
+def by_calculator(calculator, atoms):
+    """Return a calculator of ASE as the function of positions of several copies that `dynamics` takes."""
+
+    def potential(positions):
+        moved = [atoms.copy() for _ in positions]
+        for frame, x in zip(moved, positions, strict=True):
+            frame.positions, frame.calc = x, calculator
+        return tuple(
+            np.array([get(frame) for frame in moved])
+            for get in (lambda frame: frame.get_potential_energy(), lambda frame: frame.get_forces())
+        )
+
+    return potential
+
+
 def test_dynamics_keep_energy_and_find_a_potential_that_blows_up():
     pytest.importorskip("ase")
-    from dynamics import constant_energy
+    from dynamics import constant_energy, report
     from make_silicon import crystal
     from stillinger_weber import StillingerWeber
 
-    found, frames = constant_energy(crystal(), StillingerWeber(), 300.0, 0.02, 1.0, seed=1)
-    assert found["stable"]
-    assert abs(found["drift"]) < 20  # meV/atom/ps; the kinetic energy falls by some 1,000 in this time
-    assert found["fluctuation"] < 0.2
-    assert json.loads(json.dumps(found)) == found
-    assert len(frames) == 17
-    found, _ = constant_energy(crystal(), StillingerWeber(), 3000.0, 0.2, 50.0, seed=1)
-    assert not found["stable"]
-    assert found["drift"] is None
+    atoms = crystal()
+    potential = by_calculator(StillingerWeber(), atoms)
+    cold = {"temperature": 300.0, "picoseconds": 0.02, "time_step": 1.0}
+    both = constant_energy(atoms, potential, seeds=[1, 2], **cold)
+    (alone,) = constant_energy(atoms, potential, seeds=[2], **cold)
+    found = report(both)
+    assert json.loads(json.dumps(found)) == json.loads(json.dumps(found, allow_nan=False))
+    assert found["runs"][1] == alone.summary() != found["runs"][0] | {"seed": 2}
+    for run in found["runs"]:
+        assert run["stable"]
+        assert run["picoseconds"] == 0.02
+        assert abs(run["drift"]) < 20  # meV/atom/ps; the kinetic energy falls by some 1,000 in this time
+        assert run["fluctuation"] < 0.2
+        assert run["left"] == {}
+    assert [len(course.frames) for course in both] == [17, 17]
+    assert found["blow_ups_per_ps"] == (0.0, pytest.approx(25.0))
+    hot = constant_energy(atoms, potential, temperature=3000.0, seeds=[1], picoseconds=0.2, time_step=50.0)
+    assert report(hot)["blow_ups_per_ps"][0] == pytest.approx(1.0 / hot[0].time)
+    assert hot[0].summary()["drift"] is None
+
+
+def test_dynamics_say_when_atoms_come_too_close(monkeypatch):
+    pytest.importorskip("ase")
+    import dynamics
+    from ase import Atoms
+    from dynamics import WATCH, constant_energy, report, shortest
+
+    monkeypatch.setattr(dynamics, "HOTTEST", np.inf)
+    atoms = Atoms("OHH", positions=[[0, 0, 0], [-7, 0, 0], [0, 9, 0]], cell=[10, 10, 10], pbc=[True, False, True])
+    assert shortest([atoms]) == pytest.approx({"H-H": 90**0.5, "H-O": 3.0})
+
+    def falling(positions):  # towards an image of oxygen, alike for every copy
+        forces = np.zeros_like(positions)
+        forces[:, 1, 0] = -2.0
+        return np.zeros(len(positions)), forces
+
+    conditions = {"temperature": 1e-9, "seeds": [1, 2], "picoseconds": 0.012, "time_step": 0.5}
+    courses = constant_energy(atoms, falling, allowed={"H-O": 2.7, "O-O": 5.0}, **conditions)
+    for course in courses:
+        assert set(course.left) == {"H-O"}
+        # ½·a·t² = 0.3 Å with 2 eV/Å on 1.008 u: 5.6 fs, at the next look
+        assert course.left["H-O"] == pytest.approx(0.5e-3 * WATCH * np.ceil(5.6 / (0.5 * WATCH)))
+    departures, uncertainty = report(courses)["departures_per_ps"]
+    assert departures == pytest.approx(1.0 / courses[0].left["H-O"])
+    assert uncertainty == pytest.approx(departures / 2**0.5)
 
 
 def test_pair_distributions_count_neighbors():
