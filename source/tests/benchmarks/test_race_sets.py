@@ -21,6 +21,7 @@ from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 from make_data import FlexibleSPC, lattice_of_molecules
 from results import read
+from sets import SETS
 
 SMALL = Path(__file__).resolve().parents[3] / "examples" / "water_xtb" / "data"
 
@@ -214,3 +215,15 @@ def test_labels_are_those_of_the_example(folders):
     for name, tolerance in (("energy", 1e-6), ("force", 1e-4), ("virial", 1e-4)):
         expected = np.load(SMALL / "train" / "300K" / "set.000" / f"{name}.npy")[2]
         np.testing.assert_allclose(found[name][0].ravel(), expected.ravel(), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if name.endswith("_large")])
+def test_published_larger_sets_test_on_the_frames_of_the_small_ones(name):
+    large_files, small_files = (
+        set((sampling.CHECKSUMS / f"{which}.sha256").read_text().splitlines())
+        for which in (name, name[: -len("_large")])
+    )
+    for part in ("test", "out"):
+        expected = {line for line in small_files if f"  {part}/" in line}
+        assert len(expected) > 20
+        assert {line for line in large_files if f"  {part}/" in line} == expected
