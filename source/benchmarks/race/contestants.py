@@ -60,13 +60,13 @@ def own(section: dict[str, Any], first: float) -> Contestant:
     return Contestant(doubled(first), lambda rate: rate, lambda rate: section)
 
 
-def hybrid_muon(section: dict[str, Any], *, keeps_absent: bool = False) -> Contestant:
-    """Return HybridMuon with a rate of its matrices."""
+def hybrid_muon(section: dict[str, Any], *, adam_rate: float = ADAM_RATE, keeps_absent: bool = False) -> Contestant:
+    """Return HybridMuon with a rate of its matrices; `adam_rate` is the learning rate of everything else."""
 
     def scaled(rate: float) -> dict[str, Any]:
-        return {"type": "HybridMuon", "lr_adjust_coeff": rate / ADAM_RATE, **section}
+        return {"type": "HybridMuon", "lr_adjust_coeff": rate / adam_rate, **section}
 
-    return Contestant(MATRIX_GRID, lambda rate: ADAM_RATE, scaled, keeps_absent=keeps_absent)
+    return Contestant(MATRIX_GRID, lambda rate: adam_rate, scaled, keeps_absent=keeps_absent)
 
 
 MATRIX_GRID = doubled(0.00216)
@@ -87,6 +87,8 @@ CONTESTANTS = {
     "hybrid_muon_decay_03": hybrid_muon({"weight_decay": 0.3}),
     "hybrid_muon_decay_1": hybrid_muon({"weight_decay": 1.0}),
     "hybrid_muon_decay_3": hybrid_muon({"weight_decay": 3.0}),
+    "hybrid_muon_adam_3": hybrid_muon({}, adam_rate=3e-3),
+    "hybrid_muon_adam_10": hybrid_muon({}, adam_rate=1e-2),
     "hybrid_muon_present": hybrid_muon({}, keeps_absent=True),
     "deepmd_kit_muon": own({"type": "HybridMuon", "deepmd_kit_arithmetic": True}, 3e-3),
     "torch_muon": Contestant(

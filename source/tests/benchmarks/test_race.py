@@ -164,7 +164,7 @@ def test_every_input_is_accepted(name, model):
     ).settings
     assert given.model.type_map == SETS[name].type_map
     assert given.model.descriptor.needs_counts
-    assert (given.loss.start_pref_v > 0) == (name != "molecules")
+    assert (given.loss.start_pref_v > 0) == SETS[name].cell
 
 
 def test_a_deferred_optimizer_takes_the_steps_of_an_immediate_one(sets, monkeypatch):
