@@ -206,6 +206,18 @@ def test_the_large_water_set_is_the_small_one_and_what_was_labelled(folders, mon
     assert set(result.out) == {"420K"}
 
 
+def test_the_potential_that_draws_is_a_run_of_the_race(folders, monkeypatch):
+    small, work, _ = folders
+    monkeypatch.setattr(large, "POTENTIAL", ("water", "tiny", "hybrid_muon", 0.00864, 2, 2))
+    large.train_potential(small, work / "potential.pt")
+    (walker, *_) = large.walkers(small)
+    monkeypatch.setattr(large, "FRAMES", 1)
+    (work / "drawn" / "300K_00.npz").unlink()
+    for expected in ("1 frames", "exists"):
+        assert expected in large.draw_one(walker, work / "potential.pt", work)
+    assert np.load(work / "drawn" / "300K_00.npz")["coord"].shape == (1, 96, 3)
+
+
 def test_labels_are_those_of_the_example(folders):
     pytest.importorskip("tblite")
     _, work, _ = folders
