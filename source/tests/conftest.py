@@ -67,10 +67,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _place(item.path))
 
 
-def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection, which took a twentieth of the time."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import without garbage collection, which took a sixth of that time, and exclude what is imported from it.
+
+    Afterwards it starts a tenth as often as by default, which took a thirtieth of the time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+        gc.set_threshold(7000, 10, 10)
 
 
 @functools.cache

@@ -8,7 +8,8 @@ calculates every integer operation a second time, in 64 bits, and drops the comp
 the functions of `triton.language` at every launch and at every call of a device function; once is enough where nothing
 is compiled. It looks dtypes up in a table that it makes for every look-up. Every value gets a type of its own, with its
 shape and number of elements as constants and a name in words, though few types differ; here equal types are one object,
-and values copy what follows from it.
+and values copy what follows from it. It derives a common type and shape for the operands of every operation, and writes
+every number out in that shape; here operands of one type stay as they are, and a number is written once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import functools
 from typing import ClassVar
 
 from triton import language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _patched = interpreter._patch_lang_tensor
@@ -119,3 +121,29 @@ def _patch_attr(obj, name, member, builder, scope):
 
 
 interpreter._patch_attr = _patch_attr
+
+_check_operands = TritonSemantic.binary_op_type_checking_impl
+_written: dict = {}
+
+
+def _operands(self, lhs, rhs, *checks, **named):
+    """Return operands of one type as they are; keep a number as it is written beside a value that stays as it is."""
+    division = len(checks) == 4 and checks[3]  # makes float32 of halves
+    if not isinstance(lhs, tl.tensor):
+        return _check_operands(self, lhs, rhs, *checks, **named)
+    if isinstance(rhs, tl.tensor):
+        if lhs.type is rhs.type and not division and not lhs.type.scalar.is_ptr():
+            return lhs, rhs
+        return _check_operands(self, lhs, rhs, *checks, **named)
+    key = id(lhs.type), type(rhs), rhs, checks
+    found = _written.get(key)
+    if found is None:
+        own, number = _check_operands(self, lhs, rhs, *checks, **named)
+        if own is not lhs:
+            return own, number
+        number.handle.data.flags.writeable = False
+        found = _written[key] = number, lhs.type  # keeps the type, so that no other gets its id
+    return lhs, found[0]
+
+
+TritonSemantic.binary_op_type_checking_impl = _operands

@@ -247,6 +247,11 @@ class Poison(TorchDispatchMode):
     EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
     ZEROS = ("aten::zeros", "aten::zeros_like", "aten::new_zeros")
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Let torch not import its compiler, which takes seconds: nothing is compiled here."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[tuple[Tensor, int]] = []

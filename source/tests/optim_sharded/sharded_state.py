@@ -32,7 +32,7 @@ from deepmd_muon.optim.state.schema import ALL_MOMENTS
 
 def offloaded():
     """Moments in host memory change no bit, on any layout, switched on and off, with missing gradients."""
-    kinds = ("even", "uneven", "mixed") if dist.get_world_size() < 4 else ("even",)
+    kinds = ("even", "rest") if dist.get_world_size() < 4 else ("even",)
     for (name, mesh, placements), kind in itertools.product(layouts(), kinds):
         shapes = [shape for shape in SHAPES[kind] if fits(shape, placements)]
         twins = Twins(shapes, mesh_of(mesh), placements, many={"offload": True, "offload_bytes": 600})
@@ -123,7 +123,7 @@ class Replicas:
 def cut_state():
     """Replicas with cut state equal one process, and every rank has the same parameters."""
     world = dist.get_world_size()
-    kinds = {"even": 0.0, "uneven": 1e-6, "experts": 1e-6, "mixed": 1e-6}
+    kinds = {"even": 0.0, "rest": 1e-6}
     options = ({}, {"magma_muon": False, "nesterov": False})
     for (kind, tolerance), settings in itertools.product(kinds.items(), options):
         shapes = SHAPES[kind] + ([(256,)] if kind == "even" else [])

@@ -28,8 +28,8 @@ from deepmd_muon.train.strategy.fully_sharded import FullySharded
 
 STEPS, HALF = 6, 3
 STAGES = (0, 1, 2, 3)
-# Of four ranks: stage and number of groups that hold the whole model.
-LAYOUTS_OF_FOUR = ((0, 1), (1, 1), (2, 2), (3, 2), (3, 4))
+# Of four ranks: stage and number of groups that hold the whole model. Stage 0 is tested on two and on three.
+LAYOUTS_OF_FOUR = ((1, 1), (2, 2), (3, 2), (3, 4))
 
 
 def write_system(folder, nframes, natoms=8):
@@ -197,7 +197,7 @@ def test_four_ranks_equal_one_process_with_the_larger_batch(place):
     """HSDP among them; the last three write directories as well, each rank its part."""
     jobs = [
         Job(place / f"4_{stage}_{groups}", content(place, 1, stage, groups=groups, checkpoint_format=form))
-        for (stage, groups), form in zip(LAYOUTS_OF_FOUR, ("file", "file", "both", "both", "both"), strict=True)
+        for (stage, groups), form in zip(LAYOUTS_OF_FOUR, ("file", "both", "both", "both"), strict=True)
     ]
     wrong = Job(place / "groups", content(place, 1, 2, groups=3))
     for job in jobs:
@@ -213,7 +213,7 @@ def test_four_ranks_equal_one_process_with_the_larger_batch(place):
     check_equal(place, 4, ends[-2:-1], [adam], "AdamW")
     message = "TrainingError: training/data_parallel_replicate_degree is 3, which does not divide 4 processes"
     assert all(message.partition(": ")[2] in end for end in ends[-1])
-    for job in jobs[2:]:
+    for job in jobs[1:]:
         for step in (HALF, STEPS):
             path = job.folder / f"model.ckpt-{step}"
             assert_same(read_checkpoint(f"{path}.pt"), read_checkpoint(f"{path}.dcp"), 0.0)
@@ -231,15 +231,14 @@ def test_three_ranks_equal_one_process_and_continue_what_one_and_four_saved(plac
     jobs = [Job(place / f"3_{stage}", content(place, 1, stage)) for stage in STAGES]
     alone(place / "1", content(place, 1))
     moves = [
-        again(place, last(place, "1"), world=3, stage=2),
-        again(place, last(place, "4_0_1"), world=3, stage=3),
+        again(place, last(place, "1"), world=3, stage=3),
         again(place, last(place, "4_2_2", "dcp"), world=3, stage=0),
         again(place, last(place, "4_3_2"), world=3, stage=2, form="dcp"),
         again(place, last(place, "4_3_4", "dcp"), world=3, stage=1),
     ]
     ends = run_jobs(3, [*jobs, *moves])
     check_equal(place, 3, ends[:4], jobs)
-    assert ends[4:] == [["0"] * 3] * 5
+    assert ends[4:] == [["0"] * 3] * 4
     check_again(moves)
 
 
@@ -267,7 +266,6 @@ def test_two_ranks_equal_one_process_and_continue_what_others_saved(place):
     for job in parted:
         job.accident = "tell_state"
     moves = [
-        again(place, last(place, "1"), world=2, stage=3),
         again(place, last(place, "3_1"), world=2, stage=2, form="dcp"),
         again(place, last(place, "3_2"), world=2, stage=0),
         again(place, last(place, "3_3"), world=2, stage=1),
@@ -283,7 +281,7 @@ def test_two_ranks_equal_one_process_and_continue_what_others_saved(place):
         assert max(held) < 0.6 * sum(held)
     check_equal(place, 2, ends[:4], jobs)
     check_equal(place, 2, ends[4:8], adam, "AdamW")
-    assert ends[8:] == [["0"] * 2] * 5
+    assert ends[8:] == [["0"] * 2] * 4
     check_again(moves)
 
 
@@ -297,17 +295,14 @@ def test_one_process_and_three_and_four_ranks_continue_what_others_saved(place):
     for job in one:
         alone(job.folder, job.content, **job.options)
     four = [
-        again(place, one[0].folder / f"again-{STEPS}.pt", world=4, stage=1),
         again(place, last(place, "2_3"), world=4, stage=2, groups=2, form="dcp"),
         again(place, last(place, "3_0"), world=4, stage=3, groups=4),
-        again(place, last(place, "4_3_2"), world=4, stage=3),
         again(place, last(place, "4_2_2", "dcp"), world=4, stage=3),
     ]
     four[-1].accident = "tell_reading"
-    assert run_jobs(4, four) == [["0"] * 4] * 5
+    assert run_jobs(4, four) == [["0"] * 4] * 3
     check_reading(four[-1])
     three = [
-        again(place, last(place, "2_2"), world=3, stage=1),
         again(place, last(place, "adam_3"), world=3, stage=1, form="dcp"),
         again(place, last(place, "adam_1"), world=3, stage=2),
     ]
@@ -315,7 +310,7 @@ def test_one_process_and_three_and_four_ranks_continue_what_others_saved(place):
     migrated = [again(place, last(place, "4_2_2", suffix), world=3, stage=3) for suffix in ("pt", "dcp")]
     for job in migrated:
         job.content["optimizer"] |= {"min_matrix_dim": 5, "on_route_change": "migrate"}
-    assert run_jobs(3, [*three, *migrated]) == [["0"] * 3] * 5
+    assert run_jobs(3, [*three, *migrated]) == [["0"] * 3] * 4
     file, directory = (read_checkpoint(job.folder / f"again-{STEPS}.pt") for job in migrated)
     assert file["optimizer"]["param_groups"][0]["routes"].count("muon") == 2  # of three
     assert_same(file, directory, 0.0)
