@@ -229,7 +229,7 @@ def test_importing_the_optimizer_changes_no_global_setting():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_adam_steps_as_torchs_and_imports_no_compiler():
+def test_adam_steps_as_torchs_and_imports_no_compiler(tmp_path):
     """The classes with torch's methods as they are written, in a process of their own: something else may import it."""
     program = """
 import itertools, sys, torch
@@ -247,25 +247,33 @@ def take(optimizer, used, steps):
 
 stepped = []
 for config, implementation in itertools.product((AdamConfig, AdamWConfig), ("foreach", "for-loop")):
-    model, twin = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    twin.load_state_dict(model.state_dict())
+    model = torch.nn.Linear(3, 2)
+    start = [p.detach().clone() for p in model.parameters()]
     ours = config(adam_implementation=implementation).build(model, 1e-2)
     assert ours.defaults["foreach"] == (implementation == "foreach")
     take(ours, model, gradients[:2])
     ours.load_state_dict(ours.state_dict())
     take(ours, model, gradients[2:])
-    stepped.append((config.__name__.removesuffix("Config"), ours, model, twin))
-assert "torch._dynamo" not in sys.modules
-for kind, ours, model, twin in stepped:
+    kind = config.__name__.removesuffix("Config")
+    assert isinstance(ours, getattr(torch.optim, kind)) and type(ours).__name__ == kind
     options = {key: ours.defaults[key] for key in ("lr", "betas", "eps", "weight_decay", "foreach", "fused")}
-    torchs = getattr(torch.optim, kind)
-    theirs = torchs(twin.parameters(), **options)
-    assert isinstance(ours, torchs) and type(ours).__name__ == kind
-    take(theirs, twin, gradients)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-    assert ours.state_dict()["state"][0]["exp_avg"].equal(theirs.state_dict()["state"][0]["exp_avg"])
+    end = [p.detach() for p in model.parameters()]
+    stepped.append((kind, options, start, end, ours.state_dict()["state"][0]["exp_avg"]))
+assert "torch._dynamo" not in sys.modules
+torch.save((gradients, stepped), "stepped.pt")
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+    gradients, stepped = torch.load(tmp_path / "stepped.pt", weights_only=True)
+    assert [kind for kind, *_ in stepped] == ["Adam", "Adam", "AdamW", "AdamW"]
+    for kind, options, start, end, moment in stepped:
+        params = [torch.nn.Parameter(x) for x in start]
+        torchs = getattr(torch.optim, kind)(params, **options)
+        for values in gradients:
+            for p, value in zip(params, values, strict=True):
+                p.grad = value.clone()
+            torchs.step()
+        assert all(torch.equal(p, x) for p, x in zip(params, end, strict=True))
+        assert torchs.state[params[0]]["exp_avg"].equal(moment)
 
 
 @pytest.mark.parametrize("sharded", ["abc", {"slots": 2}])
