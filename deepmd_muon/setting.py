@@ -140,24 +140,29 @@ def check_settings(settings: Any, of: str = "") -> None:
 
     The message starts with `of`, or the dataclass's name.
     """
-    own: Any = type(settings)
-    annotations = annotations_of(own)
+    kind: Any = type(settings)
     problems = []
-    for field in dataclasses.fields(settings):
-        if "setting" in field.metadata:
-            value = getattr(settings, field.name)
-            annotation = annotations[field.name]
-            own_setting, fitted = setting_of(field, annotation), convert(value, annotation, exact=True)
-            if not isinstance(fitted, Mismatch):
-                problem = own_setting.problem(value)
-            elif own_setting.choices:
-                problem = f"must be {one_of(own_setting.choices)}; found {shown(value)}"
-            else:
-                problem = fitted.words
-            if problem:
-                problems.append(f"{field.name}: {problem}")
+    for name, annotation, own in _declared(kind):
+        value = getattr(settings, name)
+        fitted = convert(value, annotation, exact=True)
+        if not isinstance(fitted, Mismatch):
+            problem = own.problem(value)
+        elif own.choices:
+            problem = f"must be {one_of(own.choices)}; found {shown(value)}"
+        else:
+            problem = fitted.words
+        if problem:
+            problems.append(f"{name}: {problem}")
     if problems:
         raise InvalidSettingError(f"{of or type(settings).__name__}: " + "; ".join(problems), problems)
+
+
+@functools.cache
+def _declared(settings: Any) -> tuple[tuple[str, Any, Setting], ...]:
+    """Return name, annotation and `Setting` of the fields of a settings dataclass that have one."""
+    annotations = annotations_of(settings)
+    fields = [field for field in dataclasses.fields(settings) if "setting" in field.metadata]
+    return tuple((f.name, annotations[f.name], setting_of(f, annotations[f.name])) for f in fields)
 
 
 @functools.cache

@@ -72,9 +72,11 @@ def commands_of(code: str) -> list[str]:
 
 
 def shorten(file: str) -> None:
-    """Let a training take few steps."""
+    """Let a training take few steps, and validate with one batch."""
     content = json.loads(Path(file).read_text())
     content["training"] |= {"numb_steps": STEPS, "disp_freq": 1, "save_freq": STEPS}
+    if content["training"].get("validation_data"):
+        content["training"]["validation_data"]["numb_btch"] = 1
     content["model"]["data_stat_nbatch"] = 1
     Path(file).write_text(json.dumps(content))
 

@@ -206,7 +206,7 @@ def test_tables_are_made_anew_when_state_moves():
 
 def test_steps_repeat_bitwise():
     first = run_both(steps=2)[1]
-    for _ in range(3):
+    for _ in range(3 if torch.cuda.is_available() else 1):  # the interpreter has no race
         assert all(torch.equal(a, b) for a, b in zip(first, run_both(steps=2)[1], strict=True))
 
 

@@ -124,7 +124,7 @@ class Twins:
         for optimizer in self.optimizers:
             optimizer.step()
 
-    @property
+    @functools.cached_property
     def exact(self):
         """Whether the last bit must agree: torch's vector loops round otherwise in a remainder of fewer than 8."""
         layouts = [(q.shape, layout_of(q, None)) for q in self.many]
