@@ -89,6 +89,7 @@ CONTESTANTS = {
     "hybrid_muon_decay_3": hybrid_muon({"weight_decay": 3.0}),
     "hybrid_muon_adam_3": hybrid_muon({}, adam_rate=3e-3),
     "hybrid_muon_adam_10": hybrid_muon({}, adam_rate=1e-2),
+    "hybrid_muon_adam_30": hybrid_muon({}, adam_rate=3e-2),
     "hybrid_muon_present": hybrid_muon({}, keeps_absent=True),
     "deepmd_kit_muon": own({"type": "HybridMuon", "deepmd_kit_arithmetic": True}, 3e-3),
     "torch_muon": Contestant(

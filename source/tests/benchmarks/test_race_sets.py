@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchma
 
 import make_alloys
 import make_molecules
+import make_silicon
 import make_water_large as large
 import race
 import sampling
@@ -26,7 +27,7 @@ from sets import SETS
 SMALL = Path(__file__).resolve().parents[3] / "examples" / "water_xtb" / "data"
 
 
-@pytest.mark.parametrize("module", [make_alloys, make_molecules])
+@pytest.mark.parametrize("module", [make_alloys, make_molecules, make_silicon])
 def test_a_large_set_begins_with_the_small_one(module):
     small, more = module.plans(), module.plans(module.LARGER)
     for ours, theirs in zip(more, small, strict=False):
