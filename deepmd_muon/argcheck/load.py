@@ -27,6 +27,9 @@ from deepmd_muon.setting import shown
 _MUON_COEFFICIENT, _MUON_COEFFICIENT_OF_LONG_RUNS = 8.64, 4.32
 _SHORT_RUN = 10_000  # steps
 _ADAM_RATE = 1e-3
+# `adam_lr_ratio` of a short run whose input leaves both open, less where the Adam route would start above the second.
+# DPA-3 then ends at half the error, other models where they end with 1; a long run on molecules is worse for it.
+_ADAM_RATIO, _MOST_ADAM_RATE = 10.0, 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,32 +48,36 @@ class Input:
         not deepmd-kit's.
     chosen_scale
         That one of the notices which says what an omitted `lr_adjust_coeff` of HybridMuon takes; empty without.
+    open_scales
+        Which of `lr_adjust_coeff` and `adam_lr_ratio` the input omits, where there is that notice.
     """
 
     settings: Settings
     normalized: dict[str, Any]
     notices: tuple[str, ...] = ()
     chosen_scale: str = ""
+    open_scales: tuple[str, ...] = ()
 
-    def keeping_scale(self, coefficient: float, source: str) -> Input:
-        """Return the input with the `lr_adjust_coeff` of a run that it continues, where it omits the key.
+    def keeping_scale(self, group: Mapping[str, Any], source: str) -> Input:
+        """Return the input with the scales of a run that it continues, where it omits them.
 
         Parameters
         ----------
-        coefficient
-            That of the run.
+        group
+            A parameter group of the run; without `adam_lr_ratio` where deepmd-kit wrote it.
         source
             Its checkpoint, for the notice.
         """
         optimizer = self.settings.optimizer
         if not self.chosen_scale or not isinstance(optimizer, HybridMuonConfig):
             return self
-        kept = f"optimizer/lr_adjust_coeff is not given and stays {coefficient:g}, as in {source}"
-        settings = dataclasses.replace(
-            self.settings, optimizer=dataclasses.replace(optimizer, lr_adjust_coeff=coefficient)
-        )
+        scales: dict[str, Any] = {name: group.get(name) for name in self.open_scales}
+        ratio = scales.get("adam_lr_ratio") or 1.0
+        adam = f", and adam_lr_ratio {ratio:g}" if ratio != 1.0 else ""
+        kept = f"optimizer/lr_adjust_coeff is not given and stays {scales['lr_adjust_coeff']:g}{adam}, as in {source}"
+        settings = dataclasses.replace(self.settings, optimizer=dataclasses.replace(optimizer, **scales))
         notices = tuple(kept if notice == self.chosen_scale else notice for notice in self.notices)
-        return Input(settings, thaw(settings), notices, kept)
+        return Input(settings, thaw(settings), notices, kept, self.open_scales)
 
 
 def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
@@ -103,34 +110,40 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
         raise DeepmdKitOnlyError(problems, source)
     if problems or checked.settings is None:
         raise InputError(problems, source)
-    settings, chosen = _with_muon_scale(upgraded.data, checked.settings)
+    settings, chosen, scales = _with_scales(upgraded.data, checked.settings)
     notices = (*upgraded.notices, *checked.notices, *([chosen] if chosen else []))
-    return Input(settings, thaw(settings), notices, chosen)
+    return Input(settings, thaw(settings), notices, chosen, scales)
 
 
-def _with_muon_scale(data: Mapping[str, Any], settings: Settings) -> tuple[Settings, str]:
-    """Choose the scale of HybridMuon's matrices where the input leaves it open, and say so.
+def _with_scales(data: Mapping[str, Any], settings: Settings) -> tuple[Settings, str, tuple[str, ...]]:
+    """Choose the scale of HybridMuon's matrices, and the Adam route's, where the input leaves them open, and say so.
 
     deepmd-kit's 0.18 suits language models, and its own arithmetic keeps it. See doc/learning-rate.md.
     """
     optimizer, start_lr = settings.optimizer, settings.learning_rate.start_lr
     given = data.get("optimizer", {})
     if not isinstance(optimizer, HybridMuonConfig) or optimizer.deepmd_kit_arithmetic or "lr_adjust_coeff" in given:
-        return settings, ""
+        return settings, "", ()
     if optimizer.explicit().scaling != "match_rms":
-        return settings, ""
+        return settings, "", ()
     steps = settings.training.numb_steps
     short = steps is not None and steps <= _SHORT_RUN
     most = _MUON_COEFFICIENT if short else _MUON_COEFFICIENT_OF_LONG_RUNS
     theirs, ours = optimizer.lr_adjust_coeff, min(most, float(f"{most * _ADAM_RATE / start_lr:.3g}"))
     if ours == theirs:
-        return settings, ""
-    chosen = dataclasses.replace(optimizer, lr_adjust_coeff=ours)
+        return settings, "", ()
+    scales: tuple[str, ...] = ("lr_adjust_coeff",)
+    ratio = optimizer.adam_lr_ratio
+    if ratio is None and optimizer.lr_adjust <= 0:
+        scales = ("lr_adjust_coeff", "adam_lr_ratio")
+        ratio = max(1.0, min(_ADAM_RATIO, float(f"{_MOST_ADAM_RATE / start_lr:.3g}"))) if short else 1.0
+    chosen = dataclasses.replace(optimizer, lr_adjust_coeff=ours, adam_lr_ratio=ratio)
+    adam = f", and adam_lr_ratio {ratio:g}" if len(scales) == 2 and ratio != 1.0 else ""
     notice = (
-        f"optimizer/lr_adjust_coeff is not given and takes {ours:g}, which suits force fields at start_lr "
+        f"optimizer/lr_adjust_coeff is not given and takes {ours:g}{adam}, which suits force fields at start_lr "
         f"{start_lr:g} in a {'short' if short else 'long'} run; deepmd-kit takes {theirs:g} (doc/learning-rate.md)"
     )
-    return dataclasses.replace(settings, optimizer=chosen), notice
+    return dataclasses.replace(settings, optimizer=chosen), notice, scales
 
 
 def load(path: str | os.PathLike[str]) -> Input:

@@ -160,7 +160,8 @@ class HybridMuonConfig(Buildable):
         above=0.0,
         doc=(
             "Learning rate of the Adam and AdamW routes divided by that of the Muon route. null follows lr_adjust: "
-            "1 at or below 0, else 1/lr_adjust."
+            "1 at or below 0, else 1/lr_adjust. Where an input leaves both this and lr_adjust_coeff open, `dp train` "
+            "takes 10 up to numb_steps 10000, but so that the Adam routes start at 0.01 at most."
         ),
     )
     schedule: str | Steps = setting(

@@ -161,13 +161,14 @@ def _restart(trainer: Trainer, source: Source, ranks: Ranks) -> None:
 
 
 def _keep_scale(given: Input, source: Source | None) -> Input:
-    """Let a run that goes on keep its scale of HybridMuon where the input omits it."""
+    """Let a run that goes on keep its scales of HybridMuon where the input omits them."""
     if source is None or source.way != "restart":
         return given
     with understood(source.path):
         groups = (source.content.get("optimizer") or {}).get("param_groups", [])
-        saved = groups[0].get("lr_adjust_coeff") if groups else None
-    return given.keeping_scale(saved, str(source.path)) if isinstance(saved, float) else given
+        saved = groups[0] if groups else {}
+        known = isinstance(saved.get("lr_adjust_coeff"), float)
+        return given.keeping_scale(saved, str(source.path)) if known else given
 
 
 def _check_reports(given: Input, output: str) -> None:
@@ -184,7 +185,9 @@ def _complete_input(given: Input, source: Source | None, *, use_pretrain_script:
     if source and use_pretrain_script:
         section = source.script(given.normalized["model"])
         complete = normalize({**given.normalized, "model": section})
-        given = dataclasses.replace(complete, notices=given.notices, chosen_scale=given.chosen_scale)
+        given = dataclasses.replace(
+            complete, notices=given.notices, chosen_scale=given.chosen_scale, open_scales=given.open_scales
+        )
     if given.settings.training.stat_file:
         StatFile(given.settings.training.stat_file)  # refuses a folder before the long work begins
     return given

@@ -72,9 +72,9 @@ def hybrid_muon(section: dict[str, Any], *, adam_rate: float = ADAM_RATE, keeps_
 MATRIX_GRID = doubled(0.00216)
 
 
-def untouched(steps: int) -> float:
-    """Return the rate of the matrices where an input of `dp train` with so many steps says nothing."""
-    return 0.00864 if steps <= 10_000 else 0.00432
+def untouched(steps: int) -> tuple[str, float]:
+    """Return the contestant and the rate that an input of `dp train` with so many steps means that says nothing."""
+    return ("hybrid_muon_adam_10", 0.00864) if steps <= 10_000 else ("hybrid_muon", 0.00432)
 
 
 CONTESTANTS = {

@@ -235,10 +235,10 @@ def untouched_table(found: Sequence[Field]) -> str:
     """Return HybridMuon's errors at the rate of an input that sets nothing, beside the baseline's best."""
     rows = []
     for field in found:
-        own = untouched(field.steps)
-        if BASELINE not in field.runs or own not in field.runs.get("hybrid_muon", {}):
+        name, own = untouched(field.steps)
+        if BASELINE not in field.runs or own not in field.runs.get(name, {}):
             continue
-        ours, (rate, theirs) = field.runs["hybrid_muon"][own], field.best(BASELINE)
+        ours, (rate, theirs) = field.runs[name][own], field.best(BASELINE)
         cells = [field.set, field.model, f"{field.steps:,}"]
         for measure in (last, force("out")):
             pair = [mean(map(measure, runs)) for runs in (ours, theirs)]

@@ -364,6 +364,34 @@ def test_the_scale_of_muon_is_chosen_where_an_input_leaves_it_open(water, optimi
     assert again.notices == ()
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "start_lr", "expected"),
+    [
+        ({}, 1e-3, 10.0),
+        ({}, 1e-4, 10.0),
+        ({}, 4e-3, 2.5),  # the Adam route starts at 0.01 at most
+        ({}, 2e-2, 1.0),
+        ({"adam_lr_ratio": 2.0}, 1e-3, 2.0),
+        ({"lr_adjust_coeff": 8.64}, 1e-3, None),
+        ({"scaling": "match_rms", "lr_adjust": 10.0}, 1e-3, None),  # which asks for 0.1
+        ({"deepmd_kit_arithmetic": True}, 1e-3, None),
+    ],
+)
+def test_the_rate_of_the_adam_route_is_chosen_with_the_scale_of_muon(water, optimizer, start_lr, expected):
+    water["optimizer"] = {"type": "HybridMuon", **optimizer}
+    water["learning_rate"]["start_lr"] = start_lr
+    water["training"]["numb_steps"] = 10000
+    checked = normalize(water)
+    assert checked.settings.optimizer.adam_lr_ratio == expected
+    said = [f"adam_lr_ratio {expected:g}" for _ in checked.notices if not optimizer and expected != 1.0]
+    assert [text for notice in checked.notices for text in said if text in notice] == said
+    assert normalize(checked.normalized).settings == checked.settings
+    del water["training"]["numb_steps"]
+    water["training"]["numb_epoch"] = 1
+    long = normalize(water).settings.optimizer.adam_lr_ratio
+    assert long == (1.0 if not optimizer else expected)
+
+
 @pytest.mark.parametrize("length", [{"numb_steps": 10001}, {"numb_epoch": 1}])
 @pytest.mark.parametrize(("start_lr", "expected"), [(1e-3, 4.32), (1e-4, 4.32), (2e-3, 2.16)])
 def test_the_scale_of_muon_is_half_in_long_runs(water, length, start_lr, expected):

@@ -152,7 +152,11 @@ def test_every_contestant_trains(sets, name):
 def test_untouched_is_what_an_input_without_settings_gets(steps):
     content = input_of("water", "tiny", [Path("system")], seed=3, steps=steps)
     given = normalize({**content, "optimizer": {"type": "HybridMuon"}, "learning_rate": {"start_lr": ADAM_RATE}})
-    assert given.settings.optimizer.lr_adjust_coeff * ADAM_RATE == pytest.approx(untouched(steps))
+    optimizer, (name, rate) = given.settings.optimizer, untouched(steps)
+    contestant = CONTESTANTS[name]
+    assert optimizer.lr_adjust_coeff * ADAM_RATE == pytest.approx(rate)
+    assert optimizer.adam_lr_ratio * ADAM_RATE == pytest.approx(contestant.start_lr(rate))
+    assert contestant.section(rate)["lr_adjust_coeff"] * contestant.start_lr(rate) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "tiny"])

@@ -58,11 +58,14 @@ def test_a_set_shows_every_contestant_at_its_best_rate(results):
 
 
 def test_hybrid_muon_with_nothing_set_stands_beside_the_best_of_adamw(results):
-    ours = result("hybrid_muon", report.untouched(3000), [(3000, 0.08)], out=0.2, name="silicon")
+    ours = result(*report.untouched(3000), [(3000, 0.08)], out=0.2, name="silicon")
     tables = report.untouched_table(
         report.fields([*results, ours, result("adamw", 3e-3, [(3000, 0.1)], name="silicon")])
     )
     assert row(tables, "silicon")[3:] == ["0.0800", "0.1000", "0.003", "0.80", "0.2000", "0.5000", "0.40"]
+    assert "water" not in tables
+    failed = result(*report.untouched(3000), [(3000, 0.08)], failed="step 1: NaN")
+    tables = report.untouched_table(report.fields([*results, failed]))
     assert row(tables, "water")[3:7] == ["failed", "0.1000", "0.003", "failed"]
 
 

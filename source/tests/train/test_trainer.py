@@ -449,19 +449,27 @@ def test_an_open_scale_of_muon_is_warned_of_once(small_input, train, caplog):
     assert [record.levelname for record in warned] == ["WARNING"]
 
 
-@pytest.mark.parametrize("given", [0.18, None])
-def test_a_restart_keeps_the_scale_of_muon_that_its_input_omits(small_input, train, load, caplog, given):
-    content = small_input(training={"numb_steps": 1}, optimizer={} if given is None else {"lr_adjust_coeff": given})
+@pytest.mark.parametrize(
+    ("given", "kept", "shown"),
+    [
+        ({"lr_adjust_coeff": 0.18}, (0.18, None), "0.18"),
+        ({"lr_adjust_coeff": 0.18, "adam_lr_ratio": 3.0}, (0.18, 3.0), "0.18, and adam_lr_ratio 3"),
+        ({}, (8.64, 10.0), "8.64, and adam_lr_ratio 10"),
+    ],
+)
+def test_a_restart_keeps_the_scales_that_its_input_omits(small_input, train, load, caplog, given, kept, shown):
+    content = small_input(training={"numb_steps": 1}, optimizer=given)
     assert train(content) == 0
     longer = small_input(training={"numb_steps": 2}, optimizer={})
-    longer["learning_rate"]["start_lr"] *= 4  # for which an input that omits it would take less
+    longer["learning_rate"]["start_lr"] *= 4  # for which an input that omits them would take less
     caplog.clear()
     assert train(longer, restart="model.ckpt-1.pt") == 0
     (group,) = load("model.ckpt-2.pt")["optimizer"]["param_groups"]
-    assert group["lr_adjust_coeff"] == (given or 8.64)
+    assert (group["lr_adjust_coeff"], group["adam_lr_ratio"]) == kept
     warned = [record.message for record in caplog.records if "lr_adjust_coeff" in record.message]
-    assert warned == [f"optimizer/lr_adjust_coeff is not given and stays {given or 8.64:g}, as in model.ckpt-1.pt"]
-    assert json.loads(Path("out.json").read_text())["optimizer"]["lr_adjust_coeff"] == (given or 8.64)
+    assert warned == [f"optimizer/lr_adjust_coeff is not given and stays {shown}, as in model.ckpt-1.pt"]
+    section = json.loads(Path("out.json").read_text())["optimizer"]
+    assert (section["lr_adjust_coeff"], section.get("adam_lr_ratio")) == kept
 
 
 def test_restart_auto_starts_afresh_and_then_continues(small_input, train, load, caplog):
