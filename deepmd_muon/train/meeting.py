@@ -7,6 +7,7 @@ module tries the connection first, gives it a limit, and lets every rank claim i
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import logging
@@ -107,12 +108,13 @@ class Meeting:
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
         found = {rank: self._problem_of(rank) for rank in range(self._place.size)}
-        self._ask(lambda: self.store.set(f"heard{self._place.rank}", ""))
         return {rank: text for rank, text in found.items() if text}
 
-    def linger(self, seconds: float) -> None:
-        """Keep the store, where this process does, until the others have heard of a problem."""
+    def leave(self, seconds: float) -> None:
+        """Ask the store nothing more after a problem; where this process keeps it, wait until the others have left."""
         if not self._place.hosts:
+            with contextlib.suppress(RuntimeError):  # whoever keeps the store has ended and waits for nobody
+                self.store.set(f"heard{self._place.rank}", "")
             return
         others = [f"heard{rank}" for rank in range(1, self._place.size)]
         end = time.monotonic() + seconds

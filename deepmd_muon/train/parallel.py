@@ -216,7 +216,7 @@ def _begin(place: Place) -> tuple[torch.device, Meeting]:
     meeting = Meeting(place)
     problems = meeting.report(str(failure or ""))
     if problems:
-        meeting.linger(ANSWER)
+        meeting.leave(ANSWER)
         raise failure or TrainingError(describe(problems))
     return device, meeting
 
@@ -243,7 +243,7 @@ def prints_error(message: str) -> Iterator[bool]:
         meeting.report(message)
         if place.rank:
             first = meeting.problem_of(0, ANSWER)
-        meeting.linger(ANSWER)
+        meeting.leave(ANSWER)
     if place.rank:
         yield first != message
 

@@ -250,6 +250,7 @@ def test_replayed_steps_are_the_steps_of_the_optimizer(name):
     if name == "soap":
         pytest.importorskip("pytorch_optimizer")
     make = {"torch_muon": lambda model: optimizers.torch_muon(model, 3.0), "soap": optimizers.soap}[name]
+    torch.manual_seed(0)
     random = torch.Generator().manual_seed(0)
     models = [torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -270,7 +271,8 @@ def test_replayed_steps_are_the_steps_of_the_optimizer(name):
                     group["lr"] = 1e-2 * 0.9**step
                 part.step()
     assert all(part._graph is not None for part in ours)
-    bound = 1e-3 if name == "soap" else 1e-5  # SOAP multiplies decay and update
+    # SOAP multiplies decay and update; torch's Muon iterates in bfloat16, which turns last bits into 2⁻⁸ of an update.
+    bound = 1e-3 if name == "soap" else 1e-4
     for found, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=bound * float(expected.detach().abs().max()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import threading
 import time
@@ -130,6 +131,22 @@ def test_who_hears_nothing_of_the_others_tells_what_is_wrong(monkeypatch, rank):
         assert mine
 
 
+def test_rank_0_keeps_the_store_until_the_others_have_asked_all():
+    places = [Place(rank, rank, 2, "127.0.0.1", free_port()) for rank in range(2)]
+    places[1] = dataclasses.replace(places[1], port=places[0].port)
+    keeper, other = (meeting.Meeting(place, 60.0) for place in places)
+    assert other.report("wrong") == {1: "wrong"}  # it comes first and does not know yet what rank 0 will say
+    assert keeper.report("wrong too") == {0: "wrong too", 1: "wrong"}
+    ending = threading.Thread(target=keeper.leave, args=(60.0,))
+    ending.start()
+    ending.join(0.3)
+    assert ending.is_alive()
+    assert other.problem_of(0, 60.0) == "wrong too"
+    other.leave(60.0)
+    ending.join(60.0)
+    assert not ending.is_alive()
+
+
 def listen(answer):
     """Return the port of a program that is not ours; `answer` takes each connection."""
     server = socket.create_server(("127.0.0.1", 0))
@@ -186,9 +203,13 @@ def test_a_rank_without_its_gpu_ends_the_others(monkeypatch):
     port = free_port()
     monkeypatch.setattr(parallel, "find_place", lambda: Place(0, 0, 2, "127.0.0.1", port))
     other = []
-    thread = threading.Thread(
-        target=lambda: other.append(meeting.Meeting(Place(1, 1, 2, "127.0.0.1", port)).report("finds 1 GPUs"))
-    )
+
+    def begin():
+        met = meeting.Meeting(Place(1, 1, 2, "127.0.0.1", port))
+        other.append(met.report("finds 1 GPUs"))
+        met.leave(60.0)
+
+    thread = threading.Thread(target=begin)
     thread.start()
     with pytest.raises(TrainingError, match="rank 1 cannot begin: finds 1 GPUs"), parallel.joined():
         pass
