@@ -40,7 +40,7 @@ from deepmd_muon.train.strategy import choose_strategy
 DECAY = {"type": "exp", "smooth": True, "stop_lr_ratio": 1e-3}
 MEASURED = {"force": "f:rmse", "energy": "e:rmse", "virial": "v:rmse"}
 CHUNK_ATOMS = 4096  # of a batch of test frames
-TRAIN_FRAMES = 96  # of the training part, about, on which the last weights are measured too
+TRAIN_FRAMES = 96  # about so many training frames are measured with the last weights
 RECORDED = 3  # batches of a layout after which its steps are replays of a graph
 
 

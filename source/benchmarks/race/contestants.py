@@ -73,7 +73,7 @@ MATRIX_GRID = doubled(0.00216)
 
 
 def untouched(steps: int) -> tuple[str, float]:
-    """Return the contestant and the rate that an input of `dp train` with so many steps means that says nothing."""
+    """Return the contestant and the rate of an input for `dp train` with so many steps that sets nothing."""
     return ("hybrid_muon_adam_10", 0.00864) if steps <= 10_000 else ("hybrid_muon", 0.00432)
 
 

@@ -320,8 +320,9 @@ def report(results: Iterable[Result], times: Sequence[StepTime]) -> str:
     parts = []
     if any(BASELINE in field.runs for field in found):
         parts = ["### All sets", summary_table(found), "### HybridMuon with nothing set", untouched_table(found)]
-        parts += ["### On training frames and on test frames", training_table(found)]
-        parts += ["### HybridMuon's error divided by AdamW's, system by system", systems_table(found)]
+        parts += ["### On training frames and on test frames, Adam route at 0.001", training_table(found)]
+        title = "### HybridMuon's error, Adam route at 0.001, divided by AdamW's, system by system"
+        parts += [title, systems_table(found)]
     for field in found:
         parts += [f"### {field.set}, {field.model}, {field.steps:,} steps", field_table(field, times)]
         if any(len(rates) > 1 for rates in field.runs.values()):

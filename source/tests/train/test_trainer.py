@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from deepmd_muon.argcheck import normalize
 from deepmd_muon.infer import Predictor
 from deepmd_muon.optim import RouteTable
 from deepmd_muon.train import CheckpointError, NonFiniteError, RunError, TrainingError, trainer
@@ -470,6 +471,17 @@ def test_a_restart_keeps_the_scales_that_its_input_omits(small_input, train, loa
     assert warned == [f"optimizer/lr_adjust_coeff is not given and stays {shown}, as in model.ckpt-1.pt"]
     section = json.loads(Path("out.json").read_text())["optimizer"]
     assert (section["lr_adjust_coeff"], section.get("adam_lr_ratio")) == kept
+
+
+def test_scales_of_a_run_are_kept_only_where_an_input_omits_them(small_input):
+    """A group of deepmd-kit's has no `adam_lr_ratio`; an input that gives the coefficient has a ratio of 1."""
+    kept = normalize(small_input(optimizer={})).keeping_scale({"lr_adjust_coeff": 0.18}, "theirs.pt")
+    assert (kept.settings.optimizer.lr_adjust_coeff, kept.settings.optimizer.adam_lr_ratio) == (0.18, None)
+    given = normalize(small_input(optimizer={"lr_adjust_coeff": 8.64}))
+    assert given.keeping_scale({"lr_adjust_coeff": 4.32, "adam_lr_ratio": 10.0}, "ours.pt") == given
+    own = normalize(small_input(optimizer={"adam_lr_ratio": 2.0}))
+    kept = own.keeping_scale({"lr_adjust_coeff": 4.32, "adam_lr_ratio": 10.0}, "ours.pt")
+    assert (kept.settings.optimizer.lr_adjust_coeff, kept.settings.optimizer.adam_lr_ratio) == (4.32, 2.0)
 
 
 def test_restart_auto_starts_afresh_and_then_continues(small_input, train, load, caplog):
