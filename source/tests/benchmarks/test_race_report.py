@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 # The race's scripts are not a package.
@@ -110,9 +111,21 @@ def test_failures_are_listed(results):
 
 
 def test_pictures_are_drawn(results, tmp_path):
-    for field in report.fields(results):
-        report.draw(field, [], tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    (field,) = report.fields(results)
+    sizes = []
+    for times in ([], [StepTime("water", "se_e2_a", "hybrid_muon", 2.0, "a", "b", "c")]):
+        report.draw(field, times, tmp_path / "a.png")
+        content = (tmp_path / "a.png").read_bytes()
+        assert content.startswith(b"\x89PNG")
+        sizes.append(int.from_bytes(content[16:20], "big"))
+    assert sizes[1] > sizes[0]  # with a panel over seconds
+
+
+def test_variants_and_larger_sets_take_the_time_of_the_same_step(results):
+    times = [StepTime("water", "se_e2_a", "hybrid_muon", 2.0, "a", "b", "c")]
+    (field,) = report.fields([result("hybrid_muon_decay_1", 0.00432, [(3000, 0.1)], name="water_large")])
+    assert report.time_of(times, field, "hybrid_muon_decay_1") == 2.0
+    assert np.isnan(report.time_of(times, field, "soap"))
 
 
 def test_tables_replace_those_of_a_page():
