@@ -14,107 +14,17 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 # These scripts are not a package; they and a test import one another by this path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from contestants import untouched
+from fields import BASELINE, TITLES, Field, fields, mean, time_of
+from pictures import draw, picture_name
 from results import Errors, Result, StepTime, last, pool, read
-from sets import SETS
 
-BASELINE = "adamw"
-WITHIN = 2.0  # rates whose error is at most this multiple of the best one's
 MARKS = ("<!-- figures of report.py begin -->", "<!-- figures of report.py end -->")
-TITLES = {
-    "adam": "Adam",
-    "adamw": "AdamW",
-    "hybrid_muon": "HybridMuon",
-    "hybrid_muon_no_magma": "HybridMuon, no Magma",
-    "hybrid_muon_decay_01": "HybridMuon, decay 0.1",
-    "hybrid_muon_decay_03": "HybridMuon, decay 0.3",
-    "hybrid_muon_decay_1": "HybridMuon, decay 1",
-    "hybrid_muon_decay_3": "HybridMuon, decay 3",
-    "hybrid_muon_adam_3": "HybridMuon, Adam route at 0.003",
-    "hybrid_muon_adam_10": "HybridMuon, Adam route at 0.01",
-    "hybrid_muon_adam_30": "HybridMuon, Adam route at 0.03",
-    "hybrid_muon_present": "HybridMuon, absent elements stay",
-    "deepmd_kit_muon": "deepmd-kit's HybridMuon",
-    "torch_muon": "torch's Muon and AdamW",
-    "schedule_free": "schedule-free AdamW",
-    "soap": "SOAP",
-}
-
-
-@dataclass(frozen=True)
-class Field:
-    """All runs on a set with one model and budget.
-
-    Attributes
-    ----------
-    set, model, steps
-        Which.
-    runs
-        Results by contestant and rate; one a seed.
-    """
-
-    set: str
-    model: str
-    steps: int
-    runs: Mapping[str, Mapping[float, Sequence[Result]]]
-
-    def error(self, contestant: str, rate: float) -> float:
-        """Return the mean force error on the test part over seeds [eV/Å]; infinite where a run failed."""
-        return mean(last(result) for result in self.runs[contestant][rate])
-
-    def best(self, contestant: str) -> tuple[float, Sequence[Result]]:
-        """Return the best rate of a contestant, and its runs."""
-        rates = self.runs[contestant]
-        rate = min(rates, key=lambda rate: self.error(contestant, rate))
-        return rate, rates[rate]
-
-    def ratio(self, contestant: str, measure: Callable[[Result], float]) -> float:
-        """Return a measure at the best rate divided by the baseline's; NaN without a baseline."""
-        if BASELINE not in self.runs:
-            return math.nan
-        ours, theirs = (mean(measure(r) for r in self.best(name)[1]) for name in (contestant, BASELINE))
-        return ours / theirs if theirs else math.nan
-
-    def robust(self, contestant: str) -> tuple[int, int]:
-        """Return how many rates end within a factor `WITHIN` of the best, and how many were tried."""
-        rates = self.runs[contestant]
-        found = [self.error(contestant, rate) for rate in rates]
-        best = min(found)
-        return sum(error <= WITHIN * best and math.isfinite(error) for error in found), len(rates)
-
-    def fraction(self, contestant: str) -> float:
-        """Return the fraction of the steps after which the baseline's last error is reached; NaN where it is not."""
-        if BASELINE not in self.runs:
-            return math.nan
-        goal = self.error(BASELINE, self.best(BASELINE)[0])
-        runs = self.best(contestant)[1]
-        for points in zip(*(result.curve for result in runs), strict=False):
-            if mean(force for _, force, _ in points) <= goal:
-                return points[0][0] / self.steps
-        return math.nan
-
-
-def fields(results: Iterable[Result]) -> list[Field]:
-    """Group results by set, model and budget, in the order of the sets and of the budgets."""
-    found: dict[tuple[str, str, int], dict[str, dict[float, list[Result]]]] = {}
-    for result in sorted(results, key=lambda result: result.key):
-        key = result.key
-        runs = found.setdefault((key.set, key.model, key.steps), {})
-        runs.setdefault(key.contestant, {}).setdefault(key.rate, []).append(result)
-    order = list(SETS)
-    return [Field(*case, found[case]) for case in sorted(found, key=lambda c: (c[2], c[1], order.index(c[0])))]
-
-
-def mean(values: Iterable[float]) -> float:
-    """Return the mean; NaN of nothing."""
-    listed = list(values)
-    return sum(listed) / len(listed) if listed else math.nan
 
 
 def force(part: str) -> Callable[[Result], float]:
@@ -182,16 +92,6 @@ def spread(values: Sequence[float]) -> str:
 def field_has_out(field: Field) -> bool:
     """Return whether any run has errors out of distribution."""
     return any(result.out for rates in field.runs.values() for runs in rates.values() for result in runs)
-
-
-def time_of(times: Iterable[StepTime], field: Field, contestant: str) -> float:
-    """Return the milliseconds a step of a contestant alone; NaN where they were not measured.
-
-    A variant of HybridMuon with other numbers takes the time of HybridMuon, a larger set that of the small one.
-    """
-    same_steps = contestant.startswith(("hybrid_muon_decay", "hybrid_muon_adam"))
-    case = (field.set.removesuffix("_large"), field.model, "hybrid_muon" if same_steps else contestant)
-    return next((e.milliseconds for e in times if (e.set, e.model, e.contestant) == case), math.nan)
 
 
 def grid_table(field: Field) -> str:
@@ -332,41 +232,6 @@ def report(results: Iterable[Result], times: Sequence[StepTime]) -> str:
         if any(len(rates) > 1 for rates in field.runs.values()):
             parts += ["All rates:", grid_table(field)]
     return "\n\n".join([*parts, "### Runs that failed", failures(found)])
-
-
-def draw(field: Field, times: Sequence[StepTime], path: Path) -> None:
-    """Draw the test error of each contestant at its best rate over steps, and over seconds where times are known."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    milliseconds = {name: time_of(times, field, name) for name in field.runs}
-    timed = not all(map(math.isnan, milliseconds.values()))
-    width = 12.0 if timed else 8.0
-    figure, panels = plt.subplots(1, 1 + timed, figsize=(width, 4.5), sharey=True, squeeze=False, layout="constrained")
-    for panel, label in zip(panels[0], ("steps", "seconds"), strict=False):
-        for number_of_line, name in enumerate(TITLES):
-            unit = milliseconds.get(name, math.nan) / 1e3 if label == "seconds" else 1.0
-            if name not in field.runs or math.isnan(unit):
-                continue
-            points = list(zip(*(result.curve for result in field.best(name)[1]), strict=False))
-            x = [unit * several[0][0] for several in points]
-            y = [mean(force_error for _, force_error, _ in several) for several in points]
-            style = {"color": f"C{number_of_line % 10}", "linestyle": ("-", "--")[number_of_line // 10]}
-            panel.plot(x, y, marker="o", markersize=3, label=TITLES[name], **style)
-        panel.set(xscale="log", yscale="log", xlabel=label)
-    panels[0, 0].set_ylabel("force error, test [eV/Å]")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
-    figure.suptitle(f"{field.set}, {field.model}, {field.steps:,} steps")
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
-
-
-def picture_name(field: Field) -> str:
-    """Return the name of a set's picture."""
-    model = "" if field.model == "se_e2_a" else f"_{field.model}"
-    return f"race_{field.set}{model}_{field.steps}.png"
 
 
 def with_tables(page: str, tables: str) -> str:

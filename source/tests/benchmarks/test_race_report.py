@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchmarks" / "race"))
 
 import report
+from pictures import draw
 from results import Key, Result, StepTime, read
 
 TOP = Path(__file__).resolve().parents[3]
@@ -114,7 +115,7 @@ def test_pictures_are_drawn(results, tmp_path):
     (field,) = report.fields(results)
     sizes = []
     for times in ([], [StepTime("water", "se_e2_a", "hybrid_muon", 2.0, "a", "b", "c")]):
-        report.draw(field, times, tmp_path / "a.png")
+        draw(field, times, tmp_path / "a.png")
         content = (tmp_path / "a.png").read_bytes()
         assert content.startswith(b"\x89PNG")
         sizes.append(int.from_bytes(content[16:20], "big"))
