@@ -33,6 +33,22 @@ _ADAM_RATIO, _MOST_ADAM_RATE = 10.0, 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
+class OpenScales:
+    """Scales of HybridMuon's two routes that an input omits.
+
+    Attributes
+    ----------
+    names
+        `lr_adjust_coeff`, and `adam_lr_ratio` where the input omits both.
+    notice
+        One of the notices of the input: what they take.
+    """
+
+    names: tuple[str, ...]
+    notice: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Input:
     """An input that has passed every check.
 
@@ -46,17 +62,14 @@ class Input:
     notices
         One line for each older spelling that was translated, each key that has no effect, and each default that is
         not deepmd-kit's.
-    chosen_scale
-        That one of the notices which says what an omitted `lr_adjust_coeff` of HybridMuon takes; empty without.
     open_scales
-        Which of `lr_adjust_coeff` and `adam_lr_ratio` the input omits, where there is that notice.
+        The scales of HybridMuon that the input omits and the notice about them; None where it omits none.
     """
 
     settings: Settings
     normalized: dict[str, Any]
     notices: tuple[str, ...] = ()
-    chosen_scale: str = ""
-    open_scales: tuple[str, ...] = ()
+    open_scales: OpenScales | None = None
 
     def keeping_scale(self, group: Mapping[str, Any], source: str) -> Input:
         """Return the input with the scales of a run that it continues, where it omits them.
@@ -68,16 +81,20 @@ class Input:
         source
             Its checkpoint, for the notice.
         """
-        optimizer = self.settings.optimizer
-        if not self.chosen_scale or not isinstance(optimizer, HybridMuonConfig):
+        optimizer, given = self.settings.optimizer, self.open_scales
+        if given is None or not isinstance(optimizer, HybridMuonConfig):
             return self
-        scales: dict[str, Any] = {name: group.get(name) for name in self.open_scales}
-        ratio = scales.get("adam_lr_ratio") or 1.0
-        adam = f", and adam_lr_ratio {ratio:g}" if ratio != 1.0 else ""
-        kept = f"optimizer/lr_adjust_coeff is not given and stays {scales['lr_adjust_coeff']:g}{adam}, as in {source}"
+        scales: dict[str, Any] = {name: group.get(name) for name in given.names}
+        kept = f"optimizer/lr_adjust_coeff is not given and stays {_written(scales)}, as in {source}"
         settings = dataclasses.replace(self.settings, optimizer=dataclasses.replace(optimizer, **scales))
-        notices = tuple(kept if notice == self.chosen_scale else notice for notice in self.notices)
-        return Input(settings, thaw(settings), notices, kept, self.open_scales)
+        notices = tuple(kept if notice == given.notice else notice for notice in self.notices)
+        return Input(settings, thaw(settings), notices, OpenScales(given.names, kept))
+
+
+def _written(scales: Mapping[str, Any]) -> str:
+    """Return scales as a notice shows them: without an `adam_lr_ratio` of 1, which changes nothing."""
+    ratio = scales.get("adam_lr_ratio") or 1.0
+    return f"{scales['lr_adjust_coeff']:g}" + (f", and adam_lr_ratio {ratio:g}" if ratio != 1.0 else "")
 
 
 def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
@@ -110,12 +127,12 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
         raise DeepmdKitOnlyError(problems, source)
     if problems or checked.settings is None:
         raise InputError(problems, source)
-    settings, chosen, scales = _with_scales(upgraded.data, checked.settings)
-    notices = (*upgraded.notices, *checked.notices, *([chosen] if chosen else []))
-    return Input(settings, thaw(settings), notices, chosen, scales)
+    settings, scales = _with_scales(upgraded.data, checked.settings)
+    notices = (*upgraded.notices, *checked.notices, *([scales.notice] if scales else []))
+    return Input(settings, thaw(settings), notices, scales)
 
 
-def _with_scales(data: Mapping[str, Any], settings: Settings) -> tuple[Settings, str, tuple[str, ...]]:
+def _with_scales(data: Mapping[str, Any], settings: Settings) -> tuple[Settings, OpenScales | None]:
     """Choose the scale of HybridMuon's matrices, and the Adam route's, where the input leaves them open, and say so.
 
     deepmd-kit's 0.18 suits language models, and its own arithmetic keeps it. See doc/learning-rate.md.
@@ -123,27 +140,25 @@ def _with_scales(data: Mapping[str, Any], settings: Settings) -> tuple[Settings,
     optimizer, start_lr = settings.optimizer, settings.learning_rate.start_lr
     given = data.get("optimizer", {})
     if not isinstance(optimizer, HybridMuonConfig) or optimizer.deepmd_kit_arithmetic or "lr_adjust_coeff" in given:
-        return settings, "", ()
+        return settings, None
     if optimizer.explicit().scaling != "match_rms":
-        return settings, "", ()
+        return settings, None
     steps = settings.training.numb_steps
     short = steps is not None and steps <= _SHORT_RUN
     most = _MUON_COEFFICIENT if short else _MUON_COEFFICIENT_OF_LONG_RUNS
     theirs, ours = optimizer.lr_adjust_coeff, min(most, float(f"{most * _ADAM_RATE / start_lr:.3g}"))
     if ours == theirs:
-        return settings, "", ()
-    scales: tuple[str, ...] = ("lr_adjust_coeff",)
-    ratio = optimizer.adam_lr_ratio
-    if ratio is None and optimizer.lr_adjust <= 0:
-        scales = ("lr_adjust_coeff", "adam_lr_ratio")
+        return settings, None
+    scales: dict[str, Any] = {"lr_adjust_coeff": ours}
+    if optimizer.adam_lr_ratio is None and optimizer.lr_adjust <= 0:
         ratio = max(1.0, min(_ADAM_RATIO, float(f"{_MOST_ADAM_RATE / start_lr:.3g}"))) if short else 1.0
-    chosen = dataclasses.replace(optimizer, lr_adjust_coeff=ours, adam_lr_ratio=ratio)
-    adam = f", and adam_lr_ratio {ratio:g}" if len(scales) == 2 and ratio != 1.0 else ""
+        scales["adam_lr_ratio"] = ratio
     notice = (
-        f"optimizer/lr_adjust_coeff is not given and takes {ours:g}{adam}, which suits force fields at start_lr "
+        f"optimizer/lr_adjust_coeff is not given and takes {_written(scales)}, which suits force fields at start_lr "
         f"{start_lr:g} in a {'short' if short else 'long'} run; deepmd-kit takes {theirs:g} (doc/learning-rate.md)"
     )
-    return dataclasses.replace(settings, optimizer=chosen), notice, scales
+    chosen = dataclasses.replace(settings, optimizer=dataclasses.replace(optimizer, **scales))
+    return chosen, OpenScales(tuple(scales), notice)
 
 
 def load(path: str | os.PathLike[str]) -> Input:

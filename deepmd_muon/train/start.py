@@ -185,9 +185,7 @@ def _complete_input(given: Input, source: Source | None, *, use_pretrain_script:
     if source and use_pretrain_script:
         section = source.script(given.normalized["model"])
         complete = normalize({**given.normalized, "model": section})
-        given = dataclasses.replace(
-            complete, notices=given.notices, chosen_scale=given.chosen_scale, open_scales=given.open_scales
-        )
+        given = dataclasses.replace(complete, notices=given.notices, open_scales=given.open_scales)
     if given.settings.training.stat_file:
         StatFile(given.settings.training.stat_file)  # refuses a folder before the long work begins
     return given
