@@ -24,6 +24,8 @@ from fields import BASELINE, TITLES, Field, fields, mean, time_of
 from pictures import draw, picture_name
 from results import Errors, Result, StepTime, last, pool, read
 
+# HybridMuon at all rates of its Adam route that were raced.
+ADAM_ROUTES = {"hybrid_muon", "hybrid_muon_adam_3", "hybrid_muon_adam_10", "hybrid_muon_adam_30"}
 MARKS = ("<!-- figures of report.py begin -->", "<!-- figures of report.py end -->")
 
 
@@ -135,6 +137,26 @@ def summary_table(found: Sequence[Field]) -> str:
     return table(head, rows)
 
 
+def headline_table(found: Sequence[Field]) -> str:
+    """Return HybridMuon's ratios at the best rates of its matrices and of its Adam route, and their medians."""
+    raced = [field for field in found if BASELINE in field.runs and ADAM_ROUTES & field.runs.keys()]
+
+    def ratio(field: Field) -> float:
+        return min(field.ratio(name, last) for name in ADAM_ROUTES & field.runs.keys())
+
+    def row(steps: int, model: str, some: Sequence[Field], each: str) -> list[str]:
+        return [f"{steps:,}", model, each, number(statistics.median(map(ratio, some)), 2)]
+
+    rows = []
+    for steps in dict.fromkeys(field.steps for field in raced):
+        budget = [field for field in raced if field.steps == steps]
+        for model in dict.fromkeys(field.model for field in budget):
+            some = [field for field in budget if field.model == model]
+            rows.append(row(steps, model, some, ", ".join(f"{f.set} {number(ratio(f), 2)}" for f in some)))
+        rows.append(row(steps, "all", budget, f"{len(budget)} sets and models"))
+    return table(("steps", "model", "force ratio to AdamW", "median"), rows)
+
+
 def untouched_table(found: Sequence[Field]) -> str:
     """Return HybridMuon's errors at the rate of an input that sets nothing, beside the baseline's best."""
     rows = []
@@ -223,7 +245,9 @@ def report(results: Iterable[Result], times: Sequence[StepTime]) -> str:
     found = fields(results)
     parts = []
     if any(BASELINE in field.runs for field in found):
-        parts = ["### All sets", summary_table(found), "### HybridMuon with nothing set", untouched_table(found)]
+        title = "### HybridMuon at the best rates of its matrices and of its Adam route"
+        parts = [title, headline_table(found), "### All sets", summary_table(found)]
+        parts += ["### HybridMuon with nothing set", untouched_table(found)]
         parts += ["### On training frames and on test frames, Adam route at 0.001", training_table(found)]
         title = "### HybridMuon's error, Adam route at 0.001, divided by AdamW's, system by system"
         parts += [title, systems_table(found)]

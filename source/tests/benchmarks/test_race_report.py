@@ -71,6 +71,20 @@ def test_hybrid_muon_with_nothing_set_stands_beside_the_best_of_adamw(results):
     assert row(tables, "water")[3:7] == ["failed", "0.1000", "0.003", "failed"]
 
 
+def test_the_headline_takes_the_best_adam_route_and_medians_over_sets_and_models(results):
+    more = [
+        result("hybrid_muon_adam_10", 0.00864, [(3000, 0.03)]),
+        result("adamw", 3e-3, [(3000, 0.1)], name="silicon"),
+        result("hybrid_muon", 0.00432, [(3000, 0.07)], name="silicon"),
+        result("hybrid_muon", 0.00432, [(3000, 0.07)], name="alloys"),  # without AdamW
+    ]
+    rows = report.headline_table(report.fields(results + more)).splitlines()[2:]
+    assert [cells(line) for line in rows] == [
+        ["3,000", "se_e2_a", "water 0.30, silicon 0.70", "0.50"],
+        ["3,000", "all", "2 sets and models", "0.50"],
+    ]
+
+
 def test_errors_on_training_frames_stand_beside_those_on_test_frames(results):
     def trained(entry, error):
         return dataclasses.replace(entry, train={"300K": {"force": error, "energy": 1e-3, "virial": float("nan")}})
