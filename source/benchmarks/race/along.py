@@ -25,7 +25,8 @@ from ase.calculators.calculator import Calculator
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[2] / "examples" / "water_xtb")]
 
-from dynamics import CLOSER, HOTTEST, Contacts, Ensemble, Potential, potential_of, read_system, shortest  # noqa: E402
+from distributions import read_system  # noqa: E402
+from dynamics import CLOSER, HOTTEST, Contacts, Ensemble, Potential, potential_of, shortest  # noqa: E402
 from make_data import LABEL_ACCURACY, xtb  # noqa: E402
 
 AROUND = (-200, -100, -50, -20, 0, 20, 50, 100)  # fs from the moment at which atoms come too close

@@ -1,11 +1,12 @@
-"""Dynamics with trained models: how long NVE lasts, drift, and radial distribution functions beside the reference's.
+"""Dynamics with trained models: how long NVE lasts, drift, and distributions of distances beside a reference's.
 
     python source/benchmarks/race/dynamics.py --models kept/water_*.pt --system race-data/water/train/350K \
-        --temperature 350 --picoseconds 2.5 --seeds 1 2 3 4
+        --temperature 350 --picoseconds 2.5 --seeds 1 2 3 4 --reference references/water_350K_*.npz
 
-All runs of a model start from one frame of the system with momenta of their own, and advance together. The
-reference's distribution is that of all frames of the system, which the labelling method (or, for water, the sampler of
-the example) has visited. One JSON line a model; `blow_ups_per_ps` is their number over the time that all runs lasted.
+All runs of a model start from one frame of the system with momenta of their own, and advance together. Without
+`--friction` the energy is constant; with it, distributions are those of the temperature. The reference is what
+`reference.py` has sampled by the labelling method, without `--reference` the frames of the system. One JSON line a
+model; `blow_ups_per_ps` is their number over the time that all runs lasted.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from ase import Atoms, units
+from distributions import compare, read_runs, read_system, write_run
 
 from deepmd_muon.infer import Predictor
 
 Potential = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """From positions `(nruns, natoms, 3)` [Å] to energies `(nruns,)` [eV] and forces `(nruns, natoms, 3)` [eV/Å]."""
 
-WIDTH = 0.05  # Å, of a bin
 HOTTEST = 3.0  # a run above this multiple of its first temperature has blown up
 SAMPLES = 200  # of energy and distances in a run
 EQUILIBRATION = 0.2  # of the run, before distances count
@@ -36,41 +37,12 @@ CLOSER = 0.9  # of the shortest distance in training frames: closer atoms have l
 WATCH = 4  # time steps between two looks at the shortest distances
 
 
-def read_system(folder: Path) -> list[Atoms]:
-    """Return all frames of a DeePMD npy folder."""
-    types = np.loadtxt(folder / "type.raw", dtype=int).reshape(-1)
-    symbols = np.array((folder / "type_map.raw").read_text().split())[types]
-    coord = np.load(folder / "set.000" / "coord.npy").astype(float).reshape(-1, len(types), 3)
-    if (folder / "nopbc").exists():
-        return [Atoms(symbols, positions=positions) for positions in coord]
-    boxes = np.load(folder / "set.000" / "box.npy").reshape(-1, 3, 3)
-    return [Atoms(symbols, positions=x, cell=box, pbc=True) for x, box in zip(coord, boxes, strict=True)]
-
-
-def pair_distribution(frames: Sequence[Atoms], first: str, second: str, reach: float) -> np.ndarray:
-    """Return g(r) of two elements in orthorhombic cells, in bins of `WIDTH` up to `reach` [Å]."""
-    edges = np.arange(0.0, reach + WIDTH / 2, WIDTH)
-    shells = 4.0 / 3.0 * math.pi * np.diff(edges**3)
-    total = np.zeros(len(shells))
-    for frame in frames:
-        i, j = (np.flatnonzero(frame.symbols == name) for name in (first, second))
-        vectors = frame.positions[j][None] - frame.positions[i][:, None]
-        lengths = frame.cell.lengths()
-        vectors -= lengths * np.round(vectors / lengths)
-        distance = np.linalg.norm(vectors, axis=-1)
-        counts, _ = np.histogram(distance[i[:, None] != j[None]], edges)
-        pairs = len(i) * len(j) - (len(i) if first == second else 0)
-        total += counts * frame.get_volume() / (pairs * shells)
-    return total / len(frames)
-
-
-def distances_apart(found: Sequence[Atoms], reference: Sequence[Atoms]) -> dict[str, float]:
-    """Return ∫|g − g_reference| dr [Å] of each pair of elements, up to half of the shortest edge."""
-    reach = min(frame.cell.lengths().min() for frame in (*found, *reference)) / 2
-    elements = sorted(set(reference[0].symbols))
-    pairs = [(a, b) for k, a in enumerate(elements) for b in elements[k:]]
-    curves = {pair: [pair_distribution(frames, *pair, reach) for frames in (found, reference)] for pair in pairs}
-    return {f"{a}-{b}": float(np.abs(ours - theirs).sum() * WIDTH) for (a, b), (ours, theirs) in curves.items()}
+def with_masses(atoms: Atoms, hydrogen: float | None) -> Atoms:
+    """Return a copy whose hydrogen has a mass [u], or its own for None."""
+    copy = atoms.copy()
+    if hydrogen is not None:
+        copy.set_masses([hydrogen if symbol == "H" else None for symbol in copy.symbols])
+    return copy
 
 
 def potential_of(path: Path, atoms: Atoms) -> Potential:
@@ -110,6 +82,12 @@ class Contacts:
         distance = np.sqrt((vectors**2).sum(axis=-1))
         return {name: distance[:, chosen].min(axis=1) for name, chosen in self._of.items()}
 
+    def extent(self, positions: np.ndarray) -> np.ndarray:
+        """Return the longest distance between two atoms `(nruns,)` [Å], wherever their images are."""
+        vectors = positions[:, self._second] - positions[:, self._first]
+        longest: np.ndarray = np.sqrt((vectors**2).sum(axis=-1).max(axis=1))
+        return longest
+
 
 @dataclass
 class Course:
@@ -128,9 +106,11 @@ class Course:
     frames
         Positions after equilibration.
     left
-        When a pair of elements first came closer than it may [ps].
+        When a pair of elements first came closer than it may, or two atoms went farther apart ("extent") [ps].
     closest
         Shortest distance of each pair of elements so far [Å].
+    extent
+        Longest distance between two atoms so far [Å]; watched where there is no cell.
     """
 
     seed: int
@@ -140,12 +120,19 @@ class Course:
     frames: list[Atoms] = field(default_factory=list)
     left: dict[str, float] = field(default_factory=dict)
     closest: dict[str, float] = field(default_factory=dict)
+    extent: float = 0.0
 
     def watch(self, pair: str, distance: float, allowed: float) -> None:
         """Take note of the present shortest distance of a pair of elements, and of one below the allowed."""
         self.closest[pair] = min(distance, self.closest.get(pair, math.inf))
         if distance < allowed:
             self.left.setdefault(pair, self.time)
+
+    def watch_extent(self, distance: float, allowed: float) -> None:
+        """Take note of the present longest distance, and of one beyond the allowed."""
+        self.extent = max(distance, self.extent)
+        if distance > allowed:
+            self.left.setdefault("extent", self.time)
 
     def summary(self) -> dict[str, Any]:
         """Return what it has found; drift is in meV/atom/ps, fluctuation in meV/atom."""
@@ -157,6 +144,7 @@ class Course:
             "picoseconds": round(self.time, 6),
             "left": {pair: round(time, 6) for pair, time in self.left.items()},
             "closest": {pair: round(distance, 3) for pair, distance in self.closest.items()},
+            "extent": round(self.extent, 3) or None,
             "drift": float(np.polyfit(times, energies, 1)[0]) if steady else None,
             "fluctuation": float(np.std(energies)) if steady else None,
             "temperature": float(kelvin[len(kelvin) // 2 :].mean()) if steady else None,
@@ -164,7 +152,10 @@ class Course:
 
 
 class Ensemble:
-    """Copies of a system with velocities of their own, which take steps of velocity Verlet together.
+    """Copies of a system with velocities of their own, which take steps together.
+
+    Steps are those of velocity Verlet, with friction those of Langevin dynamics that splits a step as B-A-O-A-B
+    (Leimkuhler and Matthews, J. Chem. Phys. 138, 174102 (2013)).
 
     Parameters
     ----------
@@ -175,22 +166,41 @@ class Ensemble:
     temperature
         Of the first momenta [K].
     seeds
-        Of the momenta of each copy, which is at rest as a whole.
+        Of the random numbers of each copy, which is at rest as a whole at first.
+    friction
+        Of Langevin dynamics [1/fs]; 0 for constant energy.
     """
 
-    def __init__(self, start: Atoms, potential: Potential, temperature: float, seeds: Sequence[int]) -> None:
+    def __init__(
+        self, start: Atoms, potential: Potential, temperature: float, seeds: Sequence[int], friction: float = 0.0
+    ) -> None:
         self._potential = potential
+        self._friction = friction / units.fs
+        self._random = [np.random.default_rng(seed) for seed in seeds]
         self._masses = start.get_masses()[:, None]
-        spread = np.sqrt(units.kB * temperature * self._masses)
-        momenta = np.stack([np.random.default_rng(seed).standard_normal((len(start), 3)) * spread for seed in seeds])
+        self._spread = np.sqrt(units.kB * temperature / self._masses)
         self.positions = np.repeat(start.positions[None], len(seeds), axis=0)
-        self.velocities = momenta / self._masses - momenta.sum(axis=1, keepdims=True) / self._masses.sum()
+        self.draw_velocities()
         self.energies, self.forces = potential(self.positions)
+
+    def _thermal(self) -> np.ndarray:
+        """Return velocities of the temperature `(ncopies, natoms, 3)`."""
+        shape = self.positions.shape[1:]
+        return self._spread * np.stack([random.standard_normal(shape) for random in self._random])
+
+    def draw_velocities(self) -> None:
+        """Take new velocities of the temperature, with every copy at rest as a whole."""
+        drawn = self._thermal()
+        self.velocities = drawn - (self._masses * drawn).sum(axis=1, keepdims=True) / self._masses.sum()
 
     def step(self, time_step: float) -> None:
         """Advance by a time step [ASE's units]."""
         self.velocities += 0.5 * time_step * self.forces / self._masses
-        self.positions += time_step * self.velocities
+        self.positions += 0.5 * time_step * self.velocities
+        if self._friction:
+            kept = math.exp(-self._friction * time_step)
+            self.velocities = kept * self.velocities + math.sqrt(1.0 - kept**2) * self._thermal()
+        self.positions += 0.5 * time_step * self.velocities
         self.energies, self.forces = self._potential(self.positions)
         self.velocities += 0.5 * time_step * self.forces / self._masses
 
@@ -204,9 +214,10 @@ class Ensemble:
         self.positions, self.velocities, self.energies, self.forces = (
             values[chosen] for values in (self.positions, self.velocities, self.energies, self.forces)
         )
+        self._random = [random for random, kept in zip(self._random, chosen, strict=True) if kept]
 
 
-def constant_energy(
+def run_copies(
     start: Atoms,
     potential: Potential,
     *,
@@ -214,23 +225,28 @@ def constant_energy(
     seeds: Sequence[int],
     picoseconds: float,
     time_step: float,
+    friction: float = 0.0,
     allowed: Mapping[str, float] | None = None,
+    samples: int = SAMPLES,
 ) -> list[Course]:
-    """Run NVE from one frame with several momenta.
+    """Run dynamics from one frame with several momenta.
 
     Parameters
     ----------
-    start, potential, temperature, seeds
+    start, potential, temperature, seeds, friction
         See `Ensemble`.
     picoseconds, time_step
         Length of the runs, and of a step [fs].
     allowed
-        How close each pair of elements may come [Å], see `Course.left`.
+        How close each pair of elements may come, and how far two atoms of a molecule may go apart ("extent") [Å].
+    samples
+        Of energy and distances in a run.
     """
     courses = [Course(seed) for seed in seeds]
-    running, ensemble, contacts = list(courses), Ensemble(start, potential, temperature, seeds), Contacts(start)
+    running = list(courses)
+    ensemble, contacts = Ensemble(start, potential, temperature, seeds, friction), Contacts(start)
     steps = round(1e3 * picoseconds / time_step)
-    stride = max(1, steps // SAMPLES)
+    stride, allowed = max(1, steps // samples), allowed or {}
     for step in range(steps + 1):
         if step:
             ensemble.step(time_step * units.fs)
@@ -238,11 +254,14 @@ def constant_energy(
         kelvin = kinetic / (1.5 * units.kB * len(start))
         total = 1e3 * (kinetic + ensemble.energies) / len(start)
         distances = contacts(ensemble.positions) if step % WATCH == 0 else {}
+        extents = contacts.extent(ensemble.positions) if distances and not start.pbc.any() else None
         for row, course in enumerate(running):
             course.time = 1e-3 * step * time_step
             course.blew_up = not kelvin[row] < HOTTEST * temperature
             for pair, found in distances.items():
-                course.watch(pair, float(found[row]), (allowed or {}).get(pair, 0.0))
+                course.watch(pair, float(found[row]), allowed.get(pair, 0.0))
+            if extents is not None:
+                course.watch_extent(float(extents[row]), allowed.get("extent", math.inf))
             if step % stride == 0:
                 course.samples.append((course.time, float(total[row]), float(kelvin[row])))
             if step % stride == 0 and step >= EQUILIBRATION * steps:
@@ -291,37 +310,57 @@ def shortest(frames: Sequence[Atoms]) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    """Run the dynamics of every model."""
+def limits(frames: Sequence[Atoms]) -> dict[str, float]:
+    """Return what `run_copies` allows: by 1/`CLOSER` beyond the shortest and longest distances of these frames."""
+    found = {pair: CLOSER * distance for pair, distance in shortest(frames).items()}
+    if frames[0].pbc.any():
+        return found
+    return found | {"extent": max(float(Contacts(x).extent(x.positions[None])[0]) for x in frames) / CLOSER}
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, nargs="+", required=True, help="files that race.py --keep wrote")
-    parser.add_argument("--system", type=Path, required=True, help="folder with the first frame and the reference")
-    parser.add_argument("--training", type=Path, nargs="+", help="folders of training frames; that of --system if none")
+    parser.add_argument("--system", type=Path, required=True, help="folder with the first frame")
+    parser.add_argument("--reference", type=Path, nargs="+", help="files of reference.py; the system's frames if none")
+    parser.add_argument("--training", type=Path, nargs="+", help="folders of frames that say how close atoms may come")
     parser.add_argument("--frame", type=int, default=0, help="of the system, where runs start")
     parser.add_argument("--temperature", type=float, required=True, help="K")
     parser.add_argument("--picoseconds", type=float, default=5.0)
     parser.add_argument("--time-step", type=float, default=0.5, help="fs")
+    parser.add_argument("--friction", type=float, default=0.0, help="1/fs, of Langevin dynamics")
+    parser.add_argument("--hydrogen-mass", type=float, help="u; where it is heavy, time steps may be longer")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of energy and distances in a run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of the momenta, a run each")
-    args = parser.parse_args()
-    reference = read_system(args.system)
-    start = reference[args.frame]
-    training = [frame for folder in args.training or [args.system] for frame in read_system(folder)]
-    allowed = {pair: CLOSER * distance for pair, distance in shortest(training).items()}
+    parser.add_argument("--out", type=Path, help="folder that receives frames of the runs, for distributions.py")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the dynamics of every model."""
+    args = arguments()
+    frames = read_system(args.system)
+    start = with_masses(frames[args.frame], args.hydrogen_mass)
+    runs = read_runs(args.reference, start) if args.reference else [frames]
+    reference = [frame for run in runs for frame in run]
+    training = [frame for folder in args.training or () for frame in read_system(folder)]
+    conditions = {key: getattr(args, key) for key in ("temperature", "time_step", "friction")}
+    rest = {"seeds": args.seeds, "picoseconds": args.picoseconds, "samples": args.samples}
     for path in args.models:
-        courses = constant_energy(
-            start,
-            potential_of(path, start),
-            temperature=args.temperature,
-            seeds=args.seeds,
-            picoseconds=args.picoseconds,
-            time_step=args.time_step,
-            allowed=allowed,
-        )
-        frames = [frame for course in courses for frame in course.frames]
-        apart = distances_apart(frames, reference) if frames and start.pbc.all() else {}
-        about = {"model": path.stem, "system": args.system.name, "frame": args.frame, "temperature": args.temperature}
-        about |= {"time_step": args.time_step, "size_of_matrices": size_of_matrices(path)}
-        print(json.dumps({**about, **report(courses), "pair_distributions_apart": apart}), flush=True)
+        potential = potential_of(path, start)
+        courses = run_copies(start, potential, **conditions, **rest, allowed=limits(training or reference))
+        about = {"model": path.stem, "system": args.system.name, "frame": args.frame, **conditions}
+        about |= {"size_of_matrices": size_of_matrices(path), **report(courses)}
+        if args.friction:  # the energy is not constant
+            for run in about["runs"]:
+                del run["drift"], run["fluctuation"]
+        kept = [course for course in courses if course.frames]
+        name = f"{path.stem}_{args.system.name}_{args.temperature:g}K"
+        for course in kept if args.out else ():
+            write_run(args.out / f"{name}_{course.seed}.npz", course.frames)
+        about |= compare([course.frames for course in kept], runs) if kept else {}
+        print(json.dumps(about), flush=True)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def save(path: Path, **arrays: np.ndarray | float) -> None:
 
 def walkers(small: Path) -> list[Walker]:
     """Return the walkers; the N-th starts from every twelfth training frame of its temperature, from the N-th on."""
-    from dynamics import read_system
+    from distributions import read_system
 
     frames = {t: read_system(small / "train" / f"{t:g}K") for t in TEMPERATURES}
     return [Walker(t, k, frames[t][k::WALKERS]) for k in range(WALKERS) for t in TEMPERATURES]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -12,34 +13,23 @@ pytest.importorskip("ase")
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchmarks" / "race"))
 
 import dynamics
+import reference
 from along import AROUND, chosen, errors, run
-from ase import Atoms
-from dynamics import WATCH, WIDTH, constant_energy, distances_apart, pair_distribution, report, shortest
+from ase import Atoms, units
+from ase.build import molecule
+from distributions import LONGEST, WIDTH, distances_apart, distributions, halves_apart, pair_distribution
+from dynamics import CLOSER, WATCH, Ensemble, limits, report, run_copies, shortest
 from make_silicon import crystal
+from reference import as_potential, hybrid_monte_carlo
 from stillinger_weber import StillingerWeber
-
-
-def by_calculator(calculator, atoms):
-    """Return a calculator of ASE as the function of positions of several copies that `dynamics` takes."""
-
-    def potential(positions):
-        moved = [atoms.copy() for _ in positions]
-        for frame, x in zip(moved, positions, strict=True):
-            frame.positions, frame.calc = x, calculator
-        return tuple(
-            np.array([get(frame) for frame in moved])
-            for get in (lambda frame: frame.get_potential_energy(), lambda frame: frame.get_forces())
-        )
-
-    return potential
 
 
 def test_dynamics_keep_energy_and_find_a_potential_that_blows_up():
     atoms = crystal()
-    potential = by_calculator(StillingerWeber(), atoms)
+    potential = as_potential(StillingerWeber, atoms)
     cold = {"temperature": 300.0, "picoseconds": 0.02, "time_step": 1.0}
-    both = constant_energy(atoms, potential, seeds=[1, 2], **cold)
-    (alone,) = constant_energy(atoms, potential, seeds=[2], **cold)
+    both = run_copies(atoms, potential, seeds=[1, 2], **cold)
+    (alone,) = run_copies(atoms, potential, seeds=[2], **cold)
     found = report(both)
     assert json.loads(json.dumps(found)) == json.loads(json.dumps(found, allow_nan=False))
     assert found["runs"][1] == alone.summary() != found["runs"][0] | {"seed": 2}
@@ -51,7 +41,7 @@ def test_dynamics_keep_energy_and_find_a_potential_that_blows_up():
         assert each["left"] == {}
     assert [len(course.frames) for course in both] == [17, 17]
     assert found["blow_ups_per_ps"] == (0.0, pytest.approx(25.0))
-    hot = constant_energy(atoms, potential, temperature=3000.0, seeds=[1], picoseconds=0.2, time_step=50.0)
+    hot = run_copies(atoms, potential, temperature=3000.0, seeds=[1], picoseconds=0.2, time_step=50.0)
     assert report(hot)["blow_ups_per_ps"][0] == pytest.approx(1.0 / hot[0].time)
     assert hot[0].summary()["drift"] is None
 
@@ -67,7 +57,7 @@ def test_dynamics_say_when_atoms_come_too_close(monkeypatch):
         return np.zeros(len(positions)), forces
 
     conditions = {"temperature": 1e-9, "seeds": [1, 2], "picoseconds": 0.012, "time_step": 0.5}
-    courses = constant_energy(atoms, falling, allowed={"H-O": 2.7, "O-O": 5.0}, **conditions)
+    courses = run_copies(atoms, falling, allowed={"H-O": 2.7, "O-O": 5.0}, **conditions)
     for course in courses:
         assert set(course.left) == {"H-O"}
         # ½·a·t² = 0.3 Å with 2 eV/Å on 1.008 u: 5.6 fs, at the next look
@@ -79,7 +69,7 @@ def test_dynamics_say_when_atoms_come_too_close(monkeypatch):
 
 def test_errors_along_dynamics_are_those_of_the_potential():
     atoms, push = crystal(), np.array([0.0, 0.3, 0.0])
-    true = by_calculator(StillingerWeber(), atoms)
+    true = as_potential(StillingerWeber, atoms)
 
     def wrong(positions):  # one atom is pushed, and the energy is too high
         energies, forces = true(positions)
@@ -114,3 +104,110 @@ def test_pair_distributions_count_neighbors():
     assert distances_apart([atoms], [atoms]) == {"Si-Si": 0.0}
     pressed = crystal(0.95)
     assert distances_apart([pressed], [atoms])["Si-Si"] > 1.0
+
+
+def test_distances_in_molecules_have_a_density():
+    water, far = molecule("H2O"), molecule("H2O")
+    far.positions[1:] *= 1.5
+    curves = distributions([water, far], LONGEST)
+    assert set(curves) == {"H-H", "H-O"}
+    for curve in curves.values():
+        assert curve.sum() * WIDTH == pytest.approx(1.0)
+    assert distances_apart([water], [water]) == {"H-H": 0.0, "H-O": 0.0}
+    assert distances_apart([far], [water]) == pytest.approx({"H-H": 2.0, "H-O": 2.0})
+    assert distances_apart([water, far], [water]) == pytest.approx({"H-H": 1.0, "H-O": 1.0})
+    assert halves_apart([[water, far], [far, water], [water]]) == pytest.approx({"H-H": 1 / 3, "H-O": 1 / 3}, abs=1e-4)
+    assert halves_apart([[water, far]]) == pytest.approx({"H-H": 2.0, "H-O": 2.0})
+    assert halves_apart([[water]]) == {}
+    found = limits([water, far])
+    assert found["H-O"] == pytest.approx(CLOSER * water.get_distance(0, 1))
+    assert found["extent"] == pytest.approx(far.get_distance(1, 2) / CLOSER)
+
+
+PAIRS, STIFF = 16, 3.0  # springs between two atoms each, eV/Å²
+
+
+def springs(constant):
+    """Return the potential of atoms in pairs, whose vectors are Gaussian."""
+
+    def potential(positions):
+        vectors = positions[:, ::2] - positions[:, 1::2]
+        forces = np.empty_like(positions)
+        forces[:, ::2], forces[:, 1::2] = -constant * vectors, constant * vectors
+        return 0.5 * constant * (vectors**2).sum(axis=(1, 2)), forces
+
+    return potential
+
+
+def variance(positions):
+    return ((positions[:, ::2] - positions[:, 1::2]) ** 2).mean()
+
+
+def test_friction_samples_the_temperature():
+    atoms = Atoms("H" * 2 * PAIRS, positions=np.zeros((2 * PAIRS, 3)))
+    # 2 fs are a fifth of the period: the positions of this scheme are right at any stable time step
+    ensemble = Ensemble(atoms, springs(STIFF), 1000.0, range(40), friction=0.1)
+    squares, kinetic = [], []
+    for step in range(600):
+        ensemble.step(2.0 * units.fs)
+        if step > 60 and step % 5 == 0:
+            squares.append(variance(ensemble.positions))
+            kinetic.append(ensemble.kinetic().mean())
+    assert np.mean(squares) == pytest.approx(units.kB * 1000.0 / STIFF, rel=0.02)
+    # velocities are not: they are too slow by (time step · frequency / 2)²
+    assert 0.5 < np.mean(kinetic) / (1.5 * units.kB * 1000.0 * len(atoms)) < 0.98
+    alone = Ensemble(atoms, springs(STIFF), 1000.0, [39], friction=0.1)
+    ensemble = Ensemble(atoms, springs(STIFF), 1000.0, [1, 39], friction=0.1)
+    ensemble.keep(np.array([False, True]))
+    for _ in range(10):
+        alone.step(2.0 * units.fs)
+        ensemble.step(2.0 * units.fs)
+    np.testing.assert_array_equal(alone.positions, ensemble.positions)
+
+
+def test_hybrid_monte_carlo_samples_the_energy_that_decides():
+    atoms = Atoms("H" * 2 * PAIRS, positions=np.zeros((2 * PAIRS, 3)))
+    true, wrong = springs(STIFF), springs(0.75 * STIFF)
+    ensemble = Ensemble(atoms, wrong, 1000.0, [1])
+    chain = hybrid_monte_carlo(
+        ensemble,
+        lambda x: true(x[None])[0][0],
+        np.random.default_rng(1),
+        temperature=1000.0,
+        steps=4,
+        time_step=1.0,
+        until=lambda count: count == 3000,
+    )
+    assert chain.positions.shape == (3000, 2 * PAIRS, 3)
+    kept, stayed = chain.accepted[1:], (chain.positions[1:] == chain.positions[:-1]).all(axis=(1, 2))
+    np.testing.assert_array_equal(stayed, ~kept)
+    assert 0.3 < kept.mean() < 0.9
+    thermal = units.kB * 1000.0
+    assert variance(chain.positions[300:]) == pytest.approx(thermal / STIFF, rel=0.05)  # the wrong one: a third more
+    # what holds for every reversible proposal that keeps volumes (Creutz)
+    assert np.exp(-chain.changes[300:] / thermal).mean() == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_reference_is_sampled_once_and_summarised(tmp_path):
+    from make_alloys import alloy
+    from sampling import LabelledSystem, write_npy
+
+    atoms = alloy({"Cu": 16, "Au": 16}, np.random.default_rng(1))
+    forces = np.zeros((1, 32, 3))
+    system = {"coord": atoms.positions[None], "box": atoms.cell.array[None], "energy": np.zeros(1), "force": forces}
+    atype = np.repeat([0, 1], 16)
+    write_npy(tmp_path / "cold", LabelledSystem(atype=atype, type_map=("Cu", "Au"), virial=None, **system))
+    conditions = {"temperature": 300.0, "picoseconds": 0.1, "time_step": 4.0, "friction": 0.01, "samples": 5}
+    args = Namespace(
+        set="alloys", system=tmp_path / "cold", out=tmp_path, potential=None, hydrogen_mass=4.0, **conditions
+    )
+    paths = [reference.sample(seed, args, np.inf) for seed in (1, 2)]
+    assert [path.name for path in paths] == ["alloys_cold_300K_1.npz", "alloys_cold_300K_2.npz"]
+    written = paths[0].stat().st_mtime_ns
+    assert reference.sample(1, args, np.inf) == paths[0]
+    assert paths[0].stat().st_mtime_ns == written
+    found = reference.summary(paths, atoms)
+    assert (found["runs"], found["frames"]) == (2, 10)
+    assert set(found["distributions"]) == set(found["halves_apart"]) == {"Au-Au", "Au-Cu", "Cu-Cu"}
+    assert 2.2 < found["closest"]["Cu-Cu"] < found["closest"]["Au-Au"] < 2.8
+    assert 0.0 < found["halves_apart"]["Cu-Cu"] < 1.5
