@@ -91,12 +91,22 @@ def halves_apart(runs: Sequence[Sequence[Atoms]]) -> dict[str, float]:
 
 
 def compare(runs: Sequence[Sequence[Atoms]], reference: Sequence[Sequence[Atoms]]) -> dict[str, dict[str, float]]:
-    """Return how far apart runs and a reference are, and two halves of each."""
+    """Return how far apart runs and a reference are, two halves of each, and what chance alone would give.
+
+    Halves of N frames differ by twice the uncertainty of the mean over all N. So runs and a reference of the same
+    distribution differ by √(a² + b²)/2, where a and b are the differences between their halves.
+    """
     ours, theirs = ([frame for run in some for frame in run] for some in (runs, reference))
+    halves = halves_apart(runs), halves_apart(reference)
     return {
         "distributions_apart": distances_apart(ours, theirs),
-        "halves_of_runs_apart": halves_apart(runs),
-        "halves_of_reference_apart": halves_apart(reference),
+        "by_chance": {
+            pair: round(math.hypot(half, halves[1][pair]) / 2, 4)
+            for pair, half in halves[0].items()
+            if pair in halves[1]
+        },
+        "halves_of_runs_apart": halves[0],
+        "halves_of_reference_apart": halves[1],
     }
 
 

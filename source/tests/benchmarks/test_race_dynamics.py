@@ -17,7 +17,7 @@ import reference
 from along import AROUND, chosen, errors, run
 from ase import Atoms, units
 from ase.build import molecule
-from distributions import LONGEST, WIDTH, distances_apart, distributions, halves_apart, pair_distribution
+from distributions import LONGEST, WIDTH, compare, distances_apart, distributions, halves_apart, pair_distribution
 from dynamics import CLOSER, WATCH, Ensemble, limits, report, run_copies, shortest
 from make_silicon import crystal
 from reference import as_potential, hybrid_monte_carlo
@@ -122,6 +122,23 @@ def test_distances_in_molecules_have_a_density():
     found = limits([water, far])
     assert found["H-O"] == pytest.approx(CLOSER * water.get_distance(0, 1))
     assert found["extent"] == pytest.approx(far.get_distance(1, 2) / CLOSER)
+
+
+def test_equal_distributions_differ_by_chance():
+    rng = np.random.default_rng(1)
+
+    def frames(count, spread):
+        return [Atoms("H" * 20, positions=spread * rng.standard_normal((20, 3))) for _ in range(count)]
+
+    def runs(number, count, spread=1.0):
+        return [frames(count, spread) for _ in range(number)]
+
+    reference = runs(4, 40)
+    found = compare(runs(6, 10), reference)
+    assert found["distributions_apart"]["H-H"] == pytest.approx(found["by_chance"]["H-H"], rel=0.25)
+    assert found["halves_of_reference_apart"]["H-H"] < found["halves_of_runs_apart"]["H-H"]
+    other = compare(runs(6, 10, 1.2), reference)
+    assert other["distributions_apart"]["H-H"] > 2 * other["by_chance"]["H-H"]
 
 
 PAIRS, STIFF = 16, 3.0  # springs between two atoms each, eV/Å²
