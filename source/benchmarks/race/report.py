@@ -44,6 +44,12 @@ def energy(result: Result) -> float:
     return 1e3 * pool(result.test)["energy"] if result.test else math.nan
 
 
+def median(values: Iterable[float]) -> float:
+    """Return the median of what is not NaN; NaN of nothing."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else math.nan
+
+
 def number(value: float, digits: int = 4) -> str:
     """Write a number; a dash for what there is not."""
     return "–" if math.isnan(value) else "failed" if math.isinf(value) else f"{value:.{digits}f}"
@@ -123,9 +129,9 @@ def summary_table(found: Sequence[Field]) -> str:
                     f"{steps:,}",
                     TITLES[name],
                     str(len(with_it)),
-                    number(statistics.median(test), 2) if test else "–",
+                    number(median(test), 2),
                     f"{number(min(test), 2)}–{number(max(test), 2)}" if test else "–",
-                    number(statistics.median(out), 2) if out else "–",
+                    number(median(out), 2),
                     number(max(out), 2) if out else "–",
                     number(mean(field.robust(name)[0] for field in with_it), 1),
                 ]
@@ -145,7 +151,7 @@ def headline_table(found: Sequence[Field]) -> str:
         return min(field.ratio(name, last) for name in ADAM_ROUTES & field.runs.keys())
 
     def row(steps: int, model: str, some: Sequence[Field], each: str) -> list[str]:
-        return [f"{steps:,}", model, each, number(statistics.median(map(ratio, some)), 2)]
+        return [f"{steps:,}", model, each, number(median(map(ratio, some)), 2)]
 
     rows = []
     for steps in dict.fromkeys(field.steps for field in raced):
@@ -158,18 +164,23 @@ def headline_table(found: Sequence[Field]) -> str:
 
 
 def untouched_table(found: Sequence[Field]) -> str:
-    """Return HybridMuon's errors at the rate of an input that sets nothing, beside the baseline's best."""
+    """Return HybridMuon's errors at the rate of an input that sets nothing, beside the baseline's best, and medians."""
     rows = []
+    ratios: dict[int, dict[str, list[float]]] = {}
     for field in found:
         name, own = untouched(field.steps)
         if BASELINE not in field.runs or own not in field.runs.get(name, {}):
             continue
         ours, (rate, theirs) = field.runs[name][own], field.best(BASELINE)
         cells = [field.set, field.model, f"{field.steps:,}"]
-        for measure in (last, force("out")):
+        for part, measure in {"test": last, "out": force("out")}.items():
             pair = [mean(map(measure, runs)) for runs in (ours, theirs)]
+            ratios.setdefault(field.steps, {}).setdefault(part, []).append(pair[0] / pair[1])
             cells += [number(pair[0]), number(pair[1]), number(pair[0] / pair[1], 2)]
         rows.append([*cells[:5], f"{rate:g}", *cells[5:]])
+    for steps, parts in ratios.items():
+        test, out = (number(median(some), 2) for some in parts.values())
+        rows.append([f"median of {len(parts['test'])}", "", f"{steps:,}", "", "", "", test, "", "", out])
     head = (
         *("set", "model", "steps", "HybridMuon, test [eV/Å]", "AdamW, test [eV/Å]", "its best rate", "ratio"),
         *("HybridMuon, out [eV/Å]", "AdamW, out [eV/Å]", "ratio"),
@@ -224,7 +235,7 @@ def median_and_ends(ratios: Mapping[str, float]) -> list[str]:
         return ["–"] * 3
     ordered = sorted(ratios, key=lambda name: ratios[name])
     ends = [f"{name} {number(ratios[name], 2)}" for name in (ordered[0], ordered[-1])]
-    return [number(statistics.median(ratios.values()), 2), *ends]
+    return [number(median(ratios.values()), 2), *ends]
 
 
 def failures(found: Sequence[Field]) -> str:
