@@ -30,6 +30,11 @@ _ADAM_RATE = 1e-3
 # `adam_lr_ratio` of a short run whose input leaves both open, less where the Adam route would start above the second.
 # DPA-3 then ends at half the error, other models where they end with 1; a long run on molecules is worse for it.
 _ADAM_RATIO, _MOST_ADAM_RATE = 10.0, 1e-2
+# Length of descriptors (root mean square over atoms, first weights) from which a scale falls as 1/length. A step
+# changes what the fitting net's first matrix returns by rate · length: atoms with few and near neighbours saturate its
+# tanh in a few steps, and all forces vanish. Lengths on water and alloys are 1 to 6, on small molecules 60 (DPA-1) and
+# 17 (DPA-3).
+_LONG_FOR_MUON, _LONG_FOR_ADAM = 8.0, 16.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +91,42 @@ class Input:
             return self
         scales: dict[str, Any] = {name: group.get(name) for name in given.names}
         kept = f"optimizer/lr_adjust_coeff is not given and stays {_written(scales)}, as in {source}"
+        return self._with(scales, kept)
+
+    def for_descriptors(self, length: float) -> Input:
+        """Return the input with lower scales where it omits them and descriptors are long; else itself.
+
+        Parameters
+        ----------
+        length
+            Of the descriptors, see `descriptor_length`.
+        """
+        optimizer, given = self.settings.optimizer, self.open_scales
+        if given is None or not isinstance(optimizer, HybridMuonConfig) or not length > 0.0:
+            return self
+        start_lr = self.settings.learning_rate.start_lr
+        most = {
+            "lr_adjust_coeff": _MUON_COEFFICIENT * _ADAM_RATE * _LONG_FOR_MUON / length / start_lr,
+            "adam_lr_ratio": max(1.0, _MOST_ADAM_RATE * _LONG_FOR_ADAM / length / start_lr),
+        }
+        old = {name: getattr(optimizer, name) for name in given.names}
+        scales = {name: min(value, float(f"{most[name]:.3g}")) for name, value in old.items()}
+        if scales == old:
+            return self
+        lower = (
+            f"optimizer/lr_adjust_coeff is not given and takes {_written(scales)}: descriptors are {length:.3g} long, "
+            f"for which {_written(old)} would be too high (doc/learning-rate.md)"
+        )
+        return self._with(scales, lower)
+
+    def _with(self, scales: Mapping[str, Any], notice: str) -> Input:
+        """Return the input with these values of its open scales, and the notice about them."""
+        optimizer, given = self.settings.optimizer, self.open_scales
+        assert given is not None
+        assert isinstance(optimizer, HybridMuonConfig)
         settings = dataclasses.replace(self.settings, optimizer=dataclasses.replace(optimizer, **scales))
-        notices = tuple(kept if notice == given.notice else notice for notice in self.notices)
-        return Input(settings, thaw(settings), notices, OpenScales(given.names, kept))
+        notices = tuple(notice if old == given.notice else old for old in self.notices)
+        return Input(settings, thaw(settings), notices, OpenScales(given.names, notice))
 
 
 def _written(scales: Mapping[str, Any]) -> str:

@@ -1,8 +1,9 @@
-"""Mean and deviation of the environment rows, with which the descriptor standardises them."""
+"""Statistics of the data: mean and deviation of the environment rows, and the length of descriptors."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -66,6 +67,26 @@ def environment_statistics(
     deviation = torch.where(count.unsqueeze(1) > 0, deviation, ABSENT_DEVIATION)
     radial, angular = mean[:, :1], deviation[:, 1:].expand(-1, 3)
     return torch.cat([radial, torch.zeros_like(angular)], 1), torch.cat([deviation[:, :1], angular], 1)
+
+
+@torch.no_grad()
+def descriptor_length(model: EnergyModel, batches: Iterable[Structures]) -> float:
+    """Return the root-mean-square length of the atoms' descriptors, with the model's present weights.
+
+    Parameters
+    ----------
+    model
+        Gives the descriptor.
+    batches
+        Sampled structures on the model's device; 0 without any atom.
+    """
+    squares, count = 0.0, 0
+    for structures in batches:
+        with _threads_for(structures.neighbor.numel()):
+            rows = model.atomic_model.descriptor(structures, edge_vectors(structures), force=False).descriptor
+            squares += float(rows.double().square().sum())
+            count += len(rows)
+    return math.sqrt(squares / max(count, 1))
 
 
 @contextlib.contextmanager

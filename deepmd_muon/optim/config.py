@@ -115,7 +115,8 @@ class HybridMuonConfig(Buildable):
         doc=(
             "Coefficient of the 'match_rms' scaling of the Muon update. The default is DeePMD's. Where an input leaves "
             "it open, `dp train` takes 8.64 up to numb_steps 10000 and 4.32 beyond, times 0.001/start_lr where "
-            "start_lr is higher than 0.001, unless deepmd_kit_arithmetic is true (see doc/learning-rate.md)."
+            "start_lr is higher than 0.001, and less where descriptors are long, unless deepmd_kit_arithmetic is true "
+            "(see doc/learning-rate.md)."
         ),
     )
     muon_mode: MuonMode = setting(
@@ -161,7 +162,8 @@ class HybridMuonConfig(Buildable):
         doc=(
             "Learning rate of the Adam and AdamW routes divided by that of the Muon route. null follows lr_adjust: "
             "1 at or below 0, else 1/lr_adjust. Where an input leaves both this and lr_adjust_coeff open, `dp train` "
-            "takes 10 up to numb_steps 10000, but so that the Adam routes start at 0.01 at most."
+            "takes 10 up to numb_steps 10000, but so that the Adam routes start at 0.01 at most, and less where "
+            "descriptors are long."
         ),
     )
     schedule: str | Steps = setting(

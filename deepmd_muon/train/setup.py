@@ -169,7 +169,8 @@ def _count_neighbors(systems: list[System], rcut: float, cache: NeighborCache | 
 def with_descriptor(given: Input, descriptor: DescriptorSettings) -> Input:
     """Return the input with other settings of the descriptor."""
     model = dataclasses.replace(given.settings.model, descriptor=descriptor)
-    return dataclasses.replace(normalize({**given.normalized, "model": thaw(model)}), notices=given.notices)
+    complete = normalize({**given.normalized, "model": thaw(model)})
+    return dataclasses.replace(complete, notices=given.notices, open_scales=given.open_scales)
 
 
 def new_seed() -> int:

@@ -6,17 +6,19 @@ import contextlib
 import dataclasses
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 from deepmd_muon.argcheck import Input, dump, load, normalize
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.files import make_folder_of
-from deepmd_muon.model import EnergyModel, build_model
+from deepmd_muon.model import EnergyModel, Structures, build_model
 from deepmd_muon.model.checkpoint_directory import is_directory
 from deepmd_muon.model.checkpoint_file import understood
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.model.settings import model_settings
+from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.train.checkpoint.newest import newest_checkpoint
 from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, remove_leftovers
 from deepmd_muon.train.checkpoint.type_map import moved_content
@@ -238,7 +240,28 @@ def _prepare(
     if source is not None:
         ranks.from_first("fitting the energy bias", lambda: _settle_energy_bias(model, source, data, given))
     ranks.copy_from_first(model)
+    given = _suit_descriptors(given, source, model, data, ranks, output)
     return Trainer(given, model, data, shortest, ranks)
+
+
+def _suit_descriptors(
+    given: Input, source: Source | None, model: EnergyModel, data: Data, ranks: Ranks, output: str
+) -> Input:
+    """Lower the scales of HybridMuon that the input omits where descriptors are long; a restart keeps those it has."""
+    if given.open_scales is None or (source and source.way == "restart"):
+        return given
+
+    def batches() -> Iterator[Structures]:
+        for batch in data.training.sample_batches(1):
+            yield Structures.of(batch.frames, batch.neighbors, model.ntypes, ranks.device)
+
+    length = ranks.from_first("measuring descriptors", lambda: descriptor_length(model, batches()))
+    suited = given.for_descriptors(length)
+    if suited is not given and ranks.first:
+        assert suited.open_scales is not None
+        log.warning("%s", suited.open_scales.notice)
+        dump(suited.normalized, output)
+    return suited
 
 
 def _settle_energy_bias(model: EnergyModel, source: Source, data: Data, given: Input) -> None:

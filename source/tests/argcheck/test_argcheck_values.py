@@ -365,6 +365,37 @@ def test_the_scale_of_muon_is_chosen_where_an_input_leaves_it_open(water, optimi
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "start_lr", "steps", "length", "coefficient", "ratio"),
+    [
+        ({}, 1e-3, 3000, 6.0, 8.64, 10.0),
+        ({}, 1e-3, 3000, 64.0, 1.08, 2.5),
+        ({}, 1e-3, 3000, 16.0, 4.32, 10.0),
+        ({}, 1e-3, 3000, 1e4, 0.00691, 1.0),
+        ({}, 1e-3, 30000, 12.0, 4.32, 1.0),  # the scale of a long run is below the bound
+        ({}, 1e-4, 3000, 64.0, 8.64, 10.0),  # fine-tuning
+        ({"adam_lr_ratio": 3.0}, 1e-3, 3000, 64.0, 1.08, 3.0),
+        ({"lr_adjust_coeff": 8.64}, 1e-3, 3000, 64.0, 8.64, None),
+        ({}, 1e-3, 3000, 0.0, 8.64, 10.0),
+        ({}, 1e-3, 3000, float("nan"), 8.64, 10.0),
+    ],
+)
+def test_omitted_scales_fall_with_the_length_of_descriptors(
+    water, optimizer, start_lr, steps, length, coefficient, ratio
+):
+    water["optimizer"] = {"type": "HybridMuon", **optimizer}
+    water["learning_rate"]["start_lr"] = start_lr
+    water["training"]["numb_steps"] = steps
+    before = normalize(water)
+    suited = before.for_descriptors(length)
+    found = suited.settings.optimizer
+    assert (found.lr_adjust_coeff, found.adam_lr_ratio) == (pytest.approx(coefficient), ratio)
+    assert suited.normalized["optimizer"]["lr_adjust_coeff"] == found.lr_adjust_coeff
+    assert (suited is before) == (found == before.settings.optimizer)
+    assert suited is before or [f"{length:.3g} long" in notice for notice in suited.notices] == [True]
+    assert suited.for_descriptors(length) is suited
+
+
+@pytest.mark.parametrize(
     ("optimizer", "start_lr", "expected"),
     [
         ({}, 1e-3, 10.0),

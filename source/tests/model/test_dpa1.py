@@ -16,6 +16,7 @@ from deepmd_muon.model.descriptor.dpa1 import module
 from deepmd_muon.model.descriptor.dpa1.attention import AttentionLayer, Gates, _Rescaled
 from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings
 from deepmd_muon.model.networks import SeedPath
+from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.optim import HybridMuon
 
 FIXTURE = read_fixture(HERE / "dpa1.pt.gz")
@@ -113,6 +114,19 @@ def test_same_statistics(name):
     torch.testing.assert_close(block.mean, wanted_mean, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(block.stddev, wanted_std, rtol=1e-12, atol=1e-12)
     assert (wanted_mean[:, :, 0] != 0).all() == (name != "two_sides")
+
+
+def test_the_length_of_descriptors_is_that_of_the_fitting_nets_input():
+    model, _ = load("two_sides")
+    batches = [batch_for(model, kind) for kind in STATISTICS_KINDS]
+    taken = []
+    handle = model.atomic_model.fitting_net.register_forward_pre_hook(lambda _, given: taken.append(given[0].detach()))
+    for batch in batches:
+        model(batch)
+    handle.remove()
+    expected = torch.cat(taken).double().square().sum(1).mean().sqrt().item()
+    assert descriptor_length(model, batches) == pytest.approx(expected, rel=1e-6)
+    assert descriptor_length(model, []) == 0.0
 
 
 @pytest.mark.parametrize("name", CASES)

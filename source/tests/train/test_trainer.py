@@ -14,6 +14,7 @@ import torch
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.infer import Predictor
+from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.optim import RouteTable
 from deepmd_muon.train import CheckpointError, NonFiniteError, RunError, TrainingError, trainer
 from deepmd_muon.train.checkpoint.newest import newest_checkpoint
@@ -471,6 +472,31 @@ def test_a_restart_keeps_the_scales_that_its_input_omits(small_input, train, loa
     assert warned == [f"optimizer/lr_adjust_coeff is not given and stays {shown}, as in model.ckpt-1.pt"]
     section = json.loads(Path("out.json").read_text())["optimizer"]
     assert (section["lr_adjust_coeff"], section.get("adam_lr_ratio")) == kept
+
+
+def test_omitted_scales_suit_the_descriptors_of_the_run(small_input, train, load, caplog, monkeypatch):
+    """Descriptors of this small run count as long here; a restart does not measure again."""
+    lengths = []
+
+    def measured(*args):
+        lengths.append(descriptor_length(*args))
+        return lengths[-1]
+
+    monkeypatch.setattr("deepmd_muon.train.start.descriptor_length", measured)
+    monkeypatch.setattr(sys.modules["deepmd_muon.argcheck.load"], "_LONG_FOR_MUON", 0.01)
+    monkeypatch.setattr(sys.modules["deepmd_muon.argcheck.load"], "_LONG_FOR_ADAM", 0.04)
+    assert train(small_input(training={"numb_steps": 1})) == 0
+    (length,) = lengths
+    expected = (pytest.approx(0.0864 / length, rel=5e-3), pytest.approx(max(1.0, 0.4 / length), rel=5e-3))
+    section = json.loads(Path("out.json").read_text())["optimizer"]
+    (group,) = load("model.ckpt-1.pt")["optimizer"]["param_groups"]
+    for found in (section, group):
+        assert (found["lr_adjust_coeff"], found["adam_lr_ratio"]) == expected
+    assert [f"{length:.3g} long" in record.message for record in caplog.records].count(True) == 1
+    assert train(small_input(training={"numb_steps": 2}), restart="model.ckpt-1.pt") == 0
+    (group,) = load("model.ckpt-2.pt")["optimizer"]["param_groups"]
+    assert (group["lr_adjust_coeff"], group["adam_lr_ratio"]) == expected
+    assert lengths == [length]
 
 
 def test_scales_of_a_run_are_kept_only_where_an_input_omits_them(small_input):
