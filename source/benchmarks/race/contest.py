@@ -19,8 +19,9 @@ from torch import Tensor
 from deepmd_muon.argcheck import Input, normalize
 from deepmd_muon.data import Batch, NeighborCache, System
 from deepmd_muon.loss import EnergyLoss
-from deepmd_muon.model import build_model
+from deepmd_muon.model import Structures, build_model
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.train.batch import TrainingBatch, to_device
 from deepmd_muon.train.full_validation import full_errors
 from deepmd_muon.train.learning_rate import learning_rate
@@ -75,6 +76,7 @@ class Arena:
             raise FileNotFoundError(f"{folder} has no training systems of the set {name}")
         self.steps = steps
         self._content = input_of(name, model, train, seed=seed, steps=steps)
+        self._length = 0.0
         given = self.checked({"type": "Adam"}, 1e-3)
         self._train, _ = open_training_systems(given.settings.model, given.settings.training)
         given, _ = resolve_sel(given, self._train, count=True)
@@ -82,16 +84,20 @@ class Arena:
         first = build_model(given.normalized["model"])
         self._ntypes = first.ntypes
         self._cache = NeighborCache.of(first.neighbors, first.ntypes, CACHE_BYTES)
-        set_model_statistics(first, self.data(given), given.normalized["model"], given.settings.training)
+        data = self.data(given)
+        set_model_statistics(first, data, given.normalized["model"], given.settings.training)
         self.weights = first.state_dict()
+        samples = (Structures.of(x.frames, x.neighbors, first.ntypes) for x in data.training.sample_batches(1))
+        self._length = descriptor_length(first, samples)
         few = -(-TRAIN_FRAMES // len(train))
         self.parts = {part: dict(self._batches(given, SETS[name].systems(folder, part))) for part in ("test", "out")}
         self.parts["train"] = dict(self._batches(given, train, few))
 
     def checked(self, optimizer: Mapping[str, object], start_lr: float) -> Input:
-        """Return the checked input of a run."""
+        """Return the checked input of a run, with the scales that `dp train` takes where `optimizer` omits them."""
         rate = {**DECAY, "start_lr": start_lr}
-        return normalize({**self._content, "optimizer": dict(optimizer), "learning_rate": rate})
+        given = normalize({**self._content, "optimizer": dict(optimizer), "learning_rate": rate})
+        return given.for_descriptors(self._length)
 
     def data(self, given: Input) -> Data:
         """Return new loaders of the training part, which begin where all runs begin."""

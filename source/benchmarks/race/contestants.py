@@ -72,8 +72,11 @@ def hybrid_muon(section: dict[str, Any], *, adam_rate: float = ADAM_RATE, keeps_
 MATRIX_GRID = doubled(0.00216)
 
 
+UNTOUCHED = "hybrid_muon_untouched"  # an input that sets nothing; its rate is the learning rate
+
+
 def untouched(steps: int) -> tuple[str, float]:
-    """Return the contestant and the rate of an input for `dp train` with so many steps that sets nothing."""
+    """Return the contestant and the rate that `UNTOUCHED` equals in so many steps where descriptors are short."""
     return ("hybrid_muon_adam_10", 0.00864) if steps <= 10_000 else ("hybrid_muon", 0.00432)
 
 
@@ -90,6 +93,7 @@ CONTESTANTS = {
     "hybrid_muon_adam_3": hybrid_muon({}, adam_rate=3e-3),
     "hybrid_muon_adam_10": hybrid_muon({}, adam_rate=1e-2),
     "hybrid_muon_adam_30": hybrid_muon({}, adam_rate=3e-2),
+    UNTOUCHED: own({"type": "HybridMuon"}, ADAM_RATE / 4),
     "hybrid_muon_present": hybrid_muon({}, keeps_absent=True),
     "deepmd_kit_muon": own({"type": "HybridMuon", "deepmd_kit_arithmetic": True}, 3e-3),
     "torch_muon": Contestant(

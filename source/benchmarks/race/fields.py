@@ -23,6 +23,7 @@ TITLES = {
     "hybrid_muon_adam_3": "HybridMuon, Adam route at 0.003",
     "hybrid_muon_adam_10": "HybridMuon, Adam route at 0.01",
     "hybrid_muon_adam_30": "HybridMuon, Adam route at 0.03",
+    "hybrid_muon_untouched": "HybridMuon, nothing set",
     "hybrid_muon_present": "HybridMuon, absent elements stay",
     "deepmd_kit_muon": "deepmd-kit's HybridMuon",
     "torch_muon": "torch's Muon and AdamW",

@@ -19,7 +19,7 @@ from pathlib import Path
 # These scripts are not a package; they and a test import one another by this path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from contestants import untouched
+from contestants import ADAM_RATE, UNTOUCHED, untouched
 from fields import BASELINE, TITLES, Field, fields, mean, time_of
 from pictures import draw, picture_name
 from results import Errors, Result, StepTime, last, pool, read
@@ -168,7 +168,7 @@ def untouched_table(found: Sequence[Field]) -> str:
     rows = []
     ratios: dict[int, dict[str, list[float]]] = {}
     for field in found:
-        name, own = untouched(field.steps)
+        name, own = (UNTOUCHED, ADAM_RATE) if UNTOUCHED in field.runs else untouched(field.steps)
         if BASELINE not in field.runs or own not in field.runs.get(name, {}):
             continue
         ours, (rate, theirs) = field.runs[name][own], field.best(BASELINE)

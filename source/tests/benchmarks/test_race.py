@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchma
 import contest
 import optimizers
 import race
-from contestants import ADAM_RATE, CONTESTANTS, untouched
+from contestants import ADAM_RATE, CONTESTANTS, UNTOUCHED, untouched
 from optimizers import Foreign
 from results import Key, Result, StepTime, append, best_rates, pool, read
 from sets import MODELS, SETS, input_of
@@ -157,6 +157,16 @@ def test_untouched_is_what_an_input_without_settings_gets(steps):
     assert optimizer.lr_adjust_coeff * ADAM_RATE == pytest.approx(rate)
     assert optimizer.adam_lr_ratio * ADAM_RATE == pytest.approx(contestant.start_lr(rate))
     assert contestant.section(rate)["lr_adjust_coeff"] * contestant.start_lr(rate) == pytest.approx(rate)
+
+
+def test_untouched_takes_less_for_long_descriptors(sets):
+    arena = arena_of(sets)
+    for length, coefficient in ((8.0, 8.64), (80.0, 0.864)):
+        arena._length = length
+        optimizer = arena.checked(CONTESTANTS[UNTOUCHED].section(ADAM_RATE), ADAM_RATE).settings.optimizer
+        assert optimizer.lr_adjust_coeff == pytest.approx(coefficient)
+    fixed = arena.checked(CONTESTANTS["hybrid_muon"].section(0.00864), ADAM_RATE).settings.optimizer
+    assert fixed.lr_adjust_coeff == pytest.approx(8.64)
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "tiny"])

@@ -67,6 +67,9 @@ def test_hybrid_muon_with_nothing_set_stands_beside_the_best_of_adamw(results):
     assert row(tables, "silicon")[3:] == ["0.0800", "0.1000", "0.003", "0.80", "0.2000", "0.5000", "0.40"]
     assert row(tables, "median of 1")[2:] == ["3,000", "", "", "", "0.80", "", "", "0.40"]
     assert "water" not in tables
+    measured = result(report.UNTOUCHED, report.ADAM_RATE, [(3000, 0.07)], name="silicon")
+    more = [*results, ours, measured, result("adamw", 3e-3, [(3000, 0.1)], name="silicon")]
+    assert row(report.untouched_table(report.fields(more)), "silicon")[3] == "0.0700"
     failed = result(*report.untouched(3000), [(3000, 0.08)], failed="step 1: NaN")
     tables = report.untouched_table(report.fields([*results, failed]))
     assert row(tables, "water")[3:7] == ["failed", "0.1000", "0.003", "failed"]
