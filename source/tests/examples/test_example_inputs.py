@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepmd_muon.argcheck import load
+from deepmd_muon.argcheck import load, normalize
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
 from deepmd_muon.infer import Predictor
@@ -22,7 +22,7 @@ INPUTS = sorted(EXAMPLES.glob("*/input.json"))
 @pytest.mark.parametrize("path", INPUTS, ids=lambda path: path.parent.name)
 def test_an_input_is_accepted_as_it_stands_and_finds_its_data(path):
     checked = load(path)
-    assert checked.notices == ()
+    assert all("optimizer/lr_adjust_coeff is not given" in notice for notice in checked.notices)
     training = checked.settings.training
     for data, nsystems in ((training.training_data, 3), (training.validation_data, 3)):
         systems = open_systems([str(path.parent / name) for name in data.systems], checked.settings.model.type_map)
@@ -74,6 +74,14 @@ def test_dpa3_starts_with_forces_of_the_right_size():
     assert 0.2 < share(section) < 1.0
     section["descriptor"]["repflow"].update(edge_init_use_dist=True, fix_stat_std=0.3)
     assert share(section) < 0.01  # the published settings
+
+
+def test_dpa3_sets_no_rate_and_takes_those_that_its_readme_states():
+    content = json.loads((EXAMPLES / "dpa3_water" / "input.json").read_text())
+    assert content["optimizer"] == {"type": "HybridMuon"}
+    taken = normalize(content).settings.optimizer
+    page = (EXAMPLES / "dpa3_water" / "README.md").read_text()
+    assert f"`lr_adjust_coeff` {taken.lr_adjust_coeff:g} and `adam_lr_ratio` {taken.adam_lr_ratio:g}" in page
 
 
 MUON = {"type": "Muon", "scaling": "match_rms", "rms_coefficient": 8.64, "schedule": "8+2", "weight_decay": 0.001}
