@@ -55,6 +55,8 @@ SETS |= {f"{name}_large": SETS[name] for name in USUAL}
 
 # Whose networks and loss a model takes, among the examples of this repository.
 MODELS = {"se_e2_a": "water_xtb", "dpa1": "dpa1_water", "dpa3": "dpa3_water", "tiny": "water_xtb"}
+FIXED = {"dpa1_sel120": "dpa1", "dpa3_sel120": "dpa3"}  # models with `sel` as inputs for large systems set it
+MODELS |= {name: MODELS[plain] for name, plain in FIXED.items()}
 TINY: dict[str, dict[str, Any]] = {
     "descriptor": {"neuron": [4, 8], "axis_neuron": 2},
     "fitting_net": {"neuron": [8, 8, 8]},
@@ -82,11 +84,12 @@ def input_of(name: str, model: str, systems: list[Path], *, seed: int, steps: in
     if model == "tiny":
         descriptor, fitting_net = {**descriptor, **TINY["descriptor"]}, {**fitting_net, **TINY["fitting_net"]}
     if "repflow" in descriptor:
-        repflow = {**descriptor["repflow"], "use_dynamic_sel": False, "e_sel": "auto", "a_sel": "auto"}
+        slots = {"e_sel": 120, "a_sel": 40} if model in FIXED else {"e_sel": "auto", "a_sel": "auto"}
+        repflow = {**descriptor["repflow"], "use_dynamic_sel": False, **slots}
         repflow.pop("sel_reduce_factor")
         descriptor = {**descriptor, "repflow": {**repflow, "e_rcut": data.rcut, "e_rcut_smth": data.rcut - 0.6}}
     else:
-        descriptor = {**descriptor, "sel": "auto", "rcut": data.rcut}
+        descriptor = {**descriptor, "sel": 120 if model in FIXED else "auto", "rcut": data.rcut}
     no_virial: dict[str, float] = {} if data.cell else {"start_pref_v": 0.0, "limit_pref_v": 0.0}
     batches = {"systems": [str(path) for path in systems], "batch_size": data.batch_size}
     norm = {key: value for key, value in example["training"].items() if key == "gradient_max_norm"}

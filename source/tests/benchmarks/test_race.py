@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchma
 import contest
 import optimizers
 import race
+import saturation
 from contestants import ADAM_RATE, CONTESTANTS, UNTOUCHED, untouched
 from optimizers import Foreign
 from results import Key, Result, StepTime, append, best_rates, pool, read
-from sets import MODELS, SETS, input_of
+from sets import FIXED, MODELS, SETS, input_of
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.train.guard import DeviceGuard
@@ -159,6 +160,28 @@ def test_untouched_is_what_an_input_without_settings_gets(steps):
     assert contestant.section(rate)["lr_adjust_coeff"] * contestant.start_lr(rate) == pytest.approx(rate)
 
 
+def test_products_with_named_matrices_are_recorded():
+    matrix, other, rows = torch.randn(3, 4), torch.randn(3, 4), torch.full((5, 3), 2.0)
+    with saturation.Products({"first": matrix}) as products:
+        out = torch.addmm(torch.zeros(4), rows, matrix)
+        torch.mm(rows, other)
+        torch.mm(rows[:1], matrix)
+    (rows_seen, squares, elements, products_squared, beyond) = products.sums["first"]
+    assert list(products.sums) == ["first"]
+    assert (rows_seen, squares, elements) == (6, 6 * 12.0, 24)
+    assert products_squared == pytest.approx(1.2 * out.square().sum().item(), rel=1e-5)
+    assert beyond == 6 * (out[0].abs() > 2.5).sum().item()
+
+
+def test_saturation_reports_every_matrix_of_the_fitting_nets(sets):
+    run = contest.Run(Key("water", "tiny", "adam", 1e-3, 1, 2), arena_of(sets, steps=2))
+    first, *others = saturation.report(run)
+    assert f"step 0: force error {pool(run.errors('test'))['force']:.4f} eV/Å" in first
+    for number in range(2):  # a net for each element
+        assert sum(f"fitting_net.filter_layers.networks.{number}." in line for line in others) == 3
+    run.close()
+
+
 def test_untouched_takes_less_for_long_descriptors(sets):
     arena = arena_of(sets)
     for length, coefficient in ((8.0, 8.64), (80.0, 0.864)):
@@ -179,7 +202,7 @@ def test_every_input_is_accepted(name, model):
         }
     ).settings
     assert given.model.type_map == SETS[name].type_map
-    assert given.model.descriptor.needs_counts
+    assert given.model.descriptor.needs_counts == (model not in FIXED)
     assert (given.loss.start_pref_v > 0) == SETS[name].cell
 
 
