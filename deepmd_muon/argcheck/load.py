@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,7 +69,8 @@ class Input:
         One line for each older spelling that was translated, each key that has no effect, and each default that is
         not deepmd-kit's.
     open_scales
-        The scales of HybridMuon that the input omits and the notice about them; None where it omits none.
+        The scales of HybridMuon that the input omits and the notice about them; None where it omits none, or keeps
+        those of a run that it continues.
     """
 
     settings: Settings
@@ -91,7 +93,7 @@ class Input:
             return self
         scales: dict[str, Any] = {name: group.get(name) for name in given.names}
         kept = f"optimizer/lr_adjust_coeff is not given and stays {_written(scales)}, as in {source}"
-        return self._with(scales, kept)
+        return dataclasses.replace(self._with(scales, kept), open_scales=None)
 
     def for_descriptors(self, length: float) -> Input:
         """Return the input with lower scales where it omits them and descriptors are long; else itself.
@@ -102,7 +104,7 @@ class Input:
             Of the descriptors, see `descriptor_length`.
         """
         optimizer, given = self.settings.optimizer, self.open_scales
-        if given is None or not isinstance(optimizer, HybridMuonConfig) or not length > 0.0:
+        if given is None or not isinstance(optimizer, HybridMuonConfig) or not 0.0 < length < math.inf:
             return self
         start_lr = self.settings.learning_rate.start_lr
         most = {
@@ -132,7 +134,7 @@ class Input:
 def _written(scales: Mapping[str, Any]) -> str:
     """Return scales as a notice shows them: without an `adam_lr_ratio` of 1, which changes nothing."""
     ratio = scales.get("adam_lr_ratio") or 1.0
-    return f"{scales['lr_adjust_coeff']:g}" + (f", and adam_lr_ratio {ratio:g}" if ratio != 1.0 else "")
+    return f"{scales['lr_adjust_coeff']:g}" + (f" and adam_lr_ratio {ratio:g}" if ratio != 1.0 else "")
 
 
 def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:

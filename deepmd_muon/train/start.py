@@ -240,15 +240,13 @@ def _prepare(
     if source is not None:
         ranks.from_first("fitting the energy bias", lambda: _settle_energy_bias(model, source, data, given))
     ranks.copy_from_first(model)
-    given = _suit_descriptors(given, source, model, data, ranks, output)
+    given = _suit_descriptors(given, model, data, ranks, output)
     return Trainer(given, model, data, shortest, ranks)
 
 
-def _suit_descriptors(
-    given: Input, source: Source | None, model: EnergyModel, data: Data, ranks: Ranks, output: str
-) -> Input:
-    """Lower the scales of HybridMuon that the input omits where descriptors are long; a restart keeps those it has."""
-    if given.open_scales is None or (source and source.way == "restart"):
+def _suit_descriptors(given: Input, model: EnergyModel, data: Data, ranks: Ranks, output: str) -> Input:
+    """Lower the scales of HybridMuon that the input omits, and no checkpoint had, where descriptors are long."""
+    if given.open_scales is None:
         return given
 
     def batches() -> Iterator[Structures]:

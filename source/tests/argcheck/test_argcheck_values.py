@@ -377,6 +377,7 @@ def test_the_scale_of_muon_is_chosen_where_an_input_leaves_it_open(water, optimi
         ({"lr_adjust_coeff": 8.64}, 1e-3, 3000, 64.0, 8.64, None),
         ({}, 1e-3, 3000, 0.0, 8.64, 10.0),
         ({}, 1e-3, 3000, float("nan"), 8.64, 10.0),
+        ({}, 1e-3, 3000, float("inf"), 8.64, 10.0),
     ],
 )
 def test_omitted_scales_fall_with_the_length_of_descriptors(

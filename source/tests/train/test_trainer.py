@@ -455,8 +455,8 @@ def test_an_open_scale_of_muon_is_warned_of_once(small_input, train, caplog):
     ("given", "kept", "shown"),
     [
         ({"lr_adjust_coeff": 0.18}, (0.18, None), "0.18"),
-        ({"lr_adjust_coeff": 0.18, "adam_lr_ratio": 3.0}, (0.18, 3.0), "0.18, and adam_lr_ratio 3"),
-        ({}, (8.64, 10.0), "8.64, and adam_lr_ratio 10"),
+        ({"lr_adjust_coeff": 0.18, "adam_lr_ratio": 3.0}, (0.18, 3.0), "0.18 and adam_lr_ratio 3"),
+        ({}, (8.64, 10.0), "8.64 and adam_lr_ratio 10"),
     ],
 )
 def test_a_restart_keeps_the_scales_that_its_input_omits(small_input, train, load, caplog, given, kept, shown):
@@ -475,7 +475,7 @@ def test_a_restart_keeps_the_scales_that_its_input_omits(small_input, train, loa
 
 
 def test_omitted_scales_suit_the_descriptors_of_the_run(small_input, train, load, caplog, monkeypatch):
-    """Descriptors of this small run count as long here; a restart does not measure again."""
+    """Descriptors of this small run count as long here; a restart that keeps its scales does not measure again."""
     lengths = []
 
     def measured(*args):
@@ -497,6 +497,12 @@ def test_omitted_scales_suit_the_descriptors_of_the_run(small_input, train, load
     (group,) = load("model.ckpt-2.pt")["optimizer"]["param_groups"]
     assert (group["lr_adjust_coeff"], group["adam_lr_ratio"]) == expected
     assert lengths == [length]
+    adam = small_input(training={"numb_steps": 1, "save_ckpt": "adam"}, optimizer={"type": "Adam"})
+    assert train(adam) == 0  # a checkpoint without scales
+    other = small_input(training={"numb_steps": 2, "save_ckpt": "adam"}, optimizer={"on_route_change": "reset"})
+    assert train(other, restart="adam-1.pt") == 0
+    assert len(lengths) == 2
+    assert json.loads(Path("out.json").read_text())["optimizer"]["lr_adjust_coeff"] < 0.0865 / lengths[1]
 
 
 def test_scales_of_a_run_are_kept_only_where_an_input_omits_them(small_input):
