@@ -4,6 +4,7 @@ A pair potential of these metals, which is cheaper, draws the frames; EMT labels
 
 Training and test: binary alloys, solid, liquid and with surfaces. Out of distribution: alloys of three elements.
 ``--large`` adds nine trajectories of each training condition, with atoms in other places, and keeps all other frames.
+``--emt`` has as many, and EMT draws all frames, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ase import Atoms, units
 from ase.build import bulk
 from ase.calculators.calculator import Calculator, all_changes
 from ase.calculators.emt import EMT
-from sampling import Trajectory, make, more_training, parse_size
+from sampling import Trajectory, make, more_training, size_parser
 from sets import Part
 
 LATTICE_CONSTANTS = {"Cu": 3.61, "Ag": 4.09, "Au": 4.08}  # Å
@@ -119,12 +120,14 @@ def shuffled(plan: Trajectory, rng: np.random.Generator) -> Atoms:
 
 
 if __name__ == "__main__":
-    args = parse_size(__doc__.splitlines()[0], LARGER)
+    parser = size_parser(__doc__.splitlines()[0], LARGER)
+    parser.add_argument("--emt", action="store_true", help="as many, all drawn by EMT, as the set alloys_emt")
+    args = parser.parse_args()
     make(
-        args.out / ("alloys_large" if args.large else "alloys"),
-        plans(LARGER if args.large else 1),
+        args.out / ("alloys_emt" if args.emt else "alloys_large" if args.large else "alloys"),
+        plans(LARGER if args.large or args.emt else 1),
         tuple(LATTICE_CONSTANTS),
-        mover=LennardJones,
+        mover=EMT if args.emt else LennardJones,
         labeller=EMT,
         time_step=4.0,
         seed=20261122,

@@ -11,7 +11,7 @@ from functools import partial
 from ase import Atoms
 from ase.build import molecule
 from ase.calculators.calculator import Calculator
-from sampling import Trajectory, make, more_training, parse_size
+from sampling import Trajectory, make, more_training, size_parser
 from sets import Part
 
 MOLECULES = {"ethanol": "CH3CH2OH", "acetic_acid": "CH3COOH", "acetamide": "CH3CONH2"}
@@ -53,7 +53,7 @@ def plans(times: int = 1) -> list[Trajectory]:
 
 
 if __name__ == "__main__":
-    args = parse_size(__doc__.splitlines()[0], LARGER)
+    args = size_parser(__doc__.splitlines()[0], LARGER).parse_args()
     make(
         args.out / ("molecules_large" if args.large else "molecules"),
         plans(LARGER if args.large else 1),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ase import Atoms
 from ase.build import bulk
-from sampling import Trajectory, make, more_training, parse_size
+from sampling import Trajectory, make, more_training, size_parser
 from sets import Part
 from stillinger_weber import StillingerWeber
 
@@ -46,7 +46,7 @@ def plans(times: int = 1) -> list[Trajectory]:
 
 
 if __name__ == "__main__":
-    args = parse_size(__doc__.splitlines()[0], LARGER)
+    args = size_parser(__doc__.splitlines()[0], LARGER).parse_args()
     make(
         args.out / ("silicon_large" if args.large else "silicon"),
         plans(LARGER if args.large else 1),

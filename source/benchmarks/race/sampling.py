@@ -225,9 +225,9 @@ def argument_parser(what: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_size(what: str, times: int) -> argparse.Namespace:
-    """Parse the command line of a set that has a large variant."""
+def size_parser(what: str, times: int) -> argparse.ArgumentParser:
+    """Return the command line of a set that has a large variant."""
     parser = argument_parser(what)
     parser.add_argument("--large", action="store_true", help=f"{times} times the training frames, as a set NAME_large")
     parser.add_argument("--workers", type=int, default=1, help="processes")
-    return parser.parse_args()
+    return parser

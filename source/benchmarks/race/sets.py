@@ -51,6 +51,7 @@ SETS = {
 USUAL = ("water", "molecules", "alloys", "silicon")  # raced where nothing is asked for
 # Sets with more training frames, and the test and out-of-distribution frames of the small ones.
 SETS |= {f"{name}_large": SETS[name] for name in USUAL}
+SETS["alloys_emt"] = SETS["alloys"]  # large, and drawn by the labelling method
 
 
 # Whose networks and loss a model takes, among the examples of this repository.
