@@ -33,8 +33,8 @@ _ADAM_RATE = 1e-3
 _ADAM_RATIO, _MOST_ADAM_RATE = 10.0, 1e-2
 # Length of descriptors (root mean square over atoms, first weights) from which a scale falls as 1/length. A step
 # changes what the fitting net's first matrix returns by rate · length: atoms with few and near neighbours saturate its
-# tanh in a few steps, and all forces vanish. Lengths on water and alloys are 1 to 7, on small molecules 60 (DPA-1) and
-# 17 (DPA-3).
+# tanh in a few steps, and all forces vanish. Lengths on water and alloys are 1 to 7, on small molecules 60 to 90
+# (DPA-1) and 14 to 18 (DPA-3).
 _LONG_FOR_MUON, _LONG_FOR_ADAM = 8.0, 16.0
 
 
