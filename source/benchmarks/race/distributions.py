@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,13 +111,18 @@ def compare(runs: Sequence[Sequence[Atoms]], reference: Sequence[Sequence[Atoms]
     }
 
 
-def write_run(path: Path, frames: Sequence[Atoms], **others: np.ndarray) -> None:
-    """Write the frames of a run, in one go: a file that exists is complete."""
+def save(path: Path, **arrays: np.ndarray | float) -> None:
+    """Save arrays in one go, so that a file that exists is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
+    part = path.with_suffix(f".{os.getpid()}.part")
     with part.open("wb") as file:
-        np.savez(file, positions=np.array([frame.positions for frame in frames], dtype=np.float32), **others)
+        np.savez(file, **arrays)
     part.replace(path)
+
+
+def write_run(path: Path, frames: Sequence[Atoms], **others: np.ndarray) -> None:
+    """Write the frames of a run, as `save` does."""
+    save(path, positions=np.array([frame.positions for frame in frames], dtype=np.float32), **others)
 
 
 def read_runs(paths: Sequence[Path], like: Atoms) -> list[list[Atoms]]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import shutil
 import sys
 import time
@@ -27,6 +26,7 @@ from pathlib import Path
 import numpy as np
 from ase import Atoms
 from ase.calculators.calculator import Calculator
+from distributions import read_system, save
 from sampling import argument_parser, concatenated, summary, write_checksums
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "water_xtb"
@@ -129,19 +129,8 @@ def centred(atoms: Atoms) -> np.ndarray:
     return found
 
 
-def save(path: Path, **arrays: np.ndarray | float) -> None:
-    """Save arrays in one go, so that a file that exists is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    with part.open("wb") as file:
-        np.savez(file, **arrays)
-    part.replace(path)
-
-
 def walkers(small: Path) -> list[Walker]:
     """Return the walkers; the N-th starts from every twelfth training frame of its temperature, from the N-th on."""
-    from distributions import read_system
-
     frames = {t: read_system(small / "train" / f"{t:g}K") for t in TEMPERATURES}
     return [Walker(t, k, frames[t][k::WALKERS]) for k in range(WALKERS) for t in TEMPERATURES]
 
