@@ -31,10 +31,11 @@ def test_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout[-6000:]
-    assert int(passed[1]) == 40
+    assert int(passed[1]) == 112
 
 
 if INSIDE:
+    from corners import CORNERS, DESCRIPTORS, assert_corner
     from dpa3_passes import angle_results, distance, edge_results, edge_sum_results, node_results
 
     from deepmd_muon.loss import EnergyLoss
@@ -85,7 +86,7 @@ if INSIDE:
         for one, other in zip(found, (wanted, wanted_empty, wanted_scale), strict=True):
             close(one, other)
         edges = interpolation.cut(wanted, wanted_empty, 16, (7, 200), (9, 200))
-        start = rows_kernels.interval_starts(wanted, wanted_empty, 16, (7, 200), 1e-30)
+        start = rows_kernels.interval_starts(wanted, wanted_empty, 16, (7, 200), interpolation.SHORTEST)
         close(start, edges.start)
 
     @pytest.mark.parametrize("protection", [0.0, 0.01])
@@ -267,3 +268,9 @@ if INSIDE:
             monkeypatch.setattr(module, "fits", lambda *_: True)
             found = compute(torch.float64, style=style, force=force)
             assert distance(found, wanted) < 1e-13
+
+    @pytest.mark.parametrize("precision", ["float64", "float32"])
+    @pytest.mark.parametrize("corner", CORNERS)
+    @pytest.mark.parametrize("name", DESCRIPTORS)
+    def test_models_at_the_corners(monkeypatch, name, corner, precision):
+        assert_corner(name, corner, precision, monkeypatch)

@@ -233,3 +233,56 @@ def test_a_step_launches_without_waiting(small_input, train, monkeypatch):
     monkeypatch.setattr(CapturedStep, "__call__", watched)
     assert train(small_input(training={"numb_steps": 40, "save_freq": 100})) == 0
     assert sum(replayed) > 20
+
+
+def write_alloy(folder: Path, elements: str, kinds: list[int], seed: int) -> str:
+    """Write four frames of a strained cubic crystal of 32 atoms with the given kinds in turn."""
+    random = np.random.default_rng(seed)
+    cell = np.stack(np.meshgrid(*[np.arange(2)] * 3, indexing="ij"), -1).reshape(-1, 1, 3)
+    grid = (cell + np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])).reshape(-1, 3)
+    coord = 3.8 * grid + random.normal(0, 0.1, (4, 32, 3))
+    (folder / "set.000").mkdir(parents=True)
+    (folder / "type.raw").write_text("".join(f"{kinds[i % len(kinds)]}\n" for i in range(32)))
+    (folder / "type_map.raw").write_text(elements)
+    np.save(folder / "set.000/coord.npy", coord.reshape(4, -1))
+    np.save(folder / "set.000/box.npy", np.tile(7.6 * np.eye(3).ravel(), (4, 1)))
+    np.save(folder / "set.000/energy.npy", random.normal(-100, 0.5, 4))
+    np.save(folder / "set.000/force.npy", random.normal(0, 0.5, (4, 96)))
+    return str(folder)
+
+
+DESCRIPTORS = {
+    "se_e2_a": {"type": "se_e2_a", "sel": "auto"},
+    "se_e2_a one side": {"type": "se_e2_a", "sel": "auto", "type_one_side": True},
+    "se_e2_a one side, float32": {"type": "se_e2_a", "sel": "auto", "type_one_side": True, "precision": "float32"},
+    "dpa1": {"type": "se_atten", "sel": "auto"},
+    "dpa1 v2": {"type": "se_atten_v2", "sel": "auto", "attn_layer": 0},
+    "dpa3": {"type": "dpa3", "repflow": {"e_sel": "auto", "a_sel": "auto"}, "precision": "float32"},
+    "dpa3 dynamic": {"type": "dpa3", "repflow": {"e_sel": 200, "a_sel": 40, "use_dynamic_sel": True}},
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, "auto:64"])
+@pytest.mark.parametrize("descriptor", DESCRIPTORS)
+def test_many_compositions_train_with_default_settings(train, load, tmp_path, descriptor, batch_size):
+    """Most systems lack an element of the type map, and their empty slots have nearly equal rows."""
+    kinds = {"NiPd": [0, 1], "NiAl": [0, 2], "PdAl": [1, 2], "Pd": [1], "NiNiAl": [0, 0, 2], "all": [0, 1, 2]}
+    systems = [
+        write_alloy(tmp_path / name, "Ni\nPd\nAl\n", kind, seed) for seed, (name, kind) in enumerate(kinds.items())
+    ]
+    content = {
+        "model": {"type_map": ["Ni", "Pd", "Al"], "descriptor": DESCRIPTORS[descriptor], "fitting_net": {}},
+        "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-5},
+        "loss": {"type": "ener"},
+        "optimizer": {"type": "HybridMuon"},
+        "training": {
+            "training_data": {"systems": systems, "batch_size": batch_size},
+            "numb_steps": 30,
+            "seed": 1,
+            "disp_freq": 10,
+        },
+    }
+    assert train(content) == 0
+    assert all(value.isfinite().all() for value in load()["model"].values() if isinstance(value, torch.Tensor))
+    errors = np.loadtxt("lcurve.out")[:, 1]
+    assert np.isfinite(errors).all()

@@ -39,6 +39,10 @@ PIECES = (16, 32, 64)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6}
 """Largest estimated interpolation error relative to the largest feature; the slope of a feature errs 10³ times more."""
 
+SHORTEST = 1.0
+"""Least length of an interval, in standard deviations of s. Where all s of a type are equal, as in empty slots of an
+absent element, pieces of a shorter interval would turn rounding errors into slopes."""
+
 EDGES_PER_NODE = 4
 """With fewer edges, evaluating the networks at every edge is as fast."""
 
@@ -58,16 +62,15 @@ def cut(rows: torch.Tensor, empty: torch.Tensor, pieces: int, widths: Sequence[i
         Slots of each neighbour type.
     """
     missing = tuple(slots - width for slots, width in zip(sel, widths, strict=True))
-    least = torch.finfo(rows.dtype).tiny * 2**20
     if kernels.usable(rows.device):
         from deepmd_muon.model.descriptor.se_e2_a.rows_kernels import interval_starts
 
-        start = interval_starts(rows, empty, pieces, widths, least)
+        start = interval_starts(rows, empty, pieces, widths, SHORTEST)
         return Edges(rows, empty, start, pieces, tuple(widths), missing)
     columns = [torch.cat([empty[:, :1], part], dim=1) for part in rows[..., 0].split(list(widths), dim=1)]
     low = torch.stack([s.amin() for s in columns])
     span = torch.stack([s.amax() for s in columns]) - low
-    start = torch.stack([low, pieces / span.clamp_min(least)], dim=1)
+    start = torch.stack([low, pieces / span.clamp_min(SHORTEST)], dim=1)
     return Edges(rows, empty, start, pieces, tuple(widths), missing)
 
 

@@ -68,7 +68,9 @@ def _spread_kernel(
         e = begin + tl.arange(0, edges)
         real = e < width
         at = (atom * nnei + first + e) * 4
-        s = tl.load(rows + at, real, 0.0)
+        # Lanes without an edge stay at the start of the interval: far outside it the polynomials overflow, and 0 · inf
+        # is NaN.
+        s = tl.where(real, tl.load(rows + at, real, 0.0), low)
         if not transpose:
             is_empty = e == width
             s = tl.where(is_empty, tl.load(empty + atom * 4), s)
@@ -126,7 +128,8 @@ def _evaluate_kernel(
     e = tl.program_id(2) * edges + tl.arange(0, edges)
     real = e < width
     at = (atom * nnei + first + e) * 4
-    piece, values, slopes = _basis((tl.load(rows + at, real, 0.0) - low) * rate, pieces, orders, edges)
+    s = tl.where(real, tl.load(rows + at, real, 0.0), low)
+    piece, values, slopes = _basis((s - low) * rate, pieces, orders, edges)
     cell = piece[:, None] * orders + tl.arange(0, orders)[None, :]
     source = product + (atom * 4 * kinds + kind) * size + cell
     through_s = tl.zeros((edges,), rows.dtype.element_ty)
