@@ -6,7 +6,6 @@
 from deepmd_muon.argcheck.errors import DeepmdKitOnlyError, InputError, Problem
 from deepmd_muon.argcheck.learning_rate import CosineSettings, ExpSettings, LearningRateSettings, WSDSettings
 from deepmd_muon.argcheck.load import Input, dump, load, normalize
-from deepmd_muon.argcheck.loss import EnerLossSettings
 from deepmd_muon.argcheck.settings import Settings
 from deepmd_muon.argcheck.training import TrainingDataSettings, TrainingSettings, ValidationDataSettings
 from deepmd_muon.argcheck.validating import ValidatingSettings
@@ -15,7 +14,6 @@ from deepmd_muon.section import Section
 __all__ = [
     "CosineSettings",
     "DeepmdKitOnlyError",
-    "EnerLossSettings",
     "ExpSettings",
     "Input",
     "InputError",

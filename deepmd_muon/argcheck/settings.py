@@ -6,9 +6,11 @@ import dataclasses
 from typing import ClassVar
 
 from deepmd_muon.argcheck.learning_rate import CosineSettings, ExpSettings, LearningRateSettings, WSDSettings
-from deepmd_muon.argcheck.loss import EnerLossSettings
 from deepmd_muon.argcheck.training import TrainingSettings
 from deepmd_muon.argcheck.validating import ValidatingSettings
+from deepmd_muon.loss.ener.settings import EnerLossSettings
+from deepmd_muon.loss.registry import LOSSES
+from deepmd_muon.loss.settings import LossSettings, Quantity
 from deepmd_muon.model.settings import ModelSettings
 from deepmd_muon.optim.other_configs import OPTIMIZERS, AdamConfig, OptimizerConfig
 from deepmd_muon.section import Foreign, Rule, Section, Variants, section
@@ -24,12 +26,11 @@ def _validation_data(full_validation: bool, data: object) -> str | None:
     return "needs training/validation_data; add it or set false" if full_validation and data is None else None
 
 
-def _trained_metric(metric: str, enabled: bool, *prefactors: float) -> str | None:
-    term = "v" if metric[0] in "SsVv" else metric[0].lower()
-    start, limit = dict(zip("efv", zip(prefactors[::2], prefactors[1::2], strict=True), strict=True))[term]
-    if enabled and not (start and limit):
-        return f"needs loss/start_pref_{term} and loss/limit_pref_{term} above 0; found {start:g} and {limit:g}"
-    return None
+_QUANTITIES: dict[str, Quantity] = {"e": "energy", "f": "force", "v": "virial", "s": "virial"}
+
+
+def _trained_metric(metric: str, enabled: bool, loss: LossSettings) -> str | None:
+    return loss.obstacle_to(_QUANTITIES[metric[0].lower()]) if enabled else None
 
 
 def _state_on_the_device(exchange: str, offload: bool) -> str | None:
@@ -47,10 +48,10 @@ class Settings(Section):
         doc="Learning rate of every step.",
         variants=Variants({"exp": ExpSettings, "cosine": CosineSettings, "wsd": WSDSettings}, default="exp"),
     )
-    loss: EnerLossSettings = section(
+    loss: LossSettings = section(
         EnerLossSettings(),
         doc="The quantity that training minimises.",
-        variants=Variants({"ener": EnerLossSettings}, default="ener", alias={"ener_hess": "ener"}),
+        variants=Variants(LOSSES.settings, default="ener", alias=LOSSES.aliases),
     )
     optimizer: OptimizerConfig = section(
         AdamConfig(), doc="The optimizer, which updates the parameters.", variants=Variants(OPTIMIZERS, default="Adam")
@@ -64,13 +65,7 @@ class Settings(Section):
         Rule(("learning_rate/warmup_steps", "training/numb_steps"), _warmup_fits),
         Rule(("optimizer/sharded/exchange", "optimizer/offload"), _state_on_the_device),
         Rule(("validating/full_validation", "training/validation_data"), _validation_data),
-        Rule(
-            (
-                *("validating/validation_metric", "validating/full_validation"),
-                *(f"loss/{end}_pref_{term}" for term in "efv" for end in ("start", "limit")),
-            ),
-            _trained_metric,
-        ),
+        Rule(("validating/validation_metric", "validating/full_validation", "loss"), _trained_metric),
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "nvnmd": Foreign("training for non-von-Neumann hardware"),

@@ -1,6 +1,13 @@
-"""The loss that training minimises."""
+"""Losses: what training minimises.
 
-from deepmd_muon.loss.ener import EnergyLoss, LossError
+Importing this package imports no torch: the input check reads the settings.
+"""
+
+from __future__ import annotations
+
+from deepmd_muon.loss.interface import Loss, Term
 from deepmd_muon.loss.labels import LabelCheck, check_labels
+from deepmd_muon.loss.registry import build_loss, register_loss
+from deepmd_muon.loss.settings import LossSettings
 
-__all__ = ["EnergyLoss", "LabelCheck", "LossError", "check_labels"]
+__all__ = ["LabelCheck", "Loss", "LossSettings", "Term", "build_loss", "check_labels", "register_loss"]

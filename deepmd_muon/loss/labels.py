@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from deepmd_muon.loss.ener import EnergyLoss
+from deepmd_muon.loss.interface import Loss
 
 
 class Labelled(Protocol):
@@ -27,7 +27,7 @@ class LabelCheck(NamedTuple):
     errors: tuple[str, ...]
 
 
-def check_labels(loss: EnergyLoss, systems: Iterable[Labelled]) -> LabelCheck:
+def check_labels(loss: Loss, systems: Iterable[Labelled]) -> LabelCheck:
     """Compare the terms of a loss with the labels of the systems it shall be trained on.
 
     Parameters
@@ -41,38 +41,33 @@ def check_labels(loss: EnergyLoss, systems: Iterable[Labelled]) -> LabelCheck:
     -------
     LabelCheck
         A warning for each term that some systems have no labels for. An error when no system has energies though the
-        loss compares them, for each system that has labels for no term, as steps on it would teach nothing, or when
-        no term is switched on at all.
+        loss compares them, and for each system that has labels for no term, as steps on it would teach nothing.
     """
-    terms = loss.terms
-    if not terms:
-        return LabelCheck((), ("every term of the loss has a prefactor of 0 at its start or limit: nothing to learn",))
     every = [(system.name, system.labels) for system in systems]
-    needed = {term: loss.needed_labels(term) for term in terms}
     warnings: list[str] = []
     errors: list[str] = []
-    for term, labels in needed.items():
-        files = " and ".join(f"{label}.npy" for label in sorted(labels))
-        prefactors = f"loss/start_pref_{term} and loss/limit_pref_{term}"
-        without = [name for name, found in every if not labels <= found]
+    for term in loss.terms:
+        files = " and ".join(f"{label}.npy" for label in sorted(term.labels))
+        without = [name for name, found in every if not term.labels <= found]
         if len(without) < len(every):
             if without:
                 named = ", ".join(without[:3]) + (", …" if len(without) > 3 else "")
                 warnings.append(
-                    f"{len(without)} of {len(every)} systems have no {files} and no part in {prefactors}: {named}"
+                    f"{len(without)} of {len(every)} systems have no {files} and no part in {term.settings}: {named}"
                 )
-        elif term == "e":
+        elif term.essential:
             errors.append(
                 f"no system has {files}, without which a model has no energies: "
-                f"add it, or set {prefactors} to 0 to train without"
+                f"add it, or set {term.settings} to 0 to train without"
             )
         else:
-            warnings.append(f"no system has {files}: {prefactors} have no effect")
+            warnings.append(f"no system has {files}: {term.settings} have no effect")
+    needed = [term.labels for term in loss.terms]
     errors += [
         f"system {name} has no label that the loss compares with: its terms need "
-        f"{' or '.join(' + '.join(sorted(labels)) for labels in needed.values())}, "
+        f"{' or '.join(' + '.join(sorted(labels)) for labels in needed)}, "
         f"it has {', '.join(sorted(found)) or 'none'}; leave it out or change the prefactors"
         for name, found in every
-        if not any(labels <= found for labels in needed.values())
+        if not any(labels <= found for labels in needed)
     ]
     return LabelCheck(tuple(warnings), tuple(errors))

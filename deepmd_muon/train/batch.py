@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.data import Batch
+from deepmd_muon.data.frames import LABELS
 from deepmd_muon.model import Structures
 
 T = TypeVar("T")
-
-LABELS = ("energy", "force", "virial", "atom_ener", "atom_pref", "atom_ener_coeff")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel, kernels
-from deepmd_muon.train import fused_loss
 from deepmd_muon.train.batch import TrainingBatch, map_tensors, tensors_of
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ MOST_COMPILED = 8
 
 
 def differentiate(
-    model: EnergyModel, loss: EnergyLoss, batch: TrainingBatch, lr_fraction: float | Tensor, *, sharded: bool = False
+    model: EnergyModel, loss: Loss, batch: TrainingBatch, lr_fraction: float | Tensor, *, sharded: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and metrics of a batch, the gradients in the parameters' `grad`.
 
@@ -42,7 +41,7 @@ def differentiate(
     """
     structures = batch.structures
     prediction = model(structures, force=loss.needs_force, virial=loss.needs_virial)
-    value, metrics = fused_loss.evaluate(loss, prediction, batch.labels, lr_fraction, structures.natoms, batch.mask)
+    value, metrics = loss(prediction, batch.labels, lr_fraction, structures.natoms, batch.mask)
     value.backward(inputs=None if sharded else [p for p in model.parameters() if p.requires_grad] or None)
     return value.detach(), metrics
 
@@ -86,7 +85,7 @@ class CompiledGradient:
     def __init__(
         self,
         model: EnergyModel,
-        loss: EnergyLoss,
+        loss: Loss,
         compiler: Callable[[torch.fx.GraphModule, list[Any]], Compiled] | None = None,
     ) -> None:
         self._model = model

@@ -29,8 +29,9 @@ from deepmd_muon.data import (
     widen_sections,
     worker_count,
 )
+from deepmd_muon.data.frames import LABELS
 from deepmd_muon.model import Structures, kernels
-from deepmd_muon.train.batch import LABELS, TrainingBatch
+from deepmd_muon.train.batch import TrainingBatch
 from deepmd_muon.train.batches import bounds_of, padded_widths
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.loss import Loss
 from deepmd_muon.train.batch import TrainingBatch
 from deepmd_muon.train.compiled_gradient import CompiledGradient, differentiate
 from deepmd_muon.train.ema import Ema
@@ -40,7 +40,7 @@ class TrainingStep:
     """
 
     strategy: Strategy
-    loss: EnergyLoss
+    loss: Loss
     optimizer: torch.optim.Optimizer
     guard: Guard
     max_norm: float = 0.0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepmd_muon.argcheck import TrainingSettings
 from deepmd_muon.data import DataLoader
-from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.loss import Loss
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.train.batches import BatchSource, Feed, HostBatches, StreamedBatches
 from deepmd_muon.train.captured_step import CapturedStep, RateTable
@@ -134,7 +134,7 @@ class DeviceStepper:
 
 def build_stepper(
     strategy: Strategy,
-    loss: EnergyLoss,
+    loss: Loss,
     optimizer: torch.optim.Optimizer,
     ema: Ema | None,
     training: TrainingSettings,

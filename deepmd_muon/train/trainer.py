@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import logging
 import signal
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from deepmd_muon.argcheck import Input
 from deepmd_muon.files import WriteError, is_special, replacement
-from deepmd_muon.loss import EnergyLoss, check_labels
+from deepmd_muon.loss import build_loss, check_labels
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.checkpoint_file import OWN_KEY
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
@@ -86,7 +85,7 @@ class Trainer:
         self.data = data
         self.num_steps = number_of_steps(training, data.training)
         self.rate = learning_rate(settings.learning_rate, self.num_steps)
-        self.loss = EnergyLoss(**dataclasses.asdict(settings.loss))
+        self.loss = build_loss(settings.loss)
         self._check_labels()
         self._device = next(model.parameters()).device
         self.ranks = ranks or Ranks(self._device)

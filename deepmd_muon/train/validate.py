@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from deepmd_muon.loss import EnergyLoss
+    from deepmd_muon.loss import Loss
     from deepmd_muon.model import EnergyModel
     from deepmd_muon.train.batch import TrainingBatch
     from deepmd_muon.train.batches import Feed
 
 
-def metric_weights(loss: EnergyLoss, batch: TrainingBatch | Feed) -> dict[str, float]:
+def metric_weights(loss: Loss, batch: TrainingBatch | Feed) -> dict[str, float]:
     """Return the weight of each metric of a batch in a mean over batches: the atoms of the frames that it compares."""
-    kind = "rmse" if loss.loss_func == "mse" else "mae"
-    weights = {f"{kind}_{term}": batch.labelled_atoms(loss.needed_labels(term)) for term in loss.terms}
+    weights = {term.metric: batch.labelled_atoms(term.labels) for term in loss.terms}
     return {**weights, "rmse": float(batch.atoms.sum())}
 
 
@@ -61,7 +60,7 @@ def mean_metrics(
 @torch.no_grad()
 def validate(
     model: EnergyModel,
-    loss: EnergyLoss,
+    loss: Loss,
     batches: Iterable[tuple[TrainingBatch, bool]],
     lr_fraction: float,
     add_up: Callable[[Tensor], Tensor] | None = None,

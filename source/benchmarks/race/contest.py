@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepmd_muon.argcheck import Input, normalize
 from deepmd_muon.data import Batch, NeighborCache, System
-from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.loss import build_loss
 from deepmd_muon.model import Structures, build_model
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.model.statistics import descriptor_length
@@ -162,7 +162,7 @@ class Run:
         else:
             optimizer = self._foreign = Foreign(contestant.parts(model, key.rate, key.steps), deferred=on_gpu)
             self._foreign.train()
-        loss = EnergyLoss(**dataclasses.asdict(given.settings.loss))
+        loss = build_loss(given.settings.loss)
         self._stepper = build_stepper(strategy, loss, optimizer, None, training, self._scalars)
         self._batches = self._stepper.open_batches(arena.data(given).training, model.ntypes, key.steps)
         self._stream = arena.stream or torch.cuda.Stream(arena.device) if on_gpu else None

@@ -11,7 +11,6 @@ import pytest
 
 from deepmd_muon.argcheck import (
     CosineSettings,
-    EnerLossSettings,
     ExpSettings,
     InputError,
     WSDSettings,
@@ -19,6 +18,7 @@ from deepmd_muon.argcheck import (
     load,
     normalize,
 )
+from deepmd_muon.loss.ener.settings import EnerLossSettings
 from deepmd_muon.model.descriptor.se_e2_a.settings import SeE2ASettings
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig

@@ -9,7 +9,7 @@ import torch
 from model_batches import HERE, make_batch, read_fixture
 
 from deepmd_muon.argcheck import InputError, normalize
-from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.loss import build_loss
 from deepmd_muon.model import CheckpointError, build_model, environment_statistics
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.model.descriptor.dpa1 import module
@@ -80,7 +80,7 @@ def test_same_gradient_of_the_loss(name):
     wanted = FIXTURE["cases"][name]["gradients"]
     prediction = model(batch_for(model, "orthorhombic"))
     natoms = prediction["atom_energy"].shape[1]
-    value, _ = EnergyLoss(**wanted["settings"])(prediction, wanted["label"], wanted["lr_fraction"], natoms)
+    value, _ = build_loss(wanted["settings"])(prediction, wanted["label"], wanted["lr_fraction"], natoms)
     torch.testing.assert_close(value, wanted["loss"], rtol=1e-11, atol=0)
     value.backward()
     ours = {name: p.grad for name, p in model.named_parameters()}
@@ -94,7 +94,7 @@ def test_adam_follows_deepmd_kit():
     (name,) = (n for n in CASES if "followed" in FIXTURE["cases"][n])
     model, _ = load(name)
     given = FIXTURE["cases"][name]["gradients"]
-    batch, loss = batch_for(model, "orthorhombic"), EnergyLoss(**given["settings"])
+    batch, loss = batch_for(model, "orthorhombic"), build_loss(given["settings"])
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
     for expected in FIXTURE["cases"][name]["followed"]:
         adam.zero_grad()

@@ -10,7 +10,7 @@ import torch
 from model_batches import HERE, batch_of, read_fixture
 
 from deepmd_muon.argcheck import InputError, normalize
-from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model, environment_statistics
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.model.descriptor.dpa3 import edges, geometry, module
@@ -74,7 +74,7 @@ def test_same_gradient_of_the_loss(name):
     wanted = FIXTURE["cases"][name]["gradients"]
     prediction = model(batch_of(model, FIXTURE["structures"]["orthorhombic"]))
     natoms = prediction["atom_energy"].shape[1]
-    value, _ = EnergyLoss(**wanted["settings"])(prediction, wanted["label"], wanted["lr_fraction"], natoms)
+    value, _ = build_loss(wanted["settings"])(prediction, wanted["label"], wanted["lr_fraction"], natoms)
     torch.testing.assert_close(value, wanted["loss"], rtol=1e-11, atol=0)
     value.backward()
     ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -88,7 +88,7 @@ def test_twenty_steps_of_adam_follow_deepmd_kit():
     model, _ = load("split")
     case = FIXTURE["cases"]["split"]
     given = case["gradients"]
-    loss = EnergyLoss(**given["settings"])
+    loss = build_loss(given["settings"])
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
     batch = batch_of(model, FIXTURE["structures"]["orthorhombic"])
     for expected in case["followed"]:

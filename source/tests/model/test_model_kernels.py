@@ -38,13 +38,14 @@ if INSIDE:
     from corners import CORNERS, DESCRIPTORS, assert_corner
     from dpa3_passes import angle_results, distance, edge_results, edge_sum_results, node_results
 
-    from deepmd_muon.loss import EnergyLoss
-    from deepmd_muon.model import energy_model, layer_kernels, layers
+    from deepmd_muon.loss import build_loss
+    from deepmd_muon.loss.ener import fused as fused_loss
+    from deepmd_muon.model import energy_model, kernels, layer_kernels, layers
     from deepmd_muon.model.activation import activation
     from deepmd_muon.model.descriptor import environment, environment_kernels
     from deepmd_muon.model.descriptor.dpa3 import angle_launches, angles, edge_launches, edge_sums, edges, nodes
     from deepmd_muon.model.descriptor.se_e2_a import interpolation, interpolation_kernels, rows_kernels
-    from deepmd_muon.train import fused_loss, step_kernels
+    from deepmd_muon.train import step_kernels
     from deepmd_muon.train.guard import DeviceGuard
     from deepmd_muon.train.strategy.base import Reduced
 
@@ -182,7 +183,7 @@ if INSIDE:
     def test_loss_kernels(monkeypatch, settings):
         """Errors over several blocks, labels that are parts of wider rows, and a loss that is not the last node."""
         generator, (frames, atoms) = torch.Generator().manual_seed(8), (5, 150)
-        loss = EnergyLoss(**settings)
+        loss = build_loss(settings)
 
         def draw(*shape):
             return torch.randn(*shape, dtype=torch.float64, generator=generator)
@@ -192,13 +193,13 @@ if INSIDE:
         values = {"energy": draw(frames), "force": draw(frames, atoms, 3), "virial": draw(frames, 9)}
         fraction, results = torch.tensor(0.3, dtype=torch.float64), []
         for fused in (False, True):
-            monkeypatch.setattr(fused_loss.kernels, "usable", lambda _, fused=fused: fused)
+            monkeypatch.setattr(kernels, "usable", lambda _, fused=fused: fused)
             prediction = {name: value.clone().requires_grad_() for name, value in values.items()}
-            assert fused_loss.fits(loss, prediction, labels, None)
-            value, metrics = fused_loss.evaluate(loss, prediction, labels, fraction, atoms)
+            assert fused_loss.fits(loss.settings, prediction, labels, None)
+            value, metrics = loss(prediction, labels, fraction, atoms)
             (0.7 * value).backward()
             results.append([value.detach(), *metrics.values(), *(prediction[name].grad for name in prediction)])
-            assert list(metrics) == [*(f"rmse_{term}" for term in loss.terms), "rmse"]
+            assert list(metrics) == [*(term.metric for term in loss.terms), "rmse"]
             assert not any(x.requires_grad for x in metrics.values())
         assert type(value.grad_fn).__name__ == "FusedLossBackward"
         for found, wanted in zip(*results[::-1], strict=True):
@@ -207,8 +208,8 @@ if INSIDE:
                 close(found, wanted)
 
     def test_gradients_of_the_loss_kernels(monkeypatch):
-        monkeypatch.setattr(fused_loss.kernels, "usable", lambda _: True)
-        generator, loss = torch.Generator().manual_seed(9), EnergyLoss(start_pref_v=1.0, limit_pref_v=1.0)
+        monkeypatch.setattr(kernels, "usable", lambda _: True)
+        generator, loss = torch.Generator().manual_seed(9), build_loss({"start_pref_v": 1.0, "limit_pref_v": 1.0})
         names = {"energy": (2,), "force": (2, 3, 3), "virial": (2, 9)}
         labels, values = (
             {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in names.items()}
@@ -217,7 +218,7 @@ if INSIDE:
 
         def value(*predicted):
             fraction = torch.tensor(0.6, dtype=torch.float64)
-            return fused_loss.evaluate(loss, dict(zip(names, predicted, strict=True)), labels, fraction, 3)[0]
+            return loss(dict(zip(names, predicted, strict=True)), labels, fraction, 3)[0]
 
         assert torch.autograd.gradcheck(value, tuple(x.requires_grad_() for x in values.values()), fast_mode=True)
 

@@ -11,26 +11,29 @@ PACKAGE = Path(__file__).parents[3] / "deepmd_muon"
 ROOMS = ("argcheck", "cli", "data", "deepmd_kit", "deploy", "infer", "loss", "model", "optim", "train")
 # Which rooms a room may import from, beside itself.
 ARROWS = {
-    "argcheck": {"model", "optim"},
+    "argcheck": {"loss", "model", "optim"},
     "cli": {"argcheck", "data", "deploy", "infer", "model", "optim", "train"},
     "data": set(),
     "deepmd_kit": {"argcheck", "optim"},
     "deploy": {"infer", "model"},
     "infer": {"data", "model"},
-    "loss": set(),
+    "loss": {"model"},
     "model": set(),
     "optim": set(),
     "train": {"argcheck", "data", "loss", "model", "optim"},
 }
-# Of optim and model, the input check may read only settings, which do not import torch.
-TORCH_FREE = {"deepmd_muon.optim.config", "deepmd_muon.optim.other_configs", "deepmd_muon.model.settings"}
+# Of optim, model and loss, the input check may read only settings, which do not import torch.
+TORCH_FREE = {
+    *("deepmd_muon.optim.config", "deepmd_muon.optim.other_configs", "deepmd_muon.model.settings"),
+    *("deepmd_muon.loss.settings", "deepmd_muon.loss.registry", "deepmd_muon.loss.ener.settings"),
+}
 # Every room may import these, in this order; they import nothing else of the package.
 GROUND = ("setting", "section")
 THIRD_PARTY = {
     "argcheck": {"dargs", "yaml"},
     "data": {"numpy", "h5py", "vesin", "ase", "lmdb", "msgpack"},  # ase, lmdb, msgpack for the files that need them
     "deepmd_kit": {"dargs", "deepmd", "torch"},
-    "loss": {"torch"},
+    "loss": {"torch", "triton"},
     "model": {"torch", "numpy", "triton"},
     "optim": {"torch", "triton"},
 }

@@ -24,9 +24,8 @@ def test_readme_has_the_two_commands():
 
 
 def test_code_of_the_extension_page_runs(tmp_path):
-    (code,) = blocks(TOP / "doc" / "extending.md", "python")
     # In a process of its own: what it registers would stay.
-    (tmp_path / "page.py").write_text(code)
+    (tmp_path / "page.py").write_text("\n".join(blocks(TOP / "doc" / "extending.md", "python")))
     done = run_script("page.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
 

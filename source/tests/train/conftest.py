@@ -57,7 +57,7 @@ def small_input():
             },
         }
         for key, value in changes.items():
-            content[key] = {**content[key], **value}
+            content[key] = {**content.get(key, {}), **value}
         return content
 
     return make

@@ -1,13 +1,11 @@
 """The function that is compiled for captured steps: traced here, compiled on a GPU (`pytest -m gpu`)."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.data import DataLoader, NeighborCache, open_systems
-from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
 from deepmd_muon.train import compiled_gradient
 from deepmd_muon.train.batch import map_tensors, to_device
@@ -44,7 +42,7 @@ def prepare(small_input, name, device="cpu"):
     cache = NeighborCache.of(model.neighbors, 1)
     loader = DataLoader(systems, 2, seed=3, cache=cache)
     batch = with_full_sections(to_device(loader.next(), 1, torch.device(device)))
-    return model, EnergyLoss(**dataclasses.asdict(settings.loss)), batch
+    return model, build_loss(settings.loss), batch
 
 
 def gradients(model):

@@ -8,7 +8,7 @@ import torch
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.data import DataLoader, NeighborCache, open_systems
-from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
 from deepmd_muon.train.batch import to_device
 
@@ -75,10 +75,10 @@ def test_sets_with_and_without_forces_in_one_batch(tmp_path, model):
     assert labels["find_force"].sum() == 3
     assert "find_energy" not in labels
     assert labels["force"][~labels["find_force"]].eq(0).all()
-    value, metrics, gradient = loss_of(model, EnergyLoss(), batch)
+    value, metrics, gradient = loss_of(model, build_loss({}), batch)
     (force_system,) = open_systems(write(tmp_path / "f", [("energy", "force")], 6), ["Cu"])
-    energy = loss_of(model, EnergyLoss(start_pref_f=0.0), batch)
-    force = loss_of(model, EnergyLoss(start_pref_e=0.0), loader([force_system], 3).next())
+    energy = loss_of(model, build_loss({"start_pref_f": 0.0}), batch)
+    force = loss_of(model, build_loss({"start_pref_e": 0.0}), loader([force_system], 3).next())
     torch.testing.assert_close(value, energy[0] + force[0])
     torch.testing.assert_close(gradient, energy[2] + force[2])
     torch.testing.assert_close(metrics["rmse_f"], force[1]["rmse_f"])
@@ -94,7 +94,7 @@ def test_mixed_batches_keep_every_label(tmp_path, model):
         batch = data.next()
     labels = to_device(batch, 1, CPU).labels
     assert torch.equal(labels["find_virial"], ~labels["find_force"])
-    loss = EnergyLoss(start_pref_v=1.0, limit_pref_v=1.0)
+    loss = build_loss({"start_pref_v": 1.0, "limit_pref_v": 1.0})
     _, metrics, gradient = loss_of(model, loss, batch)
     prediction = model(to_device(batch, 1, CPU).structures, force=True, virial=True)
     found, natoms = labels["find_virial"], torch.where(labels["find_virial"], 8.0, 5.0)
@@ -112,6 +112,6 @@ def test_whole_labels_are_handed_on_as_they_are(tmp_path):
 
 def test_a_batch_without_any_label_has_a_gradient_of_zero(tmp_path, model):
     systems = open_systems(write(tmp_path / "s", [("virial",)], 6), ["Cu"])
-    value, _, gradient = loss_of(model, EnergyLoss(), loader(systems, 3).next())
+    value, _, gradient = loss_of(model, build_loss({}), loader(systems, 3).next())
     assert value == 0
     assert (gradient == 0).all()

@@ -1,7 +1,9 @@
-"""A descriptor of another package: settings, training, checkpoint, prediction, through the public extension points."""
+"""A descriptor and a loss of another package: settings, training, checkpoint, prediction, by public ways in."""
 
 import dataclasses
+import json
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -12,6 +14,8 @@ from deepmd_muon import plugins
 from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.argcheck.document import reference
 from deepmd_muon.infer import Predictor
+from deepmd_muon.loss import LossSettings, Term, register_loss
+from deepmd_muon.loss.registry import LOSSES
 from deepmd_muon.model import Described, DescriptorSettings, NeighborRequest, register_descriptor
 from deepmd_muon.model.registry import DESCRIPTORS
 from deepmd_muon.setting import setting
@@ -49,11 +53,38 @@ class Coordination(torch.nn.Module):
         return Described(described, pullback if force else None)
 
 
+@dataclasses.dataclass(frozen=True)
+class LogCoshSettings(LossSettings):
+    """Forces alone, by the logarithm of the hyperbolic cosine."""
+
+    type: ClassVar[str] = "log_cosh"
+
+    scale: float = setting(0.1, above=0.0, doc="Error at which the loss turns linear [eV/Å].")
+
+    def obstacle_to(self, quantity):
+        return None if quantity == "force" else f"the loss log_cosh does not compare {quantity}"
+
+
+class LogCosh:
+    terms = (Term("mae_f", frozenset({"force"}), "loss/type"),)
+    needs_force, needs_virial = True, False
+
+    def __init__(self, settings):
+        self.scale = settings.scale
+
+    def __call__(self, prediction, label, lr_fraction, natoms, mask=None):
+        error = prediction["force"] - label["force"]
+        loss = torch.log(torch.cosh(error / self.scale)).mean()
+        return loss, {"mae_f": error.abs().mean().detach(), "rmse": loss.detach().sqrt()}
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _registered():
     register_descriptor("coordination", settings=CoordinationSettings, module=Coordination)
+    register_loss("log_cosh", settings=LogCoshSettings, module=LogCosh)
     yield
     del DESCRIPTORS._parts["coordination"]  # other tests of this process look at the package as it comes
+    del LOSSES._parts["log_cosh"]
 
 
 def test_its_settings_are_checked_and_documented(small_input):
@@ -85,6 +116,31 @@ def test_it_trains_restarts_and_predicts(small_input, train, load):
     found = [predictor.predict(c, None, np.zeros(3, dtype=int)) for c in (coord, moved)]
     slope = (found[1].energy - found[0].energy).item() / 1e-5
     assert found[0].force[0, 1, 0] == pytest.approx(-slope, rel=1e-3)
+
+
+def test_a_loss_trains_validates_and_restarts(small_input, train, load):
+    content = small_input(validating={"full_validation": True, "validation_freq": 5, "validation_metric": "F:MAE"})
+    content["loss"] = {"type": "log_cosh", "scale": 0.2}
+    assert train(content) == 0
+    whole = load("model.ckpt-10.pt")["model"]
+    header = Path("lcurve.out").read_text().splitlines()[0].split()
+    assert header[2:] == ["mae_f_val", "mae_f_trn", "rmse_val", "rmse_trn", "lr"]
+    assert np.isfinite(np.loadtxt("lcurve.out")).all()
+    assert json.loads(Path("out.json").read_text())["loss"] == {"type": "log_cosh", "scale": 0.2}
+    assert train(content, restart="model.ckpt-5.pt") == 0
+    again = load("model.ckpt-10.pt")["model"]
+    assert all(torch.equal(value, again[name]) for name, value in whole.items() if isinstance(value, torch.Tensor))
+
+
+def test_a_loss_is_checked_like_the_others(small_input):
+    content = small_input(validating={"full_validation": True, "validation_metric": "E:MAE"})
+    content["loss"] = {"type": "log_cosh", "scale": 0, "scael": 1}
+    with pytest.raises(InputError) as caught:
+        normalize(content)
+    assert {problem.path for problem in caught.value.problems} == {"loss/scale", "loss/scael"}
+    content["loss"] = {"type": "log_cosh"}
+    with pytest.raises(InputError, match="does not compare energy"):
+        normalize(content)
 
 
 def test_installed_extensions_are_imported(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 
 import numpy as np
@@ -12,14 +11,14 @@ from test_label_presence import write
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.data import DataLoader, NeighborCache, open_systems
-from deepmd_muon.loss import EnergyLoss
+from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
 from deepmd_muon.train.batch import to_device
 from deepmd_muon.train.setup import number_of_steps
 from deepmd_muon.train.validate import mean_metrics, metric_weights, validate
 
 CPU = torch.device("cpu")
-LOSS = EnergyLoss(start_pref_v=1.0, limit_pref_v=1.0)
+LOSS = build_loss({"start_pref_v": 1.0, "limit_pref_v": 1.0})
 
 
 @pytest.fixture
@@ -102,7 +101,7 @@ def test_a_metric_weighs_the_atoms_that_it_compares(systems):
     batch = to_device(loader([a], 9).next(), 1, CPU)
     weights = {"rmse_e": 6 * 8.0, "rmse_f": 3 * 8.0, "rmse_v": 3 * 8.0, "rmse": 9 * 8.0}
     assert metric_weights(LOSS, batch) == weights
-    mae = dataclasses.replace(LOSS, loss_func="mae", start_pref_v=0.0)
+    mae = build_loss({"loss_func": "mae"})
     assert metric_weights(mae, to_device(loader([b], 3).next(), 1, CPU)) == {"mae_e": 15.0, "mae_f": 15.0, "rmse": 15.0}
 
 

@@ -1,12 +1,17 @@
-"""Section `loss`: what training minimises."""
+"""Section `loss` of type `ener`: which errors count, and how much; torch-free."""
 
 from __future__ import annotations
 
 import dataclasses
+import typing
 from typing import Any, ClassVar, Literal
 
-from deepmd_muon.section import Foreign, Rule, Section
+from deepmd_muon.loss.settings import LossSettings, Quantity
+from deepmd_muon.section import Foreign, Rule
 from deepmd_muon.setting import setting
+
+Name = Literal["e", "f", "v", "ae", "pf"]
+"""The terms, as the names of their prefactors end."""
 
 
 def _prefactor(default: float, *, what: str, end: str) -> Any:
@@ -63,11 +68,11 @@ def _some_term(*prefactors: float) -> str | None:
     return None
 
 
-_PREFACTORS = tuple(f"{end}_pref_{term}" for term in ("e", "f", "v", "ae", "pf") for end in ("start", "limit"))
+_PREFACTORS = tuple(f"{end}_pref_{term}" for term in typing.get_args(Name) for end in ("start", "limit"))
 
 
 @dataclasses.dataclass(frozen=True)
-class EnerLossSettings(Section):
+class EnerLossSettings(LossSettings):
     """Errors of energy, forces, virial and atomic quantities, weighted with prefactors that follow the rate."""
 
     type: ClassVar[str] = "ener"
@@ -125,3 +130,31 @@ class EnerLossSettings(Section):
         "limit_pref_gf": Foreign("a generalised force term", (0,)),
         "numb_generalized_coord": Foreign("a generalised force term", (0,)),
     }
+
+    def has(self, term: Name) -> bool:
+        """Whether a term counts."""
+        return bool(getattr(self, f"start_pref_{term}") and getattr(self, f"limit_pref_{term}"))
+
+    @property
+    def names(self) -> tuple[Name, ...]:
+        """The terms that count."""
+        return tuple(term for term in typing.get_args(Name) if self.has(term))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether terms are mean squares of plain errors."""
+        return self.loss_func == "mse" and not self.use_huber
+
+    def needed_labels(self, term: Name) -> frozenset[str]:
+        """Labels without which a term compares nothing."""
+        if term == "pf":
+            return frozenset({"force"} if self.use_default_pf else {"force", "atom_pref"})
+        return frozenset({{"e": "energy", "f": "force", "v": "virial", "ae": "atom_ener"}[term]})
+
+    def obstacle_to(self, quantity: Quantity) -> str | None:
+        """Return why training does not lower the error of a quantity, None if it does."""
+        term: Name = quantity[0]  # type: ignore[assignment]  # e, f or v
+        if self.has(term):
+            return None
+        start, limit = (getattr(self, f"{end}_pref_{term}") for end in ("start", "limit"))
+        return f"needs loss/start_pref_{term} and loss/limit_pref_{term} above 0; found {start:g} and {limit:g}"

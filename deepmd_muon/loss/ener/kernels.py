@@ -1,6 +1,6 @@
 """Triton kernels of the usual loss: mean squares of energy, force and virial, one launch forward and one backward.
 
-`EnergyLoss` defines the result; its terms take some thirty launches of torch's operations.
+`EnergyLoss.compare` defines the result; its terms take some thirty launches of torch's operations.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"

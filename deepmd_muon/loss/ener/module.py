@@ -1,24 +1,19 @@
-"""The `ener` loss: energy, force, virial, atomic energy and prefactored force, as DeePMD weighs them."""
+"""The `ener` loss in torch's operations, which define what its kernels compute."""
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-Term = Literal["e", "f", "v", "ae", "pf"]
-Labels = Mapping[str, torch.Tensor | None]
-
+from deepmd_muon.loss.ener import fused
+from deepmd_muon.loss.ener.settings import EnerLossSettings, Name
+from deepmd_muon.loss.interface import Labels, Term
+from deepmd_muon.model import kernels
 
 _Found: TypeAlias = tuple[torch.Tensor, torch.Tensor] | None
 """Contribution to the loss and the error to report, or None without a label."""
-
-
-class LossError(ValueError):
-    """The settings of a loss contradict each other, or a batch lacks what they need."""
 
 
 class _Counted(NamedTuple):
@@ -66,9 +61,8 @@ def _huber(error: torch.Tensor, delta: float) -> torch.Tensor:
     return torch.where(size <= delta, 0.5 * error * error, delta * (size - 0.5 * delta))
 
 
-@dataclass(frozen=True)
 class EnergyLoss:
-    """Weighted errors of energy, force and virial; settings carry the names of the input's `loss` section.
+    """Weighted errors of energy, force and virial.
 
     A term counts when both its prefactors are above 0, as in DeePMD; its weight is
     limit + (start − limit)·lr/start_lr. Per frame of N atoms, with ⟨⟩ the mean over frames, components or atoms:
@@ -80,70 +74,46 @@ class EnergyLoss:
     `f_use_norm` takes |ΔF_i| of an atom in place of its components, `relative_f` divides ΔF_i by
     |F_i| + `relative_f`, `enable_atom_ener_coeff` compares Σ c_i E_i in place of the energy.
 
-    Raises
-    ------
-    LossError
-        When settings exclude each other.
+    Parameters
+    ----------
+    settings
+        The section `loss`.
     """
 
-    start_pref_e: float = 0.02
-    limit_pref_e: float = 1.0
-    start_pref_f: float = 1000.0
-    limit_pref_f: float = 1.0
-    start_pref_v: float = 0.0
-    limit_pref_v: float = 0.0
-    start_pref_ae: float = 0.0
-    limit_pref_ae: float = 0.0
-    start_pref_pf: float = 0.0
-    limit_pref_pf: float = 0.0
-    use_default_pf: bool = False
-    relative_f: float | None = None
-    enable_atom_ener_coeff: bool = False
-    loss_func: Literal["mse", "mae"] = "mse"
-    f_use_norm: bool = False
-    use_huber: bool = False
-    huber_delta: float | tuple[float, ...] = 0.01
-    intensive_ener_virial: bool = False
-
-    def __post_init__(self) -> None:
-        if self.loss_func not in ("mse", "mae"):
-            raise LossError(f"loss_func must be 'mse' or 'mae', found {self.loss_func!r}")
-        if self.use_huber and (self.loss_func == "mae" or self.has("pf") or self.relative_f is not None):
-            raise LossError("use_huber goes with loss_func 'mse', without relative_f and atomic prefactors")
-        if self.f_use_norm and not (self.use_huber or self.loss_func == "mae"):
-            raise LossError("f_use_norm needs loss_func 'mae' or use_huber")
-        if not isinstance(self.huber_delta, (int, float)) and len(self.huber_delta) != 3:
-            raise LossError(f"huber_delta is one number or three (energy, force, virial), found {self.huber_delta}")
-
-    def has(self, term: Term) -> bool:
-        """Whether a term counts."""
-        return bool(getattr(self, f"start_pref_{term}") and getattr(self, f"limit_pref_{term}"))
+    def __init__(self, settings: EnerLossSettings) -> None:
+        self.settings = settings
+        self._active = settings.names  # read in every step
 
     @property
     def terms(self) -> tuple[Term, ...]:
         """The terms that count."""
-        return tuple(term for term in typing.get_args(Term) if self.has(term))
-
-    def needed_labels(self, term: Term) -> frozenset[str]:
-        """Labels without which a term compares nothing."""
-        if term == "pf":
-            return frozenset({"force"} if self.use_default_pf else {"force", "atom_pref"})
-        return frozenset({{"e": "energy", "f": "force", "v": "virial", "ae": "atom_ener"}[term]})
+        return tuple(
+            Term(
+                self._metric(term),
+                self.settings.needed_labels(term),
+                f"loss/start_pref_{term} and loss/limit_pref_{term}",
+                essential=term == "e",
+            )
+            for term in self._active
+        )
 
     @property
     def needs_force(self) -> bool:
         """Whether the model has to predict forces."""
-        return self.has("f") or self.has("pf")
+        return bool({"f", "pf"} & {*self._active})
 
     @property
     def needs_virial(self) -> bool:
         """Whether the model has to predict the virial."""
-        return self.has("v")
+        return "v" in self._active
 
-    def prefactor(self, term: Term, lr_fraction: float | torch.Tensor) -> float | torch.Tensor:
+    def _metric(self, term: Name) -> str:
+        return f"{'rmse' if self.settings.loss_func == 'mse' else 'mae'}_{term}"
+
+    def _prefactor(self, term: Name, lr_fraction: float | torch.Tensor) -> float | torch.Tensor:
         """Weight of a term when the learning rate is `lr_fraction` of its start."""
-        start: float = getattr(self, f"start_pref_{term}")
-        limit: float = getattr(self, f"limit_pref_{term}")
+        start: float = getattr(self.settings, f"start_pref_{term}")
+        limit: float = getattr(self.settings, f"limit_pref_{term}")
         return limit + (start - limit) * lr_fraction
 
     def __call__(
@@ -154,32 +124,27 @@ class EnergyLoss:
         natoms: int,
         mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Compare a prediction with its labels; nothing is read back from the device.
+        """Return the loss and its metrics, see `Loss`; on a GPU the usual loss is one kernel.
 
-        Parameters
-        ----------
-        prediction
-            `energy (nframes,)`, `atom_energy (nframes, natoms)` [eV], `force (nframes, natoms, 3)` [eV/Å],
-            `virial (nframes, 9)` [eV]; only those that the terms need.
-        label
-            The same quantities as `energy`, `force`, `virial`, `atom_ener`, further `atom_pref` and
-            `atom_ener_coeff (nframes, natoms)`. Missing or None contributes nothing. Where only some frames have a
-            label, `find_energy` etc., bool (nframes,), says which: the others have no weight in its term, whatever
-            finite numbers stand there.
-        lr_fraction
-            lr/start_lr.
-        natoms
-            Atoms in a frame.
-        mask
-            True for real atoms `(nframes, natoms)` when frames carry padding.
-
-        Returns
-        -------
-        tuple
-            The loss, and detached errors to report: `rmse_e` and `rmse_v` per atom, `rmse_f`, `rmse_ae`, `rmse_pf`
-            (`mae_…` with `loss_func` "mae"), NaN where a label is missing, and `rmse`, the root of the loss. Without
-            any label the loss is 0 and so is its gradient.
+        Metrics are `rmse_e` and `rmse_v` per atom, `rmse_f`, `rmse_ae`, `rmse_pf`, or `mae_…`, and `rmse`.
         """
+        if (
+            isinstance(lr_fraction, torch.Tensor)
+            and kernels.usable(prediction["energy"].device)
+            and fused.fits(self.settings, prediction, label, mask)
+        ):
+            return fused.evaluate(self.settings, prediction, label, lr_fraction, natoms)
+        return self.compare(prediction, label, lr_fraction, natoms, mask)
+
+    def compare(
+        self,
+        prediction: Mapping[str, torch.Tensor],
+        label: Labels,
+        lr_fraction: float | torch.Tensor,
+        natoms: int,
+        mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss and its metrics by torch's operations."""
         real = None if mask is None else mask.sum(1).to(torch.float64)
         every = _Counted(1.0 / natoms if real is None else 1.0 / real, mask, None)
         energy = prediction["energy"]
@@ -187,12 +152,12 @@ class EnergyLoss:
         metrics: dict[str, torch.Tensor] = {}
         compared = self._compare(prediction, label, every)
         for term, found in compared.items():
-            name = f"{'rmse' if self.loss_func == 'mse' else 'mae'}_{term}"
+            name = self._metric(term)
             if found is None:
                 metrics[name] = energy.new_full((), torch.nan)
                 continue
             value, shown = found
-            weighted = self.prefactor(term, lr_fraction) * value
+            weighted = self._prefactor(term, lr_fraction) * value
             loss = weighted if loss is None else loss + weighted
             metrics[name] = shown.detach()
         if loss is None:
@@ -200,21 +165,21 @@ class EnergyLoss:
         metrics["rmse"] = loss.detach().sqrt()
         return loss, metrics
 
-    def _compare(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> dict[Term, _Found]:
+    def _compare(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> dict[Name, _Found]:
         """Compare the quantities of each active term."""
-        terms: dict[Term, Callable[[Mapping[str, torch.Tensor], Labels, _Counted], _Found]] = {
+        terms: dict[Name, Callable[[Mapping[str, torch.Tensor], Labels, _Counted], _Found]] = {
             "e": self._energy,
             "f": self._force,
             "pf": self._prefactored,
             "v": self._virial,
             "ae": self._atomic,
         }
-        return {term: compare(prediction, label, every) for term, compare in terms.items() if self.has(term)}
+        return {term: compare(prediction, label, every) for term, compare in terms.items() if term in self._active}
 
     def _delta(self, index: int) -> float:
-        if isinstance(self.huber_delta, (int, float)):
-            return float(self.huber_delta)
-        return float(self.huber_delta[index])
+        if isinstance(self.settings.huber_delta, (int, float)):
+            return float(self.settings.huber_delta)
+        return float(self.settings.huber_delta[index])
 
     def _energy(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
         wanted = label.get("energy")
@@ -222,7 +187,7 @@ class EnergyLoss:
             return None
         energy = prediction["energy"]
         weights = label.get("atom_ener_coeff")
-        if self.enable_atom_ener_coeff and weights is not None:
+        if self.settings.enable_atom_ener_coeff and weights is not None:
             weighted = (weights * prediction["atom_energy"]).sum(1)
             found = label.get("find_atom_ener_coeff")
             energy = weighted if found is None else torch.where(found, weighted, energy)
@@ -237,30 +202,25 @@ class EnergyLoss:
         pair = virial, wanted.reshape(virial.shape)
         return self._per_frame(*pair, every._replace(present=label.get("find_virial")), self._delta(2))
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether terms are mean squares of plain errors."""
-        return self.loss_func == "mse" and not self.use_huber
-
     def _per_frame(self, found: torch.Tensor, wanted: torch.Tensor, counted: _Counted, delta: float) -> _Found:
         """Compare a quantity `(nframes, components)` that grows with the number of atoms."""
         per_atom = counted.per_atom
-        if self.is_plain and counted.present is None and not isinstance(per_atom, torch.Tensor):
+        if self.settings.is_plain and counted.present is None and not isinstance(per_atom, torch.Tensor):
             square = torch.nn.functional.mse_loss(found, wanted)
-            value = square * (per_atom * per_atom if self.intensive_ener_virial else per_atom)
+            value = square * (per_atom * per_atom if self.settings.intensive_ener_virial else per_atom)
             return value, square.detach().sqrt() * per_atom
         error = found - wanted
         if isinstance(per_atom, torch.Tensor):
             per_atom = per_atom.unsqueeze(1)
         scaled = error * per_atom
         mean = counted.mean_of_frames
-        if self.loss_func == "mae":
+        if self.settings.loss_func == "mae":
             value = mean(scaled.abs())
             return value, value
         square = mean(scaled * scaled)
-        if self.use_huber:
+        if self.settings.use_huber:
             return mean(_huber(scaled, delta)), square.sqrt()
-        return (square if self.intensive_ener_virial else mean(scaled * error)), square.sqrt()
+        return (square if self.settings.intensive_ener_virial else mean(scaled * error)), square.sqrt()
 
     def _force_error(self, prediction: Mapping[str, torch.Tensor], label: Labels) -> torch.Tensor | None:
         wanted = label.get("force")
@@ -268,40 +228,40 @@ class EnergyLoss:
             return None
         wanted = wanted.reshape(prediction["force"].shape)
         error = wanted - prediction["force"]
-        if self.relative_f is not None:
-            error = error / (torch.linalg.vector_norm(wanted, dim=-1, keepdim=True) + self.relative_f)
+        if self.settings.relative_f is not None:
+            error = error / (torch.linalg.vector_norm(wanted, dim=-1, keepdim=True) + self.settings.relative_f)
         return error
 
     def _force(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
         counted, wanted = every._replace(present=label.get("find_force")), label.get("force")
-        if self.is_plain and self.relative_f is None and wanted is not None:
+        if self.settings.is_plain and self.settings.relative_f is None and wanted is not None:
             square = counted.mean_square(prediction["force"], wanted.reshape(prediction["force"].shape))
             return square, square.detach().sqrt()
         error = self._force_error(prediction, label)
         if error is None:
             return None
         mean = counted.mean
-        size = torch.linalg.vector_norm(error, dim=-1, keepdim=True) if self.f_use_norm else error
-        if self.loss_func == "mae":
+        size = torch.linalg.vector_norm(error, dim=-1, keepdim=True) if self.settings.f_use_norm else error
+        if self.settings.loss_func == "mae":
             value = mean(size.abs())
             return value, value
         square = mean(error * error)
-        return (mean(_huber(size, self._delta(1))) if self.use_huber else square), square.sqrt()
+        return (mean(_huber(size, self._delta(1))) if self.settings.use_huber else square), square.sqrt()
 
     def _prefactored(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
         error = self._force_error(prediction, label)
         weights, found = label.get("atom_pref"), label.get("find_atom_pref")
-        if error is None or (weights is None and not self.use_default_pf):
+        if error is None or (weights is None and not self.settings.use_default_pf):
             return None
-        power = error.abs() if self.loss_func == "mae" else error * error
+        power = error.abs() if self.settings.loss_func == "mae" else error * error
         if weights is not None:
             weights = weights.reshape(error.shape[:2])
-            if found is not None and self.use_default_pf:
+            if found is not None and self.settings.use_default_pf:
                 weights, found = torch.where(found.unsqueeze(1), weights, 1.0), None
             power = power * weights.unsqueeze(-1)
         present = _both(label.get("find_force"), found)
         value = every._replace(present=present).mean(power)
-        shown = value if self.loss_func == "mae" else value.sqrt()
+        shown = value if self.settings.loss_func == "mae" else value.sqrt()
         return value, shown if present is None else torch.where(present.any(), shown, torch.nan)
 
     def _atomic(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
@@ -311,8 +271,8 @@ class EnergyLoss:
         energy = prediction["atom_energy"]
         error = (wanted.reshape(energy.shape) - energy).unsqueeze(-1)
         mean = every._replace(present=label.get("find_atom_ener")).mean
-        if self.loss_func == "mae":
+        if self.settings.loss_func == "mae":
             value = mean(error.abs())
             return value, value
         square = mean(error * error)
-        return (mean(_huber(error, self._delta(0))) if self.use_huber else square), square.sqrt()
+        return (mean(_huber(error, self._delta(0))) if self.settings.use_huber else square), square.sqrt()

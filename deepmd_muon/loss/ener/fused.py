@@ -1,4 +1,4 @@
-"""The loss of a training step in one kernel, where it is the usual one; `EnergyLoss` elsewhere, which defines it."""
+"""The `ener` loss of a training step in one kernel, where it is the usual one; `EnergyLoss.compare` defines it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_muon.loss import EnergyLoss
-from deepmd_muon.model import kernels
+from deepmd_muon.loss.ener.settings import EnerLossSettings
+from deepmd_muon.loss.interface import Labels
 
 # One program adds up all errors: with more force components, torch's many programs are faster.
 _MOST = 1 << 16
@@ -18,47 +18,38 @@ _LABELS = {"e": "energy", "f": "force", "v": "virial"}
 
 
 def evaluate(
-    loss: EnergyLoss,
-    prediction: Mapping[str, Tensor],
-    labels: Mapping[str, Tensor | None],
-    lr_fraction: float | Tensor,
-    natoms: int,
-    mask: Tensor | None = None,
+    settings: EnerLossSettings, prediction: Mapping[str, Tensor], labels: Labels, lr_fraction: Tensor, natoms: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and metrics as `EnergyLoss` does, which has the same arguments."""
-    device = prediction["energy"].device
-    if not isinstance(lr_fraction, Tensor) or not kernels.usable(device) or not fits(loss, prediction, labels, mask):
-        return loss(prediction, labels, lr_fraction, natoms, mask)
-    terms = loss.terms
-    table = _table(loss, natoms, device)
-    pairs = [x for term in terms for x in (prediction[_LABELS[term]], labels[_LABELS[term]])]
+    """Return loss and metrics as `EnergyLoss.compare` does, where `fits` says so."""
+    table = _table(settings, natoms, prediction["energy"].device)
+    pairs = [x for term in settings.names for x in (prediction[_LABELS[term]], labels[_LABELS[term]])]
     value, errors = FusedLoss.apply(table, lr_fraction, *pairs)
-    names = [*(f"rmse_{term}" for term in terms), "rmse"]
+    names = [*(f"rmse_{term}" for term in settings.names), "rmse"]
     return value, dict(zip(names, errors.unbind(), strict=True))
 
 
-def fits(
-    loss: EnergyLoss, prediction: Mapping[str, Tensor], labels: Mapping[str, Tensor | None], mask: Tensor | None
-) -> bool:
+def fits(settings: EnerLossSettings, prediction: Mapping[str, Tensor], labels: Labels, mask: Tensor | None) -> bool:
     """Return whether the loss is a sum of mean squares over all atoms of all frames, of a size that pays."""
-    terms = loss.terms
-    if not terms or not loss.is_plain or loss.relative_f is not None or mask is not None or not {*terms} <= {*_LABELS}:
+    terms = settings.names
+    if not settings.is_plain or settings.relative_f is not None or mask is not None or not {*terms} <= {*_LABELS}:
         return False
     partial = any(name.startswith("find_") and label is not None for name, label in labels.items())
-    weighted = loss.enable_atom_ener_coeff and labels.get("atom_ener_coeff") is not None
+    weighted = settings.enable_atom_ener_coeff and labels.get("atom_ener_coeff") is not None
     names = [_LABELS[term] for term in terms]
     given = [labels.get(name) is not None for name in names]
     return not partial and not weighted and all(given) and max(prediction[name].numel() for name in names) <= _MOST
 
 
 @cache  # graphs read them as long as they exist; there is one for each number of atoms
-def _table(loss: EnergyLoss, natoms: int, device: torch.device) -> Tensor:
+def _table(settings: EnerLossSettings, natoms: int, device: torch.device) -> Tensor:
     """Return the rows that the kernels read, one for each term."""
     rows = []
-    for term in loss.terms:
-        limit, start = loss.prefactor(term, 0.0), loss.prefactor(term, 1.0)
+    for term in settings.names:
+        limit, start = getattr(settings, f"limit_pref_{term}"), getattr(settings, f"start_pref_{term}")
         per_atom = 1.0 if term == "f" else 1.0 / natoms
-        rows.append([limit, start - limit, per_atom * per_atom if loss.intensive_ener_virial else per_atom, per_atom])
+        rows.append(
+            [limit, start - limit, per_atom * per_atom if settings.intensive_ener_virial else per_atom, per_atom]
+        )
     return torch.tensor(rows, dtype=torch.float64, device="cpu").to(device)
 
 
@@ -68,12 +59,12 @@ class FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Tensor, fraction: Tensor, *pairs: Tensor) -> tuple[Tensor, Tensor]:
         """Return a scalar and `(terms + 1,)`, float64; `pairs` hold prediction and label of each term in turn."""
-        from deepmd_muon.train import loss_kernels
+        from deepmd_muon.loss.ener import kernels
 
         frames = pairs[1].shape[0]
         straight = [x.contiguous() if k % 2 == 0 else x.reshape(frames, -1) for k, x in enumerate(pairs)]
         ctx.save_for_backward(table, fraction, *straight)
-        out = loss_kernels.loss_of(list(zip(straight[::2], straight[1::2], strict=True)), table, fraction)
+        out = kernels.loss_of(list(zip(straight[::2], straight[1::2], strict=True)), table, fraction)
         errors = out[1:]
         ctx.mark_non_differentiable(errors)
         return out[0], errors
@@ -82,9 +73,9 @@ class FusedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, cotangent: Tensor, _: Tensor) -> Any:
         """Return the gradient of every prediction."""
-        from deepmd_muon.train import loss_kernels
+        from deepmd_muon.loss.ener import kernels
 
         table, fraction, *straight = ctx.saved_tensors
         pairs = list(zip(straight[::2], straight[1::2], strict=True))
-        found = loss_kernels.gradients_of(pairs, table, fraction, cotangent)
+        found = kernels.gradients_of(pairs, table, fraction, cotangent)
         return (None, None, *(x for gradient in found for x in (gradient, None)))

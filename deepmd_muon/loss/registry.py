@@ -1,0 +1,61 @@
+"""The losses by the `type` they have in an input; torch-free.
+
+A third party adds one of its own::
+
+    from deepmd_muon.loss import register_loss
+
+    register_loss("mine", settings="my_package.settings:MySettings", module="my_package.loss:MyLoss")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deepmd_muon.loss.interface import Loss
+from deepmd_muon.loss.settings import LossSettings
+from deepmd_muon.model.registry import Part, Registry
+from deepmd_muon.section import freeze
+
+LOSSES = Registry("loss")
+_ENER = Part("deepmd_muon.loss.ener.settings:EnerLossSettings", "deepmd_muon.loss.ener.module:EnergyLoss")
+LOSSES.register("ener", _ENER, aliases=("ener_hess",))
+
+
+def register_loss(name: str, *, settings: str | type, module: str | type, aliases: tuple[str, ...] = ()) -> None:
+    """Make a loss available as section `loss` of type `name`.
+
+    Parameters
+    ----------
+    name, aliases
+        Values of the key `type`.
+    settings
+        Frozen dataclass derived from `LossSettings`.
+    module
+        A `Loss` that is built from these settings.
+
+    Raises
+    ------
+    ModelError
+        When a name is taken.
+    """
+    LOSSES.register(name, Part(settings, module), aliases)
+
+
+def build_loss(section: LossSettings | Mapping[str, Any]) -> Loss:
+    """Build the loss that a section `loss` describes.
+
+    Parameters
+    ----------
+    section
+        The settings, or their plain form with `type` ("ener" when left out).
+
+    Raises
+    ------
+    InvalidSettingError
+        When a plain setting is unknown or wrong.
+    """
+    if not isinstance(section, LossSettings):
+        section = freeze(LOSSES.settings_class(section.get("type", "ener")), section)
+    loss: Loss = LOSSES.module(section)(section)
+    return loss

@@ -1,0 +1,20 @@
+"""What the settings of every loss have in common; torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from deepmd_muon.section import Section
+
+Quantity = Literal["energy", "force", "virial"]
+
+
+class LossSettings(Section):
+    """Base of the section `loss` of every type."""
+
+    def obstacle_to(self, quantity: Quantity) -> str | None:
+        """Return why training does not lower the error of a quantity, None if it does.
+
+        A run that keeps its best checkpoint by this error asks for it.
+        """
+        return None
