@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -155,6 +155,8 @@ class DeviceGuard(Guard):
         Of the parameters.
     interval
         Steps that `SkipCount` judges together.
+    gather
+        Collects what all ranks say of a bad step; they find it together.
 
     Attributes
     ----------
@@ -166,9 +168,15 @@ class DeviceGuard(Guard):
     _FIELDS = Literal["seen", "bad", "first", "loss", "norm"]
 
     def __init__(
-        self, policy: OnNonFinite, optimizer: torch.optim.Optimizer, device: torch.device, interval: int = 1
+        self,
+        policy: OnNonFinite,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        interval: int = 1,
+        gather: Callable[[str], Sequence[str]] = lambda mine: [mine],
     ) -> None:
         self._policy = policy
+        self._gather = gather
         self._skipped = SkipCount(interval)
         self.skip = torch.zeros((), dtype=torch.float32, device=device)
         # Adam reads the attribute, too, but has no setting of that name.
@@ -224,7 +232,7 @@ class DeviceGuard(Guard):
             self._skipped.add(round(seen), 0, done)
             return
         number = round(first)
-        where = systems[number - 1] if number <= len(systems) else "an unknown system"
+        where = ", ".join(self._gather(systems[number - 1] if number <= len(systems) else "an unknown system"))
         problem = _problem(loss, norm, where)
         if self._policy == "error":
             raise NonFiniteError(problem, update=begun + number)

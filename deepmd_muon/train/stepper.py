@@ -46,7 +46,7 @@ class Stepper(Protocol):
 
 
 class HostStepper:
-    """Reads loss and gradient norm in every step: on CPUs, and on several ranks.
+    """Reads loss and gradient norm in every step: on CPUs, and where ranks share more than gradients.
 
     Parameters
     ----------
@@ -71,7 +71,9 @@ class HostStepper:
         """Do nothing: steps raise themselves."""
 
     def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
-        """Return batches that are converted one by one."""
+        """Return batches that are converted one by one; on a GPU those of `DeviceStepper`."""
+        if self._device.type == "cuda":
+            return _batches_on(self._device, loader, ntypes, steps)
         return HostBatches(loader, ntypes, self._device)
 
 
@@ -99,6 +101,7 @@ class DeviceStepper:
         # torch's fused Adam reads no other dtype.
         dtype = torch.float64 if isinstance(step.optimizer, HybridMuon) else torch.float32
         self._guard = step.guard
+        self._strategy = step.strategy
         self._captured = CapturedStep(step, RateTable(scalars, dtype, device), capture=capture)
         self._device = device
         self._keep = keep_metrics
@@ -110,26 +113,30 @@ class DeviceStepper:
             self._fresh = False
             self._guard.begin(done)
         metrics = self._captured(feed, done)
+        self._strategy.launched()
         return {name: value.clone() for name, value in metrics.items()} if self._keep else metrics
 
     def check(self, done: int) -> None:
         """Wait for the device and report steps that were not finite."""
-        self._guard.check(done)
+        with self._strategy.ranks.waiting():
+            self._guard.check(done)
 
     def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
         """Return batches gathered from data on the device, or streamed there where the data cannot live there."""
-        reason = why_not_resident(loader, self._budget(), steps)
-        if reason is None:
-            return ResidentBatches(loader, ntypes, self._device)
-        log.info("training data are streamed to the device, not kept there: %s", reason)
-        return StreamedBatches(loader, ntypes, self._device)
+        return _batches_on(self._device, loader, ntypes, steps)
 
-    def _budget(self) -> int:
-        """Return the bytes that training data may take on the device."""
-        if self._device.type != "cuda":
-            return _RESIDENT_BYTES
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return min(_RESIDENT_BYTES, free // 4)
+
+def _batches_on(device: torch.device, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
+    """Return batches gathered from data on the device, or streamed there where the data cannot live there."""
+    budget = _RESIDENT_BYTES
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        budget = min(budget, free // 4)
+    reason = why_not_resident(loader, budget, steps)
+    if reason is None:
+        return ResidentBatches(loader, ntypes, device)
+    log.info("training data are streamed to the device, not kept there: %s", reason)
+    return StreamedBatches(loader, ntypes, device)
 
 
 def build_stepper(
@@ -156,10 +163,10 @@ def build_stepper(
     TrainingError
         When `capture` is 'on' where steps cannot be captured.
     """
-    device, policy, size = strategy.ranks.device, on_nonfinite(optimizer), strategy.ranks.size
-    obstacle = "there is no GPU" if device.type != "cuda" else f"{size} processes train together" if size > 1 else None
+    device, policy = strategy.ranks.device, on_nonfinite(optimizer)
+    obstacle = "there is no GPU" if device.type != "cuda" else strategy.reads_on_host
     if obstacle and training.capture == "on":
-        raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto", or train in one process on a GPU')
+        raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto"')
     tf32 = training.enable_tf32 and device.type == "cuda"
     if obstacle:
         if training.enable_compile:
@@ -176,7 +183,7 @@ def build_stepper(
             tf32=tf32,
         )
         return HostStepper(step, scalars, device)
-    guard = DeviceGuard(policy, optimizer, device, training.disp_freq)
+    guard = DeviceGuard(policy, optimizer, device, training.disp_freq, strategy.ranks.gather_objects)
     capture = training.capture != "off"
     gradient = CompiledGradient(strategy.model, loss) if capture and training.enable_compile else None
     step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema, gradient, tf32)

@@ -19,7 +19,7 @@ from deepmd_muon.train.checkpoint.reading import read
 from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.train.strategy.base import Strategy
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SeveralRanks(Strategy):
@@ -35,12 +35,11 @@ class SeveralRanks(Strategy):
 
     def _loss_and_requests(self, loss: Tensor) -> Tensor:
         """Return the values to sum with the gradients: the loss, and one flag for each signal."""
-        return torch.stack([loss, *(loss.new_tensor(float(self._requested == number)) for number in _SIGNALS)])
+        return torch.stack([loss, *(loss.new_tensor(float(self._requested == number)) for number in SIGNALS)])
 
-    def _agree(self, summed: Sequence[float]) -> None:
-        """Read from the sum of `_loss_and_requests` which signal any rank has received."""
-        counts = summed[1 : 1 + len(_SIGNALS)]
-        self.stop_signal = next((int(number) for number, count in zip(_SIGNALS, counts, strict=True) if count), None)
+    def _agree(self, counts: Sequence[float]) -> None:
+        """Take the number of ranks that have received each signal."""
+        self.stop_signal = next((int(number) for number, count in zip(SIGNALS, counts, strict=True) if count), None)
 
     def load_optimizer_state(
         self,

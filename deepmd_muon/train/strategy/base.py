@@ -49,9 +49,12 @@ class Strategy(ABC):
         Number of the signal that ends the run after this step, the same on all ranks; None to go on.
     cuts_parameters
         Whether a rank holds only a part of each parameter between steps.
+    reads_on_host
+        Why a step needs a number on the host; None where a step can wait for nothing, and be captured in a CUDA graph.
     """
 
     cuts_parameters: ClassVar[bool] = False
+    reads_on_host: str | None = None
 
     def __init__(self, ranks: Ranks, model: EnergyModel) -> None:
         self.ranks = ranks
@@ -97,6 +100,9 @@ class Strategy(ABC):
     @abstractmethod
     def request_stop(self, number: int) -> None:
         """Ask for the end of the run because this process received a signal."""
+
+    def launched(self) -> None:  # noqa: B027 (a single process has nothing to agree on)
+        """Do what several ranks do on the host after every step that waits for nothing."""
 
     def reshard(self) -> None:  # noqa: B027 (nothing to do where parameters are never gathered)
         """Free parameters that a forward-only pass has gathered."""

@@ -17,7 +17,7 @@ from deepmd_muon.optim.other_configs import OptimizerConfig
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.parallel import Ranks, local_part
-from deepmd_muon.train.strategy.agreement import SeveralRanks
+from deepmd_muon.train.strategy.agreement import SIGNALS, SeveralRanks
 from deepmd_muon.train.strategy.base import Reduced
 
 
@@ -71,6 +71,7 @@ class FullySharded(SeveralRanks):
     """
 
     cuts_parameters: ClassVar[bool] = True
+    reads_on_host = "training/zero_stage is above 0"
 
     def __init__(self, ranks: Ranks, model: EnergyModel, mesh: DeviceMesh, *, reshard_after_forward: bool) -> None:
         super().__init__(ranks, model)
@@ -104,7 +105,7 @@ class FullySharded(SeveralRanks):
         summed = self.ranks.sum(torch.cat([self._loss_and_requests(loss.double()), square.reshape(1)]))
         with self.ranks.waiting():
             numbers = summed.tolist()
-        self._agree(numbers)
+        self._agree(numbers[1 : 1 + len(SIGNALS)])
         # Under HSDP every element is held, and counted, once in each group.
         replicas = self._mesh.size(0) if self._mesh.ndim > 1 else 1
         return Reduced(grads, (summed[-1] / replicas).sqrt(), summed[0] / self.ranks.size)

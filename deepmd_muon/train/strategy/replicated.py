@@ -3,21 +3,27 @@
 The gradient of a step comes from one explicit backward pass, after which every gradient is there. So none of
 DistributedDataParallel's hooks and buckets are needed: one all-reduce over all gradients, with the loss and the
 requests to stop at its end, is the whole communication before the update, and its order of summation is fixed.
+
+At stage 0 on GPUs nothing is read on the host in a step, so that it can be one CUDA graph: the ranks take the same
+update each for itself, and read the requests to stop a few steps later, all of them after the same step.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.optim.other_configs import OptimizerConfig
+from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.parallel import Ranks
-from deepmd_muon.train.strategy.agreement import SeveralRanks
+from deepmd_muon.train.strategy.agreement import SIGNALS, SeveralRanks
 from deepmd_muon.train.strategy.base import Reduced
 
 
@@ -36,29 +42,149 @@ class Replicated(SeveralRanks):
         super().__init__(ranks, model)
         self._mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("replicas",))
         self._state_in_parts = state_in_parts
+        if state_in_parts:
+            self.reads_on_host = "training/zero_stage is above 0"
+        self._late = LateRequests(ranks)
+        self._trained: frozenset[int] | None = None
 
     def build_optimizer(self, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
         """Make the run's optimizer."""
-        return build_optimizer(config, self.model, lr, replicas=self._mesh, state_in_parts=self._state_in_parts)
+        # HybridMuon shares work among replicas by exchanges that a graph cannot hold, and that take longer than the
+        # work of a potential's matrices.
+        replicas = self._mesh if self._on_host else None
+        return build_optimizer(config, self.model, lr, replicas=replicas, state_in_parts=self._state_in_parts)
+
+    @property
+    def _on_host(self) -> bool:
+        """Whether steps read numbers on the host, as they do on CPUs, where that costs nothing."""
+        return self.reads_on_host is not None or self.ranks.device.type == "cpu"
 
     def reduce(self, loss: Tensor) -> Reduced:
         """Average gradients and loss of all ranks, and let them agree on signals."""
+        return self._reduce_on_host(loss) if self._on_host else self._reduce_on_device(loss)
+
+    def _reduce_on_host(self, loss: Tensor) -> Reduced:
         params = [p for p in self.model.parameters() if p.requires_grad]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        dtype = max((g.dtype for g in grads), key=lambda dtype: dtype.itemsize)
         present = loss.new_tensor([float(p.grad is not None) for p in params])
         tail = torch.cat([self._loss_and_requests(loss), present])
-        flat = self.ranks.sum(torch.cat([*(g.reshape(-1).to(dtype) for g in grads), tail.to(dtype)]))
-        flat[: -tail.numel()].div_(self.ranks.size)
-        *parts, summed = flat.split([*(g.numel() for g in grads), tail.numel()])
+        parts, summed = self._sum(grads, tail)
         with self.ranks.waiting():
             numbers = summed.tolist()
-        self._agree(numbers)
+        self._agree(numbers[1 : 1 + len(SIGNALS)])
         for p, g, part, there in zip(params, grads, parts, numbers[-len(params) :], strict=True):
             # An optimizer leaves a parameter that has a gradient nowhere alone.
             p.grad = part.view_as(g).to(g.dtype) if there else None
-        found = [p.grad for p in params if p.grad is not None]
+        return self._reduced(summed)
+
+    def _reduce_on_device(self, loss: Tensor) -> Reduced:
+        """Do the same without waiting; parameters that had no gradient anywhere in the first step have none later."""
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        trained = self._agreed_on_trained(params)
+        strange = [i for i, p in enumerate(params) if p.grad is not None and i not in trained]
+        if strange:
+            name = next(name for name, p in self.model.named_parameters() if p is params[strange[0]])
+            raise TrainingError(
+                f"the parameter {name} has a gradient now, but had none on any rank in the first step: "
+                'set training/capture to "off"'
+            )
+        chosen = [params[i] for i in sorted(trained)]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
+        parts, summed = self._sum(grads, torch.cat([loss.reshape(1), self._late.mine.to(loss.dtype)]))
+        self._late.summed.copy_(summed[1:])
+        for p, g, part in zip(chosen, grads, parts, strict=True):
+            p.grad = part.view_as(g).to(g.dtype)
+        return self._reduced(summed)
+
+    def _agreed_on_trained(self, params: Sequence[nn.Parameter]) -> frozenset[int]:
+        """Return the numbers of the parameters that have a gradient on any rank; agreed on in the first step."""
+        if self._trained is None:
+            here = torch.tensor([float(p.grad is not None) for p in params], device=self.ranks.device)
+            with self.ranks.waiting():
+                counts = self.ranks.sum(here).tolist()
+            self._trained = frozenset(i for i, count in enumerate(counts) if count)
+        return self._trained
+
+    def _sum(self, grads: Sequence[Tensor], tail: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        """Return the mean of every gradient over the ranks, flat, and the sum of `tail`, by one exchange."""
+        dtype = max((g.dtype for g in grads), key=lambda dtype: dtype.itemsize)
+        flat = self.ranks.sum(torch.cat([*(g.reshape(-1).to(dtype) for g in grads), tail.to(dtype)]))
+        flat[: -tail.numel()].div_(self.ranks.size)
+        *parts, summed = flat.split([*(g.numel() for g in grads), tail.numel()])
+        return parts, summed
+
+    def _reduced(self, summed: Tensor) -> Reduced:
+        found = [p.grad for p in self.model.parameters() if p.requires_grad and p.grad is not None]
         return Reduced(found, torch.nn.utils.get_total_norm(found), summed[0] / self.ranks.size)
+
+    def request_stop(self, number: int) -> None:
+        """Tell the other ranks of a signal with the next exchange, which ends the run on all of them."""
+        super().request_stop(number)
+        self._late.request(number)
+
+    def launched(self) -> None:
+        """Read the requests to stop that were summed `LateRequests.STEPS` steps ago."""
+        counts = self._late.read()
+        if counts is not None:
+            self._agree(counts)
 
     def _take_state(self, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> None:
         optimizer.load_state_dict(whole)
+
+
+class LateRequests:
+    """Requests to stop that are summed on the device in every step, and read on the host some steps later.
+
+    Every rank reads the sum of the same step after the same step, so all of them end together, and none waits for a
+    step that has just been launched.
+
+    Parameters
+    ----------
+    ranks
+        The processes and their device.
+
+    Attributes
+    ----------
+    mine, summed
+        One number a signal `(len(SIGNALS),)`, float64, on the device: this rank's request, and the requests of all.
+    """
+
+    #: Steps between the sum and its reading; the host is at most so far ahead of the device.
+    STEPS = 16
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._on_gpu = ranks.device.type == "cuda"
+        self.mine, self.summed = torch.zeros(2, len(SIGNALS), dtype=torch.float64, device=ranks.device).unbind()
+        self._waiting: int | None = None
+        self._launched: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._spare: list[Tensor] = []
+
+    def request(self, number: int) -> None:
+        """Ask all ranks to stop because of a signal; safe in a signal handler."""
+        self._waiting = number
+
+    def read(self) -> list[float] | None:
+        """Note the sums of the step that has just been launched; return older ones, None before there are any."""
+        if self._waiting is not None:
+            self.mine.copy_(torch.tensor([float(number == self._waiting) for number in SIGNALS]))
+            self._waiting = None
+        host = (
+            self._spare.pop()
+            if self._spare
+            else torch.zeros(len(SIGNALS), dtype=torch.float64, pin_memory=self._on_gpu)
+        )
+        host.copy_(self.summed, non_blocking=True)
+        event = None
+        if self._on_gpu:
+            event = torch.cuda.Event()
+            event.record()
+        self._launched.append((host, event))
+        if len(self._launched) <= self.STEPS:
+            return None
+        host, event = self._launched.popleft()
+        if event is not None and not event.query():
+            with self._ranks.waiting():
+                event.synchronize()
+        self._spare.append(host)
+        return host.tolist()

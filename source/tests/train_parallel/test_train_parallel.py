@@ -132,7 +132,7 @@ def alone(folder, given, **options):
         torch.set_num_threads(threads)
 
 
-def check_equal(place, world, ends, jobs, kind="HybridMuon"):
+def check_equal(place, world, ends, jobs, kind="HybridMuon", tolerance=1e-10):
     """Every job ended well, with the checkpoints and the learning curve of one process with the larger batch."""
     reference = place / f"alone{world}_{kind}"
     alone(reference, content(place, world, optimizer=kind))
@@ -142,7 +142,7 @@ def check_equal(place, world, ends, jobs, kind="HybridMuon"):
             one, many = (read_checkpoint(folder / f"model.ckpt-{step}.pt") for folder in (reference, job.folder))
             assert one.keys() == many.keys()
             assert one["deepmd_muon"].keys() == many["deepmd_muon"].keys()
-            assert_same(one, many, 1e-10)
+            assert_same(one, many, tolerance)
             assert many["deepmd_muon"]["training_data"]["step"] == step * world
             assert many["deepmd_muon"]["validation_data"] == one["deepmd_muon"]["validation_data"]
         curves = [np.loadtxt(folder / "lcurve.out") for folder in (reference, job.folder)]
@@ -359,6 +359,45 @@ def test_restarts_and_accidents_on_two_ranks(place):
     assert ends[11][0].startswith("RunError: training stopped at step 3 (in its step): this machine has no memory")
     assert ends[11][1].startswith("TrainingError: rank 1 has lost the others at step 3: rank 0 (process ")
     assert f"stopped with {ends[11][0]}" in ends[11][1]
+
+
+def test_ranks_that_read_nothing_on_the_host_do_the_same(place):
+    """As on GPUs at stage 0; requests to stop are read two steps later here, by all ranks together."""
+    jobs = [
+        Job(place / "device", content(place, 1), accident="on_device"),
+        Job(place / "device_adam", content(place, 1, optimizer="AdamW"), accident="on_device"),
+    ]
+    skipping = content(place, 1)
+    skipping["optimizer"]["on_nonfinite"] = "skip"
+    others = [
+        Job(place / "device_poisoned", content(place, 1, save_freq=1), accident="poison_on_device"),
+        Job(place / "device_stopped", content(place, 1, save_freq=100, numb_steps=20), accident="interrupt_on_device"),
+        Job(place / "device_skipped", skipping, accident="poison_on_device"),
+    ]
+    first = run_jobs(2, [*jobs, *others])
+    check_equal(place, 2, first[:1], jobs[:1])
+    check_equal(place, 2, first[1:2], jobs[1:], "AdamW", 1e-6)  # torch's fused AdamW reads the rate in float32
+    poisoned, stopped, skipped = first[2:]
+    assert poisoned[0] == poisoned[1]
+    assert poisoned[0].startswith("NonFiniteError: training stopped before update 3: the loss is nan")
+    assert f"{place / 'train'}, {place / 'train'}" in poisoned[0]
+    assert stopped == [str(128 + signal.SIGTERM)] * 2
+    # Sent in the fourth step, summed in the fifth, read after the seventh.
+    assert read_checkpoint(others[1].folder / "model.ckpt.pt")["deepmd_muon"]["step"] == 7
+    assert skipped == ["0", "0"]
+    assert read_checkpoint(others[2].folder / "model.ckpt.pt")["deepmd_muon"]["step"] == STEPS
+    halves = [
+        Job(place / "device_half", content(place, 1), {"restart": str(jobs[0].folder / f"model.ckpt-{HALF}.pt")}),
+        again(place, last(place, "device"), world=2, stage=1),
+        Job(place / "device_die", content(place, 1, rank_timeout=2.5), accident="die_on_device"),
+    ]
+    halves[0].accident = "on_device"
+    second = run_jobs(2, halves)
+    assert second[:2] == [["0"] * 2] * 2
+    wanted, found = (read_checkpoint(job.folder / f"model.ckpt-{STEPS}.pt") for job in (jobs[0], halves[0]))
+    assert_same(wanted, found, 0.0)
+    check_again(halves[1:2])
+    assert second[2][0].startswith("TrainingError: rank 0 has lost the others at step 3: rank 1 (process ")
 
 
 def test_two_precisions_and_a_frozen_descriptor_at_stages_2_and_3(place):

@@ -403,3 +403,38 @@ def tell_reading(rank):
         TensorReader.read_data = original
 
     return undo
+
+
+def on_device(rank):
+    """Steps wait for nothing, as on GPUs; what a CUDA graph replays is the same function."""
+    from deepmd_muon.train import trainer
+    from deepmd_muon.train.guard import DeviceGuard, on_nonfinite
+    from deepmd_muon.train.step import TrainingStep
+    from deepmd_muon.train.stepper import DeviceStepper
+    from deepmd_muon.train.strategy.replicated import LateRequests, Replicated
+
+    kept = trainer.build_stepper, Replicated._on_host, LateRequests.STEPS
+
+    def build(strategy, loss, optimizer, ema, training, scalars):
+        cpu = torch.device("cpu")
+        guard = DeviceGuard(on_nonfinite(optimizer), optimizer, cpu, 1, strategy.ranks.gather_objects)
+        step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema)
+        return DeviceStepper(step, scalars, cpu, capture=False, keep_metrics=training.disp_avg)
+
+    trainer.build_stepper, Replicated._on_host, LateRequests.STEPS = build, False, 2
+
+    def undo():
+        trainer.build_stepper, Replicated._on_host, LateRequests.STEPS = kept
+
+    return undo
+
+
+def _both(first, second):
+    def prepare(rank):
+        undone = [first(rank), second(rank)]
+        return lambda: [undo() for undo in undone]
+
+    return prepare
+
+
+poison_on_device, interrupt_on_device, die_on_device = (_both(on_device, each) for each in (poison, interrupt, die))
