@@ -1,0 +1,136 @@
+"""A training step on several GPUs against one: whole runs of `dp train`, times from the runs' own JSON lines.
+
+    python source/benchmarks/several_gpus.py --data WATER --gpus 2 --out FILE.json
+
+WATER holds DeePMD's example systems (data_0 to data_2, 192 atoms). A case is MODEL:PRECISION-bFRAMES:STAGE with the
+frames of each rank; it runs on one GPU and on all. A figure is the median over the intervals of 100 steps after the
+first three. `equal` then trains 100 steps in float64, without interpolated embedding nets, on N GPUs with one frame
+each and on one GPU with N frames, and prints the largest difference of a weight relative to the largest weight of the
+same tensor; the half-way checkpoint of N GPUs is continued on one, and that of one on N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from training_step import make_input
+
+INTERVAL = 100
+STEPS = {"se_e2_a": 3000, "dpa1": 1000, "dpa3": 1000}
+
+
+def train(folder: Path, content: dict[str, Any], gpus: int, *options: str) -> str:
+    """Train on so many GPUs; return the log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "input.json").write_text(json.dumps(content))
+    command = ["-m", "deepmd_muon", "--pt", "train", "input.json", "--skip-neighbor-stat", *options]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)] if gpus > 1 else []
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *launcher, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "4"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return done.stderr
+
+
+def milliseconds(folder: Path) -> float:
+    """Return the median time of a step from the JSON lines of a run [ms]."""
+    rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    times = [row["time"] for row in rows if "time" in row]
+    return statistics.median(1e3 * (b - a) / INTERVAL for a, b in itertools.pairwise(times[3:]))
+
+
+def time_case(case: str, data: Path, gpus: int, folder: Path) -> dict[str, Any]:
+    """Return the times of a case on one GPU and on several."""
+    kind, sizes, stage = case.split(":")
+    own = {"zero_stage": int(stage), "disp_freq": INTERVAL, "jsonl_file": "steps.jsonl"}
+    content = make_input(kind, sizes, "HybridMuon", STEPS[kind], data, own)
+    found: dict[str, Any] = {"case": case}
+    for count in (1, gpus):
+        place = folder / f"{case.replace(':', '_')}_{count}"
+        log = train(place, content, count)
+        found[f"{count} GPU"] = round(milliseconds(place), 3)
+        found[f"notes {count}"] = [line for line in log.splitlines() if "graph" in line or "launched one" in line]
+    found["ratio"] = round(found[f"{gpus} GPU"] / found["1 GPU"], 3)
+    return found
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """Return the floating-point tensors of a checkpoint's model."""
+    model = torch.load(path, weights_only=True)["model"]
+    return {name: x for name, x in model.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+
+
+def difference(one: Path, other: Path) -> float:
+    """Return the largest relative difference of two checkpoints' weights."""
+    first, second = weights(one), weights(other)
+    return max(
+        float((x - second[name]).abs().max() / x.abs().max().clamp(min=1e-30)) for name, x in first.items() if x.numel()
+    )
+
+
+def compare(kind: str, data: Path, gpus: int, folder: Path) -> dict[str, float]:
+    """Return how far N GPUs are from one with N frames, and restarts on another number from runs in one go."""
+    steps = 100
+    own = {"disp_freq": steps, "save_freq": steps // 2, "interpolate_embedding": False, "enable_ema": True}
+    found = {}
+    places = {}
+    for count in (1, gpus):
+        content = make_input(kind, f"f64-b{gpus // count}", "HybridMuon", steps, data, own)
+        content["training"]["training_data"]["systems"] = [str(data.resolve() / "data_0")]
+        content["training"]["save_freq"] = steps // 2
+        content["optimizer"] |= {"precision": "float64", "lr_adjust_coeff": 0.18}
+        places[count] = folder / f"{kind}_equal_{count}", content
+        train(*places[count], count)
+    (one, _), (many, _) = places[1], places[gpus]
+    found["steps"] = steps
+    found["N against 1"] = difference(one / f"model.ckpt-{steps}.pt", many / f"model.ckpt-{steps}.pt")
+    for source, target in ((gpus, 1), (1, gpus)):
+        place, content = folder / f"{kind}_again_{source}_{target}", places[target][1]
+        half = places[source][0] / f"model.ckpt-{steps // 2}.pt"
+        train(place, content, target, "--restart", str(half))
+        found[f"restart {source} to {target}"] = difference(
+            places[source][0] / f"model.ckpt-{steps}.pt", place / f"model.ckpt-{steps}.pt"
+        )
+    return found
+
+
+def main() -> None:
+    """Run all cases and write them as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--cases", nargs="*", default=["se_e2_a:f64-b1:0", "se_e2_a:f64-b8:0", "dpa3:f32-b1:0"])
+    parser.add_argument("--equal", nargs="*", default=["se_e2_a"], help="models to compare weights of")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in options.cases:
+            results.append(time_case(case, options.data, options.gpus, Path(folder)))
+            print(json.dumps(results[-1]), flush=True)
+        for kind in options.equal:
+            results.append({"equal": kind, **compare(kind, options.data, options.gpus, Path(folder))})
+            print(json.dumps(results[-1]), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
