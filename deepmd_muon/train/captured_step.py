@@ -87,6 +87,8 @@ class CapturedStep:
 
     Attributes
     ----------
+    recorded
+        Graphs that have been recorded.
     eager_reason
         Why steps run eagerly although they were to be captured; None while they need not.
     """
@@ -104,6 +106,7 @@ class CapturedStep:
         self._names: tuple[str, ...] = ()
         self._metrics: Tensor | None = None
         self._pieces = step.strategy.model.pieces
+        self.recorded = 0
         self.eager_reason: str | None = None
         if capture:
             self._stream = torch.cuda.Stream()
@@ -143,6 +146,12 @@ class CapturedStep:
             self._without_graph(feed)
         assert self._metrics is not None
         return dict(zip(self._names, self._metrics.unbind(), strict=True))
+
+    def close(self) -> None:
+        """Drop the graphs: one that holds an exchange between GPUs must end before their communicator does."""
+        if self._graphs:
+            torch.cuda.synchronize()
+            self._graphs.clear()
 
     def _without_graph(self, feed: Feed) -> None:
         """Take a step without a graph; record one, or compile its gradient first, if wanted."""
@@ -207,6 +216,7 @@ class CapturedStep:
             log.warning("training steps are launched one kernel at a time, because they cannot be captured: %s", reason)
             return None
         self._graphs[feed.layout] = graph
+        self.recorded += 1
         return graph
 
     def _on_side_stream(self, launch: Callable[[], None]) -> None:

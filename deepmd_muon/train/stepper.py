@@ -44,6 +44,9 @@ class Stepper(Protocol):
     def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
         """Return where the batches of a run of so many steps come from."""
 
+    def close(self) -> None:
+        """End: no step follows."""
+
 
 class HostStepper:
     """Reads loss and gradient norm in every step: on CPUs, and where ranks share more than gradients.
@@ -69,6 +72,9 @@ class HostStepper:
 
     def check(self, done: int) -> None:
         """Do nothing: steps raise themselves."""
+
+    def close(self) -> None:
+        """Do nothing: a step leaves nothing behind."""
 
     def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
         """Return batches that are converted one by one; on a GPU those of `DeviceStepper`."""
@@ -120,6 +126,10 @@ class DeviceStepper:
         """Wait for the device and report steps that were not finite."""
         with self._strategy.ranks.waiting():
             self._guard.check(done)
+
+    def close(self) -> None:
+        """Drop what has been captured."""
+        self._captured.close()
 
     def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
         """Return batches gathered from data on the device, or streamed there where the data cannot live there."""

@@ -163,6 +163,7 @@ class Trainer:
         """Open reports and batches, take all steps, save, and close: an error of closing loses no step."""
         training = self.given.settings.training
         with contextlib.ExitStack() as stack:
+            stack.callback(self._stepper.close)
             for loader in (self.data.validation, self.data.training):
                 if loader is not None:
                     stack.callback(loader.close)
