@@ -15,8 +15,7 @@ graphs, and unused remainders.
 
 On a CPU: `step`, a whole step, and `products`, the same step's matrix products alone, each written to a buffer that was
 made before; shortest and median of rounds in which all optimizers take turns. On a busy machine compare the processor
-time of one thread (`--threads 1`) and its `ratio` to HybridMuon's in the same round; --other TREE adds the HybridMuon
-of another revision, whose tree `git archive REVISION | tar -x -C TREE` makes. The load of the machine is printed.
+time of one thread (`--threads 1`) and its `ratio` to HybridMuon's in the same round. The load is printed.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ from measured_optimizers import (
     SETS,
     Make,
     Named,
-    OtherTree,
     adamw,
-    clipping,
     deepmd_kit,
     hybrid,
     parameters,
@@ -212,7 +209,7 @@ def measure_on_cpu(makers: dict[str, Make], name: str, dtype: torch.dtype, round
         wall, processor = zip(*pairs, strict=True)
         found[title] = {"min_ms": min(wall), "median_ms": statistics.median(wall)}
         found[title] |= {"processor_min_ms": min(processor), "processor_median_ms": statistics.median(processor)}
-        ours = [x for _, x in times.get(title.removeprefix("other ").removesuffix(": products"), pairs)]
+        ours = [x for _, x in times.get(title.removesuffix(": products"), pairs)]
         found[title]["ratio"] = statistics.median(x / y for x, y in zip(processor, ours, strict=True))
     return found
 
@@ -261,15 +258,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="on a CPU")
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
     parser.add_argument("--deepmd-kit", type=Path, help="its hybrid_muon.py, to measure it beside")
-    parser.add_argument("--other", type=Path, help="tree of another revision, to measure its HybridMuon on a CPU")
     parser.add_argument("--only", default="", help="measure only these optimizers, by title: A;B")
     arguments = parser.parse_args()
     makers: dict[str, Make] = {
         "HybridMuon": hybrid(),
         "HybridMuon, 5 steps": hybrid(schedule="keller-jordan"),
         "HybridMuon, polar-express-5": hybrid(schedule="polar-express-5"),
-        "HybridMuon, polar-express-5, no Magma": hybrid(schedule="polar-express-5", magma_muon=False),
-        "HybridMuon, polar-express-5, QK-clip": clipping(schedule="polar-express-5"),
         "HybridMuon, polar-express-4": hybrid(schedule="polar-express-4"),
         "HybridMuon, polar-express-6": hybrid(schedule="polar-express-6"),
         "HybridMuon, flash_muon false": hybrid(flash_muon=False),
@@ -279,15 +273,10 @@ def main() -> None:
     if arguments.deepmd_kit:
         makers["deepmd-kit HybridMuon"] = deepmd_kit(arguments.deepmd_kit)
     arguments.sets = arguments.sets or ",".join(SETS[:-1] if arguments.device == "cpu" else SETS)
-    if arguments.other:
-        other = OtherTree(arguments.other)
-        five = hybrid(other, schedule="keller-jordan")
-        makers |= {"other HybridMuon": hybrid(other), "other HybridMuon, 5 steps": five}
     if arguments.only:
         makers = {title: make for title, make in makers.items() if title in arguments.only.split(";")}
     if arguments.device == "cpu":
-        off = ("flash", "QK-clip")
-        on_cpu(arguments, {title: make for title, make in makers.items() if not any(word in title for word in off)})
+        on_cpu(arguments, {title: make for title, make in makers.items() if "flash" not in title})
         return
     device = torch.cuda.get_device_name()
     print(f"{datetime.date.today()} {device}, torch {torch.__version__}, {arguments.dtype}")
