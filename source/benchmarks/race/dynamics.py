@@ -13,14 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from ase import Atoms, units
 from sampling import read_system
 
@@ -80,12 +78,6 @@ class Contacts:
         distance = np.sqrt((vectors**2).sum(axis=-1))
         return {name: distance[:, chosen].min(axis=1) for name, chosen in self._of.items()}
 
-    def extent(self, positions: np.ndarray) -> np.ndarray:
-        """Return the longest distance between two atoms `(nruns,)` [Å], wherever their images are."""
-        vectors = positions[:, self._second] - positions[:, self._first]
-        longest: np.ndarray = np.sqrt((vectors**2).sum(axis=-1).max(axis=1))
-        return longest
-
 
 @dataclass
 class Course:
@@ -102,11 +94,9 @@ class Course:
     samples
         Time [ps], total energy [meV/atom] and temperature [K].
     left
-        When a pair of elements first came closer than it may, or two atoms went farther apart ("extent") [ps].
+        When a pair of elements first came closer than it may [ps].
     closest
         Shortest distance of each pair of elements so far [Å].
-    extent
-        Longest distance between two atoms so far [Å]; watched where there is no cell.
     """
 
     seed: int
@@ -115,19 +105,12 @@ class Course:
     samples: list[tuple[float, float, float]] = field(default_factory=list)
     left: dict[str, float] = field(default_factory=dict)
     closest: dict[str, float] = field(default_factory=dict)
-    extent: float = 0.0
 
     def watch(self, pair: str, distance: float, allowed: float) -> None:
         """Take note of the present shortest distance of a pair of elements, and of one below the allowed."""
         self.closest[pair] = min(distance, self.closest.get(pair, math.inf))
         if distance < allowed:
             self.left.setdefault(pair, self.time)
-
-    def watch_extent(self, distance: float, allowed: float) -> None:
-        """Take note of the present longest distance, and of one beyond the allowed."""
-        self.extent = max(distance, self.extent)
-        if distance > allowed:
-            self.left.setdefault("extent", self.time)
 
     def summary(self) -> dict[str, Any]:
         """Return what it has found; drift is in meV/atom/ps, fluctuation in meV/atom."""
@@ -139,7 +122,6 @@ class Course:
             "picoseconds": round(self.time, 6),
             "left": {pair: round(time, 6) for pair, time in self.left.items()},
             "closest": {pair: round(distance, 3) for pair, distance in self.closest.items()},
-            "extent": round(self.extent, 3) or None,
             "drift": float(np.polyfit(times, energies, 1)[0]) if steady else None,
             "fluctuation": float(np.std(energies)) if steady else None,
             "temperature": float(kelvin[len(kelvin) // 2 :].mean()) if steady else None,
@@ -232,7 +214,7 @@ def run_copies(
     picoseconds, time_step
         Length of the runs, and of a step [fs].
     allowed
-        How close each pair of elements may come, and how far two atoms of a molecule may go apart ("extent") [Å].
+        How close each pair of elements may come [Å].
     """
     courses = [Course(seed) for seed in seeds]
     running = list(courses)
@@ -246,14 +228,11 @@ def run_copies(
         kelvin = kinetic / (1.5 * units.kB * len(start))
         total = 1e3 * (kinetic + ensemble.energies) / len(start)
         distances = contacts(ensemble.positions) if step % WATCH == 0 else {}
-        extents = contacts.extent(ensemble.positions) if distances and not start.pbc.any() else None
         for row, course in enumerate(running):
             course.time = 1e-3 * step * time_step
             course.blew_up = not kelvin[row] < HOTTEST * temperature
             for pair, found in distances.items():
                 course.watch(pair, float(found[row]), allowed.get(pair, 0.0))
-            if extents is not None:
-                course.watch_extent(float(extents[row]), allowed.get("extent", math.inf))
             if step % stride == 0:
                 course.samples.append((course.time, float(total[row]), float(kelvin[row])))
         if any(course.blew_up for course in running):
@@ -280,16 +259,6 @@ def report(courses: Sequence[Course]) -> dict[str, Any]:
     }
 
 
-def size_of_matrices(path: Path) -> float:
-    """Return the root mean square of the matrices' entries times √(larger dimension), the mean over matrices.
-
-    It is about 1 at the start of a training. Rows and columns, whose size the Adam route sets, do not count.
-    """
-    content = torch.load(path, map_location="cpu", weights_only=True)["model"]
-    matrices = [x.double() for name, x in content.items() if name.endswith("matrix") and min(x.shape) > 1]
-    return statistics.mean(float(x.square().mean().sqrt()) * math.sqrt(max(x.shape)) for x in matrices)
-
-
 def shortest(frames: Sequence[Atoms]) -> dict[str, float]:
     """Return the shortest distance of each pair of elements in all frames [Å]."""
     found: dict[str, float] = {}
@@ -297,14 +266,6 @@ def shortest(frames: Sequence[Atoms]) -> dict[str, float]:
         for pair, distance in Contacts(frame)(frame.positions[None]).items():
             found[pair] = min(float(distance[0]), found.get(pair, math.inf))
     return found
-
-
-def limits(frames: Sequence[Atoms]) -> dict[str, float]:
-    """Return what `run_copies` allows: by 1/`CLOSER` beyond the shortest and longest distances of these frames."""
-    found = {pair: CLOSER * distance for pair, distance in shortest(frames).items()}
-    if frames[0].pbc.any():
-        return found
-    return found | {"extent": max(float(Contacts(x).extent(x.positions[None])[0]) for x in frames) / CLOSER}
 
 
 def arguments() -> argparse.Namespace:
@@ -334,13 +295,14 @@ def main() -> None:
     frames = read_system(args.system)
     start = with_masses(frames[args.frame], args.hydrogen_mass)
     training = [frame for folder in args.training or () for frame in read_system(folder)]
+    allowed = {pair: CLOSER * distance for pair, distance in shortest(training or frames).items()}
     conditions = {key: getattr(args, key) for key in ("temperature", "time_step", "friction")}
     rest = {"seeds": args.seeds, "picoseconds": args.picoseconds}
     for path in args.models:
         potential = potential_of(path, start)
-        courses = run_copies(start, potential, **conditions, **rest, allowed=limits(training or frames))
+        courses = run_copies(start, potential, **conditions, **rest, allowed=allowed)
         about = {"model": path.stem, "system": args.system.name, "frame": args.frame, **conditions}
-        about |= {"size_of_matrices": size_of_matrices(path), **report(courses)}
+        about |= report(courses)
         if args.friction:  # the energy is not constant
             for run in about["runs"]:
                 del run["drift"], run["fluctuation"]

@@ -403,13 +403,11 @@ def test_stillinger_weber_is_that_of_silicon():
 
 def test_kept_weights_are_read_by_the_calculator(sets, tmp_path):
     ase_calculator = pytest.importorskip("deepmd_muon.infer.ase_calculator")
-    from dynamics import size_of_matrices
     from sampling import read_system
 
     key = Key("water", "tiny", "adam", 1e-3, 1, 2)
     (result,) = train([key], arena_of(sets, steps=2), keep=tmp_path / "kept")
     (path,) = (tmp_path / "kept").iterdir()
-    assert 0.5 < size_of_matrices(path) < 2.0
     calculator = ase_calculator.DeepPotCalculator(path)
     errors = []
     for number, frame in enumerate(read_system(sets / "water" / "test" / "300K")):

@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchma
 
 import dynamics
 from ase import Atoms, units
-from ase.build import molecule
-from dynamics import CLOSER, WATCH, Ensemble, limits, report, run_copies, shortest
+from dynamics import WATCH, Ensemble, report, run_copies, shortest
 from make_silicon import crystal
 from stillinger_weber import StillingerWeber
 
@@ -73,14 +72,6 @@ def test_dynamics_say_when_atoms_come_too_close(monkeypatch):
     departures, uncertainty = report(courses)["departures_per_ps"]
     assert departures == pytest.approx(1.0 / courses[0].left["H-O"])
     assert uncertainty == pytest.approx(departures / 2**0.5)
-
-
-def test_limits_are_the_distances_of_training_frames():
-    water, far = molecule("H2O"), molecule("H2O")
-    far.positions[1:] *= 1.5
-    found = limits([water, far])
-    assert found["H-O"] == pytest.approx(CLOSER * water.get_distance(0, 1))
-    assert found["extent"] == pytest.approx(far.get_distance(1, 2) / CLOSER)
 
 
 PAIRS, STIFF = 16, 3.0  # springs between two atoms each, eV/Å²
