@@ -34,9 +34,9 @@ ROWS = (
 Run = Callable[[Tensor], Tensor]
 
 
-def ours(schedule: str, flash: Any = True) -> Run:
-    """Return our polar factor with one schedule and the implementations that may be used."""
-    return lambda x: orthogonalize_matrices([x], schedule, flash=flash)[0]
+def ours(schedule: str) -> Run:
+    """Return our polar factor with one schedule."""
+    return lambda x: orthogonalize_matrices([x], schedule, flash=True)[0]
 
 
 def torch_muon(x: Tensor) -> Tensor:
@@ -138,7 +138,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--deepmd-kit", type=Path, help="its hybrid_muon.py, to measure it beside")
-    parser.add_argument("--only", action="append", default=[], help="also measure our implementations alone, by name")
     arguments = parser.parse_args()
     rates = ceilings()
     device = torch.cuda.get_device_name()
@@ -151,7 +150,6 @@ def main() -> None:
     for row in arguments.rows.split(","):
         shape: tuple[int, int, int] = tuple(map(int, row.split("x")))  # type: ignore[assignment]  # three by form
         runs = {"ours 8+2": ours("8+2"), "ours 5 steps": ours("keller-jordan")}
-        runs |= {f"ours 8+2 {name}": ours("8+2", (name,)) for name in arguments.only}
         for name, run in (runs | peers).items():
             steps = len(SCHEDULES["8+2"].coefficients) if "8+2" in name or "10" in name else 5
             result = measure(name, run, shape, graphs=name.startswith("ours") or shape[0] < 10)
