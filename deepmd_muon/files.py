@@ -1,4 +1,4 @@
-"""Opening files: written in one piece, never through a link that someone has put there; read if they are files.
+"""Write files atomically, never through a symlink. Read regular files only.
 
 Every error of writing is a `WriteError`, which names the file that was to be written, not a temporary one.
 """

@@ -9,6 +9,7 @@ project = "deepmd_muon"
 author = "The deepmd_muon maintainers"
 copyright = "The deepmd_muon maintainers, Apache-2.0"
 root_doc = "doc/index"
+html_extra_path = ["root"]  # index.html at the top of the site, which leads to doc/index.html
 html_theme = "furo"
 html_title = "deepmd_muon"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]

@@ -80,7 +80,7 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
 
 @contextmanager
 def understood(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what taking a checkpoint apart raises, when its contents are not those of a run, into an error of the file.
+    """Report unexpected checkpoint contents as CheckpointFileError.
 
     Raises
     ------

@@ -20,13 +20,13 @@ _tracing = False
 def usable(device: torch.device) -> bool:
     """Tell whether Triton kernels run on a device; logs once why they do not on a GPU.
 
-    A trace does not see them, and what replaces torch's operations here the compiler does as well.
+    Tracing cannot see these kernels. torch.compile fuses the same operations itself, so they are off in both.
     """
     return device.type == "cuda" and not _tracing and _works()
 
 
 def usable_as_operators(device: torch.device) -> bool:
-    """Tell whether a trace is being made on a device where Triton kernels run: it sees those that torch knows."""
+    """Tell whether a trace runs on a device with Triton: it sees the kernels that are registered as operators."""
     return device.type == "cuda" and _tracing and _works()
 
 

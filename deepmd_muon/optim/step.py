@@ -42,7 +42,7 @@ _SMALL = 4 * 2**20  # elements
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wave:
-    """Parameters of one group, route, device and dtype that are stepped together, and their state.
+    """Parameters of one group, route, device and dtype, updated together, and their state.
 
     With moments in host memory, `transfer_batch` holds them, parameter by parameter, in the order of `MOMENTS`.
     """

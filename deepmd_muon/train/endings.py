@@ -1,4 +1,4 @@
-"""How a run that cannot go on ends: one message that names the step, the cause, what helps and the last checkpoint."""
+"""End a run that cannot continue with one message: step, cause, remedy, last checkpoint."""
 
 from __future__ import annotations
 

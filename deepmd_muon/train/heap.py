@@ -1,4 +1,4 @@
-"""Memory that a training process frees and takes again in every step."""
+"""Stop malloc from returning memory to the system after every step."""
 
 from __future__ import annotations
 

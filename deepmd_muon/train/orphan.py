@@ -1,4 +1,4 @@
-"""End a rank whose launcher has died: otherwise it would train on unseen, even after other ranks fail."""
+"""End this rank if its launcher has died, so that it does not keep running in the background."""
 
 from __future__ import annotations
 

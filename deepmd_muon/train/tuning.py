@@ -1,4 +1,4 @@
-"""When a run looks anew at how finely its steps interpolate embedding nets."""
+"""Schedule for refining the interpolation tables of the embedding nets."""
 
 from __future__ import annotations
 

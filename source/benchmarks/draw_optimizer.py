@@ -58,7 +58,7 @@ def draw_noise(name: str, x: torch.Tensor, file: Path) -> None:
         labels.append(f"{schedule_name}, {precision}{peer or (', Gram' if form.startswith('Gram') else '')}")
         values.append(max(noise, 1e-9))
     figure, axes = plt.subplots(figsize=(6.6, 4.6), layout="constrained")
-    colors = ["tab:red" if "—" in label else "tab:blue" for label in labels]
+    colors = ["#6b6b6b" if "—" in label else "#d1651a" for label in labels]  # ours as in `dp show lcurve`
     axes.barh(labels[::-1], values[::-1], color=colors[::-1], log=True)
     axes.axvline(0.01, color="gray", linestyle="--")
     axes.set(xlabel="noise fraction of the update", xlim=(1e-9, 2))

@@ -24,50 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-DESCRIPTORS: dict[str, dict[str, Any]] = {
-    "se_e2_a": {
-        "type": "se_e2_a",
-        "sel": [46, 92],
-        "rcut": 6.0,
-        "rcut_smth": 0.5,
-        "neuron": [25, 50, 100],
-        "axis_neuron": 16,
-        "seed": 1,
-    },
-    "dpa1": {
-        "type": "se_atten",
-        "sel": 120,
-        "rcut": 6.0,
-        "rcut_smth": 0.5,
-        "neuron": [25, 50, 100],
-        "axis_neuron": 16,
-        "attn": 128,
-        "attn_layer": 2,
-        "seed": 1,
-    },
-    "dpa3": {
-        "type": "dpa3",
-        "repflow": {
-            "n_dim": 128,
-            "e_dim": 64,
-            "a_dim": 32,
-            "nlayers": 6,
-            "e_rcut": 6.0,
-            "e_rcut_smth": 5.3,
-            "e_sel": 120,
-            "a_rcut": 4.0,
-            "a_rcut_smth": 3.5,
-            "a_sel": 30,
-            "axis_neuron": 4,
-            "smooth_edge_update": True,
-            "a_compress_rate": 1,
-            "a_compress_e_rate": 2,
-            "a_compress_use_split": True,
-        },
-        "activation_function": "silut:10.0",
-        "seed": 1,
-    },
-}
+DESCRIPTORS: dict[str, Any] = json.loads(Path(__file__).with_name("water_models.json").read_text())["inference"]
 LATTICE = 3.105  # between molecules [Å]: 1 g/cm³
 
 # One process times all files of a route: in every round each takes its turn, with slightly moved atoms.

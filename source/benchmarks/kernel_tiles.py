@@ -3,7 +3,7 @@
 The constants in `deepmd_muon.optim.polar.symmetric_launch` and `one_launch` were chosen from this table: nothing is
 tuned when an optimizer runs. Times are medians over replays of a captured graph of ten launches.
 
-    python source/benchmarks/kernel_tiles.py [--out tiles.md] [--shapes 1x4096x4096,16x1024x4096]
+    python source/benchmarks/kernel_tiles.py [--out tiles.csv] [--shapes 1x4096x4096,16x1024x4096]
 
 symmetric  X Xᵀ, and a product of its polynomials with all that can be added to it; rate: operations of the half
 update     X ← a X + P X with X in fp32, read and written, beside its fp16 copy
@@ -14,10 +14,13 @@ launch     whole iterations (8+2) of small and middle matrices, with other warps
 from __future__ import annotations
 
 import argparse
+import contextlib
+import csv
 import datetime
 import functools
 import itertools
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -51,6 +54,8 @@ LAUNCHES = {
     "tiles": [(1, 512, 512), (1, 768, 768)],
 }
 DEPTH = 64
+Row = tuple[object, ...]
+HEAD = ("shape", "kernel", "configuration", "microseconds", "TFLOP/s", "chosen")
 
 
 def timed(run: Callable[[], object], calls: int = 10) -> float:
@@ -126,7 +131,7 @@ def updated(count: int, rows: int, columns: int, tile: Tile, *, wide: bool = Tru
     return time, 2 * count * order * order * width / time * 1e-6
 
 
-def products(shapes: str) -> Iterator[str]:
+def products(shapes: str) -> Iterator[Row]:
     """Yield rows of the two kinds of product."""
     for shape in shapes.split(","):
         count, rows, columns = map(int, shape.split("x"))
@@ -138,14 +143,12 @@ def products(shapes: str) -> Iterator[str]:
         )
         for kind, measure, candidates, chosen in kinds:
             found = {tile: measure(count, rows, columns, tile) for tile in candidates}
-            fastest = min(found, key=lambda tile: found[tile][0])
             for tile, (time, rate) in found.items():
-                marks = " chosen" * (tile == chosen) + " fastest" * (tile == fastest)
                 name = f"{tile.rows}×{tile.columns}, {tile.warps} warps, {tile.stages} stages"
-                yield f"| {shape} | {kind} | {name} | {time:.1f} | {rate:.0f} |{marks} |"
+                yield shape, kind, name, f"{time:.1f}", f"{rate:.0f}", int(tile == chosen)
 
 
-def whole_iterations() -> Iterator[str]:
+def whole_iterations() -> Iterator[Row]:
     """Yield rows of the kernels that take whole iterations."""
     coefficients = SCHEDULES["8+2"].coefficients
     for name, shapes in LAUNCHES.items():
@@ -161,11 +164,10 @@ def whole_iterations() -> Iterator[str]:
                     RuntimeError,
                     OutOfResources,
                 ) as error:  # more programs than then fit at once, or too much shared memory
-                    reason = str(error).splitlines()[0]
-                    yield f"| {shape} | {name} | {warps} warps, {stages} stages | – | – | {reason} |"
+                    print(f"{shape}, {name}, {warps} warps, {stages} stages: {error}".splitlines()[0], flush=True)
                     continue
                 same = (warps, stages) == (present["num_warps"], present.get("num_stages", 3))
-                yield f"| {shape} | {name} | {warps} warps, {stages} stages | {time:.1f} | – |{' chosen' * same} |"
+                yield "x".join(map(str, shape)), name, f"{warps} warps, {stages} stages", f"{time:.1f}", "", int(same)
             launch.constants.clear()
             launch.constants.update(present)
 
@@ -173,16 +175,16 @@ def whole_iterations() -> Iterator[str]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the table here, too")
+    parser.add_argument("--out", type=Path, help="write the CSV here, too")
     parser.add_argument("--shapes", default=SHAPES, help="batch x rows x columns of the products")
     arguments = parser.parse_args()
-    lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today()}.", ""]
-    lines += ["| shape | kernel | configuration | µs | TFLOP/s | |", "|---|---|---|---|---|---|"]
-    for line in itertools.chain(products(arguments.shapes), whole_iterations()):
-        print(line, flush=True)
-        lines.append(line)
-    if arguments.out is not None:
-        arguments.out.write_text("\n".join(lines) + "\n")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today()}")
+    with contextlib.ExitStack() as stack:
+        outputs = [sys.stdout, *([stack.enter_context(arguments.out.open("w"))] if arguments.out else [])]
+        for row in itertools.chain([HEAD], products(arguments.shapes), whole_iterations()):
+            for output in outputs:
+                csv.writer(output, lineterminator="\n").writerow(row)
+                output.flush()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.qk_clip import FusedQKV, QKClip
 
 SETS = ("se_e2_a", "dpa1", "dpa2", "dpa3", "dpa4_mini", "llm")
 Named = list[tuple[str, nn.Parameter]]
@@ -22,11 +22,19 @@ Named = list[tuple[str, nn.Parameter]]
 Make = Callable[[Named, bool], list[Any]]
 
 
+def transformer(depth: int, width: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Return names and shapes of transformer layers."""
+    layer = {"qkv": (3, 1), "out": (1, 1), "up": (4, 1), "down": (1, 4), "norm": (1,)}
+    shapes = {key: tuple(factor * width for factor in factors) for key, factors in layer.items()}
+    return [(f"layers.{i}.{key}.weight", shape) for i in range(depth) for key, shape in shapes.items()]
+
+
 def shapes_of(name: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Return names and shapes of a parameter set, what cannot be trained left out."""
+    """Return names and shapes of a parameter set, such as `dpa3`, `llm` or `12x2048`, without empty parameters."""
     if name == "llm":
-        layer = {"qkv": (6144, 2048), "out": (2048, 2048), "up": (8192, 2048), "down": (2048, 8192), "norm": (2048,)}
-        return [(f"layers.{i}.{key}.weight", shape) for i in range(24) for key, shape in layer.items()]
+        return transformer(24, 2048)
+    if size := re.fullmatch(r"(\d+)x(\d+)", name):
+        return transformer(int(size[1]), int(size[2]))
     entries = json.loads((Path(__file__).parent / "shapes" / f"{name}.json").read_text())
     return [(key, tuple(shape)) for key, shape, _ in entries if 0 not in shape]
 
@@ -39,57 +47,9 @@ def parameters(name: str, dtype: torch.dtype, device: str = "cuda") -> Named:
     return made
 
 
-def hybrid(kind: Callable[..., Any] = HybridMuon, **settings: Any) -> Make:
+def hybrid(**settings: Any) -> Make:
     """Return the maker of our optimizer with some settings."""
-    return lambda named, capturable: [kind(named, lr=1e-3, capturable=capturable, **settings)]
-
-
-class OtherTree:
-    """HybridMuon of another revision's tree, imported beside ours; for CPUs, on which a step imports nothing."""
-
-    def __init__(self, tree: Path) -> None:
-        self._path, self._modules = str(tree.resolve()), {}
-
-    def __call__(self, named: Named, **settings: Any) -> Any:
-        """Make an optimizer and take its first step, while the modules of the other tree are the imported ones."""
-        ours = self._exchange(self._modules)
-        sys.path.insert(0, self._path)
-        optimizer = importlib.import_module("deepmd_muon.optim").HybridMuon(named, **settings)
-        optimizer.step()
-        sys.path.remove(self._path)
-        self._modules = self._exchange(ours)
-        return optimizer
-
-    @staticmethod
-    def _exchange(modules: dict[str, Any]) -> dict[str, Any]:
-        before = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == "deepmd_muon"}
-        sys.modules.update(modules)
-        return before
-
-
-class Clipping:
-    """HybridMuon with QK-clip on every attention layer of the transformer, half of whose heads exceed the threshold."""
-
-    HEADS = 16
-
-    def __init__(self, named: Named, capturable: bool, **settings: Any) -> None:
-        weights = [(name.removesuffix(".qkv.weight"), p) for name, p in named if name.endswith(".qkv.weight")]
-        layers = tuple(FusedQKV(name, f"{name}.qkv.weight", self.HEADS) for name, _ in weights)
-        clip = QKClip(layers, threshold=100.0)
-        self.optimizer = HybridMuon(named, lr=1e-3, capturable=capturable, qk_clip=clip, **settings)
-        self.state = self.optimizer.state
-        self.logits = {
-            name: torch.linspace(99.0, 101.0, self.HEADS, dtype=torch.float32, device=p.device) for name, p in weights
-        }
-
-    def step(self) -> None:
-        """Take a step with the largest logits of every layer."""
-        self.optimizer.step(qk_logits=self.logits)
-
-
-def clipping(**settings: Any) -> Make:
-    """Return the maker of our optimizer with QK-clip."""
-    return lambda named, capturable: [Clipping(named, capturable, **settings)]
+    return lambda named, capturable: [HybridMuon(named, lr=1e-3, capturable=capturable, **settings)]
 
 
 def adamw(named: Named, capturable: bool) -> list[Optimizer]:

@@ -4,19 +4,13 @@
     python source/benchmarks/optimizer_step.py --out results.json --device cpu --threads 2 [--deepmd-kit hybrid_muon.py]
 
 The parameter sets are those of five DeePMD models (shapes/*.json) and of 24 transformer layers of width 2048, all in
-float32 unless --dtype says otherwise. `eager`: median of CUDA events around one step, gradients in place. `host`:
-median time in which the call returns. `renewed`: eager, where every step finds its gradients at other addresses, as
-after zero_grad(set_to_none=True). `captured`: median of graph replays, one at a time, including the time the host takes
-to launch a graph. `in a row`: a replay among 20 that are launched without waiting, the device's time alone. `launches`:
-kernels and copies of an eager step with gradients in place, and of a replay, by the profiler. `peak`: memory that a
-step allocates beside parameters, gradients and state, the buffers kept between steps included. `reserved`: memory that
-torch has taken from the device for the optimizer after three steps, in pieces of 2 to 20 MiB: state, buffers, recorded
-graphs, and unused remainders.
+float32 unless --dtype says otherwise. `eager`: median of CUDA events around one step, gradients in place. `captured`:
+median of graph replays, one at a time, including the time the host takes to launch a graph. `peak`: memory that a step
+allocates beside parameters, gradients and state, the buffers kept between steps included.
 
 On a CPU: `step`, a whole step, and `products`, the same step's matrix products alone, each written to a buffer that was
 made before; shortest and median of rounds in which all optimizers take turns. On a busy machine compare the processor
-time of one thread (`--threads 1`) and its `ratio` to HybridMuon's in the same round; --other TREE adds the HybridMuon
-of another revision, whose tree `git archive REVISION | tar -x -C TREE` makes. The load of the machine is printed.
+time of one thread (`--threads 1`) and its `ratio` to HybridMuon's in the same round. The load is printed.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,106 +31,61 @@ from measured_optimizers import (
     SETS,
     Make,
     Named,
-    OtherTree,
     adamw,
-    clipping,
     deepmd_kit,
     hybrid,
     parameters,
     torch_muon,
 )
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmd_muon.optim.polar.dispatch import describe
 
 
-def timed(
-    run: Callable[[], Any], between: Callable[[], Any] = lambda: None, budget: float = 0.4
-) -> tuple[float, float]:
-    """Return medians of a call's time on the device [ms] and on the host [µs]; `between` is not timed."""
-    device, host = [], []
+def timed(run: Callable[[], Any], budget: float = 0.4) -> float:
+    """Return the median of a call's time on the device [ms]."""
+    times = []
     until = time.perf_counter() + budget
-    while len(device) < 10 or (time.perf_counter() < until and len(device) < 200):
-        between()
+    while len(times) < 10 or (time.perf_counter() < until and len(times) < 200):
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        before = time.perf_counter()
         run()
-        host.append(1e6 * (time.perf_counter() - before))
         end.record()
         end.synchronize()
-        device.append(start.elapsed_time(end))
-    return statistics.median(device), statistics.median(host)
-
-
-def launches(run: Callable[[], Any]) -> tuple[int, dict[str, float]]:
-    """Count what a step starts on the device, and sum its time there by name [µs]."""
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as record:
-        run()
-        torch.cuda.synchronize()
-    on_device = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    # The profiler shows ranges among the kernels.
-    events = [e for e in on_device if not e.name.startswith(("Optimizer.step", "HybridMuon."))]
-    times: dict[str, float] = {}
-    for event in events:
-        times[event.name[:60]] = times.get(event.name[:60], 0.0) + event.device_time
-    return len(events), dict(sorted(times.items(), key=lambda item: -item[1])[:12])
-
-
-def other_gradients(named: Named) -> Iterator[None]:
-    """Give the parameters one of two sets of gradients in turn."""
-    several = [[p.grad for _, p in named], [torch.randn_like(p) for _, p in named]]
-    while True:
-        for grads in several:
-            for (_, p), g in zip(named, grads, strict=True):
-                p.grad = g
-            yield
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
 
 
 def measure(make: Make, name: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return all figures of one optimizer on one parameter set."""
     named = parameters(name, dtype)
     torch.cuda.empty_cache()
-    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    before = torch.cuda.memory_allocated()
     optimizers = make(named, False)
 
     def step() -> None:
         for optimizer in optimizers:
             optimizer.step()
 
-    torch.cuda.synchronize()
-    start = time.perf_counter()
     for _ in range(3):
         step()
-    torch.cuda.synchronize()
-    result: dict[str, Any] = {"warm_up_s": time.perf_counter() - start}
     state = [x for optimizer in optimizers for s in optimizer.state.values() for x in s.values()]
     before += sum(x.numel() * x.element_size() for x in state if isinstance(x, torch.Tensor) and x.is_cuda)
-    torch.cuda.empty_cache()
-    result["reserved_mib"] = (torch.cuda.memory_reserved() - reserved) / 2**20
+    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step()
-    result["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    result["eager_ms"], result["host_us"] = timed(step)
-    result["launches"], result["device_us"] = launches(step)
-    if name != "llm":
-        turn = other_gradients(named)
-        for _ in range(4):
-            next(turn)
-            step()
-        result["renewed_ms"], result["renewed_host_us"] = timed(step, lambda: next(turn))
+    result: dict[str, Any] = {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20, "eager_ms": timed(step)}
     try:
-        result |= captured(make, named)
+        result["captured_ms"] = captured(make, named)
     except NotImplementedError as error:
         result["not_captured"] = str(error)
     return result
 
 
-def captured(make: Make, named: Named, in_a_row: int = 20) -> dict[str, Any]:
-    """Return the time of a replay of a captured step, alone and among replays in a row [ms], and its launches."""
+def captured(make: Make, named: Named) -> float:
+    """Return the time of a replay of a captured step [ms]."""
     (optimizer,) = make(named, True)
     for _ in range(2):
         optimizer.step()
@@ -146,14 +95,7 @@ def captured(make: Make, named: Named, in_a_row: int = 20) -> dict[str, Any]:
         optimizer.step()
     for _ in range(3):
         graph.replay()
-
-    def several() -> None:
-        for _ in range(in_a_row):
-            graph.replay()
-
-    found = {"captured_ms": timed(graph.replay)[0], "in_a_row_ms": timed(several)[0] / in_a_row}
-    found["captured_launches"], found["captured_device_us"] = launches(graph.replay)
-    return found
+    return timed(graph.replay)
 
 
 class Products(TorchDispatchMode):
@@ -212,7 +154,7 @@ def measure_on_cpu(makers: dict[str, Make], name: str, dtype: torch.dtype, round
         wall, processor = zip(*pairs, strict=True)
         found[title] = {"min_ms": min(wall), "median_ms": statistics.median(wall)}
         found[title] |= {"processor_min_ms": min(processor), "processor_median_ms": statistics.median(processor)}
-        ours = [x for _, x in times.get(title.removeprefix("other ").removesuffix(": products"), pairs)]
+        ours = [x for _, x in times.get(title.removesuffix(": products"), pairs)]
         found[title]["ratio"] = statistics.median(x / y for x, y in zip(processor, ours, strict=True))
     return found
 
@@ -243,11 +185,7 @@ def line(name: str, title: str, r: dict[str, Any]) -> str:
     """Return one row of the table."""
     if "error" in r:
         return f"| {name} | {title} | failed: {r['error']} |"
-    numbers = [f"{r['eager_ms']:.3f}", f"{r['host_us']:.0f}"]
-    numbers += [f"{r['renewed_ms']:.3f}" if "renewed_ms" in r else "–"]
-    numbers += [f"{r[key]:.3f}" if key in r else "–" for key in ("captured_ms", "in_a_row_ms")]
-    numbers += [f"{r['launches']}", f"{r.get('captured_launches', '–')}", f"{r['peak_mib']:.1f}"]
-    numbers += [f"{r['reserved_mib']:.0f}"]
+    numbers = [f"{r[key]:.3f}" if key in r else "–" for key in ("eager_ms", "captured_ms", "peak_mib")]
     return f"| {name} | {title} | {' | '.join(numbers)} |"
 
 
@@ -261,15 +199,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="on a CPU")
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
     parser.add_argument("--deepmd-kit", type=Path, help="its hybrid_muon.py, to measure it beside")
-    parser.add_argument("--other", type=Path, help="tree of another revision, to measure its HybridMuon on a CPU")
     parser.add_argument("--only", default="", help="measure only these optimizers, by title: A;B")
     arguments = parser.parse_args()
     makers: dict[str, Make] = {
         "HybridMuon": hybrid(),
         "HybridMuon, 5 steps": hybrid(schedule="keller-jordan"),
         "HybridMuon, polar-express-5": hybrid(schedule="polar-express-5"),
-        "HybridMuon, polar-express-5, no Magma": hybrid(schedule="polar-express-5", magma_muon=False),
-        "HybridMuon, polar-express-5, QK-clip": clipping(schedule="polar-express-5"),
         "HybridMuon, polar-express-4": hybrid(schedule="polar-express-4"),
         "HybridMuon, polar-express-6": hybrid(schedule="polar-express-6"),
         "HybridMuon, flash_muon false": hybrid(flash_muon=False),
@@ -279,21 +214,15 @@ def main() -> None:
     if arguments.deepmd_kit:
         makers["deepmd-kit HybridMuon"] = deepmd_kit(arguments.deepmd_kit)
     arguments.sets = arguments.sets or ",".join(SETS[:-1] if arguments.device == "cpu" else SETS)
-    if arguments.other:
-        other = OtherTree(arguments.other)
-        five = hybrid(other, schedule="keller-jordan")
-        makers |= {"other HybridMuon": hybrid(other), "other HybridMuon, 5 steps": five}
     if arguments.only:
         makers = {title: make for title, make in makers.items() if title in arguments.only.split(";")}
     if arguments.device == "cpu":
-        off = ("flash", "QK-clip")
-        on_cpu(arguments, {title: make for title, make in makers.items() if not any(word in title for word in off)})
+        on_cpu(arguments, {title: make for title, make in makers.items() if "flash" not in title})
         return
     device = torch.cuda.get_device_name()
     print(f"{datetime.date.today()} {device}, torch {torch.__version__}, {arguments.dtype}")
-    times = "eager ms | host µs | renewed ms | captured ms | in a row ms"
-    print(f"| set | optimizer | {times} | launches | captured launches | peak MiB | reserved MiB |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("| set | optimizer | eager ms | captured ms | peak MiB |")
+    print("|---|---|---|---|---|")
     results = []
     for name in arguments.sets.split(","):
         for title, make in makers.items():

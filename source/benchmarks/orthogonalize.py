@@ -1,9 +1,8 @@
-"""Time the polar factor on a GPU beside its peers, with the quality each reaches.
+"""Time the polar factor on a GPU beside its peers. `orthogonalize_quality.py` measures how accurate it is.
 
 Every row is a batch of equal matrices. Time: median of CUDA events around one call, and of replays of a
 captured graph of ten calls (of one when it takes longer than 1 ms), per call.
-Quality: lowest and highest singular value and distance to the float64 polar factor on Gaussian input (min dim ≤ 2048);
-noise: share of the result's energy outside the range of an input of rank 8. Floor: operations of the standard form with
+Floor: operations of the standard form with
 its symmetric halves over the measured rate of fp16 products, or bytes over the measured copy rate, whichever is longer.
 
     python orthogonalize.py --out results.json [--deepmd-kit PATH/hybrid_muon.py] [--rows 46x128x128,1x1024x1024]
@@ -35,9 +34,9 @@ ROWS = (
 Run = Callable[[Tensor], Tensor]
 
 
-def ours(schedule: str, flash: Any = True) -> Run:
-    """Return our polar factor with one schedule and the implementations that may be used."""
-    return lambda x: orthogonalize_matrices([x], schedule, flash=flash)[0]
+def ours(schedule: str) -> Run:
+    """Return our polar factor with one schedule."""
+    return lambda x: orthogonalize_matrices([x], schedule, flash=True)[0]
 
 
 def torch_muon(x: Tensor) -> Tensor:
@@ -102,28 +101,8 @@ def floor(shape: tuple[int, int, int], steps: int, rates: tuple[float, float]) -
     return 1e3 * max(operations / rates[0], 8 * count * m * n / rates[1])
 
 
-def quality(run: Run, shape: tuple[int, int, int]) -> dict[str, float]:
-    """Return band, distance to the polar factor, and noise."""
-    count, m, n = min(shape[0], 2), *shape[1:]
-    generator = torch.Generator("cuda").manual_seed(1)
-    u, v = (torch.linalg.qr(torch.randn(count, k, 8, generator=generator, device="cuda"))[0].double() for k in (m, n))
-    o = run((u @ v.mT).float().contiguous()).double()
-    along = (u.mT @ o @ v).diagonal(dim1=1, dim2=2).square().sum()
-    found = {"noise": 1.0 - float(along / o.square().sum())}
-    if min(m, n) <= 2048:
-        x = torch.randn(count, m, n, generator=generator, device="cuda")
-        o = run(x).double()
-        wide, o = (x.double(), o) if m <= n else (x.double().mT, o.mT)
-        values, vectors = torch.linalg.eigh(wide @ wide.mT)
-        polar = vectors @ (vectors.mT @ wide / values.clamp_min(1e-300).sqrt()[:, :, None])
-        singular = torch.linalg.eigvalsh(o @ o.mT).clamp_min(0).sqrt()
-        found |= {"low": float(singular.min()), "high": float(singular.max())}
-        found["distance"] = float((o - polar).norm() / polar.norm())
-    return found
-
-
 def measure(name: str, run: Run, shape: tuple[int, int, int], graphs: bool) -> dict[str, Any]:
-    """Return times and quality of one implementation on one shape; a failure is a result, too."""
+    """Return times and memory of one implementation on one shape; a failure is a result, too."""
     x = torch.randn(shape, device="cuda")
     result: dict[str, Any] = {"name": name}
     try:
@@ -134,7 +113,6 @@ def measure(name: str, run: Run, shape: tuple[int, int, int], graphs: bool) -> d
         before = torch.cuda.memory_allocated()
         run(x)
         result["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        result |= quality(run, shape)
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"[:300]
     return result
@@ -150,11 +128,7 @@ def report(row: str, result: dict[str, Any], floor_ms: float) -> str:
         f"{result['graph']:.4f}" if "graph" in result else "–",
         f"{floor_ms / best:.0%}",
     ]
-    if "low" in result:
-        numbers += [f"{result['low']:.3f}–{result['high']:.3f}", f"{result['distance']:.1e}"]
-    else:
-        numbers += ["–", "–"]
-    numbers += [f"{result['noise']:.1e}", f"{result['peak_mib']:.0f}"]
+    numbers.append(f"{result['peak_mib']:.0f}")
     return f"| {row} | {result['name']} | {' | '.join(numbers)} |"
 
 
@@ -164,20 +138,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--deepmd-kit", type=Path, help="its hybrid_muon.py, to measure it beside")
-    parser.add_argument("--only", action="append", default=[], help="also measure our implementations alone, by name")
     arguments = parser.parse_args()
     rates = ceilings()
     device = torch.cuda.get_device_name()
     print(f"{datetime.date.today()} {device}, torch {torch.__version__}")
     print(f"fp16 products {rates[0] / 1e12:.0f} TFLOP/s, copies {rates[1] / 1e12:.2f} TB/s\n{describe()}")
-    print("| batch × m × n | | eager ms | graph ms | of floor | singular values | distance | noise | peak MiB |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| batch × m × n | | eager ms | graph ms | of floor | peak MiB |")
+    print("|---|---|---|---|---|---|")
     peers = {"torch Muon 5": torch_muon} | (deepmd_kit(arguments.deepmd_kit) if arguments.deepmd_kit else {})
     results = []
     for row in arguments.rows.split(","):
         shape: tuple[int, int, int] = tuple(map(int, row.split("x")))  # type: ignore[assignment]  # three by form
         runs = {"ours 8+2": ours("8+2"), "ours 5 steps": ours("keller-jordan")}
-        runs |= {f"ours 8+2 {name}": ours("8+2", (name,)) for name in arguments.only}
         for name, run in (runs | peers).items():
             steps = len(SCHEDULES["8+2"].coefficients) if "8+2" in name or "10" in name else 5
             result = measure(name, run, shape, graphs=name.startswith("ours") or shape[0] < 10)

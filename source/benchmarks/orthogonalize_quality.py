@@ -1,18 +1,20 @@
 """Quality of the polar factor: schedule x precision x form x spectrum, against float64 singular value decompositions.
 
-    python source/benchmarks/orthogonalize_quality.py [--momenta FILE] [--out FILE.md] [--device cuda]
+    python source/benchmarks/orthogonalize_quality.py [--momenta FILE] [--out FILE.csv] [--device cuda]
     python source/benchmarks/orthogonalize_quality.py --sizes 1024x1024,1024x2048 --schedules 8+2,polar-express-5
 
 FILE holds matrices by name, or is a checkpoint of a training with HybridMuon, whose momenta are taken. Columns:
 
-noise      share of the update's energy that is not along the matrix's own singular pairs
-band       smallest and largest value that singular values above the schedule's cut-off end at
-error      distance to U f(Σ) Vᵀ of the same schedule in float64, along pairs above 1e-3 of the largest, relative
+noise            share of the update's energy that is not along the matrix's own singular pairs
+lowest, highest  of the values that singular values above the schedule's cut-off end at
+error            distance to U f(Σ) Vᵀ of the same schedule in float64, along pairs above 1e-3 of the largest, relative
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import platform
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -125,18 +127,16 @@ def main() -> None:
     parser.add_argument("--schedules", help="which to measure; default: all, and the peers")
     parser.add_argument("--precisions", default="float32,float16,bfloat16", help="of the schedules")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="write the table here, too")
+    parser.add_argument("--out", type=Path, help="write the CSV here, too")
     args = parser.parse_args()
     sizes = [tuple(map(int, size.split("x"))) for size in args.sizes.split(",")]
     cases = [case for m, n in sizes for case in synthetic(m, n)]
     cases += list(stored(args.momenta)) if args.momenta else []
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU"
-    lines = [
-        f"torch {torch.__version__}, {device}, {date.today()}.",
-        "",
-        "| matrix | schedule | precision | form | noise | band | error |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    print(f"torch {torch.__version__}, {device}, {date.today()}")
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("matrix", "schedule", "precision", "form", "noise", "lowest", "highest", "error"))
     wanted = args.schedules.split(",") if args.schedules else [*SCHEDULES]
     for kind, x in cases:
         decomposition = decompose(x)
@@ -152,12 +152,11 @@ def main() -> None:
             if left_out:
                 continue
             noise, low, high, error = measure(decomposition, run(x.to(args.device)), schedule)
-            cells = (kind, name, precision, form, f"{noise:.1e}", f"{low:.3f} … {high:.3f}", f"{error:.1e}")
-            lines.append(f"| {' | '.join(cells)} |")
-    text = "\n".join(lines) + "\n"
-    print(text)
+            figures = (f"{noise:.1e}", f"{low:.3f}", f"{high:.3f}", f"{error:.1e}")
+            writer.writerow((kind, name, precision, form, *figures))
+    print(text.getvalue())
     if args.out:
-        args.out.write_text(text, encoding="utf-8")
+        args.out.write_text(text.getvalue(), encoding="utf-8")
 
 
 if __name__ == "__main__":

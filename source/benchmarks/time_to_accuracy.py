@@ -2,7 +2,6 @@
 
     python source/benchmarks/time_to_accuracy.py --steps 1500 --seeds 10 11 --adam-steps 18000 --log times.json
     python source/benchmarks/time_to_accuracy.py --steps 1500 --deepmd-kit /path/to/other/venv/bin/dp --log times.json
-    python source/benchmarks/time_to_accuracy.py --draw times.json --picture doc/images/time_to_accuracy.png
 
 Trains examples/water_xtb from the command line, one run after the other: HybridMuon for each seed, Adam once with
 --adam-steps, and deepmd-kit's Adam with --deepmd-kit. The learning rate falls from --rate to 1e-6 within the steps. A
@@ -30,8 +29,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "water_xtb"
 OURS = [sys.executable, "-m", "deepmd_muon"]
 THEIR_PYTHON = [sys.executable, str(Path(__file__).with_name("measured_train.py")), "deepmd-kit"]
 THEIRS = "deepmd-kit's Adam"
-# Seconds: 18,000 steps at 18.5 ms, see doc/benchmarks/deepmd_kit_step.md; its start-up is not counted.
-CITED = ("18,000 steps of deepmd-kit 3.2.0's Adam", 333.0)
 
 
 def systems(part: str) -> list[str]:
@@ -124,58 +121,20 @@ def say(run: dict[str, Any], target: float) -> None:
     )
 
 
-def compared(runs: list[dict[str, Any]], target: float) -> tuple[str, float]:
-    """Return what is compared with, and its seconds: deepmd-kit's run, whole if it missed the target, or CITED."""
-    for run in runs:
-        if run["optimizer"] == THEIRS:
-            found = reached(run, target)
-            seconds = found[1] if found else run["seconds"][-1]
-            missed = "" if found else ", which missed the target"
-            return f"{found[0] if found else run['steps']} steps of {THEIRS}{missed}", seconds
-    return CITED
-
-
 def table(runs: list[dict[str, Any]], target: float) -> None:
-    """Print seconds to the target, with start-up and without, and their ratio to deepmd-kit's."""
-    other, whole = compared(runs, target)
-    print(
-        f"\n| optimizer | seed | steps in all | reaches {target} eV/Å at step | seconds | without start-up | compared |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    """Print seconds to the target, with start-up and without."""
+    print(f"\n| optimizer | seed | steps in all | reaches {target} eV/Å at step | seconds | without start-up |")
+    print("|---|---|---|---|---|---|")
     for run in runs:
-        found = reached(run, target)
         head = f"| {run['optimizer']} | {run['seed']} | {run['steps']} |"
-        if found is None:
-            print(f"{head} never: {run['force'][-1]:.4f} in the end | – | – | – |")
-            continue
-        step, seconds = found
-        rest = seconds - run["seconds"][0] or float("nan")  # reached at the first look
-        ratios = f"1/{whole / seconds:.0f}, 1/{whole / rest:.0f} without start-up"
-        print(f"{head} {step} | {seconds:.2f} | {rest:.2f} | {ratios} |")
-    print(f"\ncompared with {other}: {whole:.0f} s")
-
-
-def draw(runs: list[dict[str, Any]], target: float, path: Path) -> None:
-    """Draw the error against seconds."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    for run in runs:
-        axes.plot(run["seconds"], run["force"], marker=".", label=f"{run['optimizer']}, seed {run['seed']}")
-    axes.axhline(target, color="0.5", lw=0.8)
-    if all(run["optimizer"] != THEIRS for run in runs):
-        axes.axvline(CITED[1], color="0.5", ls=":", label=CITED[0])
-    axes.set(xscale="log", yscale="log", xlabel="seconds since the start of dp train")
-    axes.set_ylabel("validation force RMSE [eV/Å]")
-    axes.legend()
-    figure.savefig(path, dpi=150)
+        if (found := reached(run, target)) is None:
+            print(f"{head} never: {run['force'][-1]:.4f} in the end | {run['seconds'][-1]:.2f} in all | – |")
+        else:
+            print(f"{head} {found[0]} | {found[1]:.2f} | {found[1] - run['seconds'][0]:.2f} |")
 
 
 def main() -> None:
-    """Measure, or draw what was measured."""
+    """Train and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1500, help="length of HybridMuon's runs")
     parser.add_argument("--rate", type=float, default=1e-3)
@@ -188,18 +147,14 @@ def main() -> None:
     parser.add_argument("--looks", type=int, default=12, help="validations in a run")
     parser.add_argument("--warm-up", action="store_true", help="take 40 steps first, which compile kernels")
     parser.add_argument("--log", type=Path, help="file for all looks, JSON")
-    parser.add_argument("--draw", type=Path, help="draw the looks of such a file instead of training")
-    parser.add_argument("--picture", type=Path, help="where the picture goes")
     args = parser.parse_args()
-    runs = json.loads(args.draw.read_text())["runs"] if args.draw else measure(args)
-    if args.log and not args.draw:
+    runs = measure(args)
+    if args.log:
         import torch
 
         machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
         args.log.write_text(json.dumps({"machine": machine, "torch": torch.__version__, "runs": runs}, indent=1))
     table(runs, args.target)
-    if args.picture:
-        draw(runs, args.target, args.picture)
 
 
 if __name__ == "__main__":

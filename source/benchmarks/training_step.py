@@ -34,64 +34,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-_REPFLOW: dict[str, Any] = {
-    "n_dim": 128,
-    "e_dim": 64,
-    "a_dim": 32,
-    "nlayers": 6,
-    "e_rcut": 6.0,
-    "e_rcut_smth": 5.3,
-    "e_sel": 120,
-    "a_rcut": 4.0,
-    "a_rcut_smth": 3.5,
-    "a_sel": 30,
-    "axis_neuron": 4,
-    "a_compress_rate": 1,
-    "a_compress_e_rate": 2,
-    "a_compress_use_split": True,
-    "smooth_edge_update": True,
-    "edge_init_use_dist": True,
-    "use_exp_switch": True,
-}
-_DYNAMIC = {**_REPFLOW, "e_sel": 1200, "a_sel": 300, "use_dynamic_sel": True, "sel_reduce_factor": 10.0}
-_SILUT = {"activation_function": "silut:10.0", "seed": 1}
-
-# The networks of DeePMD's water examples: descriptor and fitting net.
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "se_e2_a": (
-        {
-            "type": "se_e2_a",
-            "sel": [46, 92],
-            "rcut_smth": 0.5,
-            "rcut": 6.0,
-            "neuron": [25, 50, 100],
-            "axis_neuron": 16,
-            "type_one_side": True,
-            "seed": 1,
-        },
-        {"seed": 1},
-    ),
-    "dpa1": (
-        {
-            "type": "dpa1",
-            "sel": 120,
-            "rcut_smth": 0.5,
-            "rcut": 6.0,
-            "neuron": [25, 50, 100],
-            "tebd_dim": 8,
-            "axis_neuron": 16,
-            "type_one_side": True,
-            "attn": 128,
-            "attn_layer": 2,
-            "attn_dotr": True,
-            "temperature": 1.0,
-            "seed": 1,
-        },
-        {"seed": 1},
-    ),
-    "dpa3": ({"type": "dpa3", "repflow": _REPFLOW, **_SILUT}, _SILUT),
-    "dpa3-dynamic": ({"type": "dpa3", "repflow": _DYNAMIC, **_SILUT}, _SILUT),
-}
+# The networks of DeePMD's water examples.
+MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("water_models.json").read_text())["training"]
 SCHEDULE = {"type": "exp", "decay_steps": 5000, "start_lr": 1e-3, "stop_lr": 1e-6}
 PRECISIONS = {"f64": "float64", "f32": "float32"}
 
@@ -104,14 +48,14 @@ def make_input(
     `own` holds keys of `training` that only our trainer knows; None for deepmd-kit's.
     """
     precision, batch = case.split("-b")
-    descriptor, fitting_net = MODELS[kind]
+    networks = MODELS[kind]
     model = {
         "type_map": ["O", "H"],
-        "descriptor": {**descriptor, "precision": PRECISIONS[precision]},
+        "descriptor": {**networks["descriptor"], "precision": PRECISIONS[precision]},
         "fitting_net": {
             "neuron": [240, 240, 240],
             "resnet_dt": True,
-            **fitting_net,
+            **networks["fitting_net"],
             "precision": PRECISIONS[precision],
         },
     }
@@ -225,14 +169,7 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[Step]]:
     """Return the measurements, one a round, of every trainer, case and optimizer."""
     measured = str(Path(__file__).with_name("measured_train.py"))
     ours = [sys.executable, measured, "ours"]
-    trainers: dict[str, tuple[list[str], dict[str, Any] | None]] = {
-        f"ours, capture {mode}{', compiled' if compiled else ''}": (
-            ours,
-            {"capture": mode, "enable_compile": bool(compiled)},
-        )
-        for mode in args.capture
-        for compiled in args.compile
-    }
+    trainers: dict[str, tuple[list[str], dict[str, Any] | None]] = {"ours": (ours, {"capture": "auto"})}
     if args.deepmd_kit:
         theirs = [shutil.which(args.deepmd_kit) or args.deepmd_kit]
         trainers["deepmd-kit"] = (
@@ -303,8 +240,6 @@ def main() -> None:
     parser.add_argument(
         "--cases", nargs="+", default=["f64-b1", "f64-b8", "f64-b32", "f32-b1"], help="precision-bFRAMES"
     )
-    parser.add_argument("--capture", nargs="*", default=["auto"], choices=("auto", "on", "off"))
-    parser.add_argument("--compile", nargs="+", type=int, default=[0], choices=(0, 1), help="values of enable_compile")
     parser.add_argument("--warm-up", action="store_true", help="a run before the first, which fills caches on disk")
     parser.add_argument("--steps", type=int, nargs=2, default=(500, 2500), help="two lengths of a run")
     parser.add_argument("--in-one-run", action="store_true", help="time between two displayed steps of one run")

@@ -35,7 +35,7 @@ from deepmd_muon.optim.update.gradients import StepControl, waves
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ElementwiseWave:
-    """Parameters of one group, route, device and dtype that are stepped together: this rank's elements and moments."""
+    """Parameters of one group, route, device and dtype, updated together: this rank's elements and moments."""
 
     group: Group
     route: Route

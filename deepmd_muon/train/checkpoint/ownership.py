@@ -1,4 +1,4 @@
-"""Which run writes the files of a folder: one at a time, and none over those of an earlier one."""
+"""Lock the output folder: one run at a time, and never overwrite an earlier run's files."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Dynamics with trained models: how long NVE lasts, drift, and distributions of distances beside a reference's.
+"""Dynamics with trained models: how often runs blow up, how close atoms come, and how well NVE conserves energy.
 
     python source/benchmarks/race/dynamics.py --models kept/water_*.pt --system race-data/water/train/350K \
-        --temperature 350 --picoseconds 2.5 --seeds 1 2 3 4 --reference references/water_350K_*.npz
+        --temperature 350 --picoseconds 2.5 --seeds 1 2 3 4
 
 All runs of a model start from one frame of the system with momenta of their own, and advance together. Without
-`--friction` the energy is constant; with it, distributions are those of the temperature. The reference is what
-`reference.py` has sampled by the labelling method, without `--reference` the frames of the system. One JSON line a
-model; `blow_ups_per_ps` is their number over the time that all runs lasted.
+`--friction` the energy is constant; with it, runs are Langevin dynamics at the temperature. One JSON line a model;
+`blow_ups_per_ps` is their number over the time that all runs lasted.
 """
 
 from __future__ import annotations
@@ -14,16 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from ase import Atoms, units
-from distributions import compare, read_runs, read_system, write_run
+from sampling import read_system
 
 from deepmd_muon.infer import Predictor
 
@@ -31,8 +28,7 @@ Potential = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """From positions `(nruns, natoms, 3)` [Å] to energies `(nruns,)` [eV] and forces `(nruns, natoms, 3)` [eV/Å]."""
 
 HOTTEST = 3.0  # a run above this multiple of its first temperature has blown up
-SAMPLES = 200  # of energy and distances in a run
-EQUILIBRATION = 0.2  # of the run, before distances count
+SAMPLES = 200  # of the energy in a run
 CLOSER = 0.9  # of the shortest distance in training frames: closer atoms have left what training knows
 WATCH = 4  # time steps between two looks at the shortest distances
 
@@ -82,12 +78,6 @@ class Contacts:
         distance = np.sqrt((vectors**2).sum(axis=-1))
         return {name: distance[:, chosen].min(axis=1) for name, chosen in self._of.items()}
 
-    def extent(self, positions: np.ndarray) -> np.ndarray:
-        """Return the longest distance between two atoms `(nruns,)` [Å], wherever their images are."""
-        vectors = positions[:, self._second] - positions[:, self._first]
-        longest: np.ndarray = np.sqrt((vectors**2).sum(axis=-1).max(axis=1))
-        return longest
-
 
 @dataclass
 class Course:
@@ -103,36 +93,24 @@ class Course:
         Whether it has ended because it was too hot.
     samples
         Time [ps], total energy [meV/atom] and temperature [K].
-    frames
-        Positions after equilibration.
     left
-        When a pair of elements first came closer than it may, or two atoms went farther apart ("extent") [ps].
+        When a pair of elements first came closer than it may [ps].
     closest
         Shortest distance of each pair of elements so far [Å].
-    extent
-        Longest distance between two atoms so far [Å]; watched where there is no cell.
     """
 
     seed: int
     time: float = 0.0
     blew_up: bool = False
     samples: list[tuple[float, float, float]] = field(default_factory=list)
-    frames: list[Atoms] = field(default_factory=list)
     left: dict[str, float] = field(default_factory=dict)
     closest: dict[str, float] = field(default_factory=dict)
-    extent: float = 0.0
 
     def watch(self, pair: str, distance: float, allowed: float) -> None:
         """Take note of the present shortest distance of a pair of elements, and of one below the allowed."""
         self.closest[pair] = min(distance, self.closest.get(pair, math.inf))
         if distance < allowed:
             self.left.setdefault(pair, self.time)
-
-    def watch_extent(self, distance: float, allowed: float) -> None:
-        """Take note of the present longest distance, and of one beyond the allowed."""
-        self.extent = max(distance, self.extent)
-        if distance > allowed:
-            self.left.setdefault("extent", self.time)
 
     def summary(self) -> dict[str, Any]:
         """Return what it has found; drift is in meV/atom/ps, fluctuation in meV/atom."""
@@ -144,7 +122,6 @@ class Course:
             "picoseconds": round(self.time, 6),
             "left": {pair: round(time, 6) for pair, time in self.left.items()},
             "closest": {pair: round(distance, 3) for pair, distance in self.closest.items()},
-            "extent": round(self.extent, 3) or None,
             "drift": float(np.polyfit(times, energies, 1)[0]) if steady else None,
             "fluctuation": float(np.std(energies)) if steady else None,
             "temperature": float(kelvin[len(kelvin) // 2 :].mean()) if steady else None,
@@ -227,7 +204,6 @@ def run_copies(
     time_step: float,
     friction: float = 0.0,
     allowed: Mapping[str, float] | None = None,
-    samples: int = SAMPLES,
 ) -> list[Course]:
     """Run dynamics from one frame with several momenta.
 
@@ -238,15 +214,13 @@ def run_copies(
     picoseconds, time_step
         Length of the runs, and of a step [fs].
     allowed
-        How close each pair of elements may come, and how far two atoms of a molecule may go apart ("extent") [Å].
-    samples
-        Of energy and distances in a run.
+        How close each pair of elements may come [Å].
     """
     courses = [Course(seed) for seed in seeds]
     running = list(courses)
     ensemble, contacts = Ensemble(start, potential, temperature, seeds, friction), Contacts(start)
     steps = round(1e3 * picoseconds / time_step)
-    stride, allowed = max(1, steps // samples), allowed or {}
+    stride, allowed = max(1, steps // SAMPLES), allowed or {}
     for step in range(steps + 1):
         if step:
             ensemble.step(time_step * units.fs)
@@ -254,19 +228,13 @@ def run_copies(
         kelvin = kinetic / (1.5 * units.kB * len(start))
         total = 1e3 * (kinetic + ensemble.energies) / len(start)
         distances = contacts(ensemble.positions) if step % WATCH == 0 else {}
-        extents = contacts.extent(ensemble.positions) if distances and not start.pbc.any() else None
         for row, course in enumerate(running):
             course.time = 1e-3 * step * time_step
             course.blew_up = not kelvin[row] < HOTTEST * temperature
             for pair, found in distances.items():
                 course.watch(pair, float(found[row]), allowed.get(pair, 0.0))
-            if extents is not None:
-                course.watch_extent(float(extents[row]), allowed.get("extent", math.inf))
             if step % stride == 0:
                 course.samples.append((course.time, float(total[row]), float(kelvin[row])))
-            if step % stride == 0 and step >= EQUILIBRATION * steps:
-                course.frames.append(start.copy())
-                course.frames[-1].positions = ensemble.positions[row]
         if any(course.blew_up for course in running):
             ensemble.keep(np.array([not course.blew_up for course in running]))
             running = [course for course in running if not course.blew_up]
@@ -291,16 +259,6 @@ def report(courses: Sequence[Course]) -> dict[str, Any]:
     }
 
 
-def size_of_matrices(path: Path) -> float:
-    """Return the root mean square of the matrices' entries times √(larger dimension), the mean over matrices.
-
-    It is about 1 at the start of a training. Rows and columns, whose size the Adam route sets, do not count.
-    """
-    content = torch.load(path, map_location="cpu", weights_only=True)["model"]
-    matrices = [x.double() for name, x in content.items() if name.endswith("matrix") and min(x.shape) > 1]
-    return statistics.mean(float(x.square().mean().sqrt()) * math.sqrt(max(x.shape)) for x in matrices)
-
-
 def shortest(frames: Sequence[Atoms]) -> dict[str, float]:
     """Return the shortest distance of each pair of elements in all frames [Å]."""
     found: dict[str, float] = {}
@@ -310,30 +268,24 @@ def shortest(frames: Sequence[Atoms]) -> dict[str, float]:
     return found
 
 
-def limits(frames: Sequence[Atoms]) -> dict[str, float]:
-    """Return what `run_copies` allows: by 1/`CLOSER` beyond the shortest and longest distances of these frames."""
-    found = {pair: CLOSER * distance for pair, distance in shortest(frames).items()}
-    if frames[0].pbc.any():
-        return found
-    return found | {"extent": max(float(Contacts(x).extent(x.positions[None])[0]) for x in frames) / CLOSER}
-
-
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, nargs="+", required=True, help="files that race.py --keep wrote")
     parser.add_argument("--system", type=Path, required=True, help="folder with the first frame")
-    parser.add_argument("--reference", type=Path, nargs="+", help="files of reference.py; the system's frames if none")
-    parser.add_argument("--training", type=Path, nargs="+", help="folders of frames that say how close atoms may come")
+    parser.add_argument(
+        "--training",
+        type=Path,
+        nargs="+",
+        help="folders of frames that say how close atoms may come; the system if none",
+    )
     parser.add_argument("--frame", type=int, default=0, help="of the system, where runs start")
     parser.add_argument("--temperature", type=float, required=True, help="K")
     parser.add_argument("--picoseconds", type=float, default=5.0)
     parser.add_argument("--time-step", type=float, default=0.5, help="fs")
     parser.add_argument("--friction", type=float, default=0.0, help="1/fs, of Langevin dynamics")
     parser.add_argument("--hydrogen-mass", type=float, help="u; where it is heavy, time steps may be longer")
-    parser.add_argument("--samples", type=int, default=SAMPLES, help="of energy and distances in a run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of the momenta, a run each")
-    parser.add_argument("--out", type=Path, help="folder that receives frames of the runs, for distributions.py")
     return parser.parse_args()
 
 
@@ -342,24 +294,18 @@ def main() -> None:
     args = arguments()
     frames = read_system(args.system)
     start = with_masses(frames[args.frame], args.hydrogen_mass)
-    runs = read_runs(args.reference, start) if args.reference else [frames]
-    reference = [frame for run in runs for frame in run]
     training = [frame for folder in args.training or () for frame in read_system(folder)]
+    allowed = {pair: CLOSER * distance for pair, distance in shortest(training or frames).items()}
     conditions = {key: getattr(args, key) for key in ("temperature", "time_step", "friction")}
-    rest = {"seeds": args.seeds, "picoseconds": args.picoseconds, "samples": args.samples}
+    rest = {"seeds": args.seeds, "picoseconds": args.picoseconds}
     for path in args.models:
         potential = potential_of(path, start)
-        courses = run_copies(start, potential, **conditions, **rest, allowed=limits(training or reference))
+        courses = run_copies(start, potential, **conditions, **rest, allowed=allowed)
         about = {"model": path.stem, "system": args.system.name, "frame": args.frame, **conditions}
-        about |= {"size_of_matrices": size_of_matrices(path), **report(courses)}
+        about |= report(courses)
         if args.friction:  # the energy is not constant
             for run in about["runs"]:
                 del run["drift"], run["fluctuation"]
-        kept = [course for course in courses if course.frames]
-        name = f"{path.stem}_{args.system.name}_{args.temperature:g}K"
-        for course in kept if args.out else ():
-            write_run(args.out / f"{name}_{course.seed}.npz", course.frames)
-        about |= compare([course.frames for course in kept], runs) if kept else {}
         print(json.dumps(about), flush=True)
 
 

@@ -85,6 +85,35 @@ class Field:
         return math.nan
 
 
+@dataclass(frozen=True)
+class Default:
+    """HybridMuon with an input that sets nothing, beside the baseline at its best rate.
+
+    Attributes
+    ----------
+    set, model, steps
+        The case.
+    test, out
+        Force errors of HybridMuon and of the baseline [eV/Å]; NaN where the set has no such part.
+    """
+
+    set: str
+    model: str
+    steps: int
+    test: tuple[float, float]
+    out: tuple[float, float]
+
+    @property
+    def test_ratio(self) -> float:
+        """The ratio of force errors on test frames."""
+        return self.test[0] / self.test[1]
+
+    @property
+    def out_ratio(self) -> float:
+        """The ratio of force errors out of distribution."""
+        return self.out[0] / self.out[1]
+
+
 def fields(results: Iterable[Result]) -> list[Field]:
     """Group results by set, model and budget, in the order of the sets and of the budgets."""
     found: dict[tuple[str, str, int], dict[str, dict[float, list[Result]]]] = {}

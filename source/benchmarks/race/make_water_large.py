@@ -26,8 +26,7 @@ from pathlib import Path
 import numpy as np
 from ase import Atoms
 from ase.calculators.calculator import Calculator
-from distributions import read_system, save
-from sampling import argument_parser, concatenated, summary, write_checksums
+from sampling import argument_parser, concatenated, read_system, save, summary, write_checksums
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "water_xtb"
 sys.path.insert(0, str(EXAMPLE))

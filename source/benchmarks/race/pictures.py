@@ -1,4 +1,4 @@
-"""Pictures of the race: the test error over steps, and over seconds."""
+"""The picture of the race: HybridMuon's default relative to AdamW at its best rate, for every set and model."""
 
 from __future__ import annotations
 
@@ -6,40 +6,35 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from fields import TITLES, Field, mean, time_of
-from results import StepTime
+from fields import Default
+
+# As in `dp show lcurve`: one colour for each optimizer in all pictures.
+ADAM, HYBRID_MUON = "#1f6fb4", "#d1651a"
 
 
-def draw(field: Field, times: Sequence[StepTime], path: Path) -> None:
-    """Draw the test error of each contestant at its best rate over steps, and over seconds where times are known."""
+def draw(rows: Sequence[Default], path: Path) -> None:
+    """Draw the ratios of force errors in a panel for each number of steps."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    milliseconds = {name: time_of(times, field, name) for name in field.runs}
-    timed = not all(map(math.isnan, milliseconds.values()))
-    width = 12.0 if timed else 8.0
-    figure, panels = plt.subplots(1, 1 + timed, figsize=(width, 4.5), sharey=True, squeeze=False, layout="constrained")
-    for panel, label in zip(panels[0], ("steps", "seconds"), strict=False):
-        for number_of_line, name in enumerate(TITLES):
-            unit = milliseconds.get(name, math.nan) / 1e3 if label == "seconds" else 1.0
-            if name not in field.runs or math.isnan(unit):
-                continue
-            points = list(zip(*(result.curve for result in field.best(name)[1]), strict=False))
-            x = [unit * several[0][0] for several in points]
-            y = [mean(force_error for _, force_error, _ in several) for several in points]
-            style = {"color": f"C{number_of_line % 10}", "linestyle": ("-", "--")[number_of_line // 10]}
-            panel.plot(x, y, marker="o", markersize=3, label=TITLES[name], **style)
-        panel.set(xscale="log", yscale="log", xlabel=label)
-    panels[0, 0].set_ylabel("force error, test [eV/Å]")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
-    figure.suptitle(f"{field.set}, {field.model}, {field.steps:,} steps")
+    budgets = list(dict.fromkeys(row.steps for row in rows))
+    figure, panels = plt.subplots(
+        1, len(budgets), figsize=(5.5 * len(budgets), 4.2), sharex=True, squeeze=False, layout="constrained"
+    )
+    farthest = max(1.0, *(ratio for row in rows for ratio in (row.test_ratio, row.out_ratio) if math.isfinite(ratio)))
+    for panel, steps in zip(panels[0], budgets, strict=True):
+        some = [row for row in rows if row.steps == steps]
+        heights = range(len(some))
+        panel.axvline(1.0, color=ADAM, label="AdamW at the best of its rates")
+        panel.hlines(heights, 0.0, [row.test_ratio for row in some], color=HYBRID_MUON, alpha=0.3)
+        panel.plot([row.test_ratio for row in some], heights, "o", color=HYBRID_MUON, label="HybridMuon, test frames")
+        hollow = {"color": HYBRID_MUON, "markerfacecolor": "none", "label": "HybridMuon, out of distribution"}
+        panel.plot([row.out_ratio for row in some], heights, "D", **hollow)
+        panel.set_yticks(heights, [f"{row.set}, {row.model}" for row in some], fontsize="small")
+        panel.invert_yaxis()
+        panel.set(title=f"{steps:,} steps", xlabel="force error / force error of AdamW", xlim=(0.0, 1.05 * farthest))
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(path, dpi=120, metadata={"Software": None})
     plt.close(figure)
-
-
-def picture_name(field: Field) -> str:
-    """Return the name of a set's picture."""
-    model = "" if field.model == "se_e2_a" else f"_{field.model}"
-    return f"race_{field.set}{model}_{field.steps}.png"

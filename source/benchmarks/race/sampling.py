@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -193,6 +194,26 @@ def summary(system: LabelledSystem) -> str:
         f"{len(energy)} frames of {len(system.atype)} atoms, energy {energy.mean():.4f} ± {energy.std():.4f} eV/atom, "
         f"force {np.sqrt((system.force**2).mean()):.3f} eV/Å RMS, {np.abs(system.force).max():.2f} largest"
     )
+
+
+def read_system(folder: Path) -> list[Atoms]:
+    """Return all frames of a DeePMD npy folder."""
+    types = np.loadtxt(folder / "type.raw", dtype=int).reshape(-1)
+    symbols = np.array((folder / "type_map.raw").read_text().split())[types]
+    coord = np.load(folder / "set.000" / "coord.npy").astype(float).reshape(-1, len(types), 3)
+    if (folder / "nopbc").exists():
+        return [Atoms(symbols, positions=positions) for positions in coord]
+    boxes = np.load(folder / "set.000" / "box.npy").reshape(-1, 3, 3)
+    return [Atoms(symbols, positions=x, cell=box, pbc=True) for x, box in zip(coord, boxes, strict=True)]
+
+
+def save(path: Path, **arrays: np.ndarray | float) -> None:
+    """Save arrays under another name first, so that a file that exists is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    with part.open("wb") as file:
+        np.savez(file, **arrays)
+    part.replace(path)
 
 
 def checksums(folder: Path) -> str:

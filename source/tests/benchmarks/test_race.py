@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchma
 import contest
 import optimizers
 import race
-import saturation
 from contestants import ADAM_RATE, CONTESTANTS, UNTOUCHED, untouched
 from optimizers import Foreign
 from results import Key, Result, StepTime, append, best_rates, pool, read
@@ -158,28 +157,6 @@ def test_untouched_is_what_an_input_without_settings_gets(steps):
     assert optimizer.lr_adjust_coeff * ADAM_RATE == pytest.approx(rate)
     assert optimizer.adam_lr_ratio * ADAM_RATE == pytest.approx(contestant.start_lr(rate))
     assert contestant.section(rate)["lr_adjust_coeff"] * contestant.start_lr(rate) == pytest.approx(rate)
-
-
-def test_products_with_named_matrices_are_recorded():
-    matrix, other, rows = torch.randn(3, 4), torch.randn(3, 4), torch.full((5, 3), 2.0)
-    with saturation.Products({"first": matrix}) as products:
-        out = torch.addmm(torch.zeros(4), rows, matrix)
-        torch.mm(rows, other)
-        torch.mm(rows[:1], matrix)
-    (rows_seen, squares, elements, products_squared, beyond) = products.sums["first"]
-    assert list(products.sums) == ["first"]
-    assert (rows_seen, squares, elements) == (6, 6 * 12.0, 24)
-    assert products_squared == pytest.approx(1.2 * out.square().sum().item(), rel=1e-5)
-    assert beyond == 6 * (out[0].abs() > 2.5).sum().item()
-
-
-def test_saturation_reports_every_matrix_of_the_fitting_nets(sets):
-    run = contest.Run(Key("water", "tiny", "adam", 1e-3, 1, 2), arena_of(sets, steps=2))
-    first, *others = saturation.report(run)
-    assert f"step 0: force error {pool(run.errors('test'))['force']:.4f} eV/Å" in first
-    for number in range(2):  # a net for each element
-        assert sum(f"fitting_net.filter_layers.networks.{number}." in line for line in others) == 3
-    run.close()
 
 
 def test_untouched_takes_less_for_long_descriptors(sets):
@@ -426,12 +403,11 @@ def test_stillinger_weber_is_that_of_silicon():
 
 def test_kept_weights_are_read_by_the_calculator(sets, tmp_path):
     ase_calculator = pytest.importorskip("deepmd_muon.infer.ase_calculator")
-    from dynamics import read_system, size_of_matrices
+    from sampling import read_system
 
     key = Key("water", "tiny", "adam", 1e-3, 1, 2)
     (result,) = train([key], arena_of(sets, steps=2), keep=tmp_path / "kept")
     (path,) = (tmp_path / "kept").iterdir()
-    assert 0.5 < size_of_matrices(path) < 2.0
     calculator = ase_calculator.DeepPotCalculator(path)
     errors = []
     for number, frame in enumerate(read_system(sets / "water" / "test" / "300K")):

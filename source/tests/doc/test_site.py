@@ -44,6 +44,14 @@ def test_every_public_name_of_the_optimizer_is_documented(site):
     assert [name for name in names if name not in described] == []
 
 
+def test_the_top_of_the_site_leads_to_its_first_page(site):
+    (target,) = re.findall(r'url=([^"]+)"', (site / "index.html").read_text())
+    assert target == "doc/index.html"
+    first = (site / target).read_text()
+    assert "adam_and_hybrid_muon.png" in first
+    assert 'action="../search.html"' in first
+
+
 def test_readers_fetch_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
     assert {"index.html", "start.html", "api.html", "training.html"} <= {page.name for page in pages}
