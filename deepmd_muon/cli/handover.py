@@ -125,8 +125,8 @@ def refuse_compression(words: Sequence[str]) -> str | None:
     if not frozen_here(path):
         return None
     return (
-        f"{path} is a frozen model of deepmd-muon, which cannot be compressed: deepmd-kit's compress rebuilds the model "
-        "from the file's attribute model_def_script and deepmd-kit's weights, and this file has neither. Use it as it "
-        'is (DP-GEN: "dp_compress": false), or freeze the checkpoint with deepmd-kit (python -m deepmd --pt freeze) '
-        "and compress that file"
+        f"{path} is a frozen model of deepmd-muon, which cannot be compressed: deepmd-kit's compress rebuilds the "
+        "model from the attribute model_def_script and from weights of deepmd-kit's names, and this file has neither. "
+        'Use it as it is (DP-GEN: "dp_compress": false), or freeze the checkpoint with deepmd-kit '
+        "(python -m deepmd --pt freeze) and compress that file"
     )
