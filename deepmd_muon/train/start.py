@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -68,6 +69,7 @@ def run(
     use_pretrain_script: bool = False,
     log_level: int | str = "INFO",
     log_path: str | None = None,
+    begun: float | None = None,
 ) -> int:
     """Train a model as an input file says.
 
@@ -94,6 +96,8 @@ def run(
         Take section `model` from the checkpoint; with `finetune`, its descriptor and fitting net.
     log_level, log_path
         See `set_up_logging`.
+    begun
+        `time.monotonic()` when the command began, for the log; now by default.
 
     Returns
     -------
@@ -114,6 +118,7 @@ def run(
 
     Under torchrun or srun all processes train one model together, as `training/zero_stage` says.
     """
+    begun = time.monotonic() if begun is None else begun
     given = load(input_path)
     training = given.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
@@ -136,7 +141,7 @@ def run(
             _restart(trainer, source, ranks)
         else:
             ranks.from_first("keeping the files of an earlier run", lambda: keep_earlier(training))
-        return trainer.run()
+        return trainer.run(begun)
 
 
 def _read_source(ranks: Ranks, *, branch: str | None, **named: str | None) -> Source | None:
