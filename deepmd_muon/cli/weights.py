@@ -51,14 +51,14 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
     from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name
     from deepmd_muon.train.checkpoint.for_deepmd_kit import in_own_order
 
-    optimizer = checkpoint.get("optimizer")
-    groups = optimizer["param_groups"] if optimizer else []
+    optimizer: Mapping[str, Any] = checkpoint.get("optimizer") or {}
+    groups = optimizer.get("param_groups", [])
     if not groups or not all(group.get("param_names") for group in groups):
         raise CommandError(
             f"{path} holds no optimizer state with names of parameters; take a checkpoint of this package"
         )
     _, weights = from_deepmd_kit(checkpoint["model"])
-    # Training writes the order of deepmd-kit's parameters, empty ones of no model of ours included.
+    # Training lists deepmd-kit's parameters; the empty ones among them are in no model of ours.
     optimizer = in_own_order(optimizer, list(weights))
     found = []
     for group in optimizer["param_groups"]:
