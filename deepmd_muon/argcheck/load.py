@@ -38,6 +38,12 @@ _ADAM_RATIO, _MOST_ADAM_RATE = 10.0, 1e-2
 _LONG_FOR_MUON, _LONG_FOR_ADAM = 8.0, 16.0
 
 
+_NO_OPTIMIZER = (
+    'optimizer is not given and is Adam, as in deepmd-kit; "optimizer": {"type": "HybridMuon"} would orthogonalize the '
+    "updates of weight matrices and leave the rest to Adam (doc/optimizer.md; results in doc/benchmarks/race.md)"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class OpenScales:
     """Scales of HybridMuon's two routes that an input omits.
@@ -47,7 +53,7 @@ class OpenScales:
     names
         `lr_adjust_coeff`, and `adam_lr_ratio` where the input omits both.
     notice
-        One of the notices of the input: what they take.
+        One of the remarks on the input: what they take.
     """
 
     names: tuple[str, ...]
@@ -66,17 +72,24 @@ class Input:
         The same as plain dicts and lists, in today's spelling and with every default filled in. This is what
         `out.json` holds; giving it back gives the same again.
     notices
-        One line for each older spelling that was translated, each key that has no effect, and each default that is
-        not deepmd-kit's.
+        One line for each older spelling that was translated, and each key that has no effect.
+    remarks
+        One line for each default that is not deepmd-kit's, and one where the input leaves out the optimizer.
     open_scales
-        The scales of HybridMuon that the input omits and the notice about them; None where it omits none, or keeps
+        The scales of HybridMuon that the input omits and the remark about them; None where it omits none, or keeps
         those of a run that it continues.
     """
 
     settings: Settings
     normalized: dict[str, Any]
     notices: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     open_scales: OpenScales | None = None
+
+    def with_section(self, name: str, section: Mapping[str, Any]) -> Input:
+        """Return the input with another section, checked anew; notices, remarks and open scales stay."""
+        complete = normalize({**self.normalized, name: section})
+        return dataclasses.replace(self, settings=complete.settings, normalized=complete.normalized)
 
     def keeping_scale(self, group: Mapping[str, Any], source: str) -> Input:
         """Return the input with the scales of a run that it continues, where it omits them.
@@ -127,8 +140,8 @@ class Input:
         assert given is not None
         assert isinstance(optimizer, HybridMuonConfig)
         settings = dataclasses.replace(self.settings, optimizer=dataclasses.replace(optimizer, **scales))
-        notices = tuple(notice if old == given.notice else old for old in self.notices)
-        return Input(settings, thaw(settings), notices, OpenScales(given.names, notice))
+        remarks = tuple(notice if old == given.notice else old for old in self.remarks)
+        return Input(settings, thaw(settings), self.notices, remarks, OpenScales(given.names, notice))
 
 
 def _written(scales: Mapping[str, Any]) -> str:
@@ -168,8 +181,8 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
     if problems or checked.settings is None:
         raise InputError(problems, source)
     settings, scales = _with_scales(upgraded.data, checked.settings)
-    notices = (*upgraded.notices, *checked.notices, *([scales.notice] if scales else []))
-    return Input(settings, thaw(settings), notices, scales)
+    remarks = [scales.notice] if scales else [] if "optimizer" in upgraded.data else [_NO_OPTIMIZER]
+    return Input(settings, thaw(settings), (*upgraded.notices, *checked.notices), tuple(remarks), scales)
 
 
 def _with_scales(data: Mapping[str, Any], settings: Settings) -> tuple[Settings, OpenScales | None]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import HandOver
+from deepmd_muon.cli.handover import HandOver, frozen_here
 from deepmd_muon.cli.systems import listed_systems
 
 HELP = "change the energy that a trained model adds to each atom by its type"
@@ -37,6 +37,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Change the bias."""
+    if frozen_here(options.INPUT):
+        raise CommandError(
+            f"{options.INPUT} is a frozen model of deepmd-muon, whose bias is fixed; change the bias of the checkpoint "
+            "and freeze that"
+        )
     if Path(options.INPUT).suffix in (".pth", ".pb", ".pt2", ".dp"):
         raise HandOver(f"change-bias for the model format {Path(options.INPUT).suffix}")
     if options.numb_batch < 0:

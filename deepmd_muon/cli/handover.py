@@ -6,9 +6,19 @@ import argparse
 import difflib
 import importlib.util
 import os
+import shlex
 import sys
+import zipfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+
+from deepmd_muon.files import open_regular
+
+# In deepmd-kit's message about a library of its wheel that does not fit the installed torch.
+_OF_LIBRARIES = "error is raised when loading"
+# The member of a TorchScript archive that holds the code of `deepmd_muon.deploy.program`.
+_PROGRAM = "/code/__torch__/deepmd_muon/deploy/program.py"
 
 
 class HandOver(Exception):  # noqa: N818 (a request, not an error)
@@ -67,7 +77,7 @@ def hand_over(what: str, words: list[str], advice: str = "") -> int:
     Returns
     -------
     int
-        deepmd-kit's exit status, or 2 with one sentence when deepmd-kit is not installed.
+        deepmd-kit's exit status, or 2 with a message when deepmd-kit is not installed or lacks a package.
     """
     if importlib.util.find_spec("deepmd") is None:
         rest = f"; {advice}" if advice else ""
@@ -75,6 +85,48 @@ def hand_over(what: str, words: list[str], advice: str = "") -> int:
         return 2
     if os.environ.get("RANK", "0") == "0":
         print(f"dp: deepmd-muon does not have {what}: handing over to deepmd-kit", file=sys.stderr)
-    from deepmd.main import main as deepmd_kit_main
+    try:
+        from deepmd.main import main as deepmd_kit_main
 
-    return int(deepmd_kit_main(words) or 0)
+        return int(deepmd_kit_main(words) or 0)
+    except (ImportError, RuntimeError) as error:
+        # It loads a backend's libraries late: without MPI, or with another torch than its wheel's, only then.
+        if not isinstance(error, ImportError) and _OF_LIBRARIES not in str(error):
+            raise
+        sys.stderr.write(
+            f"dp: deepmd-kit is installed but cannot load what it needs ({type(error).__name__}: {error})\n"
+            "For its PyTorch backend, which needs MPI and the torch that it was compiled with: "
+            f"pip install 'deepmd-kit[torch]'. `python -m deepmd {shlex.join(words)}` shows the traceback.\n"
+        )
+        return 2
+
+
+def frozen_here(path: str | os.PathLike[str]) -> bool:
+    """Tell by the names of its members, without torch, whether a frozen file comes from this package."""
+    try:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            return any(name.endswith(_PROGRAM) for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def refuse_compression(words: Sequence[str]) -> str | None:
+    """Return why deepmd-kit's `dp compress` cannot take the file that these words name; None where it may.
+
+    Parameters
+    ----------
+    words
+        The command line from the command on.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("-i", "--input", nargs="?", default="frozen_model", const="frozen_model")
+    path = Path(parser.parse_known_args(words)[0].input)
+    path = path if path.suffix else path.with_suffix(".pth")
+    if not frozen_here(path):
+        return None
+    return (
+        f"{path} is a frozen model of deepmd-muon, which cannot be compressed: deepmd-kit's compress rebuilds the "
+        "model from the attribute model_def_script and from weights of deepmd-kit's names, and this file has neither. "
+        'Use it as it is (DP-GEN: "dp_compress": false), or freeze the checkpoint with deepmd-kit '
+        "(python -m deepmd --pt freeze) and compress that file"
+    )

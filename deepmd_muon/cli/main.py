@@ -26,7 +26,7 @@ from deepmd_muon.cli import (
     test,
     train,
 )
-from deepmd_muon.cli.handover import HandOver, choices, hand_over
+from deepmd_muon.cli.handover import HandOver, choices, hand_over, refuse_compression
 from deepmd_muon.failures import failure_of
 from deepmd_muon.plugins import load_plugins
 
@@ -86,6 +86,9 @@ def _run(words: list[str], backend: str | None, rest: list[str]) -> int:
         if backend not in (None, *_OURS):
             known = f"{choices(backend, (*_OURS, *_OTHERS))} (all but {' and '.join(_OURS)} are deepmd-kit's)"
             raise HandOver(f"the backend {backend!r}", "" if backend in _OTHERS else known)
+        if command == "compress" and (reason := refuse_compression(rest[rest.index(command) + 1 :])):
+            print(f"dp compress: {reason}", file=sys.stderr)
+            return 2
         if command is not None and command not in COMMANDS:
             raise HandOver(f"the command {command!r}", choices(command, tuple(COMMANDS)))
         parser = build_parser()

@@ -12,9 +12,16 @@ log = logging.getLogger(__name__)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options; names and meaning are deepmd-kit's."""
-    parser.add_argument("-s", "--system", default=".", help="system, or a folder or HDF5 file of systems [%(default)s]")
+    parser.add_argument(
+        "-s",
+        "--system",
+        default=".",
+        help="system, or a folder or file of systems: npy, HDF5, LMDB or any file that ASE reads [%(default)s]",
+    )
     parser.add_argument("-r", "--rcut", type=float, required=True, help="cutoff radius [Å]")
-    parser.add_argument("-t", "--type-map", nargs="+", metavar="ELEMENT", help="types; by default those of the data")
+    parser.add_argument(
+        "-t", "--type-map", nargs="+", metavar="ELEMENT", help="types; by default all elements of the data"
+    )
     parser.add_argument(
         "--mixed-type", "--one-type", action="store_true", help="count neighbours of all types together"
     )
@@ -22,13 +29,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Count, and log the same lines as deepmd-kit."""
-    from deepmd_muon.data import check_type_maps, neighbor_statistics, open_systems
+    from deepmd_muon.data import neighbor_statistics, open_systems, with_common_types
     from deepmd_muon.train.report import set_up_logging
 
     set_up_logging(options.log_level, options.log_path)
     systems = open_systems([options.system], options.type_map)
     if options.type_map is None:
-        log.info("type_map: %s", list(check_type_maps(systems) or ()))
+        systems = with_common_types(systems)
+        log.info("type_map: %s", list(systems[0].type_map or ()))
     statistics = neighbor_statistics(systems, options.rcut)
     sizes = [statistics.max_total] if options.mixed_type else list(statistics.max_neighbors)
     log.info("min_nbor_dist: %f", statistics.min_distance)

@@ -106,9 +106,8 @@ def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
 def _input_of(path: Path) -> Input:
     """Return the input, from a file or from a checkpoint."""
     from deepmd_muon.argcheck import load, normalize
-    from deepmd_muon.model.checkpoint_file import OWN_KEY, checkpoint_path, read_checkpoint
+    from deepmd_muon.model.checkpoint_file import OWN_KEY, read_checkpoint
 
-    path = checkpoint_path(path)
     if path.suffix not in (".pt", ".dcp"):
         return load(path)
     own = read_checkpoint(path).get(OWN_KEY)

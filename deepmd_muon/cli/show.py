@@ -1,4 +1,7 @@
-"""`dp show TOPIC FILE`: look into an input, a checkpoint, a learning curve, this machine."""
+"""`dp show TOPIC FILE`: look into an input, a checkpoint, a learning curve, this machine.
+
+`dp show FILE ATTRIBUTE...` is deepmd-kit's command.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepmd_muon.cli.attributes import ATTRIBUTES, log_attributes
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import HandOver, choices
+from deepmd_muon.cli.handover import choices
 
 HELP = "show how the optimizer treats every parameter, on one process or many, or draw a learning curve"
 
@@ -78,7 +82,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action=_Topic,
         help="routing (of an input file or a checkpoint), plan (of its step on several processes), weights (spectra "
         "and updates of a checkpoint), lcurve (draw one or more) or kernels (of this machine, by shape); "
-        "`dp show TOPIC -h` lists options; other words are the file of a model, which deepmd-kit shows",
+        "`dp show TOPIC -h` lists options; or deepmd-kit's form, a checkpoint or frozen file, followed by "
+        f"{', '.join(ATTRIBUTES)}",
     )
     assert isinstance(topic, _Topic)
     topic.file = parser.add_argument("file", metavar="FILE", nargs="+", help="input.json, model.ckpt.pt or lcurve.out")
@@ -106,7 +111,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show."""
     if options.topic not in _TOPICS:
-        raise HandOver(f"'show {options.topic}'", choices(options.topic, tuple(_TOPICS)))
+        return _run_attributes(options)
     if options.topic == "kernels":
         if options.file:
             raise CommandError(f"show kernels takes no file; found {', '.join(options.file)}")
@@ -124,15 +129,16 @@ def run(options: argparse.Namespace) -> int:
     if len(options.file) != 1:
         found = ", ".join(options.file) or "none"
         raise CommandError(f"show {options.topic} takes one file; found {found}")
-    path = Path(options.file[0])
+    from deepmd_muon.model.checkpoint_file import checkpoint_path
+
+    path = checkpoint_path(options.file[0])
+    if path.suffix == ".pth":
+        raise CommandError(f"{path} is a frozen model, which holds no optimizer; give the checkpoint it was made from")
     if options.topic == "plan":
         from deepmd_muon.cli.plan import plan_page
 
         print(plan_page(path, options.world_size, options.zero_stage, options.hsdp, owners=options.owners))
         return 0
-    from deepmd_muon.model.checkpoint_file import checkpoint_path
-
-    path = checkpoint_path(path)
     if options.topic == "weights":
         from deepmd_muon.cli.weights import weights_page
 
@@ -141,6 +147,20 @@ def run(options: argparse.Namespace) -> int:
         print(f"{picture}: drawn")
         return 0
     print(_checkpoint_routing(path) if path.suffix in (".pt", ".dcp") else _input_routing(path))
+    return 0
+
+
+def _run_attributes(options: argparse.Namespace) -> int:
+    """Show a model as deepmd-kit does: the first word is its file, the others are attributes."""
+    unknown = [word for word in options.file if word not in ATTRIBUTES]
+    if unknown and Path(options.topic).exists():
+        raise CommandError(f"a model has no attribute {unknown[0]!r}; {choices(unknown[0], ATTRIBUTES)}")
+    if unknown:
+        raise CommandError(f"there is no topic {options.topic!r}; {choices(options.topic, tuple(_TOPICS))}")
+    from deepmd_muon.train.report import set_up_logging
+
+    set_up_logging(options.log_level, options.log_path)
+    log_attributes(options.topic, options.file)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
@@ -61,6 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train; an input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported."""
+    begun = time.monotonic()
     from deepmd_muon.argcheck import DeepmdKitOnlyError, load
     from deepmd_muon.train.early_start import garbage_collection_paused, open_device
 
@@ -92,4 +94,5 @@ def run(options: argparse.Namespace) -> int:
         use_pretrain_script=options.use_pretrain_script,
         log_level=options.log_level,
         log_path=options.log_path,
+        begun=begun,
     )

@@ -49,16 +49,19 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
     """Return every parameter of the optimizer, in the order of its groups."""
     from deepmd_muon.model.deepmd_kit import from_deepmd_kit
     from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name
+    from deepmd_muon.train.checkpoint.for_deepmd_kit import in_own_order
 
-    optimizer = checkpoint.get("optimizer")
-    groups = optimizer["param_groups"] if optimizer else []
+    optimizer: Mapping[str, Any] = checkpoint.get("optimizer") or {}
+    groups = optimizer.get("param_groups", [])
     if not groups or not all(group.get("param_names") for group in groups):
         raise CommandError(
             f"{path} holds no optimizer state with names of parameters; take a checkpoint of this package"
         )
     _, weights = from_deepmd_kit(checkpoint["model"])
+    # Training lists deepmd-kit's parameters; the empty ones among them are in no model of ours.
+    optimizer = in_own_order(optimizer, list(weights))
     found = []
-    for group in groups:
+    for group in optimizer["param_groups"]:
         if "routes" in group:
             entries = list(RouteTable.from_manifest([group]))
         else:
@@ -66,7 +69,7 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
             names = [canonical_name(name) for name in group["param_names"]]
             entries = [RouteEntry(name, tuple(weights[name].shape), None, route, "recorded") for name in names]
         for entry, key in zip(entries, group["params"], strict=True):
-            state = optimizer["state"].get(key, {}) if optimizer else {}
+            state = optimizer["state"].get(key, {})
             found.append(_parameter(entry, weights[entry.name].double(), state, group))
     return found
 

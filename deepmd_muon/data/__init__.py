@@ -24,7 +24,7 @@ from deepmd_muon.data.neighbors import (
     stack_neighbors,
     widen_sections,
 )
-from deepmd_muon.data.opening import check_type_maps, open_systems
+from deepmd_muon.data.opening import open_systems, with_common_types
 from deepmd_muon.data.sampling import BatchRule, Plan, Sampler, system_probabilities
 from deepmd_muon.data.statistics import (
     StatFile,
@@ -54,7 +54,6 @@ __all__ = [
     "SystemNotFoundError",
     "TypeMapError",
     "build_neighbors",
-    "check_type_maps",
     "data_fingerprint",
     "energy_bias",
     "group_limits",
@@ -63,5 +62,6 @@ __all__ = [
     "stack_neighbors",
     "system_probabilities",
     "widen_sections",
+    "with_common_types",
     "worker_count",
 ]

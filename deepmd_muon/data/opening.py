@@ -63,25 +63,35 @@ def open_systems(
     return systems
 
 
-def check_type_maps(systems: Sequence[System]) -> tuple[str, ...] | None:
-    """Return the type map that all systems agree on, for a caller that gave none.
+def with_common_types(systems: Sequence[System]) -> list[System]:
+    """Return systems that were opened without a type map with one that has the elements of all.
+
+    Parameters
+    ----------
+    systems : sequence of System
+        Each with the elements of its own ``type_map.raw``, in its own order.
+
+    Returns
+    -------
+    list of System
+        The same systems. Their `type_map` lists elements in the order of their first appearance; it stays None where no
+        system names its elements.
 
     Raises
     ------
     TypeMapError
-        When two systems number the elements differently.
+        When one system does not name its elements and others number them differently.
     """
-    longest: tuple[str, ...] = ()
+    names = tuple(dict.fromkeys(name for system in systems for name in system.type_map or ()))
+    nameless = [system.name for system in systems if system.type_map is None]
     for system in systems:
         own = system.type_map or ()
-        shared = min(len(own), len(longest))
-        if own[:shared] != longest[:shared]:
+        if nameless and own != names[: len(own)]:
             raise TypeMapError(
-                f"system {system.name} has type map {list(own)}, others have {list(longest)}; "
-                "give the type map to use (model.type_map of an input, -t of neighbor-stat)"
+                f"system {nameless[0]} has no type_map.raw, and others number elements differently ({list(own)} in "
+                f"{system.name}, {list(names[: len(own)])} elsewhere); give the type map to use (-t of neighbor-stat)"
             )
-        longest = max(longest, own, key=len)
-    return longest or None
+    return [system if system.type_map == names else system.with_types(names) for system in systems]
 
 
 def _expanded(path: str) -> list[str]:

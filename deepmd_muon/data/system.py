@@ -81,6 +81,10 @@ class System:
     def __len__(self) -> int:
         return self.nframes
 
+    def with_types(self, type_map: Sequence[str]) -> System:
+        """Return the same system with types that index `type_map`; errors are those of the class."""
+        return System(self._store, type_map)
+
     @property
     def uniform_labels(self) -> bool:
         """Whether every frame has the same labels."""
@@ -132,7 +136,7 @@ class System:
         if missing:
             raise TypeMapError(
                 f"system {self.name}: type_map.raw has {missing}, which the type map {list(type_map)} lacks; "
-                "add them to model.type_map or leave this system out"
+                "add them to it (model.type_map of an input, -t of neighbor-stat) or leave this system out"
             )
         return tuple(type_map), np.array([list(type_map).index(e) for e in own] + [-1], dtype=np.int32)
 

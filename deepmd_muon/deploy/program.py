@@ -175,6 +175,15 @@ class Program(torch.nn.Module):
         return self.section
 
     @torch.jit.export
+    def get_observed_type_list(self) -> list[str]:
+        """Return the types of the training data: those with an energy bias above deepmd-kit's bound [eV]."""
+        names: list[str] = []
+        for kind in range(self.ntypes):
+            if abs(float(self.bias[kind])) > 1e-6:
+                names.append(self.type_map[kind])  # noqa: PERF401 (TorchScript has no comprehension with "if")
+        return names
+
+    @torch.jit.export
     def forward_lower(
         self,
         extended_coord: torch.Tensor,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,6 +71,26 @@ class FrozenModel:
         except (OSError, RuntimeError, AttributeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise CheckpointError(f"{path} cannot be read as a frozen potential: {reason}") from error
+
+    def model_section(self) -> dict[str, Any]:
+        """Return the model section as deepmd-kit writes it.
+
+        Raises
+        ------
+        CheckpointError
+            When the file has none.
+        """
+        try:
+            section: dict[str, Any] = json.loads(self._program.get_model_def_script())
+        except (AttributeError, ValueError) as error:
+            raise CheckpointError("the frozen file does not hold the model section of its checkpoint") from error
+        return section
+
+    def observed_types(self) -> list[str] | None:
+        """Return the types whose energy bias is not 0; None for a file without `get_observed_type_list`."""
+        if not hasattr(self._program, "get_observed_type_list"):
+            return None
+        return list(self._program.get_observed_type_list())
 
     def predict(self, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray) -> Prediction:
         """Evaluate frames one by one; arguments as `Predictor.predict`, with their full shapes."""

@@ -43,12 +43,16 @@ def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     Raises
     ------
     PictureError
-        When the file does not exist, has no header or no complete row.
+        When the file does not exist, is no text, has no header or no complete row.
     """
     path = Path(path)
     if not path.exists():
         raise PictureError(f"there is no learning curve {path}")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (UnicodeDecodeError, IsADirectoryError) as error:
+        found = "a folder" if path.is_dir() else "no text"
+        raise PictureError(f"{path} is {found}; give a learning curve, as lcurve.out") from error
     json_lines = path.suffix == ".jsonl"
     rows = list(_json_rows(lines) if json_lines else _table_rows(lines))
     if not rows:

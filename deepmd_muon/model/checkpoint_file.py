@@ -21,7 +21,7 @@ OWN_KEY = "deepmd_muon"
 def checkpoint_path(path: str | os.PathLike[str]) -> Path:
     """Return the path with ".pt" or ".dcp" added if a user has omitted it, as users of deepmd-kit do."""
     path = Path(path)
-    file, directory = (path.with_name(f"{path.name}{suffix}") for suffix in (".pt", SUFFIX))
+    file, directory = (Path(f"{path}{suffix}") for suffix in (".pt", SUFFIX))
     if path.is_file() or is_directory(path):
         return path
     return file if file.is_file() else directory if is_directory(directory) else path
@@ -51,7 +51,9 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
     path = checkpoint_path(path)
     parted = is_directory(path)
     if not path.is_file() and not parted:
-        folder = ": it is a folder" + (", and its checkpoint is incomplete" if path.suffix == SUFFIX else "")
+        folder = ": it is a folder" + (
+            ", and its checkpoint is incomplete" if path.suffix == SUFFIX else "; give the checkpoint in it"
+        )
         raise CheckpointFileError(f"there is no checkpoint {path}" + (folder if path.is_dir() else ""))
     try:
         with warnings.catch_warnings():

@@ -178,13 +178,7 @@ def from_deepmd_kit(
         )
     name, params = _branch(state_dict, branch)
     prefix = f"model.{name}."
-    problems = list(_foreign(params))
-    if problems:
-        raise CheckpointError("the checkpoint's model cannot be built here: " + "; ".join(problems))
-    try:
-        settings = model_settings(_own_section(params))
-    except ModelError as error:
-        raise CheckpointError(f"the checkpoint's model cannot be built here: {error}") from error
+    settings = settings_of(params)
     translations = _translations(settings)
     own: dict[str, torch.Tensor] = {}
     others = tuple(f"model.{other}." for other in set(branches_of(state_dict).values()) - {name})
@@ -209,6 +203,23 @@ def from_deepmd_kit(
         below = f"atomic_model.{part}."
         translation.check({name[len(below) :]: value for name, value in own.items() if name.startswith(below)})
     return thaw(settings), own
+
+
+def settings_of(params: Mapping[str, Any]) -> ModelSettings:
+    """Return deepmd-kit's section of a single model, as its checkpoints and frozen files hold it, as settings.
+
+    Raises
+    ------
+    CheckpointError
+        When the model is of a kind that we do not have.
+    """
+    problems = list(_foreign(params))
+    if problems:
+        raise CheckpointError("the checkpoint's model cannot be built here: " + "; ".join(problems))
+    try:
+        return model_settings(_own_section(params))
+    except ModelError as error:
+        raise CheckpointError(f"the checkpoint's model cannot be built here: {error}") from error
 
 
 def _foreign(params: Mapping[str, Any]) -> list[str]:

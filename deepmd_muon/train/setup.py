@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepmd_muon.argcheck import Input, TrainingDataSettings, TrainingSettings, normalize
+from deepmd_muon.argcheck import Input, TrainingDataSettings, TrainingSettings
 from deepmd_muon.data import (
     DataError,
     DataLoader,
@@ -169,8 +169,7 @@ def _count_neighbors(systems: list[System], rcut: float, cache: NeighborCache | 
 def with_descriptor(given: Input, descriptor: DescriptorSettings) -> Input:
     """Return the input with other settings of the descriptor."""
     model = dataclasses.replace(given.settings.model, descriptor=descriptor)
-    complete = normalize({**given.normalized, "model": thaw(model)})
-    return dataclasses.replace(complete, notices=given.notices, open_scales=given.open_scales)
+    return given.with_section("model", thaw(model))
 
 
 def new_seed() -> int:

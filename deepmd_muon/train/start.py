@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from deepmd_muon.argcheck import Input, dump, load, normalize
+from deepmd_muon.argcheck import Input, dump, load
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.files import make_folder_of
 from deepmd_muon.model import EnergyModel, Structures, build_model
@@ -68,6 +68,7 @@ def run(
     use_pretrain_script: bool = False,
     log_level: int | str = "INFO",
     log_path: str | None = None,
+    begun: float | None = None,
 ) -> int:
     """Train a model as an input file says.
 
@@ -94,6 +95,8 @@ def run(
         Take section `model` from the checkpoint; with `finetune`, its descriptor and fitting net.
     log_level, log_path
         See `set_up_logging`.
+    begun
+        `time.monotonic()` when the command began, for the log; now by default.
 
     Returns
     -------
@@ -114,6 +117,7 @@ def run(
 
     Under torchrun or srun all processes train one model together, as `training/zero_stage` says.
     """
+    begun = time.monotonic() if begun is None else begun
     given = load(input_path)
     training = given.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
@@ -129,6 +133,9 @@ def run(
         if ranks.first:  # the others learn of an error as of any that ends a rank
             for notice in given.notices:
                 log.warning("%s", notice)
+            for remark in given.remarks:
+                if given.open_scales is None or remark != given.open_scales.notice:  # said when they are known
+                    log.info("%s", remark)
             _check_reports(given, output)
         given = _complete_input(given, source, use_pretrain_script=use_pretrain_script)
         trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
@@ -136,7 +143,7 @@ def run(
             _restart(trainer, source, ranks)
         else:
             ranks.from_first("keeping the files of an earlier run", lambda: keep_earlier(training))
-        return trainer.run()
+        return trainer.run(begun)
 
 
 def _read_source(ranks: Ranks, *, branch: str | None, **named: str | None) -> Source | None:
@@ -185,9 +192,7 @@ def _check_reports(given: Input, output: str) -> None:
 def _complete_input(given: Input, source: Source | None, *, use_pretrain_script: bool) -> Input:
     """Take the model section of a checkpoint if asked to, and refuse a `stat_file` that cannot be written."""
     if source and use_pretrain_script:
-        section = source.script(given.normalized["model"])
-        complete = normalize({**given.normalized, "model": section})
-        given = dataclasses.replace(complete, notices=given.notices, open_scales=given.open_scales)
+        given = given.with_section("model", source.script(given.normalized["model"]))
     if given.settings.training.stat_file:
         StatFile(given.settings.training.stat_file)  # refuses a folder before the long work begins
     return given
@@ -255,10 +260,11 @@ def _suit_descriptors(given: Input, model: EnergyModel, data: Data, ranks: Ranks
 
     length = ranks.from_first("measuring descriptors", lambda: descriptor_length(model, batches()))
     suited = given.for_descriptors(length)
-    if suited is not given and ranks.first:
-        assert suited.open_scales is not None
-        log.warning("%s", suited.open_scales.notice)
-        dump(suited.normalized, output)
+    assert suited.open_scales is not None
+    if ranks.first:
+        log.info("%s", suited.open_scales.notice)
+        if suited is not given:
+            dump(suited.normalized, output)
     return suited
 
 

@@ -118,8 +118,13 @@ class Trainer:
         if found.errors:
             raise TrainingError("; ".join(found.errors))
 
-    def run(self) -> int:
+    def run(self, begun: float | None = None) -> int:
         """Train until the last step.
+
+        Parameters
+        ----------
+        begun
+            `time.monotonic()` when the command began, for the log; now by default.
 
         Returns
         -------
@@ -142,7 +147,7 @@ class Trainer:
             StopSignals(self.strategy.request_stop, lambda: self.checkpoints.writing, repeats) as signals,
         ):
             try:
-                self._go_through_steps()
+                self._go_through_steps(begun)
             except Exception as error:
                 self._rescue(error)
                 if not isinstance(error, NonFiniteError):
@@ -159,7 +164,7 @@ class Trainer:
         log.info("training done; the model is %s", newest)
         return 0
 
-    def _go_through_steps(self) -> None:
+    def _go_through_steps(self, begun: float | None) -> None:
         """Open reports and batches, take all steps, save, and close: an error of closing loses no step."""
         training = self.given.settings.training
         with contextlib.ExitStack() as stack:
@@ -168,8 +173,8 @@ class Trainer:
                 if loader is not None:
                     stack.callback(loader.close)
             self._now("opening its reports")
-            start = {"num_steps": self.num_steps, "start_step": self.step}
-            reports = open_reports(training, **start, silent=not self.ranks.first)
+            steps = {"num_steps": self.num_steps, "start_step": self.step}
+            reports = open_reports(training, **steps, begun=begun, silent=not self.ranks.first)
             stack.callback(reports.close)
             self.full_validation.begin(self.step, fresh=self.source is None)
             stack.callback(self.full_validation.close)

@@ -6,7 +6,7 @@ import datetime
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 # No end is foretold beyond a century, where dates overflow [s].
 _LONGEST = 100 * 365.25 * 86400
+# A log without a new line for longer than this looks like a run that hangs [s].
+_SILENCE = 30.0
 
 
 def metrics_line(step: int, kind: str, metrics: Mapping[str, float], lr: float | None = None) -> str:
@@ -26,9 +28,9 @@ def metrics_line(step: int, kind: str, metrics: Mapping[str, float], lr: float |
     return f"Batch {step:7d}: {kind}: {', '.join(figures)}"
 
 
-def timing_line(step: int, seconds: float, remaining: float | None, now: datetime.datetime) -> str:
-    """Return the line that says how long the last interval took and when the run will end [s]."""
-    line = f"Batch {step:7d}: total wall time = {seconds:.2f} s"
+def timing_line(step: int, total: float, each: float, remaining: float | None, now: datetime.datetime) -> str:
+    """Return the line that says how long the command has run, how long a step takes and when the run will end [s]."""
+    line = f"Batch {step:7d}: total wall time = {total:.2f} s, {each:.4f} s/batch"
     if remaining is None or not remaining < _LONGEST:
         return line
     left = datetime.timedelta(seconds=int(remaining))
@@ -45,39 +47,67 @@ class ConsoleReport:
     num_steps, start_step
         Last step of the run, and the steps done before it began.
     timing
-        Whether to write a timing line below the metrics.
+        Whether to write a timing line below the metrics, and between them after half a minute without one.
+    begun
+        When the command began, as `clock` counts; now by default.
+    clock
+        Returns the time [s].
     """
 
     validates = True
 
-    def __init__(self, frequency: int, num_steps: int, *, start_step: int = 0, timing: bool = True) -> None:
+    def __init__(
+        self,
+        frequency: int,
+        num_steps: int,
+        *,
+        start_step: int = 0,
+        timing: bool = True,
+        begun: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.frequency = frequency
         self._num_steps = num_steps
         self._first = start_step
         self._timing = timing
-        self._last_step, self._last_time = start_step, time.monotonic()
+        self._clock = clock
+        self._last_step, self._last_time = start_step, clock()
+        self._begun = self._last_time if begun is None else begun
+        self._last_line = self._last_time
         self._timed_steps, self._timed_seconds = 0, 0.0
 
     def step(self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]) -> None:
-        """Log the metrics of the 1-based `step`, and the time since the last call."""
+        """Log the metrics of the 1-based `step`, and times."""
         log.info(metrics_line(step, "trn", train, lr))
         if valid:
             log.info(metrics_line(step, "val", valid))
         if self._timing:
             self._log_time(step)
 
-    def _log_time(self, step: int) -> None:
-        now = time.monotonic()
+    def advance(self, step: int) -> None:
+        """Log the time after a long silence; called after every step, reads nothing from the device."""
+        if self._timing and self._clock() - self._last_line >= _SILENCE:
+            # An interval between metrics goes on, so that a single slow step does not set the time left.
+            self._log_time(step, ends=self._opening)
+
+    @property
+    def _opening(self) -> bool:
+        """Whether no interval has ended: the first pays for compiling and first reads of data, and predicts nothing."""
+        return self._last_step == self._first
+
+    def _log_time(self, step: int, *, ends: bool = True) -> None:
+        """Log the time since the last interval; `ends` begins another."""
+        now = self._clock()
         seconds, steps = now - self._last_time, max(1, step - self._last_step)
-        opening = self._last_step == self._first
-        self._last_step, self._last_time = step, now
-        # The opening interval pays for compiling and first reads of data: it predicts nothing, and it is left
-        # out of the average.
-        remaining = None if opening else (self._num_steps - step) * seconds / steps
-        if not opening:
-            self._timed_steps += steps
-            self._timed_seconds += seconds
-        log.info(timing_line(step, seconds, remaining, datetime.datetime.now().astimezone()))
+        remaining = None if self._opening else (self._num_steps - step) * seconds / steps
+        self._last_line = now
+        if ends:
+            if not self._opening:
+                self._timed_steps += steps
+                self._timed_seconds += seconds
+            self._last_step, self._last_time = step, now
+        local = datetime.datetime.now().astimezone()
+        log.info(timing_line(step, now - self._begun, seconds / steps, remaining, local))
 
     def close(self) -> None:
         """Log the average time of a step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from deepmd_muon.train.report.console import ConsoleReport, ProgressLine
 from deepmd_muon.train.report.json_lines import JsonLinesFile
@@ -43,6 +43,14 @@ class Report(Protocol):
         """Write buffered rows and close the files."""
 
 
+@runtime_checkable
+class _Advancing(Protocol):
+    """A report that wants to know of every step."""
+
+    def advance(self, step: int) -> None:
+        """Take note that the 1-based `step` is done."""
+
+
 def _due(report: Report, step: int) -> bool:
     return step == 1 or step % report.frequency == 0
 
@@ -61,6 +69,7 @@ class Reports:
     def __init__(self, reports: Sequence[Report] = (), progress: ProgressLine | None = None) -> None:
         self._reports = tuple(reports)
         self._progress = progress
+        self._advancing = [found for found in (*self._reports, progress) if isinstance(found, _Advancing)]
 
     def due(self, step: int) -> bool:
         """Return whether any report wants the training metrics of the 1-based `step`."""
@@ -71,9 +80,9 @@ class Reports:
         return any(_due(report, step) for report in self._reports if report.validates)
 
     def advance(self, step: int) -> None:
-        """Move the progress line; called every step, reads nothing from the device."""
-        if self._progress is not None:
-            self._progress.advance(step)
+        """Move the progress line and end long silences of the log; called every step, reads nothing from the device."""
+        for report in self._advancing:
+            report.advance(step)
 
     def step(self, step: int, lr: float, train: Metrics, valid: Metrics | None = None) -> None:
         """Hand the metrics of the 1-based `step` to every report that wants them.
@@ -114,7 +123,14 @@ class _Silent:
         """Close nothing."""
 
 
-def open_reports(training: TrainingSettings, *, num_steps: int, start_step: int = 0, silent: bool = False) -> Reports:
+def open_reports(
+    training: TrainingSettings,
+    *,
+    num_steps: int,
+    start_step: int = 0,
+    begun: float | None = None,
+    silent: bool = False,
+) -> Reports:
     """Open the reports that the input's `training` section asks for.
 
     Parameters
@@ -126,6 +142,8 @@ def open_reports(training: TrainingSettings, *, num_steps: int, start_step: int 
         Last 1-based step of the run.
     start_step
         Steps already done when the run is a restart, else 0; files are continued from there.
+    begun
+        `time.monotonic()` when the command began; now by default.
     silent
         Write nothing, on a rank whose metrics another one reports; `due` answers as there.
 
@@ -147,7 +165,8 @@ def open_reports(training: TrainingSettings, *, num_steps: int, start_step: int 
         )
     if training.disp_training:
         timing = training.time_training
-        reports.append(ConsoleReport(training.disp_freq, num_steps, start_step=start_step, timing=timing))
+        console = ConsoleReport(training.disp_freq, num_steps, start_step=start_step, timing=timing, begun=begun)
+        reports.append(console)
         reports.append(LearningCurveFile(training.disp_file, training.disp_freq, start_step=start_step))
     if training.jsonl_file is not None:
         reports.append(JsonLinesFile(training.jsonl_file, training.disp_freq, start_step=start_step))

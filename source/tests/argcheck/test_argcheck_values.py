@@ -247,7 +247,7 @@ def test_out_json(tmp_path, water):
     path = tmp_path / "out.json"
     path.write_text("old")
     dump(checked.normalized, path)
-    assert load(path) == checked
+    assert load(path) == dataclasses.replace(checked, remarks=())  # it gives the optimizer
     text = path.read_text()
     assert text.startswith('{\n    "model": {\n        "type_map": [')
     dump(load(path).normalized, path)
@@ -357,11 +357,11 @@ def test_the_scale_of_muon_is_chosen_where_an_input_leaves_it_open(water, optimi
     checked = normalize(water)
     assert checked.settings.optimizer.lr_adjust_coeff == pytest.approx(expected)
     assert checked.normalized["optimizer"]["lr_adjust_coeff"] == checked.settings.optimizer.lr_adjust_coeff
-    assert len(checked.notices) == chosen
-    assert not chosen or "optimizer/lr_adjust_coeff is not given" in checked.notices[0]
+    assert len(checked.remarks) == chosen
+    assert not chosen or "optimizer/lr_adjust_coeff is not given" in checked.remarks[0]
     again = normalize(checked.normalized)
     assert again.settings == checked.settings
-    assert again.notices == ()
+    assert again.notices == again.remarks == ()
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_omitted_scales_fall_with_the_length_of_descriptors(
     assert (found.lr_adjust_coeff, found.adam_lr_ratio) == (pytest.approx(coefficient), ratio)
     assert suited.normalized["optimizer"]["lr_adjust_coeff"] == found.lr_adjust_coeff
     assert (suited is before) == (found == before.settings.optimizer)
-    assert suited is before or [f"{length:.3g} long" in notice for notice in suited.notices] == [True]
+    assert suited is before or [f"{length:.3g} long" in notice for notice in suited.remarks] == [True]
     assert suited.for_descriptors(length) is suited
 
 
@@ -416,8 +416,8 @@ def test_the_rate_of_the_adam_route_is_chosen_with_the_scale_of_muon(water, opti
     checked = normalize(water)
     assert checked.settings.optimizer.adam_lr_ratio == expected
     said = f"and adam_lr_ratio {expected:g}," if not optimizer and expected != 1.0 else ""
-    assert len(checked.notices) == ("lr_adjust_coeff" not in optimizer and "deepmd_kit_arithmetic" not in optimizer)
-    assert all(said in notice and bool(said) == ("adam_lr_ratio" in notice) for notice in checked.notices)
+    assert len(checked.remarks) == ("lr_adjust_coeff" not in optimizer and "deepmd_kit_arithmetic" not in optimizer)
+    assert all(said in notice and bool(said) == ("adam_lr_ratio" in notice) for notice in checked.remarks)
     assert normalize(checked.normalized).settings == checked.settings
     del water["training"]["numb_steps"]
     water["training"]["numb_epoch"] = 1
@@ -434,9 +434,18 @@ def test_the_scale_of_muon_is_half_in_long_runs(water, length, start_lr, expecte
     water["training"].update(length)
     checked = normalize(water)
     assert checked.settings.optimizer.lr_adjust_coeff == pytest.approx(expected)
-    assert "in a long run" in checked.notices[0]
+    assert "in a long run" in checked.remarks[0]
 
 
 def test_other_optimizers_have_no_scale_of_muon(water):
     water["optimizer"] = {"type": "Adam"}
-    assert normalize(water).notices == ()
+    assert normalize(water).remarks == ()
+    del water["optimizer"]
+    checked = normalize(water)
+    assert checked.settings.optimizer == AdamConfig()
+    assert checked.notices == ()
+    (remark,) = checked.remarks
+    assert '"optimizer": {"type": "HybridMuon"}' in remark
+    assert checked.with_section("loss", {"type": "ener"}).remarks == (remark,)
+    water["training"]["opt_type"] = "Adam"  # an older place
+    assert normalize(water).remarks == ()

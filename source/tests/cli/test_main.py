@@ -1,6 +1,8 @@
+import importlib.metadata
 import json
 import subprocess
 import sys
+import zipfile
 
 import h5py
 import numpy as np
@@ -98,7 +100,7 @@ def test_backend_of_the_environment_is_read_when_main_runs(monkeypatch, deepmd_k
         (["train", "in.json", "-f", "base.pth"], ["--pt", "train", "in.json", "-f", "base.pth"]),
         (["--pt", "test", "-m", "frozen.pb"], ["--pt", "test", "-m", "frozen.pb"]),
         (["--pt", "change-bias", "frozen.pth"], ["--pt", "change-bias", "frozen.pth"]),
-        (["--pt", "show", "m.pt", "type-map"], ["--pt", "show", "m.pt", "type-map"]),
+        (["--pt", "show", "m.pt", "serialization-tree"], ["--pt", "show", "m.pt", "serialization-tree"]),
     ],
 )
 def test_what_we_do_not_have_goes_to_deepmd_kit(words, handed_over, deepmd_kit, capsys):
@@ -159,18 +161,72 @@ def test_without_deepmd_kit_such_an_input_is_refused_in_one_line(dpa4, no_deepmd
             f"did you mean 'pytorch'? {BACKENDS}",
         ),
         (["--backend=nonsense", "train", "in.json"], "the backend 'nonsense'", BACKENDS),
-        (
-            ["show", "rooting", "in.json"],
-            "'show rooting'",
-            "did you mean 'routing'? There are: routing, plan, lcurve, weights, kernels",
-        ),
-        (["show", "m.pt", "type-map"], "'show m.pt'", "There are: routing, plan, lcurve, weights, kernels"),
     ],
 )
 def test_unknown_words_are_answered_with_the_known_ones(words, what, advice, no_deepmd_kit, capsys):
     assert main(words) == 2
     expected = f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed; {advice}\n"
     assert capsys.readouterr().err == expected
+
+
+def test_unknown_topics_and_attributes_are_answered_with_the_known_ones(tmp_path, capsys):
+    assert main(["show", "rooting", "in.json"]) == 2
+    expected = "did you mean 'routing'? There are: routing, plan, lcurve, weights, kernels\n"
+    assert capsys.readouterr().err == f"dp show: there is no topic 'rooting'; {expected}"
+    (tmp_path / "m.pt").touch()
+    assert main(["show", str(tmp_path / "m.pt"), "size", "typ-map"]) == 2
+    assert "no attribute 'typ-map'; did you mean 'type-map'? There are: model-branch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        importlib.metadata.PackageNotFoundError("mpich"),
+        ImportError("libmpi.so.12: cannot open shared object file"),
+        RuntimeError("These two versions are incompatible and thus an error is raised when loading deepmd_op_pt."),
+    ],
+    ids=["no MPI", "no library", "other torch"],
+)
+def test_a_deepmd_kit_that_lacks_libraries_is_one_message(error, dpa4, deepmd_kit, monkeypatch, capsys):
+    """deepmd-kit imports its backend only in main: without mpich a DPA-2 input ended in a traceback there."""
+
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(sys.modules["deepmd.main"], "main", fail)
+    assert main(["train", str(dpa4)]) == 2
+    shown = capsys.readouterr().err
+    assert str(error) in shown
+    assert "pip install 'deepmd-kit[torch]'" in shown
+    assert f"python -m deepmd --pt train {dpa4}" in shown
+
+
+def test_errors_of_deepmd_kit_itself_keep_their_traceback(deepmd_kit, monkeypatch):
+    def fail(args):
+        raise RuntimeError("of a model")
+
+    monkeypatch.setattr(sys.modules["deepmd.main"], "main", fail)
+    with pytest.raises(RuntimeError, match="of a model"):
+        main(["compress"])
+
+
+def test_our_frozen_files_are_not_handed_over_for_compression(tmp_path, monkeypatch, deepmd_kit, capsys):
+    """deepmd-kit's compress would end in a traceback; another file goes to it."""
+    monkeypatch.chdir(tmp_path)
+    for name, member in (("frozen_model.pth", "deepmd_muon/deploy/program"), ("theirs.pth", "deepmd/pt/model/model")):
+        with zipfile.ZipFile(name, "w") as file:
+            file.writestr(f"archive/code/__torch__/{member}.py", "")
+    for words in (["compress"], ["--pt", "compress", "-i", "frozen_model", "-o", "c.pth"], ["compress", "-i"]):
+        assert main(words) == 2
+        shown = capsys.readouterr().err
+        assert "frozen_model.pth" in shown
+        assert "model_def_script" in shown
+        assert '"dp_compress": false' in shown
+    assert deepmd_kit == []
+    assert main(["compress", "--input=theirs.pth"]) == 0
+    assert deepmd_kit == [["--pt", "compress", "--input=theirs.pth"]]
+    assert main(["change-bias", "frozen_model.pth", "-b", "1"]) == 2
+    assert "frozen model" in capsys.readouterr().err
 
 
 def test_status_of_deepmd_kit_is_returned(deepmd_kit, monkeypatch):

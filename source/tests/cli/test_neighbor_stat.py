@@ -1,5 +1,7 @@
 """`dp neighbor-stat` counts by element, whichever way a system numbers its elements."""
 
+import ast
+
 import numpy as np
 import pytest
 
@@ -25,11 +27,64 @@ def water(tmp_path):
     return tmp_path
 
 
-def test_systems_that_number_elements_differently_need_a_type_map(water, capsys):
+def test_systems_that_number_elements_differently_are_counted_by_element(water, capsys):
+    assert main(["neighbor-stat", "-s", str(water), "-r", "3"]) == 0
+    shown = capsys.readouterr().err
+    assert "type_map: ['O', 'H']" in shown
+    assert "max_nbor_size: [1, 2]" in shown
+
+
+def test_a_system_without_names_among_such_needs_a_type_map(water, capsys):
+    (water / "oxygen" / "type_map.raw").unlink()
     assert main(["neighbor-stat", "-s", str(water), "-r", "3"]) == 2
-    message = capsys.readouterr().err
-    assert "has type map ['H', 'O'], others have ['O', 'H']" in message
-    assert "-t of neighbor-stat" in message
+    assert "-t of neighbor-stat" in capsys.readouterr().err
+
+
+@pytest.fixture
+def forms(tmp_path):
+    """Water, carbon dioxide and ammonia in one file of each form: three sets of elements in three orders."""
+    ase = pytest.importorskip("ase")
+    pytest.importorskip("lmdb")
+    from ase.build import molecule
+    from ase.io import write as write_file
+
+    frames = [molecule(name, cell=[9.0] * 3, pbc=True) for name in ("H2O", "CO2", "NH3")]
+    assert isinstance(frames[0], ase.Atoms)
+    write_file(tmp_path / "train.xyz", frames)
+    for form in ("data.hdf5", "data.lmdb", "npy"):
+        assert main(["convert-data", str(tmp_path / "train.xyz"), str(tmp_path / form)]) == 0
+    mixed = tmp_path / "mixed" / "set.000"
+    mixed.mkdir(parents=True)
+    names = ["N", "H", "O", "C"]
+    types = [[names.index(symbol) for symbol in atoms.get_chemical_symbols()] for atoms in frames]
+    coords = [atoms.positions.ravel() for atoms in frames]
+    padded = max(map(len, types))
+    (tmp_path / "mixed" / "type_map.raw").write_text("\n".join(names))
+    (tmp_path / "mixed" / "type.raw").write_text("0\n" * padded)
+    np.save(mixed / "real_atom_types.npy", [row + [-1] * (padded - len(row)) for row in types])
+    np.save(mixed / "coord.npy", [np.pad(row, (0, 3 * padded - len(row))) for row in coords])
+    np.save(mixed / "box.npy", np.tile(9.0 * np.eye(3).ravel(), (3, 1)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", ["train.xyz", "data.hdf5", "data.lmdb", "npy", "mixed"])
+def test_every_form_is_counted_with_and_without_a_type_map(form, forms, capsys):
+    """By hand: C sees two O, O of CO2 one O, N sees three H, H of ammonia one N and two H."""
+    most = {"H": 3, "C": 1, "N": 1, "O": 2}
+    capsys.readouterr()
+    for given in ([], ["-t", "H", "C", "N", "O"], ["-t", "Si", "O", "N", "C", "H"]):
+        assert main(["neighbor-stat", "-s", str(forms / form), "-r", "2.6", *given]) == 0
+        shown = capsys.readouterr().err
+        if not given:
+            names = ast.literal_eval(shown.partition("type_map: ")[2].partition("\n")[0])
+            assert sorted(names) == ["C", "H", "N", "O"]
+        sizes = ast.literal_eval(shown.partition("max_nbor_size: ")[2].partition("\n")[0])
+        assert dict(zip(given[1:] or names, sizes, strict=True)) == {**most, **({"Si": 0} if "Si" in given else {})}
+        assert "min_nbor_dist: 0.968" in shown  # O-H
+        assert main(["neighbor-stat", "-s", str(forms / form), "-r", "2.6", "--mixed-type", *given]) == 0
+        assert "max_nbor_size: [3]" in capsys.readouterr().err
+    assert main(["neighbor-stat", "-s", str(forms / form), "-r", "2.6", "-t", "H", "O"]) == 2
+    assert "-t of neighbor-stat" in capsys.readouterr().err
 
 
 def test_with_a_type_map_counts_are_by_element(water, capsys):

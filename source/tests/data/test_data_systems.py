@@ -20,9 +20,9 @@ from deepmd_muon.data import (
     SystemFormatError,
     SystemNotFoundError,
     TypeMapError,
-    check_type_maps,
     data_fingerprint,
     open_systems,
+    with_common_types,
 )
 from deepmd_muon.data.frames import LABELS
 from deepmd_muon.data.hdf5_store import HDF5Store
@@ -238,13 +238,17 @@ def test_mixed_systems_need_names_and_all_sets(tmp_path):
         open_systems(write_npy(tmp_path / "half", [0] * 4, [mixed, arrays]))
 
 
-def test_type_maps_must_agree_when_the_model_gives_none(tmp_path):
-    for name, names in {"a": ("O", "H"), "b": ("O",), "c": ("H", "O")}.items():
+def test_systems_get_the_elements_of_all_when_nobody_gives_a_type_map(tmp_path):
+    for name, names in {"a": ("O", "H"), "b": ("O",), "c": ("H", "O"), "d": None}.items():
         write_npy(tmp_path / name, [0] * 4, [make_arrays(2, 4)], type_map=names)
-    paths = [f"{tmp_path}/{name}" for name in "abc"]
-    assert check_type_maps(open_systems(paths[:2])) == ("O", "H")
-    with pytest.raises(TypeMapError, match=r"give the type map .*model\.type_map"):
-        check_type_maps(open_systems(paths))
+    a, b, c, d = open_systems([f"{tmp_path}/{name}" for name in "abcd"])
+    common = with_common_types([a, b, c])
+    assert [system.type_map for system in common] == [("O", "H")] * 3
+    assert [int(system.types(np.array([0]))[0, 0]) for system in common] == [0, 0, 1]
+    assert with_common_types([a, b, d])[2].type_map == ("O", "H")
+    assert with_common_types([d])[0].type_map is None
+    with pytest.raises(TypeMapError, match=r"d has no type_map\.raw.*give the type map"):
+        with_common_types([a, c, d])
 
 
 # -- what is wrong ---------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def refused(path):
 
 def test_missing_files_and_folders(tmp_path):
     assert refused(tmp_path / "none.pt") == "there is no checkpoint FILE"
-    assert refused(tmp_path) == "there is no checkpoint FILE: it is a folder"
+    assert refused(tmp_path) == "there is no checkpoint FILE: it is a folder; give the checkpoint in it"
 
 
 def write_text(path):

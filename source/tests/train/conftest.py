@@ -68,9 +68,9 @@ def train():
     """A function that writes an input and trains; returns the exit status."""
     from deepmd_muon.train import run
 
-    def start(content, **options):
+    def start(content, log_level="WARNING", **options):
         Path("input.json").write_text(json.dumps(content))
-        return run("input.json", log_level="WARNING", **options)
+        return run("input.json", log_level=log_level, **options)
 
     return start
 

@@ -225,7 +225,7 @@ def test_a_restart_moves_the_rows_of_the_optimizers_state(optimizer, ema, caplog
     content["training"]["numb_steps"] = 3
     started = []
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(Trainer, "run", lambda self: started.append(self) or 0)
+        patch.setattr(Trainer, "run", lambda self, begun: started.append(self) or 0)
         run(write_input(content), restart="model.ckpt-2.pt", log_level="WARNING", skip_neighbor_stat=True)
     after = started[0].optimizer.state_dict()
     table = TABLE.removeprefix("model.Default.")

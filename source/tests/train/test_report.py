@@ -18,7 +18,7 @@ from deepmd_muon.train.report import (
     open_reports,
     set_up_logging,
 )
-from deepmd_muon.train.report.console import ProgressLine, metrics_line, timing_line
+from deepmd_muon.train.report.console import ConsoleReport, ProgressLine, metrics_line, timing_line
 
 TRAIN = {"rmse": 20.1, "rmse_f": 0.635, "rmse_e": 0.0112}
 VALID = {"rmse": 22.2, "rmse_e": 0.0123, "rmse_f": 0.702}
@@ -127,11 +127,44 @@ def test_log_lines():
     assert line == "Batch     100: trn: rmse = 2.01e+01, rmse_e = 1.12e-02, rmse_f = 6.35e-01, lr = 1.00e-03"
     assert metrics_line(1, "val", {"rmse": 1.0}) == "Batch       1: val: rmse = 1.00e+00"
     now = datetime.datetime(2026, 1, 2, 3, 4)
-    assert timing_line(200, 1.234, 3700.9, now) == (
-        "Batch     200: total wall time = 1.23 s, eta = 1:01:40 at 2026-01-02 04:05"
+    assert timing_line(200, 12.34, 0.0567, 3700.9, now) == (
+        "Batch     200: total wall time = 12.34 s, 0.0567 s/batch, eta = 1:01:40 at 2026-01-02 04:05"
     )
     for unknown in (None, float("inf"), float("nan"), 1e20):  # the last ends after the calendar
-        assert timing_line(200, 1.234, unknown, now) == "Batch     200: total wall time = 1.23 s"
+        shown = timing_line(200, 12.34, 0.0567, unknown, now)
+        assert shown == "Batch     200: total wall time = 12.34 s, 0.0567 s/batch"
+
+
+@pytest.mark.parametrize(("start_step", "lines"), [(0, [1, 7, 13, 19, 25]), (500, [506, 512, 518, 524])])
+def test_a_slow_run_shows_its_progress_every_half_minute(start_step, lines, caplog):
+    """Steps of 5 s, metrics every 1000 steps: the wall time counts from the start of the command, 100 s earlier."""
+    caplog.set_level("INFO")
+    now = 1000.0
+    console = ConsoleReport(1000, 2000, start_step=start_step, begun=now - 100.0, clock=lambda: now)
+    for step in range(start_step + 1, start_step + 30):
+        now += 5.0
+        if step == 1:
+            console.step(step, 1e-3, TRAIN, {})
+        console.advance(step)
+    shown = [message for message in caplog.messages if "wall time" in message]
+    assert [int(message[6:13]) for message in shown] == lines
+    for message, step in zip(shown, lines, strict=True):
+        assert f"total wall time = {100 + 5 * (step - start_step):.2f} s, 5.0000 s/batch" in message
+        left = str(datetime.timedelta(seconds=5 * (2000 - step)))
+        assert (f"eta = {left}" in message) == (step != lines[0])  # the first interval predicts nothing
+    console.close()
+    assert len(caplog.messages) == len(lines) + (start_step == 0)  # no interval of metrics has ended
+
+
+def test_without_timing_no_time_is_shown(caplog):
+    caplog.set_level("INFO")
+    now = 0.0
+    console = ConsoleReport(1000, 2000, timing=False, clock=lambda: now)
+    now = 100.0
+    console.advance(1)
+    console.step(1, 1e-3, TRAIN, {})
+    console.close()
+    assert [message for message in caplog.messages if "trn" not in message] == []
 
 
 def test_reports_of_a_run_reach_log_and_file(caplog):

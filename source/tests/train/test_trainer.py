@@ -444,11 +444,11 @@ def test_the_folder_of_the_normalised_input_is_made(small_input, train):
     assert Path("new/folder/out.json").exists()
 
 
-def test_an_open_scale_of_muon_is_warned_of_once(small_input, train, caplog):
+def test_an_open_scale_of_muon_is_said_once(small_input, train, caplog):
     content = small_input(training={"numb_steps": 1})
-    assert train(content) == 0
-    warned = [record for record in caplog.records if "lr_adjust_coeff" in record.message]
-    assert [record.levelname for record in warned] == ["WARNING"]
+    assert train(content, log_level="INFO") == 0
+    said = [record for record in caplog.records if "lr_adjust_coeff" in record.message]
+    assert [record.levelname for record in said] == ["INFO"]
 
 
 @pytest.mark.parametrize(
@@ -465,11 +465,12 @@ def test_a_restart_keeps_the_scales_that_its_input_omits(small_input, train, loa
     longer = small_input(training={"numb_steps": 2}, optimizer={})
     longer["learning_rate"]["start_lr"] *= 4  # for which an input that omits them would take less
     caplog.clear()
-    assert train(longer, restart="model.ckpt-1.pt") == 0
+    assert train(longer, log_level="INFO", restart="model.ckpt-1.pt") == 0
     (group,) = load("model.ckpt-2.pt")["optimizer"]["param_groups"]
     assert (group["lr_adjust_coeff"], group["adam_lr_ratio"]) == kept
-    warned = [record.message for record in caplog.records if "lr_adjust_coeff" in record.message]
-    assert warned == [f"optimizer/lr_adjust_coeff is not given and stays {shown}, as in model.ckpt-1.pt"]
+    (said,) = (record for record in caplog.records if "lr_adjust_coeff is not given" in record.message)
+    assert said.message == f"optimizer/lr_adjust_coeff is not given and stays {shown}, as in model.ckpt-1.pt"
+    assert said.levelname == "INFO"
     section = json.loads(Path("out.json").read_text())["optimizer"]
     assert (section["lr_adjust_coeff"], section.get("adam_lr_ratio")) == kept
 
@@ -485,14 +486,16 @@ def test_omitted_scales_suit_the_descriptors_of_the_run(small_input, train, load
     monkeypatch.setattr("deepmd_muon.train.start.descriptor_length", measured)
     monkeypatch.setattr(sys.modules["deepmd_muon.argcheck.load"], "_LONG_FOR_MUON", 0.01)
     monkeypatch.setattr(sys.modules["deepmd_muon.argcheck.load"], "_LONG_FOR_ADAM", 0.04)
-    assert train(small_input(training={"numb_steps": 1})) == 0
+    assert train(small_input(training={"numb_steps": 1}), log_level="INFO") == 0
     (length,) = lengths
     expected = (pytest.approx(0.0864 / length, rel=5e-3), pytest.approx(max(1.0, 0.4 / length), rel=5e-3))
     section = json.loads(Path("out.json").read_text())["optimizer"]
     (group,) = load("model.ckpt-1.pt")["optimizer"]["param_groups"]
     for found in (section, group):
         assert (found["lr_adjust_coeff"], found["adam_lr_ratio"]) == expected
-    assert [f"{length:.3g} long" in record.message for record in caplog.records].count(True) == 1
+    (said,) = (record for record in caplog.records if "lr_adjust_coeff is not given" in record.message)
+    assert f"{length:.3g} long" in said.message
+    assert said.levelname == "INFO"
     assert train(small_input(training={"numb_steps": 2}), restart="model.ckpt-1.pt") == 0
     (group,) = load("model.ckpt-2.pt")["optimizer"]["param_groups"]
     assert (group["lr_adjust_coeff"], group["adam_lr_ratio"]) == expected
@@ -503,6 +506,17 @@ def test_omitted_scales_suit_the_descriptors_of_the_run(small_input, train, load
     assert train(other, restart="adam-1.pt") == 0
     assert len(lengths) == 2
     assert json.loads(Path("out.json").read_text())["optimizer"]["lr_adjust_coeff"] < 0.0865 / lengths[1]
+
+
+def test_an_input_without_an_optimizer_says_once_what_hybrid_muon_would_do(small_input, train, load, caplog):
+    content = small_input(training={"numb_steps": 1})
+    del content["optimizer"]
+    assert train(content, log_level="INFO") == 0
+    (said,) = (record for record in caplog.records if "HybridMuon" in record.message)
+    assert said.levelname == "INFO"
+    assert "is Adam" in said.message
+    assert '"optimizer": {"type": "HybridMuon"}' in said.message
+    assert "betas" in load()["optimizer"]["param_groups"][0]
 
 
 def test_scales_of_a_run_are_kept_only_where_an_input_omits_them(small_input):

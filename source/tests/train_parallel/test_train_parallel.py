@@ -553,7 +553,7 @@ def wait_until(condition):
 def test_ranks_end_when_torchrun_is_killed(place, tmp_path):
     """They save first, as after SIGTERM."""
     given = content(place, 1, numb_steps=10**9, save_freq=10**9)
-    del given["optimizer"]["lr_adjust_coeff"]  # for a warning that only the first rank gives
+    del given["optimizer"]["lr_adjust_coeff"]  # for a line that only the first rank logs
     (tmp_path / "input.json").write_text(json.dumps(given))
     with (tmp_path / "log").open("w") as log:
         launcher = subprocess.Popen(**torchrun_command(tmp_path), stdout=log, stderr=log)
@@ -624,7 +624,7 @@ def test_a_wrong_input_is_told_once(place, tmp_path):
 @pytest.mark.slow
 def test_torchrun_trains_and_logs_once(place, tmp_path):
     given = content(place, 1, 1, numb_steps=2, seed=None)
-    del given["optimizer"]["lr_adjust_coeff"]  # for a warning
+    del given["optimizer"]["lr_adjust_coeff"]  # for a remark
     (tmp_path / "input.json").write_text(json.dumps(given))
     done = torchrun(tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,127 @@
+"""`dp show FILE ATTRIBUTE...`: what deepmd-kit's command of this form says of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deepmd_muon.cli.errors import CommandError
+from deepmd_muon.cli.handover import HandOver
+
+log = logging.getLogger(__name__)
+
+ATTRIBUTES = ("model-branch", "type-map", "descriptor", "fitting-net", "size", "observed-type", "serialization-tree")
+# deepmd-kit's bound for a type that its data did not have: the energy bias of such a type is 0 [eV].
+_UNOBSERVED = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class _Described:
+    """A single-task model in a file.
+
+    Attributes
+    ----------
+    section
+        Its model section as deepmd-kit writes it.
+    biased
+        Types whose energy bias is not 0; None where the file does not say.
+    """
+
+    section: Mapping[str, Any]
+    biased: list[str] | None
+
+
+def log_attributes(path: str, wanted: Sequence[str]) -> None:
+    """Log attributes of the model in a checkpoint or frozen file, in deepmd-kit's order and words.
+
+    Parameters
+    ----------
+    path
+        The file; ".pt" or ".dcp" of a checkpoint may be left out.
+    wanted
+        Of `ATTRIBUTES`.
+
+    Raises
+    ------
+    HandOver
+        When deepmd-kit alone can tell: several tasks, a serialization tree, the size of a model that we do not have.
+    CommandError
+        When a model of one task is asked for its branches.
+    """
+    if "serialization-tree" in wanted:
+        raise HandOver("'show serialization-tree'")
+    from deepmd_muon.infer.frozen import is_frozen
+    from deepmd_muon.model.checkpoint_file import understood
+
+    with understood(path):
+        model = _frozen(path) if is_frozen(path) else _checkpoint(path)
+        if "model_dict" in model.section:
+            raise HandOver("'show' for several tasks in one checkpoint")
+        if "model-branch" in wanted:
+            raise CommandError(f"show model-branch needs a multi-task checkpoint; {path} holds a single model")
+        lines = ["This is a singletask model"]
+        if "type-map" in wanted:
+            lines.append(f"The type_map is {list(model.section['type_map'])}")
+        if "descriptor" in wanted:
+            lines.append(f"The descriptor parameter is {model.section['descriptor']}")
+        if "fitting-net" in wanted:
+            lines.append(f"The fitting_net parameter is {model.section['fitting_net']}")
+        if "size" in wanted:
+            lines += _size_lines(model.section)
+        if "observed-type" in wanted:
+            observed = _observed(model, path)
+            lines += [
+                "The observed types for this model: ",
+                f"Number of observed types: {len(observed)} ",
+                f"Observed types: {observed} ",
+            ]
+    for line in lines:
+        log.info(line)
+
+
+def _frozen(path: str) -> _Described:
+    from deepmd_muon.infer.frozen import FrozenModel
+
+    frozen = FrozenModel(path, "cpu")
+    return _Described(frozen.model_section(), frozen.observed_types())
+
+
+def _checkpoint(path: str) -> _Described:
+    from deepmd_muon.model.checkpoint_file import read_checkpoint
+    from deepmd_muon.model.deepmd_kit import PREFIX
+
+    state = read_checkpoint(path, leave=("optimizer", "ema"))["model"]
+    section, bias = state["_extra_state"]["model_params"], state.get(f"{PREFIX}atomic_model.out_bias")
+    biased = None
+    if bias is not None:  # (1, ntypes, 1)
+        biased = [name for name, energy in zip(section["type_map"], bias[0], strict=True) if _differs(energy)]
+    return _Described(section, biased)
+
+
+def _differs(energy: Any) -> bool:
+    return bool((energy.abs() > _UNOBSERVED).any())
+
+
+def _size_lines(section: Mapping[str, Any]) -> list[str]:
+    from deepmd_muon.model import build_model
+    from deepmd_muon.model.deepmd_kit import settings_of
+    from deepmd_muon.model.errors import CheckpointError as ForeignModelError
+
+    try:
+        model = build_model(settings_of(section)).atomic_model
+    except ForeignModelError as error:
+        raise HandOver(f"this model ({error})") from error
+    parts = {"descriptor": model.descriptor, "fitting-net": model.fitting_net}
+    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+    sizes["total"] = sum(sizes.values())
+    return ["Parameter counts:", *(f"Parameters in {name}: {size:,}" for name, size in sizes.items())]
+
+
+def _observed(model: _Described, path: str) -> list[str]:
+    """Return the types that the training data had, in the order of the type map."""
+    recorded = model.section.get("info", {}).get("observed_type", model.biased)
+    if recorded is None:
+        raise CommandError(f"{path} does not say which types its training data had; give its checkpoint")
+    return list(recorded)

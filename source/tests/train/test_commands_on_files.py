@@ -1,0 +1,175 @@
+"""Every command on every kind of file that `dp train` and `dp freeze` write, as a table."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deepmd_muon.cli.main import main
+
+VALID = str(Path(__file__).parents[3] / "examples" / "cu_emt" / "data" / "valid")
+REPFLOW = {
+    "n_dim": 8,
+    "e_dim": 4,
+    "a_dim": 4,
+    "nlayers": 1,
+    "axis_neuron": 2,
+    "e_rcut": 4.5,
+    "e_rcut_smth": 2.0,
+    "e_sel": 60,
+    "a_rcut": 3.0,
+    "a_rcut_smth": 2.0,
+    "a_sel": 14,
+}
+ATTENTION = {"attn": 8, "attn_layer": 1, "tebd_dim": 4, "rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8]}
+DESCRIPTORS = {
+    "se_e2_a": {},
+    "dpa1": {"type": "se_atten", "sel": "auto", "axis_neuron": 3, "seed": 1, **ATTENTION},
+    "dpa3": {"type": "dpa3", "repflow": REPFLOW, "seed": 1},
+}
+FILES = ("model.ckpt", "model.ckpt.dcp", "best.ckpt-2.t-1.pt", "frozen.pth", ".", "input.json")
+NO_CHECKPOINT = {"frozen.pth": "frozen model", ".": "folder", "input.json": "cannot be read as a checkpoint"}
+AN_INPUT = {**NO_CHECKPOINT, ".": "not a regular file", "input.json": None}
+NO_DATA = dict.fromkeys(FILES, "system")
+# The words of a command, and for each file that it refuses, a word of the message.
+COMMANDS = {
+    "show routing": ("show routing FILE", AN_INPUT),
+    "show plan": ("show plan FILE --world-size 2", AN_INPUT),
+    "show weights": ("show weights FILE", NO_CHECKPOINT),
+    "show lcurve": ("show lcurve FILE", dict.fromkeys(FILES, "learning curve")),
+    "show attributes": (
+        "show FILE type-map descriptor fitting-net size observed-type",
+        {**NO_CHECKPOINT, "frozen.pth": None},
+    ),
+    "show model-branch": ("show FILE model-branch", {**dict.fromkeys(FILES, "single model"), ".": "folder"}),
+    "test": (f"test -m FILE -s {VALID} -n 1", {**NO_CHECKPOINT, "frozen.pth": None}),
+    "test --ema": (f"test -m FILE -s {VALID} -n 1 --ema", {**NO_CHECKPOINT, "frozen.pth": "--ema"}),
+    "model-devi": (f"model-devi -m FILE frozen.pth -s {VALID}", {**NO_CHECKPOINT, "frozen.pth": None}),
+    "freeze": ("freeze -c FILE -o other.pth", {**NO_CHECKPOINT, ".": None}),
+    "change-bias": ("change-bias FILE -b 0.5 -o changed.pt", NO_CHECKPOINT),
+    "neighbor-stat": ("neighbor-stat -s FILE -r 3", NO_DATA),
+    "convert-data": ("convert-data FILE converted.hdf5", NO_DATA),
+    "init-model": ("train again.json -v WARNING -i FILE", NO_CHECKPOINT),
+    "restart": ("train again.json -v WARNING -r FILE", NO_CHECKPOINT),
+    "finetune": ("train again.json -v WARNING -t FILE", NO_CHECKPOINT),
+}
+COMMANDS["show model-branch"][1]["input.json"] = NO_CHECKPOINT["input.json"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def run(descriptor, runs, small_input, train):
+    """Fill the folder with the files of a run of this descriptor."""
+    kept = runs / descriptor
+    if not kept.exists():
+        content = small_input(
+            training={"numb_steps": 2, "save_freq": 1, "checkpoint_format": "both", "enable_ema": True, "seed": 1}
+        )
+        content["model"]["descriptor"] = DESCRIPTORS[descriptor] or content["model"]["descriptor"]
+        content["validating"] = {"full_validation": True, "validation_freq": 2, "full_val_start": 0}
+        assert train(content) == 0
+        # Restarts then have nothing left to do, and no run moves these files.
+        content["training"] |= {"numb_steps": 2, "save_ckpt": "again", "disp_file": "again.out"}
+        del content["validating"]
+        Path("again.json").write_text(json.dumps(content))
+        assert main(["freeze", "-c", "model.ckpt.pt", "-o", "frozen.pth"]) == 0
+        shutil.copytree(Path(), kept, symlinks=True)
+    else:
+        shutil.copytree(kept, Path(), symlinks=True, dirs_exist_ok=True)
+
+
+@pytest.fixture(autouse=True)
+def _alone_and_without_pictures(monkeypatch):
+    """deepmd-kit is not installed; drawing, which has its own tests, would take half the time."""
+    monkeypatch.delenv("DP_BACKEND", raising=False)
+    monkeypatch.setattr("deepmd_muon.infer.spectra.plot_spectra", lambda parameters, path, title="": None)
+    monkeypatch.setattr("deepmd_muon.cli.handover.importlib.util.find_spec", lambda name: None)
+
+
+def shown(text):
+    """What a command says, without times and the names of files."""
+    return re.sub(r"\[[^]]*\] DEEPMD ", "", re.sub(r"(model|best)\.ckpt\S*|frozen\.pth", "FILE", text))
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "file"),
+    [("se_e2_a", file) for file in FILES]
+    + [(other, file) for other in ("dpa1", "dpa3") for file in ("model.ckpt", "frozen.pth")],
+)
+def test_every_command_takes_or_refuses_every_file(run, file, capsys):
+    capsys.readouterr()
+    for command, (words, refused) in COMMANDS.items():
+        status = main([file if word == "FILE" else word for word in words.split()])
+        said = capsys.readouterr()
+        expected = refused.get(file)
+        assert (command, status) == (command, 2 if expected else 0), said.err
+        if expected:
+            assert expected in said.err, command
+            assert file in said.err or file == ".", command
+        else:
+            assert said.out or said.err or command in ("init-model", "restart", "finetune"), command
+
+
+@pytest.mark.parametrize("descriptor", DESCRIPTORS)
+def test_what_is_shown_does_not_hang_on_the_kind_of_file(run, capsys):
+    """Newest file, its directory and the frozen file hold one model."""
+    for command in ("show routing", "show weights", "show attributes", "test"):
+        texts = set()
+        for file in ("model.ckpt.pt", "model.ckpt.dcp", "frozen.pth"):
+            words, refused = COMMANDS[command]
+            if refused.get(file) is None:
+                capsys.readouterr()
+                assert main([file if word == "FILE" else word for word in words.split()]) == 0
+                said = capsys.readouterr()
+                texts.add(shown(said.out if command in ("show routing", "show weights") else said.err))
+        assert len(texts) == 1, command
+    parameters = int(re.search(r"Parameters in total: (\d+)", _attributes(capsys)).group(1))
+    assert main(["show", "routing", "model.ckpt.pt"]) == 0
+    assert sum(map(int, re.findall(r"\((\d+) weights", capsys.readouterr().out))) == parameters
+
+
+def _attributes(capsys):
+    capsys.readouterr()
+    assert main(["show", "model.ckpt", "size"]) == 0
+    return capsys.readouterr().err
+
+
+def test_attributes_are_deepmd_kits_lines(finished, capsys):
+    """The words are those that deepmd-kit 3.2.0 printed for this run's checkpoint."""
+    capsys.readouterr()
+    assert main(["--pt", "show", "model.ckpt.pt", "size", "type-map", "observed-type", "fitting-net"]) == 0
+    fitting_net = {
+        "default_fparam": None,
+        "use_aparam_as_mask": False,
+        "type": "ener",
+        "neuron": [6, 6],
+        "resnet_dt": True,
+        "activation_function": "tanh",
+        "precision": "default",
+        "trainable": True,
+        "seed": 2,
+        "atom_ener": [],
+        "rcond": None,
+        "numb_fparam": 0,
+        "numb_aparam": 0,
+        "dim_case_embd": 0,
+    }
+    lines = shown(capsys.readouterr().err).splitlines()
+    assert [line.removeprefix("INFO    ") for line in lines] == [
+        "This is a singletask model",
+        "The type_map is ['Cu']",
+        f"The fitting_net parameter is {fitting_net}",
+        "Parameter counts:",
+        "Parameters in descriptor: 48",
+        "Parameters in fitting-net: 205",
+        "Parameters in total: 253",
+        "The observed types for this model: ",
+        "Number of observed types: 1 ",
+        "Observed types: ['Cu'] ",
+    ]
