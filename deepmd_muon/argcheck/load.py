@@ -78,6 +78,11 @@ class Input:
     notices: tuple[str, ...] = ()
     open_scales: OpenScales | None = None
 
+    def with_model(self, section: Mapping[str, Any]) -> Input:
+        """Return the input with another section `model`, in its plain form; it is checked like any input."""
+        complete = normalize({**self.normalized, "model": section})
+        return dataclasses.replace(complete, notices=self.notices, open_scales=self.open_scales)
+
     def keeping_scale(self, group: Mapping[str, Any], source: str) -> Input:
         """Return the input with the scales of a run that it continues, where it omits them.
 

@@ -263,6 +263,26 @@ class System:
         assert result is not None  # asked for frames of which one set at least has the file
         return result
 
+    def with_type_map(self, type_map: Sequence[str]) -> System:
+        """Return the same system with types that index another type map."""
+        return System(self._store, type_map)
+
+    def projections(self, indices: np.ndarray) -> np.ndarray:
+        """Sum types, positions and cell of some frames with fixed random weights, float64 (nframes, 4) [Å].
+
+        Two frames with the same sums are copies, whatever their format: padding does not count.
+        """
+        weights = np.random.default_rng(0).standard_normal((self.natoms, 3, 4))
+        coord = self._read(["coord.npy"] * len(self._sets), indices).reshape(len(indices), self.natoms, 3)
+        types = self.types(indices)
+        # Between 1 and 2, and another for every type; the golden ratio spreads them.
+        factor = np.where(types < 0, 0.0, 1.0 + (types + 1) * 0.6180339887 % 1.0)
+        sums: np.ndarray = np.einsum("fak,fa,akm->fm", coord, factor, weights, optimize=True)
+        if self.pbc:
+            box = self._read(["box.npy"] * len(self._sets), indices)
+            sums += box @ np.random.default_rng(1).standard_normal((9, 4))
+        return sums
+
     def fingerprint(self) -> str:
         """Hash of types, shapes, energies, first and last positions and cells, wherever the files lie."""
         digest = hashlib.sha256(repr((self.natoms, self.nframes, self.type_map, self.pbc, self.mixed)).encode())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from deepmd_muon.argcheck import Input, dump, load, normalize
+from deepmd_muon.argcheck import Input, dump, load
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.files import make_folder_of
 from deepmd_muon.model import EnergyModel, Structures, build_model
@@ -41,12 +40,12 @@ from deepmd_muon.train.setup import (
     make_loaders,
     new_seed,
     number_of_steps,
-    open_training_systems,
     resolve_sel,
     set_model_statistics,
     with_descriptor,
 )
 from deepmd_muon.train.source import Source, Way
+from deepmd_muon.train.systems import open_training_systems, warn_of_shared_frames
 from deepmd_muon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -183,11 +182,14 @@ def _check_reports(given: Input, output: str) -> None:
 
 
 def _complete_input(given: Input, source: Source | None, *, use_pretrain_script: bool) -> Input:
-    """Take the model section of a checkpoint if asked to, and refuse a `stat_file` that cannot be written."""
+    """Take what the input leaves to its checkpoint, and refuse a `stat_file` that cannot be written."""
+    if source and not given.settings.model.type_map:
+        given = given.with_model({**given.normalized["model"], "type_map": list(source.model_section["type_map"])})
+        log.info(
+            "model/type_map is left out and becomes %s, as in %s", given.normalized["model"]["type_map"], source.path
+        )
     if source and use_pretrain_script:
-        section = source.script(given.normalized["model"])
-        complete = normalize({**given.normalized, "model": section})
-        given = dataclasses.replace(complete, notices=given.notices, open_scales=given.open_scales)
+        given = given.with_model(source.script(given.normalized["model"]))
     if given.settings.training.stat_file:
         StatFile(given.settings.training.stat_file)  # refuses a folder before the long work begins
     return given
@@ -200,8 +202,10 @@ def _prepare(
     warm_up(ranks.device)
     if ranks.device.type == "cpu":
         keep_freed_memory()
-    train, valid = open_training_systems(given.settings.model, given.settings.training)
+    given, train, valid = open_training_systems(given)
     check_same_run(given, train, valid, ranks)
+    if ranks.first:
+        warn_of_shared_frames(train, valid)
     if source and given.settings.model.descriptor.needs_counts:
         saved = model_settings(source.model_section).descriptor
         given = with_descriptor(given, given.settings.model.descriptor.with_counts_of(saved))
