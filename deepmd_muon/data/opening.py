@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from deepmd_muon.data.ase_reading import read_ase
+from deepmd_muon.data.elements import by_atomic_number
 from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
 from deepmd_muon.data.lmdb_store import is_lmdb, lmdb_stores
 from deepmd_muon.data.npy_store import npy_stores
@@ -92,6 +93,23 @@ def check_type_maps(systems: Sequence[System]) -> tuple[str, ...] | None:
             )
         longest = max(longest, own, key=len)
     return longest or None
+
+
+def elements_of(systems: Sequence[System]) -> tuple[str, ...]:
+    """Return the types of systems by atomic number, for a caller that needs a type map and has none.
+
+    Raises
+    ------
+    TypeMapError
+        When a system has no type_map.raw.
+    """
+    for system in systems:
+        if system.type_map is None:
+            raise TypeMapError(
+                f"system {system.name} has no type_map.raw, so its elements are unknown: name them there, or give the "
+                "type map (model/type_map of an input, -t of a command)"
+            )
+    return by_atomic_number(name for system in systems for name in system.type_map or ())
 
 
 def check_labels(systems: Sequence[System]) -> None:

@@ -88,8 +88,8 @@ class DeepPotCalculator(Calculator):
         if np.linalg.matrix_rank(cell[atoms.pbc]) < atoms.pbc.sum():
             periodic = " ".join("T" if axis else "F" for axis in atoms.pbc)
             raise PredictionInputError(
-                f"these atoms are periodic along pbc=\"{periodic}\", but the cell {cell.tolist()} has no vectors that span "
-                "these axes: set the cell, or pbc to False"
+                f'these atoms are periodic (pbc="{periodic}"), but the vectors of the cell {cell.tolist()} do not span '
+                "the periodic axes: set the cell, or pbc to False"
             )
         if atoms.pbc.all():
             return cell

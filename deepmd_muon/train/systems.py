@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 from deepmd_muon.argcheck import Input, TrainingDataSettings
 from deepmd_muon.data import System, open_systems
-from deepmd_muon.data.elements import by_atomic_number
-from deepmd_muon.data.opening import check_labels
+from deepmd_muon.data.opening import check_labels, elements_of
 from deepmd_muon.data.overlap import shared_frames
 from deepmd_muon.data.plausible import suspicions
 from deepmd_muon.section import thaw
-from deepmd_muon.train.errors import TrainingError
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +47,13 @@ def open_training_systems(given: Input) -> tuple[Input, list[System], list[Syste
     ------
     DataError
         When a system cannot be read, or no training system has labels.
-    TrainingError
+    TypeMapError
         When neither the input nor a system has element names.
     """
     model, training = given.settings.model, given.settings.training
     train = open_section(training.training_data, model.type_map)
     if not model.type_map:
-        given = given.with_model({**thaw(model), "type_map": list(_elements(train))})
+        given = given.with_model({**thaw(model), "type_map": list(elements_of(train))})
         model = given.settings.model
         train = [system.with_type_map(model.type_map) for system in train]
         log.info("model/type_map is left out and becomes %s: the types of the training data", list(model.type_map))
@@ -76,17 +74,6 @@ def open_training_systems(given: Input) -> tuple[Input, list[System], list[Syste
         if systems:
             check_labels(systems)
     return given, train, valid
-
-
-def _elements(systems: Sequence[System]) -> tuple[str, ...]:
-    """Return the types of systems, by atomic number."""
-    for system in systems:
-        if system.type_map is None:
-            raise TrainingError(
-                f"model/type_map is left out and system {system.name} has no type_map.raw: name the elements of its "
-                "types in one of them"
-            )
-    return by_atomic_number(name for system in systems for name in system.type_map or ())
 
 
 def warn_of_shared_frames(train: Sequence[System], valid: Sequence[System]) -> None:

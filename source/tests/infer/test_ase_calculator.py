@@ -87,7 +87,7 @@ def test_partly_periodic_systems(atoms, predictor, water_atoms):
 def test_periodic_axes_need_vectors(atoms, pbc):
     atoms.cell[2] = 0.0
     atoms.pbc = pbc
-    with pytest.raises(PredictionInputError, match=r"pbc=.*T.*no vectors"):
+    with pytest.raises(PredictionInputError, match=r"pbc=.*T.*do not span"):
         atoms.get_potential_energy()
 
 

@@ -10,11 +10,10 @@ import pytest
 
 from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.cli.main import main
-from deepmd_muon.data import DataError, open_systems
+from deepmd_muon.data import DataError, TypeMapError, open_systems
 from deepmd_muon.data.overlap import shared_frames
 from deepmd_muon.model import ModelError, build_model
 from deepmd_muon.train import run
-from deepmd_muon.train.errors import TrainingError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 DPA1 = {"type": "dpa1", "sel": 20, "rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8], "axis_neuron": 3, "tebd_dim": 2}
@@ -79,7 +78,7 @@ def test_a_type_map_that_cannot_be_found_is_an_error(small_input, train):
     path = relabel(["Cu"], "unnamed")
     Path(path, "type_map.raw").unlink()
     content["training"]["training_data"]["systems"] = [path]
-    with pytest.raises(TrainingError, match="type_map.raw"):
+    with pytest.raises(TypeMapError, match=r"type_map\.raw"):
         train(content)
     with pytest.raises(ModelError, match="type_map"):
         build_model(normalize(content).normalized["model"] | {"descriptor": DPA1})
@@ -98,7 +97,9 @@ def extxyz(path, key, count=3, seed=0):
     with Path(path).open("w") as file:
         for _ in range(count):
             rows = [f"Cu {2.4 * k:.3f} {random.random():.3f} 0 0 0 0" for k in range(4)]
-            head = f'Lattice="10 0 0 0 10 0 0 0 10" Properties=species:S:1:pos:R:3:REF_forces:R:3 {key}={random.random()}'
+            head = (
+                f'Lattice="10 0 0 0 10 0 0 0 10" Properties=species:S:1:pos:R:3:REF_forces:R:3 {key}={random.random()}'
+            )
             file.write("\n".join(["4", head, *rows, ""]))
 
 
