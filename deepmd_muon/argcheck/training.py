@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
+from deepmd_muon.label_keys import LabelKeys
 from deepmd_muon.section import Foreign, Rule, Section, section
 from deepmd_muon.setting import setting
 
@@ -67,6 +68,14 @@ class TrainingDataSettings(Section):
         doc=(
             "Patterns such as 'fcc*'. Then systems names folders, and of the folders at any depth below them those are "
             "systems that fit a pattern and have a type.raw; patterns search as Path.rglob of Python does."
+        ),
+    )
+    label_keys: LabelKeys = section(LabelKeys(), doc="Names of the labels in files that ASE reads.")
+    keep_unconverged: bool = setting(
+        False,
+        doc=(
+            "Keep frames whose electronic loop did not converge, in files that ASE reads (VASP); they are left out "
+            "with a warning otherwise."
         ),
     )
     batch_size: int | str | tuple[int, ...] = setting(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import HandOver, frozen_here
-from deepmd_muon.cli.systems import listed_systems
+from deepmd_muon.cli.systems import add_label_options, listed_systems, open_listed
 
 HELP = "change the energy that a trained model adds to each atom by its type"
 
@@ -33,6 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="changed checkpoint [INPUT with _updated before .pt]")
     parser.add_argument("--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
+    add_label_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         output,
         branch=options.model_branch,
         values=options.bias_value,
-        systems=systems,
+        open_data=lambda type_map: open_listed(systems, type_map, options),
         mode=options.mode,
         frames=options.numb_batch,
     )

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepmd_muon.cli.systems import add_label_options, open_listed
+
 if TYPE_CHECKING:
     from deepmd_muon.data import System
 
@@ -23,23 +25,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="name.hdf5 or name.h5, name.lmdb, name.xyz or name.extxyz, or else a folder of npy systems",
     )
     parser.add_argument("-t", "--type-map", nargs="+", metavar="ELEMENT", help="order of the elements in the output")
-    keys = parser.add_argument_group("labels of files that ASE reads", "by default ASE's own energy, forces and stress")
-    keys.add_argument("--energy-key", metavar="KEY", help="name of the energy [eV], e.g. REF_energy")
-    keys.add_argument("--force-key", metavar="KEY", help="name of the forces [eV/Å]")
-    keys.add_argument("--virial-key", metavar="KEY", help="name of the virial [eV], −dE/dε")
-    keys.add_argument("--stress-key", metavar="KEY", help="name of the stress [eV/Å³], positive under tension")
+    parser.add_argument("--unlabelled", action="store_true", help="convert structures without any label, too")
+    add_label_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Convert, and print the systems that were found."""
-    from deepmd_muon.data import open_systems
-    from deepmd_muon.data.ase_reading import LabelKeys
     from deepmd_muon.data.lmdb_writing import write_lmdb
+    from deepmd_muon.data.opening import check_labels
     from deepmd_muon.data.plausible import suspicions
     from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_npy
+    from deepmd_muon.train.report import set_up_logging
 
-    keys = LabelKeys(options.energy_key, options.force_key, options.virial_key, options.stress_key)
-    systems = open_systems(options.input, options.type_map, keys)
+    set_up_logging(options.log_level, options.log_path)
+    systems = open_listed(options.input, options.type_map, options)
+    if not options.unlabelled:
+        check_labels(systems)
     output = Path(options.output)
     writers = {
         ".hdf5": write_hdf5,

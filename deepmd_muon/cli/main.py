@@ -20,6 +20,7 @@ from deepmd_muon.cli import (
     convert_data,
     doc_train_input,
     freeze,
+    init,
     model_devi,
     neighbor_stat,
     show,
@@ -31,6 +32,7 @@ from deepmd_muon.failures import failure_of
 from deepmd_muon.plugins import load_plugins
 
 COMMANDS = {
+    "init": init,
     "train": train,
     "test": test,
     "freeze": freeze,

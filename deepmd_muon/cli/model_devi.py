@@ -8,6 +8,7 @@ from pathlib import Path
 
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import HandOver
+from deepmd_muon.cli.systems import add_label_options, open_listed
 
 HELP = "write how far several models disagree on the frames of systems"
 
@@ -32,6 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--relative_v", type=float, metavar="LEVEL", help="divide deviations of virials by the virial plus LEVEL"
     )
+    add_label_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,7 +45,6 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError("-m needs at least two models; found one: its deviation from itself is zero")
     import numpy as np
 
-    from deepmd_muon.data import open_systems
     from deepmd_muon.infer.model_deviation import DeviationFile, DeviationSettings, system_deviation
     from deepmd_muon.infer.predictor import Predictor
     from deepmd_muon.model.errors import CheckpointError as ForeignModelError
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         if predictor.type_map != type_map:
             raise CommandError(f"{name} has types {predictor.type_map}, {options.models[0]} has {type_map}")
     settings = DeviationSettings(options.real_error, options.relative, options.relative_v)
-    systems = open_systems([options.system], type_map)
+    systems = open_listed(options.system, type_map, options)
     output = DeviationFile(Path(options.output), atomic=options.atomic)
     for system in systems:
         parts = list(system_deviation(predictors, system, settings))

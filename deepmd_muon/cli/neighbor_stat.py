@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 
+from deepmd_muon.cli.systems import add_label_options, open_listed
+
 HELP = "find the shortest distance and the largest numbers of neighbours in a data set"
 
 log = logging.getLogger(__name__)
@@ -25,15 +27,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mixed-type", "--one-type", action="store_true", help="count neighbours of all types together"
     )
+    add_label_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Count, and log the same lines as deepmd-kit."""
-    from deepmd_muon.data import neighbor_statistics, open_systems, with_common_types
+    from deepmd_muon.data import neighbor_statistics, with_common_types
     from deepmd_muon.train.report import set_up_logging
 
     set_up_logging(options.log_level, options.log_path)
-    systems = open_systems([options.system], options.type_map)
+    systems = open_listed(options.system, options.type_map, options)
     if options.type_map is None:
         systems = with_common_types(systems)
         log.info("type_map: %s", list(systems[0].type_map or ()))

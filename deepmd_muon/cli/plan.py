@@ -91,6 +91,11 @@ def optimizer_of(given: Input) -> torch.optim.Optimizer:
     from deepmd_muon.train.optimizers import build_optimizer
 
     settings = given.settings.model
+    if not settings.type_map:
+        raise CommandError(
+            "the input leaves out model/type_map, which only dp train takes from its data: name the types, or give the "
+            "out.json of the run"
+        )
     # "auto" needs the data, and the number of neighbours is in no parameter's shape.
     one = NeighborStatistics(math.inf, (1,) * len(settings.type_map), 1)
     descriptor = settings.descriptor.with_counts(lambda rcut: one)

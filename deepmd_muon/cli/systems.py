@@ -1,10 +1,41 @@
-"""Systems that a text file lists."""
+"""Systems of a command line: lists in text files, and names of labels."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deepmd_muon.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from deepmd_muon.data import System
+
+
+def add_label_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options about files that ASE reads."""
+    keys = parser.add_argument_group(
+        "files that ASE reads", "by default their usual names are recognized: energy, forces, REF_energy, dft_forces, …"
+    )
+    keys.add_argument("--energy-key", metavar="KEY", help="name of the energy [eV], e.g. REF_energy")
+    keys.add_argument("--force-key", metavar="KEY", help="name of the forces [eV/Å]")
+    keys.add_argument("--virial-key", metavar="KEY", help="name of the virial [eV], −dE/dε")
+    keys.add_argument("--stress-key", metavar="KEY", help="name of the stress [eV/Å³], positive under tension")
+    keys.add_argument(
+        "--keep-unconverged", action="store_true", help="keep frames whose electronic loop did not converge"
+    )
+
+
+def open_listed(
+    paths: str | Sequence[str], type_map: Sequence[str] | None, options: argparse.Namespace
+) -> list[System]:
+    """Open systems with the options of `add_label_options`."""
+    from deepmd_muon.data import open_systems
+    from deepmd_muon.label_keys import LabelKeys
+
+    keys = LabelKeys(options.energy_key, options.force_key, options.virial_key, options.stress_key)
+    return open_systems(paths, type_map, keys, keep_unconverged=options.keep_unconverged)
 
 
 def listed_systems(path: str) -> list[str]:

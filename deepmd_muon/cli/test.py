@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import HandOver
-from deepmd_muon.cli.systems import listed_systems
+from deepmd_muon.cli.systems import add_label_options, listed_systems, open_listed
 
 if TYPE_CHECKING:
     from deepmd_muon.data import System
@@ -47,6 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ema", action="store_true", help="use the averaged weights of the checkpoint")
     parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
+    add_label_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"-n must be 0 (all frames) or a number of frames; found {options.numb_test}")
     import numpy as np
 
+    from deepmd_muon.data.opening import check_labels
     from deepmd_muon.infer.details import DetailFiles
     from deepmd_muon.infer.evaluation import evaluate_system
     from deepmd_muon.infer.metrics import add_errors
@@ -72,7 +75,9 @@ def run(options: argparse.Namespace) -> int:
     details = DetailFiles(options.detail_file) if options.detail_file else None
     picture = _picture(options.plot)
     shuffle = np.random.default_rng(options.rand_seed) if options.shuffle_test else None
-    for name, systems in _open(options, predictor.type_map).items():
+    opened = _open(options, predictor.type_map)
+    check_labels([system for systems in opened.values() for system in systems])
+    for name, systems in opened.items():
         total: Errors = {}
         for system in systems:
             log.info("# testing system : %s", system.name)
@@ -130,26 +135,25 @@ def _report(errors: Errors, title: str) -> None:
 
 def _open(options: argparse.Namespace, type_map: tuple[str, ...]) -> dict[str, list[System]]:
     """Open the systems that the options name, with the model's types, by the name of their series."""
-    from deepmd_muon.data import open_systems
-
     inputs = {"training": options.train_data, "validation": options.valid_data}
     given = {name: path for name, path in inputs.items() if path}
     if given:
         if options.system or options.datafile:
             raise CommandError("-s and -f exclude --train-data and --valid-data; give one of both kinds")
-        series = {name: open_systems(_systems_of_input(Path(path), name), type_map) for name, path in given.items()}
+        series = {name: _systems_of_input(Path(path), name, type_map) for name, path in given.items()}
         return series if len(series) > 1 else {"": next(iter(series.values()))}
-    if options.datafile:
-        return {"": open_systems(listed_systems(options.datafile), type_map)}
-    return {"": open_systems([options.system or "."], type_map)}
+    paths = listed_systems(options.datafile) if options.datafile else [options.system or "."]
+    return {"": open_listed(paths, type_map, options)}
 
 
-def _systems_of_input(path: Path, name: str) -> list[str]:
-    """Return the systems that an input file names; they are relative to the file's folder, as in deepmd-kit."""
+def _systems_of_input(path: Path, name: str, type_map: tuple[str, ...]) -> list[System]:
+    """Open the systems that an input file names; they are relative to the file's folder, as in deepmd-kit."""
     from deepmd_muon.argcheck import load
+    from deepmd_muon.train.systems import open_section
 
     training = load(path).settings.training
     data = training.training_data if name == "training" else training.validation_data
     if data is None:
         raise CommandError(f"{path} has no validation data")
-    return [str(path.parent / system) for system in data.systems]
+    here = tuple(str(path.parent / system) for system in data.systems)
+    return open_section(dataclasses.replace(data, systems=here), type_map)

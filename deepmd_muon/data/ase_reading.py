@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from deepmd_muon.data.ase_labels import Labels, given
 from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
 from deepmd_muon.data.memory import MemoryStore
+from deepmd_muon.data.vasp_convergence import converged_frames
+from deepmd_muon.label_keys import LabelKeys
 
 if TYPE_CHECKING:
     from ase import Atoms
 
-
-@dataclass(frozen=True)
-class LabelKeys:
-    """Names of labels in `atoms.info` and `atoms.arrays`; None takes ASE's own: the results of its calculator.
-
-    Attributes
-    ----------
-    energy : str, optional
-        Total energy [eV].
-    force : str, optional
-        Forces [eV/Å].
-    virial : str, optional
-        Nine numbers −dE/dε [eV].
-    stress : str, optional
-        Six (Voigt) or nine numbers of ASE's sign [eV/Å³]; positive under tension.
-    """
-
-    energy: str | None = None
-    force: str | None = None
-    virial: str | None = None
-    stress: str | None = None
+log = logging.getLogger(__name__)
 
 
-def read_ase(path: str, keys: LabelKeys | None = None) -> list[MemoryStore]:
+def read_ase(path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool = False) -> list[MemoryStore]:
     """Read all frames of a file; frames of the same atoms in the same order are one system.
+
+    Energies are free energies where ASE has them (`free_energy`): their derivatives are the forces.
 
     Parameters
     ----------
@@ -47,6 +31,8 @@ def read_ase(path: str, keys: LabelKeys | None = None) -> list[MemoryStore]:
         Any file that `ase.io` reads. A cell without volume, or no periodic direction, means no cell.
     keys
         Names of labels.
+    keep_unconverged
+        Keep frames whose electronic loop did not converge; they are left out with a warning otherwise.
 
     Raises
     ------
@@ -55,10 +41,12 @@ def read_ase(path: str, keys: LabelKeys | None = None) -> list[MemoryStore]:
     SystemNotFoundError
         When ASE cannot read the file.
     SystemFormatError
-        When the file has no frames, or a label has a wrong shape.
+        When the file has no frames, a label is ambiguous or has a wrong shape, or a frame is periodic along some axes
+        only.
     """
     try:
         from ase.io import read
+        from ase.io.formats import filetype
     except ImportError as error:
         raise DataError(
             f"system {path} is neither a folder nor an HDF5 file; other files are read by ASE, which is not installed: "
@@ -66,6 +54,7 @@ def read_ase(path: str, keys: LabelKeys | None = None) -> list[MemoryStore]:
         ) from error
     try:
         frames = read(path, index=":")
+        converged = converged_frames(path, filetype(path))
     except Exception as error:  # ASE's readers raise whatever their parsing runs into
         raise SystemNotFoundError(
             f"system {path}: neither a folder, an HDF5 file nor a file that ASE reads "
@@ -73,16 +62,44 @@ def read_ase(path: str, keys: LabelKeys | None = None) -> list[MemoryStore]:
         ) from error
     if not frames:
         raise SystemFormatError(path, "", "the file has no frames")
-    return stores_of(frames, path, keys or LabelKeys())
+    chosen = range(len(frames)) if keep_unconverged else _converged(frames, converged, path)
+    return _stores(frames, chosen, path, keys or LabelKeys())
 
 
-def stores_of(frames: Iterable[Atoms], path: str, keys: LabelKeys) -> list[MemoryStore]:
+def _converged(frames: Sequence[Atoms], converged: Sequence[bool], path: str) -> list[int]:
+    """Return the numbers of the frames that are not known to lack convergence, and warn of the others."""
+    # Some of ASE's readers say it in results or info.
+    said = [given(atoms).get("converged") for atoms in frames]
+    unsure = [isinstance(value, (bool, np.bool_)) and not value for value in said]
+    for number, good in enumerate(converged[: len(frames)]):
+        unsure[number] = unsure[number] or not good
+    if all(unsure):
+        raise SystemFormatError(
+            path,
+            "",
+            f"the electronic loop of no frame converged ({len(frames)} frames); raise NELM and compute them again, or "
+            "keep them: keep_unconverged true beside systems, or --keep-unconverged",
+        )
+    if bad := [number for number, found in enumerate(unsure) if found]:
+        log.warning(
+            "%s: %d of %d frames are left out, because their electronic loop did not converge (frames %s); "
+            "keep_unconverged true beside systems, or --keep-unconverged, keeps them",
+            path,
+            len(bad),
+            len(frames),
+            ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else ""),
+        )
+    return [number for number, found in enumerate(unsure) if not found]
+
+
+def _stores(frames: Sequence[Atoms], chosen: Sequence[int], path: str, keys: LabelKeys) -> list[MemoryStore]:
     """Sort frames by their atoms and by whether they have a cell; within a system, by the labels that they have."""
     systems: dict[tuple[tuple[str, ...], bool], dict[frozenset[str], list[Mapping[str, np.ndarray]]]] = {}
-    frames = list(frames)
-    _check_keys(frames, path, keys)
-    for number, atoms in enumerate(frames):
-        arrays = _arrays(atoms, keys, path, number)
+    labels = Labels.of([frames[number] for number in chosen], path, keys)
+    for number in chosen:
+        atoms, place = frames[number], f"frame {number}"
+        arrays = _structure(atoms, path, place)
+        arrays |= labels.read(atoms, path, place, cell="box" in arrays)
         kind = tuple(atoms.get_chemical_symbols()), "box" in arrays
         systems.setdefault(kind, {}).setdefault(frozenset(arrays), []).append(arrays)
     stores = []
@@ -93,63 +110,22 @@ def stores_of(frames: Iterable[Atoms], path: str, keys: LabelKeys) -> list[Memor
     return stores
 
 
-def _check_keys(frames: Sequence[Atoms], path: str, keys: LabelKeys) -> None:
-    """Refuse a name that no frame has: the data would be without that label."""
-    known: set[str] = set()
-    for atoms in frames:
-        known.update(getattr(atoms.calc, "results", {}) or {}, atoms.arrays, atoms.info)
-    for label, key in dataclasses.asdict(keys).items():
-        if key is not None and key not in known:
-            has = ", ".join(sorted(known - {"numbers", "positions"})) or "nothing but positions"
-            raise SystemFormatError(
-                path, "", f"no frame has {key!r}, the name given for the {label}; the file has {has}"
-            )
-
-
 def _formula(symbols: tuple[str, ...]) -> str:
     return "".join(f"{element}{symbols.count(element)}" for element in dict.fromkeys(symbols))
 
 
-def _arrays(atoms: Atoms, keys: LabelKeys, path: str, number: int) -> dict[str, np.ndarray]:
-    """Return positions, cell and labels of a frame, flat and in our units and signs."""
-    results: Mapping[str, Any] = getattr(atoms.calc, "results", {}) or {}
-    # ASE takes names that it knows, such as "energy", out of info and arrays.
-    given: Mapping[str, Any] = {**results, **atoms.arrays, **atoms.info}
-    found = {"coord": atoms.get_positions()}
+def _structure(atoms: Atoms, path: str, place: str) -> dict[str, np.ndarray]:
+    """Return positions (3·natoms,) and, of a periodic frame, the cell (9,) [Å]."""
+    periodic = " ".join("T" if axis else "F" for axis in atoms.pbc)
+    if atoms.pbc.any() and not atoms.pbc.all():
+        raise SystemFormatError(
+            path,
+            place,
+            f'pbc="{periodic}": data are periodic along all axes or none, and this frame would be trained as another '
+            'structure; add vacuum of more than the cut-off along the free axes and set pbc="T T T", or remove the '
+            'cell (pbc="F F F") from a molecule',
+        )
+    found = {"coord": atoms.get_positions().reshape(-1)}
     if atoms.pbc.any() and atoms.cell.volume > 0:
-        found["box"] = np.array(atoms.cell)
-    labels = {
-        "energy": _label(keys.energy, given, results.get("energy")),
-        "force": _label(keys.force, given, results.get("forces")),
-        "virial": _virial(atoms, keys, given, results) if "box" in found else None,
-    }
-    widths = {"energy": 1, "force": 3 * len(atoms), "virial": 9}
-    for name, value in labels.items():
-        if value is None:
-            continue
-        array = np.asarray(value, dtype=np.float64)
-        if array.size != widths[name]:
-            raise SystemFormatError(
-                path, f"frame {number}", f"{name} has shape {array.shape}, not {widths[name]} values"
-            )
-        found[name] = array
-    return {name: np.asarray(array, dtype=np.float64).reshape(-1) for name, array in found.items()}
-
-
-def _label(key: str | None, given: Mapping[str, Any], result: Any) -> Any:
-    return result if key is None else given.get(key)
-
-
-def _virial(atoms: Atoms, keys: LabelKeys, given: Mapping[str, Any], results: Mapping[str, Any]) -> np.ndarray | None:
-    """Return −volume·stress (3, 3), from the virial where one is given."""
-    virial = given.get(keys.virial or "virial")
-    if virial is not None and keys.stress is None:
-        return np.asarray(virial, dtype=np.float64)
-    stress = _label(keys.stress, given, results.get("stress"))
-    if stress is None:
-        return None
-    stress = np.asarray(stress, dtype=np.float64)
-    if stress.size == 6:
-        xx, yy, zz, yz, xz, xy = stress.reshape(6)
-        stress = np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]])
-    return -float(atoms.cell.volume) * stress
+        found["box"] = np.array(atoms.cell, dtype=np.float64).reshape(-1)
+    return found

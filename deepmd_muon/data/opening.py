@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import glob
+import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from deepmd_muon.data.ase_reading import LabelKeys, read_ase
-from deepmd_muon.data.errors import SystemNotFoundError, TypeMapError
+from deepmd_muon.data.ase_reading import read_ase
+from deepmd_muon.data.elements import by_atomic_number
+from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
 from deepmd_muon.data.lmdb_store import is_lmdb, lmdb_stores
 from deepmd_muon.data.npy_store import npy_stores
 from deepmd_muon.data.storage import HandleCache, Store
 from deepmd_muon.data.system import System
+from deepmd_muon.label_keys import LabelKeys
+
+log = logging.getLogger(__name__)
 
 
 def open_systems(
@@ -20,6 +26,8 @@ def open_systems(
     type_map: Sequence[str] | None = None,
     keys: LabelKeys | None = None,
     patterns: Sequence[str] | None = None,
+    *,
+    keep_unconverged: bool = False,
 ) -> list[System]:
     """Open systems of any kind.
 
@@ -37,6 +45,8 @@ def open_systems(
     patterns : sequence of str, optional
         Then each path is a folder, and those folders below it are systems that fit one of the patterns, at any depth,
         and have a ``type.raw``.
+    keep_unconverged : bool
+        Keep frames of files that ASE reads whose electronic loop did not converge.
 
     Returns
     -------
@@ -56,7 +66,8 @@ def open_systems(
     places = [place for path in paths for place in _expanded(os.fspath(path))]
     if patterns is not None:
         places = [place for folder in places for place in _fitting(folder, patterns)]
-    found = (store for place in places for store in _stores(place, handles, keys))
+    read = functools.partial(read_ase, keys=keys, keep_unconverged=keep_unconverged)
+    found = (store for place in places for store in _stores(place, handles, read))
     systems = [System(store, type_map) for store in found]
     if not systems:
         raise SystemNotFoundError("no systems given")
@@ -94,6 +105,42 @@ def with_common_types(systems: Sequence[System]) -> list[System]:
     return [system if system.type_map == names else system.with_types(names) for system in systems]
 
 
+def elements_of(systems: Sequence[System]) -> tuple[str, ...]:
+    """Return the types of systems by atomic number, for a caller that needs a type map and has none.
+
+    Raises
+    ------
+    TypeMapError
+        When a system has no type_map.raw.
+    """
+    for system in systems:
+        if system.type_map is None:
+            raise TypeMapError(
+                f"system {system.name} has no type_map.raw, so its elements are unknown: name them there, or give the "
+                "type map (model/type_map of an input, -t of a command)"
+            )
+    return by_atomic_number(name for system in systems for name in system.type_map or ())
+
+
+def check_labels(systems: Sequence[System]) -> None:
+    """Refuse data without any label, and warn of systems without.
+
+    Raises
+    ------
+    DataError
+        When no system has energies, forces, virials or another label.
+    """
+    bare = [system.name for system in systems if not system.labels]
+    if len(bare) == len(systems):
+        raise DataError(
+            f"no frame of {bare[0]}{f' and {len(bare) - 1} other systems' if bare[1:] else ''} has energies, forces or "
+            "another label; in a file that ASE reads, name them with label_keys (--energy-key, --force-key, … on the "
+            "command line)"
+        )
+    for name in bare:
+        log.warning("%s: no labels", name)
+
+
 def _expanded(path: str) -> list[str]:
     """Return the paths that fit a pattern, sorted; a path that exists stands for itself."""
     if not glob.has_magic(path) or os.path.exists(path.partition("#")[0]):
@@ -120,23 +167,23 @@ def _fitting(folder: str, patterns: Sequence[str]) -> list[str]:
     )
 
 
-def _stores(path: str, handles: HandleCache, keys: LabelKeys | None) -> Iterator[Store]:
+def _stores(path: str, handles: HandleCache, read: Callable[[str], Iterable[Store]]) -> Iterator[Store]:
     """Find all systems at or below a path."""
     if is_lmdb(path) or path.endswith(".lmdb"):
         yield from lmdb_stores(path)
     elif "#" in path or os.path.isfile(path):
-        yield from _stores_in_file(path, handles, keys)
+        yield from _stores_in_file(path, handles, read)
     else:
         yield from npy_stores(path, handles)
 
 
-def _stores_in_file(path: str, handles: HandleCache, keys: LabelKeys | None) -> Iterator[Store]:
-    """Find all systems of a file."""
+def _stores_in_file(path: str, handles: HandleCache, read: Callable[[str], Iterable[Store]]) -> Iterator[Store]:
+    """Find all systems of a file; `read` takes those that are not HDF5."""
     from h5py import is_hdf5  # imported for HDF5 files only: it is slow
 
     from deepmd_muon.data.hdf5_store import hdf5_stores
 
     if os.path.isfile(path) and not is_hdf5(path) and not path.endswith((".h5", ".hdf5")):
-        yield from read_ase(path, keys)
+        yield from read(path)
     else:
         yield from hdf5_stores(path, handles)

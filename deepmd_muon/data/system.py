@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 
@@ -74,6 +75,7 @@ class System:
             raise SystemFormatError(self.name, f"{self._sets[0]}/coord.npy", "the system has no frames")
         self._counts = np.array(counts)
         self._ends = np.cumsum(counts)
+        self._first = 0  # of the frames of all sets, see `part`
 
     def __repr__(self) -> str:
         return f"System({self.name!r}, nframes={self.nframes}, natoms={self.natoms}, pbc={self.pbc})"
@@ -216,7 +218,7 @@ class System:
             raise IndexError(f"system {self.name} has frames 0 to {self.nframes - 1}, asked for {wanted.tolist()}")
         n = len(wanted)
         atoms = self.natoms
-        of_sets = np.unique(self._set_of(wanted))
+        of_sets = np.unique(self._set_of(wanted + self._first))
         labels = {
             label: self._read(files, wanted).reshape(label_shape(label, n, atoms))
             for label, files in self._files.items()
@@ -244,6 +246,7 @@ class System:
 
     def _read(self, files: Sequence[str | None], wanted: np.ndarray) -> np.ndarray:
         """Rows of one quantity over all sets as float64, (nframes, width); NaN in sets without a file."""
+        wanted = wanted + self._first
         of_set = self._set_of(wanted)
         local = wanted - (self._ends - self._counts)[of_set]
         result: np.ndarray | None = None
@@ -266,6 +269,35 @@ class System:
             result[mine] = values
         assert result is not None  # asked for frames of which one set at least has the file
         return result
+
+    def with_type_map(self, type_map: Sequence[str]) -> System:
+        """Return the same system with types that index another type map."""
+        whole = System(self._store, type_map)
+        return whole if self.nframes == whole.nframes else whole.part(self._first, self._first + self.nframes)
+
+    def part(self, first: int, end: int) -> System:
+        """Return consecutive frames of the same system as a system; `labels` are those of the whole."""
+        if not 0 <= first < end <= self.nframes:
+            raise IndexError(f"system {self.name} has frames 0 to {self.nframes - 1}, asked for {first} to {end - 1}")
+        part = copy.copy(self)
+        part._first, part.nframes = self._first + first, end - first
+        return part
+
+    def projections(self, indices: np.ndarray) -> np.ndarray:
+        """Sum types, positions and cell of some frames with fixed random weights, float64 (nframes, 4) [Å].
+
+        Two frames with the same sums are copies, whatever their format: padding does not count.
+        """
+        weights = np.random.default_rng(0).standard_normal((self.natoms, 3, 4))
+        coord = self._read(["coord.npy"] * len(self._sets), indices).reshape(len(indices), self.natoms, 3)
+        types = self.types(indices)
+        # Between 1 and 2, and another for every type; the golden ratio spreads them.
+        factor = np.where(types < 0, 0.0, 1.0 + (types + 1) * 0.6180339887 % 1.0)
+        sums: np.ndarray = np.einsum("fak,fa,akm->fm", coord, factor, weights, optimize=True)
+        if self.pbc:
+            box = self._read(["box.npy"] * len(self._sets), indices)
+            sums += box @ np.random.default_rng(1).standard_normal((9, 4))
+        return sums
 
     def fingerprint(self) -> str:
         """Hash of types, shapes, energies, first and last positions and cells, wherever the files lie."""

@@ -85,6 +85,12 @@ class DeepPotCalculator(Calculator):
         if not atoms.pbc.any():
             return None
         cell: np.ndarray = np.array(atoms.cell)
+        if np.linalg.matrix_rank(cell[atoms.pbc]) < atoms.pbc.sum():
+            periodic = " ".join("T" if axis else "F" for axis in atoms.pbc)
+            raise PredictionInputError(
+                f'these atoms are periodic (pbc="{periodic}"), but the vectors of the cell {cell.tolist()} do not span '
+                "the periodic axes: set the cell, or pbc to False"
+            )
         if atoms.pbc.all():
             return cell
         cell[~atoms.pbc] = 0.0

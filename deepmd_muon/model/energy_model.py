@@ -247,6 +247,8 @@ def build_model(section: ModelSettings | Mapping[str, Any], seed: int | Sequence
         When a type is not registered or a setting cannot be used.
     """
     settings = section if isinstance(section, ModelSettings) else model_settings(section)
+    if not settings.type_map:
+        raise ModelError("type_map names no type; only dp train finds it in the data where an input leaves it out")
     try:
         return EnergyModel(settings, seed)
     except InvalidSettingError as error:

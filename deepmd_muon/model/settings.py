@@ -15,36 +15,46 @@ from deepmd_muon.setting import InvalidSettingError, setting
 
 
 def _a_sel_for_each_type(sel: Any, descriptor: DescriptorSettings, type_map: tuple[str, ...]) -> str | None:
-    if descriptor.needs_counts or not (request := descriptor.neighbors()).by_type or len(request.sel) == len(type_map):
+    if (
+        not type_map
+        or descriptor.needs_counts
+        or not (request := descriptor.neighbors()).by_type
+        or len(request.sel) == len(type_map)
+    ):
         return None
     return f"must have one number for each of the {len(type_map)} types in type_map; found {len(request.sel)}"
 
 
 def _known_types(exclude_types: tuple[tuple[int, int], ...] | None, type_map: tuple[str, ...]) -> str | None:
     unknown = sorted({index for pair in exclude_types or () for index in pair if index >= len(type_map)})
-    if unknown:
+    if unknown and type_map:
         return f"names type {unknown[0]}, but type_map has types 0 to {len(type_map) - 1}"
     return None
 
 
 def _an_energy_for_each_type(atom_ener: tuple[float | None, ...], type_map: tuple[str, ...]) -> str | None:
-    if atom_ener and len(atom_ener) != len(type_map):
+    if type_map and atom_ener and len(atom_ener) != len(type_map):
         return f"must have one energy for each of the {len(type_map)} types in type_map; found {len(atom_ener)}"
     return None
 
 
 def _distinct_names(type_map: tuple[str, ...]) -> str | None:
-    if not type_map:
-        return "must name at least one type; found an empty list"
     double = [name for index, name in enumerate(type_map) if name in type_map[:index]]
     return f"names {double[0]!r} twice" if double else None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSettings(Section):
     """A model maps positions to energy: a descriptor of each atom's neighbourhood and a fitting net."""
 
-    type_map: tuple[str, ...] = setting(doc="Names of the types of atoms, such as ['O', 'H'].")
+    type_map: tuple[str, ...] = setting(
+        (),
+        doc=(
+            "Names of the types of atoms, such as ['O', 'H']. Left out, dp train takes those of the checkpoint that it "
+            "starts from, or else those of the training data (type_map.raw, elements of files that ASE reads), by "
+            "atomic number."
+        ),
+    )
     descriptor: DescriptorSettings = section(
         doc="Descriptor of the neighbourhood of an atom.",
         variants=Variants(DESCRIPTORS.settings, alias=DESCRIPTORS.aliases),

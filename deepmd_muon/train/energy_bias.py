@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
-from deepmd_muon.data import Batch, DataLoader, NeighborCache, energy_bias, open_systems
+from deepmd_muon.data import Batch, DataLoader, NeighborCache, System, energy_bias
 from deepmd_muon.files import whole_file
 from deepmd_muon.model import EnergyModel, Structures, build_model
 from deepmd_muon.model.checkpoint_file import understood
@@ -83,7 +83,7 @@ def change_bias(
     source: Path,
     output: Path,
     *,
-    systems: Sequence[str] = (),
+    open_data: Callable[[Sequence[str]], list[System]],
     values: Sequence[float] | None = None,
     mode: BiasMode = "change",
     frames: int = 0,
@@ -95,8 +95,8 @@ def change_bias(
     ----------
     source, output
         The checkpoint, ours or deepmd-kit's, and the new file.
-    systems
-        Paths of systems whose energies the bias is fitted to.
+    open_data
+        Opens the systems whose energies the bias is fitted to, for a type map.
     values
         Energies [eV] to set instead, one for each type.
     mode
@@ -120,7 +120,9 @@ def change_bias(
         model.load_state_dict(weights)
     if values is None:
         model = model.to(training_device())
-        fit_energy_bias(model, _samples(model, systems, frames), mode, rcond=section["fitting_net"].get("rcond"))
+        fit_energy_bias(
+            model, _samples(model, open_data(model.type_map), frames), mode, rcond=section["fitting_net"].get("rcond")
+        )
     elif len(values) != model.ntypes:
         raise TrainingError(f"one energy is needed for each type of {list(model.type_map)}; found {len(values)}")
     else:
@@ -133,10 +135,9 @@ def change_bias(
     log.info("saved %s", output)
 
 
-def _samples(model: EnergyModel, systems: Sequence[str], frames: int) -> Iterator[Batch]:
+def _samples(model: EnergyModel, systems: list[System], frames: int) -> Iterator[Batch]:
     """Return frames of every system, spread evenly."""
-    opened = open_systems(systems, model.type_map)
     cache = NeighborCache.of(model.neighbors, model.ntypes, max_bytes=0)
     if frames:
-        return DataLoader(opened, 1, cache=cache).sample_batches(frames)
-    return DataLoader(opened, "auto:1024", cache=cache).sample_batches(max(system.nframes for system in opened))
+        return DataLoader(systems, 1, cache=cache).sample_batches(frames)
+    return DataLoader(systems, "auto:1024", cache=cache).sample_batches(max(system.nframes for system in systems))

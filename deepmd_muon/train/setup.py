@@ -23,11 +23,9 @@ from deepmd_muon.data import (
     data_fingerprint,
     energy_bias,
     neighbor_statistics,
-    open_systems,
     worker_count,
 )
-from deepmd_muon.data.plausible import suspicions
-from deepmd_muon.model import EnergyModel, ModelSettings, Structures
+from deepmd_muon.model import EnergyModel, Structures
 from deepmd_muon.model.descriptor.settings import DescriptorSettings
 from deepmd_muon.model.statistics import environment_statistics
 from deepmd_muon.section import thaw
@@ -67,36 +65,6 @@ class Data:
     training: DataLoader
     validation: DataLoader | None
     training_systems: list[System]
-
-
-def open_training_systems(settings: ModelSettings, training: TrainingSettings) -> tuple[list[System], list[System]]:
-    """Open the systems of training and of validation data.
-
-    Returns
-    -------
-    tuple of lists
-        Training and validation systems, types translated to the model's.
-    """
-
-    def opened(section: TrainingDataSettings) -> list[System]:
-        return open_systems(section.systems, settings.type_map, patterns=section.rglob_patterns)
-
-    train = opened(training.training_data)
-    valid = opened(training.validation_data) if training.validation_data else []
-    for kind, systems in (("training", train), ("validation", valid)):
-        for system in systems:
-            log.info(
-                "%s data: %s: %d frames of %d atoms, %s, labels %s",
-                kind,
-                system.name,
-                system.nframes,
-                system.natoms,
-                "periodic" if system.pbc else "no cell",
-                ", ".join(sorted(system.labels)) or "none",
-            )
-            for suspicion in suspicions(system):
-                log.warning("%s data: %s: %s", kind, system.name, suspicion)
-    return train, valid
 
 
 def resolve_sel(given: Input, systems: list[System], *, count: bool) -> tuple[Input, NeighborStatistics | None]:

@@ -41,12 +41,12 @@ from deepmd_muon.train.setup import (
     make_loaders,
     new_seed,
     number_of_steps,
-    open_training_systems,
     resolve_sel,
     set_model_statistics,
     with_descriptor,
 )
 from deepmd_muon.train.source import Source, Way
+from deepmd_muon.train.systems import open_training_systems, warn_of_shared_frames
 from deepmd_muon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -190,7 +190,11 @@ def _check_reports(given: Input, output: str) -> None:
 
 
 def _complete_input(given: Input, source: Source | None, *, use_pretrain_script: bool) -> Input:
-    """Take the model section of a checkpoint if asked to, and refuse a `stat_file` that cannot be written."""
+    """Take what the input leaves to its checkpoint, and refuse a `stat_file` that cannot be written."""
+    if source and not given.settings.model.type_map:
+        known = list(source.model_section["type_map"])
+        given = given.with_section("model", {**given.normalized["model"], "type_map": known})
+        log.info("model/type_map is left out and becomes %s, as in %s", known, source.path)
     if source and use_pretrain_script:
         given = given.with_section("model", source.script(given.normalized["model"]))
     if given.settings.training.stat_file:
@@ -205,8 +209,10 @@ def _prepare(
     warm_up(ranks.device)
     if ranks.device.type == "cpu":
         keep_freed_memory()
-    train, valid = open_training_systems(given.settings.model, given.settings.training)
+    given, train, valid = open_training_systems(given)
     check_same_run(given, train, valid, ranks)
+    if ranks.first:
+        warn_of_shared_frames(train, valid)
     if source and given.settings.model.descriptor.needs_counts:
         saved = model_settings(source.model_section).descriptor
         given = with_descriptor(given, given.settings.model.descriptor.with_counts_of(saved))

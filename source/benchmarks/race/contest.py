@@ -30,12 +30,12 @@ from deepmd_muon.train.setup import (
     CACHE_BYTES,
     Data,
     make_loaders,
-    open_training_systems,
     resolve_sel,
     set_model_statistics,
 )
 from deepmd_muon.train.stepper import build_stepper
 from deepmd_muon.train.strategy import choose_strategy
+from deepmd_muon.train.systems import open_section, open_training_systems
 
 # All rates end at this fraction of where they start, so that all losses go through the same prefactors.
 DECAY = {"type": "exp", "smooth": True, "stop_lr_ratio": 1e-3}
@@ -78,7 +78,7 @@ class Arena:
         self._content = input_of(name, model, train, seed=seed, steps=steps)
         self._length = 0.0
         given = self.checked({"type": "Adam"}, 1e-3)
-        self._train, _ = open_training_systems(given.settings.model, given.settings.training)
+        given, self._train, _ = open_training_systems(given)
         given, _ = resolve_sel(given, self._train, count=True)
         self._content["model"] = given.normalized["model"]
         first = build_model(given.normalized["model"])
@@ -110,8 +110,7 @@ class Arena:
         """Give the frames of each system of a part on the device, or `most` of them at equal distances."""
         for folder in folders:
             data = dataclasses.replace(given.settings.training.training_data, systems=(str(folder),))
-            training = dataclasses.replace(given.settings.training, training_data=data)
-            (system,), _ = open_training_systems(given.settings.model, training)
+            (system,) = open_section(data, given.settings.model.type_map)
             yield folder.name, [to_device(batch, self._ntypes, self.device) for batch in self._chunks(system, most)]
 
     def _chunks(self, system: System, most: int | None) -> Iterator[Batch]:

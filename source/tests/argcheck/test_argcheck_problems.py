@@ -221,7 +221,6 @@ def test_unknown_keys_name_the_nearest(water, problems, path, hint):
         ("model", "is missing; give a section"),
         ("learning_rate", "is missing; give a section"),
         ("training", "is missing; give a section"),
-        ("model/type_map", "is missing; give a list of strings"),
         ("model/descriptor", "is missing; give a section"),
         ("model/descriptor/type", f"is missing; give one of {', '.join(map(repr, DESCRIPTORS.settings))}"),
         ("learning_rate/start_lr", "is missing; give a number"),

@@ -52,7 +52,7 @@ def forms(tmp_path):
     assert isinstance(frames[0], ase.Atoms)
     write_file(tmp_path / "train.xyz", frames)
     for form in ("data.hdf5", "data.lmdb", "npy"):
-        assert main(["convert-data", str(tmp_path / "train.xyz"), str(tmp_path / form)]) == 0
+        assert main(["convert-data", "--unlabelled", str(tmp_path / "train.xyz"), str(tmp_path / form)]) == 0
     mixed = tmp_path / "mixed" / "set.000"
     mixed.mkdir(parents=True)
     names = ["N", "H", "O", "C"]

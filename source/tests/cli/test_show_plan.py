@@ -62,6 +62,13 @@ def test_the_plan_of_an_input_needs_no_data(capsys, words, title, layout):
     assert re.search(r"FLOPs a rank: mean [\d.e+]+, largest", shown)
 
 
+def test_an_input_without_types_needs_its_data(tmp_path, capsys):
+    model = {key: value for key, value in INPUT["model"].items() if key != "type_map"}
+    (tmp_path / "input.json").write_text(json.dumps({**INPUT, "model": model}))
+    assert main(["show", "plan", "--world-size", "8", "input.json"]) == 2
+    assert "type_map" in capsys.readouterr().err
+
+
 def test_owners_are_listed_on_demand(capsys):
     shown = show(capsys, "plan", "input.json", "--world-size", "64", "--hsdp", "1", "--owners")
     owners = re.findall(r"rank (\d+): (\S+) block 0 \((\d+x\d+)\), (stays|bucket 0)", shown)

@@ -83,6 +83,14 @@ def test_partly_periodic_systems(atoms, predictor, water_atoms):
         atoms.get_stress()
 
 
+@pytest.mark.parametrize("pbc", [(True, True, True), (False, False, True)])
+def test_periodic_axes_need_vectors(atoms, pbc):
+    atoms.cell[2] = 0.0
+    atoms.pbc = pbc
+    with pytest.raises(PredictionInputError, match=r"pbc=.*T.*do not span"):
+        atoms.get_potential_energy()
+
+
 def test_foreign_elements_are_named(atoms):
     atoms.symbols[3] = "Na"
     with pytest.raises(PredictionInputError, match="knows O, H; these atoms hold Na"):

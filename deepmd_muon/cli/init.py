@@ -1,0 +1,69 @@
+"""`dp init`: look at data and write a first input."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from deepmd_muon.cli.errors import CommandError
+from deepmd_muon.cli.systems import add_label_options, open_listed
+
+HELP = "look at data, split off validation data, and write an input that trains on them"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("DATA", nargs="+", help="systems: folders, HDF5 files, LMDB databases, files that ASE reads")
+    parser.add_argument("--valid-data", nargs="+", metavar="DATA", help="validation data; then nothing is split off")
+    parser.add_argument(
+        "--valid-share", type=float, default=0.1, metavar="SHARE", help="share of the data that is split off [0.1]"
+    )
+    parser.add_argument(
+        "--descriptor", choices=("se_e2_a", "dpa1"), help="kind of model; by default by the number of elements"
+    )
+    parser.add_argument("--rcut", type=float, default=6.0, metavar="RADIUS", help="cut-off radius [Å] [6.0]")
+    parser.add_argument("--steps", type=int, default=10_000, metavar="N", help="length of the training [10000]")
+    parser.add_argument("-t", "--type-map", nargs="+", metavar="ELEMENT", help="types; by default those of the data")
+    parser.add_argument("-o", "--output", default="input.json", metavar="FILE", help="the input [%(default)s]")
+    parser.add_argument(
+        "--split-folder", default="split", metavar="FOLDER", help="where split data are written [%(default)s]"
+    )
+    add_label_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write input and split, and print what was found and chosen."""
+    from deepmd_muon.cli.proposal import Wishes, propose
+    from deepmd_muon.train.report import set_up_logging
+
+    set_up_logging(options.log_level, options.log_path)
+    if not 0.0 < options.valid_share < 1.0:
+        raise CommandError(f"--valid-share must be between 0 and 1; found {options.valid_share:g}")
+    output, folder = Path(options.output), Path(options.split_folder)
+    for place in (output, folder):
+        if place.exists():
+            raise CommandError(f"{place} exists; remove it or give another name ({_option_of(place == output)})")
+    wishes = Wishes(
+        data=tuple(options.DATA),
+        valid_data=tuple(options.valid_data or ()),
+        share=options.valid_share,
+        descriptor=options.descriptor,
+        rcut=options.rcut,
+        steps=options.steps,
+        type_map=tuple(options.type_map or ()),
+        label_keys={name: key for name in _LABELS if (key := getattr(options, f"{name}_key"))},
+        keep_unconverged=options.keep_unconverged,
+        folder=folder,
+    )
+    proposal = propose(wishes, lambda paths: open_listed(paths, wishes.type_map, options))
+    proposal.write(output)
+    print(proposal.report())
+    print(f"written: {output}; train with: dp --pt train {output}")
+    return 0
+
+
+_LABELS = ("energy", "force", "virial", "stress")
+
+
+def _option_of(output: bool) -> str:
+    return "-o" if output else "--split-folder"

@@ -1,0 +1,197 @@
+"""Labels of frames that ASE read: which names hold them, in which units and signs."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deepmd_muon.data.errors import SystemFormatError
+from deepmd_muon.label_keys import LabelKeys
+
+if TYPE_CHECKING:
+    from ase import Atoms
+
+log = logging.getLogger(__name__)
+
+# Names that files use, in any case. A prefix such as "mace_" stands for predictions, so only those of references count.
+_REFERENCE = r"(?:ref|reference|dft|qm|target)"
+_NAMES = {
+    label: re.compile(rf"(?:{_REFERENCE}[_-]?)?{word}(?:[_-]{_REFERENCE})?", re.IGNORECASE)
+    for label, word in {
+        "energy": r"(?:tot(?:al)?_?)?energy",
+        "force": "forces?",
+        "virial": "virials?",
+        "stress": "stress",
+    }.items()
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """Names of the labels of one file, settled.
+
+    Attributes
+    ----------
+    names : mapping of str
+        Name of "energy", "force", "virial" and "stress" in the file, None where it has none. A frame takes its virial
+        before its stress.
+    free : bool
+        Take ASE's `free_energy`, the energy whose derivatives the forces are, where a frame has it.
+    """
+
+    names: Mapping[str, str | None]
+    free: bool
+
+    @classmethod
+    def of(cls, frames: Sequence[Atoms], path: str, keys: LabelKeys) -> Labels:
+        """Find the names of the labels of a file.
+
+        Parameters
+        ----------
+        frames
+            All frames of the file.
+        path
+            The file, for messages.
+        keys
+            Names that the user gave.
+
+        Raises
+        ------
+        SystemFormatError
+            When no frame has a name that the user gave, or two names could be the same label.
+        """
+        known = {name for atoms in frames for name in given(atoms)}
+        taken = {label: _choose(label, key, known, path) for label, key in dataclasses.asdict(keys).items()}
+        if keys.stress is not None:
+            taken["virial"] = None  # the stress is the user's choice
+        labels = cls(taken, free=keys.energy is None and taken["energy"] == "energy")
+        labels._describe(frames, path, known)
+        return labels
+
+    def _describe(self, frames: Sequence[Atoms], path: str, known: set[str]) -> None:
+        """Log what the user could not expect: other names than ASE's, an energy that is not ASE's first, leftovers."""
+        usual = {"energy": "energy", "force": "forces", "virial": "virial", "stress": "stress"}
+        if other := [f"{label} from {key}" for label, key in self.names.items() if key not in (None, usual[label])]:
+            log.info("%s: %s", path, ", ".join(other))
+        differences = [
+            abs(values["free_energy"] - values["energy"]) / len(atoms) for atoms, values in self._both(frames)
+        ]
+        if (largest := max(differences, default=0.0)) > 0.0:
+            log.info(
+                "%s: energies are free energies, whose derivatives the forces are; those extrapolated to sigma = 0 "
+                'differ by up to %.3g meV per atom (label_keys {"energy": "energy"} takes them)',
+                path,
+                1000.0 * largest,
+            )
+        for label in ("energy", "force"):
+            ignored = sorted(name for name in known if re.search(label, name, re.IGNORECASE) and name != "free_energy")
+            ignored = [name for name in ignored if name not in self.names.values() and name != "energies"]
+            if self.names[label] is None and ignored:
+                log.warning(
+                    "%s: no name of the %s is known; label_keys could name it, found %s",
+                    path,
+                    label,
+                    ", ".join(ignored),
+                )
+
+    def _both(self, frames: Sequence[Atoms]) -> Iterator[tuple[Atoms, Mapping[str, Any]]]:
+        """Frames whose free energy takes the place of another energy, with their values."""
+        for atoms in frames if self.free else ():
+            values = given(atoms)
+            if all(isinstance(values.get(name), Real) for name in ("energy", "free_energy")):
+                yield atoms, values
+
+    def read(self, atoms: Atoms, path: str, place: str, *, cell: bool) -> dict[str, np.ndarray]:
+        """Return the labels of a frame, float64, in our units and signs.
+
+        Parameters
+        ----------
+        atoms
+            The frame.
+        path, place
+            File and frame, for messages.
+        cell
+            Whether the frame has a cell, without which there is no virial.
+
+        Returns
+        -------
+        dict
+            "energy" (1,), "force" (3·natoms,) and "virial" (9,), those that the frame has.
+
+        Raises
+        ------
+        SystemFormatError
+            When a label is not of numbers, or not of as many as it should have.
+        """
+        values = given(atoms)
+        found = {label: key and values.get(key) for label, key in self.names.items()}
+        stress = found.pop("stress")
+        if self.free:
+            found["energy"] = values.get("free_energy", found["energy"])
+        if not cell:
+            del found["virial"]
+        elif found["virial"] is None and stress is not None:
+            full = _full(_numbers(stress, "stress", (6, 9), path, place))
+            found["virial"] = -float(atoms.cell.volume) * full
+        widths = {"energy": 1, "force": 3 * len(atoms), "virial": 9}
+        return {
+            name: _numbers(value, name, (widths[name],), path, place).reshape(-1)
+            for name, value in found.items()
+            if value is not None
+        }
+
+
+def given(atoms: Atoms) -> dict[str, Any]:
+    """Return what a frame has by name; ASE moves names that it knows from info and arrays to a calculator."""
+    results = getattr(atoms.calc, "results", None) or {}
+    found = {**atoms.info, **atoms.arrays, **results}
+    return {name: value for name, value in found.items() if value is not None and name not in ("numbers", "positions")}
+
+
+def _choose(label: str, key: str | None, known: set[str], path: str) -> str | None:
+    """Return the name of a label in a file, None where it has none."""
+    if key is not None:
+        if key not in known:
+            has = ", ".join(sorted(known)) or "nothing but positions"
+            raise SystemFormatError(
+                path, "", f"no frame has {key!r}, the name given for the {label}; the file has {has}"
+            )
+        return key
+    names = {name for name in known if _NAMES[label].fullmatch(name)}
+    if label == "energy" and "free_energy" in known:
+        names.add("energy")  # ASE's pair: `Labels.free` decides between them
+    if len(names) > 1:
+        listed = sorted(names)
+        raise SystemFormatError(
+            path,
+            "",
+            f"both {' and '.join(listed)} could be the {label}; name the right one: "
+            f'"label_keys": {{"{label}": "{listed[0]}"}} beside systems, or --{label}-key {listed[0]}',
+        )
+    return next(iter(names), None)
+
+
+def _numbers(value: Any, name: str, sizes: Sequence[int], path: str, place: str) -> np.ndarray:
+    try:
+        array = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise SystemFormatError(path, place, f"{name} is {value!r}, not numbers") from error
+    if array.size not in sizes:
+        raise SystemFormatError(
+            path, place, f"{name} has shape {array.shape}, not {' or '.join(map(str, sizes))} values"
+        )
+    return array
+
+
+def _full(stress: np.ndarray) -> np.ndarray:
+    """Return a stress of six (Voigt) or nine numbers as (3, 3)."""
+    if stress.size == 9:
+        return stress.reshape(3, 3)
+    xx, yy, zz, yz, xz, xy = stress.reshape(6)
+    return np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]])

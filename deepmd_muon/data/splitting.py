@@ -1,0 +1,110 @@
+"""Validation data held out of systems: whole systems, or blocks of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepmd_muon.data.system import System
+from deepmd_muon.data.writing import formula_of
+
+# Fewer systems of a kind are split in time: each may be another temperature or phase, which training needs.
+_SYSTEMS = 5
+# Systems of fewer frames are not cut.
+_FRAMES = 10
+
+
+@dataclass(frozen=True)
+class Share:
+    """What training and validation take of a system.
+
+    Attributes
+    ----------
+    system : System
+        The system.
+    train : int
+        Its first frames so many, for training; the others are for validation.
+    """
+
+    system: System
+    train: int
+
+    @property
+    def training(self) -> System | None:
+        """The training frames as a system."""
+        return self.system.part(0, self.train) if self.train else None
+
+    @property
+    def validation(self) -> System | None:
+        """The validation frames as a system."""
+        return self.system.part(self.train, self.system.nframes) if self.train < self.system.nframes else None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the system is not cut."""
+        return self.train in (0, self.system.nframes)
+
+
+def split(systems: Sequence[System], share: float) -> list[Share]:
+    """Choose validation data that are not neighbours in time of training data.
+
+    Of five or more systems of the same atoms, some are held out whole. Else the last frames of a system are, if it has
+    ten or more. Smaller systems count as one kind, whatever their atoms. An element, and a lone atom, always stays in
+    the training data.
+
+    Parameters
+    ----------
+    systems : sequence of System
+        All data, opened with one type map.
+    share : float
+        Share of the validation data, between 0 and 1.
+
+    Returns
+    -------
+    list of Share
+        One for each system, in the same order.
+    """
+    kinds: dict[tuple[str, int, bool], list[int]] = {}
+    for number, system in enumerate(systems):
+        kinds.setdefault((formula_of(system), system.natoms, system.pbc), []).append(number)
+    few = [kind for kind in kinds.values() if len(kind) < _SYSTEMS]
+    small = [number for kind in few for number in kind if systems[number].nframes < _FRAMES]
+    cut = {number for kind in few for number in kind} - set(small)
+    held_out: set[int] = set()
+    for kind in [*(kind for kind in kinds.values() if len(kind) >= _SYSTEMS), small]:
+        held_out |= set(_spread(kind, share)) if len(kind) >= _SYSTEMS else set()
+    held_out = _without_last_of_an_element(systems, held_out)
+    shares = []
+    for number, system in enumerate(systems):
+        train = system.nframes
+        if number in held_out:
+            train = 0
+        elif number in cut and system.natoms > 1:
+            train -= max(1, round(share * system.nframes))
+        shares.append(Share(system, train))
+    return shares
+
+
+def _types(system: System) -> set[int]:
+    every = np.arange(system.nframes if system.mixed else 1)
+    return set(np.unique(system.types(every)).tolist()) - {-1}
+
+
+def _spread(numbers: Sequence[int], share: float) -> list[int]:
+    """Choose a share of numbers, at least one, from the middle of equal stretches."""
+    count = max(1, round(share * len(numbers)))
+    return [numbers[int((k + 0.5) * len(numbers) / count)] for k in range(count)]
+
+
+def _without_last_of_an_element(systems: Sequence[System], held_out: set[int]) -> set[int]:
+    """Give systems back to training that alone have one of their types, or are a lone atom."""
+    types = [_types(system) for system in systems]
+    kept = {number for number in held_out if systems[number].natoms > 1}
+    trained = set().union(*(types[number] for number in range(len(systems)) if number not in kept))
+    for number in sorted(kept):
+        if not types[number] <= trained:
+            kept.discard(number)
+            trained |= types[number]
+    return kept

@@ -1,0 +1,88 @@
+"""Systems of a run: opened as the input says, and looked at before the long work begins."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from deepmd_muon.argcheck import Input, TrainingDataSettings
+from deepmd_muon.data import System, open_systems
+from deepmd_muon.data.opening import check_labels, elements_of
+from deepmd_muon.data.overlap import shared_frames
+from deepmd_muon.data.plausible import suspicions
+from deepmd_muon.section import thaw
+
+log = logging.getLogger(__name__)
+
+
+def open_section(section: TrainingDataSettings, type_map: Sequence[str] | None) -> list[System]:
+    """Open the systems of a section `training_data` or `validation_data`.
+
+    Parameters
+    ----------
+    section
+        The section.
+    type_map
+        Element names that types shall index; empty or None keeps those of each system.
+    """
+    return open_systems(
+        section.systems,
+        type_map or None,
+        section.label_keys,
+        section.rglob_patterns,
+        keep_unconverged=section.keep_unconverged,
+    )
+
+
+def open_training_systems(given: Input) -> tuple[Input, list[System], list[System]]:
+    """Open the systems of training and of validation data.
+
+    Returns
+    -------
+    tuple
+        The input, with the type map of the training data where it has none; training and validation systems, types
+        translated to the model's.
+
+    Raises
+    ------
+    DataError
+        When a system cannot be read, or no training system has labels.
+    TypeMapError
+        When neither the input nor a system has element names.
+    """
+    model, training = given.settings.model, given.settings.training
+    train = open_section(training.training_data, model.type_map)
+    if not model.type_map:
+        given = given.with_section("model", {**thaw(model), "type_map": list(elements_of(train))})
+        model = given.settings.model
+        train = [system.with_type_map(model.type_map) for system in train]
+        log.info("model/type_map is left out and becomes %s: the types of the training data", list(model.type_map))
+    valid = open_section(training.validation_data, model.type_map) if training.validation_data else []
+    for kind, systems in (("training", train), ("validation", valid)):
+        for system in systems:
+            log.info(
+                "%s data: %s: %d frames of %d atoms, %s, labels %s",
+                kind,
+                system.name,
+                system.nframes,
+                system.natoms,
+                "periodic" if system.pbc else "no cell",
+                ", ".join(sorted(system.labels)) or "none",
+            )
+            for suspicion in suspicions(system):
+                log.warning("%s data: %s: %s", kind, system.name, suspicion)
+        if systems:
+            check_labels(systems)
+    return given, train, valid
+
+
+def warn_of_shared_frames(train: Sequence[System], valid: Sequence[System]) -> None:
+    """Warn when validation data repeat training data: their errors would say nothing about other structures."""
+    shared, looked = shared_frames(train, valid) if valid else (0, 0)
+    if shared:
+        log.warning(
+            "%d of %d validation frames looked at are training frames too: their errors do not show how the model does "
+            "on other structures; split by trajectories or blocks of time (dp init does)",
+            shared,
+            looked,
+        )

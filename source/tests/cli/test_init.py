@@ -1,0 +1,212 @@
+"""`dp init`: an input and a split for data of any kind, which `dp --pt train` runs unchanged."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepmd_muon.argcheck import load
+from deepmd_muon.cli.main import main
+from deepmd_muon.data import open_systems
+from deepmd_muon.data.overlap import shared_frames
+from deepmd_muon.data.splitting import split
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("DP_BACKEND", raising=False)
+    monkeypatch.setenv("DEVICE", "cpu")
+    monkeypatch.chdir(tmp_path)
+
+
+def frame(random, elements, names=("energy", "forces"), cell=True):
+    """Return a frame of extended XYZ: atoms on a line, random labels."""
+    lattice = 'Lattice="9 0 0 0 9 0 0 0 9" ' if cell else ""
+    vectors = random.normal(size=(len(elements), 6)) * 0.05
+    rows = [
+        f"{element} " + " ".join(f"{x:.8f}" for x in (row[0] + 1.4 * k, *row[1:]))
+        for k, (element, row) in enumerate(zip(elements, vectors, strict=True))
+    ]
+    head = f"{lattice}Properties=species:S:1:pos:R:3:{names[1]}:R:3 {names[0]}={random.normal():.6f}"
+    return "\n".join([str(len(elements)), head, *rows, ""])
+
+
+def write_xyz(path, contents, names=("energy", "forces"), seed=0):
+    """Write frames of several compositions: a dict of element lists and their numbers of frames."""
+    random = np.random.default_rng(seed)
+    frames = [frame(random, atoms.split(), names) for atoms, count in contents.items() for _ in range(count)]
+    Path(path).write_text("".join(frames))
+    return path
+
+
+def train_three_steps(capsys):
+    assert main(["--pt", "train", "input.json"]) == 0
+    log = capsys.readouterr().err
+    assert "validation frames looked at" not in log
+    assert Path("model.ckpt-3.pt").is_file()
+    return log
+
+
+def of_composition(systems):
+    """Frames of each composition."""
+    counts = {}
+    for system in systems:
+        types = system.types(np.array([0]))[0]
+        name = "".join(sorted(system.type_map[t] for t in types))
+        counts[name] = counts.get(name, 0) + system.nframes
+    return counts
+
+
+def test_extended_xyz_with_mixed_compositions(capsys):
+    pytest.importorskip("ase")
+    contents = {"H H O": 40, "C H H H": 12, "N N": 3, "O": 1}
+    write_xyz("all.xyz", contents, ("REF_energy", "REF_forces"))
+    assert main(["init", "all.xyz", "--steps", "3"]) == 0
+    printed = capsys.readouterr().out
+    given = load("input.json").settings
+    assert given.model.type_map == ("H", "C", "N", "O")
+    assert given.model.descriptor.needs_counts
+    assert (given.loss.start_pref_e, given.loss.start_pref_f, given.loss.start_pref_v) == (0.02, 1000, 0)
+    content = json.loads(Path("input.json").read_text())
+    assert content["optimizer"] == {"type": "HybridMuon"}
+    assert "virial" in content["loss"]["_comment"]
+    assert "nearly copies" in content["training"]["validation_data"]["_comment"]
+    train, valid = (
+        open_systems(getattr(given.training, f"{kind}_data").systems) for kind in ("training", "validation")
+    )
+    # The last tenth of what has ten frames or more; the rest and lone atoms stay whole.
+    assert of_composition(train) == {"HHO": 36, "CHHH": 11, "NN": 3, "O": 1}
+    assert of_composition(valid) == {"HHO": 4, "CHHH": 1}
+    assert shared_frames(train, valid) == (0, 5)
+    original = next(system for system in open_systems("all.xyz") if system.nframes == 40).frames([35, 36])
+    before, after = (next(s for s in part if s.nframes > 3 and s.natoms == 3) for part in (train, valid))
+    np.testing.assert_array_equal(before.frames([35]).coord[0], original.coord[0])
+    np.testing.assert_array_equal(after.frames([0]).coord[0], original.coord[1])
+    np.testing.assert_array_equal(after.frames([0]).force[0], original.force[1])
+    for words in ("H C N O", "se_e2_a", "4 types", "written to split/valid", "C1H3"):
+        assert words in printed.replace("H3C1", "C1H3")
+    train_three_steps(capsys)
+
+
+def test_npy_systems_are_named_not_copied(capsys):
+    for number in range(6):
+        shutil.copytree(EXAMPLE / "train" / "fcc32", f"runs/{number}")
+        for file in Path(f"runs/{number}").glob("set.*/coord.npy"):
+            np.save(file, np.load(file) + 0.1 * number)
+    assert main(["init", "runs", "--steps", "3", "--rcut", "4"]) == 0
+    content = json.loads(Path("input.json").read_text())["training"]
+    assert content["validation_data"]["systems"] == ["runs/3"]
+    assert content["training_data"]["systems"] == [f"runs/{k}" for k in (0, 1, 2, 4, 5)]
+    assert not Path("split").exists()
+    assert "1 whole system," in capsys.readouterr().out
+    train_three_steps(capsys)
+
+
+def test_many_elements_take_dpa1(capsys):
+    pytest.importorskip("ase")
+    write_xyz("all.xyz", {"H C N O F": 20})
+    assert main(["init", "all.xyz", "--steps", "3", "--rcut", "4"]) == 0
+    content = json.loads(Path("input.json").read_text())
+    assert content["model"]["descriptor"]["type"] == "dpa1"
+    train_three_steps(capsys)
+
+
+def test_given_validation_data_and_names_stay_as_they_are(capsys):
+    pytest.importorskip("ase")
+    write_xyz("train.xyz", {"H H O": 12}, ("pbe_energy", "pbe_forces"))
+    write_xyz("valid.xyz", {"H H O": 3}, ("pbe_energy", "pbe_forces"), seed=1)
+    keys = ["--energy-key", "pbe_energy", "--force-key", "pbe_forces"]
+    words = [
+        "init",
+        "train.xyz",
+        "--valid-data",
+        "valid.xyz",
+        *keys,
+        "-t",
+        "O",
+        "H",
+        "--steps",
+        "3",
+        "-o",
+        "in/input.json",
+    ]
+    assert main(words) == 0
+    training = json.loads(Path("in/input.json").read_text())["training"]
+    for kind in ("training", "validation"):
+        assert training[f"{kind}_data"]["label_keys"] == {"energy": "pbe_energy", "force": "pbe_forces"}
+    assert load("in/input.json").settings.model.type_map == ("O", "H")
+    assert not Path("split").exists()
+    shutil.copy("in/input.json", "input.json")
+    train_three_steps(capsys)
+
+
+def test_what_cannot_be_trained_on_is_said(capsys, caplog):
+    pytest.importorskip("ase")
+    write_xyz("few.xyz", {"H H": 2, "H H O": 2})
+    bare = Path("bare/set.000")
+    bare.mkdir(parents=True)
+    np.save(bare / "coord.npy", np.zeros((1, 3)))
+    for name, text in (("type.raw", "0"), ("type_map.raw", "He"), ("nopbc", "")):
+        Path("bare", name).write_text(text)
+    assert main(["init", "bare"]) == 2
+    assert "energies" in capsys.readouterr().err
+    assert main(["init", "few.xyz", "bare"]) == 0
+    printed = capsys.readouterr().out
+    assert "bare: no energies" in printed
+    assert "--valid-data" in printed
+    content = json.loads(Path("input.json").read_text())
+    assert "validation_data" not in content["training"]
+    assert content["model"]["type_map"] == ["H", "O"]
+    before = Path("input.json").read_text()
+    assert main(["init", "few.xyz"]) == 2
+    assert "-o" in capsys.readouterr().err
+    assert Path("input.json").read_text() == before
+    assert main(["init", "few.xyz", "-o", "new.json", "--valid-share", "1.5"]) == 2
+    assert main(["init", "few.xyz", "-o", "new.json", "--rcut", "0.3"]) == 2
+    assert main(["init", "nothing.xyz", "-o", "new.json"]) == 2
+    assert not Path("new.json").exists()
+
+
+def test_wrong_units_are_named(capsys):
+    pytest.importorskip("ase")
+    write_xyz("all.xyz", {"H H O": 12})
+    text = Path("all.xyz").read_text().replace("1.4", "0.1").replace("2.8", "0.2")
+    Path("all.xyz").write_text(text)
+    assert main(["init", "all.xyz"]) == 0
+    assert "nm would look like this" in capsys.readouterr().out
+
+
+def test_a_split_keeps_elements_and_lone_atoms_in_training():
+    pytest.importorskip("ase")
+    logging.getLogger("deepmd_muon").setLevel(logging.WARNING)
+    contents = {"H H": 1, "H O": 1, "C O": 1, "C H": 1, "C H H": 1, "H": 1, "O": 1}
+    write_xyz("one.xyz", contents)
+    for _ in range(2):  # whatever their order
+        shares = split(open_systems("one.xyz", ["H", "C", "O"]), 0.6)
+        held_out = [share for share in shares if share.validation]
+        assert held_out
+        assert all(share.whole for share in shares)
+        assert all(share.system.natoms > 1 for share in held_out)
+        trained = {t for s in shares if s.training for t in s.system.types(np.array([0]))[0].tolist()}
+        assert trained == {0, 1, 2}
+        contents = dict(reversed(contents.items()))
+        write_xyz("one.xyz", contents)
+
+
+def test_a_part_of_a_system_is_its_frames():
+    (system,) = open_systems(str(EXAMPLE / "valid" / "fcc32"))
+    part = system.part(3, 7).part(1, 3)
+    whole = system.frames([4, 5])
+    found = part.frames([0, 1])
+    for name in ("coord", "box", "energy", "force", "virial"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(whole, name))
+    np.testing.assert_array_equal(part.projections(np.array([1])), system.projections(np.array([5])))
+    assert part.with_type_map(["H", "Cu"]).frames([0]).energy == system.frames([4]).energy
+    for wrong in ((2, 2), (-1, 2), (0, system.nframes + 1)):
+        with pytest.raises(IndexError):
+            system.part(*wrong)

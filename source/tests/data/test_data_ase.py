@@ -1,0 +1,177 @@
+"""Labels of files that ASE reads: their names, the energy that belongs to the forces, convergence, periodicity."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepmd_muon.cli.main import main
+from deepmd_muon.data import SystemFormatError, open_systems
+from deepmd_muon.label_keys import LabelKeys
+from deepmd_muon.setting import InvalidSettingError
+
+ase = pytest.importorskip("ase")
+VASP = Path(ase.__file__).parent / "test" / "testdata" / "vasp"
+needs_vasp = pytest.mark.skipif(not VASP.is_dir(), reason="this ASE comes without its test data")
+FORCES = np.arange(6.0).reshape(2, 3)
+
+
+@pytest.fixture(autouse=True)
+def _messages(caplog):
+    caplog.set_level(logging.INFO, "deepmd_muon")
+
+
+def write_xyz(path, *comments, force="forces", lattice=True):
+    """Write frames of two copper atoms, one for every comment."""
+    cell = 'Lattice="9 0 0 0 9 0 0 0 9" ' if lattice else ""
+    rows = [f"Cu {2.5 * k} 0 0" + ("" if force is None else " {:g} {:g} {:g}".format(*FORCES[k])) for k in range(2)]
+    columns = "species:S:1:pos:R:3" + ("" if force is None else f":{force}:R:3")
+    for number, comment in enumerate(comments):
+        mode = "a" if number else "w"
+        with path.open(mode) as file:
+            file.write("\n".join(["2", f"{cell}Properties={columns} {comment}", *rows, ""]))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "energy", ["energy", "Energy", "REF_energy", "ref_energy", "dft_energy", "DFT_Energy", "TotEnergy"]
+)
+@pytest.mark.parametrize("force", ["forces", "force", "Forces", "REF_forces", "dft_force", "forces_DFT"])
+def test_usual_names_are_recognized(tmp_path, energy, force):
+    (system,) = open_systems(write_xyz(tmp_path / "a.xyz", f"{energy}=-3.5", force=force))
+    frames = system.frames([0])
+    assert frames.energy.tolist() == [-3.5]
+    np.testing.assert_array_equal(frames.force[0], FORCES)
+
+
+@pytest.mark.parametrize("name", ["virial", "REF_virial", "REF_virials", "dft_virial"])
+def test_virials_and_stresses_have_their_signs(tmp_path, name):
+    values = " ".join(str(v) for v in (1, 2, 3, 2, 4, 5, 3, 5, 6))
+    (system,) = open_systems(write_xyz(tmp_path / "a.xyz", f'energy=1 {name}="{values}"'))
+    assert system.frames([0]).virial.tolist() == [[1, 2, 3, 2, 4, 5, 3, 5, 6]]
+    stress = name.replace("virials", "stress").replace("virial", "stress")
+    (system,) = open_systems(write_xyz(tmp_path / "b.xyz", f'energy=1 {stress}="{values}"'))
+    np.testing.assert_allclose(system.frames([0]).virial, -729.0 * np.array([[1, 2, 3, 2, 4, 5, 3, 5, 6]]))
+
+
+def test_names_of_predictions_are_left_alone_with_a_warning(tmp_path, caplog):
+    (system,) = open_systems(write_xyz(tmp_path / "a.xyz", "REF_energy=-3.5 mace_energy=9", force="mace_forces"))
+    assert system.labels == {"energy"}
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "mace_forces" in warning.getMessage()
+    assert "mace_energy" not in warning.getMessage()
+    assert any("energy from REF_energy" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    "comments", [("energy=1 REF_energy=2",), ("energy=1", "REF_energy=2"), ("energy=1 REF_energy=1 free_energy=1",)]
+)
+def test_two_names_of_a_label_are_ambiguous(tmp_path, comments):
+    path = write_xyz(tmp_path / "a.xyz", *comments)
+    with pytest.raises(SystemFormatError, match=r"REF_energy and energy.*label_keys.*--energy-key") as error:
+        open_systems(path)
+    assert error.value.system == path
+    systems = open_systems(path, keys=LabelKeys(energy="REF_energy"))
+    assert [system.labels for system in systems] == [{"energy", "force"}]
+
+
+def test_a_virial_and_a_stress_are_no_ambiguity_unless_both_are_asked_for(tmp_path):
+    nine = " ".join(map(str, range(9)))
+    path = write_xyz(tmp_path / "a.xyz", f'energy=1 virial="{nine}" stress="1 0 0 0 1 0 0 0 1"')
+    virials = [open_systems(path, keys=keys)[0].frames([0]).virial[0] for keys in (None, LabelKeys(stress="stress"))]
+    assert sorted(virials[0]) == list(range(9))
+    np.testing.assert_allclose(virials[1].reshape(3, 3), -729.0 * np.eye(3))
+    with pytest.raises(InvalidSettingError, match="excludes"):
+        LabelKeys(virial="virial", stress="stress")
+
+
+def test_a_label_that_is_no_number_is_named(tmp_path):
+    with pytest.raises(SystemFormatError, match=r"frame 1.*'none', not numbers"):
+        open_systems(write_xyz(tmp_path / "a.xyz", "Energy=1", "Energy=none"))
+
+
+def test_conversion_refuses_data_without_labels(tmp_path, capsys):
+    path = write_xyz(tmp_path / "a.xyz", "mace_energy=1", force=None)
+    assert main(["convert-data", path, str(tmp_path / "out")]) == 2
+    assert "label_keys" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["convert-data", path, str(tmp_path / "out"), "--unlabelled"]) == 0
+    assert main(["convert-data", path, str(tmp_path / "named"), "--energy-key", "mace_energy"]) == 0
+    (system,) = open_systems(str(tmp_path / "named"))
+    assert system.frames([0]).energy.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("lattice", [True, False])
+def test_partial_periodicity_is_refused(tmp_path, lattice):
+    path = write_xyz(tmp_path / "slab.xyz", 'energy=1 pbc="T T T"', 'energy=1 pbc="T T F"', lattice=lattice)
+    with pytest.raises(SystemFormatError, match=r'"T T F".*vacuum') as error:
+        open_systems(path)
+    assert (error.value.system, error.value.file) == (path, "frame 1")
+    (system,) = open_systems(write_xyz(tmp_path / "none.xyz", 'energy=1 pbc="F F F"', lattice=lattice))
+    assert not system.pbc
+
+
+def test_frames_that_say_they_did_not_converge_are_left_out(tmp_path, caplog):
+    path = write_xyz(tmp_path / "a.xyz", "energy=1 converged=T", "energy=2 converged=F", "energy=3")
+    (system,) = open_systems(path)
+    assert system.frames([0, 1]).energy.tolist() == [1.0, 3.0]
+    assert any("1 of 3 frames" in message and "frames 1)" in message for message in caplog.messages)
+    (system,) = open_systems(path, keep_unconverged=True)
+    assert system.nframes == 3
+    path = write_xyz(tmp_path / "b.xyz", "energy=1 converged=F")
+    with pytest.raises(SystemFormatError, match="keep_unconverged"):
+        open_systems(path)
+
+
+def test_the_free_energy_belongs_to_the_forces(tmp_path, caplog):
+    path = write_xyz(tmp_path / "a.xyz", "energy=-2 free_energy=-2.001", "energy=-3 free_energy=-3")
+    (system,) = open_systems(path)
+    assert system.frames([0, 1]).energy.tolist() == [-2.001, -3.0]
+    (message,) = caplog.messages
+    assert "0.5 meV per atom" in message
+    (system,) = open_systems(path, keys=LabelKeys(energy="energy"))
+    assert system.frames([0, 1]).energy.tolist() == [-2.0, -3.0]
+    (alone,) = open_systems(write_xyz(tmp_path / "b.xyz", "free_energy=-4"))
+    assert alone.frames([0]).energy.tolist() == [-4.0]
+
+
+@needs_vasp
+def test_vasp_energies_are_totens(caplog):
+    (outcar,) = open_systems(str(VASP / "OUTCAR_example_1"))
+    assert outcar.frames([0]).energy.tolist() == [-68.22868532]  # "free  energy   TOTEN"
+    assert any("0.13 meV per atom" in message for message in caplog.messages)
+    (vasprun,) = open_systems(str(VASP / "vasprun_pstress.xml"))
+    np.testing.assert_allclose(vasprun.frames([0]).energy, [-20.246959373], rtol=0, atol=1e-8)
+
+
+@needs_vasp
+@pytest.mark.parametrize("form", ["OUTCAR", "vasprun.xml"])
+def test_vasp_frames_that_did_not_converge_are_left_out(tmp_path, caplog, capsys, form):
+    if form == "OUTCAR":
+        text = (VASP / "OUTCAR_example_1").read_text()
+        start = text.index("Iteration    1(")
+        good = text[text.rindex("\n", 0, start) + 1 :]
+        reached = "aborting loop because EDIFF is reached"
+        text = (
+            text[: len(text) - len(good)] + good + good.replace(reached, "aborting loop EDIFF was not reached") + good
+        )
+        # An older VASP says nothing at the last step of its loop.
+        loops = 120 // good.count("Iteration  ") + 1
+        header = "----------------------------------------- Iteration    1(   1)  ---\n"
+        text += header * 120 * loops + good.replace(reached, "")
+    else:
+        text = (VASP / "vasprun_pstress.xml").read_text()
+        first, end = text.index(" <calculation>"), text.index("</calculation>\n") + len("</calculation>\n")
+        step = text[first:end]
+        loop = step[step.index("  <scstep>") : step.index("</scstep>\n") + len("</scstep>\n")]
+        bad = step.replace(loop, loop * 60, 1)
+        text = text[:first] + step + bad + step + bad + text[end:]
+    (tmp_path / form).write_text(text)
+    (system,) = open_systems(str(tmp_path / form))
+    assert system.nframes == 2
+    assert any("2 of 4 frames" in message and "(frames 1, 3)" in message for message in caplog.messages)
+    (system,) = open_systems(str(tmp_path / form), keep_unconverged=True)
+    assert system.nframes == 4
+    assert main(["convert-data", str(tmp_path / form), str(tmp_path / "out"), "--keep-unconverged"]) == 0
+    assert "4 frames" in capsys.readouterr().out

@@ -1,0 +1,197 @@
+"""Data of a run: type map, names of labels, frames that training and validation share."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepmd_muon.argcheck import InputError, normalize
+from deepmd_muon.cli.main import main
+from deepmd_muon.data import DataError, TypeMapError, open_systems
+from deepmd_muon.data.overlap import shared_frames
+from deepmd_muon.model import ModelError, build_model
+from deepmd_muon.train import run
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
+DPA1 = {"type": "dpa1", "sel": 20, "rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8], "axis_neuron": 3, "tebd_dim": 2}
+DPA1 |= {"attn_layer": 0, "seed": 1}
+
+
+@pytest.fixture
+def messages(caplog):
+    caplog.set_level(logging.INFO, "deepmd_muon")
+    return caplog
+
+
+@pytest.fixture
+def train():
+    """Train with the whole log, and return the exit status."""
+
+    def start(content, **options):
+        Path("input.json").write_text(json.dumps(content))
+        return run("input.json", **options)
+
+    return start
+
+
+def warnings_of(messages):
+    return [record.getMessage() for record in messages.records if record.levelname == "WARNING"]
+
+
+def without_type_map(content):
+    content["model"].pop("type_map")
+    return content
+
+
+def relabel(names, target, source="train/fcc32"):
+    """Copy a system of copper with other element names."""
+    shutil.copytree(EXAMPLE / source, target)
+    Path(target, "type_map.raw").write_text("\n".join(names))
+    return str(target)
+
+
+def test_a_type_map_comes_from_the_data_by_atomic_number(small_input, train, messages):
+    data = [relabel(["Cu", "Xx"], "a"), relabel(["O", "Cu", "H"], "b")]
+    content = without_type_map(small_input(model={"descriptor": DPA1}))
+    content["training"] |= {"training_data": {"systems": data, "batch_size": 1}, "numb_steps": 2}
+    del content["training"]["validation_data"]
+    assert train(content) == 0
+    assert json.loads(Path("out.json").read_text())["model"]["type_map"] == ["H", "O", "Cu", "Xx"]
+    assert any("['H', 'O', 'Cu', 'Xx']" in message for message in messages.messages)
+
+
+def test_a_restart_and_a_finetuning_take_the_type_map_of_the_checkpoint(small_input, train, messages):
+    long = {"model": {"descriptor": DPA1, "type_map": ["Cu", "O"]}, "training": {"numb_steps": 2, "save_freq": 2}}
+    assert train(small_input(**long)) == 0
+    for way in ("restart", "finetune", "init_model"):
+        content = without_type_map(small_input(**long))
+        content["training"]["numb_steps"] = 3
+        assert train(content, **{way: "model.ckpt-2.pt"}) == 0
+        assert json.loads(Path("out.json").read_text())["model"]["type_map"] == ["Cu", "O"]
+
+
+def test_a_type_map_that_cannot_be_found_is_an_error(small_input, train):
+    content = without_type_map(small_input())
+    path = relabel(["Cu"], "unnamed")
+    Path(path, "type_map.raw").unlink()
+    content["training"]["training_data"]["systems"] = [path]
+    with pytest.raises(TypeMapError, match=r"type_map\.raw"):
+        train(content)
+    with pytest.raises(ModelError, match="type_map"):
+        build_model(normalize(content).normalized["model"] | {"descriptor": DPA1})
+
+
+def test_settings_for_types_are_checked_when_the_types_are_known(small_input, train):
+    content = without_type_map(small_input())
+    content["model"]["descriptor"]["sel"] = [40, 40]
+    normalize(content)
+    with pytest.raises(InputError, match="one number for each of the 1 types"):
+        train(content)
+
+
+def extxyz(path, key, count=3, seed=0):
+    random = np.random.default_rng(seed)
+    with Path(path).open("w") as file:
+        for _ in range(count):
+            rows = [f"Cu {2.4 * k:.3f} {random.random():.3f} 0 0 0 0" for k in range(4)]
+            head = (
+                f'Lattice="10 0 0 0 10 0 0 0 10" Properties=species:S:1:pos:R:3:REF_forces:R:3 {key}={random.random()}'
+            )
+            file.write("\n".join(["4", head, *rows, ""]))
+
+
+def test_label_keys_of_the_input_hold_in_training_and_in_dp_test(small_input, train, messages, capsys):
+    pytest.importorskip("ase")
+    extxyz("train.xyz", "pbe_e")
+    extxyz("valid.xyz", "REF_energy", seed=1)
+    content = small_input(training={"numb_steps": 1})
+    content["training"]["training_data"] = {"systems": ["train.xyz"], "label_keys": {"energy": "pbe_e"}}
+    content["training"]["validation_data"] = {"systems": ["valid.xyz"]}
+    content["loss"] = {"type": "ener"}
+    assert train(content) == 0
+    assert sum("3 frames of 4 atoms, periodic, labels energy, force" in m for m in messages.messages) == 2
+    assert json.loads(Path("out.json").read_text())["training"]["training_data"]["label_keys"]["energy"] == "pbe_e"
+    Path("input.json").write_text(json.dumps(content))
+    messages.clear()
+    assert main(["test", "-m", "model.ckpt.pt", "--train-data", "input.json"]) == 0
+    assert any("Energy RMSE" in message for message in messages.messages)
+    messages.clear()
+    assert main(["test", "-m", "model.ckpt.pt", "-s", "train.xyz"]) == 0
+    assert not any("Energy RMSE" in message for message in messages.messages)
+    assert main(["test", "-m", "model.ckpt.pt", "-s", "train.xyz", "--energy-key", "pbe_e"]) == 0
+    assert any("Energy RMSE" in message for message in messages.messages)
+    content["training"]["training_data"]["label_keys"] = {"energie": "pbe_e"}
+    with pytest.raises(InputError, match="energie"):
+        normalize(content)
+
+
+def test_slabs_are_refused_in_training_and_in_dp_test(small_input, train, capsys, finished_checkpoint):
+    pytest.importorskip("ase")
+    extxyz("slab.xyz", "energy")
+    text = Path("slab.xyz").read_text()
+    Path("slab.xyz").write_text(text.replace(" energy=", ' pbc="T T F" energy='))
+    content = small_input()
+    content["training"]["training_data"]["systems"] = ["slab.xyz"]
+    with pytest.raises(DataError, match="T T F"):
+        train(content)
+    assert main(["test", "-m", finished_checkpoint, "-s", "slab.xyz"]) == 2
+    assert "frame 0" in capsys.readouterr().err
+
+
+@pytest.fixture
+def finished_checkpoint(small_input, train):
+    assert train(small_input(training={"numb_steps": 1})) == 0
+    return "model.ckpt.pt"
+
+
+def test_training_without_any_label_is_refused(small_input, train, messages):
+    shutil.copytree(EXAMPLE / "train" / "fcc32", "bare")
+    for label in ("energy", "force", "virial"):
+        for file in Path("bare").glob(f"set.*/{label}.npy"):
+            file.unlink()
+    content = small_input(training={"training_data": {"systems": ["bare"]}, "numb_steps": 1})
+    with pytest.raises(DataError, match="no frame of bare has"):
+        train(content)
+    assert main(["convert-data", "bare", str(EXAMPLE / "train" / "fcc32"), "both"]) == 0
+    assert "bare: no labels" in warnings_of(messages)
+
+
+def test_shared_frames_are_counted_across_formats(tmp_path):
+    pytest.importorskip("ase")
+    train, valid = (open_systems(str(EXAMPLE / name)) for name in ("train", "valid"))
+    frames = sum(system.nframes for system in valid)
+    assert shared_frames(train, valid) == (0, frames)
+    assert shared_frames(valid, valid) == (frames, frames)
+    for name in ("copy.hdf5", "copy.xyz"):
+        assert main(["convert-data", str(EXAMPLE / "valid"), name]) == 0
+        assert shared_frames([*train, *open_systems(name)], valid) == (frames, frames)
+    # A link leads to the same place, whatever the size.
+    Path("link").symlink_to(EXAMPLE / "valid")
+    assert shared_frames(train + open_systems("link"), valid) == (frames, frames)
+    # One frame of another system, and neighbours in time that are not copies.
+    moved = open_systems(str(EXAMPLE / "valid" / "fcc32"))[0].frames([0, 1])
+    shutil.copytree(EXAMPLE / "valid" / "fcc32", "moved")
+    for file in Path("moved").glob("set.*"):
+        shutil.rmtree(file)
+    Path("moved/set.000").mkdir()
+    coord = moved.coord.copy()
+    coord[1, 3, 0] += 1e-2
+    np.save("moved/set.000/coord.npy", coord.reshape(2, -1).astype(np.float32))
+    np.save("moved/set.000/box.npy", moved.box.reshape(2, 9))
+    assert shared_frames(train, open_systems("moved")) == (0, 2)
+    assert shared_frames(valid, open_systems("moved")) == (1, 2)
+
+
+def test_training_warns_of_shared_frames(small_input, train, messages):
+    data = {"systems": [str(EXAMPLE / "train")], "batch_size": 2}
+    content = small_input(training={"validation_data": data, "numb_steps": 1})
+    assert train(content) == 0
+    frames = sum(system.nframes for system in open_systems(str(EXAMPLE / "train")))
+    (warning,) = (message for message in warnings_of(messages) if "validation frames" in message)
+    assert warning.startswith(f"{frames} of {frames} ")
+    messages.clear()
+    assert train(small_input(training={"numb_steps": 1})) == 0
+    assert not any("validation frames" in message for message in warnings_of(messages))
