@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.train.early_start import garbage_collection_paused, open_device
 
     try:
-        load(options.INPUT)
+        given = load(options.INPUT)
     except DeepmdKitOnlyError as error:
         problems = "; ".join(map(str, error.problems))
         raise HandOver(error.elsewhere, f"install it, or change {error.source} ({problems})") from error
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     if restart and restart not in AUTOMATIC:
         restart = str(checkpoint_path(restart))
     return run_training(
-        options.INPUT,
+        given,
         output=options.output,
         restart=restart,
         init_model=options.init_model and str(checkpoint_path(options.init_model)),

@@ -50,7 +50,6 @@ def child(case: str, pieces: int, data: Path, options: argparse.Namespace) -> No
     from deepmd_muon.argcheck import load
     from deepmd_muon.train.early_start import open_device
 
-    assert load  # the command reads its input before torch is imported
     show_time("import argcheck")
     open_device()
     from training_step import make_input
@@ -80,7 +79,7 @@ def child(case: str, pieces: int, data: Path, options: argparse.Namespace) -> No
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         Path("input.json").write_text(json.dumps(content))
-        run("input.json", skip_neighbor_stat=True)
+        run(load("input.json"), skip_neighbor_stat=True)
         os.chdir("/")
     if found:
         print(RESULT + json.dumps({"case": case, **found}), flush=True)

@@ -56,6 +56,7 @@ def measure(kind: str, precision: str, natoms: int, batch: int, seconds: float) 
     from gpu_step import resident_bytes
     from training_step import make_input
 
+    from deepmd_muon.argcheck import load
     from deepmd_muon.train import run
     from deepmd_muon.train.trainer import Trainer
 
@@ -91,7 +92,7 @@ def measure(kind: str, precision: str, natoms: int, batch: int, seconds: float) 
         os.chdir(folder)
         Trainer._steps = steps  # type: ignore[method-assign]  # the same loop, stopped and looked at
         try:
-            run("input.json", skip_neighbor_stat=True, log_level="WARNING")
+            run(load("input.json"), skip_neighbor_stat=True, log_level="WARNING")
         finally:
             Trainer._steps = original  # type: ignore[method-assign]
             os.chdir(here)

@@ -88,6 +88,7 @@ def content(data: Path, args: argparse.Namespace, **training: Any) -> dict[str, 
 
 def work(rank: int, world: int, device: str, place: Path, jobs: list[Job], ends: Any) -> None:
     """Run all jobs as one of the ranks."""
+    from deepmd_muon.argcheck import load
     from deepmd_muon.train import run
     from deepmd_muon.train.trainer import Trainer
 
@@ -116,7 +117,7 @@ def work(rank: int, world: int, device: str, place: Path, jobs: list[Job], ends:
                 time.sleep(0.01)
             time.sleep(0.1)
         try:
-            end = str(run("input.json", restart=job.restart, log_level="INFO", log_path="train.log"))
+            end = str(run(load("input.json"), restart=job.restart, log_level="INFO", log_path="train.log"))
         except Exception as error:
             end = f"{type(error).__name__}: {error}"
         ends.put((job.name, rank, end))

@@ -23,7 +23,10 @@ ARROWS = {
     "train": {"argcheck", "data", "loss", "model", "optim"},
 }
 # Of optim and model, the input check may read only settings, which do not import torch.
-TORCH_FREE = {"deepmd_muon.optim.config", "deepmd_muon.optim.other_configs", "deepmd_muon.model.settings"}
+TORCH_FREE = {
+    *("deepmd_muon.optim.config", "deepmd_muon.optim.other_configs", "deepmd_muon.optim.omitted_scales"),
+    "deepmd_muon.model.settings",
+}
 # Every room may import these, in this order; they import nothing else of the package.
 GROUND = ("setting", "section")
 THIRD_PARTY = {
