@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.optim.other_configs import OptimizerConfig
-from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.train.strategy.agreement import SeveralRanks
 from deepmd_muon.train.strategy.base import Reduced
@@ -34,12 +32,8 @@ class Replicated(SeveralRanks):
 
     def __init__(self, ranks: Ranks, model: EnergyModel, *, state_in_parts: bool = False) -> None:
         super().__init__(ranks, model)
-        self._mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("replicas",))
+        self._replicas = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("replicas",))
         self._state_in_parts = state_in_parts
-
-    def build_optimizer(self, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-        """Make the run's optimizer."""
-        return build_optimizer(config, self.model, lr, replicas=self._mesh, state_in_parts=self._state_in_parts)
 
     def reduce(self, loss: Tensor) -> Reduced:
         """Average gradients and loss of all ranks, and let them agree on signals."""
