@@ -10,7 +10,7 @@ from finetune_data import FIXTURE, PREFIX, TABLE, an_input, write_files, write_i
 from deepmd_muon.argcheck import load
 from deepmd_muon.cli.main import main
 from deepmd_muon.model import CheckpointError as ModelCheckpointError
-from deepmd_muon.model import build_model
+from deepmd_muon.model import ModelError, build_model
 from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.model.type_embedding import identity
 from deepmd_muon.model.type_map import TypeMove, move_weights
@@ -215,6 +215,15 @@ def test_another_model_or_a_fixed_type_map_is_refused(small_input):
     content["model"]["descriptor"]["sel"] = [20, 40]
     with pytest.raises(CheckpointError, match="type_map"):
         run(load(write_input(content)), finetune="model.ckpt.pt", log_level="WARNING")
+    with pytest.raises(ModelError, match=r"^model/descriptor/sel: .* for each of the 2 types"):
+        run(load(write_input(content)), finetune="model.ckpt.pt", use_pretrain_script=True, log_level="WARNING")
+
+
+def test_trainable_parts_of_the_input_must_fit_the_net_of_the_checkpoint():
+    content = an_input(["O", "H"])
+    content["model"]["fitting_net"] = {"neuron": [4] * 6, "trainable": [True] * 7}
+    with pytest.raises(ModelError, match=r"^model/fitting_net/trainable: must have one value for each"):
+        run(load(write_input(content)), finetune="named.pt", use_pretrain_script=True, log_level="WARNING")
 
 
 def test_data_without_energies_stop_a_fine_tuning():

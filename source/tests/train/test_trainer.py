@@ -14,6 +14,7 @@ import torch
 
 from deepmd_muon import argcheck
 from deepmd_muon.argcheck import normalize
+from deepmd_muon.cli.main import main
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.optim import RouteTable, omitted_scales
@@ -249,6 +250,18 @@ def test_statistics_come_from_the_stat_file(small_input, train, load, caplog):
         run(argcheck.load("input.json"), log_level="INFO")
     assert "statistics come from stat.hdf5" in caplog.text
     assert_same(first["model"], load()["model"])
+
+
+def test_an_input_is_read_and_checked_once(small_input, monkeypatch):
+    """Also where the data decide `sel` and a checkpoint the model."""
+    checked = []
+    module = sys.modules["deepmd_muon.argcheck.load"]
+    original = module.check
+    monkeypatch.setattr(module, "check", lambda *args: checked.append(args) or original(*args))
+    Path("input.json").write_text(json.dumps(small_input(training={"numb_steps": 1})))
+    for number, more in enumerate([[], ["--finetune", "model.ckpt.pt", "--use-pretrain-script"]], start=1):
+        assert main(["--pt", "train", "input.json", "--log-level", "WARNING", *more]) == 0
+        assert len(checked) == number
 
 
 def test_sel_auto_is_a_number_in_the_output_and_cannot_be_skipped(small_input, train):
