@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.model.checkpoint_file import understood
+from deepmd_muon.model.checkpoint_file import checkpoint_path, understood
 from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit
 from deepmd_muon.model.settings import ModelSettings, changed
 from deepmd_muon.model.type_map import TypeMove, move_weights
@@ -54,7 +54,7 @@ class Source:
     new_fitting: bool = False
 
     @classmethod
-    def read(cls, path: str, way: Way, branch: str | None = None, leave: Collection[str] = ()) -> Source:
+    def read(cls, path: str | Path, way: Way, branch: str | None = None, leave: Collection[str] = ()) -> Source:
         """Read a checkpoint of ours or of deepmd-kit.
 
         Parameters
@@ -72,6 +72,7 @@ class Source:
         CheckpointError
             When the file is not a checkpoint, or its model cannot be built here.
         """
+        path = checkpoint_path(path)
         content = read(path, leave)
         with understood(path):
             new_fitting = False
@@ -82,7 +83,7 @@ class Source:
             settings, weights = from_deepmd_kit(content["model"], branch)
         if new_fitting:
             log.warning("%s gives its descriptor alone; the fitting net starts anew", path)
-        return cls(Path(path), content, settings, weights, way, new_fitting)
+        return cls(path, content, settings, weights, way, new_fitting)
 
     def move_to(self, type_map: Collection[str]) -> TypeMove | None:
         """Return where its types are in another type map; None for the same, or where networks belong to types."""

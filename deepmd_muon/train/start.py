@@ -14,7 +14,7 @@ from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.files import make_folder_of
 from deepmd_muon.model import EnergyModel, Structures, build_model
 from deepmd_muon.model.checkpoint_directory import is_directory
-from deepmd_muon.model.checkpoint_file import understood
+from deepmd_muon.model.checkpoint_file import checkpoint_path, understood
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.model.settings import changed
 from deepmd_muon.model.statistics import descriptor_length
@@ -113,7 +113,7 @@ def run(
     training = given.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
         found = init_model or (None if restart in AUTOMATIC else restart)
-        stack.enter_context(explained(lambda: Moment("preparing"), lambda: Path(found) if found else None))
+        stack.enter_context(explained(lambda: Moment("preparing"), lambda: checkpoint_path(found) if found else None))
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
         ranks.from_first("locking its files", lambda: stack.enter_context(held(training, given.source)))
         ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, Path(output)))
@@ -124,7 +124,12 @@ def run(
         if ranks.first:  # the others learn of an error as of any that ends a rank
             for notice in (*given.notices, *([given.scales.notice] if given.scales else [])):
                 log.warning("%s", notice)
-            _check_reports(given, output)
+            # Before the long work begins: a report or the normalised input may be impossible to write.
+            make_folder_of(Path(output))
+            if training.tensorboard:
+                require_tensorboard()
+            if training.wandb:
+                require_wandb()
         if source and use_pretrain_script:
             given = given.changed(model=source.script(given.settings.model))
         if training.stat_file:
@@ -169,15 +174,6 @@ def _keep_scales(given: Input, source: Source | None) -> Input:
         saved = groups[0] if groups else {}
         known = isinstance(saved.get("lr_adjust_coeff"), float)
         return given.with_scales(given.scales.kept_from(saved, str(source.path))) if known else given
-
-
-def _check_reports(given: Input, output: str) -> None:
-    """Find out before the long work begins that a report or the normalised input could not be written."""
-    make_folder_of(Path(output))
-    if given.settings.training.tensorboard:
-        require_tensorboard()
-    if given.settings.training.wandb:
-        require_wandb()
 
 
 def _prepare(
