@@ -83,7 +83,7 @@ class Section:
         found = [(rule.reads[0], rule.check(*(_attribute(self, path) for path in rule.reads))) for rule in self.rules]
         broken = [f"{name}: {problem}" for name, problem in found if problem]
         if broken:
-            raise InvalidSettingError(f"{type(self).__name__}: " + "; ".join(broken))
+            raise InvalidSettingError(f"{type(self).__name__}: " + "; ".join(broken), broken)
 
 
 @dataclasses.dataclass(frozen=True)

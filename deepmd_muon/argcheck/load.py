@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,46 +17,14 @@ from deepmd_muon.argcheck.legacy import upgrade
 from deepmd_muon.argcheck.schema import tree
 from deepmd_muon.argcheck.settings import Settings
 from deepmd_muon.files import whole_file
-from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.omitted_scales import OmittedScales, omitted_scales
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import shown
-
-# `lr_adjust_coeff` where the input leaves it open. Times `_ADAM_RATE` it is the largest root-mean-square step of a
-# matrix entry, start_lr · lr_adjust_coeff, that it may give. After 3000 steps within 9 % of the best on five sets; on
-# four after 30,000 steps the second one is ahead of AdamW, where the first is not everywhere (doc/benchmarks/race.md).
-_MUON_COEFFICIENT, _MUON_COEFFICIENT_OF_LONG_RUNS = 8.64, 4.32
-_SHORT_RUN = 10_000  # steps
-_ADAM_RATE = 1e-3
-# `adam_lr_ratio` of a short run whose input leaves both open, less where the Adam route would start above the second.
-# DPA-3 then ends at half the error, other models where they end with 1; a long run on molecules is worse for it.
-_ADAM_RATIO, _MOST_ADAM_RATE = 10.0, 1e-2
-# Length of descriptors (root mean square over atoms, first weights) from which a scale falls as 1/length. A step
-# changes what the fitting net's first matrix returns by rate · length: atoms with few and near neighbours saturate its
-# tanh in a few steps, and all forces vanish. Lengths on water and alloys are 1 to 7, on small molecules 60 to 90
-# (DPA-1) and 14 to 18 (DPA-3).
-_LONG_FOR_MUON, _LONG_FOR_ADAM = 8.0, 16.0
-
 
 _NO_OPTIMIZER = (
     'optimizer is not given and is Adam, as in deepmd-kit; "optimizer": {"type": "HybridMuon"} would orthogonalize the '
     "updates of weight matrices and leave the rest to Adam (doc/optimizer.md; results in doc/benchmarks/race.md)"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class OpenScales:
-    """Scales of HybridMuon's two routes that an input omits.
-
-    Attributes
-    ----------
-    names
-        `lr_adjust_coeff`, and `adam_lr_ratio` where the input omits both.
-    notice
-        One of the remarks on the input: what they take.
-    """
-
-    names: tuple[str, ...]
-    notice: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,87 +34,40 @@ class Input:
     Attributes
     ----------
     settings
-        The input as frozen dataclasses.
-    normalized
-        The same as plain dicts and lists, in today's spelling and with every default filled in. This is what
-        `out.json` holds; giving it back gives the same again.
+        Everything it says, as frozen dataclasses.
+    source
+        Name of its file.
     notices
         One line for each older spelling that was translated, and each key that has no effect.
     remarks
-        One line for each default that is not deepmd-kit's, and one where the input leaves out the optimizer.
-    open_scales
-        The scales of HybridMuon that the input omits and the remark about them; None where it omits none, or keeps
-        those of a run that it continues.
+        One line where the input leaves out the optimizer.
+    scales
+        The scales of HybridMuon that it omits; None where it omits none.
     """
 
     settings: Settings
-    normalized: dict[str, Any]
+    source: str = dataclasses.field(default="the input", compare=False)
     notices: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
-    open_scales: OpenScales | None = None
+    scales: OmittedScales | None = None
 
-    def with_section(self, name: str, section: Mapping[str, Any]) -> Input:
-        """Return the input with another section, checked anew; notices, remarks and open scales stay."""
-        complete = normalize({**self.normalized, name: section})
-        return dataclasses.replace(self, settings=complete.settings, normalized=complete.normalized)
+    @property
+    def normalized(self) -> dict[str, Any]:
+        """The settings as plain dicts and lists, in today's spelling and with every default filled in.
 
-    def keeping_scale(self, group: Mapping[str, Any], source: str) -> Input:
-        """Return the input with the scales of a run that it continues, where it omits them.
-
-        Parameters
-        ----------
-        group
-            A parameter group of the run; without `adam_lr_ratio` where deepmd-kit wrote it.
-        source
-            Its checkpoint, for the notice.
+        This is what `out.json` holds; giving it back gives the same again.
         """
-        optimizer, given = self.settings.optimizer, self.open_scales
-        if given is None or not isinstance(optimizer, HybridMuonConfig):
-            return self
-        scales: dict[str, Any] = {name: group.get(name) for name in given.names}
-        kept = f"optimizer/lr_adjust_coeff is not given and stays {_written(scales)}, as in {source}"
-        return dataclasses.replace(self._with(scales, kept), open_scales=None)
+        plain: dict[str, Any] = thaw(self.settings)
+        return plain
 
-    def for_descriptors(self, length: float) -> Input:
-        """Return the input with lower scales where it omits them and descriptors are long; else itself.
+    def changed(self, **sections: Any) -> Input:
+        """Return the input with other settings of some sections."""
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **sections))
 
-        Parameters
-        ----------
-        length
-            Of the descriptors, see `descriptor_length`.
-        """
-        optimizer, given = self.settings.optimizer, self.open_scales
-        if given is None or not isinstance(optimizer, HybridMuonConfig) or not 0.0 < length < math.inf:
-            return self
-        start_lr = self.settings.learning_rate.start_lr
-        most = {
-            "lr_adjust_coeff": _MUON_COEFFICIENT * _ADAM_RATE * _LONG_FOR_MUON / length / start_lr,
-            "adam_lr_ratio": max(1.0, _MOST_ADAM_RATE * _LONG_FOR_ADAM / length / start_lr),
-        }
-        old = {name: getattr(optimizer, name) for name in given.names}
-        scales = {name: min(value, float(f"{most[name]:.3g}")) for name, value in old.items()}
-        if scales == old:
-            return self
-        lower = (
-            f"optimizer/lr_adjust_coeff is not given and takes {_written(scales)}: descriptors are {length:.3g} long, "
-            f"for which {_written(old)} would be too high (doc/learning-rate.md)"
-        )
-        return self._with(scales, lower)
-
-    def _with(self, scales: Mapping[str, Any], notice: str) -> Input:
-        """Return the input with these values of its open scales, and the notice about them."""
-        optimizer, given = self.settings.optimizer, self.open_scales
-        assert given is not None
-        assert isinstance(optimizer, HybridMuonConfig)
-        settings = dataclasses.replace(self.settings, optimizer=dataclasses.replace(optimizer, **scales))
-        remarks = tuple(notice if old == given.notice else old for old in self.remarks)
-        return Input(settings, thaw(settings), self.notices, remarks, OpenScales(given.names, notice))
-
-
-def _written(scales: Mapping[str, Any]) -> str:
-    """Return scales as a notice shows them: without an `adam_lr_ratio` of 1, which changes nothing."""
-    ratio = scales.get("adam_lr_ratio") or 1.0
-    return f"{scales['lr_adjust_coeff']:g}" + (f" and adam_lr_ratio {ratio:g}" if ratio != 1.0 else "")
+    def with_scales(self, scales: OmittedScales) -> Input:
+        """Return the input whose optimizer takes these scales."""
+        optimizer = dataclasses.replace(self.settings.optimizer, **scales.values)
+        return dataclasses.replace(self.changed(optimizer=optimizer), scales=scales)
 
 
 def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
@@ -180,38 +100,15 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
         raise DeepmdKitOnlyError(problems, source)
     if problems or checked.settings is None:
         raise InputError(problems, source)
-    settings, scales = _with_scales(upgraded.data, checked.settings)
-    remarks = [scales.notice] if scales else [] if "optimizer" in upgraded.data else [_NO_OPTIMIZER]
-    return Input(settings, thaw(settings), (*upgraded.notices, *checked.notices), tuple(remarks), scales)
-
-
-def _with_scales(data: Mapping[str, Any], settings: Settings) -> tuple[Settings, OpenScales | None]:
-    """Choose the scale of HybridMuon's matrices, and the Adam route's, where the input leaves them open, and say so.
-
-    deepmd-kit's 0.18 suits language models, and its own arithmetic keeps it. See doc/learning-rate.md.
-    """
-    optimizer, start_lr = settings.optimizer, settings.learning_rate.start_lr
-    given = data.get("optimizer", {})
-    if not isinstance(optimizer, HybridMuonConfig) or optimizer.deepmd_kit_arithmetic or "lr_adjust_coeff" in given:
-        return settings, None
-    if optimizer.explicit().scaling != "match_rms":
-        return settings, None
-    steps = settings.training.numb_steps
-    short = steps is not None and steps <= _SHORT_RUN
-    most = _MUON_COEFFICIENT if short else _MUON_COEFFICIENT_OF_LONG_RUNS
-    theirs, ours = optimizer.lr_adjust_coeff, min(most, float(f"{most * _ADAM_RATE / start_lr:.3g}"))
-    if ours == theirs:
-        return settings, None
-    scales: dict[str, Any] = {"lr_adjust_coeff": ours}
-    if optimizer.adam_lr_ratio is None and optimizer.lr_adjust <= 0:
-        ratio = max(1.0, min(_ADAM_RATIO, float(f"{_MOST_ADAM_RATE / start_lr:.3g}"))) if short else 1.0
-        scales["adam_lr_ratio"] = ratio
-    notice = (
-        f"optimizer/lr_adjust_coeff is not given and takes {_written(scales)}, which suits force fields at start_lr "
-        f"{start_lr:g} in a {'short' if short else 'long'} run; deepmd-kit takes {theirs:g} (doc/learning-rate.md)"
+    remarks = () if "optimizer" in upgraded.data else (_NO_OPTIMIZER,)
+    given = Input(checked.settings, source, (*upgraded.notices, *checked.notices), remarks)
+    scales = omitted_scales(
+        checked.settings.optimizer,
+        upgraded.data.get("optimizer", {}),
+        checked.settings.learning_rate.start_lr,
+        checked.settings.training.numb_steps,
     )
-    chosen = dataclasses.replace(settings, optimizer=dataclasses.replace(optimizer, **scales))
-    return chosen, OpenScales(tuple(scales), notice)
+    return given.with_scales(scales) if scales else given
 
 
 def load(path: str | os.PathLike[str]) -> Input:

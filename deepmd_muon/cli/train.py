@@ -67,27 +67,22 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.train.early_start import garbage_collection_paused, open_device
 
     try:
-        load(options.INPUT)
+        given = load(options.INPUT)
     except DeepmdKitOnlyError as error:
         problems = "; ".join(map(str, error.problems))
         raise HandOver(error.elsewhere, f"install it, or change {error.source} ({problems})") from error
     open_device()  # while torch is imported, by what follows
     with garbage_collection_paused():
-        from deepmd_muon.model.checkpoint_file import checkpoint_path
         from deepmd_muon.train import run as run_training
-        from deepmd_muon.train.start import AUTOMATIC
 
     if options.model_branch and not (options.finetune or options.init_model):
         raise CommandError("--model-branch names a branch of the checkpoint of --finetune or --init-model; give one")
-    restart = options.restart
-    if restart and restart not in AUTOMATIC:
-        restart = str(checkpoint_path(restart))
     return run_training(
-        options.INPUT,
+        given,
         output=options.output,
-        restart=restart,
-        init_model=options.init_model and str(checkpoint_path(options.init_model)),
-        finetune=options.finetune and str(checkpoint_path(options.finetune)),
+        restart=options.restart,
+        init_model=options.init_model,
+        finetune=options.finetune,
         model_branch=options.model_branch,
         skip_neighbor_stat=options.skip_neighbor_stat,
         force_load=options.force_load,

@@ -21,7 +21,6 @@ from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.model.networks import dtype_of
-from deepmd_muon.section import thaw
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +77,7 @@ def freeze(model: EnergyModel, output: str | os.PathLike[str]) -> Difference:
     FreezeError
         When the file computes something else than the model.
     """
-    section: dict[str, Any] = thaw(model.settings)
-    described = to_deepmd_kit(model, section, {})["_extra_state"]["model_params"]
+    described = to_deepmd_kit(model, {})["_extra_state"]["model_params"]
     program = Program(model, described).eval()
     output = Path(output)
     make_folder_of(output)

@@ -41,8 +41,8 @@ def load_model(path: str | os.PathLike[str], *, ema: bool = False, head: str | N
     except CheckpointFileError as error:
         raise CheckpointError(str(error)) from error
     with understood(path):
-        section, state = from_deepmd_kit(checkpoint["model"], head)
-        model = build_model(section)
+        settings, state = from_deepmd_kit(checkpoint["model"], head)
+        model = build_model(settings)
         model.load_state_dict(state)
         if ema:
             _take_averages(model, checkpoint, path)

@@ -33,7 +33,6 @@ _ONLY_THEIRS: dict[str, Any] = {
     "atom_exclude_types": [],
     "preset_out_bias": None,
     "srtab_add_bias": True,
-    "type": "standard",
     "model_branch_alias": [],
     "info": {},
     "bridging_method": "None",
@@ -44,13 +43,6 @@ _ONLY_THEIR_FITTING: dict[str, Any] = {
     "default_fparam": None,
     "use_aparam_as_mask": False,
 }
-
-
-def _plain(value: Any) -> Any:
-    """Tuples to lists, all the way down: what JSON and deepmd-kit expect."""
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _translations(settings: ModelSettings) -> dict[str, Translation]:
@@ -79,11 +71,7 @@ def deepmd_kit_parameter_names(model: EnergyModel) -> list[str]:
 
 
 def to_deepmd_kit(
-    model: EnergyModel,
-    model_section: Mapping[str, Any],
-    train_infos: Mapping[str, Any],
-    *,
-    min_nbor_dist: float = UNKNOWN_DISTANCE,
+    model: EnergyModel, train_infos: Mapping[str, Any], *, min_nbor_dist: float = UNKNOWN_DISTANCE
 ) -> dict[str, Any]:
     """Return the `"model"` entry of a checkpoint that deepmd-kit 3.2 tests, freezes and trains on.
 
@@ -92,9 +80,7 @@ def to_deepmd_kit(
     Parameters
     ----------
     model
-        The model whose values are taken; tensors are detached, not copied.
-    model_section
-        The normalised section that `build_model` got.
+        The model whose settings and values are taken; tensors are detached, not copied.
     train_infos
         `lr` and 0-based `step`.
     min_nbor_dist
@@ -111,8 +97,7 @@ def to_deepmd_kit(
         for name in translation.empty(module):
             dtype = next(module.parameters()).dtype
             state[f"{PREFIX}atomic_model.{part}.{name}"] = torch.zeros(0, dtype=dtype)
-    params = _plain(model_section)
-    params = {**_ONLY_THEIRS, **_plain(_defaults(ModelSettings)), **params}
+    params = {**_ONLY_THEIRS, **thaw(model.settings)}
     params["fitting_net"] = {**_ONLY_THEIR_FITTING, **params["fitting_net"]}
     state["_extra_state"] = {"model_params": params, "train_infos": dict(train_infos)}
     return state
@@ -151,7 +136,7 @@ def branch_prefix(state_dict: Mapping[str, Any], branch: str | None = None) -> s
 
 def from_deepmd_kit(
     state_dict: Mapping[str, Any], branch: str | None = None
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+) -> tuple[ModelSettings, dict[str, torch.Tensor]]:
     """Read the `"model"` entry of a deepmd-kit checkpoint.
 
     Parameters
@@ -164,7 +149,7 @@ def from_deepmd_kit(
     Returns
     -------
     tuple
-        The model section for `build_model`, and the state dict for `EnergyModel.load_state_dict`.
+        The settings for `build_model`, and the state dict for `EnergyModel.load_state_dict`.
 
     Raises
     ------
@@ -202,7 +187,7 @@ def from_deepmd_kit(
     for part, translation in translations.items():
         below = f"atomic_model.{part}."
         translation.check({name[len(below) :]: value for name, value in own.items() if name.startswith(below)})
-    return thaw(settings), own
+    return settings, own
 
 
 def settings_of(params: Mapping[str, Any]) -> ModelSettings:
@@ -252,8 +237,7 @@ def _refused(settings: type[Any], section: Mapping[str, Any], where: str) -> lis
 
 def _own_section(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return deepmd-kit's model section with the keys we have, in our spelling."""
-    section = {key: params[key] for key in _defaults(ModelSettings) if key in params}
-    section["type_map"] = list(params["type_map"])
+    section = _known(ModelSettings, params)
     for part, table in _PARTS.items():
         given = params.get(part, {})
         kind = given.get("type", "ener")
@@ -274,12 +258,3 @@ def _subsections(settings: type) -> dict[str, type[Any]]:
     """Return the settings class of every sub-section of a part."""
     annotations = annotations_of(settings).items()
     return {name: kind for name, kind in annotations if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
-
-
-def _defaults(settings: type[Any]) -> dict[str, Any]:
-    """Return the keys of a section that have a plain default."""
-    return {
-        field.name: field.default
-        for field in dataclasses.fields(settings)
-        if field.default is not dataclasses.MISSING and not dataclasses.is_dataclass(field.default)
-    }

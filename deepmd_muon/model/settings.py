@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from deepmd_muon.model.descriptor.settings import DescriptorSettings
 from deepmd_muon.model.errors import ModelError
@@ -99,6 +99,25 @@ class ModelSettings(Section):
         "bridging_r_inner": Foreign("it belongs to bridging_method", (0.5,), inert=True),
         "bridging_r_outer": Foreign("it belongs to bridging_method", (0.8,), inert=True),
     }
+
+
+T = TypeVar("T", bound=Section)
+
+
+def changed(settings: T, changes: Mapping[str, Any], path: str = "model") -> T:
+    """Return settings of a model, or of its part at a path of the input, with other values.
+
+    Raises
+    ------
+    ModelError
+        Naming the path of every setting that breaks a rule.
+    """
+    declared: Any = settings
+    try:
+        found: T = dataclasses.replace(declared, **changes)
+    except InvalidSettingError as error:
+        raise ModelError("; ".join(f"{path}/{problem}" for problem in error.problems)) from error
+    return found
 
 
 def model_settings(plain: Mapping[str, Any]) -> ModelSettings:

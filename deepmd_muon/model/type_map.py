@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from deepmd_muon.model.descriptor.interface import TypeIndexed
 from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.settings import ModelSettings, changed
 from deepmd_muon.model.type_embedding import TABLE, identity
 
 
@@ -48,14 +48,15 @@ class TypeMove:
         out.index_copy_(axis, torch.tensor(known), saved.to(out).index_select(axis, torch.tensor(sources)))
         return out
 
-    def section(self, saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a saved section `model` for the present types; what new types need is the present section's."""
-        fitting = dict(saved["fitting_net"])
-        if known := fitting.get("atom_ener"):
-            given = present["fitting_net"].get("atom_ener") or [None] * len(self.present)
+    def settings(self, saved: ModelSettings, present: ModelSettings) -> ModelSettings:
+        """Return saved settings for the present types; what new types need is that of the present settings."""
+        fitting = saved.fitting_net
+        if known := getattr(fitting, "atom_ener", None):
+            given = getattr(present.fitting_net, "atom_ener", None) or [None] * len(self.present)
             energies = dict(zip(self.present, given, strict=True)) | dict(zip(self.saved, known, strict=True))
-            fitting["atom_ener"] = [energies[name] for name in self.present]
-        return {**saved, "type_map": list(self.present), "fitting_net": fitting}
+            moved = tuple(energies[name] for name in self.present)
+            fitting = changed(fitting, {"atom_ener": moved}, "model/fitting_net")
+        return changed(saved, {"type_map": self.present, "fitting_net": fitting})
 
     def describe(self) -> str:
         """Say in one phrase what becomes of the types."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_Adam = TypeVar("_Adam", bound=torch.optim.Adam)  # AdamW is one
 _IMPLEMENTATIONS: dict[AdamImplementation, dict[str, bool]] = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},
@@ -34,7 +32,7 @@ def build_hybrid_muon(
     config: HybridMuonConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> HybridMuon:
     """Make a HybridMuon for every named parameter of `model`, the frozen ones included."""
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    settings = dict(vars(config))
     settings["adam_betas"] = (settings.pop("adam_beta1"), settings.pop("adam_beta2"))
     return _hybrid_muon(model, lr, replicas, settings)
 
@@ -44,7 +42,7 @@ def build_muon(
     config: MuonConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> HybridMuon:
     """Make a plain Muon, AdamW for the rest, for every named parameter of `model`."""
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    settings = dict(vars(config))
     settings["lr_adjust_coeff"] = settings.pop("rms_coefficient")
     return _hybrid_muon(model, lr, replicas, {**settings, "magma_muon": False, "vector_route": "adamw"})
 
@@ -62,28 +60,12 @@ def _hybrid_muon(
 
 
 @register_builder(AdamConfig)
+@register_builder(AdamWConfig)
 def build_adam(
     config: AdamConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> torch.optim.Adam:
-    """Make torch's Adam for the trainable named parameters of `model`, its state in parts on `replicas`."""
-    return _element_wise(Adam, config, model, lr, replicas)
-
-
-@register_builder(AdamWConfig)
-def build_adamw(
-    config: AdamWConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
-) -> torch.optim.AdamW:
-    """Make torch's AdamW for the trainable named parameters of `model`, its state in parts on `replicas`."""
-    return _element_wise(AdamW, config, model, lr, replicas)
-
-
-def _element_wise(
-    kind: type[_Adam],
-    config: AdamConfig | AdamWConfig,
-    model: nn.Module,
-    lr: float | Tensor,
-    replicas: Replicas | None,
-) -> _Adam:
+    """Make torch's Adam or AdamW for the trainable named parameters of `model`, its state in parts on `replicas`."""
+    kind: type[torch.optim.Adam] = AdamW if isinstance(config, AdamWConfig) else Adam
     betas = (config.adam_beta1, config.adam_beta2)
     options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": config.adam_eps, "weight_decay": config.weight_decay}
     options |= _IMPLEMENTATIONS[config.adam_implementation]

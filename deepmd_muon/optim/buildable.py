@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from deepmd_muon.setting import check_settings
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
@@ -61,11 +63,13 @@ class OptimizerSettings(Protocol):
 
 
 class Buildable:
-    """A configuration whose optimizer a registered builder makes; see `OptimizerSettings`."""
+    """A configuration that checks itself and whose optimizer a registered builder makes; see `OptimizerSettings`."""
 
-    def _own_lr(self) -> float:
-        return 1e-3
+    own_lr = 1e-3
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def build(self, model: nn.Module, lr: float | Tensor | None = None, replicas: Replicas | None = None) -> Optimizer:
         """Make this optimizer for the named parameters of `model`; see `OptimizerSettings`."""
-        return _builder_of(self)(self, model, self._own_lr() if lr is None else lr, replicas)
+        return _builder_of(self)(self, model, self.own_lr if lr is None else lr, replicas)

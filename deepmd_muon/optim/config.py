@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.sharded_config import ShardedSettings
-from deepmd_muon.setting import check_settings, setting
+from deepmd_muon.setting import setting
 
 MuonMode = Literal["2d", "flat", "slice"]
 Scaling = Literal["none", "match_rms", "rectangular", "spectral"]
@@ -71,6 +71,8 @@ def reject_renamed_settings(cls: type[T]) -> type[T]:
 @dataclasses.dataclass(frozen=True)
 class HybridMuonConfig(Buildable):
     """Settings of `HybridMuon`; the first ten keys are DeePMD's, with the defaults of deepmd-kit 3.2.0."""
+
+    own_lr = 5e-4
 
     momentum: float = setting(
         0.95,
@@ -270,9 +272,6 @@ class HybridMuonConfig(Buildable):
         ),
     )
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
     def explicit(self) -> HybridMuonConfig:
         """Return the settings with `scaling`, `adam_lr_ratio` and `layout` resolved, which null and 'auto' leave open.
 
@@ -290,9 +289,6 @@ class HybridMuonConfig(Buildable):
         """Return the schedule of matrices of a shape (..., rows, columns)."""
         large = min(shape[-2:]) >= self.large_matrix_dim
         return self.large_schedule if large and self.large_schedule is not None else self.schedule
-
-    def _own_lr(self) -> float:
-        return 5e-4
 
 
 def update_scale(shape: tuple[int, int], settings: HybridMuonConfig) -> float:

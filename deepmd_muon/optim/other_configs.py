@@ -18,7 +18,7 @@ from deepmd_muon.optim.config import (
     WeightLayout,
 )
 from deepmd_muon.optim.sharded_config import ShardedSettings
-from deepmd_muon.setting import check_settings, setting, setting_like
+from deepmd_muon.setting import setting, setting_like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,8 @@ class MuonConfig(Buildable):
     AdamW for embeddings and the output layer (names that contain ``embed`` or ``lm_head``, and the weight of a layer
     called ``head``); `adamw_patterns` replaces these. Everything that is not a matrix takes AdamW too, with decay.
     """
+
+    own_lr = 0.02
 
     momentum: float = setting_like(HybridMuonConfig, "momentum")
     nesterov: bool = setting_like(HybridMuonConfig, "nesterov")
@@ -68,12 +70,6 @@ class MuonConfig(Buildable):
     offload: bool = setting_like(HybridMuonConfig, "offload")
     sharded: ShardedSettings = setting_like(HybridMuonConfig, "sharded")
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-    def _own_lr(self) -> float:
-        return 0.02
-
 
 @dataclasses.dataclass(frozen=True)
 class AdamConfig(Buildable):
@@ -85,23 +81,13 @@ class AdamConfig(Buildable):
     adam_eps: float = setting(1e-8, above=0.0, doc="ε, added to the root of the second moment.")
     adam_implementation: AdamImplementation = setting("fused", doc="torch's implementation of the step.")
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclasses.dataclass(frozen=True)
-class AdamWConfig(Buildable):
+class AdamWConfig(AdamConfig):
     """Settings of `torch.optim.AdamW` with DeePMD's key names; the decay is decoupled."""
 
-    adam_beta1: float = setting(0.9, minimum=0.0, below=1.0, doc="Decay of the first moment.")
-    adam_beta2: float = setting(0.999, minimum=0.0, below=1.0, doc="Decay of the second moment.")
     # deepmd-kit 3.2.0 documents 0.001, but its upgrade of older inputs fills in 0 before that default applies.
     weight_decay: float = setting(0.0, minimum=0.0, doc="Decoupled weight decay λ: p ← p (1 − lr λ).")
-    adam_eps: float = setting(1e-8, above=0.0, doc="ε, added to the root of the second moment.")
-    adam_implementation: AdamImplementation = setting("fused", doc="torch's implementation of the step.")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
 
 OptimizerConfig = HybridMuonConfig | MuonConfig | AdamConfig | AdamWConfig

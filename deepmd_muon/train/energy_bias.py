@@ -115,14 +115,13 @@ def change_bias(
     """
     content = read(source)
     with understood(source):
-        section, weights = from_deepmd_kit(content["model"], branch)
-        model = build_model(section)
+        settings, weights = from_deepmd_kit(content["model"], branch)
+        model = build_model(settings)
         model.load_state_dict(weights)
     if values is None:
         model = model.to(training_device())
-        fit_energy_bias(
-            model, _samples(model, open_data(model.type_map), frames), mode, rcond=section["fitting_net"].get("rcond")
-        )
+        rcond = getattr(settings.fitting_net, "rcond", None)
+        fit_energy_bias(model, _samples(model, open_data(model.type_map), frames), mode, rcond=rcond)
     elif len(values) != model.ntypes:
         raise TrainingError(f"one energy is needed for each type of {list(model.type_map)}; found {len(values)}")
     else:

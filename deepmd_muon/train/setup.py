@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +24,9 @@ from deepmd_muon.data import (
     neighbor_statistics,
     worker_count,
 )
-from deepmd_muon.model import EnergyModel, Structures
-from deepmd_muon.model.descriptor.settings import DescriptorSettings
+from deepmd_muon.model import EnergyModel, ModelSettings, Structures
+from deepmd_muon.model.settings import changed
 from deepmd_muon.model.statistics import environment_statistics
-from deepmd_muon.section import thaw
 from deepmd_muon.train.checkpoint.changes import changed_settings
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.parallel import Ranks
@@ -100,7 +98,7 @@ def resolve_sel(given: Input, systems: list[System], *, count: bool) -> tuple[In
         counted[rcut] = _count_neighbors(systems, rcut, None)
         return counted[rcut]
 
-    resolved = with_descriptor(given, descriptor.with_counts(within))
+    resolved = given.changed(model=changed(given.settings.model, {"descriptor": descriptor.with_counts(within)}))
     neighbors = resolved.settings.model.descriptor.neighbors()
     log.info("sel of model/descriptor becomes %s", list(neighbors.sel))
     return resolved, counted.get(neighbors.rcut)
@@ -132,12 +130,6 @@ def _count_neighbors(systems: list[System], rcut: float, cache: NeighborCache | 
         found.min_distance,
     )
     return found
-
-
-def with_descriptor(given: Input, descriptor: DescriptorSettings) -> Input:
-    """Return the input with other settings of the descriptor."""
-    model = dataclasses.replace(given.settings.model, descriptor=descriptor)
-    return given.with_section("model", thaw(model))
 
 
 def new_seed() -> int:
@@ -184,25 +176,23 @@ def number_of_steps(training: TrainingSettings, loader: DataLoader) -> int:
     return math.ceil(math.ceil(training.numb_epoch * loader.batches_per_epoch) / loader.world_size)
 
 
-def set_model_statistics(
-    model: EnergyModel, data: Data, model_section: Mapping[str, Any], training: TrainingSettings
-) -> None:
+def set_model_statistics(model: EnergyModel, data: Data, training: TrainingSettings) -> None:
     """Standardise the descriptor's input and set the energy bias, from samples of the data or from `stat_file`."""
-    settings = model_section
+    settings = model.settings
     key = {
-        "descriptor": model.settings.descriptor.statistics_key(),
-        "type_map": list(settings["type_map"]),
+        "descriptor": settings.descriptor.statistics_key(),
+        "type_map": list(settings.type_map),
         "data": data_fingerprint(data.training_systems),
-        "data_stat_nbatch": settings["data_stat_nbatch"],
-        "data_stat_protect": settings["data_stat_protect"],
+        "data_stat_nbatch": settings.data_stat_nbatch,
+        "data_stat_protect": settings.data_stat_protect,
         "batch_sizes": list(data.training.batch_sizes),
-        "atom_ener": settings["fitting_net"].get("atom_ener"),
-        "rcond": settings["fitting_net"].get("rcond"),
+        "atom_ener": getattr(settings.fitting_net, "atom_ener", None),
+        "rcond": getattr(settings.fitting_net, "rcond", None),
     }
     store = StatFile(training.stat_file) if training.stat_file else None
     arrays = store.load(key) if store else None
     if arrays is None:
-        arrays = _compute(model, data, settings)
+        arrays = _compute(model, data)
         if store:
             store.save(key, arrays)
     else:
@@ -244,7 +234,7 @@ def check_same_run(given: Input, train: list[System], valid: list[System], ranks
     """
     if ranks.size == 1:
         return
-    mine = (thaw(given.settings), data_fingerprint(train), data_fingerprint(valid))
+    mine = (given.normalized, data_fingerprint(train), data_fingerprint(valid))
     with ranks.together("comparing inputs and data"):
         found = ranks.gather_objects(mine)
     for rank, theirs in enumerate(found):
@@ -262,8 +252,8 @@ def check_same_run(given: Input, train: list[System], valid: list[System], ranks
                 )
 
 
-def _compute(model: EnergyModel, data: Data, settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    plans = data.training.sample_plans(settings["data_stat_nbatch"])
+def _compute(model: EnergyModel, data: Data) -> dict[str, np.ndarray]:
+    plans = data.training.sample_plans(model.settings.data_stat_nbatch)
     with ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-statistics") as pool:
         batches = list(pool.map(data.training.build, plans))
 
@@ -271,20 +261,18 @@ def _compute(model: EnergyModel, data: Data, settings: Mapping[str, Any]) -> dic
         for batch in batches:
             yield Structures.of(batch.frames, batch.neighbors, model.ntypes)
 
-    mean, stddev = environment_statistics(model, structures(), protection=settings["data_stat_protect"])
+    mean, stddev = environment_statistics(model, structures(), protection=model.settings.data_stat_protect)
     arrays = {"mean": mean.numpy(), "stddev": stddev.numpy()}
     labelled = [batch.frames for batch in batches if batch.frames.energy is not None]
     if labelled:
         counts = np.concatenate([frames.type_counts(model.ntypes) for frames in labelled])
         energies = np.concatenate([frames.energy for frames in labelled])
-        fixed = fixed_energies(settings["fitting_net"].get("atom_ener"), model.ntypes)
-        arrays["energy_bias"] = energy_bias(counts, energies, fixed, settings["fitting_net"].get("rcond"))
+        rcond = getattr(model.settings.fitting_net, "rcond", None)
+        arrays["energy_bias"] = energy_bias(counts, energies, fixed_energies(model.settings), rcond)
     return arrays
 
 
-def fixed_energies(atom_ener: list[float | None] | None, ntypes: int) -> np.ndarray | None:
+def fixed_energies(settings: ModelSettings) -> np.ndarray | None:
     """Return given vacuum energies `(ntypes,)` [eV] with NaN where there is none; None when all are free."""
-    if not atom_ener:
-        return None
-    values = [math.nan if value is None else float(value) for value in atom_ener]
-    return np.array(values + [math.nan] * (ntypes - len(values)))
+    given = getattr(settings.fitting_net, "atom_ener", None)
+    return np.array([math.nan if value is None else value for value in given]) if given else None

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.model.checkpoint_file import understood
+from deepmd_muon.model.checkpoint_file import checkpoint_path, understood
 from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit
-from deepmd_muon.model.settings import ModelSettings, model_settings
+from deepmd_muon.model.settings import ModelSettings, changed
 from deepmd_muon.model.type_map import TypeMove, move_weights
 from deepmd_muon.train.checkpoint.changes import check_model_section
 from deepmd_muon.train.checkpoint.reading import read
@@ -36,8 +36,8 @@ class Source:
         The file.
     content
         Everything in it.
-    model_section
-        Section `model` of the input it was trained with.
+    model
+        The settings it was trained with.
     weights
         The model's state, under our names.
     way
@@ -48,13 +48,13 @@ class Source:
 
     path: Path
     content: Mapping[str, Any]
-    model_section: Mapping[str, Any]
+    model: ModelSettings
     weights: Mapping[str, torch.Tensor]
     way: Way
     new_fitting: bool = False
 
     @classmethod
-    def read(cls, path: str, way: Way, branch: str | None = None, leave: Collection[str] = ()) -> Source:
+    def read(cls, path: str | Path, way: Way, branch: str | None = None, leave: Collection[str] = ()) -> Source:
         """Read a checkpoint of ours or of deepmd-kit.
 
         Parameters
@@ -72,6 +72,7 @@ class Source:
         CheckpointError
             When the file is not a checkpoint, or its model cannot be built here.
         """
+        path = checkpoint_path(path)
         content = read(path, leave)
         with understood(path):
             new_fitting = False
@@ -79,48 +80,46 @@ class Source:
                 branches = branches_of(content["model"])
                 new_fitting = bool(branches) or branch == RANDOM
                 branch = next(iter(branches), None)
-            section, weights = from_deepmd_kit(content["model"], branch)
+            settings, weights = from_deepmd_kit(content["model"], branch)
         if new_fitting:
             log.warning("%s gives its descriptor alone; the fitting net starts anew", path)
-        return cls(Path(path), content, section, weights, way, new_fitting)
+        return cls(path, content, settings, weights, way, new_fitting)
 
     def move_to(self, type_map: Collection[str]) -> TypeMove | None:
         """Return where its types are in another type map; None for the same, or where networks belong to types."""
-        saved, present = tuple(self.model_section["type_map"]), tuple(type_map)
-        if saved == present or not model_settings(self.model_section).descriptor.one_fitting_net:
+        if self.model.type_map == tuple(type_map) or not self.model.descriptor.one_fitting_net:
             return None
-        return TypeMove(saved, present)
+        return TypeMove(self.model.type_map, tuple(type_map))
 
-    def script(self, present: Mapping[str, Any]) -> dict[str, Any]:
-        """Return section `model` for --use-pretrain-script.
+    def script(self, present: ModelSettings) -> ModelSettings:
+        """Return the model for --use-pretrain-script.
 
-        Fine-tuning keeps the type map and the trainable parts of the input; otherwise the section is the checkpoint's.
-
-        Parameters
-        ----------
-        present
-            The normalised section of the input.
+        Fine-tuning keeps the type map and the trainable parts of the input; otherwise the model is the checkpoint's.
         """
         if self.way != "finetune":
-            return dict(self.model_section)
-        saved = self._section_for(present)
-        parts = ("descriptor",) if self.new_fitting else ("descriptor", "fitting_net")
-        return {**present, **{part: {**saved[part], "trainable": present[part]["trainable"]} for part in parts}}
+            return self.model
+        saved = self._model_for(present)
+        taken = {}
+        for part in ("descriptor",) if self.new_fitting else ("descriptor", "fitting_net"):
+            old, new = getattr(saved, part), getattr(present, part)
+            both = hasattr(old, "trainable") and hasattr(new, "trainable")  # a third party's part may lack it
+            taken[part] = changed(old, {"trainable": new.trainable} if both else {}, f"model/{part}")
+        return changed(present, taken)
 
-    def check(self, present: ModelSettings, section: Mapping[str, Any], *, insist: bool) -> None:
+    def check(self, present: ModelSettings, *, insist: bool) -> None:
         """Refuse to go on with weights of another model, see `check_model_section`.
 
         Parameters
         ----------
-        present, section
-            The model of the input, as settings and as normalised section.
+        present
+            The model of the input.
         insist
             Log the differences instead.
         """
-        saved = self._section_for(section)
+        saved = self._model_for(present)
         if self.new_fitting:
-            saved["fitting_net"] = section["fitting_net"]
-        check_model_section(model_settings(saved), present, self.path, insist=insist)
+            saved = changed(saved, {"fitting_net": present.fitting_net})
+        check_model_section(saved, present, self.path, insist=insist)
 
     def load_into(self, model: EnergyModel, *, force: bool) -> None:
         """Load weights and statistics into a model; rows of types move to where its type map has them.
@@ -148,10 +147,10 @@ class Source:
             weights = {**model.state_dict(), **taken}
         self._load(model, weights, force=force)
 
-    def _section_for(self, present: Mapping[str, Any]) -> dict[str, Any]:
-        """Return its model section with the type map of another one, where rows can move."""
-        move = self.move_to(present["type_map"])
-        return move.section(self.model_section, present) if move else dict(self.model_section)
+    def _model_for(self, present: ModelSettings) -> ModelSettings:
+        """Return its model with the type map of another one, where rows can move."""
+        move = self.move_to(present.type_map)
+        return move.settings(self.model, present) if move else self.model
 
     def _load(self, model: EnergyModel, weights: Mapping[str, torch.Tensor], *, force: bool) -> None:
         present = model.state_dict()
@@ -163,7 +162,7 @@ class Source:
             if name in present and tensor.shape != present[name].shape
         ]
         if problems and not force:
-            saved = model_settings(self.model_section).descriptor.neighbors().sel
+            saved = self.model.descriptor.neighbors().sel
             if saved != model.sel:
                 problems.insert(0, f"model/descriptor/sel: {list(saved)} in the checkpoint, {list(model.sel)} here")
             listed = "\n".join(f"  {problem}" for problem in problems)

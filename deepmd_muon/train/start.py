@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from deepmd_muon.argcheck import Input, dump, load
+from deepmd_muon.argcheck import Input, dump
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.files import make_folder_of
 from deepmd_muon.model import EnergyModel, Structures, build_model
 from deepmd_muon.model.checkpoint_directory import is_directory
-from deepmd_muon.model.checkpoint_file import understood
+from deepmd_muon.model.checkpoint_file import checkpoint_path, understood
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
-from deepmd_muon.model.settings import model_settings
+from deepmd_muon.model.settings import changed
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.train.checkpoint.newest import newest_checkpoint
 from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, remove_leftovers
@@ -43,7 +43,6 @@ from deepmd_muon.train.setup import (
     number_of_steps,
     resolve_sel,
     set_model_statistics,
-    with_descriptor,
 )
 from deepmd_muon.train.source import Source, Way
 from deepmd_muon.train.systems import open_training_systems, warn_of_shared_frames
@@ -56,7 +55,7 @@ AUTOMATIC = ("auto", "latest")
 
 
 def run(
-    input_path: str,
+    given: Input,
     *,
     output: str = "out.json",
     restart: str | None = None,
@@ -74,8 +73,8 @@ def run(
 
     Parameters
     ----------
-    input_path
-        JSON or YAML.
+    given
+        The checked input, see `load`.
     output
         Where the normalised input goes.
     restart
@@ -105,8 +104,6 @@ def run(
 
     Raises
     ------
-    InputError
-        When the input is wrong.
     TrainingError
         When the run cannot start or go on.
 
@@ -118,24 +115,24 @@ def run(
     Under torchrun or srun all processes train one model together, as `training/zero_stage` says.
     """
     begun = time.monotonic() if begun is None else begun
-    given = load(input_path)
     training = given.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
         found = init_model or (None if restart in AUTOMATIC else restart)
-        stack.enter_context(explained(lambda: Moment("preparing"), lambda: Path(found) if found else None))
+        stack.enter_context(explained(lambda: Moment("preparing"), lambda: checkpoint_path(found) if found else None))
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
-        ranks.from_first("locking its files", lambda: stack.enter_context(held(training, input_path)))
+        ranks.from_first("locking its files", lambda: stack.enter_context(held(training, given.source)))
         ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, Path(output)))
         if restart in AUTOMATIC:
             restart = ranks.from_first("looking for a checkpoint", lambda: newest_checkpoint(training.save_ckpt))
         source = _read_source(ranks, restart=restart, init_model=init_model, finetune=finetune, branch=model_branch)
-        given = _keep_scale(given, source)
+        given = _keep_scales(given, source)
         if ranks.first:  # the others learn of an error as of any that ends a rank
             for notice in given.notices:
                 log.warning("%s", notice)
-            for remark in given.remarks:
-                if given.open_scales is None or remark != given.open_scales.notice:  # said when they are known
-                    log.info("%s", remark)
+            # Scales that are not kept are told when the length of descriptors is known.
+            kept = [given.scales.notice] if given.scales and given.scales.kept else []
+            for remark in (*given.remarks, *kept):
+                log.info("%s", remark)
             _check_reports(given, output)
         given = _complete_input(given, source, use_pretrain_script=use_pretrain_script)
         trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
@@ -169,15 +166,15 @@ def _restart(trainer: Trainer, source: Source, ranks: Ranks) -> None:
         trainer.restart(content, source.path)
 
 
-def _keep_scale(given: Input, source: Source | None) -> Input:
+def _keep_scales(given: Input, source: Source | None) -> Input:
     """Let a run that goes on keep its scales of HybridMuon where the input omits them."""
-    if source is None or source.way != "restart":
+    if given.scales is None or source is None or source.way != "restart":
         return given
     with understood(source.path):
         groups = (source.content.get("optimizer") or {}).get("param_groups", [])
         saved = groups[0] if groups else {}
         known = isinstance(saved.get("lr_adjust_coeff"), float)
-        return given.keeping_scale(saved, str(source.path)) if known else given
+        return given.with_scales(given.scales.kept_from(saved, str(source.path))) if known else given
 
 
 def _check_reports(given: Input, output: str) -> None:
@@ -191,15 +188,15 @@ def _check_reports(given: Input, output: str) -> None:
 
 def _complete_input(given: Input, source: Source | None, *, use_pretrain_script: bool) -> Input:
     """Take what the input leaves to its checkpoint, and refuse a `stat_file` that cannot be written."""
-    if source and not given.settings.model.type_map:
-        known = list(source.model_section["type_map"])
-        given = given.with_section("model", {**given.normalized["model"], "type_map": known})
-        log.info("model/type_map is left out and becomes %s, as in %s", known, source.path)
+    model = given.settings.model
+    if source and not model.type_map:
+        model = changed(model, {"type_map": source.model.type_map}, "model")
+        log.info("model/type_map is left out and becomes %s, as in %s", list(model.type_map), source.path)
     if source and use_pretrain_script:
-        given = given.with_section("model", source.script(given.normalized["model"]))
+        model = source.script(model)
     if given.settings.training.stat_file:
         StatFile(given.settings.training.stat_file)  # refuses a folder before the long work begins
-    return given
+    return given.changed(model=model)
 
 
 def _prepare(
@@ -210,20 +207,21 @@ def _prepare(
     if ranks.device.type == "cpu":
         keep_freed_memory()
     given, train, valid = open_training_systems(given)
+    training, descriptor = given.settings.training, given.settings.model.descriptor
     check_same_run(given, train, valid, ranks)
     if ranks.first:
         warn_of_shared_frames(train, valid)
-    if source and given.settings.model.descriptor.needs_counts:
-        saved = model_settings(source.model_section).descriptor
-        given = with_descriptor(given, given.settings.model.descriptor.with_counts_of(saved))
+    if source and descriptor.needs_counts:
+        saved = source.model.descriptor
+        given = given.changed(model=changed(given.settings.model, {"descriptor": descriptor.with_counts_of(saved)}))
         log.info("sel of model/descriptor becomes %s, as in %s", list(saved.neighbors().sel), source.path)
     given, statistics = ranks.from_first("counting neighbours", lambda: resolve_sel(given, train, count=count))
     if source:
-        source.check(given.settings.model, given.normalized["model"], insist=force_load)
+        source.check(given.settings.model, insist=force_load)
     if ranks.first:
         dump(given.normalized, output)
 
-    model = build_model(given.normalized["model"])
+    model = build_model(given.settings.model)
     cache = NeighborCache.of(model.neighbors, model.ntypes, CACHE_BYTES)
     if statistics is None and count:
         statistics = ranks.from_first("counting neighbours", lambda: check_sel(model, train, cache))
@@ -235,21 +233,19 @@ def _prepare(
         sum(p.numel() for p in model.parameters()),
         ranks.device if ranks.size == 1 else f"{ranks.size} × {ranks.device.type}",
     )
-    seed = given.settings.training.seed
-    seed = ranks.from_first("drawing a seed", new_seed) if seed is None else seed
-    data = make_loaders(train, valid, given.settings.training, cache, seed, ranks)
+    seed = ranks.from_first("drawing a seed", new_seed) if training.seed is None else training.seed
+    data = make_loaders(train, valid, training, cache, seed, ranks)
     if ranks.device.type == "cuda" and ranks.size == 1:
-        find_neighbors_ahead(data.training, number_of_steps(given.settings.training, data.training))
+        find_neighbors_ahead(data.training, number_of_steps(training, data.training))
     move = source.move_to(model.type_map) if source else None
     if source is None or force_load or source.new_fitting or (move and move.new):
-        section, training = given.normalized["model"], given.settings.training
-        ranks.from_first("computing statistics", lambda: set_model_statistics(model, data, section, training))
+        ranks.from_first("computing statistics", lambda: set_model_statistics(model, data, training))
     if source is not None:
         source.load_into(model, force=force_load)
     shortest = statistics.min_distance if statistics else UNKNOWN_DISTANCE
     model = model.to(ranks.device)
     if source is not None:
-        ranks.from_first("fitting the energy bias", lambda: _settle_energy_bias(model, source, data, given))
+        ranks.from_first("fitting the energy bias", lambda: _settle_energy_bias(model, source, data))
     ranks.copy_from_first(model)
     given = _suit_descriptors(given, model, data, ranks, output)
     return Trainer(given, model, data, shortest, ranks)
@@ -257,7 +253,7 @@ def _prepare(
 
 def _suit_descriptors(given: Input, model: EnergyModel, data: Data, ranks: Ranks, output: str) -> Input:
     """Lower the scales of HybridMuon that the input omits, and no checkpoint had, where descriptors are long."""
-    if given.open_scales is None:
+    if given.scales is None or given.scales.kept:
         return given
 
     def batches() -> Iterator[Structures]:
@@ -265,26 +261,24 @@ def _suit_descriptors(given: Input, model: EnergyModel, data: Data, ranks: Ranks
             yield Structures.of(batch.frames, batch.neighbors, model.ntypes, ranks.device)
 
     length = ranks.from_first("measuring descriptors", lambda: descriptor_length(model, batches()))
-    suited = given.for_descriptors(length)
-    assert suited.open_scales is not None
+    suited = given.with_scales(given.scales.for_descriptors(length))
+    assert suited.scales is not None
     if ranks.first:
-        log.info("%s", suited.open_scales.notice)
-        if suited is not given:
+        log.info("%s", suited.scales.notice)
+        if suited.scales is not given.scales:
             dump(suited.normalized, output)
     return suited
 
 
-def _settle_energy_bias(model: EnergyModel, source: Source, data: Data, given: Input) -> None:
+def _settle_energy_bias(model: EnergyModel, source: Source, data: Data) -> None:
     """Fit the energy bias to the training data: of all types when fine-tuning, else of those new to the checkpoint."""
     move = source.move_to(model.type_map)
     new = move.new if move else ()
     if source.new_fitting or not (new or source.way == "finetune"):
         return
-    settings = given.settings.model
-    fitting = given.normalized["model"]["fitting_net"]
-    given_energies = fixed_energies(fitting.get("atom_ener"), model.ntypes)
     keep = {name for name in model.type_map if name not in new} if source.way != "finetune" else set()
-    if given_energies is not None:
-        keep |= {name for name, value in zip(model.type_map, given_energies, strict=True) if not math.isnan(value)}
-    batches = data.training.sample_batches(settings.data_stat_nbatch)
-    fit_energy_bias(model, batches, keep=keep, rcond=fitting.get("rcond"))
+    fixed = fixed_energies(model.settings)
+    if fixed is not None:
+        keep |= {name for name, value in zip(model.type_map, fixed, strict=True) if not math.isnan(value)}
+    batches = data.training.sample_batches(model.settings.data_stat_nbatch)
+    fit_energy_bias(model, batches, keep=keep, rcond=getattr(model.settings.fitting_net, "rcond", None))

@@ -10,7 +10,7 @@ from deepmd_muon.data import System, open_systems
 from deepmd_muon.data.opening import check_labels, elements_of
 from deepmd_muon.data.overlap import shared_frames
 from deepmd_muon.data.plausible import suspicions
-from deepmd_muon.section import thaw
+from deepmd_muon.model.settings import changed
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def open_training_systems(given: Input) -> tuple[Input, list[System], list[Syste
     model, training = given.settings.model, given.settings.training
     train = open_section(training.training_data, model.type_map)
     if not model.type_map:
-        given = given.with_section("model", {**thaw(model), "type_map": list(elements_of(train))})
+        given = given.changed(model=changed(model, {"type_map": elements_of(train)}, "model"))
         model = given.settings.model
         train = [system.with_type_map(model.type_map) for system in train]
         log.info("model/type_map is left out and becomes %s: the types of the training data", list(model.type_map))

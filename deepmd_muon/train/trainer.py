@@ -333,7 +333,7 @@ class Trainer:
 
     def _build_whole(self) -> tuple[EnergyModel, torch.optim.Optimizer]:
         """Make model and optimizer as a single process has them."""
-        model = build_model(self.given.normalized["model"])
+        model = build_model(self.given.settings.model)
         return model, build_optimizer(self.given.settings.optimizer, model, self.rate(0))
 
 

@@ -39,6 +39,7 @@ def child(case: str, options: argparse.Namespace) -> None:
     """Train a case in this process, which the parent has started, and print what was found."""
     from training_step import make_input
 
+    from deepmd_muon.argcheck import load
     from deepmd_muon.train import run
     from deepmd_muon.train.trainer import Trainer
 
@@ -60,7 +61,7 @@ def child(case: str, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         Path("input.json").write_text(json.dumps(content))
-        run("input.json", skip_neighbor_stat=True)
+        run(load("input.json"), skip_neighbor_stat=True)
         os.chdir("/")
     if found:
         print(RESULT + json.dumps({"case": case, **found}), flush=True)

@@ -156,7 +156,7 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> None:
     section = normalize(content).normalized["model"]
     model = build_model(section)
     model.set_statistics(torch.zeros(2, 4), torch.tensor([[0.2, 0.1, 0.1, 0.1], [0.3, 0.12, 0.12, 0.12]]))
-    torch.save({"model": to_deepmd_kit(model, section, {"lr": 1e-3, "step": 0})}, folder / "model.pt")
+    torch.save({"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0})}, folder / "model.pt")
     freeze(model, folder / "ours.pth")
     coord, box, atype = water(options.molecules)
     np.savez(folder / "water.npz", coord=coord, box=box, atype=atype)

@@ -62,7 +62,6 @@ class RunState:
         content: dict[str, Any] = {
             "model": to_deepmd_kit(
                 self.model,
-                self.given.normalized["model"],
                 {**infos, "lr": lr, "step": step - 1},  # deepmd-kit counts from 0
                 min_nbor_dist=self.min_nbor_dist,
             ),

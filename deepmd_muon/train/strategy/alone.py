@@ -10,18 +10,12 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.optim.other_configs import OptimizerConfig
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
-from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.strategy.base import Reduced, Strategy
 
 
 class Alone(Strategy):
     """One process holds everything."""
-
-    def build_optimizer(self, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-        """Make the run's optimizer."""
-        return build_optimizer(config, self.model, lr)
 
     def load_optimizer_state(
         self,

@@ -5,14 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.optim.other_configs import OptimizerConfig
+from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.parallel import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Reduced(NamedTuple):
@@ -55,15 +59,17 @@ class Strategy(ABC):
 
     cuts_parameters: ClassVar[bool] = False
     reads_on_host: str | None = None
+    _replicas: DeviceMesh | None = None
+    _state_in_parts = False
 
     def __init__(self, ranks: Ranks, model: EnergyModel) -> None:
         self.ranks = ranks
         self.model = model
         self.stop_signal: int | None = None
 
-    @abstractmethod
     def build_optimizer(self, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-        """Make the run's optimizer."""
+        """Make the run's optimizer, on this rank's parts where parameters are cut."""
+        return build_optimizer(config, self.model, lr, replicas=self._replicas, state_in_parts=self._state_in_parts)
 
     @abstractmethod
     def load_optimizer_state(

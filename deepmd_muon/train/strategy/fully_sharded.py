@@ -13,9 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_map
 
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.optim.other_configs import OptimizerConfig
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.parallel import Ranks, local_part
 from deepmd_muon.train.strategy.agreement import SIGNALS, SeveralRanks
 from deepmd_muon.train.strategy.base import Reduced
@@ -93,10 +91,6 @@ class FullySharded(SeveralRanks):
         fit, root = self._units
         root.set_modules_to_forward_prefetch([fit])
         root.set_modules_to_backward_prefetch([fit])
-
-    def build_optimizer(self, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-        """Make the run's optimizer, on this rank's parts."""
-        return build_optimizer(config, self.model, lr)
 
     def reduce(self, loss: Tensor) -> Reduced:
         """Return the gradients, which FSDP2 has averaged in the backward pass."""

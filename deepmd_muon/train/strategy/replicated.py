@@ -40,7 +40,7 @@ class Replicated(SeveralRanks):
 
     def __init__(self, ranks: Ranks, model: EnergyModel, *, state_in_parts: bool = False) -> None:
         super().__init__(ranks, model)
-        self._mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("replicas",))
+        self._replicas = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("replicas",))
         self._state_in_parts = state_in_parts
         if state_in_parts:
             self.reads_on_host = "training/zero_stage is above 0"
@@ -51,7 +51,7 @@ class Replicated(SeveralRanks):
         """Make the run's optimizer."""
         # HybridMuon shares work among replicas by exchanges that a graph cannot hold, and that take longer than the
         # work of a potential's matrices.
-        replicas = self._mesh if self._on_host else None
+        replicas = self._replicas if self._on_host else None
         return build_optimizer(config, self.model, lr, replicas=replicas, state_in_parts=self._state_in_parts)
 
     @property

@@ -81,11 +81,11 @@ class Arena:
         given, self._train, _ = open_training_systems(given)
         given, _ = resolve_sel(given, self._train, count=True)
         self._content["model"] = given.normalized["model"]
-        first = build_model(given.normalized["model"])
+        first = build_model(given.settings.model)
         self._ntypes = first.ntypes
         self._cache = NeighborCache.of(first.neighbors, first.ntypes, CACHE_BYTES)
         data = self.data(given)
-        set_model_statistics(first, data, given.normalized["model"], given.settings.training)
+        set_model_statistics(first, data, given.settings.training)
         self.weights = first.state_dict()
         samples = (Structures.of(x.frames, x.neighbors, first.ntypes) for x in data.training.sample_batches(1))
         self._length = descriptor_length(first, samples)
@@ -97,7 +97,7 @@ class Arena:
         """Return the checked input of a run, with the scales that `dp train` takes where `optimizer` omits them."""
         rate = {**DECAY, "start_lr": start_lr}
         given = normalize({**self._content, "optimizer": dict(optimizer), "learning_rate": rate})
-        return given.for_descriptors(self._length)
+        return given.with_scales(given.scales.for_descriptors(self._length)) if given.scales else given
 
     def data(self, given: Input) -> Data:
         """Return new loaders of the training part, which begin where all runs begin."""
@@ -144,8 +144,7 @@ class Run:
         contestant = CONTESTANTS[key.contestant]
         start_lr = contestant.start_lr(key.rate)
         given = arena.checked(contestant.section(key.rate) if contestant.section else {"type": "Adam"}, start_lr)
-        self._section = given.normalized["model"]
-        model = build_model(self._section)
+        model = build_model(given.settings.model)
         model.load_state_dict(arena.weights)
         self.model = model.to(arena.device)
         training, on_gpu = given.settings.training, arena.device.type == "cuda"
@@ -226,7 +225,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         with self._on_stream(), self._weights_for_use():
             infos = {"lr": self._scalars(self.done - 1)[0], "step": self.done - 1}
-            torch.save({"model": to_deepmd_kit(self.model, self._section, infos)}, folder / name)
+            torch.save({"model": to_deepmd_kit(self.model, infos)}, folder / name)
 
     def close(self) -> None:
         """End the work of its loader."""

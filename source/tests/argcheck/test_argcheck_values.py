@@ -357,11 +357,12 @@ def test_the_scale_of_muon_is_chosen_where_an_input_leaves_it_open(water, optimi
     checked = normalize(water)
     assert checked.settings.optimizer.lr_adjust_coeff == pytest.approx(expected)
     assert checked.normalized["optimizer"]["lr_adjust_coeff"] == checked.settings.optimizer.lr_adjust_coeff
-    assert len(checked.remarks) == chosen
-    assert not chosen or "optimizer/lr_adjust_coeff is not given" in checked.remarks[0]
+    assert checked.notices == ()
+    assert (checked.scales is not None) == chosen
+    assert not chosen or "optimizer/lr_adjust_coeff is not given" in checked.scales.notice
     again = normalize(checked.normalized)
     assert again.settings == checked.settings
-    assert again.notices == again.remarks == ()
+    assert again.scales is None
 
 
 @pytest.mark.parametrize(
@@ -374,7 +375,6 @@ def test_the_scale_of_muon_is_chosen_where_an_input_leaves_it_open(water, optimi
         ({}, 1e-3, 30000, 12.0, 4.32, 1.0),  # the scale of a long run is below the bound
         ({}, 1e-4, 3000, 64.0, 8.64, 10.0),  # fine-tuning
         ({"adam_lr_ratio": 3.0}, 1e-3, 3000, 64.0, 1.08, 3.0),
-        ({"lr_adjust_coeff": 8.64}, 1e-3, 3000, 64.0, 8.64, None),
         ({}, 1e-3, 3000, 0.0, 8.64, 10.0),
         ({}, 1e-3, 3000, float("nan"), 8.64, 10.0),
         ({}, 1e-3, 3000, float("inf"), 8.64, 10.0),
@@ -387,13 +387,14 @@ def test_omitted_scales_fall_with_the_length_of_descriptors(
     water["learning_rate"]["start_lr"] = start_lr
     water["training"]["numb_steps"] = steps
     before = normalize(water)
-    suited = before.for_descriptors(length)
+    scales = before.scales.for_descriptors(length)
+    suited = before.with_scales(scales)
     found = suited.settings.optimizer
     assert (found.lr_adjust_coeff, found.adam_lr_ratio) == (pytest.approx(coefficient), ratio)
     assert suited.normalized["optimizer"]["lr_adjust_coeff"] == found.lr_adjust_coeff
-    assert (suited is before) == (found == before.settings.optimizer)
-    assert suited is before or [f"{length:.3g} long" in notice for notice in suited.remarks] == [True]
-    assert suited.for_descriptors(length) is suited
+    assert (scales is before.scales) == (found == before.settings.optimizer)
+    assert scales is before.scales or f"{length:.3g} long" in scales.notice
+    assert scales.for_descriptors(length) is scales
 
 
 @pytest.mark.parametrize(
@@ -416,8 +417,11 @@ def test_the_rate_of_the_adam_route_is_chosen_with_the_scale_of_muon(water, opti
     checked = normalize(water)
     assert checked.settings.optimizer.adam_lr_ratio == expected
     said = f"and adam_lr_ratio {expected:g}," if not optimizer and expected != 1.0 else ""
-    assert len(checked.remarks) == ("lr_adjust_coeff" not in optimizer and "deepmd_kit_arithmetic" not in optimizer)
-    assert all(said in notice and bool(said) == ("adam_lr_ratio" in notice) for notice in checked.remarks)
+    chosen = "lr_adjust_coeff" not in optimizer and "deepmd_kit_arithmetic" not in optimizer
+    assert (checked.scales is not None) == chosen
+    notice = checked.scales.notice if chosen else ""
+    assert said in notice
+    assert bool(said) == ("adam_lr_ratio" in notice)
     assert normalize(checked.normalized).settings == checked.settings
     del water["training"]["numb_steps"]
     water["training"]["numb_epoch"] = 1
@@ -434,11 +438,12 @@ def test_the_scale_of_muon_is_half_in_long_runs(water, length, start_lr, expecte
     water["training"].update(length)
     checked = normalize(water)
     assert checked.settings.optimizer.lr_adjust_coeff == pytest.approx(expected)
-    assert "in a long run" in checked.remarks[0]
+    assert "in a long run" in checked.scales.notice
 
 
 def test_other_optimizers_have_no_scale_of_muon(water):
     water["optimizer"] = {"type": "Adam"}
+    assert normalize(water).scales is None
     assert normalize(water).remarks == ()
     del water["optimizer"]
     checked = normalize(water)
@@ -446,6 +451,5 @@ def test_other_optimizers_have_no_scale_of_muon(water):
     assert checked.notices == ()
     (remark,) = checked.remarks
     assert '"optimizer": {"type": "HybridMuon"}' in remark
-    assert checked.with_section("loss", {"type": "ener"}).remarks == (remark,)
     water["training"]["opt_type"] = "Adam"  # an older place
     assert normalize(water).remarks == ()

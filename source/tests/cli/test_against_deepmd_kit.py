@@ -58,7 +58,7 @@ def folder(tmp_path, monkeypatch):
     }
     rest = {"learning_rate": {"start_lr": 1e-3}, "training": {"training_data": {"systems": "."}, "numb_steps": 1}}
     section = normalize({"model": section, "loss": {}, **rest}).normalized["model"]
-    state = to_deepmd_kit(build_model(section), section, {"lr": 1e-3, "step": 0})
+    state = to_deepmd_kit(build_model(section), {"lr": 1e-3, "step": 0})
     torch.save({"model": state}, tmp_path / "model.pt")
     (tmp_path / "systems.txt").write_text("large\nsmall\n")
     return tmp_path

@@ -56,7 +56,7 @@ def input_file():
 def checkpoint(input_file):
     model_input = input_file["model"] | {"descriptor": input_file["model"]["descriptor"] | {"sel": [8, 16]}}
     section = normalize(input_file | {"model": model_input}).normalized["model"]
-    torch.save({"model": to_deepmd_kit(build_model(section), section, {"lr": 1e-3, "step": 0})}, "model.ckpt.pt")
+    torch.save({"model": to_deepmd_kit(build_model(section), {"lr": 1e-3, "step": 0})}, "model.ckpt.pt")
     return "model.ckpt"
 
 
@@ -216,7 +216,7 @@ def test_routing_of_an_input_and_of_a_checkpoint(input_file, capsys):
     section["model"]["descriptor"]["sel"] = [8, 16]
     model = build_model(section["model"])
     optimizer = normalize(input_file).settings.optimizer.build(model, lr=1e-3)
-    state = to_deepmd_kit(model, section["model"], {"lr": 1e-3, "step": 0})
+    state = to_deepmd_kit(model, {"lr": 1e-3, "step": 0})
     torch.save({"model": state, "optimizer": optimizer.state_dict()}, "trained.pt")
     assert main(["show", "routing", "trained"]) == 0  # as train and test take it
     without_ending = capsys.readouterr().out

@@ -81,7 +81,7 @@ def test_the_plan_of_a_checkpoint_is_that_of_its_input(capsys):
     section = {**INPUT["model"], "descriptor": {**INPUT["model"]["descriptor"], "sel": [8, 16]}}
     given = normalize({**INPUT, "model": section})
     model = build_model(given.normalized["model"])
-    state = to_deepmd_kit(model, given.normalized["model"], {"lr": 1e-3, "step": 0})
+    state = to_deepmd_kit(model, {"lr": 1e-3, "step": 0})
     own = {"version": 1, "step": 1, "settings": json.dumps(given.normalized)}
     torch.save({"model": state, "deepmd_muon": own}, "model.ckpt.pt")
     plans = [show(capsys, "plan", name, "--world-size", "4") for name in ("input.json", "model.ckpt.pt", "model.ckpt")]

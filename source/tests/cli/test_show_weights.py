@@ -33,7 +33,7 @@ def make(optimizer_of):
     grads = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()]
     for _ in range(3):
         step(model, optimizer, grads)
-    content = {"model": to_deepmd_kit(model, SECTION, {"step": 2, "lr": 1e-3}), "optimizer": optimizer.state_dict()}
+    content = {"model": to_deepmd_kit(model, {"step": 2, "lr": 1e-3}), "optimizer": optimizer.state_dict()}
     torch.save(content, "model.ckpt-3.pt")
     return model, optimizer, grads
 

@@ -17,6 +17,7 @@ import torch
 from small_inputs import small_input
 from torch import nn
 
+from deepmd_muon.argcheck import load
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.routing.rules import canonical_name
 from deepmd_muon.train import run as train
@@ -94,7 +95,7 @@ def train_alone(folder, job, restart=None):
     path = folder / f"{job['name']}.json"
     path.write_text(json.dumps(job["content"]))
     restart = restart and str(folder / f"{restart}-3.pt")
-    assert train(path, output=str(folder / "out.json"), restart=restart, log_level="WARNING") == 0
+    assert train(load(path), output=str(folder / "out.json"), restart=restart, log_level="WARNING") == 0
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from deepmd_muon.cli.main import main
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
-from deepmd_muon.section import thaw
 
 pytestmark = pytest.mark.deepmd_kit
 
@@ -47,7 +46,7 @@ def folder(tmp_path, monkeypatch, water_frames):
 
 
 def save(model, name):
-    torch.save({"model": to_deepmd_kit(model, thaw(model.settings), {"lr": 1e-3, "step": 0})}, name)
+    torch.save({"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0})}, name)
 
 
 @pytest.mark.parametrize("kind", LARGER)

@@ -18,7 +18,6 @@ from deepmd_muon.model import ModelError
 from deepmd_muon.model.activation import activation
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.model.scripted.dense import act_of, value_of
-from deepmd_muon.section import thaw
 
 DPA1 = LARGER["se_atten"] | {"rcut": 4.0, "seed": 1}
 V2 = {key: value for key, value in DPA1.items() if key != "smooth_type_embedding"} | {"type": "se_atten_v2"}
@@ -161,8 +160,7 @@ def frozen(tmp_path_factory):
     """A model, its checkpoint and its frozen file, made by the command."""
     folder = tmp_path_factory.mktemp("frozen")
     model = build(SE_E2_A)
-    section = thaw(model.settings)
-    torch.save({"model": to_deepmd_kit(model, section, {"lr": 1e-3, "step": 0})}, folder / "model.ckpt-1.pt")
+    torch.save({"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0})}, folder / "model.ckpt-1.pt")
     (folder / "checkpoint").write_text("model.ckpt-1.pt\n")
     assert main(["--pt", "freeze", "-c", str(folder), "-o", str(folder / "model")]) == 0
     return model, folder / "model.ckpt-1.pt", folder / "model.pth"

@@ -46,7 +46,7 @@ def potential(tmp_path):
     content["model"]["descriptor"]["sel"] = [40, 80]
     section = normalize(content).normalized["model"]
     path = tmp_path / "model.ckpt.pt"
-    torch.save({"model": to_deepmd_kit(build_model(section), section, {"lr": 1e-3, "step": 0})}, path)
+    torch.save({"model": to_deepmd_kit(build_model(section), {"lr": 1e-3, "step": 0})}, path)
     return path
 
 

@@ -177,7 +177,7 @@ def _without_dates(array: np.ndarray) -> np.ndarray:
 def small_checkpoint() -> dict:
     """Return a model under deepmd-kit's names with our own key."""
     section = normalize(INPUT).normalized["model"]
-    content = to_deepmd_kit(build_model(section), section, {"lr": 1e-3, "step": 4})
+    content = to_deepmd_kit(build_model(section), {"lr": 1e-3, "step": 4})
     return {"model": content, "deepmd_muon": {"version": 1, "step": 5}}
 
 
@@ -285,7 +285,7 @@ class Restart(Door):
         before = os.getcwd()
         os.chdir(self.folder)
         try:
-            assert run("input.json", log_level=logging.CRITICAL, skip_neighbor_stat=True, **options) == 0
+            assert run(load("input.json"), log_level=logging.CRITICAL, skip_neighbor_stat=True, **options) == 0
         finally:
             os.chdir(before)
 

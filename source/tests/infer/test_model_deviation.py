@@ -65,7 +65,7 @@ def files(committee, model_section, frames, tmp_path):
     import torch
 
     for number, predictor in enumerate(committee):
-        state = to_deepmd_kit(predictor.model, model_section, {"lr": 1e-3, "step": 0})
+        state = to_deepmd_kit(predictor.model, {"lr": 1e-3, "step": 0})
         torch.save({"model": state}, tmp_path / f"{number}.pt")
     (tmp_path / "water" / "set.000").mkdir(parents=True)
     (tmp_path / "water" / "type.raw").write_text(" ".join(map(str, frames.atype[0])))

@@ -102,7 +102,7 @@ def checkpoint(model, model_section, tmp_path):
             parameter.mul_(1.1)
     ema.update()
     path = tmp_path / "model.ckpt-1.pt"
-    state = to_deepmd_kit(model, model_section, {"lr": 1e-3, "step": 0})
+    state = to_deepmd_kit(model, {"lr": 1e-3, "step": 0})
     torch.save({"model": state, "ema": ema.state_dict()}, path)
     return path, ema
 
@@ -119,7 +119,7 @@ def test_a_checkpoint_gives_the_model_back(checkpoint, predictor, frames):
 
 
 def test_a_checkpoint_may_be_the_bare_state_dict(model, model_section, tmp_path, predictor, frames):
-    torch.save(to_deepmd_kit(model, model_section, {"lr": 1e-3, "step": 0}), tmp_path / "bare.pt")
+    torch.save(to_deepmd_kit(model, {"lr": 1e-3, "step": 0}), tmp_path / "bare.pt")
     assert_same(Predictor(tmp_path / "bare.pt", device="cpu").predict(*frames), predictor.predict(*frames))
 
 
@@ -132,7 +132,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, model, model_section):
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(CheckpointError, match="holds a list"):
         load_model(tmp_path / "list.pt")
-    torch.save({"model": to_deepmd_kit(model, model_section, {"lr": 1e-3, "step": 0})}, tmp_path / "plain.pt")
+    torch.save({"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0})}, tmp_path / "plain.pt")
     with pytest.raises(CheckpointError, match="no averaged weights"):
         load_model(tmp_path / "plain.pt", ema=True)
 

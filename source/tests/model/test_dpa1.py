@@ -34,10 +34,10 @@ PAIRS = [
 
 
 def load(name):
-    section, state = from_deepmd_kit(FIXTURE["cases"][name]["state"])
-    model = build_model(section)
+    settings, state = from_deepmd_kit(FIXTURE["cases"][name]["state"])
+    model = build_model(settings)
     model.load_state_dict(state)
-    return model, section
+    return model
 
 
 def batch_for(model, kind, **more):
@@ -47,7 +47,7 @@ def batch_for(model, kind, **more):
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_same_numbers(name, kind):
-    model, _ = load(name)
+    model = load(name)
     out = model(batch_for(model, kind))
     expected = FIXTURE["cases"][name]["outputs"][kind]
     relative, absolute = (1e-5, 1e-5) if name == "float32" else (1e-10, 1e-8)
@@ -60,7 +60,7 @@ def test_same_numbers(name, kind):
 @pytest.mark.parametrize("name", [name for name in CASES if name != "float32"])
 def test_same_numbers_just_within_the_cut_off(name):
     """The switch is 5e-14 there; deepmd-kit computes it from numbers near 1, so its forces are rounded to 1e-3."""
-    model, _ = load(name)
+    model = load(name)
     out, expected = model(batch_for(model, "rim")), FIXTURE["cases"][name]["outputs"]["rim"]
     torch.testing.assert_close(out["energy"], expected["energy"], rtol=1e-6, atol=0)
     scale = expected["force"].abs().max().item()
@@ -69,14 +69,14 @@ def test_same_numbers_just_within_the_cut_off(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_start_from_the_same_seed(name):
-    model, section = load(name)
-    for key, value in build_model(section).named_parameters():
+    model = load(name)
+    for key, value in build_model(model.settings).named_parameters():
         assert torch.equal(value, model.get_parameter(key)), key
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "gradients" in FIXTURE["cases"][n]])
 def test_same_gradient_of_the_loss(name):
-    model, _ = load(name)
+    model = load(name)
     wanted = FIXTURE["cases"][name]["gradients"]
     prediction = model(batch_for(model, "orthorhombic"))
     natoms = prediction["atom_energy"].shape[1]
@@ -92,7 +92,7 @@ def test_same_gradient_of_the_loss(name):
 
 def test_adam_follows_deepmd_kit():
     (name,) = (n for n in CASES if "followed" in FIXTURE["cases"][n])
-    model, _ = load(name)
+    model = load(name)
     given = FIXTURE["cases"][name]["gradients"]
     batch, loss = batch_for(model, "orthorhombic"), build_loss(given["settings"])
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -106,7 +106,7 @@ def test_adam_follows_deepmd_kit():
 
 @pytest.mark.parametrize("name", ["two_sides", "mean", "v2", "truncated"])
 def test_same_statistics(name):
-    model, _ = load(name)
+    model = load(name)
     block = model.atomic_model.descriptor.se_atten
     wanted_mean, wanted_std = block.mean.clone(), block.stddev.clone()
     block.stddev.fill_(torch.nan)
@@ -117,7 +117,7 @@ def test_same_statistics(name):
 
 
 def test_the_length_of_descriptors_is_that_of_the_fitting_nets_input():
-    model, _ = load("two_sides")
+    model = load("two_sides")
     batches = [batch_for(model, kind) for kind in STATISTICS_KINDS]
     taken = []
     handle = model.atomic_model.fitting_net.register_forward_pre_hook(lambda _, given: taken.append(given[0].detach()))
@@ -131,9 +131,9 @@ def test_the_length_of_descriptors_is_that_of_the_fitting_nets_input():
 
 @pytest.mark.parametrize("name", CASES)
 def test_state_dict_round_trip(name):
-    model, section = load(name)
+    model = load(name)
     theirs = FIXTURE["cases"][name]["state"]
-    ours = to_deepmd_kit(model, section, {"lr": 1e-3, "step": 7})
+    ours = to_deepmd_kit(model, {"lr": 1e-3, "step": 7})
     assert set(ours) == set(theirs)
     for key, value in theirs.items():
         if key != "_extra_state":
@@ -150,7 +150,7 @@ def test_state_dict_round_trip(name):
 
 @pytest.mark.parametrize("name", ["mean", "smooth_mean", "truncated_smooth"])
 def test_columns_without_neighbours_change_nothing(name):
-    model, _ = load(name)
+    model = load(name)
     narrow = model(batch_for(model, "triclinic"))
     full = model(batch_for(model, "triclinic", widths=(model.sel[0],)))
     for key, value in narrow.items():
@@ -159,7 +159,7 @@ def test_columns_without_neighbours_change_nothing(name):
 
 @pytest.mark.parametrize("name", ["one_side", "smooth_mean", "v2"])
 def test_forces_are_derivatives(name):
-    model, _ = load(name)
+    model = load(name)
     model.requires_grad_(False)
     batch = batch_for(model, "triclinic")
     force = model(batch)["force"]
@@ -175,7 +175,7 @@ def test_forces_are_derivatives(name):
 
 @pytest.mark.parametrize("name", ["two_sides", "smooth_mean", "v2"])
 def test_rotation_and_relabelling_change_no_energy(name):
-    model, _ = load(name)
+    model = load(name)
     data = FIXTURE["structures"]["triclinic"]
     q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))
     order = np.random.default_rng(1).permutation(data["coord"].shape[1])
@@ -195,7 +195,7 @@ def test_rotation_and_relabelling_change_no_energy(name):
 
 @pytest.mark.parametrize("name", ["one_side", "mean", "smooth", "strip_smooth", "not_normalised"])
 def test_isolated_atoms_give_no_nan(name):
-    model, _ = load(name)
+    model = load(name)
     alone = make_batch(np.zeros((1, 1, 3)), np.zeros((1, 1), int), None, model.rcut, model.sel, ntypes=model.ntypes)
     for batch in (batch_for(model, "far"), alone):
         out = model(batch)
@@ -208,7 +208,7 @@ def test_isolated_atoms_give_no_nan(name):
 
 @pytest.mark.parametrize("name", ["smooth", "v2"])
 def test_smooth_through_the_cut_off(name):
-    model, _ = load(name)
+    model = load(name)
     coord = np.array([[[0.0, 0, 0], [1.2, 0, 0], [0.3, 1.4, 0], [0, 0, 0]]])
     atype = np.array([[0, 1, 0, 1]])
 
@@ -252,7 +252,7 @@ def test_what_only_deepmd_kit_has_is_refused_by_name(key, value, words):
 @pytest.mark.parametrize("mode", ["2d", "flat", "slice"])
 @pytest.mark.parametrize("name", list(ROUTES))
 def test_same_routes(name, mode):
-    model, _ = load(name)
+    model = load(name)
     optimizer = HybridMuon(model.named_parameters(), lr=1e-3, muon_mode=mode)
     ours = {entry.name: entry.view.batch if entry.route == "muon" else 0 for entry in optimizer.routing}
     assert ours == ROUTES[name][mode]
@@ -261,7 +261,7 @@ def test_same_routes(name, mode):
 
 
 def test_a_list_of_slots_counts_by_its_sum():
-    model, _ = load("truncated")
+    model = load("truncated")
     assert (model.sel, model.by_type) == ((14,), False)
     assert len(model.atomic_model.fitting_net.filter_layers.networks) == 1
 
@@ -325,7 +325,7 @@ def test_groups_of_atoms_change_nothing(name, monkeypatch):
     found = []
     for size in (1, 3, 10**6):
         monkeypatch.setattr(module, "GROUP", size)
-        model, _ = load(name)
+        model = load(name)
         out = model(batch_for(model, "orthorhombic"))
         (out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()).backward()
         found.append([*out.values(), *(p.grad for p in model.parameters())])

@@ -26,10 +26,10 @@ PAIRS = [(name, kind) for name in CASES for kind in KINDS if not (name.startswit
 
 
 def load(name):
-    section, state = from_deepmd_kit(FIXTURE["cases"][name]["state"])
-    model = build_model(section)
+    settings, state = from_deepmd_kit(FIXTURE["cases"][name]["state"])
+    model = build_model(settings)
     model.load_state_dict(state)
-    return model, section
+    return model
 
 
 def gradients(model, data, energy=0.3):
@@ -46,7 +46,7 @@ def gradients(model, data, energy=0.3):
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_same_numbers(name, kind):
-    model, _ = load(name)
+    model = load(name)
     out = model(batch_of(model, FIXTURE["structures"][kind]))
     expected = FIXTURE["cases"][name]["outputs"][kind]
     # deepmd-kit's float32 models take differences of float32 coordinates, ours of float64 ones
@@ -70,7 +70,7 @@ def test_same_initial_weights(name):
 
 @pytest.mark.parametrize("name", WITH_GRADIENT)
 def test_same_gradient_of_the_loss(name):
-    model, _ = load(name)
+    model = load(name)
     wanted = FIXTURE["cases"][name]["gradients"]
     prediction = model(batch_of(model, FIXTURE["structures"]["orthorhombic"]))
     natoms = prediction["atom_energy"].shape[1]
@@ -85,7 +85,7 @@ def test_same_gradient_of_the_loss(name):
 
 
 def test_twenty_steps_of_adam_follow_deepmd_kit():
-    model, _ = load("split")
+    model = load("split")
     case = FIXTURE["cases"]["split"]
     given = case["gradients"]
     loss = build_loss(given["settings"])
@@ -103,7 +103,7 @@ def test_twenty_steps_of_adam_follow_deepmd_kit():
 
 
 def test_same_statistics():
-    model, _ = load("statistics")
+    model = load("statistics")
     stddev = model.atomic_model.descriptor.repflows.stddev
     wanted = stddev.clone()
     stddev.fill_(torch.nan)
@@ -111,16 +111,16 @@ def test_same_statistics():
     model.set_statistics(*environment_statistics(model, [batch_of(model, data) for data in sampled]))
     torch.testing.assert_close(stddev, wanted, rtol=1e-12, atol=0)
     assert len(wanted.unique()) == 4  # radial and angular, of two types
-    fixed, _ = load("plain")
+    fixed = load("plain")
     fixed.set_statistics(torch.ones(2, 4), torch.ones(2, 4))
     assert fixed.atomic_model.descriptor.repflows.stddev.unique().tolist() == [0.3]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_state_dict_round_trip(name):
-    model, section = load(name)
+    model = load(name)
     theirs = FIXTURE["cases"][name]["state"]
-    ours = to_deepmd_kit(model, section, {"lr": 1e-3, "step": 7})
+    ours = to_deepmd_kit(model, {"lr": 1e-3, "step": 7})
     assert set(ours) == set(theirs)
     for key, value in theirs.items():
         if key != "_extra_state":
@@ -138,7 +138,7 @@ def test_state_dict_round_trip(name):
 @pytest.mark.parametrize("way", ["padded", "small_blocks", "bounds"])
 def test_every_order_of_evaluation_gives_the_same(name, way, monkeypatch):
     """One padded block, as on a GPU, the smallest blocks, and bounds instead of counts agree with the usual way."""
-    model, _ = load(name)
+    model = load(name)
     data = FIXTURE["structures"]["orthorhombic"]
     energy, wanted = model(batch_of(model, data))["atom_energy"], gradients(model, data)
     if way == "padded":
@@ -156,10 +156,10 @@ def test_every_order_of_evaluation_gives_the_same(name, way, monkeypatch):
 
 
 def test_dynamic_selection_differs_from_static_in_scale_alone():
-    model, section = load("dynamic")
-    repflow = section["descriptor"]["repflow"]
-    static = {**repflow, "use_dynamic_sel": False, "e_sel": 30, "a_sel": 20}
-    other = build_model({**section, "descriptor": {**section["descriptor"], "repflow": static}})
+    model = load("dynamic")
+    repflow = dataclasses.replace(model.settings.descriptor.repflow, use_dynamic_sel=False, e_sel=30, a_sel=20)
+    descriptor = dataclasses.replace(model.settings.descriptor, repflow=repflow)
+    other = build_model(dataclasses.replace(model.settings, descriptor=descriptor))
     state = model.state_dict()
     short = {key: value[:, :30] if key.endswith((".mean", ".stddev")) else value for key, value in state.items()}
     other.load_state_dict(short)
@@ -170,13 +170,13 @@ def test_dynamic_selection_differs_from_static_in_scale_alone():
 
 @pytest.mark.parametrize("kind", ["atom", "far", "open"])
 def test_second_derivatives_are_finite_without_neighbours(kind):
-    model, _ = load("split")
+    model = load("split")
     for key, value in gradients(model, {**FIXTURE["structures"][kind], "box": None}).items():
         assert value.isfinite().all(), key
 
 
 def test_padding_atoms_change_nothing():
-    model, _ = load("split")
+    model = load("split")
     data = FIXTURE["structures"]["orthorhombic"]
     nframes = len(data["coord"])
     padded = {
@@ -196,7 +196,7 @@ def moved(data, change):
 
 
 def test_forces_are_finite_differences_of_the_energy():
-    model, _ = load("split")
+    model = load("split")
     data = {key: None if value is None else value[:1] for key, value in FIXTURE["structures"]["orthorhombic"].items()}
     force = model(batch_of(model, data))["force"][0]
     rng = np.random.default_rng(0)
@@ -211,7 +211,7 @@ def test_forces_are_finite_differences_of_the_energy():
 
 
 def test_energy_is_invariant_and_forces_turn_along():
-    model, _ = load("dynamic")
+    model = load("dynamic")
     data = FIXTURE["structures"]["triclinic"]
     turn = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(1)).double())[0]
     turned = {**moved(data, lambda x: (x + 0.37) @ turn), "box": data["box"] @ turn}
@@ -225,7 +225,7 @@ def test_energy_is_invariant_and_forces_turn_along():
 
 def test_dynamics_conserve_the_energy():
     """Velocity Verlet: the error of the total energy falls with the square of the time step."""
-    model, _ = load("dynamic")
+    model = load("dynamic")
     data = {key: None if value is None else value[:1] for key, value in FIXTURE["structures"]["open"].items()}
     start = 0.05 * torch.randn(data["coord"].shape, generator=torch.Generator().manual_seed(4)).double()
 
@@ -255,8 +255,8 @@ def test_energy_and_forces_are_smooth_at_both_cutoffs(name, radius):
     Without smooth_edge_update (case "distance") an edge that leaves the angles changes its message by a jump; then
     only the outer cut-off is smooth.
     """
-    model, section = load(name)
-    rcut = section["descriptor"]["repflow"][radius]
+    model = load(name)
+    rcut = getattr(model.settings.descriptor.repflow, radius)
     base = torch.tensor([[0.0, 0, 0], [0.9, 0.3, 0.1], [0, 0, 0]]).double()
 
     def at(r):
@@ -275,7 +275,7 @@ def test_energy_and_forces_are_smooth_at_both_cutoffs(name, radius):
 
 
 def test_a_step_frees_its_graph():
-    model, _ = load("split")
+    model = load("split")
     gc.collect()
     gc.disable()
     try:

@@ -13,6 +13,7 @@ from model_batches import HERE, batch_of, read_fixture
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.optim import HybridMuonConfig
+from deepmd_muon.section import thaw
 
 DP, PYTHON = os.environ.get("DEEPMD_KIT_DP"), os.environ.get("DEEPMD_KIT_PYTHON")
 pytestmark = [
@@ -69,7 +70,7 @@ def system(tmp_path):
 
 def given(section, optimizer="HybridMuon", steps=2):
     return {
-        "model": section,
+        "model": thaw(section),
         "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-4, "decay_steps": 10},
         "loss": {"start_pref_e": 0.02, "limit_pref_e": 1, "start_pref_f": 10, "limit_pref_f": 1},
         "optimizer": {"type": optimizer},
@@ -88,7 +89,7 @@ def test_deepmd_kit_tests_freezes_and_trains_our_checkpoint(system, name):
     section, state = from_deepmd_kit(FIXTURE["cases"][name]["state"])
     model = build_model(section)
     model.load_state_dict(state)
-    content = {"model": to_deepmd_kit(model, section, {"lr": 1e-3, "step": 0}), "optimizer": {}}
+    content = {"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0}), "optimizer": {}}
     torch.save(content, system / "model.ckpt.pt")
     with torch.no_grad():
         wanted = model(batch_of(model, FIXTURE["structures"]["orthorhombic"]))

@@ -65,7 +65,7 @@ def case(request, tmp_path_factory):
     )
     model.set_energy_bias([-3.0, 1.0])
     # --init-model asks for the key "optimizer", not for what it holds
-    content = {"model": to_deepmd_kit(model, built, {"lr": 1e-3, "step": 0}), "optimizer": {}}
+    content = {"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0}), "optimizer": {}}
     torch.save(content, folder / "model.ckpt.pt")
     with torch.no_grad():
         types = None if model.by_type else model.ntypes

@@ -15,10 +15,10 @@ KINDS = list(FIXTURE["structures"])
 
 
 def load(name):
-    section, state = from_deepmd_kit(FIXTURE["cases"][name]["state"])
-    model = build_model(section)
+    settings, state = from_deepmd_kit(FIXTURE["cases"][name]["state"])
+    model = build_model(settings)
     model.load_state_dict(state)
-    return model, section
+    return model
 
 
 def batch_for(model, kind, **more):
@@ -32,7 +32,7 @@ PAIRS = [(name, kind) for name in CASES for kind in KINDS if (name, kind) != ("t
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_same_numbers(name, kind):
-    model, _ = load(name)
+    model = load(name)
     out = model(batch_for(model, kind))
     expected = FIXTURE["cases"][name]["outputs"][kind]
     # deepmd-kit's float32 models take differences of float32 coordinates, ours of float64 ones
@@ -46,7 +46,7 @@ def test_same_numbers(name, kind):
 
 @pytest.mark.parametrize("name", ["one_side", "pair_nets", "exclude_one_side"])
 def test_full_width_columns_give_the_same(name):
-    model, _ = load(name)
+    model = load(name)
     narrow, full = model(batch_for(model, "triclinic")), model(batch_for(model, "triclinic", widths=model.sel))
     for key, value in narrow.items():
         torch.testing.assert_close(value, full[key], rtol=1e-12, atol=1e-12)
@@ -54,7 +54,7 @@ def test_full_width_columns_give_the_same(name):
 
 def test_without_forces_the_energy_is_the_same():
     for name in CASES:
-        model, _ = load(name)
+        model = load(name)
         batch = batch_for(model, "orthorhombic")
         with torch.no_grad():
             alone = model(batch, force=False)
@@ -66,7 +66,7 @@ def test_without_forces_the_energy_is_the_same():
 
 @pytest.mark.parametrize("name", [n for n in CASES if "gradients" in FIXTURE["cases"][n]])
 def test_same_gradient_of_the_loss(name):
-    model, _ = load(name)
+    model = load(name)
     wanted = FIXTURE["cases"][name]["gradients"]
     prediction = model(batch_for(model, "orthorhombic"))
     natoms = prediction["atom_energy"].shape[1]
@@ -82,7 +82,7 @@ def test_same_gradient_of_the_loss(name):
 
 def test_twenty_steps_of_adam_follow_deepmd_kit():
     (name,) = (n for n in CASES if "followed" in FIXTURE["cases"][n])
-    model, _ = load(name)
+    model = load(name)
     given, followed = FIXTURE["cases"][name]["gradients"], FIXTURE["cases"][name]["followed"]
     batch, loss = batch_for(model, "orthorhombic"), build_loss(given["settings"])
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -98,7 +98,7 @@ def test_twenty_steps_of_adam_follow_deepmd_kit():
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_statistics(name):
-    model, _ = load(name)
+    model = load(name)
     sea = model.atomic_model.descriptor.sea
     wanted_mean, wanted_std = sea.mean.clone(), sea.stddev.clone()
     sea.stddev.fill_(torch.nan)
@@ -112,9 +112,9 @@ def test_same_statistics(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_state_dict_round_trip(name):
-    model, section = load(name)
+    model = load(name)
     theirs = FIXTURE["cases"][name]["state"]
-    ours = to_deepmd_kit(model, section, {"lr": 1e-3, "step": 7})
+    ours = to_deepmd_kit(model, {"lr": 1e-3, "step": 7})
     assert set(ours) == set(theirs)
     for key, value in theirs.items():
         if key != "_extra_state":
@@ -128,7 +128,7 @@ def test_state_dict_round_trip(name):
 
 
 def test_frames_of_a_batch_do_not_mix():
-    model, _ = load("one_side")
+    model = load("one_side")
     data = FIXTURE["structures"]["orthorhombic"]
     both = model(batch_for(model, "orthorhombic"))
     for f in range(2):
@@ -140,7 +140,7 @@ def test_frames_of_a_batch_do_not_mix():
 
 
 def test_padding_atoms_are_no_atoms():
-    model, _ = load("pair_nets")
+    model = load("pair_nets")
     data = FIXTURE["structures"]["open"]
     coord, atype = data["coord"].numpy(), data["atype"].numpy()
     padded_coord = np.insert(coord, [3, 15], 0.0, axis=1)

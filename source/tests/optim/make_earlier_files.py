@@ -100,6 +100,7 @@ def training_input() -> dict[str, object]:
 
 def main() -> None:
     """Take the steps and train."""
+    from deepmd_muon.argcheck import load
     from deepmd_muon.optim import HybridMuon
     from deepmd_muon.train import run
 
@@ -120,7 +121,7 @@ def main() -> None:
 
     shutil.copytree(TRAINING_DATA, "train")
     Path("input.json").write_text(json.dumps(training_input()), encoding="utf-8")
-    run("input.json", log_level="WARNING")
+    run(load("input.json"), log_level="WARNING")
     shutil.copyfile("model.ckpt-4.pt", HERE / "earlier_checkpoint.pt")
     last = torch.load("model.ckpt-8.pt", weights_only=True)
     kept |= {"after_one_more_step": after, "training_state_after_8_steps": last["optimizer"]["state"]}

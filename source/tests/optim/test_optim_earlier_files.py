@@ -60,6 +60,7 @@ def test_an_earlier_state_loads_bitwise_and_steps_on():
 
 
 def test_training_goes_on_from_an_earlier_checkpoint(tmp_path, monkeypatch):
+    from deepmd_muon import argcheck
     from deepmd_muon.train import run
 
     monkeypatch.chdir(tmp_path)
@@ -78,7 +79,7 @@ def test_training_goes_on_from_an_earlier_checkpoint(tmp_path, monkeypatch):
     shutil.copytree(TRAINING_DATA, "train")
     Path("input.json").write_text(json.dumps(training_input()))
     try:
-        assert run("input.json", log_level="WARNING", restart=str(HERE / "earlier_checkpoint.pt")) == 0
+        assert run(argcheck.load("input.json"), log_level="WARNING", restart=str(HERE / "earlier_checkpoint.pt")) == 0
     finally:
         logger.setLevel(level)
     checkpoint = torch.load(HERE / "earlier_checkpoint.pt", weights_only=True)

@@ -24,8 +24,9 @@ ARROWS = {
 }
 # Of optim, model and loss, the input check may read only settings, which do not import torch.
 TORCH_FREE = {
-    *("deepmd_muon.optim.config", "deepmd_muon.optim.other_configs", "deepmd_muon.model.settings"),
+    *("deepmd_muon.optim.config", "deepmd_muon.optim.other_configs", "deepmd_muon.optim.omitted_scales"),
     *("deepmd_muon.loss.settings", "deepmd_muon.loss.registry", "deepmd_muon.loss.ener.settings"),
+    "deepmd_muon.model.settings",
 }
 # Every room may import these, in this order; they import nothing else of the package.
 GROUND = ("setting", "section")

@@ -66,11 +66,12 @@ def small_input():
 @pytest.fixture
 def train():
     """A function that writes an input and trains; returns the exit status."""
+    from deepmd_muon.argcheck import load
     from deepmd_muon.train import run
 
     def start(content, log_level="WARNING", **options):
         Path("input.json").write_text(json.dumps(content))
-        return run("input.json", log_level=log_level, **options)
+        return run(load("input.json"), log_level=log_level, **options)
 
     return start
 

@@ -171,8 +171,9 @@ def write_data(self, *args):
         os._exit(9)  # parts are written, what describes them is not
     return found
 FileSystemWriter.write_data = write_data
+from deepmd_muon.argcheck import load
 from deepmd_muon.train import run
-run("input.json", log_level="WARNING")
+run(load("input.json"), log_level="WARNING")
 """
 
 

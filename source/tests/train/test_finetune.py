@@ -7,12 +7,14 @@ import pytest
 import torch
 from finetune_data import FIXTURE, PREFIX, TABLE, an_input, write_files, write_input
 
+from deepmd_muon.argcheck import load
 from deepmd_muon.cli.main import main
 from deepmd_muon.model import CheckpointError as ModelCheckpointError
-from deepmd_muon.model import build_model
+from deepmd_muon.model import ModelError, build_model
 from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.model.type_embedding import identity
 from deepmd_muon.model.type_map import TypeMove, move_weights
+from deepmd_muon.section import thaw
 from deepmd_muon.train import CheckpointError, TrainingError, run
 from deepmd_muon.train.trainer import Trainer
 
@@ -29,8 +31,14 @@ def finetune(type_map, source, branch=None, *, way="finetune", script=True, **ch
     """Train and return the model of the checkpoint."""
     path = write_input(an_input(type_map, **changes))
     given = {way: source, "model_branch": branch, "use_pretrain_script": script}
-    assert run(path, log_level="WARNING", skip_neighbor_stat=True, **given) == 0
+    assert run(load(path), log_level="WARNING", skip_neighbor_stat=True, **given) == 0
     return torch.load("model.ckpt.pt", weights_only=True)["model"]
+
+
+def named():
+    """Return a model of deepmd-kit's: its section as plain values, and its weights."""
+    settings, state = from_deepmd_kit(FIXTURE["finetuned"]["named"])
+    return thaw(settings), state
 
 
 def assert_same(ours, theirs, but=()):
@@ -106,15 +114,15 @@ def test_init_model_takes_a_branch_and_leaves_the_bias():
 
 def test_init_model_fits_the_bias_of_new_types_alone():
     """Oxygen is new to a model of hydrogen: its energy explains what hydrogen's leaves."""
-    section, state = from_deepmd_kit(FIXTURE["finetuned"]["named"])
+    section, state = named()
     one = {**section, "type_map": ["H"]}
     model = build_model(one)
     model.load_state_dict(move_weights(model, state, TypeMove(("O", "H"), ("H",))))
 
-    torch.save({"model": to_deepmd_kit(model, one, {"lr": 1e-3, "step": 0}), "optimizer": {}}, "one.pt")
+    torch.save({"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0}), "optimizer": {}}, "one.pt")
     content = an_input(["O", "H"])
     content["model"] = {**section, "type_map": ["O", "H"]}
-    assert run(write_input(content), init_model="one.pt", log_level="WARNING", skip_neighbor_stat=True) == 0
+    assert run(load(write_input(content)), init_model="one.pt", log_level="WARNING", skip_neighbor_stat=True) == 0
     ours = torch.load("model.ckpt.pt", weights_only=True)["model"]
     bias = ours[f"{PREFIX}out_bias"][0, :, 0]
     assert bias[1] == state["atomic_model.out_bias"][0, 1, 0]
@@ -143,14 +151,17 @@ def test_change_bias_gives_deepmd_kits_numbers(mode, how):
 
 def test_change_bias_sets_values_and_keeps_the_optimizer():
     content = an_input(["O", "H"], optimizer="HybridMuon", lr=1e-3)
-    content["model"], _ = from_deepmd_kit(FIXTURE["finetuned"]["named"])
-    assert run(write_input(content), log_level="WARNING", skip_neighbor_stat=True) == 0
+    content["model"], _ = named()
+    assert run(load(write_input(content)), log_level="WARNING", skip_neighbor_stat=True) == 0
     assert main(["--pt", "change-bias", "model.ckpt.pt", "-b", "-4.5", "-1.25"]) == 0
     before, after = (torch.load(name, weights_only=True) for name in ("model.ckpt.pt", "model.ckpt_updated.pt"))
     assert after["model"][f"{PREFIX}out_bias"].flatten().tolist() == [-4.5, -1.25]
     assert after["optimizer"]["param_groups"] == before["optimizer"]["param_groups"]
     content["training"]["numb_steps"] = 2
-    assert run(write_input(content), restart="model.ckpt_updated.pt", log_level="WARNING", skip_neighbor_stat=True) == 0
+    assert (
+        run(load(write_input(content)), restart="model.ckpt_updated.pt", log_level="WARNING", skip_neighbor_stat=True)
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,11 +210,20 @@ def test_another_model_or_a_fixed_type_map_is_refused(small_input):
         finetune(["O", "H"], "named.pt", script=False)
     content = small_input()
     content["training"]["numb_steps"] = 1
-    assert run(write_input(content), log_level="WARNING") == 0
+    assert run(load(write_input(content)), log_level="WARNING") == 0
     content["model"]["type_map"] = ["Ag", "Cu"]
     content["model"]["descriptor"]["sel"] = [20, 40]
     with pytest.raises(CheckpointError, match="type_map"):
-        run(write_input(content), finetune="model.ckpt.pt", log_level="WARNING")
+        run(load(write_input(content)), finetune="model.ckpt.pt", log_level="WARNING")
+    with pytest.raises(ModelError, match=r"^model/descriptor/sel: .* for each of the 2 types"):
+        run(load(write_input(content)), finetune="model.ckpt.pt", use_pretrain_script=True, log_level="WARNING")
+
+
+def test_trainable_parts_of_the_input_must_fit_the_net_of_the_checkpoint():
+    content = an_input(["O", "H"])
+    content["model"]["fitting_net"] = {"neuron": [4] * 6, "trainable": [True] * 7}
+    with pytest.raises(ModelError, match=r"^model/fitting_net/trainable: must have one value for each"):
+        run(load(write_input(content)), finetune="named.pt", use_pretrain_script=True, log_level="WARNING")
 
 
 def test_data_without_energies_stop_a_fine_tuning():
@@ -216,17 +236,17 @@ def test_data_without_energies_stop_a_fine_tuning():
 @pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
 @pytest.mark.parametrize("ema", [False, True])
 def test_a_restart_moves_the_rows_of_the_optimizers_state(optimizer, ema, caplog, monkeypatch):
-    section, _ = from_deepmd_kit(FIXTURE["finetuned"]["named"])
+    section, _ = named()
     content = an_input(["O", "H"], optimizer=optimizer, lr=1e-3, numb_steps=2, enable_ema=ema)
     content["model"] = section
-    assert run(write_input(content), log_level="WARNING", skip_neighbor_stat=True) == 0
+    assert run(load(write_input(content)), log_level="WARNING", skip_neighbor_stat=True) == 0
     before = torch.load("model.ckpt-2.pt", weights_only=True)
     content["model"] = {**section, "type_map": ["H", "Xx", "O"]}
     content["training"]["numb_steps"] = 3
     started = []
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(Trainer, "run", lambda self, begun: started.append(self) or 0)
-        run(write_input(content), restart="model.ckpt-2.pt", log_level="WARNING", skip_neighbor_stat=True)
+        run(load(write_input(content)), restart="model.ckpt-2.pt", log_level="WARNING", skip_neighbor_stat=True)
     after = started[0].optimizer.state_dict()
     table = TABLE.removeprefix("model.Default.")
     weights = started[0].model.state_dict()[table]
@@ -247,27 +267,27 @@ def test_a_restart_moves_the_rows_of_the_optimizers_state(optimizer, ema, caplog
         average = started[0].ema.averages()[table]
         torch.testing.assert_close((average + identity(average))[[2, 0]], before["ema"]["model"][table], **TINY)
         assert torch.equal(average[1], weights[1])
-    assert run(write_input(content), restart="model.ckpt-2.pt", log_level="WARNING", skip_neighbor_stat=True) == 0
+    assert run(load(write_input(content)), restart="model.ckpt-2.pt", log_level="WARNING", skip_neighbor_stat=True) == 0
 
 
 def test_one_type_grows_to_two():
     """A table of one row takes Adam, of two rows Muon: its state starts fresh, all other state continues."""
-    section, _ = from_deepmd_kit(FIXTURE["finetuned"]["named"])
+    section, _ = named()
     content = an_input(["H"], optimizer="HybridMuon", lr=1e-3)
     content["model"] = {**section, "type_map": ["H"]}
     for types in Path("target").rglob("type.raw"):
         types.write_text("0\n" * len(types.read_text().split()))
         types.with_name("type_map.raw").write_text("H\n")
-    assert run(write_input(content), log_level="WARNING", skip_neighbor_stat=True) == 0
+    assert run(load(write_input(content)), log_level="WARNING", skip_neighbor_stat=True) == 0
     content["model"] = {**section, "type_map": ["O", "H"]}
     content["training"]["numb_steps"] = 2
-    assert run(write_input(content), restart="model.ckpt.pt", log_level="WARNING", skip_neighbor_stat=True) == 0
+    assert run(load(write_input(content)), restart="model.ckpt.pt", log_level="WARNING", skip_neighbor_stat=True) == 0
     assert torch.load("model.ckpt.pt", weights_only=True)["deepmd_muon"]["step"] == 2
 
 
 def test_the_identity_of_a_narrow_table_moves_along():
     """Where the width is the number of types an identity belongs to the table: vectors of types stay what they were."""
-    section, _ = from_deepmd_kit(FIXTURE["finetuned"]["named"])
+    section, _ = named()
     section["descriptor"]["repflow"] |= {"n_dim": 4, "axis_neuron": 2}
     section["fitting_net"]["dim_case_embd"] = 0
     old, new = ("O", "H"), ("H", "C", "O", "N")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepmd_muon.argcheck import InputError, normalize
+from deepmd_muon.argcheck import InputError, load, normalize
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, TypeMapError, open_systems
 from deepmd_muon.data.overlap import shared_frames
@@ -32,7 +32,7 @@ def train():
 
     def start(content, **options):
         Path("input.json").write_text(json.dumps(content))
-        return run("input.json", **options)
+        return run(load("input.json"), **options)
 
     return start
 
@@ -88,7 +88,7 @@ def test_settings_for_types_are_checked_when_the_types_are_known(small_input, tr
     content = without_type_map(small_input())
     content["model"]["descriptor"]["sel"] = [40, 40]
     normalize(content)
-    with pytest.raises(InputError, match="one number for each of the 1 types"):
+    with pytest.raises(ModelError, match="one number for each of the 1 types"):
         train(content)
 
 

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from deepmd_muon import argcheck
 from deepmd_muon.argcheck import normalize
+from deepmd_muon.cli.main import main
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model.statistics import descriptor_length
-from deepmd_muon.optim import RouteTable
+from deepmd_muon.optim import RouteTable, omitted_scales
 from deepmd_muon.train import CheckpointError, NonFiniteError, RunError, TrainingError, trainer
 from deepmd_muon.train.checkpoint.newest import newest_checkpoint
 from deepmd_muon.train.parallel import Ranks
@@ -245,9 +247,21 @@ def test_statistics_come_from_the_stat_file(small_input, train, load, caplog):
     with caplog.at_level(logging.INFO, "deepmd_muon"):
         from deepmd_muon.train import run
 
-        run("input.json", log_level="INFO")
+        run(argcheck.load("input.json"), log_level="INFO")
     assert "statistics come from stat.hdf5" in caplog.text
     assert_same(first["model"], load()["model"])
+
+
+def test_an_input_is_read_and_checked_once(small_input, monkeypatch):
+    """Also where the data decide `sel` and a checkpoint the model."""
+    checked = []
+    module = sys.modules["deepmd_muon.argcheck.load"]
+    original = module.check
+    monkeypatch.setattr(module, "check", lambda *args: checked.append(args) or original(*args))
+    Path("input.json").write_text(json.dumps(small_input(training={"numb_steps": 1})))
+    for number, more in enumerate([[], ["--finetune", "model.ckpt.pt", "--use-pretrain-script"]], start=1):
+        assert main(["--pt", "train", "input.json", "--log-level", "WARNING", *more]) == 0
+        assert len(checked) == number
 
 
 def test_sel_auto_is_a_number_in_the_output_and_cannot_be_skipped(small_input, train):
@@ -260,7 +274,7 @@ def test_sel_auto_is_a_number_in_the_output_and_cannot_be_skipped(small_input, t
     once = Path("out.json").read_text()
     from deepmd_muon.train import run
 
-    run("out.json", output="out2.json", log_level="WARNING")
+    run(argcheck.load("out.json"), output="out2.json", log_level="WARNING")
     assert Path("out2.json").read_text() == once
 
 
@@ -338,7 +352,7 @@ def test_a_restart_with_other_data_keeps_all_but_the_order(small_input, train, f
         from deepmd_muon.train import run
 
         Path("input.json").write_text(json.dumps(content))
-        assert run("input.json", restart="model.ckpt-5.pt", log_level="INFO") == 0
+        assert run(argcheck.load("input.json"), restart="model.ckpt-5.pt", log_level="INFO") == 0
     assert "training_data is not that of model.ckpt-5.pt: its order starts anew" in caplog.text
     assert "training/training_data/batch_size was 2, is 3" in caplog.text
     assert "training/seed was 3, is 77 (without effect while the saved order" in caplog.text
@@ -388,7 +402,7 @@ def test_terms_without_labels_are_told_and_useless_systems_refused(small_input, 
     from deepmd_muon.train import run
 
     with caplog.at_level(logging.WARNING, "deepmd_muon"):
-        assert run("input.json", log_level="WARNING") == 0
+        assert run(argcheck.load("input.json"), log_level="WARNING") == 0
     assert any("ae" in record.message for record in caplog.records)
     only_virial = small_input(loss={"start_pref_e": 0.0, "limit_pref_e": 0.0, "start_pref_f": 0.0, "limit_pref_f": 0.0})
     with pytest.raises(TrainingError, match="cluster13"):
@@ -422,7 +436,7 @@ def test_restart_says_where_an_automatic_sel_comes_from_and_names_another_one(sm
     with caplog.at_level(logging.INFO, "deepmd_muon"):
         from deepmd_muon.train import run
 
-        assert run("input.json", restart="model.ckpt-5.pt", log_level="INFO") == 0
+        assert run(argcheck.load("input.json"), restart="model.ckpt-5.pt", log_level="INFO") == 0
     assert f"sel of model/descriptor becomes {saved}, as in model.ckpt-5.pt" in caplog.text
     content["model"]["descriptor"]["sel"] = [saved[0] + 4]
     with pytest.raises(CheckpointError, match=rf"model/descriptor/sel was \[{saved[0]}\], is \[{saved[0] + 4}\]"):
@@ -484,8 +498,8 @@ def test_omitted_scales_suit_the_descriptors_of_the_run(small_input, train, load
         return lengths[-1]
 
     monkeypatch.setattr("deepmd_muon.train.start.descriptor_length", measured)
-    monkeypatch.setattr(sys.modules["deepmd_muon.argcheck.load"], "_LONG_FOR_MUON", 0.01)
-    monkeypatch.setattr(sys.modules["deepmd_muon.argcheck.load"], "_LONG_FOR_ADAM", 0.04)
+    monkeypatch.setattr(omitted_scales, "_LONG_FOR_MUON", 0.01)
+    monkeypatch.setattr(omitted_scales, "_LONG_FOR_ADAM", 0.04)
     assert train(small_input(training={"numb_steps": 1}), log_level="INFO") == 0
     (length,) = lengths
     expected = (pytest.approx(0.0864 / length, rel=5e-3), pytest.approx(max(1.0, 0.4 / length), rel=5e-3))
@@ -521,13 +535,13 @@ def test_an_input_without_an_optimizer_says_once_what_hybrid_muon_would_do(small
 
 def test_scales_of_a_run_are_kept_only_where_an_input_omits_them(small_input):
     """A group of deepmd-kit's has no `adam_lr_ratio`; an input that gives the coefficient has a ratio of 1."""
-    kept = normalize(small_input(optimizer={})).keeping_scale({"lr_adjust_coeff": 0.18}, "theirs.pt")
-    assert (kept.settings.optimizer.lr_adjust_coeff, kept.settings.optimizer.adam_lr_ratio) == (0.18, None)
-    given = normalize(small_input(optimizer={"lr_adjust_coeff": 8.64}))
-    assert given.keeping_scale({"lr_adjust_coeff": 4.32, "adam_lr_ratio": 10.0}, "ours.pt") == given
-    own = normalize(small_input(optimizer={"adam_lr_ratio": 2.0}))
-    kept = own.keeping_scale({"lr_adjust_coeff": 4.32, "adam_lr_ratio": 10.0}, "ours.pt")
-    assert (kept.settings.optimizer.lr_adjust_coeff, kept.settings.optimizer.adam_lr_ratio) == (4.32, 2.0)
+    theirs, ours = {"lr_adjust_coeff": 0.18}, {"lr_adjust_coeff": 4.32, "adam_lr_ratio": 10.0}
+    for optimizer, group, expected in (({}, theirs, (0.18, None)), ({"adam_lr_ratio": 2.0}, ours, (4.32, 2.0))):
+        given = normalize(small_input(optimizer=optimizer))
+        kept = given.with_scales(given.scales.kept_from(group, "model.ckpt-1.pt"))
+        assert (kept.settings.optimizer.lr_adjust_coeff, kept.settings.optimizer.adam_lr_ratio) == expected
+        assert kept.scales.for_descriptors(1e4) is kept.scales
+    assert normalize(small_input(optimizer={"lr_adjust_coeff": 8.64})).scales is None
 
 
 def test_restart_auto_starts_afresh_and_then_continues(small_input, train, load, caplog):

@@ -116,6 +116,7 @@ def assert_same(first, second, tolerance):
 
 def alone(folder, given, **options):
     """Train in this process."""
+    from deepmd_muon.argcheck import load
     from deepmd_muon.train import run
 
     if "restart" not in options:
@@ -126,7 +127,7 @@ def alone(folder, given, **options):
     torch.set_num_threads(1)
     try:
         Path("input.json").write_text(json.dumps(given))
-        assert run("input.json", log_level="WARNING", **options) == 0
+        assert run(load("input.json"), log_level="WARNING", **options) == 0
     finally:
         os.chdir(before)
         torch.set_num_threads(threads)

@@ -122,6 +122,7 @@ def _environment(launcher, rank, world, port):
 
 
 def _work(rank, world, jobs, ends):
+    from deepmd_muon.argcheck import load
     from deepmd_muon.train import run
 
     torch.set_num_threads(1)
@@ -133,7 +134,7 @@ def _work(rank, world, jobs, ends):
         undo = globals()[job.accident](rank) if job.accident else None
         start = time.perf_counter()
         try:
-            end = str(run("input.json", log_level="WARNING", **job.options))
+            end = str(run(load("input.json"), log_level="WARNING", **job.options))
         except Exception as error:
             expected = type(error).__module__.startswith("deepmd_muon")
             end = f"{type(error).__name__}: {error}" if expected or job.accident else traceback.format_exc()

@@ -1,0 +1,130 @@
+"""Scales of HybridMuon's two routes that an input omits, by run length, start_lr and length of descriptors; torch-free.
+
+deepmd-kit's 0.18 suits language models. The measurements behind the numbers are in doc/learning-rate.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.other_configs import OptimizerConfig
+
+# `lr_adjust_coeff`. Times `_ADAM_RATE` it is the largest root-mean-square step of a matrix entry, start_lr ·
+# lr_adjust_coeff, that an input may omit. After 3000 steps within 9 % of the best on five sets; on four after 30,000
+# steps the second one is ahead of AdamW, where the first is not everywhere (doc/benchmarks/race.md).
+_MUON_COEFFICIENT, _MUON_COEFFICIENT_OF_LONG_RUNS = 8.64, 4.32
+_SHORT_RUN = 10_000  # steps
+_ADAM_RATE = 1e-3
+# `adam_lr_ratio` of a short run, less where the Adam route would start above the second. DPA-3 then ends at half the
+# error, other models where they end with 1; a long run on molecules is worse for it.
+_ADAM_RATIO, _MOST_ADAM_RATE = 10.0, 1e-2
+# Length of descriptors (root mean square over atoms, first weights) from which a scale falls as 1/length. A step
+# changes what the fitting net's first matrix returns by rate · length: atoms with few and near neighbours saturate its
+# tanh in a few steps, and all forces vanish. Lengths on water and alloys are 1 to 7, on small molecules 60 to 90
+# (DPA-1) and 14 to 18 (DPA-3).
+_LONG_FOR_MUON, _LONG_FOR_ADAM = 8.0, 16.0
+
+
+@dataclasses.dataclass(frozen=True)
+class OmittedScales:
+    """Scales of HybridMuon that an input omits, and the values that they take.
+
+    Attributes
+    ----------
+    values
+        Of `lr_adjust_coeff`, and of `adam_lr_ratio` where the input omits both.
+    start_lr
+        The run's.
+    notice
+        What they take and why, in one line.
+    kept
+        Whether they are those of a run that is continued.
+    """
+
+    values: Mapping[str, Any]
+    start_lr: float
+    notice: str
+    kept: bool = False
+
+    def kept_from(self, group: Mapping[str, Any], source: str) -> OmittedScales:
+        """Return the scales of a run that is continued.
+
+        Parameters
+        ----------
+        group
+            A parameter group of its optimizer; without `adam_lr_ratio` where deepmd-kit wrote it.
+        source
+            Its checkpoint, for the notice.
+        """
+        values = {name: group.get(name) for name in self.values}
+        notice = f"optimizer/lr_adjust_coeff is not given and stays {_written(values)}, as in {source}"
+        return OmittedScales(values, self.start_lr, notice, kept=True)
+
+    def for_descriptors(self, length: float) -> OmittedScales:
+        """Return lower scales where descriptors are long and the scales are not kept; else themselves.
+
+        Parameters
+        ----------
+        length
+            Of the descriptors, see `descriptor_length`.
+        """
+        if self.kept or not 0.0 < length < math.inf:
+            return self
+        most = {
+            "lr_adjust_coeff": _MUON_COEFFICIENT * _ADAM_RATE * _LONG_FOR_MUON / length / self.start_lr,
+            "adam_lr_ratio": max(1.0, _MOST_ADAM_RATE * _LONG_FOR_ADAM / length / self.start_lr),
+        }
+        values = {name: min(value, _rounded(most[name])) for name, value in self.values.items()}
+        if values == self.values:
+            return self
+        notice = (
+            f"optimizer/lr_adjust_coeff is not given and takes {_written(values)}: descriptors are {length:.3g} long, "
+            f"for which {_written(self.values)} would be too high (doc/learning-rate.md)"
+        )
+        return dataclasses.replace(self, values=values, notice=notice)
+
+
+def omitted_scales(
+    config: OptimizerConfig, given: Collection[str], start_lr: float, numb_steps: int | None
+) -> OmittedScales | None:
+    """Choose the scales that an input omits; None where it omits none, or deepmd-kit's default holds.
+
+    Parameters
+    ----------
+    config
+        Settings of the optimizer. Other classes than `HybridMuonConfig` have no such scales.
+    given
+        Keys of the optimizer that the input gives.
+    start_lr, numb_steps
+        Of the run; None for a length in epochs, which counts as long.
+    """
+    if not isinstance(config, HybridMuonConfig) or config.deepmd_kit_arithmetic or "lr_adjust_coeff" in given:
+        return None
+    short = numb_steps is not None and numb_steps <= _SHORT_RUN
+    most = _MUON_COEFFICIENT if short else _MUON_COEFFICIENT_OF_LONG_RUNS
+    theirs, ours = config.lr_adjust_coeff, min(most, _rounded(most * _ADAM_RATE / start_lr))
+    if config.explicit().scaling != "match_rms" or ours == theirs:
+        return None
+    values = {"lr_adjust_coeff": ours}
+    if config.adam_lr_ratio is None and config.lr_adjust <= 0:
+        values["adam_lr_ratio"] = max(1.0, min(_ADAM_RATIO, _rounded(_MOST_ADAM_RATE / start_lr))) if short else 1.0
+    notice = (
+        f"optimizer/lr_adjust_coeff is not given and takes {_written(values)}, which suits force fields at start_lr "
+        f"{start_lr:g} in a {'short' if short else 'long'} run; deepmd-kit takes {theirs:g} (doc/learning-rate.md)"
+    )
+    return OmittedScales(values, start_lr, notice)
+
+
+def _rounded(value: float) -> float:
+    """Return a scale with the three digits that a notice and out.json show."""
+    return float(f"{value:.3g}")
+
+
+def _written(scales: Mapping[str, Any]) -> str:
+    """Return scales as a notice shows them: without an `adam_lr_ratio` of 1, which changes nothing."""
+    ratio = scales.get("adam_lr_ratio") or 1.0
+    return f"{scales['lr_adjust_coeff']:g}" + (f" and adam_lr_ratio {ratio:g}" if ratio != 1.0 else "")
