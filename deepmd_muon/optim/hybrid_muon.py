@@ -303,7 +303,7 @@ class HybridMuon(QuickOptimizer):
         closure
             Evaluates the model again and returns the loss.
         qk_logits
-            The largest attention logit of each head, (heads,) by layer name, for QK-clip.
+            The largest attention logit of each head, (heads,) by layer name, for QK-clip; DTensors may shard the heads.
 
         Returns
         -------

@@ -23,6 +23,7 @@ from deepmd_muon.optim.errors import (
 from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.sharded.layout import (
     Layout,
+    Runs,
     ShardPlacement,
     held_runs,
     replicated,
@@ -180,6 +181,14 @@ def layout_of(p: Tensor, replicas: Replicas | None) -> Layout | None:
     if isinstance(replicas, DeviceMesh):
         return replicated(replicas.mesh.flatten().tolist())
     return replicated(dist.get_process_group_ranks(replicas))
+
+
+def local_runs(x: Tensor, dim: int) -> Runs:
+    """Return the indices along a dimension that this rank holds of a DTensor; none on a rank outside its mesh."""
+    assert isinstance(x, DTensor)
+    layout, place = layout_of(x, None), x.device_mesh.get_coordinate()
+    assert layout is not None
+    return () if place is None else held_runs(x.shape[dim], dim, layout, tuple(place))
 
 
 def _split(placement: Placement, ndim: int) -> ShardPlacement | None:
