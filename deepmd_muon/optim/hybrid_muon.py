@@ -42,6 +42,7 @@ from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.load import drop_unused, load_state, place_state_tensor, restore_learning_rates
+from deepmd_muon.optim.state.replaced import move_state
 from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.torch_hooks import QuickOptimizer, profiled_on_demand, read_by_grad_scaler
 
@@ -126,6 +127,7 @@ class HybridMuon(QuickOptimizer):
 
     _step_supports_amp_scaling = property(lambda _: read_by_grad_scaler())
     _host_memory: HostMemory | None = None
+    _routing = Routing(())
     routing = RouteTable(())
 
     def __init__(
@@ -205,8 +207,12 @@ class HybridMuon(QuickOptimizer):
             raise
 
     def _route_parameters(self) -> None:
-        """Recompute the routing from names, shapes and settings, and store its manifest in the groups."""
+        """Recompute the routing from names, shapes and settings, and store its manifest in the groups.
+
+        Parameters that replace others in `param_groups` take over the state of their name.
+        """
         self._compiled.raise_deferred()
+        check_parameters(self.param_groups)
         routing = Routing(self.param_groups)
         groups = routing.groups(self.param_groups)
         routed = [pair for group in groups for pair in group.routed]
@@ -216,7 +222,8 @@ class HybridMuon(QuickOptimizer):
             from deepmd_muon.optim.sharded.step import sharded_step  # needs torch.distributed
 
             sharded = sharded_step(groups, self.replicas, self.sharded)
-        # Nothing above changes the optimizer: a split that does not fit leaves it as it was.
+        move_state(self.state, self._routing, groups, sharded, self._host_memory, self.on_route_change)
+        # Nothing above changes the optimizer if it raises: a split that does not fit leaves it as it was.
         routing.write_manifests(self.param_groups)
         if routing.table != self.routing and log.isEnabledFor(logging.DEBUG):
             log_parameters(routed, self.replicas)
@@ -248,7 +255,7 @@ class HybridMuon(QuickOptimizer):
         return self._sharded.fresh_state(self._groups()) if self._sharded else {}
 
     def _reroute_if_changed(self) -> None:
-        """Recompute the routing if a routing setting or `requires_grad` has changed, and log new routes."""
+        """Recompute the routing if parameters, their switches or routing settings have changed; log new routes."""
         if not self._routing.is_current(self.param_groups):
             before = self.routing
             self._route_parameters()
@@ -280,6 +287,7 @@ class HybridMuon(QuickOptimizer):
         Results are the same either way; see `HybridMuonConfig`. Read the state through `state_dict`, which waits until
         host memory is up to date.
         """
+        self._reroute_if_changed()
         if on and self._host_memory is None:
             self._host_memory = HostMemory(self.offload_bytes)
             self._host_memory.offload_all(self.state, self._params())
@@ -327,11 +335,11 @@ class HybridMuon(QuickOptimizer):
         return loss
 
     def _step(self, qk_logits: Logits | None) -> None:
-        logits = checked_logits(self._clipper, qk_logits)
         compiled, offloaded = self._compiled, self._host_memory is not None
         if not compiled.holds(self.param_groups, self.state, self.workspace):
             self._reroute_if_changed()
             compiled.prepare(self._groups(), self.state)
+        logits = checked_logits(self._clipper, qk_logits)
         refuse_unsafe_capture(
             self.param_groups, self.state, compiled.params, offloaded=offloaded, on_nonfinite=self.on_nonfinite
         )
@@ -390,6 +398,7 @@ class HybridMuon(QuickOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = ("workspace", "offload_bytes", "_host_memory", "replicas", "sharded", "qk_clip", "on_route_change")
         self._compiled.raise_deferred()
+        self._reroute_if_changed()
         if self._host_memory is not None:
             self._host_memory.wait()
         return {**super().__getstate__(), **{key: getattr(self, key) for key in (*own, "on_nonfinite")}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -102,6 +103,11 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
     taken: set[str] = set()
     for number, group in enumerate(groups):
         names = group.get("param_names") or [unnamed(number, i) for i in range(len(group["params"]))]
+        if len(names) != len(group["params"]):
+            raise InvalidParameterError(
+                f"param_groups[{number}] has {len(group['params'])} parameters and {len(names)} names; change params "
+                "and param_names together"
+            )
         for given, p in zip(names, group["params"], strict=True):
             name = canonical_name(given)
             if p.is_complex():
@@ -171,13 +177,30 @@ class Routing:
 
     def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
         self._inputs = _routing_inputs(param_groups)
+        # Weakly, so that parameters that were replaced do not live on until the next step.
+        self._params = [[weakref.ref(p) for p in group["params"]] for group in param_groups]
         routes = [_routes_of(group, number) for number, group in enumerate(param_groups)]
         self.table = RouteTable([entry for entries in routes for entry in entries])
         self._routes = routes
 
     def is_current(self, param_groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the switches and routing settings that users may change between steps are the same as before."""
-        return self._inputs == _routing_inputs(param_groups)
+        """Whether the parameters, switches and routing settings, which may change between steps, are as before."""
+        return self.has_params_of(param_groups) and self._inputs == _routing_inputs(param_groups)
+
+    def has_params_of(self, param_groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether groups have the same parameters as before, in the same order."""
+        present = [group["params"] for group in param_groups]
+        return list(map(len, present)) == list(map(len, self._params)) and all(
+            p is known()
+            for group, refs in zip(present, self._params, strict=True)
+            for p, known in zip(group, refs, strict=True)
+        )
+
+    def params(self) -> dict[str, Tensor]:
+        """Return the parameters that still exist, by name."""
+        refs = [ref for group in self._params for ref in group]
+        found = ((entry.name, ref()) for entry, ref in zip(self.table, refs, strict=True))
+        return {name: p for name, p in found if p is not None}
 
     def groups(self, param_groups: Sequence[dict[str, Any]]) -> list[Group]:
         """Return the groups as a step reads them."""
