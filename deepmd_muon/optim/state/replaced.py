@@ -67,7 +67,7 @@ def move_state(
     """
     present = {entry.name: p for group in after for p, entry in group.routed}
     names = {p: name for name, p in present.items()}
-    earlier = {name: p for name, p in before.params().items() if p in state}
+    earlier = before.params_among(state)
     for name, p in earlier.items():
         if names.get(p, name) != name:
             raise InvalidParameterError(

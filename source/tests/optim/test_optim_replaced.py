@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -128,9 +129,16 @@ def test_names_must_follow_their_parameters(caplog):
     assert optimizer.state[params[0]].keys() >= {"momentum_buffer"}
 
 
-def test_parameters_replaced_before_the_first_step_do_not_live_on():
-    import weakref
+def test_torch_may_swap_the_memory_of_parameters():
+    model, twin = Net(), Net()
+    optimizer, other = (HybridMuon(each.named_parameters(), 0.02) for each in (model, twin))
+    torch.utils.swap_tensors(model.first.weight, nn.Parameter(model.first.weight.detach().clone()))
+    train(model, optimizer, 2)
+    train(twin, other, 2)
+    assert torch.equal(model.first.weight, twin.first.weight)
 
+
+def test_parameters_replaced_before_the_first_step_do_not_live_on():
     model = Net()
     optimizer = HybridMuon(model.named_parameters(), 0.02)
     old = weakref.ref(model.first.weight)
