@@ -30,6 +30,9 @@ class FreshState(Protocol):
     def fresh_state(self, groups: Sequence[Group]) -> Mapping[str, Mapping[str, Tensor]]:
         """Return newly initialised state by parameter name."""
 
+    def local_part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """Return a tensor that every rank has whole in the layout of a DTensor."""
+
 
 def move_state(
     state: State,
@@ -93,11 +96,9 @@ def move_state(
 
     def place(key: str, value: Tensor, p: Tensor) -> Tensor:
         like, whole = fresh.get(names[p], {}).get(key), full_tensor(value)
-        if like is None or spec_of(like) is None:
+        if sharded is None or like is None or spec_of(like) is None:
             return place_state_tensor(key, whole, p, offloaded=memory is not None, sharding_of=None)
-        from deepmd_muon.optim.sharded.params import local_part  # needs torch.distributed
-
-        return local_part(whole, like)
+        return sharded.local_part(whole, like)
 
     moved = load_state(saved, groups, on_route_change, place)
     for name, p in replaced.items():
