@@ -1,4 +1,4 @@
-"""Train a small GPT on text with the README's optimizer, AdamW and torch.optim.Muon: a minute on one CPU core.
+"""Train a small GPT on text with the README's optimizer, AdamW and torch.optim.Muon: minutes on one CPU core.
 
     OMP_NUM_THREADS=1 python source/benchmarks/small_gpt.py > doc/benchmarks/raw/small_gpt_cpu_DATE.md
 
