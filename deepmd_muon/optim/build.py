@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import warnings
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from deepmd_muon.optim.buildable import register_builder
-from deepmd_muon.optim.config import AdamImplementation, HybridMuonConfig
+from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, AdamImplementation, HybridMuonConfig
 from deepmd_muon.optim.hybrid_muon import HybridMuon
 from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
+from deepmd_muon.optim.routing.modules import tables_and_heads
+from deepmd_muon.optim.routing.views import FusedSplit
 from deepmd_muon.optim.torch_hooks import Adam, AdamW
 
 if TYPE_CHECKING:
@@ -44,7 +49,22 @@ def build_muon(
     """Make a plain Muon, AdamW for the rest, for every named parameter of `model`."""
     settings = dict(vars(config))
     settings["lr_adjust_coeff"] = settings.pop("rms_coefficient")
+    if config.adamw_patterns is None:
+        fused = [FusedSplit.parse(split).pattern for split in config.splits]
+        settings["adamw_patterns"] = _patterns_of(model, (*config.expert_patterns, *fused))
     return _hybrid_muon(model, lr, replicas, {**settings, "magma_muon": False, "vector_route": "adamw"})
+
+
+def _patterns_of(model: nn.Module, matrices: Sequence[str]) -> tuple[str, ...]:
+    """Return patterns for the tables, heads, positions and tokens of a model, but those that are declared matrices."""
+    found = {
+        name: reason
+        for name, reason in tables_and_heads(model).items()
+        if not any(fnmatchcase(name, pattern) for pattern in (*matrices, *DEFAULT_ADAMW_PATTERNS))
+    }
+    if found:
+        log.info("AdamW by type of module: %s", ", ".join(f"{name} ({reason})" for name, reason in found.items()))
+    return (*DEFAULT_ADAMW_PATTERNS, *map(glob.escape, found))
 
 
 def _hybrid_muon(

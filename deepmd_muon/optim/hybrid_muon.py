@@ -27,7 +27,7 @@ from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.polar.schedules import AnySchedule
 from deepmd_muon.optim.qk_clip.clip import Logits, checked_logits, clip_heads, clipper
 from deepmd_muon.optim.qk_clip.layers import QKClip
-from deepmd_muon.optim.routing.group_settings import Arguments, check_group, group_defaults, lr_tensor
+from deepmd_muon.optim.routing.group_settings import Arguments, complete_group, group_defaults
 from deepmd_muon.optim.routing.param_groups import (
     Group,
     Params,
@@ -41,7 +41,8 @@ from deepmd_muon.optim.routing.rules import RouteTable
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import HostMemory
-from deepmd_muon.optim.state.load import drop_unused, load_state, place_state_tensor, restore_learning_rates
+from deepmd_muon.optim.state.load import apply_restored, drop_unused, load_state, place_state_tensor, restored_groups
+from deepmd_muon.optim.state.replaced import move_state
 from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.torch_hooks import QuickOptimizer, profiled_on_demand, read_by_grad_scaler
 
@@ -126,6 +127,7 @@ class HybridMuon(QuickOptimizer):
 
     _step_supports_amp_scaling = property(lambda _: read_by_grad_scaler())
     _host_memory: HostMemory | None = None
+    _routing = Routing(())
     routing = RouteTable(())
 
     def __init__(
@@ -192,11 +194,7 @@ class HybridMuon(QuickOptimizer):
             warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate")
             super().add_param_group(param_group)
         try:
-            check_parameters(self.param_groups)
-            group = self.param_groups[-1]
-            check_group(group, self.defaults)
-            if group["capturable"] and not isinstance(group["lr"], Tensor) and group["params"]:
-                group["lr"] = lr_tensor(group)
+            complete_group(self.param_groups[-1], self.defaults)
             if self.routing:
                 self._route_parameters()
                 warn_unmatched_patterns(self.param_groups, new=len(self.param_groups) - 1)
@@ -205,8 +203,9 @@ class HybridMuon(QuickOptimizer):
             raise
 
     def _route_parameters(self) -> None:
-        """Recompute the routing from names, shapes and settings, and store its manifest in the groups."""
+        """Recompute the routes and store them in the groups; new parameters take over the state of their name."""
         self._compiled.raise_deferred()
+        check_parameters(self.param_groups)
         routing = Routing(self.param_groups)
         groups = routing.groups(self.param_groups)
         routed = [pair for group in groups for pair in group.routed]
@@ -216,7 +215,8 @@ class HybridMuon(QuickOptimizer):
             from deepmd_muon.optim.sharded.step import sharded_step  # needs torch.distributed
 
             sharded = sharded_step(groups, self.replicas, self.sharded)
-        # Nothing above changes the optimizer: a split that does not fit leaves it as it was.
+        move_state(self.state, self._routing, groups, sharded, self._host_memory, self.on_route_change)
+        # Nothing above changes the optimizer if it raises: a split that does not fit leaves it as it was.
         routing.write_manifests(self.param_groups)
         if routing.table != self.routing and log.isEnabledFor(logging.DEBUG):
             log_parameters(routed, self.replicas)
@@ -240,15 +240,12 @@ class HybridMuon(QuickOptimizer):
         return self._sharded.plan if self._sharded else Plan((), self.sharded, ())
 
     def fresh_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return newly initialised state, by parameter name, of the parameters that live on several ranks.
-
-        Its tensors have the layout of the state, so that a reader can fetch this rank's part alone.
-        """
+        """Return newly initialised state, by name and in its layout, of the parameters that live on several ranks."""
         self._reroute_if_changed()
         return self._sharded.fresh_state(self._groups()) if self._sharded else {}
 
     def _reroute_if_changed(self) -> None:
-        """Recompute the routing if a routing setting or `requires_grad` has changed, and log new routes."""
+        """Recompute the routing if parameters, their switches or routing settings have changed; log new routes."""
         if not self._routing.is_current(self.param_groups):
             before = self.routing
             self._route_parameters()
@@ -280,6 +277,7 @@ class HybridMuon(QuickOptimizer):
         Results are the same either way; see `HybridMuonConfig`. Read the state through `state_dict`, which waits until
         host memory is up to date.
         """
+        self._reroute_if_changed()
         if on and self._host_memory is None:
             self._host_memory = HostMemory(self.offload_bytes)
             self._host_memory.offload_all(self.state, self._params())
@@ -303,7 +301,7 @@ class HybridMuon(QuickOptimizer):
         closure
             Evaluates the model again and returns the loss.
         qk_logits
-            The largest attention logit of each head, (heads,) by layer name, for QK-clip.
+            The largest attention logit of each head, (heads,) by layer name, for QK-clip; DTensors may shard the heads.
 
         Returns
         -------
@@ -327,11 +325,11 @@ class HybridMuon(QuickOptimizer):
         return loss
 
     def _step(self, qk_logits: Logits | None) -> None:
-        logits = checked_logits(self._clipper, qk_logits)
         compiled, offloaded = self._compiled, self._host_memory is not None
         if not compiled.holds(self.param_groups, self.state, self.workspace):
             self._reroute_if_changed()
             compiled.prepare(self._groups(), self.state)
+        logits = checked_logits(self._clipper, qk_logits)
         refuse_unsafe_capture(
             self.param_groups, self.state, compiled.params, offloaded=offloaded, on_nonfinite=self.on_nonfinite
         )
@@ -344,17 +342,16 @@ class HybridMuon(QuickOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore state by parameter name, after checking every saved route and view against the present one.
 
-        Tensors keep their values bitwise. The current learning rate is restored; every other setting keeps its present
-        value, and a difference from the saved one is logged. `initial_lr`, from which schedulers start, is the learning
-        rate that this optimizer was constructed with.
+        Tensors keep their values bitwise. The learning rate comes back, and all that schedulers write into groups:
+        their own keys, and numeric settings that this optimizer was constructed with as the saved one was. Settings
+        constructed with another value keep it, as do switches; each difference is logged (see `restored_groups`).
 
         Where a parameter's route, view or shape differs from the saved one, or it exists on one side only,
         `on_route_change` decides: 'error' raises; 'reset' discards that parameter's state; 'migrate' keeps what means
-        the same on both routes (`deepmd_muon.optim.state.migrate` lists it).
+        the same on both routes (`deepmd_muon.optim.state.migrate` lists it). One warning per parameter reports it.
 
-        Magma scores are dropped where Magma is off. One warning per parameter reports the outcome. States of
-        deepmd-kit's HybridMuon load too; a route that differs because its version chose routes differently is migrated
-        under every policy.
+        States of deepmd-kit's HybridMuon load too; a route that differs because its version chose routes differently
+        is migrated under every policy. Magma scores are dropped where Magma is off.
 
         Parameters
         ----------
@@ -378,7 +375,7 @@ class HybridMuon(QuickOptimizer):
         sharding_of = None if self._sharded is None else self._sharded.sharding_of
         place = functools.partial(place_state_tensor, offloaded=self._host_memory is not None, sharding_of=sharding_of)
         state = load_state(state_dict, self._groups(), self.on_route_change, place)
-        restore_learning_rates(self.param_groups, state_dict["param_groups"])
+        apply_restored(self.param_groups, restored_groups(self.param_groups, state_dict["param_groups"]))
         self.state.clear()
         self.state.update(state)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -390,6 +387,7 @@ class HybridMuon(QuickOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = ("workspace", "offload_bytes", "_host_memory", "replicas", "sharded", "qk_clip", "on_route_change")
         self._compiled.raise_deferred()
+        self._reroute_if_changed()
         if self._host_memory is not None:
             self._host_memory.wait()
         return {**super().__getstate__(), **{key: getattr(self, key) for key in (*own, "on_nonfinite")}}

@@ -26,8 +26,9 @@ class MuonConfig(Buildable):
     """Settings of a plain Muon with AdamW for the rest, in the field's words; it is built as a `HybridMuon`.
 
     The defaults are those of the literature: Keller Jordan's five steps, no damping, two-dimensional weights only, and
-    AdamW for embeddings and the output layer (names that contain ``embed`` or ``lm_head``, and the weight of a layer
-    called ``head``); `adamw_patterns` replaces these. Everything that is not a matrix takes AdamW too, with decay.
+    AdamW for embeddings, the output layer, positions and tokens. They are found by the types of modules
+    (`deepmd_muon.optim.routing.modules`) and by name: what contains ``embed`` or ``lm_head``, and the weight of a layer
+    called ``head``. `adamw_patterns` replaces both. Everything that is not a matrix takes AdamW too, with decay.
     """
 
     own_lr = 0.02
@@ -59,9 +60,14 @@ class MuonConfig(Buildable):
     adam_eps: float = setting_like(HybridMuonConfig, "adam_eps", 1e-8)
     adam_implementation: AdamImplementation = setting_like(HybridMuonConfig, "adam_implementation")
     adam_patterns: tuple[str, ...] = setting_like(HybridMuonConfig, "adam_patterns")
-    adamw_patterns: tuple[str, ...] = setting(
-        DEFAULT_ADAMW_PATTERNS,
-        doc="Matrices whose full name matches one of these shell patterns take the AdamW route, as all vectors do.",
+    adamw_patterns: tuple[str, ...] | None = setting(
+        None,
+        doc=(
+            "Matrices whose full name matches one of these shell patterns take the AdamW route, as all vectors do. "
+            "null finds embeddings, output layer, positions and tokens by the types of modules, and by the names "
+            + ", ".join(DEFAULT_ADAMW_PATTERNS)
+            + "."
+        ),
     )
     expert_patterns: tuple[str, ...] = setting_like(HybridMuonConfig, "expert_patterns")
     splits: tuple[str, ...] = setting_like(HybridMuonConfig, "splits")

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.dtensors import local_of
+from deepmd_muon.optim.dtensors import local_of, spec_of
 from deepmd_muon.optim.errors import QKClipError
 from deepmd_muon.optim.qk_clip.layers import HeadRows, Layer, QKClip, rows_by_parameter
 from deepmd_muon.optim.routing.rules import RouteEntry, canonical_name
-from deepmd_muon.optim.sharded.layout import held_runs
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.sharded.params import Replicas
 
 
-# The largest logit of each head, (heads,) by layer name.
+# The largest logit of each head, (heads,) by layer name: plain tensors, or DTensors in any layout but Partial sums.
 Logits = Mapping[str, Tensor]
 
 
@@ -46,13 +45,15 @@ def checked_logits(clipper: Clipper | None, logits: Logits | None) -> dict[str, 
     Raises
     ------
     QKClipError
-        When they are not (heads,) tensors of declared layers.
+        When they are not (heads,) tensors of declared layers, by their names; nothing is changed.
     """
-    if not logits:
+    if logits is None:
         return {}
-    if clipper is None:
+    if not isinstance(logits, Mapping):
+        raise QKClipError([f"qk_logits: must be a dict of tensors by layer name; found {type(logits).__name__}"])
+    if clipper is None and logits:
         raise QKClipError(["qk_logits: the optimizer was made without qk_clip=QKClip(...)"])
-    return clipper.checked(logits)
+    return {} if clipper is None else clipper.checked(logits)
 
 
 def clip_heads(clipper: Clipper | None, logits: Logits, skip: Tensor | None) -> None:
@@ -116,31 +117,57 @@ class Clipper:
                 start = each.start + i * each.stride
                 places[start : start + each.size] = first + each.first + i * each.step
         if hasattr(p, "device_mesh"):
-            from deepmd_muon.optim.sharded.params import layout_of  # needs torch.distributed
+            from deepmd_muon.optim.sharded.params import local_runs  # needs torch.distributed
 
-            layout, place = layout_of(p, None), p.device_mesh.get_coordinate()
-            assert layout is not None
-            runs = () if place is None else held_runs(entry.shape[dim], dim, layout, tuple(place))
-            places = torch.cat([places[:0], *(places[start:stop] for start, stop in runs)])
+            places = torch.cat([places[:0], *(places[start:stop] for start, stop in local_runs(p, dim))])
         return _Target(p, dim, places.to(local_of(p).device))
 
     def checked(self, logits: Logits) -> dict[str, Tensor]:
         """Return logits by the routing's names; raise unless they are (heads,) tensors of known layers."""
-        logits = {canonical_name(name): value for name, value in logits.items()}
         heads = {layer.name: layer.heads for layer in self._clip.layers}
-        problems = [
-            f"qk_logits: unknown layer {name!r}; known are {', '.join(heads)}" for name in logits.keys() - heads
-        ]
-        for name in heads.keys() & logits.keys():
-            value = logits[name]
-            if tuple(value.shape) != (heads[name],) or not value.is_floating_point():
-                found = f"{value.dtype} of shape {tuple(value.shape)}"
-                problems.append(
-                    f"qk_logits[{name!r}]: must be real of shape ({heads[name]},), one a head; found {found}"
-                )
+        found: dict[str, Tensor] = {}
+        problems = []
+        for key, value in logits.items():
+            name = canonical_name(key) if isinstance(key, str) else key
+            if name not in heads:
+                # An index would be ambiguous: the layers of the model, or those that are declared?
+                problems.append(f"qk_logits: unknown layer {key!r}; known are {', '.join(map(repr, heads))}")
+            elif name in found:
+                problems.append(f"qk_logits: two entries are layer {name!r}")
+            elif problem := self._problem(name, value, heads[name]):
+                problems.append(f"qk_logits[{key!r}]: {problem}")
+            found[name] = value
         if problems:
             raise QKClipError(sorted(problems))
-        return logits
+        return found
+
+    def _problem(self, name: str, value: object, heads: int) -> str | None:
+        """Return what is wrong with the logits of a layer; None if nothing is."""
+        if not isinstance(value, Tensor):
+            return f"must be a tensor of shape ({heads},), one a head; found {type(value).__name__}"
+        if tuple(value.shape) != (heads,) or not value.is_floating_point():
+            found = f"{value.dtype} of shape {tuple(value.shape)}"
+            return (
+                f"must be real of shape ({heads},), one a head; found {found}. Of heads on several ranks, pass a "
+                "DTensor, or -inf for those of other ranks"
+            )
+        spec = spec_of(value)
+        if spec is None:
+            return None
+        if any(placement.is_partial() and placement.reduce_op != "max" for placement in spec.placements):
+            return f"is {spec.placements}; reduce it first, or pass its full_tensor()"
+        held = sum(stop - start for start, stop in _held_heads(value))
+        if held != len(local_of(value)):
+            return f"this rank holds {len(local_of(value))} numbers of a layout that gives it {held}"
+        ranks = set(spec.mesh.mesh.flatten().tolist())
+        first = self._first[name]
+        reduced = {rank for group, members in self._reductions if first in members.tolist() for rank in group}
+        if len(ranks) > 1 and not ranks <= reduced and not all(p.is_replicate() for p in spec.placements):
+            return (
+                f"is {spec.placements} on ranks {sorted(ranks)}, which do not share the layer's weights, so that each "
+                "would scale its own heads only; pass its full_tensor()"
+            )
+        return None
 
     def __call__(self, logits: Logits, skip: Tensor | None = None) -> None:
         """Scale the rows of heads whose logits exceed the threshold.
@@ -148,16 +175,19 @@ class Clipper:
         Parameters
         ----------
         logits
-            What `checked` returned: the largest logit of each head, −inf for heads that this rank does not compute.
-            Layers may be missing. On several ranks all must give the same layers: the maximum over the ranks counts.
+            What `checked` returned: the largest logit of each head, −inf for heads that this rank does not compute, or
+            a DTensor, of which each rank's own heads are read. Layers may be missing. On several ranks all must give
+            the same layers: the maximum over the ranks counts.
         skip
             Device predicate; 1 leaves all parameters unchanged.
         """
         device = local_of(self._targets[0].p).device
         largest = torch.full((self._heads,), -math.inf, dtype=torch.float64, device=device)
         for name, value in logits.items():
-            first = self._first[name]
-            largest[first : first + len(value)] = local_of(value).detach().to(device, torch.float64, non_blocking=True)
+            local = local_of(value).detach().to(device, torch.float64, non_blocking=True)
+            for start, stop in _held_heads(value):
+                first = self._first[name] + start
+                largest[first : first + stop - start], local = local[: stop - start], local[stop - start :]
         for ranks, heads in self._reductions:
             _all_reduce_max(largest, heads.to(device), ranks)
         table = self._table(largest, skip)
@@ -180,6 +210,15 @@ class Clipper:
         keys = factor[self._members].amin(1)
         alpha = self._clip.alpha
         return torch.cat([factor**alpha, keys ** (1.0 - alpha), factor, factor.new_ones(1)])
+
+
+def _held_heads(value: Tensor) -> Sequence[tuple[int, int]]:
+    """Return the heads, as intervals, whose logits this rank holds."""
+    if spec_of(value) is None:
+        return ((0, len(value)),)
+    from deepmd_muon.optim.sharded.params import local_runs  # needs torch.distributed
+
+    return local_runs(value, 0)
 
 
 def _reductions(

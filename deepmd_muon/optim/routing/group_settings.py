@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -40,10 +41,14 @@ _OTHER_FORM = {"adam_beta1", "adam_beta2", *_SCHEDULES}
 _FIELDS = [f for f in dataclasses.fields(HybridMuonConfig) if f.name not in _OF_ALL_GROUPS | _OTHER_FORM]
 LISTS = tuple(field.name for field in _FIELDS if isinstance(field.default, tuple))
 _PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in LISTS)
-# Other keys of a new group: parameters, a label for loggers, and the keys that torch's schedulers add to groups.
-_MORE_KEYS = (
-    *("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"),
+# Keys that torch's schedulers add to groups.
+SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+# Settings that a scheduler may change from step to step: the numbers among those that do not decide routes.
+SCHEDULED_SETTINGS = (
+    *("momentum", "adam_betas", "weight_decay", "adam_lr_ratio", "lr_adjust", "lr_adjust_coeff", "adam_eps"),
 )
+# Other keys of a new group: parameters, a label for loggers, those of schedulers, and those of a copied group.
+_MORE_KEYS = ("params", "param_names", "name", *SCHEDULER_KEYS, "constructed")
 # The settings of a group as its dict stores them; comparing these is faster than comparing dataclasses.
 raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS))
 
@@ -108,13 +113,6 @@ def _plain_schedule(schedule: Any, key: str) -> tuple[Any, Sequence[str]]:
         return HybridMuonConfig.schedule, error.problems
 
 
-def lr_tensor(group: Mapping[str, Any]) -> Tensor:
-    """Return a group's learning rate as a tensor on its parameters' device, which a captured step reads."""
-    params: list[Tensor] = group["params"]
-    wide = any(p.dtype == torch.float64 for p in params)
-    return torch.tensor(group["lr"], dtype=torch.float64 if wide else torch.float32, device=params[0].device)
-
-
 def group_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Check the constructor's arguments; return a group's defaults as plain values that a state dict may hold."""
     check_group(given)
@@ -125,6 +123,29 @@ def group_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         "adam_betas": tuple(given["adam_betas"]),
         **{key: [list(step) for step in x] if isinstance(x, tuple) else x for key, x in schedules.items()},
     }
+
+
+def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
+    """Check a new group, and add what the optimizer keeps in it.
+
+    `constructed` is its learning rate and scheduled settings as text, which every kind of state dict preserves: a state
+    dict then tells values that a scheduler has changed from those that another construction would change. With
+    `capturable`, a captured step reads the learning rate from a tensor on the parameters' device.
+
+    Raises
+    ------
+    InvalidSettingError
+        As `check_group`.
+    """
+    check_group(group, defaults)
+    lr, params = group["lr"], group["params"]
+    # Reading a tensor on a GPU would wait for it.
+    readable = not isinstance(lr, Tensor) or lr.device.type == "cpu"
+    given = {"lr": float(lr) if readable else None, **{key: group[key] for key in SCHEDULED_SETTINGS}}
+    group["constructed"] = json.dumps(given)
+    if group["capturable"] and not isinstance(lr, Tensor) and params:
+        wide = any(p.dtype == torch.float64 for p in params)
+        group["lr"] = torch.tensor(lr, dtype=torch.float64 if wide else torch.float32, device=params[0].device)
 
 
 def as_tuple(patterns: Any) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, HybridMuonConfig
@@ -102,6 +103,11 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
     taken: set[str] = set()
     for number, group in enumerate(groups):
         names = group.get("param_names") or [unnamed(number, i) for i in range(len(group["params"]))]
+        if len(names) != len(group["params"]):
+            raise InvalidParameterError(
+                f"param_groups[{number}] has {len(group['params'])} parameters and {len(names)} names; change params "
+                "and param_names together"
+            )
         for given, p in zip(names, group["params"], strict=True):
             name = canonical_name(given)
             if p.is_complex():
@@ -171,13 +177,20 @@ class Routing:
 
     def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
         self._inputs = _routing_inputs(param_groups)
+        self._params = _identities(param_groups)
         routes = [_routes_of(group, number) for number, group in enumerate(param_groups)]
         self.table = RouteTable([entry for entries in routes for entry in entries])
         self._routes = routes
 
     def is_current(self, param_groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the switches and routing settings that users may change between steps are the same as before."""
-        return self._inputs == _routing_inputs(param_groups)
+        """Whether the parameters, switches and routing settings, which may change between steps, are as before."""
+        return self._params == _identities(param_groups) and self._inputs == _routing_inputs(param_groups)
+
+    def params_among(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Return the parameters that are among tensors which have existed since the routing was made, by name."""
+        known = {id(p): p for p in tensors}
+        ids = [number for group in self._params for number, *_ in group]
+        return {entry.name: known[number] for entry, number in zip(self.table, ids, strict=True) if number in known}
 
     def groups(self, param_groups: Sequence[dict[str, Any]]) -> list[Group]:
         """Return the groups as a step reads them."""
@@ -200,6 +213,16 @@ def log_parameters(routed: Iterable[tuple[Tensor, RouteEntry]], replicas: object
             where = f"on {p.device}" if replicas is None else f"replicated over {replicas}"
         shape = "x".join(map(str, entry.shape)) or "scalar"
         log.debug("%s: %s, because %s; shape %s, %s", entry.name, entry.placement, entry.reason, shape, where)
+
+
+def _identities(param_groups: Sequence[dict[str, Any]]) -> list[list[tuple[int, torch.Size, bool]]]:
+    """Return what tells parameters from those that replace them.
+
+    No references: strong ones would keep replaced parameters alive, and torch refuses to swap a tensor that has weak
+    ones (`torch.utils.swap_tensors`). Where nothing kept a parameter alive, and a new one took its address, with its
+    shape and kind all that is derived from it stays true.
+    """
+    return [[(id(p), p.shape, spec_of(p) is None) for p in group["params"]] for group in param_groups]
 
 
 def _routing_inputs(param_groups: Sequence[dict[str, Any]]) -> list[Any]:

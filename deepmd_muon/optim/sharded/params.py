@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from deepmd_muon.optim.dtensors import full_tensor, local_of
+from deepmd_muon.optim.dtensors import full_tensor, local_of, with_local
 from deepmd_muon.optim.errors import (
     GradientPlacementError,
     PartialPlacementError,
@@ -23,6 +23,7 @@ from deepmd_muon.optim.errors import (
 from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.sharded.layout import (
     Layout,
+    Runs,
     ShardPlacement,
     held_runs,
     replicated,
@@ -180,6 +181,23 @@ def layout_of(p: Tensor, replicas: Replicas | None) -> Layout | None:
     if isinstance(replicas, DeviceMesh):
         return replicated(replicas.mesh.flatten().tolist())
     return replicated(dist.get_process_group_ranks(replicas))
+
+
+def local_runs(x: Tensor, dim: int) -> Runs:
+    """Return the indices along a dimension that this rank holds of a DTensor; none on a rank outside its mesh."""
+    assert isinstance(x, DTensor)
+    layout, place = layout_of(x, None), x.device_mesh.get_coordinate()
+    assert layout is not None
+    return () if place is None else held_runs(x.shape[dim], dim, layout, tuple(place))
+
+
+def local_part(whole: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor that every rank has whole in the layout, dtype and device of a DTensor; without communication."""
+    for dim in range(whole.ndim):
+        kept = [whole.narrow(dim, start, stop - start) for start, stop in local_runs(like, dim)]
+        whole = torch.cat([whole.narrow(dim, 0, 0), *kept], dim)
+    local = local_of(like)
+    return with_local(like, torch.empty_like(local).copy_(whole.reshape(local.shape)))
 
 
 def _split(placement: Placement, ndim: int) -> ShardPlacement | None:

@@ -21,6 +21,7 @@ from deepmd_muon.optim.sharded.params import (
     StateSharding,
     layout_error,
     layout_of,
+    local_part,
     state_sharding,
 )
 from deepmd_muon.optim.sharded.pipeline import Pipeline, PipelineStep
@@ -136,6 +137,10 @@ class ShardedStep:
             param.entry.name: complete_state({}, param, damped=groups[param.group].settings.magma_muon)
             for param in self._sharded_params
         }
+
+    def local_part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """Return a tensor that every rank has whole in the layout of a DTensor, such as one of `fresh_state`."""
+        return local_part(whole, like)
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
         """Check parameters, gradients and state; `agree` raises the errors on all ranks."""

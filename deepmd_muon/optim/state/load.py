@@ -5,6 +5,7 @@ Nothing here changes the optimizer: `load_state` returns the new state, and the 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from torch import Tensor
 from deepmd_muon.optim.config import RouteChange
 from deepmd_muon.optim.dtensors import full_tensor, spec_of
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
+from deepmd_muon.optim.routing.group_settings import SCHEDULED_SETTINGS, SCHEDULER_KEYS, group_settings
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit, read_deepmd_kit
@@ -24,7 +26,9 @@ from deepmd_muon.optim.state.schema import ALL_MOMENTS, STATE_OF_ROUTE, STATE_TE
 log = logging.getLogger(__name__)
 
 # Group keys that are not the user's settings.
-_NOT_SETTINGS = {"params", "param_names", "lr", "initial_lr", "routing_version", "routes", "views", "shapes"}
+_NOT_SETTINGS = {
+    *("params", "param_names", "lr", "initial_lr", "constructed", "routing_version", "routes", "views", "shapes"),
+}
 
 
 _ADVICE = (
@@ -279,26 +283,61 @@ def place_state_tensor(
     return value.view(()) if tensor.extent == "scalar" else value
 
 
-def restore_learning_rates(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Restore the learning rates of saved groups, and log every other setting that differs."""
+def restored_groups(
+    param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return what present groups take from saved ones: all that schedulers write. Log every difference in settings.
+
+    A setting that was constructed with the same value as now takes the saved value, which a scheduler may have changed
+    since. One that is constructed with another value has been changed on purpose, and keeps it.
+
+    Raises
+    ------
+    InvalidSettingError
+        When a saved value is out of its range.
+    """
     if len(groups) != len(param_groups):
         log.info(
-            "the state was saved with %d parameter groups and there are now %d: learning rates are not restored",
+            "the state was saved with %d parameter groups and there are now %d: learning rates and settings are not "
+            "restored",
             len(groups),
             len(param_groups),
         )
-        return
-    for number, (present, saved) in enumerate(zip(param_groups, groups, strict=True)):
-        if "initial_lr" in saved:
-            # A scheduler constructed after the load starts from the present setting, not from the saved one.
-            present.setdefault("initial_lr", float(present["lr"]))
-        if isinstance(present["lr"], Tensor):
-            present["lr"].fill_(float(saved["lr"]))
-        else:
-            present["lr"] = float(saved["lr"])
-        for key in sorted(set(present) & set(saved) - _NOT_SETTINGS):
-            if _plain(present[key]) != _plain(saved[key]):
+        return [{} for _ in param_groups]
+    found = [_restored(number, *pair) for number, pair in enumerate(zip(param_groups, groups, strict=True))]
+    for present, values in zip(param_groups, found, strict=True):
+        group_settings({**present, **values})  # checks them
+    return found
+
+
+def _restored(number: int, present: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a group takes from its saved one."""
+    was, now = (json.loads(group.get("constructed", "{}")) for group in (saved, present))
+    same = {key for key in was if was[key] == now.get(key)}
+    values: dict[str, Any] = {"lr": float(saved["lr"])}
+    values |= {key: saved[key] for key in SCHEDULER_KEYS if key in saved}
+    if "initial_lr" in saved and "lr" not in same:
+        # A scheduler constructed after the load starts from the present setting, not from the saved one.
+        values["initial_lr"] = present.get("initial_lr", float(present["lr"]))
+    values |= {key: saved[key] for key in SCHEDULED_SETTINGS if key in same and key in saved}
+    if "adam_betas" in values:
+        values["adam_betas"] = tuple(values["adam_betas"])
+    for key in sorted(set(present) & set(saved) - _NOT_SETTINGS):
+        if _plain(present[key]) != _plain(saved[key]):
+            if key in values:
+                log.info("param_groups[%d] %s: %r as saved; it was %r", number, key, saved[key], present[key])
+            else:
                 log.info("param_groups[%d] %s: now %r, saved %r", number, key, present[key], saved[key])
+    return values
+
+
+def apply_restored(param_groups: Sequence[dict[str, Any]], restored: Sequence[Mapping[str, Any]]) -> None:
+    """Write what `restored_groups` found; a learning rate that is a tensor keeps its memory."""
+    for group, values in zip(param_groups, restored, strict=True):
+        lr = group["lr"]
+        group.update(values)
+        if isinstance(lr, Tensor) and values:
+            group["lr"] = lr.fill_(values["lr"])
 
 
 def _plain(value: Any) -> Any:

@@ -166,6 +166,19 @@ def test_wrong_declarations_and_logits_are_named_together():
     with pytest.raises(QKClipError) as error:
         good.step(qk_logits={"a": torch.ones(5), "z": torch.ones(6)})
     assert [problem[:22] for problem in error.value.problems] == ["qk_logits: unknown lay", "qk_logits['a']: must b"]
+    before = {name: p.detach().clone() for name, p in params.items()}
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    for wrong, words in (
+        ({0: torch.ones(6)}, "unknown layer 0; known are 'a'"),
+        ([torch.ones(6)], "found list"),
+        (torch.ones(1, 6), "found Tensor"),
+        ({"a": [1.0] * 6}, "found list"),
+        ({"a": torch.ones(6), "module.a": torch.ones(6)}, "two entries"),
+    ):
+        with pytest.raises(QKClipError, match=words):
+            good.step(qk_logits=wrong)
+    assert all(torch.equal(before[name], p) for name, p in params.items())
     with pytest.raises(QKClipError, match="without qk_clip"):
         HybridMuon(params.items()).step(qk_logits={"a": torch.ones(6)})
 

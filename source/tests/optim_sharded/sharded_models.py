@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from deepmd_muon.optim import HybridMuon
+from deepmd_muon.optim.dtensors import full_tensor
 from deepmd_muon.optim.sharded import ShardedSettings
 
 
@@ -156,4 +157,57 @@ def load(folder, way):
             torch.testing.assert_close(after[key], x, rtol=1e-5, atol=1e-6)
 
 
-CASES = [("models", fsdp2_models)]
+def exchange_parameters(model, optimizer, change):
+    """Change a model, and put its new parameters into the optimizer's groups as accelerate does."""
+    names = {p: name for name, p in model.named_parameters()}
+    change(model)
+    present = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [present[names[p]] for p in group["params"]]
+
+
+def replaced_parameters():
+    """Parameters replaced before the first step or after some, in either direction, are stepped as on one process."""
+    mesh = mesh_of((dist.get_world_size(),))
+
+    def shard(model):
+        for layer in (model.first, model.second, model):
+            fully_shard(layer, mesh=mesh)
+
+    settings = {**SETTINGS, "precision": "float64"}
+    expected = Net().double()
+    one = HybridMuon(expected.named_parameters(), **settings)
+    train(expected, one, 4)
+    for before, kind in (
+        (0, {}),
+        (2, {}),
+        (2, {"offload": True}),
+        (2, {"replicas": mesh, "sharded": ShardedSettings(state="sharded")}),
+    ):
+        model = Net().double()
+        optimizer = HybridMuon(model.named_parameters(), **settings, **kind)
+        train(model, optimizer, before)
+        exchange_parameters(model, optimizer, shard)
+        train(model, optimizer, 4 - before, start=before)
+        assert len(optimizer.state) == len(list(model.parameters()))
+        for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert torch.allclose(p.full_tensor(), q, rtol=0, atol=1e-8), (before, kind, name)
+            for key, value in one.state[q].items():
+                found = full_tensor(optimizer.state[p][key])
+                assert torch.allclose(found.cpu(), value.cpu(), rtol=1e-5, atol=1e-8), (before, kind, name, key)
+
+    model = Net().double()
+    shard(model)
+    optimizer = HybridMuon(model.named_parameters(), **settings)
+    train(model, optimizer, 2)
+    plain = Net().double()
+    names = [name for name, _ in plain.named_parameters()]
+    plain.load_state_dict({name: p.full_tensor().detach() for name, p in model.named_parameters()})
+    present = dict(plain.named_parameters())
+    optimizer.param_groups[0]["params"] = [present[name] for name in names]
+    train(plain, optimizer, 2, start=2)
+    for p, q in zip(plain.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-8)
+
+
+CASES = [("models", fsdp2_models), ("replaced parameters", replaced_parameters)]

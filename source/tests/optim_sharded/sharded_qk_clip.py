@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 from sharded_cases import drawn, layouts, mesh_of, place
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from deepmd_muon.optim import HybridMuon
+from deepmd_muon.optim import HybridMuon, QKClipError
 from deepmd_muon.optim.qk_clip import FusedQKV, LatentQK, QKClip, SeparateQK
 
 SHAPES = {"q": (24, 10), "k": (8, 10), "q.bias": (24,), "qkv": (40, 10), "latent_q": (18, 10), "latent_kv": (21, 10)}
@@ -74,4 +75,48 @@ def sharded_qk_clip():
             assert torch.allclose(found[name], p, rtol=1e-6, atol=1e-9), (kind, name)
 
 
-CASES = [("QK-clip", sharded_qk_clip)]
+def logits_as_dtensors():
+    """Heads in uneven and empty shards, whole, or as maxima to be taken give what one process gives."""
+    world = dist.get_world_size()
+    random = torch.Generator("cpu").manual_seed(0)
+    values = {shape: drawn(random, shape, torch.float64) for shape in SHAPES.values()}
+    expected = clipped(named(SHAPES, lambda shape: values[shape].clone()), LOGITS)
+    mesh = mesh_of((world,))
+    as_dtensors = {
+        "heads": {name: place(x.clone(), mesh, [Shard(0)]) for name, x in LOGITS.items()},
+        "whole": {name: place(x.clone(), mesh, [Replicate()]) for name, x in LOGITS.items()},
+        "maxima": {name: DTensor.from_local(mine(x), mesh, [Partial("max")]) for name, x in LOGITS.items()},
+    }
+    if world == 4:
+        grid = mesh_of((2, 2))
+        as_dtensors["grid"] = {name: place(x.clone(), grid, [Replicate(), Shard(0)]) for name, x in LOGITS.items()}
+    for kind, logits in as_dtensors.items():
+        sharded = named(SHAPES, lambda shape: place(values[shape].clone(), mesh, [Shard(0)]))
+        copies = named(SHAPES, lambda shape: values[shape].clone())
+        for found in (clipped(sharded, logits), clipped(copies, logits, replicas=mesh)):
+            for name, p in expected.items():
+                assert torch.allclose(found[name], p, rtol=1e-6, atol=1e-9), (kind, name)
+
+
+def unusable_logits_change_nothing():
+    mesh = mesh_of((dist.get_world_size(),))
+    params = named(SHAPES, lambda shape: torch.ones(shape))
+    alone = HybridMuon(params.items(), 0.02, qk_clip=CLIP)
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    sums = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    with pytest.raises(QKClipError, match="full_tensor"):
+        alone.step(qk_logits={"latent": sums})
+    # Each process has its own weights, of which a share of the heads would be clipped here and another there.
+    with pytest.raises(QKClipError, match="do not share"):
+        alone.step(qk_logits={"latent": place(LOGITS["latent"].clone(), mesh, [Shard(0)])})
+    assert all(torch.equal(p, torch.ones_like(p)) for p in params.values())
+    alone.step(qk_logits={"latent": place(LOGITS["latent"].clone(), mesh, [Replicate()])})
+    assert not any(torch.equal(p, torch.ones_like(p)) for p in params.values())
+
+
+CASES = [
+    ("QK-clip", sharded_qk_clip),
+    ("QK-clip from DTensors", logits_as_dtensors),
+    ("QK-clip from unusable DTensors", unusable_logits_change_nothing),
+]

@@ -1,0 +1,65 @@
+"""Parameters that are not hidden matrices whatever their shape: tables, output layers, positions and tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from deepmd_muon.optim.routing.rules import canonical_name, leaf_name
+from deepmd_muon.optim.routing.views import effective_shape
+
+# pos, pos_embed, position_ids ..., but not `posterior`; cls_token, register_tokens ...
+_ADDED = re.compile(r"pos(?:$|[_\d]|ition|e[nm][cb])|.*tokens?$")
+# Where torch defines what is not a layer: `Module` itself, Sequential, ModuleList, ParameterList ...
+_NOT_LAYERS = ("torch.nn.modules.module", "torch.nn.modules.container")
+
+
+def tables_and_heads(model: nn.Module) -> dict[str, str]:
+    """Return the parameters of a model that Muon should not orthogonalize, by name, each with the reason.
+
+    - Tables: the weight of nn.Embedding, nn.EmbeddingBag, and of every module that has `num_embeddings`. A gradient
+      reaches a few of their rows; orthogonalized, it would move all. A tied output layer is the same parameter.
+    - The output layer: the model's last nn.Linear, if its weight has the shape of a table.
+    - What is added to activations: a parameter that a module other than torch's own layers holds itself, if its shape
+      is (1, n, ...), which broadcasts over a batch, or if it is named as a position or token (`pos...`, `...token`).
+
+    Parameters
+    ----------
+    model
+        Plain, or wrapped by FSDP, DDP or torch.compile.
+
+    Returns
+    -------
+    dict
+        Reasons by canonical name, in the model's order; of parameters with two or more dimensions above 1.
+    """
+    reasons: dict[Tensor, str] = {}
+    shapes = set()
+    last: nn.Linear | None = None
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "num_embeddings") and isinstance(weight, Tensor):
+            reasons[weight] = f"table of {type(module).__name__}"
+            shapes.add(weight.shape)
+        if isinstance(module, nn.Linear):
+            last = module
+        reasons.update((p, f"added to activations by {type(module).__name__}") for p in _added(module))
+    if last is not None and last.weight.shape in shapes:
+        reasons.setdefault(last.weight, "output layer: the last Linear, with the shape of a table")
+    return {
+        canonical_name(name): reasons[p]
+        for name, p in model.named_parameters()
+        if p in reasons and len(effective_shape(tuple(p.shape))) > 1
+    }
+
+
+def _added(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters that a module holds itself and adds to activations."""
+    homes = {base.__module__ for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules.")}
+    if homes.difference(_NOT_LAYERS):
+        return
+    for name, p in module.named_parameters(recurse=False):
+        if (p.ndim > 2 and p.shape[0] == 1) or _ADDED.match(leaf_name(name)):
+            yield p

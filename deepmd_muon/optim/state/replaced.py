@@ -1,0 +1,110 @@
+"""The state of parameters that were replaced in `param_groups`, moved to the new ones by name.
+
+Accelerate does this, and so HF's Trainer: it takes an optimizer of plain parameters, shards the model with FSDP2, and
+replaces the optimizer's parameters by the DTensors of the same names.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from deepmd_muon.optim.config import RouteChange
+from deepmd_muon.optim.dtensors import full_tensor, spec_of
+from deepmd_muon.optim.errors import InvalidParameterError
+from deepmd_muon.optim.routing.param_groups import Group, Routing
+from deepmd_muon.optim.routing.rules import RouteTable
+from deepmd_muon.optim.state.host_memory import HostMemory
+from deepmd_muon.optim.state.load import load_state, place_state_tensor
+from deepmd_muon.optim.state.schema import State
+
+log = logging.getLogger(__name__)
+
+
+class FreshState(Protocol):
+    """Makes the state of parameters that live on several ranks, in the layout that a step needs."""
+
+    def fresh_state(self, groups: Sequence[Group]) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return newly initialised state by parameter name."""
+
+    def local_part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """Return a tensor that every rank has whole in the layout of a DTensor."""
+
+
+def move_state(
+    state: State,
+    before: Routing,
+    after: Sequence[Group],
+    sharded: FreshState | None,
+    memory: HostMemory | None,
+    on_route_change: RouteChange,
+) -> None:
+    """Give the state of parameters that were replaced to the new ones of their names; drop that of removed ones.
+
+    On several ranks all must call this together, since state that is in parts is gathered.
+
+    Parameters
+    ----------
+    state
+        Of the optimizer; changed in place, unless an error is raised.
+    before
+        Routes of the earlier parameters.
+    after
+        The present groups.
+    sharded
+        The part of the step on parameters that live on several ranks.
+    memory
+        The moments in host memory.
+    on_route_change
+        The setting of this name, for state whose new parameter has another route, view or shape.
+
+    Raises
+    ------
+    InvalidParameterError
+        When a parameter now has the name of another one.
+    RoutingMismatchError
+        As `load_state`.
+    """
+    present = {entry.name: p for group in after for p, entry in group.routed}
+    names = {p: name for name, p in present.items()}
+    earlier = before.params_among(state)
+    for name, p in earlier.items():
+        if names.get(p, name) != name:
+            raise InvalidParameterError(
+                f"the parameter {name!r} is now at the place of {names[p]!r} in param_groups; keep params and "
+                "param_names in the same order"
+            )
+    replaced = {name: p for name, p in earlier.items() if present.get(name) is not p}
+    if not replaced:
+        return
+    table = RouteTable([entry for entry in before.table if entry.name in replaced.keys() & present.keys()])
+    # In the form of a state dict: what loading compares and converts is the same.
+    saved = {
+        "state": {number: state[replaced[entry.name]] for number, entry in enumerate(table)},
+        "param_groups": [
+            {"params": range(len(table)), "param_names": [entry.name for entry in table], **table.manifest()}
+        ],
+    }
+    known = {entry.name for entry in table}
+    groups = [group._replace(routed=tuple(pair for pair in group.routed if pair[1].name in known)) for group in after]
+    fresh = {} if sharded is None else sharded.fresh_state(groups)
+    if memory is not None:
+        memory.wait()
+
+    def place(key: str, value: Tensor, p: Tensor) -> Tensor:
+        like, whole = fresh.get(names[p], {}).get(key), full_tensor(value)
+        if sharded is None or like is None or spec_of(like) is None:
+            return place_state_tensor(key, whole, p, offloaded=memory is not None, sharding_of=None)
+        return sharded.local_part(whole, like)
+
+    moved = load_state(saved, groups, on_route_change, place)
+    for name, p in replaced.items():
+        del state[p]
+        if name not in present:
+            log.warning("%s: no longer in param_groups; its state is dropped", name)
+    state.update(moved)
+    if memory is not None:
+        memory.offload_all(state, list(names))

@@ -1,0 +1,129 @@
+"""What `MuonConfig` excludes from Muon by the types of a model's modules."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from deepmd_muon.optim import MuonConfig
+from deepmd_muon.optim.routing.modules import tables_and_heads
+
+
+class GPT(nn.Module):
+    """nanoGPT's names."""
+
+    def __init__(self, *, tied):
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(11, 8),
+                "wpe": nn.Embedding(16, 8),
+                "h": nn.ModuleList(
+                    nn.ModuleDict({"attn": nn.Linear(8, 24), "fc": nn.Linear(8, 32), "proj": nn.Linear(32, 8)})
+                    for _ in range(2)
+                ),
+            }
+        )
+        self.unembed_rows = nn.Linear(8, 11, bias=False) if not tied else None
+        self.out = nn.Linear(8, 11, bias=False)
+        if tied:
+            self.out.weight = self.transformer["wte"].weight
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.in_proj = nn.Parameter(torch.ones(24, 8))
+        self.posterior = nn.Parameter(torch.ones(8, 8))
+
+
+class ViT(nn.Module):
+    """Positions and tokens as timm, CLIP and others name them."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch = nn.Conv2d(3, 8, 4)
+        self.pos = nn.Parameter(torch.zeros(1, 5, 8))
+        self.positions = nn.Parameter(torch.zeros(5, 8))
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.register_tokens = nn.Parameter(torch.zeros(4, 8))
+        self.queries = nn.Parameter(torch.zeros(1, 6, 8))
+        self.block = Attention()
+        self.mix = nn.Conv1d(4, 1, 5)
+        self.mha = nn.MultiheadAttention(8, 2)
+        self.rnn = nn.GRU(8, 4)
+        self.experts = nn.Parameter(torch.zeros(3, 8, 8))
+        self.list = nn.ParameterList([torch.zeros(8, 8)])
+        self.pos_proj = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 10)
+
+
+def routes(model, **settings):
+    return {entry.name: entry.route for entry in MuonConfig(**settings).build(model).routing}
+
+
+def muon(model, **settings):
+    return {name for name, route in routes(model, **settings).items() if route == "muon"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod."])
+def test_a_gpt_orthogonalizes_its_blocks_only(tied, prefix):
+    model = GPT(tied=tied)
+    for name in filter(None, prefix.split(".")):
+        model = nn.ModuleDict({name: model})
+    blocks = {f"transformer.h.{i}.{layer}.weight" for i in range(2) for layer in ("attn", "fc", "proj")}
+    assert muon(model) == blocks  # `unembed_rows` goes by its name, `out` by its shape
+
+
+def test_the_tables_of_a_module_of_another_kind_count():
+    class VocabParallelEmbedding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_embeddings, self.weight = 7, nn.Parameter(torch.ones(7, 4))
+
+    model = nn.ModuleDict({"words": VocabParallelEmbedding(), "bag": nn.EmbeddingBag(5, 4), "body": nn.Linear(4, 4)})
+    assert tables_and_heads(model) == {
+        "words.weight": "table of VocabParallelEmbedding",
+        "bag.weight": "table of EmbeddingBag",
+    }
+
+
+def test_a_last_linear_of_another_shape_than_the_tables_is_hidden():
+    body = nn.ModuleDict({"words": nn.Embedding(32, 8), "up": nn.Linear(8, 32), "down": nn.Linear(32, 8)})
+    assert muon(body) == {"up.weight", "down.weight"}
+    assert muon(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))) == {"0.weight", "1.weight"}
+
+
+def test_positions_and_tokens_are_added_and_not_multiplied():
+    model = ViT()
+    assert set(tables_and_heads(model)) == {"pos", "positions", "register_tokens", "queries"}
+    assert muon(model) == {
+        *("block.in_proj", "block.posterior", "mix.weight", "mha.in_proj_weight", "mha.out_proj.weight"),
+        *("rnn.weight_ih_l0", "rnn.weight_hh_l0", "list.0", "pos_proj.weight", "last.weight"),
+    }
+    assert {route for name, route in routes(model).items() if name == "cls_token"} == {"adamw"}
+
+
+def test_what_the_settings_declare_a_matrix_is_one():
+    assert "queries" in muon(ViT(), expert_patterns=("queries",))
+    assert "pos" in muon(ViT(), splits=("pos: columns 2",))
+    assert {"pos", "positions", "queries"} <= muon(ViT(), adamw_patterns=())
+
+
+def test_the_reasons_are_logged_and_odd_names_are_no_patterns(caplog):
+    model = nn.ModuleDict({"table[0]": nn.Embedding(5, 4), "table0": nn.Linear(4, 4)})
+    with caplog.at_level(logging.INFO, logger="deepmd_muon"):
+        assert muon(model) == {"table0.weight"}
+    assert "table[0].weight (table of Embedding)" in caplog.text
+
+
+def test_settings_survive_a_restart_with_the_routes():
+    model = GPT(tied=True)
+    first = MuonConfig().build(model)
+    second = MuonConfig().build(model)
+    second.load_state_dict(first.state_dict())
+    assert second.routing == first.routing

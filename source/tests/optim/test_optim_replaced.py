@@ -1,0 +1,147 @@
+"""Parameters that are replaced in `param_groups`: the state moves by name, and what cannot be moved is refused."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from deepmd_muon.optim import HybridMuon, RoutingMismatchError
+from deepmd_muon.optim.errors import InvalidParameterError
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 9), nn.Linear(9, 4)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+def train(model, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+
+
+def exchange(optimizer, model):
+    """Put the parameters of another model with the same names into the optimizer's groups."""
+    present = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [present[name] for name in group["param_names"]]
+
+
+def read_state(optimizer):
+    optimizer.state_dict()
+
+
+@pytest.mark.parametrize("settings", [{}, {"offload": True}, {"adam_patterns": ["first.*"]}])
+@pytest.mark.parametrize("between", [None, read_state, copy.deepcopy, HybridMuon.offload])
+def test_new_parameters_take_over_the_state_of_their_name(settings, between):
+    straight = Net()
+    one = HybridMuon(straight.named_parameters(), 0.02, **settings)
+    train(straight, one, 5)
+    model = Net()
+    optimizer = HybridMuon(model.named_parameters(), 0.02, **settings)
+    train(model, optimizer, 3)
+    other = copy.deepcopy(model)
+    exchange(optimizer, other)
+    if between is not None:
+        between(optimizer)
+    train(other, optimizer, 2, start=3)
+    assert set(optimizer.state) == set(other.parameters())
+    for p, q in zip(straight.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert one.state[p].keys() == optimizer.state[q].keys()
+        assert all(torch.equal(x, optimizer.state[q][key]) for key, x in one.state[p].items())
+
+
+def test_one_replaced_parameter_leaves_the_others_alone():
+    model = Net()
+    optimizer = HybridMuon(model.named_parameters(), 0.02)
+    train(model, optimizer, 2)
+    kept = optimizer.state[model.last.weight]["momentum_buffer"]
+    model.first.weight = nn.Parameter(model.first.weight.detach().double())
+    model.double()
+    exchange(optimizer, model)
+    optimizer.state_dict()
+    assert optimizer.state[model.last.weight]["momentum_buffer"] is kept
+    assert optimizer.state[model.first.weight]["momentum_buffer"].dtype == torch.float64
+
+
+def test_a_group_added_after_a_replacement_finds_the_state_moved():
+    model = Net()
+    optimizer = HybridMuon(model.named_parameters(), 0.02)
+    train(model, optimizer, 1)
+    moved = optimizer.state[model.first.weight]["momentum_buffer"].clone()
+    other = copy.deepcopy(model)
+    exchange(optimizer, other)
+    optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(3, 3)))]})
+    assert torch.equal(optimizer.state[other.first.weight]["momentum_buffer"], moved)
+
+
+def test_a_new_shape_is_a_change_of_route(caplog):
+    def made(**settings):
+        model = Net()
+        optimizer = HybridMuon(model.named_parameters(), 0.02, **settings)
+        train(model, optimizer, 1)
+        old = dict(optimizer.state)
+        optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(7, 6))
+        return optimizer, old
+
+    optimizer, old = made()
+    with pytest.raises(RoutingMismatchError) as error:
+        optimizer.state_dict()
+    assert [line.split(":")[0] for line in error.value.differences] == ["first.weight"]
+    assert dict(optimizer.state) == old
+    optimizer, _ = made(on_route_change="reset")
+    optimizer.state_dict()
+    assert "first.weight" in caplog.text
+    assert optimizer.routing[0].shape == (7, 6)
+    assert optimizer.param_groups[0]["params"][0] not in optimizer.state
+
+
+def test_names_must_follow_their_parameters(caplog):
+    model = Net()
+    optimizer = HybridMuon(model.named_parameters(), 0.02)
+    train(model, optimizer, 1)
+    (group,) = optimizer.param_groups
+    names, params = list(group["param_names"]), list(group["params"])
+    group["params"] = params[::-1]
+    with pytest.raises(InvalidParameterError, match=r"first\.weight.*last\.bias"):
+        optimizer.step()
+    group["params"] = params[:2]
+    with pytest.raises(InvalidParameterError, match="2 parameters and 4 names"):
+        optimizer.step()
+    group["param_names"] = names[:2]
+    optimizer.step()
+    assert list(optimizer.state) == params[:2]
+    assert "last.weight: no longer in param_groups" in caplog.text
+    group["params"], group["param_names"] = params[1::-1], names[1::-1]
+    optimizer.step()
+    assert [entry.name for entry in optimizer.routing] == names[1::-1]
+    assert optimizer.state[params[0]].keys() >= {"momentum_buffer"}
+
+
+def test_torch_may_swap_the_memory_of_parameters():
+    model, twin = Net(), Net()
+    optimizer, other = (HybridMuon(each.named_parameters(), 0.02) for each in (model, twin))
+    torch.utils.swap_tensors(model.first.weight, nn.Parameter(model.first.weight.detach().clone()))
+    train(model, optimizer, 2)
+    train(twin, other, 2)
+    assert torch.equal(model.first.weight, twin.first.weight)
+
+
+def test_parameters_replaced_before_the_first_step_do_not_live_on():
+    model = Net()
+    optimizer = HybridMuon(model.named_parameters(), 0.02)
+    old = weakref.ref(model.first.weight)
+    model = Net()
+    exchange(optimizer, model)
+    assert old() is None
