@@ -121,6 +121,7 @@ class HybridMuonConfig(Buildable):
     )
     muon_mode: MuonMode = setting(
         "slice",
+        any_case=True,
         doc=(
             "How a parameter is seen as matrices, after dimensions of size 1 are dropped. '2d': rank 2 only; "
             "'flat': all leading dimensions become rows; 'slice': a batch of the last two dimensions."
@@ -170,6 +171,7 @@ class HybridMuonConfig(Buildable):
         "8+2",
         pattern=_SCHEDULE_PATTERN,
         forms=_SCHEDULE_SYNTAX,
+        nonempty=True,
         doc=(
             "Coefficients of the Newton–Schulz iteration (see doc/optimizer.md): a name, or one triple [a, b, c] per "
             "step σ ← a σ + b σ³ + c σ⁵."
@@ -179,6 +181,7 @@ class HybridMuonConfig(Buildable):
         None,
         pattern=_SCHEDULE_PATTERN,
         forms=_SCHEDULE_SYNTAX,
+        nonempty=True,
         doc=(
             "The same for matrices whose smaller dimension is large_matrix_dim or more, where time counts; null takes "
             "`schedule`. 'polar-express-5' suits language models."

@@ -48,8 +48,10 @@ _MORE_KEYS = (
 raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS))
 
 
-def check_group(given: Mapping[str, Any], defaults: Collection[str] | None = None) -> None:
+def check_group(given: dict[str, Any], defaults: Collection[str] | None = None) -> None:
     """Check the constructor's arguments, or a parameter group, whose keys are then those of `defaults`.
+
+    `muon_mode` becomes lower case.
 
     Raises
     ------
@@ -76,6 +78,7 @@ def check_group(given: Mapping[str, Any], defaults: Collection[str] | None = Non
         problems += error.problems
     if problems:
         raise InvalidSettingError(f"HybridMuon: {'; '.join(problems)}", problems)
+    given["muon_mode"] = given["muon_mode"].lower()
 
 
 def _unknown_keys(group: Mapping[str, Any], defaults: Collection[str]) -> list[str]:
@@ -115,7 +118,7 @@ def lr_tensor(group: Mapping[str, Any]) -> Tensor:
     return torch.tensor(group["lr"], dtype=torch.float64 if wide else torch.float32, device=params[0].device)
 
 
-def group_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def group_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """Check the constructor's arguments; return a group's defaults as plain values that a state dict may hold."""
     check_group(given)
     schedules = {key: frozen_schedule(given[key], key) for key in _SCHEDULES}
