@@ -225,6 +225,14 @@ class HybridMuonConfig(Buildable):
             "expert per index of their first dimension; muon_mode applies to each expert."
         ),
     )
+    local_patterns: tuple[str, ...] = setting(
+        (),
+        doc=(
+            "Plain parameters whose full name matches one of these shell patterns belong to their process alone, which "
+            "steps them by itself; all others are copies where ranks share the step (`replicas`). For experts that "
+            "each rank has for itself."
+        ),
+    )
     splits: tuple[str, ...] = setting(
         (),
         pattern=SPLIT_PATTERN,

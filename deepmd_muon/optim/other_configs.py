@@ -62,6 +62,7 @@ class MuonConfig(Buildable):
         doc="Matrices whose full name matches one of these shell patterns take the AdamW route, as all vectors do.",
     )
     expert_patterns: tuple[str, ...] = setting_like(HybridMuonConfig, "expert_patterns")
+    local_patterns: tuple[str, ...] = setting_like(HybridMuonConfig, "local_patterns")
     splits: tuple[str, ...] = setting_like(HybridMuonConfig, "splits")
     on_route_change: RouteChange = setting_like(HybridMuonConfig, "on_route_change")
     on_nonfinite: NonFinite = setting_like(HybridMuonConfig, "on_nonfinite")

@@ -34,10 +34,10 @@ class Arguments(HybridMuonConfig):
 
 
 # Settings that hold for all groups, and those that a group stores in another form.
-_OF_ALL_GROUPS = {"on_route_change", "on_nonfinite", "offload", "sharded"}
+OF_ALL_GROUPS = {"on_route_change", "on_nonfinite", "offload", "sharded"}
 _SCHEDULES = ("schedule", "large_schedule")
 _OTHER_FORM = {"adam_beta1", "adam_beta2", *_SCHEDULES}
-_FIELDS = [f for f in dataclasses.fields(HybridMuonConfig) if f.name not in _OF_ALL_GROUPS | _OTHER_FORM]
+_FIELDS = [f for f in dataclasses.fields(HybridMuonConfig) if f.name not in OF_ALL_GROUPS | _OTHER_FORM]
 LISTS = tuple(field.name for field in _FIELDS if isinstance(field.default, tuple))
 _PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in LISTS)
 # Other keys of a new group: parameters, a label for loggers, and the keys that torch's schedulers add to groups.
