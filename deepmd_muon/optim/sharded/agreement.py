@@ -31,6 +31,8 @@ KEYS = ("lr", "maximize", *_KEYS)
 _NUMERIC = {"lr", "maximize", "adam_lr_ratio"}.union(
     field.name for field in dataclasses.fields(HybridMuonConfig) if isinstance(field.default, (int, float))
 )
+# The ranks and name of a parameter, and the number and settings of its group.
+_Statement = tuple[tuple[int, ...], str, int, dict[str, Any]]
 _DIGEST_BITS = 24  # whole numbers that float32 holds exactly
 
 
@@ -69,7 +71,8 @@ def check_settings(groups: Sequence[Group], params: Sequence[ShardedParameter], 
     for among, group in agreeing_groups([ranks for ranks, _, _ in members], device):
         here = [member for member in members if set(member[0]) <= set(among)]
         check_names([(ranks, name) for ranks, name, _ in here], among, group, device)
-        mine = [(ranks, p.entry.name, p.group, settings[p.group]) for ranks, _, p in here]
+        mine: list[_Statement] = [(ranks, p.entry.name, p.group, settings[p.group]) for ranks, _, p in here]
+        everyone: list[list[_Statement]] | None
         everyone = statements_if_different(repr(mine).encode(), functools.partial(list, mine), among, group, device)
         known: dict[Any, tuple[int, dict[str, Any]]] = {}
         for rank, theirs in zip(among, everyone or (), strict=everyone is not None):
