@@ -57,6 +57,10 @@ class Setting:
         Why the rules are as they are; stands behind the message when a value breaks them.
     lone
         Whether a single value stands for a list of one.
+    nonempty
+        Whether a list needs an element.
+    any_case
+        Whether a string may be written in any case, as where deepmd-kit lower-cases it; settings keep it in lower case.
     """
 
     doc: str
@@ -70,6 +74,12 @@ class Setting:
     forms: str = ""
     note: str = ""
     lone: bool = False
+    nonempty: bool = False
+    any_case: bool = False
+
+    def folded(self, value: Any) -> Any:
+        """Return a value as settings keep it: a string in lower case where its case does not matter."""
+        return value.lower() if self.any_case and isinstance(value, str) else value
 
     def problem(self, value: Any) -> str | None:
         """Describe in one phrase the problem of `value`, or return None.
@@ -77,7 +87,8 @@ class Setting:
         Bounds, choices and pattern hold for a scalar and for every element of a list.
         """
         if isinstance(value, (tuple, list)):
-            return next((found for found in map(self.problem, value) if found), None)
+            empty = "must have at least one element; found an empty list" if self.nonempty and not value else None
+            return empty or next((found for found in map(self.problem, value) if found), None)
         rule = self._broken_rule(value)
         return f"must be {rule}; found {literal(value)}" + (f" ({self.note})" if self.note else "") if rule else None
 
@@ -85,6 +96,7 @@ class Setting:
         """Return the words for the rule that a scalar breaks, if any."""
         if value is None:
             return None
+        value = self.folded(value)
         if self.choices is not None and value not in self.choices:
             return one_of(self.choices)
         if self.pattern is not None and isinstance(value, str) and not re.fullmatch(self.pattern, value):
@@ -138,7 +150,7 @@ def setting_of(field: dataclasses.Field[Any], annotation: Any = None) -> Setting
 def check_settings(settings: Any, of: str = "") -> None:
     """Raise `InvalidSettingError` naming every field of a settings dataclass that breaks its type or its own rules.
 
-    The message starts with `of`, or the dataclass's name.
+    Strings whose case does not matter become lower case. The message starts with `of`, or the dataclass's name.
     """
     kind: Any = type(settings)
     problems = []
@@ -153,6 +165,8 @@ def check_settings(settings: Any, of: str = "") -> None:
             problem = fitted.words
         if problem:
             problems.append(f"{name}: {problem}")
+        elif own.any_case:
+            object.__setattr__(settings, name, own.folded(value))
     if problems:
         raise InvalidSettingError(f"{of or type(settings).__name__}: " + "; ".join(problems), problems)
 

@@ -157,7 +157,7 @@ class _Walk:
         faults = value.faults if isinstance(value, Mismatch) else tuple(_broken_rules(key.setting, value, ()))
         for where, message in faults:
             self.problem((*path, *map(str, where)), message)
-        return _WRONG if faults else value
+        return _WRONG if faults else key.setting.folded(value)
 
     def rules(self, found: _Found, path: Path) -> None:
         """Report broken rules over several values, as far as those values are good themselves."""
@@ -216,7 +216,7 @@ def _where(place: Path, kind: str, path: Path) -> str:
 
 def _broken_rules(setting: Setting, value: Any, where: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
     """Yield the objections of a setting's own rules to a value or the elements of a list."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and value:
         for index, element in enumerate(value):
             yield from _broken_rules(setting, element, (*where, index))
     else:

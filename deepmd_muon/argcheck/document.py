@@ -125,7 +125,7 @@ def _facts(key: Key) -> Iterator[str]:
         one_type = setting.forms
     elif setting.lone:
         one_type += " or a single one"
-    yield one_type
+    yield one_type + ", in any case" * setting.any_case
     bounds = " and ".join(_bounds(setting))
     if bounds:
         yield bounds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from typing import Any
 
@@ -89,7 +90,9 @@ def _value(annotation: Any, setting: Setting) -> dict[str, Any]:
     if typing.get_origin(annotation) is tuple:
         return _array(annotation, setting)
     if setting.choices is not None:
-        return {"enum": list(setting.choices)}
+        every = {"enum": list(setting.choices)}
+        anyhow = {"type": "string", "pattern": _in_any_case("|".join(setting.choices))} if setting.any_case else None
+        return {"anyOf": [every, anyhow]} if anyhow else every
     bounds = {
         "minimum": setting.minimum,
         "exclusiveMinimum": setting.above,
@@ -97,8 +100,16 @@ def _value(annotation: Any, setting: Setting) -> dict[str, Any]:
         "exclusiveMaximum": setting.below,
     }
     limits = {name: bound for name, bound in bounds.items() if bound is not None and annotation in (int, float)}
-    form = {"pattern": f"^(?:{setting.pattern})$"} if setting.pattern and annotation is str else {}
+    form = {}
+    if setting.pattern and annotation is str:
+        form["pattern"] = _in_any_case(setting.pattern) if setting.any_case else f"^(?:{setting.pattern})$"
     return {"type": _SCALARS[annotation], **limits, **form}
+
+
+def _in_any_case(pattern: str) -> str:
+    """Return the form of a pattern that matches in any case; the flag for it is not part of JSON Schema."""
+    both = re.sub(r"\\.|[a-z]", lambda x: x[0] if x[0][0] == "\\" else f"[{x[0].upper()}{x[0]}]", pattern)
+    return f"^(?:{both})$"
 
 
 def _array(annotation: Any, setting: Setting) -> dict[str, Any]:
@@ -106,6 +117,8 @@ def _array(annotation: Any, setting: Setting) -> dict[str, Any]:
     elements = typing.get_args(annotation)
     items = _value(elements[0], setting)
     schema: dict[str, Any] = {"type": "array", "items": items}
+    if setting.nonempty and elements[1] is Ellipsis:
+        schema["minItems"] = 1
     if elements[1] is not Ellipsis:
         schema.update(minItems=len(elements), maxItems=len(elements))
     return {"anyOf": [schema, items]} if setting.lone else schema

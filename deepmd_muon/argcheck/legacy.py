@@ -37,7 +37,11 @@ OLDER_SPELLINGS: tuple[tuple[str, str, str], ...] = (
     (", ".join(_DATA_KEYS), "in training", "The same keys in training/training_data."),
     ("numb_test", "in training", "Left out: it has had no effect since DeePMD-kit 2.0."),
     (", ".join(_WARMUP_KEYS), "in training", "The same keys in learning_rate."),
-    ("opt_type", "in training", "optimizer/type."),
+    (
+        "opt_type",
+        "in training",
+        'optimizer/type. "HybridMuon" without a section optimizer takes the defaults of its first version, see below.',
+    ),
     (", ".join(_OPTIMIZER_KEYS[1:]), "in training", "The same keys in optimizer."),
     (
         "muon_2d_only",
@@ -176,10 +180,18 @@ def _move_optimizer(upgraded: Upgrade, training: dict[str, Any]) -> None:
 
 
 def _translate_hybrid_muon(upgraded: Upgrade) -> None:
-    """Translate `muon_2d_only` and `min_2d_dim`, and fill in the defaults of the version that had them."""
+    """Translate `muon_2d_only` and `min_2d_dim`, and fill in the defaults of the first version.
+
+    That version had these keys, and it alone had the optimizer's keys in `training`.
+    """
     optimizer = upgraded.section("optimizer")
-    legacy = [key for key in _TRANSLATED_KEYS if key in optimizer] if optimizer is not None else []
-    if optimizer is None or not legacy:
+    if optimizer is None:
+        return
+    legacy = [key for key in _TRANSLATED_KEYS if key in optimizer]
+    if not legacy and optimizer.get("type") == "HybridMuon":
+        moved = [upgraded.origins.get(f"optimizer/{key}") for key in optimizer]
+        legacy = ["training/opt_type"] if all(moved) else []
+    if not legacy:
         return
     if optimizer.get("type") != "HybridMuon":
         upgraded.problems += [

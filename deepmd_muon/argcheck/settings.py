@@ -33,12 +33,6 @@ def _trained_metric(metric: str, enabled: bool, loss: LossSettings) -> str | Non
     return loss.obstacle_to(_QUANTITIES[metric[0].lower()]) if enabled else None
 
 
-def _state_on_the_device(exchange: str, offload: bool) -> str | None:
-    if exchange == "reference" and offload:
-        return 'gathers state where it is: "reference" excludes optimizer/offload, set one of them back'
-    return None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Section):
     """Everything that input.json says, with defaults filled in."""
@@ -63,7 +57,6 @@ class Settings(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("learning_rate/warmup_steps", "training/numb_steps"), _warmup_fits),
-        Rule(("optimizer/sharded/exchange", "optimizer/offload"), _state_on_the_device),
         Rule(("validating/full_validation", "training/validation_data"), _validation_data),
         Rule(("validating/validation_metric", "validating/full_validation", "loss"), _trained_metric),
     )

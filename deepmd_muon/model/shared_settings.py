@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 Precision = Literal["default", "float64", "float32", "double", "single"]
 
-_ACTIVATIONS = ("tanh", "gelu", "gelu_tf", "relu", "relu6", "softplus", "sigmoid", "silu", "linear", "none", "None")
+_ACTIVATIONS = ("tanh", "gelu", "gelu_tf", "relu", "relu6", "softplus", "sigmoid", "silu", "linear", "none")
 
 ACTIVATION: dict[str, Any] = {
     "pattern": rf"{'|'.join(_ACTIVATIONS)}|(silut|custom_silu)(:\d+(\.\d*)?)?",
     "forms": f"one of {', '.join(map(repr, _ACTIVATIONS))}, 'silut', 'silut:T'",
+    "any_case": True,
     "doc": (
         "Activation of the hidden layers. 'gelu' and 'gelu_tf' are the tanh form of GELU; 'silut:T' is silu up to T "
         "(3 by default) and a tanh beyond; 'linear' and 'none' are the identity."

@@ -89,3 +89,7 @@ def __getattr__(name: str) -> Any:
         module, _, inside = _MODULES[name].partition(":")
         return getattr(import_module(f"{__name__}.{module}"), inside or name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

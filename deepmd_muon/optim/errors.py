@@ -91,6 +91,10 @@ class MissingGradientError(ShardingError):
     """Some ranks have a gradient of a parameter and others have none, and its step is not exchanged."""
 
 
+class ReplicaMismatchError(ShardingError):
+    """Parameters that are declared to be copies of each other have different values."""
+
+
 class QKClipError(ValueError):
     """QK-clip's layers or logits do not match the model.
 

@@ -80,7 +80,7 @@ class HybridMuon(QuickOptimizer):
         The update of matrices; see `HybridMuonConfig`.
     adam_lr_ratio, adam_eps, adam_implementation, min_matrix_dim, vector_route
         The Adam routes and the parameters that take them; see `HybridMuonConfig`.
-    adam_patterns, adamw_patterns, expert_patterns, splits
+    adam_patterns, adamw_patterns, expert_patterns, local_patterns, splits
         Rules on names; see `HybridMuonConfig`.
     on_route_change, on_nonfinite, offload, sharded
         See `HybridMuonConfig`.
@@ -160,6 +160,7 @@ class HybridMuon(QuickOptimizer):
         adam_patterns: Sequence[str] = _DEFAULTS.adam_patterns,
         adamw_patterns: Sequence[str] = _DEFAULTS.adamw_patterns,
         expert_patterns: Sequence[str] = _DEFAULTS.expert_patterns,
+        local_patterns: Sequence[str] = _DEFAULTS.local_patterns,
         splits: Sequence[str] = _DEFAULTS.splits,
         on_route_change: RouteChange = _DEFAULTS.on_route_change,
         on_nonfinite: NonFinite = _DEFAULTS.on_nonfinite,
@@ -208,10 +209,9 @@ class HybridMuon(QuickOptimizer):
         check_parameters(self.param_groups)
         routing = Routing(self.param_groups)
         groups = routing.groups(self.param_groups)
-        routed = [pair for group in groups for pair in group.routed]
-        clip = clipper(self.qk_clip, routed, self.replicas)
+        clip = clipper(self.qk_clip, groups, self.replicas)
         sharded: ShardedStep | None = None
-        if self.replicas is not None or any(spec_of(p) is not None for p, _ in routed):
+        if self.replicas is not None or any(spec_of(p) is not None for p in self._params()):
             from deepmd_muon.optim.sharded.step import sharded_step  # needs torch.distributed
 
             sharded = sharded_step(groups, self.replicas, self.sharded)
@@ -219,7 +219,7 @@ class HybridMuon(QuickOptimizer):
         # Nothing above changes the optimizer if it raises: a split that does not fit leaves it as it was.
         routing.write_manifests(self.param_groups)
         if routing.table != self.routing and log.isEnabledFor(logging.DEBUG):
-            log_parameters(routed, self.replicas)
+            log_parameters(groups, self.replicas)
             log.debug("%s", sharded.plan.describe() if sharded else "one process takes the whole step")
         self._routing, self.routing = routing, routing.table
         self._clipper, self._sharded = clip, sharded

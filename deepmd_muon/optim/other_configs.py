@@ -70,6 +70,7 @@ class MuonConfig(Buildable):
         ),
     )
     expert_patterns: tuple[str, ...] = setting_like(HybridMuonConfig, "expert_patterns")
+    local_patterns: tuple[str, ...] = setting_like(HybridMuonConfig, "local_patterns")
     splits: tuple[str, ...] = setting_like(HybridMuonConfig, "splits")
     on_route_change: RouteChange = setting_like(HybridMuonConfig, "on_route_change")
     on_nonfinite: NonFinite = setting_like(HybridMuonConfig, "on_nonfinite")

@@ -2,6 +2,7 @@
 
     python source/benchmarks/orthogonalize_quality.py [--momenta FILE] [--out FILE.csv] [--device cuda]
     python source/benchmarks/orthogonalize_quality.py --sizes 1024x1024,1024x2048 --schedules 8+2,polar-express-5
+    python source/benchmarks/orthogonalize_quality.py --worst 20 --sizes 8x8,25x50,64x64 --schedules 8+2
 
 FILE holds matrices by name, or is a checkpoint of a training with HybridMuon, whose momenta are taken. Columns:
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import itertools
 import platform
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -26,6 +28,7 @@ from torch import Tensor
 from deepmd_muon.optim.polar import SCHEDULES, Schedule, orthogonalize_matrices
 from deepmd_muon.optim.polar.deepmd_kit import GRAM_STEPS, orthogonalize_as_deepmd_kit
 
+BOUND = 0.01  # of the noise, see doc/optimizer.md
 RESOLUTION = 1e-7  # of a float32 input, as a share of its largest singular value
 
 Way = tuple[str, str, str, Schedule, Callable[[Tensor], Tensor]]
@@ -82,6 +85,19 @@ def synthetic(m: int, n: int, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
         yield f"{kind} {m}x{n}", ((u * s.double()) @ vh).float()
 
 
+def worst(sizes: list[tuple[int, int]], seeds: int, schedules: list[str], precisions: list[str]) -> Iterator[str]:
+    """Yield a row for each schedule and precision: the largest noise over sizes, spectra and seeds, and its matrix."""
+    for name, precision in itertools.product(schedules, precisions):
+        found = []
+        for (m, n), seed in itertools.product(sizes, range(seeds)):
+            for kind, x in synthetic(m, n, seed):
+                done = orthogonalize_matrices([x], name, precision, gram=False, flash=False)[0]
+                found.append((measure(decompose(x), done, SCHEDULES[name])[0], kind))
+        noise, kind = max(found)
+        beyond = sum(noise > BOUND for noise, _ in found)
+        yield f"| {name} | {precision} | {noise:.1e} | {kind} | {beyond} of {len(found)} |"
+
+
 def stored(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the matrices of a file or the momenta of a checkpoint."""
     content = torch.load(file, weights_only=True, map_location="cpu")
@@ -126,6 +142,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="64x64,25x50,64x256", help="of the synthetic matrices")
     parser.add_argument("--schedules", help="which to measure; default: all, and the peers")
     parser.add_argument("--precisions", default="float32,float16,bfloat16", help="of the schedules")
+    parser.add_argument("--worst", type=int, metavar="SEEDS", help="only the largest noise, over so many seeds (CPU)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="write the CSV here, too")
     args = parser.parse_args()
@@ -138,6 +155,10 @@ def main() -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("matrix", "schedule", "precision", "form", "noise", "lowest", "highest", "error"))
     wanted = args.schedules.split(",") if args.schedules else [*SCHEDULES]
+    if args.worst:
+        print("| schedule | precision | largest noise | matrix | above 1 % |", "|---|---|---|---|---|", sep="\n")
+        print(*worst(sizes, args.worst, wanted, args.precisions.split(",")), sep="\n")
+        return
     for kind, x in cases:
         decomposition = decompose(x)
         for name, precision, form, schedule, run in ways(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 from deepmd_muon.optim.dtensors import local_of, spec_of
 from deepmd_muon.optim.errors import QKClipError
 from deepmd_muon.optim.qk_clip.layers import HeadRows, Layer, QKClip, rows_by_parameter
-from deepmd_muon.optim.routing.rules import RouteEntry, canonical_name
+from deepmd_muon.optim.routing.rules import RouteEntry, canonical_name, is_local
 
 if TYPE_CHECKING:
+    from deepmd_muon.optim.routing.param_groups import Group
     from deepmd_muon.optim.sharded.params import Replicas
 
 
@@ -32,11 +33,13 @@ class _Target:
     places: Tensor
 
 
-def clipper(
-    clip: QKClip | None, params: Sequence[tuple[Tensor, RouteEntry]], replicas: Replicas | None
-) -> Clipper | None:
-    """Return the `Clipper` of some parameters and their routes; None where nothing is to be clipped."""
-    return None if clip is None else Clipper(clip, params, replicas)
+def clipper(clip: QKClip | None, groups: Sequence[Group], replicas: Replicas | None) -> Clipper | None:
+    """Return the `Clipper` of the parameters of some groups; None where nothing is to be clipped."""
+    if clip is None:
+        return None
+    params = [pair for group in groups for pair in group.routed]
+    local = {e.name for group in groups for _, e in group.routed if is_local(e.name, group.settings)}
+    return Clipper(clip, params, replicas, local)
 
 
 def checked_logits(clipper: Clipper | None, logits: Logits | None) -> dict[str, Tensor]:
@@ -73,6 +76,8 @@ class Clipper:
         Parameters, plain or DTensors, with their routes.
     replicas
         Ranks on which plain parameters are copies of each other; see `HybridMuon`.
+    local
+        Names of plain parameters that belong to this rank alone.
 
     Raises
     ------
@@ -80,7 +85,13 @@ class Clipper:
         Naming everything in which layers and parameters do not fit.
     """
 
-    def __init__(self, clip: QKClip, params: Sequence[tuple[Tensor, RouteEntry]], replicas: Replicas | None) -> None:
+    def __init__(
+        self,
+        clip: QKClip,
+        params: Sequence[tuple[Tensor, RouteEntry]],
+        replicas: Replicas | None,
+        local: Container[str] = (),
+    ) -> None:
         self._clip = clip
         by_name = {entry.name: (p, entry) for p, entry in params}
         scaled = rows_by_parameter(clip, {name: entry for name, (_, entry) in by_name.items()})
@@ -101,7 +112,7 @@ class Clipper:
         self._targets = [
             self._target(*by_name[name], rows) for name, rows in sorted(scaled.items()) if by_name[name][0].numel()
         ]
-        self._reductions = _reductions(clip, scaled, by_name, self._first, replicas)
+        self._reductions = _reductions(clip, scaled, by_name, self._first, replicas, local)
         widest = max(map(len, self._groups))
         # Groups of fewer heads name their first one again.
         self._members = torch.tensor([g + g[:1] * (widest - len(g)) for g in self._groups], device="cpu")
@@ -227,16 +238,18 @@ def _reductions(
     by_name: Mapping[str, tuple[Tensor, RouteEntry]],
     first: Mapping[str, int],
     replicas: Replicas | None,
+    local: Container[str],
 ) -> list[tuple[tuple[int, ...], Tensor]]:
     """Return over which ranks the logits of which heads are reduced, in an order that all ranks share."""
-    params = {layer.name: by_name[name][0] for name, rows in scaled.items() for layer, _ in rows}
-    if replicas is None and not any(hasattr(p, "device_mesh") for p in params.values()):
+    params = {layer.name: by_name[name] for name, rows in scaled.items() for layer, _ in rows}
+    if replicas is None and not any(hasattr(p, "device_mesh") for p, _ in params.values()):
         return []
     from deepmd_muon.optim.sharded.params import layout_of  # needs torch.distributed
 
     heads: dict[tuple[int, ...], list[int]] = {}
     for layer in clip.layers:
-        layout = layout_of(params[layer.name], replicas)
+        p, entry = params[layer.name]
+        layout = layout_of(p, None if entry.name in local else replicas)
         if layout is not None and len(layout.ranks) > 1:
             heads.setdefault(tuple(sorted(layout.ranks)), []).extend(
                 range(first[layer.name], first[layer.name] + layer.heads)

@@ -87,10 +87,11 @@ class FusedQKV:
     name, heads, key_heads, axis
         As in `SeparateQK`.
     weight
-        Full name of the weight. Its parts are those of the optimizer's setting `splits` where one applies to it, else
-        q | k | v with equal head sizes.
+        Full name of the weight. Its parts are those of the optimizer's setting `splits` where one applies to it: q, k
+        and v, or one for each head of them in this order. Without parts, all heads are equally large.
     interleaved
-        Rows are ordered by key head, and within one as queries | key | value (GPT-NeoX, Megatron).
+        Rows are ordered by key head, and within one as queries | key | value (GPT-NeoX, Megatron). Parts, if any, are
+        then whole key heads, q, k and v of each, or one for each head in this order.
     """
 
     name: str
@@ -103,28 +104,48 @@ class FusedQKV:
     def rows(self, shapes: Mapping[str, tuple[int, ...]], routes: Mapping[str, RouteEntry]) -> list[HeadRows]:
         """Return the rows of queries and keys."""
         count = self.key_heads or self.heads
+        group = self.heads // count
         length = _length(self, self.weight, shapes)
-        if self.interleaved:
-            group = self.heads // count
-            size = _per_head(self, self.weight, length, count * (group + 2))
-            stride = (group + 2) * size
-            queries = [HeadRows(self.weight, "query", count, size, i * size, stride, i, group) for i in range(group)]
-            return [*queries, HeadRows(self.weight, "key", count, size, group * size, stride)]
         view = routes[self.weight].view
-        if view is not None and view.axis == self.axis:
-            if len(view.sizes) != 3:
-                raise QKClipError([f"{self.name}: {self.weight!r} is split into {len(view.sizes)} parts, not q, k, v"])
-            query, key = view.sizes[:2]
+        parts = view.sizes if view is not None and view.axis == self.axis else ()
+        if not self.interleaved:
+            query, key = self._head_sizes(length, parts, self.heads, count)
+            return [
+                HeadRows(self.weight, "query", self.heads, query, 0, query),
+                HeadRows(self.weight, "key", count, key, self.heads * query, key),
+            ]
+        each = parts[: len(parts) // count]
+        if each * count != parts:
+            sizes = "+".join(map(str, parts))
+            raise QKClipError([f"{self.name}: {self.weight!r} is split into {sizes}, unlike for {count} key heads"])
+        stride = _per_head(self, self.weight, length, count)
+        query, key = self._head_sizes(stride, each, group, 1)
+        queries = [HeadRows(self.weight, "query", count, query, i * query, stride, i, group) for i in range(group)]
+        return [*queries, HeadRows(self.weight, "key", count, key, group * query, stride)]
+
+    def _head_sizes(self, length: int, parts: tuple[int, ...], heads: int, key_heads: int) -> tuple[int, int]:
+        """Return the rows of a query head and of a key head in q | k | v of a length, split into these parts."""
+        if len(parts) <= 1:
+            query = key = _per_head(self, self.weight, length, heads + 2 * key_heads)
+        elif len(parts) == 3:
+            query, key = (
+                _per_head(self, self.weight, parts[0], heads),
+                _per_head(self, self.weight, parts[1], key_heads),
+            )
         else:
-            size = _per_head(self, self.weight, length, self.heads + 2 * count)
-            query, key = self.heads * size, count * size
-        size = _per_head(self, self.weight, query, self.heads)
-        if key != count * size:
-            raise QKClipError([f"{self.name}: {self.weight!r} has {key} {self.axis} of keys, not {count} x {size}"])
-        return [
-            HeadRows(self.weight, "query", self.heads, size, 0, size),
-            HeadRows(self.weight, "key", count, size, query, size),
-        ]
+            query, key, value = parts[0], parts[min(heads, len(parts) - 1)], parts[-1]
+            if parts != (query,) * heads + (key,) * key_heads + (value,) * key_heads:
+                raise QKClipError(
+                    [
+                        f"{self.name}: {self.weight!r} is split into {'+'.join(map(str, parts))}; parts must be q, k "
+                        f"and v, or those of {heads} query, {key_heads} key and {key_heads} value heads in this order"
+                    ]
+                )
+        if query != key:
+            raise QKClipError(
+                [f"{self.name}: {self.weight!r} has {query} {self.axis} a query head and {key} a key head"]
+            )
+        return query, key
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,10 +35,10 @@ class Arguments(HybridMuonConfig):
 
 
 # Settings that hold for all groups, and those that a group stores in another form.
-_OF_ALL_GROUPS = {"on_route_change", "on_nonfinite", "offload", "sharded"}
+OF_ALL_GROUPS = {"on_route_change", "on_nonfinite", "offload", "sharded"}
 _SCHEDULES = ("schedule", "large_schedule")
 _OTHER_FORM = {"adam_beta1", "adam_beta2", *_SCHEDULES}
-_FIELDS = [f for f in dataclasses.fields(HybridMuonConfig) if f.name not in _OF_ALL_GROUPS | _OTHER_FORM]
+_FIELDS = [f for f in dataclasses.fields(HybridMuonConfig) if f.name not in OF_ALL_GROUPS | _OTHER_FORM]
 LISTS = tuple(field.name for field in _FIELDS if isinstance(field.default, tuple))
 _PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in LISTS)
 # Keys that torch's schedulers add to groups.
@@ -53,8 +53,10 @@ _MORE_KEYS = ("params", "param_names", "name", *SCHEDULER_KEYS, "constructed")
 raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS))
 
 
-def check_group(given: Mapping[str, Any], defaults: Collection[str] | None = None) -> None:
+def check_group(given: dict[str, Any], defaults: Collection[str] | None = None) -> None:
     """Check the constructor's arguments, or a parameter group, whose keys are then those of `defaults`.
+
+    `muon_mode` becomes lower case.
 
     Raises
     ------
@@ -81,6 +83,7 @@ def check_group(given: Mapping[str, Any], defaults: Collection[str] | None = Non
         problems += error.problems
     if problems:
         raise InvalidSettingError(f"HybridMuon: {'; '.join(problems)}", problems)
+    given["muon_mode"] = given["muon_mode"].lower()
 
 
 def _unknown_keys(group: Mapping[str, Any], defaults: Collection[str]) -> list[str]:
@@ -113,7 +116,7 @@ def _plain_schedule(schedule: Any, key: str) -> tuple[Any, Sequence[str]]:
         return HybridMuonConfig.schedule, error.problems
 
 
-def group_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def group_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """Check the constructor's arguments; return a group's defaults as plain values that a state dict may hold."""
     check_group(given)
     schedules = {key: frozen_schedule(given[key], key) for key in _SCHEDULES}

@@ -16,7 +16,7 @@ from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, HybridMuonConfig
 from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.errors import InvalidParameterError
 from deepmd_muon.optim.routing.group_settings import LISTS, as_tuple, group_settings, rules_of
-from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name, choose_route, unnamed
+from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name, choose_route, is_local, unnamed
 from deepmd_muon.optim.routing.views import FusedSplit
 
 log = logging.getLogger(__name__)
@@ -110,6 +110,13 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
             )
         for given, p in zip(names, group["params"], strict=True):
             name = canonical_name(given)
+            if getattr(p, "_fsdp_flattened", False):
+                raise InvalidParameterError(
+                    f"{name!r} is a part of a parameter that FullyShardedDataParallel (FSDP1) has flattened, of shape "
+                    f"{tuple(p.shape)} on this rank: matrices cannot be recognized in it. Shard the model with "
+                    "torch.distributed.fsdp.fully_shard (FSDP2) instead, or keep it whole with DistributedDataParallel "
+                    "and replicas="
+                )
             if p.is_complex():
                 raise InvalidParameterError(f"HybridMuon needs real parameters; {name!r} is {p.dtype}")
             if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
@@ -203,16 +210,18 @@ class Routing:
             group.update(RouteTable(entries).manifest())
 
 
-def log_parameters(routed: Iterable[tuple[Tensor, RouteEntry]], replicas: object = None) -> None:
+def log_parameters(groups: Iterable[Group], replicas: object = None) -> None:
     """Log, at level DEBUG, each parameter's route with its reason, and where its elements live."""
-    for p, entry in routed:
-        spec = spec_of(p)
-        if spec is not None:
-            where = f"placements {tuple(map(str, spec.placements))} on {spec.mesh}"
-        else:
-            where = f"on {p.device}" if replicas is None else f"replicated over {replicas}"
-        shape = "x".join(map(str, entry.shape)) or "scalar"
-        log.debug("%s: %s, because %s; shape %s, %s", entry.name, entry.placement, entry.reason, shape, where)
+    for group in groups:
+        for p, entry in group.routed:
+            spec = spec_of(p)
+            if spec is not None:
+                where = f"placements {tuple(map(str, spec.placements))} on {spec.mesh}"
+            else:
+                alone = replicas is None or is_local(entry.name, group.settings)
+                where = f"on {p.device}" if alone else f"replicated over {replicas}"
+            shape = "x".join(map(str, entry.shape)) or "scalar"
+            log.debug("%s: %s, because %s; shape %s, %s", entry.name, entry.placement, entry.reason, shape, where)
 
 
 def _identities(param_groups: Sequence[dict[str, Any]]) -> list[list[tuple[int, torch.Size, bool]]]:
@@ -227,7 +236,10 @@ def _identities(param_groups: Sequence[dict[str, Any]]) -> list[list[tuple[int, 
 
 def _routing_inputs(param_groups: Sequence[dict[str, Any]]) -> list[Any]:
     """Return the values that may change between steps and that determine routes or their state."""
-    return [(g["magma_muon"], rules_of(g), *(p.requires_grad for p in g["params"])) for g in param_groups]
+    return [
+        (g["magma_muon"], as_tuple(g["local_patterns"]), rules_of(g), *(p.requires_grad for p in g["params"]))
+        for g in param_groups
+    ]
 
 
 def _routes_of(group: Mapping[str, Any], number: int) -> tuple[RouteEntry, ...]:

@@ -182,6 +182,11 @@ def _read_shape(saved: str | Sequence[int]) -> tuple[int, ...]:
     return tuple(map(int, filter(None, saved.split("x")) if isinstance(saved, str) else saved))
 
 
+def is_local(name: str, settings: HybridMuonConfig) -> bool:
+    """Return whether a plain parameter belongs to this process alone, also where `replicas` are given."""
+    return any(fnmatchcase(name, pattern) for pattern in settings.local_patterns)
+
+
 def unnamed(group: int, index: int) -> str:
     """Return the name of a parameter without one."""
     return f"group {group} parameter {index}"

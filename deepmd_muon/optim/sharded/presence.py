@@ -1,4 +1,4 @@
-"""Agreement of ranks in every step: which gradients exist, and whether the step is skipped."""
+"""Agreement of ranks in every step: which gradients exist, the settings of groups, and whether the step is skipped."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.errors import MissingGradientError
+from deepmd_muon.optim.errors import MissingGradientError, PlanMismatchError
+from deepmd_muon.optim.sharded.agreement import KEYS, GroupColumns, difference
 from deepmd_muon.optim.sharded.process_groups import agreeing_groups, check_names
+
+# Settings are compared in this many steps, where no step has a collective for them to travel in.
+_RARELY = 100
 
 
 class ComparedParameter(NamedTuple):
@@ -47,6 +51,8 @@ class GradientPresence:
         Device of the collectives.
     late
         Whether to read a comparison when the next one begins; None: only on a GPU.
+    columns
+        Settings of groups, which travel in the same collective, or in one of their own in every hundredth step.
 
     Raises
     ------
@@ -61,6 +67,7 @@ class GradientPresence:
         device: torch.device,
         *,
         late: bool | None = None,
+        columns: GroupColumns | None = None,
     ) -> None:
         self._device = device
         on_gpu = device.type == "cuda"
@@ -70,7 +77,11 @@ class GradientPresence:
         self._members: list[list[Tensor]] = []  # for each group: this rank's parameters,
         self._places: list[list[int]] = []  # the positions of their flags,
         self._names: list[list[str]] = []  # and the names of all ranks' parameters, one per flag
+        self._columns, self._steps = columns, 0
+        self._entries: list[list[tuple[int, int]]] = []  # this rank's groups of parameters: number, first column
+        self._labels: list[list[str]] = []  # and all ranks'
         rest = [each for each in compared if len(each.ranks) > 1]
+        groups = [] if columns is None else list(enumerate(columns.entries))
         for among, group in agreeing_groups(ranks, device):
             mine = [each for each in rest if set(each.ranks) <= set(among)]
             rest = [each for each in rest if not set(each.ranks) <= set(among)]
@@ -79,8 +90,14 @@ class GradientPresence:
             self._members.append([each.p for each in mine])
             self._places.append([known[each.ranks, each.name] for each in mine])
             self._names.append([name for _, name in known])
+            held = [(number, entry) for number, entry in groups if set(entry[0]) <= set(among)]
+            groups = [each for each in groups if each not in held]
+            found = check_names([entry for _, entry in held], among, group, device)
+            self._entries.append([(number, len(known) + len(KEYS) * found[entry]) for number, entry in held])
+            self._labels.append([name for _, name in found])
         # Host memory for the results; pinned, so that copies from a GPU are asynchronous.
-        self._arrived = [torch.zeros(2, len(names), device="cpu", pin_memory=on_gpu) for names in self._names]
+        self._widths = [len(a) + len(KEYS) * len(b) for a, b in zip(self._names, self._labels, strict=True)]
+        self._arrived = [torch.zeros(2, width, device="cpu", pin_memory=on_gpu) for width in self._widths]
         self._found: list[list[bool]] | None = None
         self._here: list[Tensor] = []
         self._pending = False
@@ -109,8 +126,11 @@ class GradientPresence:
         if not capturing:
             self.raise_deferred()
             self._look()
+        rarely = self._steps % _RARELY == 0
+        self._steps += 1
         for k, group in enumerate(self._groups):
-            here = None if capturing or not self._names[k] else self._here[k]
+            wanted = self._names[k] or (self._labels[k] and (rarely or flags is not None))
+            here = self._here[k] if wanted and not capturing else None
             sent = [x for x in (here, flags) if x is not None]
             if not sent:
                 continue
@@ -141,28 +161,47 @@ class GradientPresence:
         self._pending = False
         if self._copied is not None:
             self._copied.synchronize()  # recorded in the last step
+        late = "the last step differed between ranks; " if self._late else ""
+        read = [arrived.tolist() for arrived in self._arrived]
+        for arrived in self._arrived:
+            arrived.zero_()  # reported once
         names = [
             name
-            for known, arrived in zip(self._names, self._arrived, strict=True)
-            for name, here, missing in zip(known, *arrived.tolist(), strict=True)
+            for known, arrived in zip(self._names, read, strict=True)
+            for name, here, missing in zip(known, *arrived, strict=False)
             if here and missing
         ]
         if names:
-            late = "the last step differed between ranks; " if self._late else ""
             raise MissingGradientError(
                 f"{late}some ranks have a gradient of {', '.join(names)} and others have none; "
                 "provide one on every rank (zeros suffice) or on none"
             )
+        for known, labels, (largest, negated) in zip(self._names, self._labels, read, strict=True):
+            for i, label in enumerate(labels):
+                here = slice(len(known) + i * len(KEYS), len(known) + (i + 1) * len(KEYS))
+                different = difference(label, largest[here], [-x for x in negated[here]])
+                if different:
+                    raise PlanMismatchError(f"{late}{different}; give all ranks the same settings")
 
     def _look(self) -> None:
-        """Update the flags on the device if local gradients have changed: float32 (2 n,), present and missing."""
+        """Update the flags on the device if local gradients or settings have changed.
+
+        Float32 (2, n): for parameters, 1 where the gradient is present, and where it is missing; for settings, value
+        and negative, so that the maximum over ranks gives their largest and smallest.
+        """
         found = [[p.grad is not None for p in members] for members in self._members]
-        if found == self._found:
+        changed = self._columns is not None and self._columns.changed()
+        if found == self._found and not changed:
             return
         self._found = found
         self._here = []
-        for names, places, there in zip(self._names, self._places, found, strict=True):
-            flags = torch.zeros(2, len(names), device="cpu")
+        for k, (places, there) in enumerate(zip(self._places, found, strict=True)):
+            flags = torch.zeros(2, self._widths[k], device="cpu")
             for place, is_there in zip(places, there, strict=True):
                 flags[0 if is_there else 1, place] = 1.0
+            flags[:, len(self._names[k]) :] = -torch.inf  # of groups on other ranks
+            for number, start in self._entries[k]:
+                assert self._columns is not None
+                values = torch.tensor(self._columns.values(number), device="cpu")
+                flags[:, start : start + len(KEYS)] = torch.stack([values, -values])
             self._here.append(flags.view(-1).to(self._device))

@@ -97,7 +97,7 @@ def check_names(
     PlanMismatchError
         On every rank, naming the first difference.
     """
-    everyone = _statements_if_different(repr(list(mine)).encode(), lambda: list(mine), ranks, group, device)
+    everyone = statements_if_different(repr(list(mine)).encode(), lambda: list(mine), ranks, group, device)
     if everyone is None:
         return {each: number for number, each in enumerate(mine)}
     by_rank = dict(zip(ranks, everyone, strict=True))
@@ -109,12 +109,12 @@ def check_names(
                 if first != second:
                     raise PlanMismatchError(
                         f"ranks {some[0]} and {rank} do not train the same parameters; rank {some[0]}: {first}; "
-                        f"rank {rank}: {second}. Freeze parameters on all ranks alike, and give all the same ones."
+                        f"rank {rank}: {second}. Give all ranks the same parameters and routes, and freeze them alike."
                     )
     return {each: number for number, each in enumerate(together)}
 
 
-def _statements_if_different(
+def statements_if_different(
     statement: bytes, value: Callable[[], T], ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
 ) -> list[T] | None:
     """Return every rank's value where their statements differ; None where all are equal."""
@@ -158,7 +158,7 @@ def check_agreement(
     if group is None:
         return
     found = (type(error).__name__, str(error)) if error is not None else None
-    everyone = _statements_if_different(
+    everyone = statements_if_different(
         plan.digest(domain) + repr(found).encode(), lambda: (found, plan.lines(domain)), domain.ranks, group, device
     )
     if everyone is None:

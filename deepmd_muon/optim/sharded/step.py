@@ -13,6 +13,8 @@ from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTransportError
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing.param_groups import Group
+from deepmd_muon.optim.routing.rules import is_local
+from deepmd_muon.optim.sharded.agreement import GroupColumns, check_replicas, check_settings
 from deepmd_muon.optim.sharded.elements import ElementwiseStep
 from deepmd_muon.optim.sharded.params import (
     DTYPES,
@@ -49,7 +51,7 @@ def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: S
     sharded_params = []
     for number, group in enumerate(groups):
         for p, entry in group.routed:
-            layout = layout_of(p, replicas)
+            layout = layout_of(p, None if is_local(entry.name, group.settings) else replicas)
             if layout is not None and entry.route != "frozen":
                 sharding = None
                 if settings.state == "sharded" and replicas is not None and not isinstance(p, DTensor):
@@ -97,6 +99,8 @@ class ShardedStep:
         self._repeating = plain and not sharding and not any(domain.buckets for domain in self.plan.domains)
         self.params: list[Tensor] = [] if self._repeating else [param.p for param in sharded_params]
         self._agreed = False
+        self._columns = GroupColumns(sharded_params)
+        self._prepared: tuple[Sequence[Group], State] = ((), {})
         self._error: ShardingError | None = None
         self._bound = self._compiled = False
         self._groups: list[dist.ProcessGroup | None] = []
@@ -107,6 +111,7 @@ class ShardedStep:
     def reset(self) -> None:
         """Release all references to parameters' memory and state; the next step binds them again."""
         self._bound = self._compiled = False
+        self._prepared = (), {}
         if self._elements is not None:
             self._elements.reset()
         for update in self._pipeline.momentum_updates if self._pipeline is not None else ():
@@ -145,6 +150,8 @@ class ShardedStep:
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
         """Check parameters, gradients and state; `agree` raises the errors on all ranks."""
         self._error = layout_error(state, self._sharded_params)
+        self._prepared = groups, state
+        self._columns.bind(groups)
         self._compiled = False
         self._bound = self._bound and same_tensors
 
@@ -159,7 +166,10 @@ class ShardedStep:
             On all ranks, when only some replicas have a gradient of a parameter whose step is not exchanged; on a GPU
             in the next step, or by `raise_deferred`.
         PlanMismatchError
-            On all ranks, in the first step, when their parameters differ.
+            On all ranks, when their parameters or routes differ in the first step, or settings of their groups then or
+            later (`GroupColumns`).
+        ReplicaMismatchError
+            On all ranks, in the first step, when replicas differ.
         CaptureError
             During the capture of a CUDA graph.
         """
@@ -171,6 +181,10 @@ class ShardedStep:
                 check_agreement(self.plan, domain, group, self._device, self._error)
         if self._error is not None:
             raise self._error
+        if not self._agreed:
+            groups, state = self._prepared
+            check_settings(groups, self._sharded_params, self._device)
+            check_replicas(state, self._sharded_params, self._device)
         self._agreed = True
         if self._presence is None:
             self._presence = self._compare_presence()
@@ -220,7 +234,8 @@ class ShardedStep:
             if len(param.layout.replicas()) > 1
         ]
         known = [tuple(sorted(param.layout.ranks)) for param in self._sharded_params]
-        return GradientPresence(compared, known, self._device, late=False if everywhere else None)
+        late = False if everywhere else None
+        return GradientPresence(compared, known, self._device, late=late, columns=self._columns)
 
 
 def _planned(param: ShardedParameter, settings: HybridMuonConfig) -> PlannedParameter:

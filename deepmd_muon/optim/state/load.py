@@ -29,12 +29,18 @@ log = logging.getLogger(__name__)
 _NOT_SETTINGS = {
     *("params", "param_names", "lr", "initial_lr", "constructed", "routing_version", "routes", "views", "shapes"),
 }
+_POWERS = ("beta1_pow", "beta2_pow")  # of the decays, which the state holds for deepmd-kit's class alone
 
 
 _ADVICE = (
     "Restore the settings the state was saved with (muon_mode, min_matrix_dim, patterns, parameter names and shapes), "
     "set on_route_change to 'migrate' or 'reset', or start from the weights alone with a fresh optimizer state "
     "(dp train --init-model)."
+)
+# set_optimizer_state_dict hands over the state whose keys the present routes have, and {} for what it does not find.
+_FLATTENED = (
+    "torch's flattened state dicts (flatten_optimizer_state_dict=True) leave out the state of routes that are gone. "
+    "Save and load without flattening to migrate it, or set on_route_change to 'reset'."
 )
 
 
@@ -90,8 +96,11 @@ def load_state(
     if inconsistent:
         raise RoutingMismatchError(inconsistent, "The file is damaged or was edited by hand: use another checkpoint.")
     unexplained = [line for name, line in differences.items() if name not in saved or not saved[name].explained]
+    left_out = [line for name, line in differences.items() if name in saved and saved[name].left_out]
     if unexplained and on_route_change == "error":
-        raise RoutingMismatchError(unexplained, _ADVICE)
+        raise RoutingMismatchError(unexplained, f"{_ADVICE} {_FLATTENED}" if left_out else _ADVICE)
+    if left_out and on_route_change == "migrate":
+        raise RoutingMismatchError(left_out, _FLATTENED)
 
     state: dict[Tensor, dict[str, Any]] = {}
     converted: set[tuple[str, torch.dtype, torch.dtype]] = set()
@@ -129,8 +138,10 @@ def _parameters(groups: Sequence[Group]) -> list[tuple[Tensor, RouteEntry, Group
 def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: RouteTable) -> dict[str, SavedParameter]:
     """Return the content of a state dict, by parameter name."""
     if not {"param_groups", "state"} <= state_dict.keys():
+        flattened = any(isinstance(key, str) and key.startswith("state.") for key in state_dict)
         raise ForeignStateError(
             f"not an optimizer state dict: it must hold 'state' and 'param_groups'; found keys {list(state_dict)[:5]}"
+            + "; torch flattened it (flatten_optimizer_state_dict): load it by set_optimizer_state_dict" * flattened
         )
     groups, state = state_dict["param_groups"], state_dict["state"]
     if all("routes" in group for group in groups):
@@ -158,7 +169,13 @@ def _read_own(groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]])
                 f"the state dict lists {len(keys)} parameters but routes {len(table)} of them: it is damaged"
             )
         by_name = {entry.name: key for entry, key in zip(table, keys, strict=True)}
-    return {entry.name: SavedParameter(entry, _without_powers(state.get(by_name[entry.name], {}))) for entry in table}
+    found = {}
+    for entry in table:
+        values = state.get(by_name[entry.name], {})
+        missing = {key for key, value in values.items() if isinstance(value, dict)}  # see _FLATTENED
+        kept = {key: value for key, value in values.items() if key not in missing.union(_POWERS)}
+        found[entry.name] = SavedParameter(entry, kept, left_out=bool(missing) and entry.route != "frozen")
+    return found
 
 
 def _read_adam(
@@ -177,11 +194,6 @@ def _read_adam(
             elif name in known:  # never stepped: there is nothing to compare
                 found[name] = SavedParameter(known[name], {})
     return found
-
-
-def _without_powers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the powers of the decays, which the state holds for deepmd-kit's class alone."""
-    return {key: value for key, value in values.items() if key not in ("beta1_pow", "beta2_pow")}
 
 
 def _likely_optimizer(state: Mapping[Any, Mapping[str, Any]]) -> str:

@@ -34,11 +34,14 @@ class SavedParameter:
         Its state.
     explained
         Whether the version that saved it, not a setting, explains a difference from the present route.
+    left_out
+        Whether torch left the state of the saved route out; see `deepmd_muon.optim.state.load`.
     """
 
     entry: RouteEntry
     values: Mapping[str, Tensor]
     explained: bool = False
+    left_out: bool = False
 
 
 def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, float]) -> tuple[dict[str, Tensor], str]:

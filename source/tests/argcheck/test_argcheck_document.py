@@ -43,9 +43,9 @@ def test_an_entry():
         "- **`axis_neuron`** (a whole number; ≥ 1 and ≤ 65536; default 4; also `n_axis_neuron`)  \n"
         "  Number of columns of the embedding matrix that the descriptor multiplies the whole matrix with.\n"
     ) in reference("md")
-    assert ('muon_mode: one of "2d", "flat", "slice"; default "slice"\n    How a parameter is seen') in reference(
-        "text"
-    )
+    assert (
+        'muon_mode: one of "2d", "flat", "slice", in any case; default "slice"\n    How a parameter is seen'
+    ) in reference("text")
     assert '- **`type`** (only "ener", default "ener")' in reference("md")
     assert '- **`type`** (one of "exp", "cosine", "wsd", default "exp")' in reference("md")
     assert "\ntraining\n--------\n" in reference("rst")
@@ -70,7 +70,8 @@ def test_the_json_schema_accepts_what_the_check_accepts(validator, water):
     water["training"]["numb_steps"] = 1e6
     water["training"]["training_data"]["systems"] = "data"
     water["training"]["training_data"]["set_prefix"] = "set"
-    water["optimizer"] = {"type": "HybridMuon", "muon_momentum": 0.9}
+    water["optimizer"] = {"type": "HybridMuon", "muon_momentum": 0.9, "muon_mode": "Flat"}
+    water["model"]["descriptor"]["activation_function"] = "SiluT:3.0"
     normalize(water)
     assert list(validator.iter_errors(water)) == []
 
@@ -80,6 +81,8 @@ def test_the_json_schema_accepts_what_the_check_accepts(validator, water):
     [
         ("model", "descriptr", {}),
         ("optimizer", "muon_mode", "3d"),
+        ("optimizer", "vector_route", "AdamW"),
+        ("optimizer", "schedule", []),
         ("optimizer", "momentum", -3),
         ("optimizer", "momentum", 1),
         ("optimizer", "type", "Adam"),

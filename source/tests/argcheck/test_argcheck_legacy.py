@@ -88,6 +88,23 @@ def test_hybrid_muon(water, where, keys, expected, translations):
         assert f"{key}: {json.dumps(FIRST[key])}" in filled[0]
 
 
+@pytest.mark.parametrize("keys", [{}, {"lr_adjust_coeff": 0.3}, {"lr_adjust": 0.0, "muon_momentum": 0.9}])
+def test_the_optimizer_of_an_input_in_training_alone_is_the_first_version(water, keys):
+    checked = normalize(with_optimizer(water, "training", keys))
+    given = {key.replace("muon_momentum", "momentum"): value for key, value in keys.items()}
+    assert checked.settings.optimizer == HybridMuonConfig(**{**FIRST, "muon_mode": "2d", **given})
+    assert checked.open_scales is None
+    (filled,) = [notice for notice in checked.notices if "takes the defaults of their version" in notice]
+    assert "training/opt_type" in filled
+    for key in FIRST.keys() - given.keys():
+        assert f"{key}: {json.dumps(FIRST[key])}" in filled
+
+
+def test_a_key_in_the_newer_section_is_of_a_newer_version(water):
+    with_optimizer(water, "training", {})["optimizer"] = {"lr_adjust_coeff": 0.3}
+    assert normalize(water).settings.optimizer == HybridMuonConfig(lr_adjust_coeff=0.3)
+
+
 @pytest.mark.parametrize("layout", ["auto", "in_out"])
 def test_a_layout_that_is_given_stays(water, layout):
     checked = normalize(with_optimizer(water, "optimizer", {"muon_2d_only": True, "layout": layout}))

@@ -23,6 +23,7 @@ from deepmd_muon.model.descriptor.se_e2_a.settings import SeE2ASettings
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
 from deepmd_muon.optim.sharded import ShardedSettings
+from deepmd_muon.setting import InvalidSettingError
 
 
 def test_water_example(water):
@@ -59,8 +60,8 @@ def test_the_sharded_step_has_a_section_of_its_own(water, problems):
         "optimizer/sharded/state": "must be a string; found 1",
     }
     water["optimizer"] = {"type": "HybridMuon", "offload": True, "sharded": {"exchange": "reference"}}
-    (path, problem) = problems(water).popitem()
-    assert (path, "excludes optimizer/offload" in problem) == ("optimizer/sharded/exchange", True)
+    settings = normalize(water).settings.optimizer
+    assert (settings.offload, settings.sharded.exchange) == (True, "reference")
     water["optimizer"] = {"type": "Adam", "sharded": {}}
     wanted = " or ".join(f"optimizer/sharded with type {name!r}" for name in ("HybridMuon", "Muon"))
     wanted = f"is not a known key; did you mean {wanted}?"
@@ -118,6 +119,31 @@ def test_optimizers(water, section, kind):
     scale = {"lr_adjust_coeff": 0.3} if section.get("type") == "HybridMuon" else {}
     water["optimizer"] = {**section, **scale}
     assert normalize(water).settings.optimizer == dataclasses.replace(kind, **scale)
+
+
+def test_strings_that_deepmd_kit_lower_cases_are_taken_in_any_case(water, problems):
+    water["optimizer"] = {"type": "HybridMuon", "muon_mode": "Slice", "lr_adjust_coeff": 0.3}
+    water["model"]["descriptor"]["activation_function"] = "TanH"
+    water["model"]["fitting_net"]["activation_function"] = "None"
+    checked = normalize(water)
+    assert checked.settings.optimizer == HybridMuonConfig(muon_mode="slice", lr_adjust_coeff=0.3)
+    assert checked.settings.model.descriptor.activation_function == "tanh"
+    assert checked.normalized["model"]["fitting_net"]["activation_function"] == "none"
+    assert HybridMuonConfig(muon_mode="2D").muon_mode == MuonConfig(muon_mode="2D").muon_mode == "2d"
+    water["optimizer"]["muon_mode"], water["optimizer"]["vector_route"] = "Cube", "AdamW"
+    assert problems(water) == {
+        "optimizer/muon_mode": "must be one of '2d', 'flat', 'slice'; found 'Cube'",
+        "optimizer/vector_route": "must be one of 'adam', 'adamw'; found 'AdamW'",
+    }
+
+
+@pytest.mark.parametrize("key", ["schedule", "large_schedule"])
+@pytest.mark.parametrize("kind", [HybridMuonConfig, MuonConfig])
+def test_a_schedule_needs_a_step(water, problems, kind, key):
+    water["optimizer"] = {"type": kind.__name__.removesuffix("Config"), key: []}
+    assert problems(water) == {f"optimizer/{key}": "must have at least one element; found an empty list"}
+    with pytest.raises(InvalidSettingError, match=f"{key}: must have at least one element"):
+        kind(**{key: ()})
 
 
 @pytest.mark.parametrize(

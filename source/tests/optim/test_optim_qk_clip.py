@@ -92,7 +92,7 @@ def test_latent_attention():
     assert torch.equal(after["kv_a.weight"], before["kv_a.weight"])
 
 
-@pytest.mark.parametrize("splits", [[], ["qkv.*: rows 24+8+8"]])
+@pytest.mark.parametrize("splits", [[], ["qkv.*: rows 24+8+8"], ["qkv.*: rows 10"], ["qkv.*: columns 2"]])
 def test_fused_weights_are_scaled_in_their_parts(splits):
     layer = FusedQKV("attn", "qkv.weight", HEADS, KEY_HEADS)
     params = parameters(**{"qkv.weight": (40, WIDTH), "qkv.bias": (40,)})
@@ -107,16 +107,70 @@ def test_fused_weights_are_scaled_in_their_parts(splits):
     assert torch.equal(after[32:], before[32:])
 
 
-def test_interleaved_rows_and_weights_stored_as_columns():
-    size = KEY_HEADS * (HEADS // KEY_HEADS + 2) * DIM
-    params = parameters(**{"qkv.matrix": (WIDTH, size)})
+# q, k and v of 3 queries and of 1 key and 1 value of another size; their parts by key head, by kind and by head.
+WIDE = "+".join(["12+4+7"] * KEY_HEADS)
+EACH = "+".join(["4+4+4+4+7"] * KEY_HEADS)
+
+
+@pytest.mark.parametrize(
+    ("value", "split"), [(DIM, None), (DIM, "2"), (DIM, "10"), (DIM, "12+4+4+12+4+4"), (7, WIDE), (7, EACH)]
+)
+def test_interleaved_rows_and_weights_stored_as_columns(value, split):
+    size = KEY_HEADS * ((HEADS // KEY_HEADS + 1) * DIM + value)
     layer = FusedQKV("attn", "qkv.matrix", HEADS, KEY_HEADS, interleaved=True, axis="columns")
-    before, after = clipped(params, layer, LOGITS)
-    first, second = (x["qkv.matrix"].view(WIDTH, KEY_HEADS, -1, DIM) for x in (before, after))
+    splits = [f"qkv.matrix: columns {split}"] if split else []
+    matrix = nn.Parameter(random(WIDTH, size))
+    optimizer = HybridMuon(
+        [("qkv.matrix", matrix)], 0.0, weight_decay=0.0, qk_clip=QKClip((layer,), TAU), splits=splits
+    )
+    first = matrix.detach().clone().view(WIDTH, KEY_HEADS, -1)
+    optimizer.step(qk_logits={"attn": LOGITS})
+    second = matrix.detach().view(WIDTH, KEY_HEADS, -1)
     for g in range(KEY_HEADS):
         mine = [factor(x) for x in LOGITS.view(KEY_HEADS, -1)[g].tolist()]
-        for i, scale in enumerate([*mine, min(mine), 1.0]):
-            assert torch.allclose(second[:, g, i], first[:, g, i] * scale**0.5, rtol=1e-12, atol=0)
+        for i, scale in enumerate([*mine, min(mine)]):
+            rows = slice(i * DIM, (i + 1) * DIM)
+            assert torch.allclose(second[:, g, rows], first[:, g, rows] * scale**0.5, rtol=1e-12, atol=0)
+    assert torch.equal(second[..., -value:], first[..., -value:])
+
+
+def test_values_may_have_heads_of_another_size():
+    layer = FusedQKV("attn", "qkv.weight", 2)
+    for splits in (["*: rows 8+8+6"], ["*: rows 4+4+4+4+3+3"]):
+        weight = nn.Parameter(random(22, WIDTH))
+        before = weight.detach().clone()
+        optimizer = HybridMuon(
+            [("qkv.weight", weight)], 0.0, weight_decay=0.0, qk_clip=QKClip((layer,), TAU), splits=splits
+        )
+        optimizer.step(qk_logits={"attn": torch.tensor([1.0, 12.0])})
+        expected = before.clone()
+        expected[4:8] *= 0.5
+        expected[12:16] *= 0.5
+        assert torch.allclose(weight.detach(), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("interleaved", "split"),
+    [(False, "5"), (False, "8+8+8+4+4+4+4"), (True, "3"), (True, "5+5+10+5+10+5"), (True, "4")],
+)
+def test_parts_that_are_not_those_of_heads_are_refused(interleaved, split):
+    layer = FusedQKV("attn", "qkv.weight", HEADS, KEY_HEADS, interleaved=interleaved)
+    size = 45 if split == "3" else 40
+    with pytest.raises(QKClipError, match="is split into"):
+        HybridMuon(
+            [("qkv.weight", nn.Parameter(random(size, WIDTH)))],
+            splits=[f"qkv.weight: rows {split}"],
+            qk_clip=QKClip((layer,)),
+        )
+
+
+def test_queries_and_keys_of_other_sizes_are_refused():
+    with pytest.raises(QKClipError, match="4 rows a query head and 6 a key head"):
+        HybridMuon(
+            [("qkv.weight", nn.Parameter(random(32, WIDTH)))],
+            splits=["*: rows 8+12+12"],
+            qk_clip=QKClip((FusedQKV("attn", "qkv.weight", 2),)),
+        )
 
 
 def test_nothing_is_clipped_by_nan_by_infinity_or_in_a_step_that_is_left_out():

@@ -33,6 +33,14 @@ def stepped(params, optimizer, steps=3, seed=1, **scaler):
     return [p.detach().clone() for p in params.values()]
 
 
+def test_the_mode_of_a_group_is_taken_in_any_case():
+    w, v, x = (nn.Parameter(torch.ones(2, 3, 4)) for _ in range(3))
+    optimizer = HybridMuon([{"params": [("w", w)]}, {"params": [("v", v)], "muon_mode": "FLAT"}], muon_mode="2D")
+    optimizer.add_param_group({"params": [("x", x)]})
+    assert [group["muon_mode"] for group in optimizer.param_groups] == ["2d", "flat", "2d"]
+    assert [entry.route for entry in optimizer.routing] == ["adamw", "muon", "adamw"]
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01, dtype=torch.float64)])
 def test_every_implementation_of_the_adam_routes_is_torchs_with_its_epsilon(implementation, lr):

@@ -14,12 +14,25 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from deepmd_muon.optim import HybridMuon, QKClipError
 from deepmd_muon.optim.qk_clip import FusedQKV, LatentQK, QKClip, SeparateQK
 
-SHAPES = {"q": (24, 10), "k": (8, 10), "q.bias": (24,), "qkv": (40, 10), "latent_q": (18, 10), "latent_kv": (21, 10)}
+SHAPES = {
+    "q": (24, 10),
+    "k": (8, 10),
+    "q.bias": (24,),
+    "qkv": (40, 10),
+    "latent_q": (18, 10),
+    "latent_kv": (21, 10),
+    "heads": (36, 10),
+    "groups": (50, 10),
+}
+# A part for each head: all queries, then keys and values, whose heads have 2 rows; or key head by key head.
+SPLITS = ("heads.weight: rows 4+4+4+4+4+4+4+4+2+2", "groups.weight: rows 5+5+5+5+5+5+5+5+5+5")
 CLIP = QKClip(
     (
         SeparateQK("separate", "q.weight", "k.weight", 6, 2),
         FusedQKV("fused", "qkv.weight", 6, 2, interleaved=True),
         LatentQK("latent", "latent_q.weight", "latent_kv.weight", 3, 4, 2, 3),
+        FusedQKV("heads", "heads.weight", 6, 2),
+        FusedQKV("groups", "groups.weight", 6, 2, interleaved=True),
     ),
     threshold=3.0,
 )
@@ -27,6 +40,8 @@ LOGITS = {
     "separate": torch.tensor([1.0, 3.5, 6.0, 2.0, -9.0, 30.0]),
     "fused": torch.tensor([4.0, 0.0, 5.0, 3.0, 2.0, 1.0]),
     "latent": torch.tensor([8.0, 1.0, 4.0]),
+    "heads": torch.tensor([7.0, 1.0, 2.0, 9.0, 3.0, 4.0]),
+    "groups": torch.tensor([2.0, 9.0, 2.0, 1.0, 2.0, 5.0]),
 }
 
 
@@ -43,7 +58,7 @@ def mine(logits):
 
 
 def clipped(params, logits, **settings):
-    optimizer = HybridMuon(params.items(), 0.02, qk_clip=CLIP, **settings)
+    optimizer = HybridMuon(params.items(), 0.02, qk_clip=CLIP, splits=SPLITS, **settings)
     random = torch.Generator("cpu").manual_seed(1)
     for _ in range(2):
         for p in params.values():
@@ -59,7 +74,8 @@ def sharded_qk_clip():
     own = {name: mine(x) for name, x in LOGITS.items()}
     expected = clipped(named(SHAPES, lambda shape: values[shape].clone()), LOGITS)
     plain = clipped(named(SHAPES, lambda shape: values[shape].clone()), own, replicas=mesh_of((dist.get_world_size(),)))
-    results = {"replicas": plain}
+    offloaded = named(SHAPES, lambda shape: values[shape].clone())
+    results = {"replicas": plain, "offloaded": clipped(offloaded, LOGITS, offload=True)}
     for name, mesh, placements in layouts():
         if all(getattr(placement, "dim", 0) < 2 for placement in placements):
             there = mesh_of(mesh)
@@ -68,7 +84,7 @@ def sharded_qk_clip():
                 fitting = [p if getattr(p, "dim", 0) < len(shape) else type(p)(0) for p in placements]
                 return place(values[shape].clone(), there, fitting)
 
-            results[name] = clipped(named(SHAPES, make), own)
+            results[name] = clipped(named(SHAPES, make), own, offload=name == "Shard(0)")
     assert len(results) > 3
     for kind, found in results.items():
         for name, p in expected.items():

@@ -8,6 +8,7 @@ import weakref
 
 import forked
 import pytest
+import sharded_agreement
 import sharded_cases
 import sharded_failures
 import sharded_models
@@ -43,6 +44,8 @@ NOT_FOR_FOUR = (
     *("gradients compared late", "non-finite gradients", "gradient scaler", "order of a step", "offloaded reference"),
     *("cut state", "memory of cut state", "collectives of cut state", "states between ways", "preflight of cut state"),
     *("Adam in parts", "Adam in parts, as users call it", "profiled step"),
+    *("FSDP1", "routes", "settings", "settings later", "settings in rare steps", "settings compared late"),
+    "replicas that differ",
 )
 
 
@@ -82,6 +85,7 @@ def test_ranks_together_equal_one_process(world, folder):
     everything = [
         *sharded_cases.CASES,
         *sharded_failures.CASES,
+        *sharded_agreement.CASES,
         *sharded_state.CASES,
         *sharded_models.CASES,
         *sharded_qk_clip.CASES,
@@ -99,6 +103,7 @@ def test_gpus_together_equal_one(world):
     everything = [
         *sharded_cases.CASES,
         *sharded_failures.CASES,
+        *sharded_agreement.CASES,
         *sharded_state.CASES,
         *sharded_models.CASES,
         *sharded_qk_clip.CASES,

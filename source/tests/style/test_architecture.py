@@ -1,6 +1,7 @@
 """The rooms of the package and the arrows between them, read from the import statements."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,11 @@ THIRD_PARTY = {
     "model": {"torch", "numpy", "triton"},
     "optim": {"torch", "triton"},
 }
+LAZY = [
+    ".".join(path.parent.relative_to(PACKAGE.parent).parts)
+    for path in sorted(PACKAGE.rglob("__init__.py"))
+    if "def __getattr__" in path.read_text(encoding="utf-8")
+]
 STANDARD = set(sys.stdlib_module_names) | {"deepmd_muon"}
 
 
@@ -102,6 +108,15 @@ def test_imports_load_no_more_than_they_must(statement, unwanted):
     code = f"import sys\n{statement}\nprint([name for name in {unwanted!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_packages_that_import_on_demand_list_their_names(name):
+    package = importlib.import_module(name)
+    assert package.__all__
+    assert set(package.__all__) <= set(dir(package))
+    for public in package.__all__:
+        assert getattr(package, public) is not None
 
 
 def test_importing_the_package_changes_no_global_setting_of_torch():

@@ -1,0 +1,103 @@
+"""torch's flattened state dicts, which hand a state dict only the state that the present routes have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from deepmd_muon.optim import HybridMuon, RoutingMismatchError
+from deepmd_muon.optim.errors import ForeignStateError
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.experts = nn.Parameter(torch.randn(3, 4, 5, generator=generator))
+        self.linear = nn.Linear(4, 4)
+
+
+def made(**settings):
+    model = Net()
+    return model, HybridMuon(model.named_parameters(), 0.02, **settings)
+
+
+def trained(**settings):
+    model, optimizer = made(**settings)
+    for i in range(2):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+        optimizer.step()
+    return model, optimizer
+
+
+def test_state_of_the_same_routes_comes_back():
+    model, optimizer = trained()
+    other, loaded = made()
+    set_optimizer_state_dict(other, loaded, get_optimizer_state_dict(model, optimizer, options=FLAT), options=FLAT)
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert optimizer.state[p].keys() == loaded.state[q].keys(), name
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value, loaded.state[q][key]), (name, key)
+
+
+@pytest.mark.parametrize("policy", ["error", "migrate"])
+@pytest.mark.parametrize(
+    ("before", "after"), [({}, {"muon_mode": "2d"}), ({"muon_mode": "2d"}, {})], ids=["to adamw", "to muon"]
+)
+def test_a_changed_route_is_named_with_the_way_that_keeps_its_state(policy, before, after):
+    flat = get_optimizer_state_dict(*trained(**before), options=FLAT)
+    model, optimizer = made(on_route_change=policy, **after)
+    with pytest.raises(RoutingMismatchError, match="flatten_optimizer_state_dict") as error:
+        set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
+    (line,) = error.value.differences
+    assert line.startswith("experts: saved: route")
+
+
+def test_a_changed_route_may_start_without_state():
+    saved, by = trained()
+    flat = get_optimizer_state_dict(saved, by, options=FLAT)
+    model, optimizer = made(on_route_change="reset", muon_mode="2d")
+    set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
+    assert model.experts not in optimizer.state
+    momentum = optimizer.state[model.linear.weight]["momentum_buffer"]
+    assert torch.equal(momentum, by.state[saved.linear.weight]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("policy", ["error", "migrate"])
+def test_adam_to_adamw_keeps_its_state(policy):
+    saved, by = trained(muon_mode="2d")
+    flat = get_optimizer_state_dict(saved, by, options=FLAT)
+    model, optimizer = made(on_route_change=policy, adam_patterns=["experts"])
+    if policy == "error":
+        with pytest.raises(RoutingMismatchError, match="experts: saved: route adamw"):
+            set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
+        return
+    set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
+    for key, value in by.state[saved.experts].items():
+        assert torch.equal(value, optimizer.state[model.experts][key])
+
+
+def test_scores_start_where_the_saved_run_had_none():
+    flat = get_optimizer_state_dict(*trained(magma_muon=False), options=FLAT)
+    model, optimizer = made()
+    set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
+    assert "magma_score" not in optimizer.state[model.experts]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.state[model.experts]["magma_score"].shape == (3,)
+
+
+def test_a_flattened_state_dict_itself_is_named():
+    flat = get_optimizer_state_dict(*trained(), options=FLAT)
+    with pytest.raises(ForeignStateError, match="flatten_optimizer_state_dict"):
+        made()[1].load_state_dict(flat)
