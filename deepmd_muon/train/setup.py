@@ -50,6 +50,8 @@ _OF_A_MACHINE = frozenset(
 )
 # Neighbour lists of a training set are kept in memory up to this many bytes.
 CACHE_BYTES = 2 << 30
+# Most systems whose doubtful data are named at the usual log level.
+_DOUBTFUL_SYSTEMS = 10
 
 
 @dataclasses.dataclass
@@ -84,19 +86,35 @@ def open_training_systems(settings: ModelSettings, training: TrainingSettings) -
     train = opened(training.training_data)
     valid = opened(training.validation_data) if training.validation_data else []
     for kind, systems in (("training", train), ("validation", valid)):
-        for system in systems:
-            log.info(
-                "%s data: %s: %d frames of %d atoms, %s, labels %s",
-                kind,
-                system.name,
-                system.nframes,
-                system.natoms,
-                "periodic" if system.pbc else "no cell",
-                ", ".join(sorted(system.labels)) or "none",
-            )
-            for suspicion in suspicions(system):
-                log.warning("%s data: %s: %s", kind, system.name, suspicion)
+        if systems:
+            _log_systems(kind, systems)
     return train, valid
+
+
+def _log_systems(kind: str, systems: list[System]) -> None:
+    """Log what the data are and what in them looks wrong: thousands of systems must not bury the rest of the log."""
+    atoms = sorted({system.natoms for system in systems})
+    log.info(
+        "%s data: %d system%s, %d frames of %s atoms, %d periodic, labels %s",
+        kind,
+        len(systems),
+        "s" * (len(systems) > 1),
+        sum(system.nframes for system in systems),
+        f"{atoms[0]} to {atoms[-1]}" if len(atoms) > 1 else atoms[0],
+        sum(system.pbc for system in systems),
+        ", ".join(sorted(frozenset[str]().union(*(system.labels for system in systems)))) or "none",
+    )
+    doubtful = 0
+    for system in systems:
+        log.debug("%s data: %s", kind, system)
+        found = suspicions(system)
+        doubtful += bool(found)
+        level = logging.WARNING if doubtful <= _DOUBTFUL_SYSTEMS else logging.DEBUG
+        for suspicion in found:
+            log.log(level, "%s data: %s: %s", kind, system.name, suspicion)
+    if doubtful > _DOUBTFUL_SYSTEMS:
+        more = doubtful - _DOUBTFUL_SYSTEMS
+        log.warning("%s data: %d more systems look wrong; --log-level DEBUG names them", kind, more)
 
 
 def resolve_sel(given: Input, systems: list[System], *, count: bool) -> tuple[Input, NeighborStatistics | None]:

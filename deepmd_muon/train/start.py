@@ -51,6 +51,8 @@ from deepmd_muon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+# Most batches in which the length of descriptors is measured, for which no system matters in particular.
+_MEASURED = 256
 # Values of --restart that stand for the newest checkpoint, if there is one.
 AUTOMATIC = ("auto", "latest")
 
@@ -250,7 +252,8 @@ def _suit_descriptors(given: Input, model: EnergyModel, data: Data, ranks: Ranks
         return given
 
     def batches() -> Iterator[Structures]:
-        for batch in data.training.sample_batches(1):
+        plans = list(data.training.sample_plans(1))
+        for batch in map(data.training.build, plans[:: -(-len(plans) // _MEASURED)]):
             yield Structures.of(batch.frames, batch.neighbors, model.ntypes, ranks.device)
 
     length = ranks.from_first("measuring descriptors", lambda: descriptor_length(model, batches()))

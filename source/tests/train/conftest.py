@@ -70,7 +70,7 @@ def train():
 
     def start(content, **options):
         Path("input.json").write_text(json.dumps(content))
-        return run("input.json", log_level="WARNING", **options)
+        return run("input.json", **{"log_level": "WARNING", **options})
 
     return start
 
