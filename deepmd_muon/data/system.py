@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError, TypeMapError
+from deepmd_muon.data.far_atoms import MAX_LENGTH
 from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, Frames, label_shape
 from deepmd_muon.data.storage import Store
-
-#: Positions and cells beyond it [Å] are mistakes; the neighbour list counts cells with 32 bits.
-MAX_LENGTH = 1e7
 
 
 class System:
