@@ -10,6 +10,7 @@ import io
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -137,6 +138,31 @@ def replacement(path: Path) -> Iterator[Path]:
     except BaseException:
         with suppress(OSError):  # of the same disk; the first error counts
             temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `path` that takes its place at the end of the `with` block.
+
+    A run that is killed leaves nothing at `path`, where half of the files could be taken for all. `path` must be absent
+    or an empty folder; files are synced by their writers.
+
+    Raises
+    ------
+    WriteError
+        When the folder cannot be made or put in its place.
+    """
+    final = Path(os.path.realpath(path))
+    aside = hidden_name(final)
+    with writing(path):
+        aside.mkdir(parents=True)
+    try:
+        yield aside
+        with writing(path):
+            os.replace(aside, final)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)  # of the same disk; the first error counts
         raise
 
 

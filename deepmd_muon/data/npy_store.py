@@ -177,7 +177,8 @@ def _folders(root: str) -> list[str]:
             below.clear()
             continue
         seen.add(real)
-        below[:] = sorted(name for name in below if not name.startswith("set."))
+        # Of names with a dot, some were left by conversions that were killed.
+        below[:] = sorted(name for name in below if not name.startswith(("set.", ".")))
         if "type.raw" in files:
             found.append(folder)
     return sorted(found)
