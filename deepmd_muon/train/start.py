@@ -27,6 +27,7 @@ from deepmd_muon.train.endings import Moment, explained
 from deepmd_muon.train.energy_bias import fit_energy_bias
 from deepmd_muon.train.errors import CheckpointError, TrainingError
 from deepmd_muon.train.heap import keep_freed_memory
+from deepmd_muon.train.outputs import check_outputs
 from deepmd_muon.train.parallel import Ranks, joined
 from deepmd_muon.train.report import set_up_logging
 from deepmd_muon.train.report.tensorboard import require_tensorboard
@@ -120,6 +121,9 @@ def run(
     training = given.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
         found = init_model or (None if restart in AUTOMATIC else restart)
+        ranks.from_first(
+            "looking at its outputs", lambda: check_outputs(given, input_path, output, log_path, found or finetune)
+        )
         stack.enter_context(explained(lambda: Moment("preparing"), lambda: Path(found) if found else None))
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
         ranks.from_first("locking its files", lambda: stack.enter_context(held(training, input_path)))
@@ -133,11 +137,12 @@ def run(
                 log.warning("%s", notice)
             _check_reports(given, output)
         given = _complete_input(given, source, use_pretrain_script=use_pretrain_script)
+        normalized = (Path(output), Path(output).read_bytes() if Path(output).is_file() else b"")
         trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
         if source and source.way == "restart":
             _restart(trainer, source, ranks)
         else:
-            ranks.from_first("keeping the files of an earlier run", lambda: keep_earlier(training))
+            ranks.from_first("keeping the files of an earlier run", lambda: keep_earlier(training, normalized))
         return trainer.run()
 
 
