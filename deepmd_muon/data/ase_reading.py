@@ -65,7 +65,8 @@ def read_ase(path: str, keys: LabelKeys | None = None) -> list[MemoryStore]:
             "pip install ase"
         ) from error
     try:
-        frames = read(path, index=":")
+        # Elsewhere ASE takes what follows an "@" for the numbers of frames, and reads the file named by the rest.
+        frames = read(path, index=":", do_not_split_by_at_sign=True)
     except Exception as error:  # ASE's readers raise whatever their parsing runs into
         raise SystemNotFoundError(
             f"system {path}: neither a folder, an HDF5 file nor a file that ASE reads "
@@ -116,6 +117,8 @@ def _arrays(atoms: Atoms, keys: LabelKeys, path: str, number: int) -> dict[str, 
     # ASE takes names that it knows, such as "energy", out of info and arrays.
     given: Mapping[str, Any] = {**results, **atoms.arrays, **atoms.info}
     found = {"coord": atoms.get_positions()}
+    if not np.isfinite(atoms.cell.array).all():
+        raise SystemFormatError(path, f"frame {number}", f"the cell is not finite: {atoms.cell.array.tolist()}")
     if atoms.pbc.any() and atoms.cell.volume > 0:
         found["box"] = np.array(atoms.cell)
     labels = {

@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from tokenize import TokenError
 
 import numpy as np
@@ -85,11 +84,17 @@ class NpyStore:
 
     def sets(self) -> list[str]:
         """Names of the ``set.*`` folders, sorted."""
-        return sorted(p.name for p in Path(self.root).glob("set.*") if p.is_dir())
+        return sorted(name for name in self.names("") if name.startswith("set.") and self._is_folder(name))
 
     def names(self, folder: str) -> frozenset[str]:
         """Names of the files in `folder`."""
-        return frozenset(os.listdir(os.path.join(self.root, folder)))
+        try:
+            return frozenset(os.listdir(os.path.join(self.root, folder)))
+        except OSError as error:
+            raise SystemFormatError(self.root, folder, f"cannot be listed: {error.strerror}") from error
+
+    def _is_folder(self, name: str) -> bool:
+        return os.path.isdir(os.path.join(self.root, name))
 
     def words(self, path: str) -> list[str]:
         """Read the words of a text file."""
@@ -171,7 +176,12 @@ def _folders(root: str) -> list[str]:
     """Folders with a ``type.raw`` at or below `root`, sorted; links are followed, circles are not."""
     seen: set[str] = set()
     found: list[str] = []
-    for folder, below, files in os.walk(root, followlinks=True):
+
+    def refuse(error: OSError) -> None:
+        # Systems below it would be missing from the data in silence.
+        raise SystemFormatError(str(error.filename), "", f"cannot be listed: {error.strerror}") from error
+
+    for folder, below, files in os.walk(root, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen:
             below.clear()

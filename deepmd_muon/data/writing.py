@@ -14,7 +14,7 @@ import numpy as np
 from deepmd_muon.data.errors import DataError
 from deepmd_muon.data.frames import LABELS, Frames
 from deepmd_muon.data.system import System
-from deepmd_muon.files import make_folder_of, named_file, whole_file, whole_folder, writing
+from deepmd_muon.files import make_folder_of, named_file, whole_file, whole_folder
 
 
 def write_npy(systems: Sequence[System], folder: Path) -> list[str]:
@@ -26,8 +26,7 @@ def write_npy(systems: Sequence[System], folder: Path) -> list[str]:
         for name, system in zip(names, systems, strict=True):
             for path, content in _contents(system):
                 place, final = aside / name / path, folder / name / path
-                with writing(final):
-                    place.parent.mkdir(parents=True, exist_ok=True)
+                make_folder_of(place, final)
                 with named_file(place, final) as file:
                     if isinstance(content, np.ndarray):
                         np.save(file, content)

@@ -203,3 +203,20 @@ def test_a_killed_conversion_leaves_nothing_that_is_taken_as_whole(tmp_path, for
     assert not place.exists()
     with pytest.raises(SystemNotFoundError):
         open_systems(str(tmp_path / "data"))
+
+
+def test_a_name_with_an_at_sign_is_that_of_a_file(tmp_path):
+    """ASE takes "300K.xyz" for numbers of frames of a file "Cu"."""
+    for name, length in (("Cu", 3.5), ("Cu@300K.xyz", 3.7)):
+        write(tmp_path / name, bulk("Cu", "fcc", a=length, cubic=True), format="extxyz")
+    (system,) = open_systems(str(tmp_path / "Cu@300K.xyz"))
+    assert system.frames([0]).box[0, 0, 0] == pytest.approx(3.7)
+
+
+def test_a_cell_that_is_not_finite_is_refused(tmp_path):
+    atoms = bulk("Cu", "fcc", a=3.6, cubic=True)
+    write(tmp_path / "a.xyz", atoms)
+    text = (tmp_path / "a.xyz").read_text()
+    (tmp_path / "a.xyz").write_text(text.replace('Lattice="3.6', 'Lattice="nan'))
+    with pytest.raises(SystemFormatError, match="not finite"):
+        open_systems(str(tmp_path / "a.xyz"))

@@ -324,3 +324,21 @@ def test_nothing_is_mapped_and_few_files_are_open(tmp_path):
     assert len(handles) == 3
     places = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
     assert len([place for place in places if place.startswith(str(tmp_path))]) in (1, 2, 3)
+
+
+@pytest.mark.parametrize("place", ["a", "b/set.000", "b"])
+def test_a_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch, place):
+    for name in "abc":
+        write_npy(tmp_path / "all" / name, TYPES, [make_arrays(3, 4)])
+    closed = str(tmp_path / "all" / place)
+    for function in ("listdir", "scandir"):
+        original = getattr(os, function)
+
+        def listing(path=".", original=original):
+            if os.fspath(path) == closed:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), closed)
+            return original(path)
+
+        monkeypatch.setattr(os, function, listing)
+    with pytest.raises(SystemFormatError, match="cannot be listed"):
+        open_systems(str(tmp_path / "all"))

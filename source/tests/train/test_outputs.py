@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from deepmd_muon import files
 from deepmd_muon.data import open_systems
 from deepmd_muon.data.writing import write_hdf5
-from deepmd_muon.train import TrainingError
+from deepmd_muon.files import replace_link
+from deepmd_muon.model.checkpoint_file import read_checkpoint
+from deepmd_muon.train import CheckpointError, TrainingError
+from deepmd_muon.train.errors import RunError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 FOLDER = "data/train/cluster13"
@@ -72,3 +78,35 @@ def test_a_fresh_run_keeps_all_reports_of_an_earlier_one(small_input, train):
         for name, was in kept[number - 1].items():
             assert Path(f"{name}.{number}").read_bytes() == was
     assert json.loads(Path("out.json.1").read_text())["training"]["seed"] == 0
+
+
+def test_the_end_of_a_run_publishes_what_a_killed_one_had_not(small_input, train):
+    """As after a kill between the last checkpoint and its link."""
+    content = small_input(training={"numb_steps": 4, "save_freq": 2})
+    assert train(content) == 0
+    replace_link(Path("model.ckpt.pt"), "model.ckpt-2.pt")
+    Path("checkpoint").write_text("model.ckpt-2.pt\n")
+    assert train(content, restart="auto") == 0
+    assert os.readlink("model.ckpt.pt") == "model.ckpt-4.pt"
+    assert Path("checkpoint").read_text() == "model.ckpt-4.pt\n"
+
+
+def test_a_restart_without_the_optimizers_state_is_refused(small_input, train):
+    content = small_input(training={"numb_steps": 2})
+    assert train(content) == 0
+    saved = read_checkpoint("model.ckpt-2.pt")
+    saved["optimizer"]["state"] = {}
+    torch.save(saved, "broken.pt")
+    with pytest.raises(CheckpointError, match="empty after 2 steps"):
+        train(content, restart="broken.pt")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["log", "curve", "output"])
+def test_a_fifo_that_nobody_reads_is_an_error(small_input, train, monkeypatch, name):
+    monkeypatch.setattr(files, "FIFO_PATIENCE", 0.1)
+    os.mkfifo("fifo")
+    content = small_input(training={"numb_steps": 1, **({"disp_file": "fifo"} if name == "curve" else {})})
+    options = {"log": {"log_path": "fifo"}, "output": {"output": "fifo"}}.get(name, {})
+    with pytest.raises(RunError, match="FIFO that nobody reads"):
+        train(content, **options)
