@@ -57,7 +57,7 @@ class _Layout:
     def read_rows(self, file: OpenFile, indices: np.ndarray) -> np.ndarray:
         """Read some rows, each stretch of neighbours by one call of the system."""
         rows = np.empty((len(indices), *self.shape[1:]), dtype=self.dtype)
-        target = memoryview(rows.reshape(-1).view(np.uint8))
+        target = rows.reshape(-1).view(np.uint8).data
         width = rows.nbytes // len(indices)
         numbers = indices.tolist()
         first = 0
