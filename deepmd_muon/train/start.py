@@ -26,6 +26,7 @@ from deepmd_muon.train.early_start import warm_up
 from deepmd_muon.train.endings import Moment, explained
 from deepmd_muon.train.energy_bias import fit_energy_bias
 from deepmd_muon.train.errors import CheckpointError, TrainingError
+from deepmd_muon.train.full_validation import best_prefix
 from deepmd_muon.train.heap import keep_freed_memory
 from deepmd_muon.train.outputs import check_outputs
 from deepmd_muon.train.parallel import Ranks, joined
@@ -126,8 +127,9 @@ def run(
         )
         stack.enter_context(explained(lambda: Moment("preparing"), lambda: Path(found) if found else None))
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
-        ranks.from_first("locking its files", lambda: stack.enter_context(held(training, input_path)))
-        ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, Path(output)))
+        best = best_prefix(given.settings.validating, training.save_ckpt)
+        ranks.from_first("locking its files", lambda: stack.enter_context(held(training, input_path, best)))
+        ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, Path(output), best))
         if restart in AUTOMATIC:
             restart = ranks.from_first("looking for a checkpoint", lambda: newest_checkpoint(training.save_ckpt))
         source = _read_source(ranks, restart=restart, init_model=init_model, finetune=finetune, branch=model_branch)

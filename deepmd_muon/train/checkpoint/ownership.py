@@ -31,8 +31,8 @@ _LONGEST_SAVE = 3600.0
 
 
 @contextlib.contextmanager
-def held(training: TrainingSettings, input_path: str) -> Iterator[None]:
-    """Hold the checkpoints and the learning curve of a run for the time of a `with` block.
+def held(training: TrainingSettings, input_path: str, best: Path | None = None) -> Iterator[None]:
+    """Hold the checkpoints, the best ones and the learning curve of a run for the time of a `with` block.
 
     The lock is the system's, which releases it however the process ends; a file beside each says who holds it.
 
@@ -42,6 +42,8 @@ def held(training: TrainingSettings, input_path: str) -> Iterator[None]:
         The input's section: `save_ckpt` and `disp_file` count.
     input_path
         The input file, for the message to others.
+    best
+        Prefix of the best checkpoints, whose names all runs share: two in one folder would delete each other's.
 
     Raises
     ------
@@ -49,9 +51,10 @@ def held(training: TrainingSettings, input_path: str) -> Iterator[None]:
         When another run holds them.
     """
     with contextlib.ExitStack() as stack:
-        for setting, path in (("save_ckpt", Path(training.save_ckpt)), ("disp_file", _curve(training))):
+        names = ("training/save_ckpt", "training/disp_file", "validating/save_best_dir")
+        for setting, path in zip(names, (Path(training.save_ckpt), _curve(training), best), strict=True):
             if path is not None:
-                stack.enter_context(_lock(path, f"training/{setting}", input_path))
+                stack.enter_context(_lock(path, setting, input_path))
         yield
 
 
@@ -70,7 +73,7 @@ def _lock(path: Path, setting: str, input_path: str) -> Iterator[None]:
     except WriteError as error:
         if is_disk_failure(error):
             raise
-        what = "checkpoints" if setting.endswith("save_ckpt") else "the learning curve"
+        what = "the learning curve" if setting.endswith("disp_file") else "checkpoints"
         raise TrainingError(f"{setting}: cannot write {what} to {path.parent}: {error.strerror}") from error
     try:
         started = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -106,7 +109,7 @@ def _open_locked(place: Path, path: Path, setting: str) -> int:
         os.close(handle)  # its holder has just removed it
 
 
-def remove_leftovers(training: TrainingSettings, output: Path | None = None) -> None:
+def remove_leftovers(training: TrainingSettings, output: Path | None = None, best: Path | None = None) -> None:
     """Delete what runs of the same names that were killed while they wrote have left; call it while they are held.
 
     Parameters
@@ -115,6 +118,8 @@ def remove_leftovers(training: TrainingSettings, output: Path | None = None) -> 
         The input's section, which names the files.
     output
         Where the normalised input goes.
+    best
+        As of `held`.
     """
     prefix, curve = Path(training.save_ckpt), _curve(training)
     # Of this prefix alone: others in the folder, such as prefix-2, may be writing theirs.
@@ -127,7 +132,7 @@ def remove_leftovers(training: TrainingSettings, output: Path | None = None) -> 
     others = [Path(name) for name in (training.stat_file, training.jsonl_file, output) if name is not None]
     shared = [prefix.with_name("checkpoint"), prefix.with_name("try"), *others]
     left = [path for place in shared for path in leftovers_of(place)]
-    mine = {_lock_of(path).name for path in (prefix, curve) if path is not None}
+    mine = {_lock_of(path).name for path in (prefix, curve, best) if path is not None}
     found += [path for path in left if _age(path) > _LONGEST_SAVE or not _locks(path.parent) - mine]
     for rest in found:
         with writing(rest):
