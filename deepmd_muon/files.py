@@ -10,13 +10,18 @@ import io
 import os
 import re
 import secrets
+import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+#: Seconds that a FIFO may take to find a reader.
+FIFO_PATIENCE = 10.0
 
 
 class WriteError(OSError):
@@ -62,9 +67,9 @@ class _NamedFile(io.FileIO):
             raise
 
 
-def make_folder_of(path: Path) -> None:
-    """Make the folder that a file will be in, if there is none."""
-    with writing(path):
+def make_folder_of(path: Path, named: Path | None = None) -> None:
+    """Make the folder that a file will be in, if there is none; errors name `path`, or `named`, where it will be."""
+    with writing(named or path):
         path.parent.mkdir(parents=True, exist_ok=True)
 
 
@@ -140,6 +145,31 @@ def replacement(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `path` that takes its place at the end of the `with` block.
+
+    A run that is killed leaves nothing at `path`, where half of the files could be taken for all. `path` must be absent
+    or an empty folder; files are synced by their writers.
+
+    Raises
+    ------
+    WriteError
+        When the folder cannot be made or put in its place.
+    """
+    final = Path(os.path.realpath(path))
+    aside = hidden_name(final)
+    with writing(path):
+        aside.mkdir(parents=True)
+    try:
+        yield aside
+        with writing(path):
+            os.replace(aside, final)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)  # of the same disk; the first error counts
+        raise
+
+
 def fresh_file(path: Path, content: bytes = b"") -> BinaryIO:
     """Return a new file at `path` that begins with `content`, open for appending.
 
@@ -156,9 +186,27 @@ def fresh_file(path: Path, content: bytes = b"") -> BinaryIO:
 
 def append_to(path: Path) -> BinaryIO:
     """Open for appending what `fresh_file` has made, unless someone has put a link there since."""
-    flags = os.O_WRONLY if is_special(path) else os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
+    special = is_special(path)
+    flags = os.O_WRONLY | os.O_NONBLOCK if special else os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
     with writing(path):
-        return io.BufferedWriter(_NamedFile(os.open(path, flags | os.O_CLOEXEC), path))
+        handle = _open_patiently(path, flags | os.O_CLOEXEC)
+        if special:
+            os.set_blocking(handle, True)
+        return io.BufferedWriter(_NamedFile(handle, path))
+
+
+def _open_patiently(path: Path, flags: int) -> int:
+    """Open a file; of a FIFO, wait for its reader, which may just be starting, but not for ever as the system would."""
+    last = time.monotonic() + FIFO_PATIENCE
+    while True:
+        try:
+            return os.open(path, flags)
+        except OSError as error:
+            if error.errno != errno.ENXIO or not stat.S_ISFIFO(path.stat().st_mode):
+                raise
+            if time.monotonic() > last:
+                raise OSError(errno.ENXIO, "it is a FIFO that nobody reads", str(path)) from error
+        time.sleep(0.02)
 
 
 def replace_link(link: Path, target: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from deepmd_muon.cli.errors import CommandError
@@ -47,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
         raise HandOver(f"change-bias for the model format {Path(options.INPUT).suffix}")
     if options.numb_batch < 0:
         raise CommandError(f"-n must be 0 (all frames) or a number of frames; found {options.numb_batch}")
+    if not all(map(math.isfinite, options.bias_value or ())):
+        raise CommandError(f"-b must be finite energies [eV]; found {options.bias_value}")
     from deepmd_muon.model.checkpoint_file import checkpoint_path
     from deepmd_muon.train.energy_bias import change_bias
     from deepmd_muon.train.report import set_up_logging

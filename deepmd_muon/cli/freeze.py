@@ -39,7 +39,8 @@ def run(options: argparse.Namespace) -> int:
     output = Path(options.output)
     if output.suffix in (".pt2", ".pte", ".pb", ".savedmodel", ".json", ".hlo"):
         raise HandOver(f"frozen files of the format {output.suffix}")
-    output = output.with_suffix(".pth")
+    # Of model.v1, "v1" belongs to the name: model.pth may be another model.
+    output = output.with_suffix(".pth") if output.suffix in (".pth", ".pt") else Path(f"{output}.pth")
     from deepmd_muon.deploy.freeze import freeze
     from deepmd_muon.infer.predictor import load_model
     from deepmd_muon.model.errors import CheckpointError as ForeignModelError

@@ -27,6 +27,7 @@ from deepmd_muon.cli import (
     test,
     train,
 )
+from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import HandOver, choices, hand_over, refuse_compression
 from deepmd_muon.failures import failure_of
 from deepmd_muon.plugins import load_plugins
@@ -109,6 +110,7 @@ def _guarded(options: argparse.Namespace) -> int:
     """Run a command; a mistake of its user ends in a message, a mistake of ours in a traceback."""
     options.log_level = _LOG_LEVELS[options.log_level]
     try:
+        _check_threads()
         load_plugins()
         return int(COMMANDS[options.command].run(options))
     except (HandOver, BrokenPipeError):
@@ -124,6 +126,13 @@ def _guarded(options: argparse.Namespace) -> int:
                 # In one piece: several ranks write to one terminal.
                 sys.stderr.write(f"dp {options.command}: {failure or error}\n")
         return 1 if failure else getattr(error, "exit_status", 2)
+
+
+def _check_threads() -> None:
+    """Refuse a number of threads that OpenMP ignores: it then takes all processors of the host, and steps crawl."""
+    given = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if given and not all(number.strip().isdecimal() and int(number) > 0 for number in given.split(",")):
+        raise CommandError(f"OMP_NUM_THREADS must be a whole number above 0; found {given!r}: set another, or unset it")
 
 
 def _printing(command: str, error: Exception) -> contextlib.AbstractContextManager[bool]:

@@ -53,7 +53,8 @@ def read_ase(path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool
             "pip install ase"
         ) from error
     try:
-        frames = read(path, index=":")
+        # Elsewhere ASE takes what follows an "@" for the numbers of frames, and reads the file named by the rest.
+        frames = read(path, index=":", do_not_split_by_at_sign=True)
         converged = converged_frames(path, filetype(path))
     except Exception as error:  # ASE's readers raise whatever their parsing runs into
         raise SystemNotFoundError(
@@ -125,6 +126,8 @@ def _structure(atoms: Atoms, path: str, place: str) -> dict[str, np.ndarray]:
             'structure; add vacuum of more than the cut-off along the free axes and set pbc="T T T", or remove the '
             'cell (pbc="F F F") from a molecule',
         )
+    if not np.isfinite(atoms.cell.array).all():
+        raise SystemFormatError(path, place, f"the cell is not finite: {atoms.cell.array.tolist()}")
     found = {"coord": atoms.get_positions().reshape(-1)}
     if atoms.pbc.any() and atoms.cell.volume > 0:
         found["box"] = np.array(atoms.cell, dtype=np.float64).reshape(-1)

@@ -29,7 +29,27 @@ class TypeMapError(DataError):
 
 
 class NeighborError(DataError):
-    """A neighbour list cannot be built: degenerate cell, overlapping or non-finite atoms."""
+    """A neighbour list cannot be built: degenerate cell, overlapping, far away or non-finite atoms.
+
+    Parameters
+    ----------
+    problem
+        What is wrong.
+    frame
+        Number of the frame, where it is known.
+    system
+        Name of its system, where it is known.
+    """
+
+    def __init__(self, problem: str, frame: int | None = None, system: str | None = None) -> None:
+        where = [f"system {system}"] * (system is not None) + [f"frame {frame}"] * (frame is not None)
+        super().__init__(": ".join(part for part in (", ".join(where), problem) if part))
+        self.problem = problem
+        self.frame = frame
+        self.system = system
+
+    def __reduce__(self) -> tuple[type, tuple[str, int | None, str | None]]:
+        return (type(self), (self.problem, self.frame, self.system))
 
 
 class SamplingError(DataError):

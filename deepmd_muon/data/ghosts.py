@@ -8,6 +8,9 @@ import numpy as np
 
 from deepmd_muon.data.neighbors import find_pairs
 
+# Atoms that see each other over more cells are moved into their cell.
+_NEAR = 100
+
 
 @dataclass(frozen=True)
 class GhostedFrame:
@@ -48,6 +51,10 @@ def with_ghosts(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rc
         As `build_neighbors`.
     """
     pairs = find_pairs(coord, box, atype, rcut)
+    if box is not None and np.abs(pairs.shift).max(initial=0) > _NEAR:
+        # The table below holds all translations between the smallest and the largest.
+        coord = coord - np.floor(coord @ np.linalg.inv(box)) @ box
+        pairs = find_pairs(coord, box, atype, rcut)
     nloc = len(pairs.real)
     positions = np.asarray(coord, dtype=np.float64)[pairs.real]
     owner, neighbor = pairs.real, pairs.j

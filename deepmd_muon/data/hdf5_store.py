@@ -12,10 +12,27 @@ import h5py
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError
-from deepmd_muon.data.storage import FileWatch, HandleCache, check_array
+from deepmd_muon.data.storage import MAX_HANDLES, FileWatch, HandleCache, check_array
 
 # What h5py raises for damaged files and links that lead nowhere.
 _ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError)
+
+
+class _OpenHDF5:
+    """An open file and its groups and datasets in use; the library closes it with the last of these."""
+
+    def __init__(self, system: str, file: str) -> None:
+        self._file = open_hdf5(system, file)
+        self._nodes: dict[str, Any] = {}
+
+    def node(self, name: str) -> Any:
+        """Return a group or dataset."""
+        node = self._nodes.get(name)
+        if node is None:
+            if len(self._nodes) >= MAX_HANDLES:
+                self._nodes.clear()
+            node = self._nodes[name] = self._file[name]
+        return node
 
 
 class HDF5Store:
@@ -76,13 +93,8 @@ class HDF5Store:
     def _node(self, path: str) -> Any:
         self._watch.check(self.root, self.file)
         name = "/".join(part for part in (self.group, path) if part) or "/"
-
-        def open_node() -> Any:
-            file = self._handles.get(self.file, lambda: open_hdf5(self.root, self.file))
-            return file[name]
-
         try:
-            return self._handles.get(f"{self.file}#/{name}", open_node)
+            return self._handles.get(self.file, lambda: _OpenHDF5(self.root, self.file)).node(name)
         except _ERRORS as error:
             if isinstance(error, SystemFormatError):
                 raise

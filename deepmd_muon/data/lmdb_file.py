@@ -2,7 +2,7 @@
 
 liblmdb maps the file and trusts it: a truncated or damaged copy ends the process with SIGBUS or SIGSEGV, and no process
 may open a file twice or use it after a fork. This reader goes through the tree once, checks every page against the size
-of the file, and reads values with `os.pread`.
+of the file, and reads values without mapping them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from deepmd_muon.data.errors import SystemFormatError
-from deepmd_muon.data.storage import FileWatch
-from deepmd_muon.files import open_regular
+from deepmd_muon.data.storage import FileWatch, HandleCache, OpenFile
 
 MAGIC = 0xBEEFC0DE
 _BRANCH, _LEAF, _OVERFLOW = 0x01, 0x02, 0x04
@@ -45,6 +43,8 @@ class LmdbFile:
         Name of the data, for messages.
     path
         ``data.mdb`` or a database in one file.
+    handles
+        Keeps the file open.
 
     Raises
     ------
@@ -52,17 +52,14 @@ class LmdbFile:
         When the file is not an LMDB database, is truncated, or its pages contradict each other.
     """
 
-    def __init__(self, system: str, path: str) -> None:
+    def __init__(self, system: str, path: str, handles: HandleCache) -> None:
         self.system = system
         self.path = path
+        self._handles = handles
         self._watch = FileWatch()
         self._watch.check(system, path)
-        self._handle: BinaryIO | None = None
         self._size = os.stat(path).st_size
         self._page_size, self._root, self._entries = self._read_meta()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handle": None}
 
     def items(self) -> Iterator[tuple[bytes, Value]]:
         """Yield every key of the main database with the place of its value, in the order of the keys."""
@@ -173,13 +170,10 @@ class LmdbFile:
     def _bytes(self, offset: int, length: int) -> bytes:
         if offset + length > self._size:
             raise self._damaged(f"truncated: bytes {offset} to {offset + length} are missing")
-        if self._handle is None:
-            self._handle = open_regular(self.path)
-        # Without a position: threads, and the processes after a fork, read through one handle.
-        data = os.pread(self._handle.fileno(), length, offset)
-        if len(data) < length:
-            raise self._damaged(f"truncated: bytes {offset} to {offset + length} are missing")
-        return data
+        try:
+            return bytes(self._handles.get(self.path, lambda: OpenFile(self.path)).read(length, offset))
+        except OSError as error:
+            raise self._problem(f"cannot be read: {error.strerror or error}") from error
 
     def _problem(self, problem: str) -> SystemFormatError:
         return SystemFormatError(self.system, Path(self.path).name, problem)

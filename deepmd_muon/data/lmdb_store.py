@@ -21,6 +21,7 @@ import numpy as np
 from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
 from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS
 from deepmd_muon.data.lmdb_file import MAGIC, LmdbFile, Value
+from deepmd_muon.data.storage import HandleCache
 
 METADATA = b"__metadata__"
 _NAMES = {"coords": "coord", "cells": "box", "energies": "energy", "forces": "force", "virials": "virial"}
@@ -151,7 +152,7 @@ def _width(name: str, natoms: int) -> int:
     return {"coord": 3 * natoms, "box": 9}.get(name, natoms)
 
 
-def lmdb_stores(path: str) -> Iterator[LmdbStore]:
+def lmdb_stores(path: str, handles: HandleCache) -> Iterator[LmdbStore]:
     """Read every frame once and sort them into systems: by source system, number of atoms and whether there is a cell.
 
     Raises
@@ -165,7 +166,7 @@ def lmdb_stores(path: str) -> Iterator[LmdbStore]:
     """
     if not os.path.exists(data_file(path)):
         raise SystemNotFoundError(f"system {path} does not exist (relative paths start at {os.getcwd()})")
-    file = LmdbFile(path, data_file(path))
+    file = LmdbFile(path, data_file(path), handles)
     places = dict(file.items())
     meta = _Metadata.read(file, places)
     groups: dict[tuple[int, int, bool], _Group] = {}

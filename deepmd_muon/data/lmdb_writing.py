@@ -15,7 +15,7 @@ from deepmd_muon.data.errors import DataError
 from deepmd_muon.data.frames import ATOM_LABELS, LABELS, Frames
 from deepmd_muon.data.lmdb_store import METADATA
 from deepmd_muon.data.system import System
-from deepmd_muon.files import WriteError, writing
+from deepmd_muon.files import WriteError, whole_folder
 
 _NAMES = {"energy": "energies", "force": "forces", "virial": "virials"}
 _KEY_FORMAT = "012d"
@@ -61,23 +61,21 @@ def write_lmdb(systems: Sequence[System], path: Path) -> list[str]:
             "frame_system_ids": ids,
             "system_info": {"natoms": [nlocs[0]]},
         }
-        # Last: a database whose writing was interrupted is refused for want of it.
         with environment.begin(write=True) as transaction:
             transaction.put(METADATA, msgpack.packb(meta, use_bin_type=True))
-    (path / "lock.mdb").unlink(missing_ok=True)
     return [str(path)]
 
 
 @contextmanager
 def _database(path: Path, systems: Sequence[System]) -> Iterator[Any]:
-    """Make and open a database with room for systems."""
+    """Make and open a database with room for systems, in its place when it is complete."""
     import lmdb
 
-    with writing(path):
-        path.mkdir(parents=True)
     try:
-        # Address space only: the file grows as it is written.
-        with lmdb.open(str(path), map_size=(1 << 30) + 4 * sum(map(_nbytes, systems))) as environment:
+        # Address space only: the file grows as it is written. Without lock.mdb, which nobody else has a use for: LMDB
+        # writes to it through a map, and a full disk then ends the process with SIGBUS.
+        size = (1 << 30) + 4 * sum(map(_nbytes, systems))
+        with whole_folder(path) as folder, lmdb.open(str(folder), map_size=size, lock=False) as environment:
             yield environment
     except lmdb.Error as error:
         number = next((n for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) if os.strerror(n) in str(error)), errno.EIO)

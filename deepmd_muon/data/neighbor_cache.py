@@ -144,7 +144,7 @@ class NeighborCache:
                 frames.coord[row], box, frames.atype[row], self.rcut, self.sel, self.by_type, self.ntypes, self.inner
             )
         except (NeighborError, RuntimeError) as error:
-            raise NeighborError(f"system {system.name}, frame {number}: {error}") from error
+            raise NeighborError(str(error), number, system.name) from error
         with self._lock:
             self.dropped += built.dropped
             if key not in self._frames and self.nbytes + built.nbytes <= self.max_bytes:
@@ -288,7 +288,7 @@ def _count(system: System, number: int, frames: Frames, row: int, rcut: float, n
     try:
         return frame_statistics(frames.coord[row], box, frames.atype[row], rcut, ntypes)
     except (NeighborError, RuntimeError) as error:
-        raise NeighborError(f"system {system.name}, frame {number}: {error}") from error
+        raise NeighborError(str(error), number, system.name) from error
 
 
 def number_of_types(system: System) -> int:

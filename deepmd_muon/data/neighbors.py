@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.data.far_atoms import check_geometry, far_pairs, is_sparse
 
 #: Atoms nearer than this lie at the same place [Å].
 SAME_PLACE = 1e-6
@@ -118,33 +119,34 @@ class Pairs:
 
 def find_pairs(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float) -> Pairs:
     """Find all pairs of one frame; arguments and errors as in `build_neighbors`."""
+    real = np.flatnonzero(atype >= 0)
+    points = np.ascontiguousarray(coord[real], dtype=np.float64)
+    box = None if box is None else np.asarray(box, dtype=np.float64)
+    check_geometry(points, box, rcut, real)
+    search = far_pairs if is_sparse(points, box, rcut) else _vesin_pairs
+    i, j, shift, distance = search(points, box, rcut)
+    if distance.size and distance.min() < SAME_PLACE:
+        k = int(distance.argmin())
+        raise NeighborError(f"atoms {real[i[k]]} and {real[j[k]]} lie at the same place; remove one of them")
+    return Pairs(real, atype[real].astype(np.int64), i, j, shift, distance)
+
+
+def _vesin_pairs(points: np.ndarray, box: np.ndarray | None, rcut: float) -> tuple[np.ndarray, ...]:
+    """Find i, j, shift and distance of all pairs."""
     # vesin imports torch where it is installed; only those who build neighbour lists shall pay for that.
     from vesin import NeighborList as Vesin
 
-    real = np.flatnonzero(atype >= 0)
-    if not np.isfinite(coord).all():
-        raise NeighborError("a position is not finite")
-    if box is not None:
-        volume = abs(float(np.linalg.det(box)))
-        if not volume > 1e-12 * float(np.abs(box).max()) ** 3:
-            raise NeighborError(
-                f"the cell {box.tolist()} has volume {volume:.3g} Å³; a system without a cell needs a file nopbc"
-            )
     # One thread: a frame takes milliseconds, and the order of pairs, which decides ties, stays the same.
     finder = Vesin(cutoff=rcut, full_list=True, n_threads=1)
     pair, shift, distance = finder.compute(
-        points=np.ascontiguousarray(coord[real], dtype=np.float64),
-        box=np.zeros((3, 3)) if box is None else np.asarray(box, dtype=np.float64),
+        points=points,
+        box=np.zeros((3, 3)) if box is None else box,
         periodic=box is not None,
         quantities="PSd",
         # Views of memory that vesin frees with `finder`; copied below in one go with the conversion.
         copy=False,
     )
-    i, j = pair[:, 0].astype(np.int64), pair[:, 1].astype(np.int64)
-    if distance.size and distance.min() < SAME_PLACE:
-        k = int(distance.argmin())
-        raise NeighborError(f"atoms {real[i[k]]} and {real[j[k]]} lie at the same place; remove one of them")
-    return Pairs(real, atype[real].astype(np.int64), i, j, np.array(shift), np.array(distance))
+    return pair[:, 0].astype(np.int64), pair[:, 1].astype(np.int64), np.array(shift), np.array(distance)
 
 
 def frame_statistics(
@@ -189,7 +191,8 @@ def build_neighbors(
     Raises
     ------
     NeighborError
-        When the cell has no volume, a position is not finite, or two atoms lie at the same place.
+        When the cell has no volume or is too flat, a position is not finite or too far away, or two atoms lie at the
+        same place; names the atom.
     """
     atype = np.asarray(atype)
     if ntypes is None:

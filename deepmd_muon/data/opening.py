@@ -170,7 +170,7 @@ def _fitting(folder: str, patterns: Sequence[str]) -> list[str]:
 def _stores(path: str, handles: HandleCache, read: Callable[[str], Iterable[Store]]) -> Iterator[Store]:
     """Find all systems at or below a path."""
     if is_lmdb(path) or path.endswith(".lmdb"):
-        yield from lmdb_stores(path)
+        yield from lmdb_stores(path, handles)
     elif "#" in path or os.path.isfile(path):
         yield from _stores_in_file(path, handles, read)
     else:

@@ -7,26 +7,42 @@ its own handles.
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError
+from deepmd_muon.files import open_regular
 
-#: Open maps and datasets kept by one process; Linux allows 65530 maps, and every npy file in use is one.
+#: Most files of data that one cache keeps open, small ones as their values.
 MAX_HANDLES = 4096
+# Share of the process's limit on open files that one cache takes: training and validation data have one each, and
+# checkpoints, libraries and sockets need the rest. The usual limit is 1,024.
+_SHARE = 8
 
 
 class HandleCache:
-    """The arrays that this process holds open, least recently used first out.
+    """The files of data that this process holds open, least recently used first out.
 
+    A file is closed when its last user lets it go: a thread that reads one is not disturbed when the cache drops it.
     Pickled and forked copies start empty: an HDF5 handle must not be shared between processes.
+
+    Parameters
+    ----------
+    maxsize : int, optional
+        Most files; by default a share of the limit on open files (``ulimit -n``).
     """
 
-    def __init__(self, maxsize: int = MAX_HANDLES) -> None:
+    def __init__(self, maxsize: int | None = None) -> None:
+        if maxsize is None:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            most = MAX_HANDLES if limit == resource.RLIM_INFINITY else limit // _SHARE
+            maxsize = max(2, min(most, MAX_HANDLES))
         self.maxsize = maxsize
         self._handles: OrderedDict[str, Any] = OrderedDict()
         self._pid = os.getpid()
@@ -40,7 +56,7 @@ class HandleCache:
         return len(self._handles)
 
     def get(self, key: str, opener: Callable[[], Any]) -> Any:
-        """Return the open array called `key`, opening it with `opener` when it is not open yet."""
+        """Return the open file called `key`, opening it with `opener` when it is not open yet."""
         with self._lock:
             if self._pid != os.getpid():
                 self._handles.clear()
@@ -53,6 +69,41 @@ class HandleCache:
             while len(self._handles) > self.maxsize:
                 self._handles.popitem(last=False)
             return handle
+
+
+class OpenFile:
+    """A regular file, open for reading until nobody refers to it.
+
+    Nothing is mapped: where the disk fails or the file is cut short, reading a map ends the process with SIGBUS.
+    """
+
+    def __init__(self, path: str) -> None:
+        with open_regular(path) as file:
+            self._handle = os.dup(file.fileno())
+
+    def __del__(self) -> None:
+        with suppress(AttributeError, OSError):  # it was never opened
+            os.close(self._handle)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` with the bytes from `offset` on; threads and forked processes may share the file.
+
+        Raises
+        ------
+        OSError
+            When the file cannot be read or ends before.
+        """
+        while len(buffer):
+            count = os.preadv(self._handle, [buffer], offset)
+            if count == 0:
+                raise OSError(f"the file ends at byte {offset}, {len(buffer)} bytes too early")
+            buffer, offset = buffer[count:], offset + count
+
+    def read(self, length: int, offset: int) -> bytearray:
+        """Return `length` bytes from `offset` on; errors as in `read_into`."""
+        data = bytearray(length)
+        self.read_into(memoryview(data), offset)
+        return data
 
 
 class Store(Protocol):
@@ -81,8 +132,7 @@ class Store(Protocol):
 class FileWatch:
     """Size and time stamp of files when they were first looked at.
 
-    A file that is rewritten during a run would change the data without a word, one that is cut short would end the
-    process: its pages are mapped.
+    A file that is rewritten during a run would change the data without a word.
     """
 
     def __init__(self) -> None:

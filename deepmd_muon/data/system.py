@@ -9,11 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError, TypeMapError
+from deepmd_muon.data.far_atoms import MAX_LENGTH
 from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, Frames, label_shape
 from deepmd_muon.data.storage import Store
-
-#: Positions and cells beyond it [Å] are mistakes; the neighbour list counts cells with 32 bits.
-MAX_LENGTH = 1e7
 
 
 class System:
@@ -78,7 +76,9 @@ class System:
         self._first = 0  # of the frames of all sets, see `part`
 
     def __repr__(self) -> str:
-        return f"System({self.name!r}, nframes={self.nframes}, natoms={self.natoms}, pbc={self.pbc})"
+        labels = ", ".join(sorted(self.labels)) or "none"
+        boundary = "periodic" if self.pbc else "no cell"
+        return f"System({self.name!r}: {self.nframes} frames of {self.natoms} atoms, {boundary}, labels {labels})"
 
     def __len__(self) -> int:
         return self.nframes
@@ -256,7 +256,7 @@ class System:
             path = f"{self._sets[k]}/{files[k]}"
             mine = of_set == k
             rows = self._store.rows(path, local[mine], single=bool(self._counts[k] == 1))
-            values = np.array(rows, dtype=np.float64).reshape(int(mine.sum()), -1)
+            values = np.asarray(rows, dtype=np.float64).reshape(int(mine.sum()), -1)
             if not np.isfinite(values).all():
                 bad = local[mine][~np.isfinite(values).all(axis=1)]
                 raise SystemFormatError(self.name, path, f"value that is not finite in frame {bad[0]} of this set")

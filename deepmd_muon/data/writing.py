@@ -14,25 +14,25 @@ import numpy as np
 from deepmd_muon.data.errors import DataError
 from deepmd_muon.data.frames import LABELS, Frames
 from deepmd_muon.data.system import System
-from deepmd_muon.files import make_folder_of, whole_file
+from deepmd_muon.files import make_folder_of, named_file, whole_file, whole_folder
 
 
 def write_npy(systems: Sequence[System], folder: Path) -> list[str]:
     """Write systems below a folder, which must be empty or absent; return their paths."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} exists and is not empty; remove it or give another name")
-    names = []
-    for name, system in zip(_names(systems), systems, strict=True):
-        place = folder / name if name else folder
-        for path, content in _contents(system):
-            make_folder_of(place / path)
-            with whole_file(place / path) as file:
-                if isinstance(content, np.ndarray):
-                    np.save(file, content)
-                else:
-                    file.write("".join(f"{word}\n" for word in content).encode())
-        names.append(str(place))
-    return names
+    names = _names(systems)
+    with whole_folder(folder) as aside:
+        for name, system in zip(names, systems, strict=True):
+            for path, content in _contents(system):
+                place, final = aside / name / path, folder / name / path
+                make_folder_of(place, final)
+                with named_file(place, final) as file:
+                    if isinstance(content, np.ndarray):
+                        np.save(file, content)
+                    else:
+                        file.write("".join(f"{word}\n" for word in content).encode())
+    return [str(folder / name) for name in names]
 
 
 def write_hdf5(systems: Sequence[System], path: Path) -> list[str]:

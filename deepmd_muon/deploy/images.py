@@ -28,6 +28,9 @@ def with_images(
     fraction = coord @ inverse
     fraction = fraction - fraction.floor()
     reach = rcut * inverse.square().sum(0).sqrt()  # of the cut-off, in units of the distance between opposite faces
+    # Also of a cell without volume, whose inverse holds infinities. 1e6 images are hundreds of MB.
+    if not bool(reach.clamp(min=0.5).prod() < 125000.0):
+        raise ValueError("the cell is too flat: an atom has more than a million images within the cut-off")
     steps: list[torch.Tensor] = []
     for axis in range(3):
         most = int(reach[axis].ceil())

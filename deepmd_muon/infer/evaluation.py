@@ -10,7 +10,7 @@ import numpy as np
 from deepmd_muon.data import Frames, System
 from deepmd_muon.infer.metrics import Errors, frame_errors
 from deepmd_muon.infer.prediction import Prediction
-from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.infer.predictor import Predictor, naming
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,12 @@ def evaluate_system(
     order = order[:limit]
     count = max(1, chunk_atoms // max(1, system.natoms))
     for start in range(0, len(order), count):
-        reference = system.frames(order[start : start + count])
+        numbers = order[start : start + count]
+        reference = system.frames(numbers)
         if not atomic:
             reference = replace(reference, atom_ener=None)
         for run in reference.runs():
             part = reference.rows(run)
-            yield ComparedFrames(system.name, part, predictor.evaluate(part))
+            with naming(system.name, numbers[run]):
+                prediction = predictor.evaluate(part)
+            yield ComparedFrames(system.name, part, prediction)

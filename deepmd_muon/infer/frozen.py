@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.data.ghosts import with_ghosts
 from deepmd_muon.files import open_regular
 from deepmd_muon.infer.errors import CheckpointError
@@ -100,7 +101,10 @@ class FrozenModel:
         )
         for frame in range(nframes):
             cell = None if box is None or not box[frame].any() else box[frame]
-            self._predict_one(out, frame, coord[frame], cell, atype[frame])
+            try:
+                self._predict_one(out, frame, coord[frame], cell, atype[frame])
+            except NeighborError as error:
+                raise NeighborError(str(error), frame) from error
         return out
 
     def _predict_one(

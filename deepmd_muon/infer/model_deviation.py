@@ -11,7 +11,7 @@ import numpy as np
 from deepmd_muon.data import Frames, System
 from deepmd_muon.files import append_to, fresh_file, make_folder_of
 from deepmd_muon.infer.errors import PredictionInputError
-from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.infer.predictor import Predictor, naming
 
 _COLUMNS = tuple(f"{kind}_devi_{quantity}" for quantity in "vf" for kind in ("max", "min", "avg"))
 
@@ -153,6 +153,9 @@ def system_deviation(
     """Yield `model_deviation` of runs of a system's frames, in order, in chunks that bound the memory."""
     count = max(1, chunk_atoms // max(1, system.natoms))
     for start in range(0, system.nframes, count):
-        frames = system.frames(np.arange(start, min(start + count, system.nframes)))
+        numbers = np.arange(start, min(start + count, system.nframes))
+        frames = system.frames(numbers)
         for run in frames.runs():
-            yield model_deviation(predictors, frames.rows(run), settings)
+            with naming(system.name, numbers[run]):
+                found = model_deviation(predictors, frames.rows(run), settings)
+            yield found

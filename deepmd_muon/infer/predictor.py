@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from deepmd_muon.data import Frames, build_neighbors, stack_neighbors
+from deepmd_muon.data import Frames, NeighborError, build_neighbors, stack_neighbors
+from deepmd_muon.data.neighbors import FrameNeighbors
 from deepmd_muon.infer.errors import CheckpointError, PredictionInputError
 from deepmd_muon.infer.frozen import FrozenModel, is_frozen
 from deepmd_muon.infer.prediction import Prediction
@@ -148,6 +151,10 @@ class Predictor:
             rows = slice(done, min(done + count, frames.nframes))
             try:
                 parts.append(self._evaluate_batch(frames, rows))
+            except NeighborError as error:
+                if error.frame is None:
+                    raise
+                raise NeighborError(error.problem, rows.start + error.frame) from error
             except torch.cuda.OutOfMemoryError:
                 if rows.stop - rows.start == 1:
                     raise
@@ -162,26 +169,34 @@ class Predictor:
         box = None if frames.box is None else frames.box[rows]
         if isinstance(model, FrozenModel):
             return model.predict(coord, box, atype)
-        neighbors = stack_neighbors(
-            [
-                # A batch of frames with and without cell marks the latter by zeros.
-                build_neighbors(
-                    coord[k],
-                    None if box is None or not box[k].any() else box[k],
-                    atype[k],
-                    model.rcut,
-                    model.sel,
-                    model.by_type,
-                    len(model.type_map),
-                    model.neighbors.inner,
-                )
-                for k in range(len(coord))
-            ]
-        )
+        neighbors = stack_neighbors([self._neighbors(model, coord, box, atype, k) for k in range(len(coord))])
         structures = Structures.of(Frames(atype=atype, coord=coord, box=box), neighbors, model.ntypes, self.device)
         with torch.no_grad():
             output = model(structures, force=True, virial=True)
         return Prediction(**{f.name: output[f.name].detach().double().cpu().numpy() for f in fields(Prediction)})
+
+    @staticmethod
+    def _neighbors(
+        model: EnergyModel, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, k: int
+    ) -> FrameNeighbors:
+        # A batch of frames with and without cell marks the latter by zeros.
+        cell = None if box is None or not box[k].any() else box[k]
+        ntypes, inner = len(model.type_map), model.neighbors.inner
+        try:
+            return build_neighbors(coord[k], cell, atype[k], model.rcut, model.sel, model.by_type, ntypes, inner)
+        except NeighborError as error:
+            raise NeighborError(str(error), k) from error
+
+
+@contextmanager
+def naming(system: str, numbers: np.ndarray) -> Iterator[None]:
+    """Name the system of a frame whose neighbours cannot be found, and its number `numbers[k]` there."""
+    try:
+        yield
+    except NeighborError as error:
+        if error.frame is None:
+            raise
+        raise NeighborError(error.problem, int(numbers[error.frame]), system) from error
 
 
 def _join(parts: list[Prediction]) -> Prediction:

@@ -27,6 +27,16 @@ log = logging.getLogger(__name__)
 _FAMILIES = ("e", "f", "s", "v")
 
 
+def _best_folder(settings: ValidatingSettings, save_ckpt: str) -> Path:
+    return Path(settings.save_best_dir or Path(save_ckpt).parent)
+
+
+def best_prefix(settings: ValidatingSettings, save_ckpt: str) -> Path | None:
+    """Return the path that the best checkpoints' names begin with; None for a run that keeps none."""
+    kept = settings.full_validation and settings.save_best
+    return _best_folder(settings, save_ckpt) / "best.ckpt" if kept else None
+
+
 class FullValidation:
     """Decides when to validate, ranks the results, and writes files; every rank has one and calls it with the others.
 
@@ -53,7 +63,7 @@ class FullValidation:
         start = settings.full_val_start
         self._start = int(start * num_steps) if start < 1 else int(start)
         self._enabled = settings.full_validation and start != 1
-        folder = Path(settings.save_best_dir or Path(save_ckpt).parent)
+        folder = _best_folder(settings, save_ckpt)
         self.best = BestCheckpoints(folder, settings.max_best_ckpt, settings.validation_metric.lower())
         self._file: ValidationFile | None = None
 

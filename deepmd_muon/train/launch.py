@@ -78,6 +78,8 @@ def _checked(place: Place) -> Place:
     """Refuse a number that no process of the run can have."""
     if not 0 <= place.rank < place.size:
         raise TrainingError(f"rank {place.rank} is not one of {place.size} processes, which are 0 to {place.size - 1}")
+    if not 0 <= place.local < place.size:
+        raise TrainingError(f"local rank {place.local} is not one of {place.size} processes, 0 to {place.size - 1}")
     return place
 
 

@@ -24,6 +24,7 @@ from deepmd_muon.data import (
     neighbor_statistics,
     worker_count,
 )
+from deepmd_muon.data.digest import content_digest
 from deepmd_muon.model import EnergyModel, ModelSettings, Structures
 from deepmd_muon.model.settings import changed
 from deepmd_muon.model.statistics import environment_statistics
@@ -234,9 +235,12 @@ def check_same_run(given: Input, train: list[System], valid: list[System], ranks
     """
     if ranks.size == 1:
         return
-    mine = (given.normalized, data_fingerprint(train), data_fingerprint(valid))
     with ranks.together("comparing inputs and data"):
-        found = ranks.gather_objects(mine)
+        digests = content_digest(train), content_digest(valid)
+        found = ranks.gather_objects((given.normalized, *digests))
+    for kind, digest in zip(("training", "validation"), digests, strict=True):
+        if digest.share < 1.0:
+            log.info("%.2g %% of the frames of the %s data were compared between the ranks", 100 * digest.share, kind)
     for rank, theirs in enumerate(found):
         keys = [key for key in changed_settings(found[0][0], theirs[0]) if key not in _OF_A_MACHINE]
         if keys:
@@ -246,8 +250,11 @@ def check_same_run(given: Input, train: list[System], valid: list[System], ranks
             )
         for kind, first, other in zip(("training", "validation"), found[0][1:], theirs[1:], strict=True):
             if first != other:
+                systems = {"training": train, "validation": valid}[kind]
+                pairs = zip(systems, first.systems, other.systems, strict=False)
+                which = next((f" in system {system.name}" for system, a, b in pairs if a != b), "")
                 raise TrainingError(
-                    f"the {kind} data of rank {rank} are not those of rank 0: "
+                    f"the {kind} data of rank {rank} are not those of rank 0{which}: "
                     f"see that training/{kind}_data/systems is the same on all machines"
                 )
 

@@ -26,7 +26,9 @@ from deepmd_muon.train.early_start import warm_up
 from deepmd_muon.train.endings import Moment, explained
 from deepmd_muon.train.energy_bias import fit_energy_bias
 from deepmd_muon.train.errors import CheckpointError, TrainingError
+from deepmd_muon.train.full_validation import best_prefix
 from deepmd_muon.train.heap import keep_freed_memory
+from deepmd_muon.train.outputs import check_outputs
 from deepmd_muon.train.parallel import Ranks, joined
 from deepmd_muon.train.report import set_up_logging
 from deepmd_muon.train.report.tensorboard import require_tensorboard
@@ -50,6 +52,8 @@ from deepmd_muon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+# Most batches in which the length of descriptors is measured, for which no system matters in particular.
+_MEASURED = 256
 # Values of --restart that stand for the newest checkpoint, if there is one.
 AUTOMATIC = ("auto", "latest")
 
@@ -118,10 +122,14 @@ def run(
     training = given.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
         found = init_model or (None if restart in AUTOMATIC else restart)
+        ranks.from_first(
+            "looking at its outputs", lambda: check_outputs(given, given.source, output, log_path, found or finetune)
+        )
         stack.enter_context(explained(lambda: Moment("preparing"), lambda: checkpoint_path(found) if found else None))
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
-        ranks.from_first("locking its files", lambda: stack.enter_context(held(training, given.source)))
-        ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, Path(output)))
+        best = best_prefix(given.settings.validating, training.save_ckpt)
+        ranks.from_first("locking its files", lambda: stack.enter_context(held(training, given.source, best)))
+        ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, Path(output), best))
         if restart in AUTOMATIC:
             restart = ranks.from_first("looking for a checkpoint", lambda: newest_checkpoint(training.save_ckpt))
         source = _read_source(ranks, restart=restart, init_model=init_model, finetune=finetune, branch=model_branch)
@@ -135,11 +143,12 @@ def run(
                 log.info("%s", remark)
             _check_reports(given, output)
         given = _complete_input(given, source, use_pretrain_script=use_pretrain_script)
+        normalized = (Path(output), Path(output).read_bytes() if Path(output).is_file() else b"")
         trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
         if source and source.way == "restart":
             _restart(trainer, source, ranks)
         else:
-            ranks.from_first("keeping the files of an earlier run", lambda: keep_earlier(training))
+            ranks.from_first("keeping the files of an earlier run", lambda: keep_earlier(training, normalized))
         return trainer.run(begun)
 
 
@@ -257,7 +266,8 @@ def _suit_descriptors(given: Input, model: EnergyModel, data: Data, ranks: Ranks
         return given
 
     def batches() -> Iterator[Structures]:
-        for batch in data.training.sample_batches(1):
+        plans = list(data.training.sample_plans(1))
+        for batch in map(data.training.build, plans[:: -(-len(plans) // _MEASURED)]):
             yield Structures.of(batch.frames, batch.neighbors, model.ntypes, ranks.device)
 
     length = ranks.from_first("measuring descriptors", lambda: descriptor_length(model, batches()))

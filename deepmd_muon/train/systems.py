@@ -14,6 +14,9 @@ from deepmd_muon.model.settings import changed
 
 log = logging.getLogger(__name__)
 
+# Most systems whose doubtful data are named at the usual log level.
+_DOUBTFUL_SYSTEMS = 10
+
 
 def open_section(section: TrainingDataSettings, type_map: Sequence[str] | None) -> list[System]:
     """Open the systems of a section `training_data` or `validation_data`.
@@ -59,21 +62,36 @@ def open_training_systems(given: Input) -> tuple[Input, list[System], list[Syste
         log.info("model/type_map is left out and becomes %s: the types of the training data", list(model.type_map))
     valid = open_section(training.validation_data, model.type_map) if training.validation_data else []
     for kind, systems in (("training", train), ("validation", valid)):
-        for system in systems:
-            log.info(
-                "%s data: %s: %d frames of %d atoms, %s, labels %s",
-                kind,
-                system.name,
-                system.nframes,
-                system.natoms,
-                "periodic" if system.pbc else "no cell",
-                ", ".join(sorted(system.labels)) or "none",
-            )
-            for suspicion in suspicions(system):
-                log.warning("%s data: %s: %s", kind, system.name, suspicion)
         if systems:
+            _log_systems(kind, systems)
             check_labels(systems)
     return given, train, valid
+
+
+def _log_systems(kind: str, systems: Sequence[System]) -> None:
+    """Log what the data are and what in them looks wrong: thousands of systems must not bury the rest of the log."""
+    atoms = sorted({system.natoms for system in systems})
+    log.info(
+        "%s data: %d system%s, %d frames of %s atoms, %d periodic, labels %s",
+        kind,
+        len(systems),
+        "s" * (len(systems) > 1),
+        sum(system.nframes for system in systems),
+        f"{atoms[0]} to {atoms[-1]}" if len(atoms) > 1 else atoms[0],
+        sum(system.pbc for system in systems),
+        ", ".join(sorted(frozenset[str]().union(*(system.labels for system in systems)))) or "none",
+    )
+    doubtful = 0
+    for system in systems:
+        log.debug("%s data: %s", kind, system)
+        found = suspicions(system)
+        doubtful += bool(found)
+        level = logging.WARNING if doubtful <= _DOUBTFUL_SYSTEMS else logging.DEBUG
+        for suspicion in found:
+            log.log(level, "%s data: %s: %s", kind, system.name, suspicion)
+    if doubtful > _DOUBTFUL_SYSTEMS:
+        more = doubtful - _DOUBTFUL_SYSTEMS
+        log.warning("%s data: %d more systems look wrong; --log-level DEBUG names them", kind, more)
 
 
 def warn_of_shared_frames(train: Sequence[System], valid: Sequence[System]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,21 @@ class FileSeries:
         with whole_file(path) as file:
             torch.save(dict(content), file)
         self.written = written
-        replace_link(self.prefix.parent / f"{self.prefix.name}.pt", path.name)
-        write_pointer(self.prefix.parent, path.name)
-        self.remove_surplus()
+        self.publish()
         return path
+
+    def publish(self) -> None:
+        """Let link and text file name the newest checkpoint, and delete surplus ones.
+
+        A run that was killed after it had written its last checkpoint, or could not rename the link, has not done so.
+        """
+        if self.newest is None:
+            return
+        link = self.prefix.parent / f"{self.prefix.name}.pt"
+        if not link.is_symlink() or os.readlink(link) != self.newest.name:
+            replace_link(link, self.newest.name)
+        write_pointer(self.prefix.parent, self.newest.name)
+        self.remove_surplus()
 
     def remove_surplus(self) -> None:
         """Delete the oldest files beyond `keep`."""

@@ -46,13 +46,18 @@ def load_optimizer_state(
     advice = f"to start from its weights with a fresh optimizer, use --init-model {source}"
     if not state:
         raise CheckpointError(f"{source} holds no optimizer state, so training cannot continue from it; {advice}")
+
+    def done() -> int:
+        return int(content["model"]["_extra_state"]["train_infos"]["step"]) + 1
+
+    if not state["state"] and done():
+        raise CheckpointError(f"{source}: its optimizer state is empty after {done()} steps; {advice}")
     try:
         if not isinstance(optimizer, HybridMuon):
             _load_adam_state(optimizer, state, model)
         elif is_deepmd_kit(state["param_groups"]) and "routes" not in state["param_groups"][0]:
-            step = int(content["model"]["_extra_state"]["train_infos"]["step"]) + 1
             names = deepmd_kit_parameter_names(model)
-            optimizer.load_state_dict(name_deepmd_kit_state(state, names, step))
+            optimizer.load_state_dict(name_deepmd_kit_state(state, names, done()))
         else:
             optimizer.load_state_dict(_with_names(state, model))
     except ForeignStateError as error:

@@ -10,12 +10,12 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepmd_muon.failures import is_disk_failure
-from deepmd_muon.files import WriteError, is_special, leftovers_of, make_folder_of, replace_link, writing
+from deepmd_muon.files import WriteError, is_special, leftovers_of, make_folder_of, replace_link, whole_file, writing
 from deepmd_muon.train.checkpoint.files import REMOVED, write_pointer
 from deepmd_muon.train.errors import TrainingError
 
@@ -31,8 +31,8 @@ _LONGEST_SAVE = 3600.0
 
 
 @contextlib.contextmanager
-def held(training: TrainingSettings, input_path: str) -> Iterator[None]:
-    """Hold the checkpoints and the learning curve of a run for the time of a `with` block.
+def held(training: TrainingSettings, input_path: str, best: Path | None = None) -> Iterator[None]:
+    """Hold the checkpoints, the best ones and the learning curve of a run for the time of a `with` block.
 
     The lock is the system's, which releases it however the process ends; a file beside each says who holds it.
 
@@ -42,6 +42,8 @@ def held(training: TrainingSettings, input_path: str) -> Iterator[None]:
         The input's section: `save_ckpt` and `disp_file` count.
     input_path
         The input file, for the message to others.
+    best
+        Prefix of the best checkpoints, whose names all runs share: two in one folder would delete each other's.
 
     Raises
     ------
@@ -49,9 +51,10 @@ def held(training: TrainingSettings, input_path: str) -> Iterator[None]:
         When another run holds them.
     """
     with contextlib.ExitStack() as stack:
-        for setting, path in (("save_ckpt", Path(training.save_ckpt)), ("disp_file", _curve(training))):
+        names = ("training/save_ckpt", "training/disp_file", "validating/save_best_dir")
+        for setting, path in zip(names, (Path(training.save_ckpt), _curve(training), best), strict=True):
             if path is not None:
-                stack.enter_context(_lock(path, f"training/{setting}", input_path))
+                stack.enter_context(_lock(path, setting, input_path))
         yield
 
 
@@ -70,7 +73,7 @@ def _lock(path: Path, setting: str, input_path: str) -> Iterator[None]:
     except WriteError as error:
         if is_disk_failure(error):
             raise
-        what = "checkpoints" if setting.endswith("save_ckpt") else "the learning curve"
+        what = "the learning curve" if setting.endswith("disp_file") else "checkpoints"
         raise TrainingError(f"{setting}: cannot write {what} to {path.parent}: {error.strerror}") from error
     try:
         started = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -106,7 +109,7 @@ def _open_locked(place: Path, path: Path, setting: str) -> int:
         os.close(handle)  # its holder has just removed it
 
 
-def remove_leftovers(training: TrainingSettings, output: Path | None = None) -> None:
+def remove_leftovers(training: TrainingSettings, output: Path | None = None, best: Path | None = None) -> None:
     """Delete what runs of the same names that were killed while they wrote have left; call it while they are held.
 
     Parameters
@@ -115,6 +118,8 @@ def remove_leftovers(training: TrainingSettings, output: Path | None = None) -> 
         The input's section, which names the files.
     output
         Where the normalised input goes.
+    best
+        As of `held`.
     """
     prefix, curve = Path(training.save_ckpt), _curve(training)
     # Of this prefix alone: others in the folder, such as prefix-2, may be writing theirs.
@@ -127,7 +132,7 @@ def remove_leftovers(training: TrainingSettings, output: Path | None = None) -> 
     others = [Path(name) for name in (training.stat_file, training.jsonl_file, output) if name is not None]
     shared = [prefix.with_name("checkpoint"), prefix.with_name("try"), *others]
     left = [path for place in shared for path in leftovers_of(place)]
-    mine = {_lock_of(path).name for path in (prefix, curve) if path is not None}
+    mine = {_lock_of(path).name for path in (prefix, curve, best) if path is not None}
     found += [path for path in left if _age(path) > _LONGEST_SAVE or not _locks(path.parent) - mine]
     for rest in found:
         with writing(rest):
@@ -155,19 +160,28 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-def keep_earlier(training: TrainingSettings) -> None:
+def keep_earlier(training: TrainingSettings, normalized: tuple[Path, bytes] | None = None) -> None:
     """Give the files of an earlier run of the same names a number, before a fresh run writes its own.
 
     ``lcurve.out`` becomes ``lcurve.out.1``, ``model.ckpt-100.pt`` becomes ``model.ckpt.1-100.pt``; the first number
     that is free for all of them is taken.
+
+    Parameters
+    ----------
+    training
+        The input's section, which names the files.
+    normalized
+        Place and earlier content of the normalised input, which the new run has written already.
     """
-    prefix, curve = Path(training.save_ckpt), _curve(training)
+    prefix = Path(training.save_ckpt)
     own = re.compile(rf"{re.escape(prefix.name)}-[0-9]+({'|'.join(map(re.escape, _SUFFIXES))})")
     saved = sorted(path for path in _entries(prefix.parent) if own.fullmatch(path.name))
-    written = curve is not None and curve.is_file() and curve.stat().st_size > 0
+    jsonl = Path(training.jsonl_file) if training.jsonl_file is not None else None
+    reports = [path for path in (_curve(training), jsonl) if path is not None and not is_special(path)]
+    written = [path for path in reports if path.is_file() and path.stat().st_size > 0]
     if not saved and not written:
         return
-    number = _free_number(prefix, curve)
+    number = _free_number(prefix, reports)
     renamed = {path.name: f"{prefix.name}.{number}{path.name[len(prefix.name) :]}" for path in saved}
     links = {suffix: prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES}
     targets = {suffix: os.readlink(link) for suffix, link in links.items() if link.is_symlink()}
@@ -179,20 +193,25 @@ def keep_earlier(training: TrainingSettings) -> None:
             replace_link(prefix.with_name(f"{prefix.name}.{number}{suffix}"), renamed[target])
             links[suffix].unlink()
     _rename_in_pointer(prefix.parent, renamed)
-    if curve is not None and written:
-        with writing(curve):
-            curve.rename(curve.with_name(f"{curve.name}.{number}"))
-    names = [*renamed.values(), *([f"{curve.name}.{number}"] if curve is not None and written else [])]
+    names = [*renamed.values(), *(f"{path.name}.{number}" for path in written)]
+    for path in written:
+        with writing(path):
+            path.rename(path.with_name(f"{path.name}.{number}"))
+    if normalized is not None and normalized[1]:
+        place = normalized[0].with_name(f"{normalized[0].name}.{number}")
+        with whole_file(place) as file:
+            file.write(normalized[1])
+        names.append(place.name)
     log.info("kept the files of an earlier run as %s", ", ".join(names))
 
 
-def _free_number(prefix: Path, curve: Path | None) -> int:
+def _free_number(prefix: Path, reports: Sequence[Path]) -> int:
     """Return the first number that no kept file has."""
     taken = re.compile(rf"{re.escape(prefix.name)}\.([0-9]+)[-.].*")
     numbers = [int(found[1]) for path in _entries(prefix.parent) if (found := taken.fullmatch(path.name))]
-    if curve is not None:
-        taken = re.compile(rf"{re.escape(curve.name)}\.([0-9]+)")
-        numbers += [int(found[1]) for path in _entries(curve.parent) if (found := taken.fullmatch(path.name))]
+    for report in reports:
+        taken = re.compile(rf"{re.escape(report.name)}\.([0-9]+)")
+        numbers += [int(found[1]) for path in _entries(report.parent) if (found := taken.fullmatch(path.name))]
     return max(numbers, default=0) + 1
 
 

@@ -97,7 +97,7 @@ class Checkpoints:
             if file is None or _step(file) != step:
                 self._save_file(step, self._with_names(step, content()))
             elif self._ranks.first:
-                self.files.remove_surplus()  # a run that was killed after its last save has left it
+                self.files.publish()  # a run that was killed after its last save has not
             self.finish()
 
     def poll(self) -> None:

@@ -1,10 +1,13 @@
 """Files that ASE reads, patterns of paths, conversion between all forms, and signs of wrong units."""
 
+import os
+import sys
 from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
+from write_systems import make_arrays, write_npy
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import Frames, SystemFormatError, SystemNotFoundError, open_systems
@@ -172,3 +175,49 @@ def test_wrong_units_are_suspected(frames, tmp_path, scale, force, energy, word)
 
 def test_the_examples_raise_no_suspicion():
     assert [suspicion for system in open_systems(str(EXAMPLES)) for suspicion in suspicions(system)] == []
+
+
+@pytest.mark.parametrize("form", ["npy", "lmdb"])
+@pytest.mark.parametrize("last", [0, 3, 5])
+def test_a_killed_conversion_leaves_nothing_that_is_taken_as_whole(tmp_path, form, last):
+    source = write_npy(tmp_path / "a", [0, 1, 0, 1], [make_arrays(3, 4)])
+    if form == "lmdb":
+        pytest.importorskip("lmdb")
+        pytest.importorskip("msgpack")
+    place = tmp_path / "data" / (f"new.{form}" if form == "lmdb" else "new")
+    place.parent.mkdir()
+    child = os.fork()
+    if not child:
+        # The process ends when it has opened as many files below the new place, or puts it in its place.
+        opened = []
+
+        def watch(event, given):
+            if event in ("open", "os.rename") and str(tmp_path / "data") in str(given[0]):
+                opened.append(given[0])
+                if len(opened) > last or event == "os.rename":
+                    os._exit(9)
+
+        sys.addaudithook(watch)
+        main(["convert-data", source, source, str(place)])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert not place.exists()
+    with pytest.raises(SystemNotFoundError):
+        open_systems(str(tmp_path / "data"))
+
+
+def test_a_name_with_an_at_sign_is_that_of_a_file(tmp_path):
+    """ASE takes "300K.xyz" for numbers of frames of a file "Cu"."""
+    for name, length in (("Cu", 3.5), ("Cu@300K.xyz", 3.7)):
+        write(tmp_path / name, bulk("Cu", "fcc", a=length, cubic=True), format="extxyz")
+    (system,) = open_systems(str(tmp_path / "Cu@300K.xyz"))
+    assert system.frames([0]).box[0, 0, 0] == pytest.approx(3.7)
+
+
+def test_a_cell_that_is_not_finite_is_refused(tmp_path):
+    atoms = bulk("Cu", "fcc", a=3.6, cubic=True)
+    write(tmp_path / "a.xyz", atoms)
+    text = (tmp_path / "a.xyz").read_text()
+    (tmp_path / "a.xyz").write_text(text.replace('Lattice="3.6', 'Lattice="nan'))
+    with pytest.raises(SystemFormatError, match="not finite"):
+        open_systems(str(tmp_path / "a.xyz"))

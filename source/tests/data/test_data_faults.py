@@ -14,7 +14,9 @@ import pytest
 from write_systems import make_arrays, write_hdf5, write_npy
 
 from deepmd_muon import files
-from deepmd_muon.data import SystemFormatError, TypeMapError, open_systems
+from deepmd_muon.data import System, SystemFormatError, TypeMapError, open_systems
+from deepmd_muon.data.npy_store import npy_stores
+from deepmd_muon.data.storage import HandleCache
 
 TYPES = [0, 1, 0, 1]
 
@@ -281,3 +283,62 @@ def test_a_file_that_another_process_writes_is_said_to_be_locked(tmp_path):
     finally:
         (tmp_path / "done").touch()
         os.waitpid(child, 0)
+
+
+def test_an_error_of_the_disk_is_one_of_the_file(tmp_path, monkeypatch):
+    """A map of the file would end the process with SIGBUS."""
+    (system,) = open_systems(write_npy(tmp_path / "sys", TYPES, [make_arrays(3, 4)]))
+
+    def broken(*_args):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(SystemFormatError) as error:
+        system.frames([0])
+    assert error.value.file.endswith(".npy")
+    assert "Input/output error" in error.value.problem
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 4], [4, 0, 1, 3, 3], [2]], ids=str)
+@pytest.mark.parametrize("fortran", [False, True])
+@pytest.mark.parametrize("nframes", [5, 400])
+def test_rows_are_read_from_where_they_lie(tmp_path, nframes, order, fortran):
+    arrays = make_arrays(nframes, 4)
+    root = write_npy(tmp_path / "sys", TYPES, [arrays])
+    if fortran:
+        np.save(tmp_path / "sys/set.000/force.npy", np.asfortranarray(arrays["force"]))
+    (system,) = open_systems(root)
+    frames = system.frames(order)
+    assert np.array_equal(frames.force.reshape(len(order), 12), arrays["force"][order])
+    assert np.array_equal(frames.coord.reshape(len(order), 12), arrays["coord"][order])
+    assert np.array_equal(frames.energy, arrays["energy"][order])
+
+
+def test_nothing_is_mapped_and_few_files_are_open(tmp_path):
+    for number in range(5):
+        write_npy(tmp_path / str(number), TYPES, [make_arrays(400, 4)])
+    handles = HandleCache(maxsize=3)
+    for store in npy_stores(str(tmp_path), handles):
+        System(store).frames([2])
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert len(handles) == 3
+    places = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
+    assert len([place for place in places if place.startswith(str(tmp_path))]) in (1, 2, 3)
+
+
+@pytest.mark.parametrize("place", ["a", "b/set.000", "b"])
+def test_a_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch, place):
+    for name in "abc":
+        write_npy(tmp_path / "all" / name, TYPES, [make_arrays(3, 4)])
+    closed = str(tmp_path / "all" / place)
+    for function in ("listdir", "scandir"):
+        original = getattr(os, function)
+
+        def listing(path=".", original=original):
+            if os.fspath(path) == closed:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), closed)
+            return original(path)
+
+        monkeypatch.setattr(os, function, listing)
+    with pytest.raises(SystemFormatError, match="cannot be listed"):
+        open_systems(str(tmp_path / "all"))

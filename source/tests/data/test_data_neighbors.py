@@ -22,6 +22,8 @@ from deepmd_muon.data import (
     open_systems,
     stack_neighbors,
 )
+from deepmd_muon.data.far_atoms import far_pairs
+from deepmd_muon.data.neighbors import _vesin_pairs, find_pairs
 
 
 def brute_force(coord, box, rcut):
@@ -331,3 +333,80 @@ def test_positions_in_nanometres_are_refused_before_they_are_counted(tmp_path, m
     with pytest.raises(NeighborError, match=r"/nm, frame [12]: \d+ atoms per Å³"):
         neighbor_statistics([system], 6.0)
     assert counted == []
+
+
+def pairs_of(found):
+    i, j, shift, distance = found
+    return {(int(a), int(b), *(int(s) for s in c)): d for a, b, c, d in zip(i, j, shift, distance, strict=True)}
+
+
+@given(structures())
+def test_pairs_of_far_atoms_equal_the_sum_over_images(structure):
+    """On the frames of the other search, and scattered a thousand times as far."""
+    coord, box, _, rcut = structure
+    for scattered in (coord, coord * 1000.0):
+        expected = brute_force(coord, box, rcut) if scattered is coord else pairs_of(_vesin_pairs(scattered, box, rcut))
+        found = pairs_of(far_pairs(scattered.copy(), box, rcut))
+        assert all(abs(expected.get(pair, rcut) - rcut) < 1e-7 for pair in found.keys() ^ expected.keys())
+        for pair in found.keys() & expected.keys():
+            assert found[pair] == pytest.approx(expected[pair], rel=1e-6)
+
+
+SPREAD = np.random.default_rng(0).uniform(0.0, 2000.0, (600, 3))
+APART = {
+    "one far away": (np.array([[0, 0, 0], [1.0, 0, 0], [1e6, 0, 0], [1e6, 1.5, 0]]), None),
+    "farthest": (np.array([[-1e7, 1e7, 0], [1e7, -1e7, 0], [1e7, 1.5 - 1e7, 0]]), None),
+    "flat": (SPREAD * [1, 1, 0], None),
+    "flat along x": (SPREAD * [0, 1, 1], None),
+    "line": (SPREAD * [0, 1e3, 0], None),
+    "flat cell": (SPREAD * [1, 1, 0.001], np.diag([2000.0, 2000.0, 5.0])),
+    "flat and tilted": (SPREAD * [1, 1, 0.001] - 1e5, np.array([[2000.0, 300, 0], [0, 2000, 1], [500, 0, 5]])),
+    "long": (SPREAD * [0.001, 0.001, 1e3], np.diag([5.0, 5.0, 2e6])),
+    "thin": (np.array([[0.0, 0, 0], [3, 3, 0]]), np.diag([10.0, 10.0, 0.05])),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_atoms_far_apart_have_the_neighbours_they_have(name):
+    """The neighbour library ends the process with SIGFPE in most of these."""
+    coord, box = APART[name]
+    pairs = find_pairs(coord.copy(), box, np.zeros(len(coord), int), 6.0)
+    found = pairs_of((pairs.i, pairs.j, pairs.shift, pairs.distance))
+    expected = {}
+    images = [(0, 0, 0)]
+    if box is not None:
+        inside = np.floor(coord @ np.linalg.inv(box))
+        coord = coord - inside @ box
+        reach = np.ceil(6.0 * np.linalg.norm(np.linalg.inv(box), axis=0)).astype(int)
+        images = itertools.product(*(range(-r, r + 1) for r in reach))
+    for image in images:
+        moved = coord + (0.0 if box is None else np.array(image) @ box)
+        for i, position in enumerate(coord):
+            distance = np.linalg.norm(moved - position, axis=1)
+            for j in np.flatnonzero(distance < 6.0):
+                if i != j or any(image):
+                    shift = image if box is None else image + inside[i] - inside[j]
+                    expected[(i, int(j), *(int(s) for s in shift))] = distance[j]
+    differing = found.keys() ^ expected.keys()
+    assert all(abs(expected.get(pair, 6.0) - 6.0) < 1e-6 for pair in differing)
+    assert len(found) > 1
+    for pair in found.keys() & expected.keys():
+        assert found[pair] == pytest.approx(expected[pair], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("coord", "box", "named"),
+    [
+        ([[0, 0, 0], [0, 2e7, 0]], None, "atom 2"),
+        ([[0, 0, 0], [np.nan, 0, 0]], None, "atom 2"),
+        ([[0, 0, 0], [0, 1e300, 0]], np.eye(3) * 9, "atom 2"),
+        ([[0, 0, 0], [0, 9e6, 0]], np.eye(3) * 1e-3, "cell"),
+        ([[0, 0, 0], [1, 1, 0]], np.diag([10, 10, 1e-6]), "cell"),
+        ([[0, 0, 0], [1, 1, 0]], np.diag([10, 10, np.nan]), "cell"),
+        ([[0, 0, 0], [1, 1, 0]], np.diag([1e9, 10, 10.0]), "cell"),
+    ],
+)
+def test_geometries_that_are_mistakes_name_the_atom(coord, box, named):
+    """The first atom is padding."""
+    with pytest.raises(NeighborError, match=named):
+        find_pairs(np.array([[np.nan] * 3, *coord], dtype=float), box, np.array([-1, 0, 0]), 6.0)

@@ -122,8 +122,12 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize("operation", ["open", "write", "replace"])
+# Of a folder, the files are written and the whole is put in its place.
+CASES = [(o, n) for o in ("open", "write", "replace") for n in WRITERS if (n[:4] == "npy/") <= (o != "replace")]
+WRITERS["npy"] = lambda path: write_npy(systems(), path)
+
+
+@pytest.mark.parametrize(("operation", "name"), [*CASES, ("replace", "npy")])
 def test_commands_name_what_they_cannot_write(break_disk, name, operation):
     suffix = "".join(Path(name).suffixes)
     disk = break_disk(operation, "ENOSPC", rf"(^|/)\.?{Path(name).name.removesuffix(suffix)}\b[^/]*$")
@@ -138,6 +142,8 @@ def test_commands_name_what_they_cannot_write(break_disk, name, operation):
 def test_conversion_under_a_limit_of_file_sizes(output, capfd):
     if output == "c.lmdb":
         pytest.importorskip("lmdb")
+    import deepmd_muon.data.lmdb_writing  # noqa: F401 (Python would write a part of its bytecode below)
+
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
@@ -147,6 +153,7 @@ def test_conversion_under_a_limit_of_file_sizes(output, capfd):
     said = capfd.readouterr().err
     assert status == 1
     assert f"cannot write {output}" in said
+    assert not Path(output).exists()
     assert not [path for path in Path().rglob("*") if path.name.startswith(".")]
 
 

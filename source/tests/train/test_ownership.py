@@ -12,7 +12,7 @@ from pathlib import Path
 import forked
 import pytest
 
-from deepmd_muon.argcheck import load
+from deepmd_muon.argcheck import load, normalize
 from deepmd_muon.cli.main import main
 from deepmd_muon.model.checkpoint_file import read_checkpoint
 from deepmd_muon.train import CheckpointError, TrainingError
@@ -169,3 +169,15 @@ def test_changed_training_is_a_warning_that_lists_it(small_input, train, caplog)
     assert "training/numb_steps was 5, is 6" in caplog.text
     assert "the learning rate was 2.51e-05 when model.ckpt-5.pt was written and goes on from" in caplog.text
     assert "disp_freq" not in caplog.text
+
+
+def test_runs_with_other_names_do_not_share_best_checkpoints(small_input, train):
+    content = {**small_input(training={"numb_steps": 1}), "validating": {"full_validation": True, "full_val_start": 0}}
+    training = normalize(small_input(training={"save_ckpt": "other", "disp_file": "other.out"})).settings.training
+    with (
+        held(training, "other.json", Path("best.ckpt")),
+        pytest.raises(TrainingError, match=r"save_best_dir: best\.ckpt .*other\.json"),
+    ):
+        train(content)
+    assert train(content) == 0
+    assert not list(Path().glob(".*.lock"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ import torch
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.main import main
-from deepmd_muon.data import DataError, data_fingerprint
+from deepmd_muon.data import DataError, open_systems
+from deepmd_muon.data.digest import content_digest
 from deepmd_muon.section import thaw
 from deepmd_muon.train import NonFiniteError, TrainingError
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
@@ -132,8 +134,8 @@ def test_ranks_with_other_data_or_inputs_are_named(small_input):
     other = normalize(
         small_input(optimizer={"weight_decay": 0.5}, training={"numb_steps": 9, "stat_file": "elsewhere"})
     )
-    a, b = ([SimpleNamespace(fingerprint=lambda name=name: name)] for name in "ab")
-    mine = (thaw(given.settings), data_fingerprint(a), data_fingerprint(b))
+    a, b = (open_systems(str(EXAMPLE / part), ["Cu"]) for part in ("train", "valid"))
+    mine = (thaw(given.settings), content_digest(a), content_digest(b))
 
     def check(*others):
         check_same_run(given, a, b, Ranks(size=1 + len(others), others=others))
@@ -145,6 +147,47 @@ def test_ranks_with_other_data_or_inputs_are_named(small_input):
         check((*mine[:2], mine[1]))
     with pytest.raises(TrainingError, match=r"rank 1 differs .* in optimizer/weight_decay, training/numb_steps: all"):
         check((thaw(other.settings), *mine[1:]))
+
+
+def change_a_force(folder):
+    values = np.load(folder / "set.000/force.npy")
+    values[2, 1] += 1e-3
+    np.save(folder / "set.000/force.npy", values)
+
+
+def change_a_position(folder):
+    values = np.load(folder / "set.000/coord.npy")
+    values[1, -1] += 1e-3
+    np.save(folder / "set.000/coord.npy", values)
+
+
+@pytest.mark.parametrize("change", [change_a_force, change_a_position, lambda f: (f / "set.000/virial.npy").unlink()])
+def test_data_that_differ_inside_a_system_are_seen(tmp_path, change):
+    (name,) = [s.name for s in open_systems(str(EXAMPLE / "train")) if "virial" in s.labels][:1]
+    shutil.copytree(name, tmp_path / "copy")
+    first = content_digest(open_systems([str(EXAMPLE / "valid"), name]))
+    assert content_digest(open_systems([str(EXAMPLE / "valid"), str(tmp_path / "copy")])) == first
+    change(tmp_path / "copy")
+    then = content_digest(open_systems([str(EXAMPLE / "valid"), str(tmp_path / "copy")]))
+    assert [a == b for a, b in zip(first.systems, then.systems, strict=True)][-1] is False
+    assert first.systems[:-1] == then.systems[:-1]
+
+
+def test_large_data_are_sampled_and_a_change_is_seen_with_the_chance_stated(tmp_path):
+    (name,) = [s.name for s in open_systems(str(EXAMPLE / "train"))][:1]
+    shutil.copytree(name, tmp_path / "copy")
+    (system,) = open_systems(str(tmp_path / "copy"))
+    size = system.nframes * 8 * (6 * system.natoms + 19)
+    before = content_digest([system], size // 3)
+    assert before.share == pytest.approx(1 / 3, rel=1e-2)
+    force = np.load(tmp_path / "copy/set.000/force.npy")
+    seen = 0
+    for frame in range(len(force)):
+        changed = force.copy()
+        changed[frame, 0] += 1.0
+        np.save(tmp_path / "copy/set.000/force.npy", changed)
+        seen += content_digest(open_systems(str(tmp_path / "copy")), size // 3).systems != before.systems
+    assert len(force) / 3 <= seen <= len(force) / 3 + 3
 
 
 @pytest.mark.parametrize(("key", "shape"), [("step", (3,)), ("step", (0,)), ("exp_avg", (2,)), ("exp_avg_sq", (1, 3))])

@@ -112,7 +112,7 @@ def test_label_keys_of_the_input_hold_in_training_and_in_dp_test(small_input, tr
     content["training"]["validation_data"] = {"systems": ["valid.xyz"]}
     content["loss"] = {"type": "ener"}
     assert train(content) == 0
-    assert sum("3 frames of 4 atoms, periodic, labels energy, force" in m for m in messages.messages) == 2
+    assert sum("1 system, 3 frames of 4 atoms, 1 periodic, labels energy, force" in m for m in messages.messages) == 2
     assert json.loads(Path("out.json").read_text())["training"]["training_data"]["label_keys"]["energy"] == "pbe_e"
     Path("input.json").write_text(json.dumps(content))
     messages.clear()
