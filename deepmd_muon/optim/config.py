@@ -139,6 +139,13 @@ class HybridMuonConfig(Buildable):
             "of its momentum with its gradient."
         ),
     )
+    rules: tuple[str, ...] = setting(
+        (),
+        doc=(
+            "Further rules of the Muon route, by the names under which other packages have registered them (see "
+            "doc/add-an-update-rule.md), in the order in which they act."
+        ),
+    )
     nesterov: bool = setting(True, doc="Orthogonalize β m + (1 − β) g instead of m.")
     scaling: Scaling | None = setting(
         None,

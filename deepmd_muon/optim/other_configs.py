@@ -31,6 +31,7 @@ class MuonConfig(Buildable):
     """
 
     momentum: float = setting_like(HybridMuonConfig, "momentum")
+    rules: tuple[str, ...] = setting_like(HybridMuonConfig, "rules")
     nesterov: bool = setting_like(HybridMuonConfig, "nesterov")
     weight_decay: float = setting_like(HybridMuonConfig, "weight_decay", 0.1)
     scaling: Scaling = setting(

@@ -124,7 +124,7 @@ def _leave_out_collectives(waited: list[float]) -> None:
 def _leave_out_orthogonalization() -> None:
     """Orthogonalization is a copy; Magma's sums are those of a GPU, in few operations."""
     import deepmd_muon.optim.update.muon as muon
-    from deepmd_muon.optim.update import magma
+    from deepmd_muon.optim.rules import magma
 
     joined = functools.partial(magma.piece_sums_of_many, joined=True)
     magma.piece_sums_of_many = joined

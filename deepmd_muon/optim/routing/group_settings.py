@@ -15,6 +15,7 @@ from deepmd_muon.optim.config import RENAMED_SETTINGS, HybridMuonConfig, Steps
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
 from deepmd_muon.optim.routing.rules import RouteTable, RoutingRules
+from deepmd_muon.optim.rules.registry import unknown_rules, unknown_rules_problem
 from deepmd_muon.setting import Mismatch, convert, setting
 
 
@@ -39,6 +40,7 @@ _SCHEDULES = ("schedule", "large_schedule")
 _OTHER_FORM = {"adam_beta1", "adam_beta2", *_SCHEDULES}
 _FIELDS = [f for f in dataclasses.fields(HybridMuonConfig) if f.name not in _OF_ALL_GROUPS | _OTHER_FORM]
 LISTS = tuple(field.name for field in _FIELDS if isinstance(field.default, tuple))
+PATTERNS = tuple(key for key in LISTS if key != "rules")
 _PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in LISTS)
 # Other keys of a new group: parameters, a label for loggers, and the keys that torch's schedulers add to groups.
 _MORE_KEYS = (
@@ -70,6 +72,8 @@ def check_group(given: Mapping[str, Any], defaults: Collection[str] | None = Non
     for key in _SCHEDULES:
         values[key], found = _plain_schedule(given[key], key)
         problems += found
+    if isinstance(values["rules"], tuple) and (missing := unknown_rules(values["rules"])):
+        problems.append(unknown_rules_problem(missing))
     try:
         Arguments(**values)
     except InvalidSettingError as error:

@@ -299,7 +299,7 @@ def order_of_a_step():
             noted(patch, Exchange, "start", "send")
             noted(patch, elements, "step_elements", "adam")
             noted(patch, Bucket, "assemble", "orthogonalize")
-            noted(patch, Bucket, "take_scores", "apply")
+            noted(patch, Bucket, "take_state", "apply")
             for p in twins.many:
                 p.grad = p.detach().clone()
             optimizer.step()

@@ -17,6 +17,7 @@ LAYERS = (
         "deepmd_muon.optim.torch_hooks",
         "deepmd_muon.optim.dtensors",
     ),
+    *("deepmd_muon.optim.routing.views", "deepmd_muon.optim.update.gradients", "deepmd_muon.optim.rules"),
     *("deepmd_muon.optim.polar", "deepmd_muon.optim.routing", "deepmd_muon.optim.update"),
     *("deepmd_muon.optim.state", "deepmd_muon.optim.snapshot", "deepmd_muon.optim.step"),
     *("deepmd_muon.optim.sharded", "deepmd_muon.optim.qk_clip", "deepmd_muon.optim.hybrid_muon"),
