@@ -77,10 +77,10 @@ class HybridMuon(QuickOptimizer):
         Learning rate of the Muon route; a 0-dim tensor is read on its device.
     momentum, weight_decay, adam_betas, lr_adjust, lr_adjust_coeff, muon_mode, enable_gram, flash_muon, magma_muon
         DeePMD's settings; see `HybridMuonConfig`, whose defaults they share (`adam_betas`: `adam_beta1`, `adam_beta2`).
-    rules, nesterov, scaling, layout, schedule, large_schedule, large_matrix_dim, precision, deepmd_kit_arithmetic
+    normuon, normuon_beta, cautious_decay, rules, nesterov, scaling, layout, schedule, large_schedule, large_matrix_dim
         The update of matrices; see `HybridMuonConfig`.
-    adam_lr_ratio, adam_eps, adam_implementation, min_matrix_dim, vector_route
-        The Adam routes and the parameters that take them; see `HybridMuonConfig`.
+    precision, deepmd_kit_arithmetic, adam_lr_ratio, adam_eps, adam_implementation, min_matrix_dim, vector_route
+        Arithmetic, the Adam routes and the parameters that take them; see `HybridMuonConfig`.
     adam_patterns, adamw_patterns, expert_patterns, splits, on_route_change, on_nonfinite, offload, sharded
         Patterns on names, and how states load and steps run; see `HybridMuonConfig`.
     named_parameters
@@ -95,8 +95,7 @@ class HybridMuon(QuickOptimizer):
         Bound on the parameter elements of a wave; a larger parameter forms its own. A step needs 20 to 24 bytes for
         each besides the state (float32; on a GPU up to 27, and two waves of more than 4 Mi elements are in flight).
     offload_bytes
-        Bound on the bytes of a transfer batch, of which two are on the device; like `workspace`, it bounds a wave. A
-        larger moment is copied whole.
+        Bound on the bytes of a transfer batch, of which two are on the device, and so of a wave of smaller moments.
     replicas
         Device mesh or process group whose ranks hold copies of the non-DTensor parameters with equal gradients (DDP)
         and share the step. Without it, this process steps such parameters alone. DTensors carry their own layout.
@@ -115,8 +114,8 @@ class HybridMuon(QuickOptimizer):
 
     Notes
     -----
-    State: `momentum_buffer` in the parameter's dtype and the tensors of the rules (`magma_score`) on the Muon route;
-    `step`, `exp_avg` and `exp_avg_sq` (the wider of float32 and the parameter's dtype) on the Adam routes.
+    State: `momentum_buffer` in the parameter's dtype and tensors of rules on the Muon route; `step`, `exp_avg` and
+    `exp_avg_sq` (the wider of float32 and the parameter's dtype) on the Adam routes.
 
     References
     ----------
@@ -142,6 +141,9 @@ class HybridMuon(QuickOptimizer):
         flash_muon: bool = _DEFAULTS.flash_muon,
         magma_muon: bool = _DEFAULTS.magma_muon,
         *,
+        normuon: bool = _DEFAULTS.normuon,
+        normuon_beta: float = _DEFAULTS.normuon_beta,
+        cautious_decay: bool = _DEFAULTS.cautious_decay,
         rules: Sequence[str] = _DEFAULTS.rules,
         nesterov: bool = _DEFAULTS.nesterov,
         scaling: Scaling | None = _DEFAULTS.scaling,

@@ -31,6 +31,9 @@ class MuonConfig(Buildable):
     """
 
     momentum: float = setting_like(HybridMuonConfig, "momentum")
+    normuon: bool = setting_like(HybridMuonConfig, "normuon")
+    normuon_beta: float = setting_like(HybridMuonConfig, "normuon_beta")
+    cautious_decay: bool = setting_like(HybridMuonConfig, "cautious_decay")
     rules: tuple[str, ...] = setting_like(HybridMuonConfig, "rules")
     nesterov: bool = setting_like(HybridMuonConfig, "nesterov")
     weight_decay: float = setting_like(HybridMuonConfig, "weight_decay", 0.1)

@@ -8,11 +8,13 @@ from collections.abc import Iterable
 
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.errors import InvalidSettingError
+from deepmd_muon.optim.rules.cautious_decay import CautiousDecay
 from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
 from deepmd_muon.optim.rules.magma import Magma
+from deepmd_muon.optim.rules.normuon import NorMuon
 
 # The rules of this package in the order in which they act: each class tells what settings mean for it.
-_CLASSES = (Magma,)
+_CLASSES = (Magma, NorMuon, CautiousDecay)
 _REGISTERED: dict[str, MatrixRule] = {}
 
 

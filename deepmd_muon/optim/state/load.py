@@ -54,13 +54,19 @@ def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group])
         for key in (*off, *unfit):
             del own[key]
         if off or unfit:
-            why = _describe(entry) if unfit else f"{', '.join(sorted({owner_of(key).name for key in off}))} is off"
+            why = _describe(entry) if unfit else "; ".join(sorted({_why_off(key, rules) for key in off}))
             log.warning("%s: its state %s is dropped: %s now", entry.name, ", ".join(sorted((*off, *unfit))), why)
 
 
 def _tensors_of_rules_that_are_off(values: Mapping[str, Any], rules: Sequence[MatrixRule]) -> set[str]:
     """Return the keys of state tensors that belong to known rules, but not to these."""
     return set(values) & tensors_of(known_rules()).keys() - tensors_of(rules).keys()
+
+
+def _why_off(key: str, rules: Sequence[MatrixRule]) -> str:
+    """Return why these rules do not have a known rule's state tensor."""
+    name = owner_of(key).name
+    return f"{name} keeps other state" if name in [rule.name for rule in rules] else f"{name} is off"
 
 
 def _fits(key: str, value: Tensor, entry: RouteEntry, rules: Sequence[MatrixRule]) -> bool:
@@ -104,7 +110,7 @@ def load_state(
 
     state: dict[Tensor, dict[str, Any]] = {}
     converted: set[tuple[str, torch.dtype, torch.dtype]] = set()
-    dropped: Counter[str] = Counter()
+    dropped: Counter[tuple[str, str]] = Counter()
     for p, entry, group in _parameters(groups):
         old = saved.get(entry.name)
         if entry.name not in differences:
@@ -115,16 +121,17 @@ def load_state(
         else:
             values, happened = migrate(old, entry, (group.settings.adam_beta1, group.settings.adam_beta2))
             log.warning("%s; %s", differences[entry.name], happened)
-        off = _tensors_of_rules_that_are_off(values, matrix_rules(group.settings))
+        rules = matrix_rules(group.settings)
+        off = _tensors_of_rules_that_are_off(values, rules)
         values = {key: value for key, value in values.items() if key not in off}
-        dropped.update(off)
+        dropped.update((key, _why_off(key, rules)) for key in off)
         if values:
             state[p] = {key: place(key, value, p) for key, value in values.items()}
             converted |= {(k, v.dtype, state[p][k].dtype) for k, v in values.items() if v.dtype != state[p][k].dtype}
     for name in differences.keys() - {entry.name for entry in present}:
         log.warning("%s; its state is dropped", differences[name])
-    for key, count in sorted(dropped.items()):
-        log.warning("%s is off: the saved %s of %d parameters is dropped", owner_of(key).name, key, count)
+    for (key, why), count in sorted(dropped.items()):
+        log.warning("%s now: the saved %s of %d parameters is dropped", why, key, count)
     for key, old_dtype, new_dtype in sorted(converted, key=str):
         log.info("%s: saved as %s, now kept as %s", key, old_dtype, new_dtype)
     return state

@@ -52,6 +52,7 @@ def test_an_earlier_state_loads_bitwise_and_steps_on():
     for here, there in zip(optimizer.state_dict()["param_groups"], saved["optimizer"]["param_groups"], strict=True):
         assert [here[key] for key in manifest] == [there[key] for key in manifest]
         added = {"adam_eps", "adam_implementation", "vector_route", "large_schedule", "large_matrix_dim", "rules"}
+        added |= {"normuon", "normuon_beta", "cautious_decay"}
         assert here.keys() == there.keys() | added
     set_gradients(parameters, 3)
     optimizer.step()

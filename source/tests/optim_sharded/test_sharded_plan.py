@@ -15,6 +15,7 @@ from deepmd_muon.optim import sharded
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.rules.magma import Magma
+from deepmd_muon.optim.rules.normuon import NorMuon
 from deepmd_muon.optim.sharded import Layout, PlannedParameter, ShardedSettings, ShardPlacement, make_plan
 from deepmd_muon.optim.sharded.layout import block_bounds, held_runs, overlap, regions_by_rank, replicated, score_layout
 from deepmd_muon.optim.sharded.plan import LEGS, newton_schulz_flops
@@ -57,7 +58,7 @@ def parameters(draw):
         elif view.columns > 1 and draw(st.booleans()):
             view = dataclasses.replace(view, axis="columns", sizes=(1, view.columns - 1))
         layout = draw(layouts(len(shape)))
-        rules = draw(st.sampled_from([(), (Magma(),)]))
+        rules = draw(st.sampled_from([(), (Magma(),), (Magma(), NorMuon()), (NorMuon(neurons="columns"),)]))
         found.append(PlannedParameter(f"p{i}", shape, view, layout, draw(st.sampled_from([4, 8])), rules))
     return found
 

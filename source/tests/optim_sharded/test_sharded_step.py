@@ -13,6 +13,7 @@ import sharded_failures
 import sharded_models
 import sharded_phases
 import sharded_qk_clip
+import sharded_rules
 import sharded_state
 import torch
 import torch.distributed as dist
@@ -37,12 +38,14 @@ MOVES = [
 FOR_THREE = (
     *("every layout", "repeated work", "missing gradients", "counted collectives", "replicas", "models"),
     *("offloaded", "cut state", "collectives of cut state", "Adam in parts", "process groups"),
+    *("rules in every layout", "rules of replicas"),
 )
 NOT_FOR_FOUR = (
     *("bfloat16", "narrow wires", "replicas", "freed gradients", "missing gradients", "gradients that do not agree"),
     *("gradients compared late", "non-finite gradients", "gradient scaler", "order of a step", "offloaded reference"),
     *("cut state", "memory of cut state", "collectives of cut state", "states between ways", "preflight of cut state"),
     *("Adam in parts", "Adam in parts, as users call it", "profiled step"),
+    *("rules of replicas", "rules without some gradients", "rules of bfloat16", "rules in the reference"),
 )
 
 
@@ -85,6 +88,7 @@ def test_ranks_together_equal_one_process(world, folder):
         *sharded_state.CASES,
         *sharded_models.CASES,
         *sharded_qk_clip.CASES,
+        *sharded_rules.CASES,
         *sharded_phases.CASES,
     ]
     assert {*FOR_THREE, *NOT_FOR_FOUR} <= {name for name, _ in everything}
@@ -102,6 +106,7 @@ def test_gpus_together_equal_one(world):
         *sharded_state.CASES,
         *sharded_models.CASES,
         *sharded_qk_clip.CASES,
+        *sharded_rules.CASES,
     ]
     run(world, everything, "cuda")
 
