@@ -1,4 +1,4 @@
-"""Checkpoints of an earlier revision, with and without Magma, whole and in parts, continue as they did then."""
+"""Checkpoints of an earlier revision, with and without Magma, continue as then; those of later rules restart."""
 
 from __future__ import annotations
 
@@ -65,3 +65,33 @@ def test_earlier_checkpoints_load_bitwise_and_go_on(place, world):
                 assert found.keys() == expected.keys()
                 for key, x in expected.items():
                     torch.testing.assert_close(found[key], x, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{name}: {key}")
+
+
+def test_runs_with_later_rules_restart_on_other_ranks(place):
+    """Two ranks at stages 1 and 2 equal one process; whole files and directories load bitwise on one and on two."""
+    chosen = {"normuon": True, "cautious_decay": True}  # neurons are columns under `dp train`
+    jobs = {name: Job(place / f"{name}_rules", content(name)) for name in ("magma", "zero_1", "zero_2")}
+    for job in jobs.values():
+        job.content["optimizer"] |= chosen
+    assert run_jobs(1, [jobs["magma"]]) == [["0"]]
+    assert run_jobs(2, [jobs["zero_1"], jobs["zero_2"]]) == [["0", "0"]] * 2
+    expected = optimizer_state(jobs["magma"].folder / f"model.ckpt-{STEPS}.pt")
+    assert sum(kind == "second_moment_of_columns" for _, kind in expected) == 3
+    for name in ("zero_1", "zero_2"):
+        found = optimizer_state(jobs[name].folder / f"model.ckpt-{STEPS}.pt")
+        for key, x in expected.items():
+            torch.testing.assert_close(found[key], x, rtol=1e-7, atol=1e-9, msg=f"{name}: {key}")
+    moves = []
+    for name, world, suffix in (("zero_1", 1, "dcp"), ("zero_2", 1, "dcp"), ("magma", 2, "pt"), ("zero_1", 2, "dcp")):
+        path = jobs[name].folder / f"model.ckpt-{HALF}.{suffix}"
+        given = content("zero_2", HALF) if world == 2 else content("magma", HALF)
+        given["optimizer"] |= chosen
+        given["training"] = {key: x for key, x in given["training"].items() if not key.startswith("e")}  # no average
+        moves.append((world, path, Job(place / f"{name}_rules_on_{world}", given, {"restart": str(path)})))
+    for world in (1, 2):
+        some = [job for ranks, _, job in moves if ranks == world]
+        assert run_jobs(world, some) == [["0"] * world] * len(some)
+    for _, path, job in moves:
+        loaded, saved = optimizer_state(job.folder / f"model.ckpt-{HALF}.pt"), optimizer_state(path)
+        assert loaded.keys() == saved.keys()
+        assert all(torch.equal(loaded[key], x) for key, x in saved.items())
