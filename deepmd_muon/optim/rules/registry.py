@@ -29,10 +29,16 @@ def register_rule(rule: MatrixRule) -> None:
     Raises
     ------
     InvalidSettingError
-        When its name or the key of a state tensor belongs to another rule.
+        When its name or the key of a state tensor belongs to another rule, or a tensor has an extent that rules lack.
     """
+    for key, tensor in rule.tensors().items():
+        if tensor.extent in ("parameter", "scalar"):
+            raise InvalidSettingError(
+                f"register_rule: {key!r} of {rule.name!r} has the extent {tensor.extent!r}; a rule's tensor has one "
+                "number per 'blocks', 'rows' or 'columns'"
+            )
     for other in known_rules():
-        if other.name == rule.name and type(other).__qualname__ == type(rule).__qualname__:
+        if other.name == rule.name and _origin(other) == _origin(rule):
             continue
         if other.name == rule.name:
             raise InvalidSettingError(f"register_rule: {rule.name!r} is the name of another rule, {other}")
@@ -40,6 +46,10 @@ def register_rule(rule: MatrixRule) -> None:
             raise InvalidSettingError(f"register_rule: {rule.name!r} and {other.name!r} both have the state {shared}")
     _REGISTERED[rule.name] = rule
     matrix_rules.cache_clear()
+
+
+def _origin(rule: MatrixRule) -> tuple[str, str]:
+    return type(rule).__module__, type(rule).__qualname__
 
 
 def known_rules() -> list[MatrixRule]:

@@ -312,7 +312,7 @@ class Bucket:
     @phase("scatter")
     def take_state(self) -> None:
         """Write the returned state of rules to this rank's."""
-        self._rule_state.take(self._returned())
+        self._rule_state.take(self._returned)
 
     def _returned(self) -> Tensor:
         return self.exchange.received["return"][self.exchange.inward["return"].headers]

@@ -5,7 +5,7 @@ A number per block stands in the header of each piece; numbers per row or column
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -146,11 +146,12 @@ class RuleState:
         for key in self.keys:
             yield torch.cat([own[key] for own in state]).double()
 
-    def take(self, headers: Tensor) -> None:
+    def take(self, headers_of: Callable[[], Tensor]) -> None:
         """Take back the state from the headers of this rank's pieces, (pieces, fields), and from the buffer."""
         numbers, (buffer, state) = self._returned
+        headers = headers_of() if any(views for _, views in numbers.values()) else None
         for column, (where, views) in enumerate(numbers.values(), start=1):
-            if views:
+            if views and headers is not None:
                 torch._foreach_copy_(views, list(headers[where, column].to(views[0].dtype).split(1)))
         if buffer:
             torch._foreach_copy_(state, buffer)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, RouteChange
 from deepmd_muon.optim.dtensors import full_tensor, spec_of
-from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
+from deepmd_muon.optim.errors import ForeignStateError, InvalidSettingError, RoutingMismatchError
 from deepmd_muon.optim.routing.group_settings import group_settings
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name
 from deepmd_muon.optim.rules.interface import Extent, MatrixRule
-from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, owner_of, tensors_of
+from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, owner_of, tensors_of, unknown_rules
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit, read_deepmd_kit
 from deepmd_muon.optim.state.migrate import SavedParameter, migrate
 from deepmd_muon.optim.state.schema import STATE_OF_ROUTE, known_tensors, state_tensors
@@ -184,10 +184,12 @@ def _read_own(groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]])
 
 
 def _saved_rules(group: Mapping[str, Any]) -> tuple[MatrixRule, ...]:
-    """Return the known rules that were on in a saved group."""
-    known = [rule.name for rule in known_rules()]
-    names = [name for name in group.get("rules", ()) if name in known]
-    return matrix_rules(group_settings({**vars(HybridMuonConfig()), **group, "rules": names}))
+    """Return the known rules that were on in a saved group; none if this release rejects its settings."""
+    names = [name for name in group.get("rules", ()) if not unknown_rules([name])]
+    try:
+        return matrix_rules(group_settings({**vars(HybridMuonConfig()), **group, "rules": names}))
+    except InvalidSettingError:
+        return ()
 
 
 def _read_adam(
@@ -258,7 +260,7 @@ def _inconsistencies(saved: SavedParameter) -> list[str]:
     # A frozen parameter keeps the state of the route it had before.
     before: Route = "muon" if "momentum_buffer" in values else "adam"
     route = before if entry.route == "frozen" else entry.route
-    possible = {**state_tensors(route, known_rules())}
+    possible = state_tensors(route, known_rules())
     needed = state_tensors(route, () if entry.route == "frozen" else saved.rules)
     problems = [
         f"{entry.name}: unexpected state {key!r} on route {entry.route}" for key in sorted(values.keys() - possible)

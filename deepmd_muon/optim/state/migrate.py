@@ -93,7 +93,7 @@ def _other_view(
     """Keep the momentum, and set each number of a rule to the mean over its elements of the old numbers."""
     assert new is not None
     known = tensors_of(known_rules())
-    of_rules = {key: known[key] for key in known.keys() & values.keys()}
+    of_rules = {key: tensor for key, tensor in known.items() if key in values}  # ranks gather in the same order
     if old is None:  # it was frozen; its former view is not recorded
         unfit = [key for key, x in of_rules.items() if tuple(values[key].shape) != x.shape_for(shape, new)]
         for key in unfit:

@@ -412,6 +412,15 @@ def test_names_and_keys_belong_to_one_rule():
     with pytest.raises(InvalidSettingError, match="'other' and 'signs' both have the state sign_count"):
         register_rule(Other())
 
+    class Whole(MatrixRule):
+        name = "whole"
+
+        def tensors(self):
+            return {"square": StateTensor("parameter", "moment")}
+
+    with pytest.raises(InvalidSettingError, match="'square' of 'whole' has the extent 'parameter'"):
+        register_rule(Whole())
+
     class Taken(MatrixRule):
         name = "normuon"
 

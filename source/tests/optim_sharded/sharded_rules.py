@@ -6,11 +6,12 @@ import functools
 
 import torch
 import torch.distributed as dist
-from sharded_cases import SHAPES, Twins, every_layout, mesh_of
+from sharded_cases import SETTINGS, SHAPES, Twins, every_layout, mesh_of
 from sharded_models import fsdp2_models
 from sharded_state import Replicas
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.sharded import ShardedSettings
 
@@ -92,7 +93,24 @@ def rows_live_with_their_elements():
         assert x.to_local().shape == (rows, 1)
 
 
+def rules_migrate():
+    """Views change on all ranks as on one process: state in parts is gathered, averaged and cut again."""
+    world = dist.get_world_size()
+    now = {"muon_mode": "flat", "splits": ["w1: columns 4+12"], "on_route_change": "migrate"}
+    for placements in ([Shard(0)], [Shard(1)]):
+        for settings in (BOTH, {**BOTH, "layout": "in_out"}):
+            twins = Twins([(6, 8, 16), (16, 16)], mesh_of((world,)), placements, **settings)
+            twins.step()
+            for i, params in enumerate((twins.one, twins.many)):
+                again = HybridMuon([(f"w{k}", p) for k, p in enumerate(params)], **{**SETTINGS, **settings, **now})
+                again.load_state_dict(twins.optimizers[i].state_dict())
+                twins.optimizers[i] = again
+            twins.step()
+            twins.assert_equal(1e-5)
+
+
 CASES = [
+    ("rules migrate", rules_migrate),
     ("rules in every layout", rules_in_every_layout),
     ("rules of views", rules_of_views),
     ("rules in the reference", rules_in_the_reference),
