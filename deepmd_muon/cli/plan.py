@@ -46,6 +46,7 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
     from deepmd_muon.optim import HybridMuon
     from deepmd_muon.optim.polar.schedules import coefficients_of
     from deepmd_muon.optim.routing.group_settings import group_settings
+    from deepmd_muon.optim.rules.registry import matrix_rules
     from deepmd_muon.optim.sharded import PlannedParameter, make_plan
     from deepmd_muon.optim.sharded.layout import state_layout
 
@@ -70,7 +71,7 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
             entry.view,
             layout,
             itemsize=sizes[entry.name],
-            damped=settings.magma_muon,
+            rules=matrix_rules(settings),
             steps=len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0]))),
             gram=settings.enable_gram,
             state_layout=state_layout(entry.shape, layout.ranks, layout.mesh, matrices=True) if shard_state else None,

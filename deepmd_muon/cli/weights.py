@@ -120,17 +120,15 @@ def _settings(group: Mapping[str, Any]) -> HybridMuonConfig:
 
 def _muon_update(entry: RouteEntry, state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
     """Return the RMS of lr · scaled polar factors of the momentum; Nesterov would add a gradient, which is not kept."""
-    from deepmd_muon.optim.update.magma import MIN_SCALE
-    from deepmd_muon.optim.update.muon import scaled_polar_factors
+    from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
+    from deepmd_muon.optim.update.muon import polar_factors, scaled
 
     assert entry.view is not None
     settings = _settings(group)
-    blocks = entry.view.cut(state["momentum_buffer"].float())
-    damping = None
-    if settings.magma_muon and "magma_score" in state:
-        factors = MIN_SCALE + (1.0 - MIN_SCALE) * state["magma_score"].float()
-        damping = list(factors.view(entry.view.batch, -1).unbind(1))
-    updates = scaled_polar_factors(blocks, settings, damping)
+    rules = [rule for rule in matrix_rules(settings) if rule.tensors().keys() <= state.keys()]
+    of_blocks = {key: tensor.cut(state[key].float(), entry.view) for key, tensor in tensors_of(rules).items()}
+    polar = polar_factors(entry.view.cut(state["momentum_buffer"].float()), settings)
+    updates = scaled(polar, of_blocks, rules, settings)
     return float(group["lr"]) * _rms(entry.view.join(updates))
 
 

@@ -12,6 +12,7 @@ from deepmd_muon.argcheck import InputError, Problem
 from deepmd_muon.argcheck.check import check
 from deepmd_muon.argcheck.schema import keys_of
 from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.plugins import load_plugins
 
 # The keys of deepmd-kit 3.2.0, which its trainers hand to the optimizer themselves.
 KEYS_OF_DEEPMD_KIT = frozenset(
@@ -59,4 +60,6 @@ def further_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     checked = check(HybridMuonConfig, {key: value for key, value in section.items() if key != "type"})
     if checked.settings is None:
         raise InputError(Problem(f"optimizer/{p.path}", p.message) for p in checked.problems)
+    if checked.settings.rules:
+        load_plugins()  # which register rules of other packages
     return {key: getattr(checked.settings, key) for key in FURTHER_KEYS}

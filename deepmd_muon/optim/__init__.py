@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.polar import SCHEDULES, Schedule, orthogonalize
     from deepmd_muon.optim.polar.dispatch import describe as describe_kernels
     from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, RoutingRules
+    from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
+    from deepmd_muon.optim.rules.registry import register_rule
     from deepmd_muon.optim.state.deepmd_kit import name_deepmd_kit_state
 
 _MODULES = {
@@ -38,6 +40,7 @@ _MODULES = {
     "InvalidParameterError": "errors",
     "InvalidSettingError": "errors",
     "InvalidShapeError": "errors",
+    "MatrixRule": "rules.interface",
     "MuonConfig": "other_configs",
     "NonFiniteGradientError": "errors",
     "QKClip": "qk_clip",
@@ -48,9 +51,11 @@ _MODULES = {
     "RoutingRules": "routing.rules",
     "SCHEDULES": "polar",
     "Schedule": "polar",
+    "StateTensor": "rules.interface",
     "describe_kernels": "polar.dispatch:describe",
     "name_deepmd_kit_state": "state.deepmd_kit",
     "orthogonalize": "polar",
+    "register_rule": "rules.registry",
 }
 
 __all__ = [
@@ -65,6 +70,7 @@ __all__ = [
     "InvalidParameterError",
     "InvalidSettingError",
     "InvalidShapeError",
+    "MatrixRule",
     "MuonConfig",
     "NonFiniteGradientError",
     "QKClip",
@@ -74,9 +80,11 @@ __all__ = [
     "RoutingMismatchError",
     "RoutingRules",
     "Schedule",
+    "StateTensor",
     "describe_kernels",
     "name_deepmd_kit_state",
     "orthogonalize",
+    "register_rule",
 ]
 
 

@@ -142,6 +142,30 @@ class HybridMuonConfig(Buildable):
             "of its momentum with its gradient."
         ),
     )
+    normuon: bool = setting(
+        False,
+        doc=(
+            "NorMuon (arXiv:2510.05491): the update of each neuron of a matrix is divided by its running size, and the "
+            "matrix is rescaled to the norm it had. Neurons are columns where `layout` is 'in_out', else rows."
+        ),
+    )
+    normuon_beta: float = setting(
+        0.95, minimum=0.0, below=1.0, doc="Decay β₂ of the second moments of `normuon`, one per neuron."
+    )
+    cautious_decay: bool = setting(
+        False,
+        doc=(
+            "Cautious weight decay (arXiv:2510.12402) on the Muon route: a weight decays only where the update does "
+            "not move it away from zero."
+        ),
+    )
+    rules: tuple[str, ...] = setting(
+        (),
+        doc=(
+            "Further rules of the Muon route, by the names under which other packages have registered them (see "
+            "doc/add-an-update-rule.md), in the order in which they act."
+        ),
+    )
     nesterov: bool = setting(True, doc="Orthogonalize β m + (1 − β) g instead of m.")
     scaling: Scaling | None = setting(
         None,

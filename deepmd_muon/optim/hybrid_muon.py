@@ -43,11 +43,13 @@ from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.load import apply_restored, drop_unused, load_state, place_state_tensor, restored_groups
 from deepmd_muon.optim.state.replaced import move_state
+from deepmd_muon.optim.state.schema import complete_rules
 from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.torch_hooks import QuickOptimizer, profiled_on_demand, read_by_grad_scaler
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.buildable import Replicas
+    from deepmd_muon.optim.sharded.params import ShardedParameter
     from deepmd_muon.optim.sharded.step import ShardedStep
 
 log = logging.getLogger(__name__)
@@ -63,10 +65,10 @@ class HybridMuon(QuickOptimizer):
         m ← β m + (1 − β) g
         u = β m + (1 − β) g                       (nesterov; else u = m)
         O = polar factor of u                     (schedule, precision)
-        p ← p (1 − lr λ) − lr · scale · damping · O
+        p ← p (1 − lr λ) − lr · scale · factors · O
 
-    The setting `scaling` chooses `scale`, e.g. ``lr_adjust_coeff · sqrt(max(rows, columns))`` for 'match_rms';
-    `damping` is Magma's factor per matrix, or 1. The Adam routes step with ``lr · adam_lr_ratio``.
+    The setting `scaling` chooses `scale`, e.g. ``lr_adjust_coeff · sqrt(max(rows, columns))`` for 'match_rms'; rules
+    (`deepmd_muon.optim.rules`), such as Magma, give the factors. The Adam routes step with ``lr · adam_lr_ratio``.
 
     Parameters
     ----------
@@ -76,14 +78,14 @@ class HybridMuon(QuickOptimizer):
         Learning rate of the Muon route; a 0-dim tensor is read on its device.
     momentum, weight_decay, adam_betas, lr_adjust, lr_adjust_coeff, muon_mode, enable_gram, flash_muon, magma_muon
         DeePMD's settings; see `HybridMuonConfig`, whose defaults they share (`adam_betas`: `adam_beta1`, `adam_beta2`).
-    nesterov, scaling, layout, schedule, large_schedule, large_matrix_dim, precision, deepmd_kit_arithmetic
+    normuon, normuon_beta, cautious_decay, rules, nesterov, scaling, layout, schedule, large_schedule, large_matrix_dim
         The update of matrices; see `HybridMuonConfig`.
-    adam_lr_ratio, adam_eps, adam_implementation, min_matrix_dim, vector_route
-        The Adam routes and the parameters that take them; see `HybridMuonConfig`.
+    precision, deepmd_kit_arithmetic, adam_lr_ratio, adam_eps, adam_implementation, min_matrix_dim, vector_route
+        Arithmetic, the Adam routes and the parameters that take them; see `HybridMuonConfig`.
     adam_patterns, adamw_patterns, expert_patterns, local_patterns, splits
-        Rules on names; see `HybridMuonConfig`.
+        Patterns on names; see `HybridMuonConfig`.
     on_route_change, on_nonfinite, offload, sharded
-        See `HybridMuonConfig`.
+        How states load and steps run; see `HybridMuonConfig`.
     named_parameters
         (name, parameter) pairs that name unnamed `params`; a warning lists trainable ones missing from `params`.
     foreach
@@ -93,12 +95,10 @@ class HybridMuon(QuickOptimizer):
     maximize, differentiable
         Maximize the objective; `differentiable` must be False.
     workspace
-        Bound on the parameter elements of a wave. A step needs 20 to 24 bytes for each of them besides the state
-        (float32; on a GPU up to 27 where wide matrices share products). A larger parameter forms its own wave. On a
-        GPU two waves of more than 4 Mi elements are in flight, each with its own memory.
+        Bound on the parameter elements of a wave; a larger parameter forms its own. A step needs 20 to 24 bytes for
+        each besides the state (float32; on a GPU up to 27, and two waves of more than 4 Mi elements are in flight).
     offload_bytes
-        Bound on the bytes of a transfer batch, of which two are on the device; like `workspace`, it bounds a wave. A
-        larger moment is copied whole.
+        Bound on the bytes of a transfer batch, of which two are on the device, and so of a wave of smaller moments.
     replicas
         Device mesh or process group whose ranks hold copies of the non-DTensor parameters with equal gradients (DDP)
         and share the step. Without it, this process steps such parameters alone. DTensors carry their own layout.
@@ -117,8 +117,8 @@ class HybridMuon(QuickOptimizer):
 
     Notes
     -----
-    State: `momentum_buffer` in the parameter's dtype and `magma_score` (float32, one per matrix) on the Muon route;
-    `step`, `exp_avg` and `exp_avg_sq` (the wider of float32 and the parameter's dtype) on the Adam routes.
+    State: `momentum_buffer` in the parameter's dtype and tensors of rules on the Muon route; `step`, `exp_avg` and
+    `exp_avg_sq` (the wider of float32 and the parameter's dtype) on the Adam routes.
 
     References
     ----------
@@ -145,6 +145,10 @@ class HybridMuon(QuickOptimizer):
         flash_muon: bool = _DEFAULTS.flash_muon,
         magma_muon: bool = _DEFAULTS.magma_muon,
         *,
+        normuon: bool = _DEFAULTS.normuon,
+        normuon_beta: float = _DEFAULTS.normuon_beta,
+        cautious_decay: bool = _DEFAULTS.cautious_decay,
+        rules: Sequence[str] = _DEFAULTS.rules,
         nesterov: bool = _DEFAULTS.nesterov,
         scaling: Scaling | None = _DEFAULTS.scaling,
         layout: WeightLayout = _DEFAULTS.layout,
@@ -211,7 +215,7 @@ class HybridMuon(QuickOptimizer):
         groups = routing.groups(self.param_groups)
         clip = clipper(self.qk_clip, groups, self.replicas)
         sharded: ShardedStep | None = None
-        if self.replicas is not None or any(spec_of(p) is not None for p in self._params()):
+        if self.replicas is not None or any(spec_of(p) is not None for group in groups for p, _ in group.routed):
             from deepmd_muon.optim.sharded.step import sharded_step  # needs torch.distributed
 
             sharded = sharded_step(groups, self.replicas, self.sharded)
@@ -233,6 +237,9 @@ class HybridMuon(QuickOptimizer):
 
     def _groups(self) -> list[Group]:
         return self._routing.groups(self.param_groups)
+
+    def _holder_of(self, p: Tensor) -> ShardedParameter | None:
+        return None if self._sharded is None else self._sharded.sharding_of(p)
 
     @property
     def plan(self) -> Plan:
@@ -264,6 +271,7 @@ class HybridMuon(QuickOptimizer):
         """
         self._compiled.raise_deferred()
         self._reroute_if_changed()
+        complete_rules(self.state, self._groups(), self._holder_of)
         found = super().state_dict()
         if self._host_memory is not None:
             self._host_memory.wait()
@@ -280,16 +288,13 @@ class HybridMuon(QuickOptimizer):
         self._reroute_if_changed()
         if on and self._host_memory is None:
             self._host_memory = HostMemory(self.offload_bytes)
-            self._host_memory.offload_all(self.state, self._params())
+            self._host_memory.offload_all(self.state, self.param_groups)
             log.info("momenta and Adam's moments are now kept in host memory")
         elif not on and self._host_memory is not None:
             self._host_memory.restore(self.state)
             self._host_memory = None
             log.info("momenta and Adam's moments are now kept on the parameters' devices")
         self._compiled.reset(self._sharded)
-
-    def _params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
     @profiled_on_demand
     @torch.no_grad()
@@ -310,10 +315,8 @@ class HybridMuon(QuickOptimizer):
 
         Raises
         ------
-        InvalidGradientError
-            When a gradient is sparse; nothing is changed.
-        NonFiniteGradientError
-            When a gradient holds NaN or infinity and `on_nonfinite` is 'error'; nothing is changed.
+        InvalidGradientError, NonFiniteGradientError
+            When a gradient is sparse, or holds NaN or infinity and `on_nonfinite` is 'error'; nothing is changed.
         CaptureError
             When a CUDA graph is being captured and its replays would not repeat the step.
         """
@@ -348,10 +351,9 @@ class HybridMuon(QuickOptimizer):
 
         Where a parameter's route, view or shape differs from the saved one, or it exists on one side only,
         `on_route_change` decides: 'error' raises; 'reset' discards that parameter's state; 'migrate' keeps what means
-        the same on both routes (`deepmd_muon.optim.state.migrate` lists it). One warning per parameter reports it.
-
-        States of deepmd-kit's HybridMuon load too; a route that differs because its version chose routes differently
-        is migrated under every policy. Magma scores are dropped where Magma is off.
+        the same on both routes (`deepmd_muon.optim.state.migrate` lists it). State of rules that are off is dropped.
+        One warning per parameter reports the outcome. States of deepmd-kit's HybridMuon load too; a route that differs
+        because its version chose routes differently is migrated under every policy.
 
         Parameters
         ----------
@@ -362,7 +364,8 @@ class HybridMuon(QuickOptimizer):
         Raises
         ------
         RoutingMismatchError
-            When parameters, routes or views differ and `on_route_change` is 'error'; nothing is changed.
+            When parameters, routes or views differ and `on_route_change` is 'error', or a tensor of a rule is missing
+            or unknown; nothing is changed.
         ForeignStateError
             When the state comes from another optimizer or carries no routing; nothing is changed.
         """
@@ -372,8 +375,8 @@ class HybridMuon(QuickOptimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = changed if changed is not None else state_dict
-        sharding_of = None if self._sharded is None else self._sharded.sharding_of
-        place = functools.partial(place_state_tensor, offloaded=self._host_memory is not None, sharding_of=sharding_of)
+        offloaded = self._host_memory is not None
+        place = functools.partial(place_state_tensor, offloaded=offloaded, sharding_of=self._holder_of)
         state = load_state(state_dict, self._groups(), self.on_route_change, place)
         apply_restored(self.param_groups, restored_groups(self.param_groups, state_dict["param_groups"]))
         self.state.clear()
@@ -381,7 +384,7 @@ class HybridMuon(QuickOptimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
         if self._host_memory is not None:
-            self._host_memory.offload_all(self.state, self._params())
+            self._host_memory.offload_all(self.state, self.param_groups)
         self._route_parameters()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -34,6 +34,10 @@ class MuonConfig(Buildable):
     own_lr = 0.02
 
     momentum: float = setting_like(HybridMuonConfig, "momentum")
+    normuon: bool = setting_like(HybridMuonConfig, "normuon")
+    normuon_beta: float = setting_like(HybridMuonConfig, "normuon_beta")
+    cautious_decay: bool = setting_like(HybridMuonConfig, "cautious_decay")
+    rules: tuple[str, ...] = setting_like(HybridMuonConfig, "rules")
     nesterov: bool = setting_like(HybridMuonConfig, "nesterov")
     weight_decay: float = setting_like(HybridMuonConfig, "weight_decay", 0.1)
     scaling: Scaling = setting(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.dtensors import local_of, spec_of
 from deepmd_muon.optim.routing.group_settings import raw_settings
-from deepmd_muon.optim.state.schema import STATE_TENSORS, State
+from deepmd_muon.optim.state.schema import State, known_tensors
 
 _is_trained = attrgetter("requires_grad")
 
@@ -50,7 +50,7 @@ class Snapshot:
         self._states = list(state.values())
         self._tensors = [
             (itemgetter(key), holders, [values[key] for values in holders])
-            for key in STATE_TENSORS
+            for key in known_tensors()
             if (holders := [values for values in self._states if key in values])
         ]
         self._devices = devices

@@ -23,9 +23,17 @@ from deepmd_muon.optim.polar.dispatch import unavailable
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.snapshot import Snapshot
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
-from deepmd_muon.optim.state.schema import MOMENTS, STATE_OF_ROUTE, LocalStateFactory, State, complete_state
+from deepmd_muon.optim.state.schema import (
+    MOMENTS,
+    STATE_OF_ROUTE,
+    LocalStateFactory,
+    State,
+    complete_state,
+    state_tensors,
+)
 from deepmd_muon.optim.update.adam import adam_, moment_dtype
 from deepmd_muon.optim.update.gradients import StepControl, decide, gradients_of, waves
 from deepmd_muon.optim.update.muon import muon_
@@ -249,7 +257,8 @@ class CompiledStep:
     def _step_matrices(self, wave: Wave, state: StateLists, control: StepControl) -> None:
         """Take a step of the Muon route."""
         settings, group = wave.group.settings, wave.group.values
-        lists = wave.params, state["momentum_buffer"], state.get("magma_score", []), wave.views
+        of_rules = {key: tensors for key, tensors in state.items() if key != "momentum_buffer"}
+        lists = wave.params, state["momentum_buffer"], of_rules, wave.views
         options: dict[str, Any] = {"lr": wave.group.lr, "settings": settings, "control": control}
         fused = self._fused_steps(wave.device, settings)
         if fused is None or not fused.step(*lists, **options, maximize=group["maximize"]):
@@ -306,17 +315,15 @@ def _waves_of(
         for wave in waves(taken, elements_at_a_time(group, route, [p for p, _ in taken], memory, workspace)):
             params = [p for p, _ in wave]
             views = [entry.view for _, entry in wave if entry.view is not None]
-            damped = group.settings.magma_muon
-            states = [complete_state(state[p], LocalStateFactory(p, entry), damped=damped) for p, entry in wave]
+            rules = matrix_rules(group.settings)
+            states = [complete_state(state[p], LocalStateFactory(p, entry), rules) for p, entry in wave]
             transfer_batch = transfer_batch_of(state, memory, params, route)
-            yield Wave(
-                group, route, params[0].device, params, views, state_lists(states, route, damped=damped), transfer_batch
-            )
+            lists = state_lists(states, state_tensors(route, rules))
+            yield Wave(group, route, params[0].device, params, views, lists, transfer_batch)
 
 
-def state_lists(states: Sequence[dict[str, Tensor]], route: Route, *, damped: bool) -> StateLists:
-    """Return the state of some parameters of one route by key; Magma's scores only if `damped`."""
-    keys = [key for key in STATE_OF_ROUTE[route] if damped or key != "magma_score"]
+def state_lists(states: Sequence[dict[str, Tensor]], keys: Iterable[str]) -> StateLists:
+    """Return some state tensors of several parameters by key."""
     return {key: [local_of(values[key]) for values in states] for key in keys}
 
 

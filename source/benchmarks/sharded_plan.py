@@ -91,7 +91,7 @@ def plan_of(case: Case) -> Plan:
     fsdp = Layout((case.ranks,), ranks, (ShardPlacement(0),))
     cutting = case.ranks // case.expert_ranks
     spread = Layout((cutting, case.expert_ranks), ranks, (ShardPlacement(1), ShardPlacement(0)))
-    options = {"damped": False, "steps": STEPS, "gram": False}
+    options = {"steps": STEPS, "gram": False}
     parameters = [
         PlannedParameter(f"dense{i:04}", shape, MatrixView(1, *shape), fsdp, **options)
         for i, shape in enumerate(case.dense)

@@ -16,6 +16,7 @@ from deepmd_muon.optim.config import RENAMED_SETTINGS, HybridMuonConfig, Steps
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
 from deepmd_muon.optim.routing.rules import RouteTable, RoutingRules
+from deepmd_muon.optim.rules.registry import unknown_rules, unknown_rules_problem
 from deepmd_muon.setting import Mismatch, convert, setting
 
 
@@ -40,6 +41,7 @@ _SCHEDULES = ("schedule", "large_schedule")
 _OTHER_FORM = {"adam_beta1", "adam_beta2", *_SCHEDULES}
 _FIELDS = [f for f in dataclasses.fields(HybridMuonConfig) if f.name not in OF_ALL_GROUPS | _OTHER_FORM]
 LISTS = tuple(field.name for field in _FIELDS if isinstance(field.default, tuple))
+PATTERNS = tuple(key for key in LISTS if key != "rules")
 _PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in LISTS)
 # Keys that torch's schedulers add to groups.
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
@@ -77,6 +79,8 @@ def check_group(given: dict[str, Any], defaults: Collection[str] | None = None) 
     for key in _SCHEDULES:
         values[key], found = _plain_schedule(given[key], key)
         problems += found
+    if isinstance(values["rules"], tuple) and (missing := unknown_rules(values["rules"])):
+        problems.append(unknown_rules_problem(missing))
     try:
         Arguments(**values)
     except InvalidSettingError as error:
@@ -145,7 +149,7 @@ def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
     # Reading a tensor on a GPU would wait for it.
     readable = not isinstance(lr, Tensor) or lr.device.type == "cpu"
     given = {"lr": float(lr) if readable else None, **{key: group[key] for key in SCHEDULED_SETTINGS}}
-    group["constructed"] = json.dumps(given)
+    group["constructed"] = json.dumps(given, default=float)  # NumPy's numbers are numbers, too
     if group["capturable"] and not isinstance(lr, Tensor) and params:
         wide = any(p.dtype == torch.float64 for p in params)
         group["lr"] = torch.tensor(lr, dtype=torch.float64 if wide else torch.float32, device=params[0].device)

@@ -15,9 +15,10 @@ from torch import Tensor
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, HybridMuonConfig
 from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.errors import InvalidParameterError
-from deepmd_muon.optim.routing.group_settings import LISTS, as_tuple, group_settings, rules_of
+from deepmd_muon.optim.routing.group_settings import PATTERNS, as_tuple, group_settings, rules_of
 from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name, choose_route, is_local, unnamed
 from deepmd_muon.optim.routing.views import FusedSplit
+from deepmd_muon.optim.rules.registry import matrix_rules
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
     for number, group in enumerate(groups):
         names = [canonical_name(name) for name in group.get("param_names", ())]
         deep = [name for name, p in zip(names, group["params"], strict=False) if p.ndim > 2]
-        for key in LISTS:
+        for key in PATTERNS:
             for text in as_tuple(group[key]) if names else ():
                 pattern = FusedSplit.parse(text).pattern if key == "splits" else text
                 hit = any(fnmatchcase(name, pattern) for name in (deep if key == "expert_patterns" else names))
@@ -237,7 +238,12 @@ def _identities(param_groups: Sequence[dict[str, Any]]) -> list[list[tuple[int, 
 def _routing_inputs(param_groups: Sequence[dict[str, Any]]) -> list[Any]:
     """Return the values that may change between steps and that determine routes or their state."""
     return [
-        (g["magma_muon"], as_tuple(g["local_patterns"]), rules_of(g), *(p.requires_grad for p in g["params"]))
+        (
+            matrix_rules(group_settings(g)),
+            as_tuple(g["local_patterns"]),
+            rules_of(g),
+            *(p.requires_grad for p in g["params"]),
+        )
         for g in param_groups
     ]
 

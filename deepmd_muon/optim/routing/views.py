@@ -73,12 +73,46 @@ class MatrixView:
         """Undo `cut`, up to the parameter's shape: return (batch, rows, columns)."""
         return torch.cat(list(blocks), dim=self._dim) if self.axis else blocks[0]
 
-    def block_numbers(self) -> Tensor:
-        """Return for each element, in storage order, the number of its block: int64 (batch·rows·columns,)."""
-        parts = max(1, len(self.sizes))
-        first = torch.arange(self.batch, device="cpu").view(-1, 1, 1) * parts
-        numbers = [(first + i).expand(self.batch, *shape) for i, shape in enumerate(self.block_shapes)]
-        return self.join(numbers).reshape(-1)
+    def numbers(self, of: Literal["blocks", "rows", "columns"]) -> Tensor:
+        """Return for each element, in storage order, the number of its block, or of its row or column in its block.
+
+        int64 (batch·rows·columns,), counted as in a flat state tensor of this extent.
+        """
+        count = max(1, len(self.sizes))
+        parts = [torch.full((1, *shape), i, device="cpu") for i, shape in enumerate(self.block_shapes)]
+        part = self.join(parts).expand(self.shape)
+        batch, row, column = (
+            torch.arange(size, device="cpu").view([-1 if d == dim else 1 for d in range(3)])
+            for dim, size in enumerate(self.shape)
+        )
+        if of == "blocks":
+            return (batch * count + part).reshape(-1)
+        line, size = (row, self.rows) if of == "rows" else (column, self.columns)
+        number = (batch * size + line) * self.repeats(of)
+        return (number + (part if self.repeats(of) > 1 else 0)).expand(self.shape).reshape(-1)
+
+    def repeats(self, of: Axis) -> int:
+        """Return in how many blocks a row, or a column, of a matrix lies."""
+        return len(self.sizes) if self.axis and self.axis != of else 1
+
+    def axes(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return (i, j): dimensions of the parameter before i are the batch, i … j the rows, from j on the columns.
+
+        Raises
+        ------
+        ValueError
+            When no dimensions of this shape fold to the view.
+        """
+        for i in range(len(shape) + 1):
+            for j in range(i, len(shape) + 1):
+                if (math.prod(shape[:i]), math.prod(shape[i:j]), math.prod(shape[j:])) == self.shape:
+                    return i, j
+        raise ValueError(f"view {self} does not fold whole dimensions of shape {shape}")
+
+    def dims_of(self, shape: tuple[int, ...], of: Axis) -> tuple[int, ...]:
+        """Return the dimensions of the parameter that form the batch and the rows, or the batch and the columns."""
+        i, j = self.axes(shape)
+        return tuple(range(j)) if of == "rows" else (*range(i), *range(j, len(shape)))
 
     @property
     def _dim(self) -> int:

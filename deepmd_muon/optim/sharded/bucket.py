@@ -14,46 +14,55 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.phases import phase
-from deepmd_muon.optim.sharded.messages import Piece, Rectangle, local_shape, piece_of, rectangles, score_index
+from deepmd_muon.optim.rules.interface import MatrixRule
+from deepmd_muon.optim.sharded.carried import carried
+from deepmd_muon.optim.sharded.messages import (
+    Piece,
+    Rectangle,
+    local_shape,
+    piece_of,
+    rectangles,
+)
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan
+from deepmd_muon.optim.sharded.rule_state import RuleState
 from deepmd_muon.optim.sharded.transport import Exchange, ExchangeBuffers
-from deepmd_muon.optim.update import magma
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalParameter:
-    """A parameter of the plan on this rank: its elements, its Magma scores, and its group."""
+    """A parameter of the plan on this rank: its elements, the state of its rules by key, and its group."""
 
     p: Tensor
-    scores: Tensor | None
+    state: Mapping[str, Tensor]
     group: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Matrices of one parameter group and shape that a rank orthogonalizes together; `damped` by Magma or not."""
+    """Matrices of one parameter group and shape that a rank orthogonalizes together."""
 
     group: int
     shape: tuple[int, int]
-    damped: bool
     jobs: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnedBlocks:
-    """Properties of an owner's matrices, gathered with their pieces; one entry per matrix, in the order of the stacks.
+    """Properties of an owner's matrices, gathered with their pieces; one tensor per stack.
 
     Attributes
     ----------
     present
-        float64; positive if any piece had a gradient.
-    cosines, scores
-        float32, Magma's alignment and the score before the step; None without damping.
+        float64 (matrices,); positive if any piece had a gradient.
+    measured
+        Statistics of the rules that ask for them, (matrices,) each.
+    state
+        State of the rules by key: for each stack (matrices,), or (matrices, rows or columns).
     """
 
-    present: Tensor
-    cosines: Tensor | None
-    scores: Tensor | None
+    present: list[Tensor]
+    measured: dict[MatrixRule, list[Tensor]]
+    state: list[dict[str, Tensor]]
 
 
 class UpdateList:
@@ -86,6 +95,8 @@ class Bucket:
     parameters
         Positions in the plan of the parameters of which this rank packs or updates a piece. Their momenta advance on
         every replica, even if another replica's momentum is sent.
+    measuring
+        The rules whose statistics the headers carry.
     fresh
         Those whose momenta no earlier bucket advances.
     applying
@@ -102,7 +113,7 @@ class Bucket:
         self, plan: Plan, domain: Domain, exchange: Exchange, groups: Sequence[int], rank: int, device: torch.device
     ) -> None:
         self.exchange = exchange
-        self.damped = domain.damped
+        self.measuring = tuple(rule for rule in domain.rules if rule.sums)
         self.fresh: tuple[int, ...] = ()
         self._plan, self._rank, self._device = plan, rank, device
         jobs = exchange.messages.jobs
@@ -116,11 +127,11 @@ class Bucket:
         self._packing = pieces(out["gather"].payloads, [rank] * len(out["gather"].payloads), gather=True)
         self.applying = pieces(into["return"].payloads, [rank] * len(into["return"].payloads), gather=False)
         self.parameters = tuple(dict.fromkeys(piece.parameter for piece in (*self._packing, *self.applying)))
-        stacks: dict[tuple[int, tuple[int, int], bool], list[int]] = {}
+        stacks: dict[tuple[int, tuple[int, int]], list[int]] = {}
         for j in exchange.messages.owned:
             p = plan.parameters[jobs[j].parameter]
             shape = p.view.block_shapes[jobs[j].block % len(p.view.block_shapes)]
-            stacks.setdefault((groups[jobs[j].parameter], shape, p.damped), []).append(j)
+            stacks.setdefault((groups[jobs[j].parameter], shape), []).append(j)
         self.stacks = [Stack(*key, tuple(members)) for key, members in stacks.items()]
         self._slots = {j: (s, i) for s, stack in enumerate(self.stacks) for i, j in enumerate(stack.jobs)}
         peers = domain.ranks if len(exchange.messages.gather_in) == len(domain.ranks) else (rank,)
@@ -131,7 +142,8 @@ class Bucket:
         order = {j: i for i, j in enumerate(j for stack in self.stacks for j in stack.jobs)}
         self._header_table = _table([order[j] for j, _, _ in into["gather"].payloads], len(order)).to(device)
         self._header_of_leaving = _index([order[j] for j, _, _ in out["return"].payloads], device)
-        self._absent: tuple[int, ...] = ()
+        stacked = [(stack.jobs, stack.shape) for stack in self.stacks]
+        self._rule_state = RuleState(plan, domain.rules, exchange, stacked, (rank, senders, receivers), device)
 
     @property
     def elements(self) -> int:
@@ -173,15 +185,16 @@ class Bucket:
         self._arrive = self._rectangles(into.payloads, self._arriving, into.elements(self.exchange.received["gather"]))
         self._leave = self._rectangles(out.payloads, self._leaving, out.elements(self.exchange.sent["return"]))
         self._bind_applying(local_params)
+        self._rule_state.bind({i: own.state for i, own in local_params.items()})
 
     def _bind_packing(
         self, local_params: Mapping[int, LocalParameter], momenta: Sequence[Tensor], rows: Mapping[int, int]
     ) -> None:
-        """Create the views that directions, sums and scores are packed into."""
+        """Create the views that directions, sums and the rules' state are packed into."""
         side, plan = self.exchange.outward["gather"], self._plan
         self._pack_into: list[Tensor] = []
         self._pack_from: list[tuple[int, tuple[int, int, int], tuple[int, slice, slice] | None]] = []
-        summed, found, scores = [], [], []
+        summed, found = [], []
         for k, (piece, flat) in enumerate(zip(self._packing, side.elements(self.exchange.sent["gather"]), strict=True)):
             shape = local_shape(plan, piece.parameter, self._rank, "gather")
             parameter = plan.parameters[piece.parameter]
@@ -192,31 +205,25 @@ class Bucket:
                 where = piece.batch, slice(*piece.rows[:2]), slice(*piece.columns[:2])
                 self._pack_into.append(flat.view(piece.rows.size, piece.columns.size))
                 self._pack_from.append((piece.parameter, shape, where))
-            if parameter.damped:
+            if carried(parameter.rules).sums:
                 part = piece.block % max(1, len(parameter.view.sizes))
                 summed.append(k)
                 found.append(rows[piece.parameter] + part * shape[0] + max(piece.batch, 0))
-                scores.append(self._score(local_params[piece.parameter], piece))
-        fields = 7 if self.damped else 1
+        fields = 1 + len(self._rule_state.keys) + sum(rule.sums for rule in self.measuring)
         self._headers = torch.zeros(len(self._packing), fields, dtype=torch.float64, device=self._device)
         self._headers[:, 0] = 1.0
         everything = len(summed) == len(self._packing)
         self._summed = slice(None) if everything else _index(summed, self._device)
         self._sums_of_packed = _index(found, self._device)
-        self._scores_of_packed = scores
 
     def _bind_applying(self, local_params: Mapping[int, LocalParameter]) -> None:
-        """Create the views of parameters and scores that are updated, and of their updates."""
+        """Create the views of parameters and of the rules' state that are updated, and of their updates."""
         side, plan = self.exchange.inward["return"], self._plan
         update_lists: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
-        scored, scores = [], []
         for k, (piece, flat) in enumerate(
             zip(self.applying, side.elements(self.exchange.received["return"]), strict=True)
         ):
             mine = local_params[piece.parameter]
-            if plan.parameters[piece.parameter].damped:
-                scored.append(k)
-                scores.append(self._score(mine, piece))
             if piece.elements:
                 update_list = update_lists[mine.group, mine.p.dtype]
                 shape = local_shape(plan, piece.parameter, self._rank, "return")
@@ -225,14 +232,6 @@ class Bucket:
                 update_list.targets.append(mine.p.view(shape)[piece.batch, rows, columns])
                 update_list.updates.append(flat.view(piece.rows.size, piece.columns.size))
         self.update_lists = [(group, update_list) for (group, _), update_list in update_lists.items()]
-        self._scored = slice(None) if len(scored) == len(self.applying) else _index(scored, self._device)
-        self._scores = scores
-
-    def _score(self, mine: LocalParameter, piece: Piece) -> Tensor:
-        """Return the view of a block's score on this rank."""
-        assert mine.scores is not None
-        at = score_index(self._plan, piece.parameter, piece.block, self._rank)
-        return mine.scores[at : at + 1]
 
     def _rectangles(
         self, payloads: Sequence[tuple[int, int, int]], pieces: Sequence[Piece], flats: Sequence[Tensor]
@@ -250,14 +249,14 @@ class Bucket:
 
     @phase("gather")
     def pack(self, directions: Mapping[int, Tensor], sums: Tensor | None, absent: Mapping[int, Tensor]) -> None:
-        """Write the directions, presence, Magma's scores and sums into the buffer for the owners.
+        """Write the directions, presence, the rules' state and sums into the buffer for the owners.
 
         Parameters
         ----------
         directions
             This rank's part of the matrices to orthogonalize, by parameter of the plan, shaped like the local momentum.
         sums
-            float64 (…, 5), from `magma.table_of_sums`, for the pieces of all parameters.
+            float64 (…, sums), the statistics that the rules measured, for the pieces of all parameters.
         absent
             Parameters without a gradient on this rank.
         """
@@ -272,9 +271,9 @@ class Bucket:
         if gone:
             headers = headers.clone()
             headers[gone, 0] = 0.0
-        if self._scores_of_packed and sums is not None:
-            scores = torch.cat(self._scores_of_packed).double().unsqueeze(1)
-            headers[self._summed, 1:] = torch.cat([scores, sums[self._sums_of_packed]], dim=1)
+        self._rule_state.pack(headers)
+        if sums is not None:
+            headers[self._summed, 1 + len(self._rule_state.keys) :] = sums[self._sums_of_packed]
         self.exchange.sent["gather"][self.exchange.outward["gather"].headers] = headers
 
     @phase("gather")
@@ -284,11 +283,14 @@ class Bucket:
             torch._foreach_copy_(*self._arrive)
         headers = self.exchange.received["gather"][self.exchange.inward["gather"].headers]
         padded = torch.cat([headers, headers.new_zeros(1, headers.shape[1])])[self._header_table]
-        present = padded[:, :, 0].amax(dim=1)
-        if not self.damped:
-            return OwnedBlocks(present, None, None)
-        # Every sender has the same score.
-        return OwnedBlocks(present, magma.cosines(padded[:, :, 2:]), padded[:, :, 1].amax(dim=1).float())
+        sizes = [len(stack.jobs) for stack in self.stacks]
+        present = padded[:, :, 0].amax(dim=1).split(sizes)
+        measured, column = {}, 1 + len(self._rule_state.keys)
+        for rule in self.measuring:
+            measured[rule] = list(rule.combine(padded[:, :, column : column + rule.sums]).split(sizes))
+            column += rule.sums
+        # Every sender of a piece has the same numbers.
+        return OwnedBlocks(list(present), measured, self._rule_state.arrive(padded[:, 0]))
 
     @phase("scatter")
     def unpack(self, updates: Sequence[Tensor], owned: OwnedBlocks) -> None:
@@ -297,7 +299,9 @@ class Bucket:
             torch._foreach_copy_(self.matrices, list(updates))
         if self._leave[0]:
             torch._foreach_copy_(self._leave[1], self._leave[0])
-        columns = [owned.present] if owned.scores is None else [owned.present, owned.scores.double()]
+        columns = [torch.cat(owned.present), *self._rule_state.leave(owned.state)] if self.stacks else []
+        if not columns:
+            return
         headers = torch.stack(columns, dim=1)[self._header_of_leaving]
         self.exchange.sent["return"][self.exchange.outward["return"].headers] = headers
 
@@ -306,10 +310,9 @@ class Bucket:
         return self._returned()[:, 0] > 0
 
     @phase("scatter")
-    def take_scores(self) -> None:
-        """Write the returned scores to the state."""
-        if self._scores:
-            torch._foreach_copy_(self._scores, list(self._returned()[self._scored, 1].float().split(1)))
+    def take_state(self) -> None:
+        """Write the returned state of rules to this rank's."""
+        self._rule_state.take(self._returned)
 
     def _returned(self) -> Tensor:
         return self.exchange.received["return"][self.exchange.inward["return"].headers]

@@ -14,7 +14,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.routing.views import Axis, MatrixView
+from deepmd_muon.optim.rules.interface import Extent
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -177,19 +178,10 @@ def _folded(parts: Sequence[tuple[Runs, int]]) -> Runs:
     return runs
 
 
-def view_axes(shape: tuple[int, ...], view: MatrixView) -> tuple[int, int]:
-    """Return (i, j): dimensions before i are the view's batch, i … j its rows, from j on its columns."""
-    for i in range(len(shape) + 1):
-        for j in range(i, len(shape) + 1):
-            if (math.prod(shape[:i]), math.prod(shape[i:j]), math.prod(shape[j:])) == view.shape:
-                return i, j
-    raise ValueError(f"view {view} does not fold whole dimensions of shape {shape}")
-
-
 @functools.lru_cache(maxsize=1024)
 def regions_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Region]:
     """Return each rank's region of the view, in the order of `layout.ranks`."""
-    i, j = view_axes(shape, view)
+    i, j = view.axes(shape)
     found = {}
     for rank, place in zip(layout.ranks, layout.coordinates(), strict=True):
         parts = [(held_runs(size, dim, layout, place), size) for dim, size in enumerate(shape)]
@@ -212,7 +204,7 @@ def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> La
     Mesh axes that shard the leading batch dimension shard the scores too, provided that every rank gets the scores of
     its blocks (uneven shards with several blocks per index do not); otherwise all ranks keep all scores.
     """
-    i, _ = view_axes(shape, view)
+    i, _ = view.axes(shape)
     axes = tuple(p if p is not None and p.dim == 0 and i > 0 else None for p in layout.placements)
     candidate = Layout(layout.mesh, layout.ranks, axes)
     parts = max(1, len(view.sizes))
@@ -222,6 +214,24 @@ def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> La
         if held_runs(view.blocks, 0, candidate, place) != wanted:
             return Layout(layout.mesh, layout.ranks, (None,) * len(layout.mesh))
     return candidate
+
+
+@functools.lru_cache(maxsize=1024)
+def lines_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout, of: Axis) -> Layout:
+    """Return the layout of a parameter whose rows, or columns, are sharded as in `layout` and whole on every rank."""
+    kept = view.dims_of(shape, of)
+    axes = tuple(p if p is not None and p.dim in kept else None for p in layout.placements)
+    return Layout(layout.mesh, layout.ranks, axes)
+
+
+def rule_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout, extent: Extent) -> Layout:
+    """Return the layout of a rule's state tensor with this extent, from that of the parameter's state."""
+    if extent not in ("rows", "columns"):
+        return score_layout(shape, view, layout)
+    kept = view.dims_of(shape, extent)
+    lines = lines_layout(shape, view, layout, extent)
+    axes = (None if p is None else ShardPlacement(kept.index(p.dim), p.stride) for p in lines.placements)
+    return Layout(layout.mesh, layout.ranks, tuple(axes))
 
 
 def overlap(runs: Runs, start: int, stop: int) -> Overlap:

@@ -8,7 +8,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from deepmd_muon.optim.sharded.layout import Overlap, block_bounds, overlap, regions_by_rank, score_runs_by_rank
+from deepmd_muon.optim.routing.views import Axis
+from deepmd_muon.optim.sharded.layout import (
+    Overlap,
+    block_bounds,
+    lines_layout,
+    overlap,
+    regions_by_rank,
+    score_runs_by_rank,
+)
 from deepmd_muon.optim.sharded.plan import WORD, Domain, Job, Leg, Plan
 
 
@@ -51,13 +59,14 @@ class Message(NamedTuple):
     ----------
     jobs
         Positions in the exchange's jobs, one per piece.
-    elements
-        Number of elements of each piece.
+    lines, elements
+        Number of rules' values per row or column, and of elements, of each piece.
     start, words
         Offset in the buffer, and length, in words.
     """
 
     jobs: tuple[int, ...]
+    lines: tuple[int, ...]
     elements: tuple[int, ...]
     start: int
     words: int
@@ -95,6 +104,42 @@ def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Pie
     where = overlap(region.batch, batch, batch + 1)
     rows, columns = overlap(region.rows, r0, r1), overlap(region.columns, c0, c1)
     return Piece(parameter, block, where.start if where.size else -1, rows, columns)
+
+
+class Lines(NamedTuple):
+    """The part of a rule's state per row or column of a block that one rank keeps.
+
+    Attributes
+    ----------
+    shape
+        Shape (batch, lines, blocks that a line lies in) of the rank's local state tensor.
+    batch, inside, part
+        Where the block's lines are in it; `inside` tells which lines of the block they are.
+    """
+
+    shape: tuple[int, int, int]
+    batch: int
+    inside: Overlap
+    part: int
+
+    @property
+    def length(self) -> int:
+        """Number of lines."""
+        return self.inside.size if self.batch >= 0 else 0
+
+
+def lines_of(plan: Plan, parameter: int, block: int, rank: int, of: Axis) -> Lines:
+    """Return the rows or columns of a block whose values a rank keeps."""
+    p = plan.parameters[parameter]
+    parts = block_bounds(p.view)
+    batch, part = divmod(block, len(parts))
+    r0, r1, c0, c1 = parts[part]
+    region = regions_by_rank(p.shape, p.view, lines_layout(p.shape, p.view, p.layout_of("gather"), of))[rank]
+    where = overlap(region.batch, batch, batch + 1)
+    inside = overlap(region.rows, r0, r1) if of == "rows" else overlap(region.columns, c0, c1)
+    repeats, (nbatch, nrows, ncolumns) = p.view.repeats(of), region.shape
+    shape = nbatch, nrows if of == "rows" else ncolumns, repeats
+    return Lines(shape, where.start if where.size else -1, inside, part if repeats > 1 else 0)
 
 
 def score_index(plan: Plan, parameter: int, block: int, rank: int) -> int:
@@ -147,23 +192,23 @@ def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
 
 def _rank_messages(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: Sequence[int], rank: int) -> RankMessages:
     """Sort the pieces of these jobs into messages, in the order of jobs on both sides."""
-    pieces: dict[tuple[str, bool, int], list[tuple[int, int]]] = defaultdict(list)
+    pieces: dict[tuple[str, bool, int], list[tuple[int, int, int]]] = defaultdict(list)
     for i, job in enumerate(jobs):
         for leg, ends in (("gather", job.sources), ("return", job.destinations)):
             from_holder = leg == "gather"
             if rank in ends:
-                pieces[leg, from_holder, job.owner].append((i, ends[rank]))
+                pieces[leg, from_holder, job.owner].append((i, job.lines.get(rank, 0), ends[rank]))
             if rank == job.owner:
                 for other, elements in ends.items():
-                    pieces[leg, not from_holder, other].append((i, elements))
+                    pieces[leg, not from_holder, other].append((i, job.lines.get(other, 0), elements))
 
     def side(leg: Leg, *, sending: bool) -> tuple[Message, ...]:
         start, found = 0, []
         for peer in peers:
             held_here = pieces.get((leg, sending, peer), [])
-            elements = tuple(n for _, n in held_here)
-            words = domain.message_bytes(leg, len(held_here), sum(elements), plan.settings) // WORD
-            found.append(Message(tuple(i for i, _ in held_here), elements, start, words))
+            lines, elements = tuple(n for _, n, _ in held_here), tuple(n for *_, n in held_here)
+            words = domain.message_bytes(leg, len(held_here), sum(lines), sum(elements), plan.settings) // WORD
+            found.append(Message(tuple(i for i, *_ in held_here), lines, elements, start, words))
             start += words
         return tuple(found)
 
@@ -190,9 +235,18 @@ def payload_starts(messages: Sequence[Message], header: int, itemsize: int) -> l
     """Return job, first element in the buffer and number of elements of every piece, message by message."""
     found = []
     for message in messages:
-        first = (message.start + len(message.jobs) * header) * WORD // itemsize
+        first = (message.start + len(message.jobs) * header + sum(message.lines)) * WORD // itemsize
         starts = itertools.accumulate(message.elements, initial=first)
         found += list(zip(message.jobs, starts, message.elements, strict=False))
+    return found
+
+
+def line_ranges(messages: Sequence[Message], header: int) -> list[tuple[int, int]]:
+    """Return first and last word (exclusive) of every piece's lines, message by message."""
+    found: list[tuple[int, int]] = []
+    for message in messages:
+        ends = list(itertools.accumulate(message.lines, initial=message.start + len(message.jobs) * header))
+        found += itertools.pairwise(ends)
     return found
 
 

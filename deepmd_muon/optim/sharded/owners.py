@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.routing.views import Axis, MatrixView
 from deepmd_muon.optim.sharded.layout import (
     Layout,
     block_bounds,
+    lines_layout,
     overlap,
     regions_by_rank,
     score_layout,
@@ -56,7 +58,7 @@ class Balance:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockHolders:
-    """The ranks that hold the elements and the scores of blocks of one kind.
+    """The ranks that hold the elements, and the state of rules, of blocks of one kind.
 
     Attributes
     ----------
@@ -65,13 +67,16 @@ class BlockHolders:
     copies
         For each of them, the ranks that hold elements of it, and how many.
     destinations
-        For each complete copy of the parameter, the ranks that need the update or the score, and how many elements
-        they hold.
+        For each complete copy of the parameter, the ranks that need the update or the rules' state, and how many
+        elements they hold.
+    lines
+        How many values of rules' state, one per row or column, each rank keeps.
     """
 
     replicas: tuple[tuple[int, ...], ...]
     copies: tuple[Mapping[int, int], ...]
     destinations: tuple[Mapping[int, int], ...]
+    lines: Mapping[int, int]
 
     @property
     def whole(self) -> bool:
@@ -120,7 +125,13 @@ class BlockHolders:
 
 @functools.lru_cache(maxsize=256)
 def holders_of_blocks(
-    shape: tuple[int, ...], view: MatrixView, layout: Layout, state_layout: Layout, *, damped: bool
+    shape: tuple[int, ...],
+    view: MatrixView,
+    layout: Layout,
+    state_layout: Layout,
+    *,
+    scored: bool,
+    lines: tuple[Axis, ...] = (),
 ) -> tuple[BlockHolders, ...]:
     """Return the holders of every block, in the order of block numbers; blocks with the same holders share one object.
 
@@ -130,28 +141,35 @@ def holders_of_blocks(
         Of the parameter.
     state_layout
         Of its momentum.
-    damped
+    scored
         Whether ranks that keep a block's score need its result even without holding elements of it.
+    lines
+        The extent of each state tensor with one value per row or column; the ranks that keep these need them, too.
     """
     replicas = layout.replicas()
     copies_of_state = state_layout.replicas()
     sizes, having = _ranks_with_elements(shape, view, layout)
     sizes_of_state, having_state = _ranks_with_elements(shape, view, state_layout)
-    scored = _ranks_with_scores(shape, view, layout) if damped else None
-    known: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int], BlockHolders] = {}
+    with_scores = _ranks_with_scores(shape, view, layout) if scored else None
+    with_lines = [_ranks_with_lines(shape, view, state_layout, of) for of in lines]
+    known: dict[tuple[object, ...], BlockHolders] = {}
     found = []
     for b, (ranks, with_state) in enumerate(zip(having, having_state, strict=True)):
         for part, size in enumerate(sizes):
-            keeping = scored[b * len(sizes) + part] if scored else ()
-            key = ranks, with_state, keeping, part
+            keeping = with_scores[b * len(sizes) + part] if with_scores else ()
+            key = ranks, with_state, keeping, part, *(tuple(having[b]) for _, having in with_lines)
             if key not in known:
                 holding = {rank: size[rank] for rank in ranks if size[rank]}
-                needing = {**dict.fromkeys(keeping, 0), **holding}
+                kept: Counter[int] = Counter()
+                for counts, having_lines in with_lines:
+                    kept.update({rank: n for rank in having_lines[b] if (n := counts[part][rank])})
+                needing = {**dict.fromkeys((*keeping, *kept), 0), **holding}
                 state = {rank: n for rank in with_state if (n := sizes_of_state[part][rank])}
                 known[key] = BlockHolders(
                     copies_of_state,
                     tuple({r: state[r] for r in copy if r in state} for copy in copies_of_state),
                     tuple({r: needing[r] for r in copy if r in needing} for copy in replicas),
+                    kept,
                 )
             found.append(known[key])
     return tuple(found)
@@ -173,6 +191,23 @@ def _ranks_with_elements(
             for b in range(start, stop):
                 having[b].append(rank)
     return sizes, [tuple(ranks) for ranks in having]
+
+
+def _ranks_with_lines(
+    shape: tuple[int, ...], view: MatrixView, state_layout: Layout, of: Axis
+) -> tuple[list[dict[int, int]], list[list[int]]]:
+    """Return, for each part of a matrix, the rows or columns per rank; and for each matrix, the ranks that keep it."""
+    regions = regions_by_rank(shape, view, lines_layout(shape, view, state_layout, of))
+    counts = []
+    for r0, r1, c0, c1 in block_bounds(view):
+        parts = ((rank, overlap(x.rows, r0, r1), overlap(x.columns, c0, c1)) for rank, x in regions.items())
+        counts.append({rank: (rows if of == "rows" else columns).size for rank, rows, columns in parts})
+    having: list[list[int]] = [[] for _ in range(view.batch)]
+    for rank, region in regions.items():
+        for start, stop in region.batch:
+            for b in range(start, stop):
+                having[b].append(rank)
+    return counts, having
 
 
 def _ranks_with_scores(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> list[tuple[int, ...]]:

@@ -21,18 +21,17 @@ from deepmd_muon.optim.errors import (
     ShardingError,
 )
 from deepmd_muon.optim.routing.rules import RouteEntry
+from deepmd_muon.optim.rules.interface import Extent, StateTensor
 from deepmd_muon.optim.sharded.layout import (
     Layout,
     Runs,
     ShardPlacement,
     held_runs,
     replicated,
-    score_layout,
-    score_runs_by_rank,
+    rule_layout,
     state_layout,
-    total,
 )
-from deepmd_muon.optim.state.schema import ALL_MOMENTS, LocalStateFactory, StateTensor
+from deepmd_muon.optim.state.schema import ALL_MOMENTS, LocalStateFactory
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -146,24 +145,39 @@ class ShardedParameter:
         """Return a new state tensor, filled with its initial value, in the layout of the parameter's state."""
         if tensor.extent == "parameter" and self.sharding is not None:
             return self.sharding.zeros(self.p, tensor.dtype_for(self.p.dtype))
-        if tensor.extent == "blocks" and isinstance(self.p, DTensor):
-            return self._scores(tensor)
-        return LocalStateFactory(self.p, self.entry).full(tensor)
+        new = LocalStateFactory(self.p, self.entry).full(tensor)
+        return new if tensor.extent in ("parameter", "scalar") else self.of(new, tensor.extent)
 
-    def _scores(self, tensor: StateTensor) -> Tensor:
-        """Return one number per block, in the layout of a DTensor parameter's blocks."""
-        entry, view = self.entry, self.entry.view
-        assert view is not None
-        assert isinstance(self.p, DTensor)
-        kept = total(score_runs_by_rank(entry.shape, view, self.layout)[dist.get_rank()])
-        axes = score_layout(entry.shape, view, self.layout).placements
+    def of(self, value: Tensor, extent: Extent) -> Tensor:
+        """Return a state tensor, in any layout, in the layout of this parameter's state.
+
+        All ranks must call this together where the value is a DTensor. The moments of a DTensor are left as they are:
+        `layout_error` checks them before the step.
+        """
+        sharded = isinstance(self.p, DTensor)
+        if extent == "parameter":
+            if self.sharding is not None:
+                return self.sharding.of(value)
+            return value if sharded else full_tensor(value)
+        assert self.entry.view is not None
+        # The scores of replicated parameters are replicated, whatever their moments are.
+        cut = self.sharding.layout if self.sharding is not None and extent != "blocks" else self.layout
+        layout = rule_layout(self.entry.shape, self.entry.view, cut, extent)
+        if not sharded and not any(layout.placements):
+            return full_tensor(value)
+        mesh: Any = self.p.device_mesh if isinstance(self.p, DTensor) else getattr(self.sharding, "mesh", None)
+        placements = tuple(_placement(axis) for axis in layout.placements)
+        if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
+            return value
+        local = value = full_tensor(value)
+        for dim, size in enumerate(value.shape):
+            runs = held_runs(size, dim, layout, tuple(mesh.get_coordinate()))
+            if runs != ((0, size),):
+                index = [i for start, stop in runs for i in range(start, stop)]
+                local = local.index_select(dim, torch.tensor(index, dtype=torch.int64, device=value.device))
+        strides = torch.empty(value.shape, device="meta").stride()
         return DTensor.from_local(
-            torch.full((kept,), tensor.start, dtype=tensor.dtype_for(self.p.dtype), device=local_of(self.p).device),
-            self.p.device_mesh,
-            [_placement(axis) for axis in axes],
-            run_check=False,
-            shape=torch.Size((view.blocks,)),
-            stride=(1,),
+            local.contiguous(), mesh, placements, run_check=False, shape=value.shape, stride=strides
         )
 
     def __str__(self) -> str:

@@ -18,21 +18,23 @@ from torch import Tensor
 
 from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter, OwnedBlocks, UpdateList
+from deepmd_muon.optim.rules.interface import Pieces
+from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
+from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter, UpdateList
+from deepmd_muon.optim.sharded.carried import carried
 from deepmd_muon.optim.sharded.messages import bucket_messages, local_messages, local_parts, local_shape, piece_of
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded.transport import CollectiveStream, Exchange, ExchangeBuffers
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import State, complete_state
-from deepmd_muon.optim.update import magma
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.update.muon import (
     advance_momenta,
     apply_updates,
     directions_of,
     effective_lr,
-    scaled_polar_factors,
+    update_blocks,
 )
 
 _WIDE = {4: torch.float32, 8: torch.float64}
@@ -61,9 +63,10 @@ class MomentumGroup:
 class MomentumUpdate:
     """The momenta to advance before a bucket is packed."""
 
-    def __init__(self, plan: Plan, sharded_params: Sequence[ShardedParameter], fresh: Sequence[int], rank: int) -> None:
+    def __init__(self, plan: Plan, sharded_params: Sequence[ShardedParameter], bucket: Bucket, rank: int) -> None:
+        self.measuring = bucket.measuring
         kinds: dict[tuple[int, torch.dtype], list[int]] = {}
-        for i in fresh:
+        for i in bucket.fresh:
             kinds.setdefault((sharded_params[i].group, sharded_params[i].p.dtype), []).append(i)
         self.momenta_groups = [
             MomentumGroup(
@@ -79,7 +82,7 @@ class MomentumUpdate:
         self.height = 0
         for momenta in self.momenta_groups:
             for i, shape, parts in zip(momenta.parameters, momenta.shapes, momenta.parts, strict=True):
-                if plan.parameters[i].damped:
+                if carried(plan.parameters[i].rules).sums:
                     self.rows[i] = self.height
                     self.height += shape[0] * len(parts)
         self.buffers: list[Tensor] = []  # the momenta, on this rank, in `order`
@@ -135,7 +138,7 @@ class Pipeline:
         for bucket in self.order:
             bucket.fresh = tuple(i for i in bucket.parameters if i not in seen)
             seen.update(bucket.fresh)
-        self.momentum_updates = [MomentumUpdate(plan, sharded_params, bucket.fresh, self.rank) for bucket in self.order]
+        self.momentum_updates = [MomentumUpdate(plan, sharded_params, bucket, self.rank) for bucket in self.order]
         self._make_slots()
 
     def _make_slots(self) -> None:
@@ -161,16 +164,14 @@ class Pipeline:
         for positions in (*(update.order for update in self.momentum_updates), everything):
             chosen = [self.sharded_params[i] for i in positions]
             for param in chosen:
-                complete_state(state[param.p], param, damped=groups[param.group].settings.magma_muon)
+                complete_state(state[param.p], param, matrix_rules(groups[param.group].settings))
             if memory is not None:
                 memory.offload(state, [(param.p, "momentum_buffer") for param in chosen])
         states = [state[param.p] for param in self.sharded_params]
-        local = {
-            i: LocalParameter(
-                local_of(m.p).detach(), local_of(s["magma_score"]) if "magma_score" in s else None, m.group
-            )
-            for i, (m, s) in enumerate(zip(self.sharded_params, states, strict=True))
-        }
+        local = {}
+        for i, (param, own) in enumerate(zip(self.sharded_params, states, strict=True)):
+            of_rules = {key: local_of(own[key]) for key in tensors_of(self.plan.parameters[i].rules)}
+            local[i] = LocalParameter(local_of(param.p).detach(), of_rules, param.group)
         self.needed: list[list[int]] = []  # for each bucket, the tables of sums that it reads
         maker = {i: k for k, update in enumerate(self.momentum_updates) for i in update.order}
         rows: list[dict[int, int]] = []
@@ -274,7 +275,7 @@ class PipelineStep:
         self._tables[number] = self._advance(update, buffers)
         tables = [self._tables[k] for k in pipeline.needed[number]]
         sums = None
-        if bucket.damped and tables:
+        if bucket.measuring and tables:
             sums = tables[0] if len(tables) == 1 else torch.cat(tables)
         bucket.pack(self._directions, sums, self._tentative)
         for i in bucket.parameters:
@@ -283,9 +284,9 @@ class PipelineStep:
         return bucket.exchange.start("gather", pipeline.collectives)
 
     def _advance(self, update: MomentumUpdate, buffers: Sequence[Tensor]) -> Tensor:
-        """Advance momenta; return Magma's sums of this rank's pieces of their blocks, float64 (pieces, 5)."""
+        """Advance momenta; return what rules measure of this rank's pieces of their blocks, float64 (pieces, sums)."""
         start = 0
-        pairs: list[magma.Pair] = []
+        pairs: list[Pieces] = []
         for momenta_group in update.momenta_groups:
             settings, group = self._groups[momenta_group.group].settings, self._groups[momenta_group.group].values
             sharded_params = [self._pipeline.sharded_params[i] for i in momenta_group.parameters]
@@ -304,12 +305,13 @@ class PipelineStep:
             if self._moments is not None and not settings.nesterov:
                 directions = [u.clone() for u in directions]  # a later transfer batch overwrites this memory
             self._directions.update(zip(momenta_group.parameters, directions, strict=True))
-            if settings.magma_muon:
+            if any(rule.sums for rule in matrix_rules(settings)):
                 pairs += _pairs(momenta, gradients, momenta_group)
             if self._pipeline.plan.settings.free_gradients:
                 for param in sharded_params:
                     param.p.grad = None
-        return magma.table_of_sums(pairs, self._pipeline.device)
+        tables = [rule.measure(pairs, self._pipeline.device) for rule in update.measuring]
+        return torch.cat(tables, dim=1) if tables else torch.empty(0, 0, device=self._pipeline.device)
 
     def _orthogonalize(
         self, bucket: Bucket, arrived: Callable[[], Any], *, meanwhile: bool = False
@@ -319,32 +321,31 @@ class PipelineStep:
         owned = bucket.assemble()
         if meanwhile:
             self._launch(in_use=1 + len(self._returning))
-        factors = None
-        if owned.cosines is not None and owned.scores is not None and len(owned.scores):
-            owned, factors = self._damp(owned, owned.cosines, owned.scores)
         updates: list[Tensor] = list(bucket.matrices)
-        parts = None if factors is None else factors.split([len(stack.jobs) for stack in bucket.stacks])
-        kinds = [(stack.group, stack.damped) for stack in bucket.stacks]
-        for number, damped in dict.fromkeys(kinds):
-            mine = [k for k, kind in enumerate(kinds) if kind == (number, damped)]
-            damping = [parts[k] for k in mine] if damped and parts is not None else None
-            done = scaled_polar_factors([bucket.matrices[k] for k in mine], self._groups[number].settings, damping)
+        for number in dict.fromkeys(stack.group for stack in bucket.stacks):
+            mine = [k for k, stack in enumerate(bucket.stacks) if stack.group == number]
+            settings = self._groups[number].settings
+            rules = matrix_rules(settings)
+            state = {key: [owned.state[k][key] for k in mine] for key in tensors_of(rules)}
+            measured = {rule: [owned.measured[rule][k] for k in mine] for rule in rules if rule.sums}
+            done, new = update_blocks([bucket.matrices[k] for k in mine], state, measured, rules, settings)
             for k, update in zip(mine, done, strict=True):
                 updates[k] = update
+            for key, values in new.items():
+                for k, value in zip(mine, values, strict=True):
+                    owned.state[k][key] = self._kept(owned.present[k], value, owned.state[k][key])
         bucket.unpack(updates, owned)
         return bucket.exchange.start("return", self._pipeline.collectives)
 
-    def _damp(self, owned: OwnedBlocks, cosines: Tensor, scores: Tensor) -> tuple[OwnedBlocks, Tensor]:
-        """Advance the scores of owned blocks; return the blocks with these, and their damping factors."""
-        new = scores.clone()
-        (factors,) = magma.update_scores([new], [cosines], self._control.skip)
-        kept = torch.where(owned.present > 0, new, scores)
-        return dataclasses.replace(owned, scores=kept), factors
+    def _kept(self, present: Tensor, new: Tensor, old: Tensor) -> Tensor:
+        """Return the new state of matrices; the old one of those without a gradient, and in a skipped step."""
+        moves = present > 0 if self._control.skip is None else (present > 0) & (self._control.skip <= 0)
+        return torch.where(moves.view(-1, *[1] * (new.ndim - 1)), new, old)
 
     def _apply(self, bucket: Bucket, returned: Callable[[], Any]) -> None:
         """Wait for a bucket's updates and apply them."""
         returned()
-        bucket.take_scores()
+        bucket.take_state()
         undecided = [k for k, piece in enumerate(bucket.applying) if piece.parameter in self._tentative]
         before: dict[int, Tensor] = {}
         if undecided:
@@ -357,7 +358,8 @@ class PipelineStep:
         for number, kind in bucket.update_lists:
             group = self._groups[number]
             lr = effective_lr(group.lr, self._control)
-            apply_updates(kind.targets, kind.updates, lr, group.settings.weight_decay)
+            rules = matrix_rules(group.settings)
+            apply_updates(kind.targets, kind.updates, lr, group.settings.weight_decay, rules)
             self._take_back(bucket, kind, before)
 
     def _take_back(self, bucket: Bucket, kind: UpdateList, before: dict[int, Tensor]) -> None:
@@ -384,15 +386,15 @@ class PipelineStep:
                     old.copy_(torch.where(self._moved[i, block], new, old.to(new.device)))
 
 
-def _pairs(momenta: Sequence[Tensor], gradients: Sequence[Tensor], momenta_group: MomentumGroup) -> list[magma.Pair]:
+def _pairs(momenta: Sequence[Tensor], gradients: Sequence[Tensor], momenta_group: MomentumGroup) -> list[Pieces]:
     """Return momentum and gradient of every part of every parameter."""
     pairs = []
     for m, g, shape, parts in zip(momenta, gradients, momenta_group.shapes, momenta_group.parts, strict=True):
         if len(parts) == 1:
-            pairs.append(magma.Pair(m, g, (shape[0], shape[1] * shape[2])))
+            pairs.append(Pieces(m, g, (shape[0], shape[1] * shape[2])))
             continue
         views = m.reshape(shape), g.reshape(shape)
         for r, c in parts:
             a, b = (x[:, r, c].flatten(1) for x in views)
-            pairs.append(magma.Pair(a, b, (a.shape[0], a.shape[1])))
+            pairs.append(Pieces(a, b, (a.shape[0], a.shape[1])))
     return pairs

@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple
 
 from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.rules.interface import MatrixRule
+from deepmd_muon.optim.sharded.carried import carried
 from deepmd_muon.optim.sharded.layout import Layout
 from deepmd_muon.optim.sharded.owners import Balance, BlockHolders, holders_of_blocks
 from deepmd_muon.optim.sharded_config import ShardedSettings
@@ -26,7 +28,7 @@ from deepmd_muon.optim.sharded_config import ShardedSettings
 Leg = Literal["gather", "return"]
 LEGS: tuple[Leg, Leg] = ("gather", "return")
 
-VERSION = 2
+VERSION = 3
 WORD = 8  # bytes of a header entry (float64); messages are padded to whole words
 NARROW = 2  # bytes of an element in a 16-bit type
 
@@ -43,8 +45,8 @@ class PlannedParameter:
         The layout of its elements.
     itemsize
         Bytes of one element of its update: 4, or 8 for float64.
-    damped
-        Whether messages carry Magma's statistics of its blocks.
+    rules
+        The rules of its group; messages carry their state and statistics.
     steps, gram
         Iterations of the orthogonalization, and whether the Gram form may be used; they determine the work.
     state_layout
@@ -56,7 +58,7 @@ class PlannedParameter:
     view: MatrixView
     layout: Layout
     itemsize: int = 4
-    damped: bool = True
+    rules: tuple[MatrixRule, ...] = ()
     steps: int = 10
     gram: bool = True
     state_layout: Layout | None = None
@@ -67,13 +69,17 @@ class PlannedParameter:
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape))
-        extras = f"{self.itemsize} bytes, {'damped' if self.damped else 'undamped'}, {self.steps} steps"
+        extras = f"{self.itemsize} bytes, rules {[*map(str, self.rules)]}, {self.steps} steps"
         state = f", state on {self.state_layout}" if self.state_layout else ""
         return f"{self.name}: {size} as {self.view} on {self.layout}{state}, {extras}, gram {self.gram}"
 
 
 class Job(NamedTuple):
-    """The exchange of one block: sources and destinations map ranks to their numbers of elements (0: score only)."""
+    """The exchange of one block: sources and destinations map ranks to numbers of elements (0: state only).
+
+    `lines` maps ranks to the numbers of rules' values that they keep, one per row or column; a message carries those
+    of its holder.
+    """
 
     parameter: int
     block: int
@@ -81,6 +87,7 @@ class Job(NamedTuple):
     sources: Mapping[int, int]
     destinations: Mapping[int, int]
     bucket: int | None
+    lines: Mapping[int, int]
 
     def ends(self, leg: Leg) -> Iterator[tuple[int, int, int]]:
         """Yield sender, receiver and number of elements of every piece of one leg."""
@@ -114,8 +121,8 @@ class Domain:
         Positions in the plan's parameters.
     itemsize
         Bytes of an element in full precision.
-    damped
-        Whether message headers carry Magma's statistics.
+    rules
+        The rules of any of its parameters; headers have room for what these carry per block.
     spread
         Whether replicas share the work; see `ShardedSettings.replication`.
     jobs
@@ -129,37 +136,40 @@ class Domain:
     ranks: tuple[int, ...]
     parameters: tuple[int, ...]
     itemsize: int
-    damped: bool
+    rules: tuple[MatrixRule, ...]
     spread: bool
     jobs: tuple[Job, ...]
     buckets: int
     work: Mapping[int, int]
 
     def header(self, leg: Leg) -> int:
-        """Return the header's words per piece: presence and, with Magma, the score and (gather only) five sums."""
-        return {"gather": 7, "return": 2}[leg] if self.damped else 1
+        """Return the header's words per piece: presence, the rules' state per block, and (gather only) their sums."""
+        blocks, _, sums = carried(self.rules)
+        return 1 + len(blocks) + (sums if leg == "gather" else 0)
 
     def element(self, leg: Leg, settings: ShardedSettings) -> int:
         """Return the bytes of an element on the wire."""
         dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
         return self.itemsize if dtype == "full" else NARROW
 
-    def message_bytes(self, leg: Leg, pieces: int, elements: int, settings: ShardedSettings) -> int:
-        """Return the length of one message: headers of all pieces, then all elements, padded to whole words."""
+    def message_bytes(self, leg: Leg, pieces: int, lines: int, elements: int, settings: ShardedSettings) -> int:
+        """Return the length of one message: headers of all pieces, rules' lines, elements, padded to whole words."""
         payload = elements * self.element(leg, settings)
-        return WORD * (pieces * self.header(leg) + -(-payload // WORD))
+        return WORD * (pieces * self.header(leg) + lines + -(-payload // WORD))
 
     def messages(self, leg: Leg, settings: ShardedSettings) -> dict[tuple[int, int, int], int]:
         """Return the bytes of every message of one leg, by bucket, sender and receiver; none to oneself."""
         pieces: Counter[tuple[int, int, int]] = Counter()
+        lines: Counter[tuple[int, int, int]] = Counter()
         elements: Counter[tuple[int, int, int]] = Counter()
         for job in self.jobs:
             if job.bucket is not None:
                 for sender, receiver, size in job.ends(leg):
                     if sender != receiver:
                         pieces[job.bucket, sender, receiver] += 1
+                        lines[job.bucket, sender, receiver] += job.lines.get(sender if leg == "gather" else receiver, 0)
                         elements[job.bucket, sender, receiver] += size
-        return {key: self.message_bytes(leg, n, elements[key], settings) for key, n in pieces.items()}
+        return {key: self.message_bytes(leg, n, lines[key], elements[key], settings) for key, n in pieces.items()}
 
     def sent(self, settings: ShardedSettings) -> dict[int, int]:
         """Return the bytes that leave each rank in one step."""
@@ -283,7 +293,7 @@ def plan_from_routes(
     settings
         Of the sharded step.
     **options
-        `itemsize`, `damped`, `steps` and `gram` of `PlannedParameter`.
+        `itemsize`, `rules`, `steps` and `gram` of `PlannedParameter`.
     """
     chosen = [(entry, entry.view) for entry in routes if entry.view is not None and entry.route == "muon"]
     planned = [PlannedParameter(entry.name, entry.shape, view, layout, **options) for entry, view in chosen]
@@ -317,7 +327,14 @@ def _domain(
         work = [newton_schulz_flops(*shape, p.steps, gram=p.gram) for shape in shapes]
         size = [rows * columns for rows, columns in shapes]
         for number, holders in enumerate(
-            holders_of_blocks(p.shape, p.view, p.layout, p.layout_of("gather"), damped=p.damped)
+            holders_of_blocks(
+                p.shape,
+                p.view,
+                p.layout,
+                p.layout_of("gather"),
+                scored=bool(carried(p.rules).blocks),
+                lines=tuple(of for _, of in carried(p.rules).lines),
+            )
         ):
             part = number % len(shapes)
             blocks.append(_PlannedBlock(work[part], p.name, number, i, size[part] * itemsize, holders))
@@ -335,11 +352,11 @@ def _domain(
                 if used and used + load > settings.bucket_bytes:
                     bucket, used = bucket + 1, 0
                 filled[owner] = bucket, used + load
-            jobs.append(Job(i, number, owner, sources, destinations, bucket))
+            jobs.append(Job(i, number, owner, sources, destinations, bucket, holders.lines))
     count = 1 + max((bucket for bucket, _ in filled.values()), default=-1)
-    damped = any(parameters[i].damped for i in positions)
+    rules = tuple(dict.fromkeys(rule for i in positions for rule in parameters[i].rules))
     work_here = {rank: balance.loads[rank] - loads[rank] for rank in ranks}
-    return Domain(ranks, tuple(positions), itemsize, damped, spread, tuple(jobs), count, work_here)
+    return Domain(ranks, tuple(positions), itemsize, rules, spread, tuple(jobs), count, work_here)
 
 
 def _describe_domain(plan: Plan, domain: Domain) -> str:

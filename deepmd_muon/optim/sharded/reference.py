@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from deepmd_muon.optim.dtensors import full_tensor, local_of
 from deepmd_muon.optim.routing.param_groups import Group
+from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.state.host_memory import HostMemory
@@ -48,22 +49,22 @@ def reference_step(
         memory.wait()
     there = _has_gradient_on_any_rank(plan, sharded_params, process_groups)
     for number, group in enumerate(groups):
-        damped = group.settings.magma_muon
+        rules = matrix_rules(group.settings)
         mine = [param for param, found in zip(sharded_params, there, strict=True) if param.group == number and found]
         for wave in waves([(param.p, param) for param in mine], workspace):
             chosen = [param for _, param in wave]
-            states = [complete_state(state[param.p], param, damped=damped) for param in chosen]
+            states = [complete_state(state[param.p], param, rules) for param in chosen]
             if memory is not None:
                 memory.offload(state, [(param.p, "momentum_buffer") for param in chosen])
             params = [_gathered(param.p.detach()) for param in chosen]
             for p, param in zip(params, chosen, strict=True):
                 p.grad = _gathered(torch.zeros_like(param.p.detach()) if param.p.grad is None else param.p.grad)
             momenta = [_gathered(own["momentum_buffer"]).to(p.device) for own, p in zip(states, params, strict=True)]
-            scores = [_gathered(own["magma_score"]) for own in states] if damped else []
+            of_rules = {key: [_gathered(own[key]) for own in states] for key in tensors_of(rules)}
             muon_(
                 params,
                 momenta,
-                scores,
+                of_rules,
                 [param.entry.view for param in chosen if param.entry.view is not None],
                 lr=group.lr,
                 settings=group.settings,
@@ -73,8 +74,9 @@ def reference_step(
             for param, own, p, m in zip(chosen, states, params, momenta, strict=True):
                 _write_local_part(param.p.detach(), p)
                 _write_local_part(own["momentum_buffer"], m)
-            for own, score in zip(states, scores, strict=False):
-                _write_local_part(own["magma_score"], score)
+            for key, values in of_rules.items():
+                for own, value in zip(states, values, strict=True):
+                    _write_local_part(own[key], value)
 
 
 def _has_gradient_on_any_rank(

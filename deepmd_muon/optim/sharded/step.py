@@ -14,13 +14,13 @@ from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTra
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import is_local
+from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.sharded.agreement import GroupColumns, check_replicas, check_settings
 from deepmd_muon.optim.sharded.elements import ElementwiseStep
 from deepmd_muon.optim.sharded.params import (
     DTYPES,
     Replicas,
     ShardedParameter,
-    StateSharding,
     layout_error,
     layout_of,
     local_part,
@@ -132,14 +132,14 @@ class ShardedStep:
         """Return those of some parameters that each process steps by itself."""
         return routed if self._repeating else [(p, entry) for p, entry in routed if p not in self._here]
 
-    def sharding_of(self, p: Tensor) -> StateSharding | None:
-        """Return the sharding of a replicated parameter's state; None where it is replicated, too."""
-        return next((param.sharding for param in self._sharded_params if param.p is p), None)
+    def sharding_of(self, p: Tensor) -> ShardedParameter | None:
+        """Return what lays out the state of a parameter; None for one of a single process."""
+        return next((param for param in self._sharded_params if param.p is p), None)
 
     def fresh_state(self, groups: Sequence[Group]) -> dict[str, dict[str, Tensor]]:
         """Return newly initialised state by parameter name; the optimizer's state stays."""
         return {
-            param.entry.name: complete_state({}, param, damped=groups[param.group].settings.magma_muon)
+            param.entry.name: complete_state({}, param, matrix_rules(groups[param.group].settings))
             for param in self._sharded_params
         }
 
@@ -247,7 +247,7 @@ def _planned(param: ShardedParameter, settings: HybridMuonConfig) -> PlannedPara
         entry.view,
         param.layout,
         itemsize=moment_dtype(param.p.dtype).itemsize,
-        damped=settings.magma_muon,
+        rules=matrix_rules(settings),
         steps=len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0]))),
         gram=settings.enable_gram,
         state_layout=param.sharding.layout if param.sharding else None,

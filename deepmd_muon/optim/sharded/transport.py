@@ -1,7 +1,8 @@
 """The exchange of one bucket: pack → all-to-all to the owners → … → all-to-all back → unpack.
 
-A message is a row of 8-byte words: a header per piece (presence, Magma's score and sums), then all elements in the
-wire's type. Buffers are float64 tensors, of which the elements are views, so that one collective carries both.
+A message is a row of 8-byte words: a header per piece (presence, the rules' state per block and sums), the rules'
+state per row or column, then all elements in the wire's type. Buffers are float64 tensors, of which the elements are
+views, so that one collective carries all.
 
 Buckets use a fixed number of buffers in turn (the setting `slots`), so that views of them are created once. On GPUs
 collectives run on a high-priority stream and overlap with the work that the caller launches before it waits. Buffers
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepmd_muon.optim.phases import Phase, in_phase, run_in_phase
-from deepmd_muon.optim.sharded.messages import Message, RankMessages, header_words, payload_starts
+from deepmd_muon.optim.sharded.messages import Message, RankMessages, header_words, line_ranges, payload_starts
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan
 
 _PHASES: dict[Leg, Phase] = {"gather": "gather", "return": "scatter"}
@@ -37,6 +38,8 @@ class Side:
         Words to or from every peer.
     headers
         int64 (pieces, header words): positions of the headers.
+    lines
+        First and last word (exclusive) of every piece's rules' state per row or column.
     payloads
         Job, first element and number of elements of every piece.
     dtype
@@ -45,6 +48,7 @@ class Side:
 
     splits: tuple[int, ...]
     headers: Tensor
+    lines: tuple[tuple[int, int], ...]
     payloads: tuple[tuple[int, int, int], ...]
     dtype: torch.dtype
 
@@ -53,7 +57,8 @@ class Side:
         """Compile messages."""
         positions = torch.tensor(header_words(messages, header), dtype=torch.int64, device=device).view(-1, header)
         starts = payload_starts(messages, header, dtype.itemsize)
-        return cls(tuple(message.words for message in messages), positions, tuple(starts), dtype)
+        lines = tuple(line_ranges(messages, header))
+        return cls(tuple(message.words for message in messages), positions, lines, tuple(starts), dtype)
 
     @property
     def words(self) -> int:

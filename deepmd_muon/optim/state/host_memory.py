@@ -5,7 +5,8 @@ the device and batch i − 1 back. Two device buffers take turns; besides the st
 memory that offloading needs. Copies run on two CUDA streams, one in each direction, between pinned memory and the
 buffers. Without a GPU the same code copies synchronously from memory to memory.
 
-Momenta and Adam's moments are offloaded; step counts and Magma's scores, one number per parameter or matrix, are not.
+Momenta and Adam's moments are offloaded. Step counts and the tensors of rules, one number per parameter, matrix, row or
+column, are not.
 """
 
 from __future__ import annotations
@@ -209,8 +210,9 @@ class HostMemory:
             self._slots.setdefault(p, {})[key] = HostSlot(slab, start, nbytes, state[p][key])
             start, left = start + nbytes, left - nbytes
 
-    def offload_all(self, state: dict[Tensor, dict[str, Any]], params: Sequence[Tensor]) -> None:
+    def offload_all(self, state: dict[Tensor, dict[str, Any]], param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Move all moments into host memory, and drop the slots of state that is gone."""
+        params = [p for group in param_groups for p in group["params"]]
         self._slots = {
             p: {key: slot for key, slot in slots.items() if state[p].get(key) is slot.value}
             for p, slots in self._slots.items()

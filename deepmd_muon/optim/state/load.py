@@ -5,23 +5,27 @@ Nothing here changes the optimizer: `load_state` returns the new state, and the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.config import RouteChange
+from deepmd_muon.optim.config import HybridMuonConfig, RouteChange
 from deepmd_muon.optim.dtensors import full_tensor, spec_of
-from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
+from deepmd_muon.optim.errors import ForeignStateError, InvalidSettingError, RoutingMismatchError
 from deepmd_muon.optim.routing.group_settings import SCHEDULED_SETTINGS, SCHEDULER_KEYS, group_settings
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name
+from deepmd_muon.optim.rules.interface import Extent, MatrixRule
+from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, owner_of, tensors_of, unknown_rules
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit, read_deepmd_kit
 from deepmd_muon.optim.state.migrate import SavedParameter, migrate
-from deepmd_muon.optim.state.schema import ALL_MOMENTS, STATE_OF_ROUTE, STATE_TENSORS
+from deepmd_muon.optim.state.schema import STATE_OF_ROUTE, known_tensors, state_tensors
 
 log = logging.getLogger(__name__)
 
@@ -47,27 +51,40 @@ _FLATTENED = (
 def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group]) -> None:
     """Drop the state that the present settings do not use, and log it.
 
-    Magma scores are dropped where Magma is off, so that stale ones cannot reappear. Other state becomes unused when
-    settings change while a parameter is frozen; a frozen parameter keeps all state except the scores.
+    Tensors of a rule that is off are dropped, so that stale ones cannot reappear. Other state becomes unused when
+    settings change while a parameter is frozen; a frozen parameter keeps all state except that of rules that are off.
     """
+    known = known_tensors()
     for p, entry, group in _parameters(groups):
-        own, damped = state.get(p, {}), group.settings.magma_muon
-        unused = [key for key in STATE_TENSORS.keys() & own.keys() if not _is_used(key, own[key], entry, damped=damped)]
-        for key in unused:
+        own, rules = state.get(p, {}), matrix_rules(group.settings)
+        off = _tensors_of_rules_that_are_off(own, rules)
+        unfit = [key for key in known.keys() & own.keys() - off if not _fits(key, own[key], entry, rules)]
+        for key in (*off, *unfit):
             del own[key]
-        if unused:
-            why = "magma_muon is off" if unused == ["magma_score"] and not damped else _describe(entry)
-            log.warning("%s: its state %s is dropped: %s now", entry.name, ", ".join(sorted(unused)), why)
+        if off or unfit:
+            why = _describe(entry) if unfit else "; ".join(sorted({_why_off(key, rules) for key in off}))
+            log.warning("%s: its state %s is dropped: %s now", entry.name, ", ".join(sorted((*off, *unfit))), why)
 
 
-def _is_used(key: str, value: Tensor, entry: RouteEntry, *, damped: bool) -> bool:
-    """Whether a known state tensor belongs to a parameter of this route, with Magma on or off."""
-    if key == "magma_score" and not damped:
-        return False
+def _tensors_of_rules_that_are_off(values: Mapping[str, Any], rules: Sequence[MatrixRule]) -> set[str]:
+    """Return the keys of state tensors that belong to known rules, but not to these."""
+    return set(values) & tensors_of(known_rules()).keys() - tensors_of(rules).keys()
+
+
+def _why_off(key: str, rules: Sequence[MatrixRule]) -> str:
+    """Return why these rules do not have a known rule's state tensor."""
+    name = owner_of(key).name
+    return f"{name} keeps other state" if name in [rule.name for rule in rules] else f"{name} is off"
+
+
+def _fits(key: str, value: Tensor, entry: RouteEntry, rules: Sequence[MatrixRule]) -> bool:
+    """Whether a state tensor belongs to a parameter of this route and view with these rules."""
     if entry.route == "frozen":
         return True
-    blocks = entry.view.blocks if entry.view else 0
-    return key in STATE_OF_ROUTE[entry.route] and (key != "magma_score" or tuple(value.shape) == (blocks,))
+    tensor = state_tensors(entry.route, rules).get(key)
+    return tensor is not None and (
+        tensor.extent in ("parameter", "scalar") or tuple(value.shape) == tensor.shape_for(entry.shape, entry.view)
+    )
 
 
 def load_state(
@@ -92,7 +109,7 @@ def load_state(
     present = RouteTable([entry for _, entry, _ in _parameters(groups)])
     saved = _read(state_dict, groups, present)
     differences = _differences(saved, present)
-    inconsistent = [problem for old in saved.values() for problem in _inconsistencies(old.entry, old.values)]
+    inconsistent = [problem for old in saved.values() for problem in _inconsistencies(old)]
     if inconsistent:
         raise RoutingMismatchError(inconsistent, "The file is damaged or was edited by hand: use another checkpoint.")
     unexplained = [line for name, line in differences.items() if name not in saved or not saved[name].explained]
@@ -104,7 +121,7 @@ def load_state(
 
     state: dict[Tensor, dict[str, Any]] = {}
     converted: set[tuple[str, torch.dtype, torch.dtype]] = set()
-    without_scores = 0
+    dropped: Counter[tuple[str, str]] = Counter()
     for p, entry, group in _parameters(groups):
         old = saved.get(entry.name)
         if entry.name not in differences:
@@ -115,16 +132,17 @@ def load_state(
         else:
             values, happened = migrate(old, entry, (group.settings.adam_beta1, group.settings.adam_beta2))
             log.warning("%s; %s", differences[entry.name], happened)
-        if "magma_score" in values and not group.settings.magma_muon:
-            values = {key: value for key, value in values.items() if key != "magma_score"}
-            without_scores += 1
+        rules = matrix_rules(group.settings)
+        off = _tensors_of_rules_that_are_off(values, rules)
+        values = {key: value for key, value in values.items() if key not in off}
+        dropped.update((key, _why_off(key, rules)) for key in off)
         if values:
             state[p] = {key: place(key, value, p) for key, value in values.items()}
             converted |= {(k, v.dtype, state[p][k].dtype) for k, v in values.items() if v.dtype != state[p][k].dtype}
     for name in differences.keys() - {entry.name for entry in present}:
         log.warning("%s; its state is dropped", differences[name])
-    if without_scores:
-        log.warning("magma_muon is off: the saved Magma scores of %d parameters are dropped", without_scores)
+    for (key, why), count in sorted(dropped.items()):
+        log.warning("%s now: the saved %s of %d parameters is dropped", why, key, count)
     for key, old_dtype, new_dtype in sorted(converted, key=str):
         log.info("%s: saved as %s, now kept as %s", key, old_dtype, new_dtype)
     return state
@@ -170,12 +188,27 @@ def _read_own(groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]])
             )
         by_name = {entry.name: key for entry, key in zip(table, keys, strict=True)}
     found = {}
-    for entry in table:
-        values = state.get(by_name[entry.name], {})
-        missing = {key for key, value in values.items() if isinstance(value, dict)}  # see _FLATTENED
-        kept = {key: value for key, value in values.items() if key not in missing.union(_POWERS)}
-        found[entry.name] = SavedParameter(entry, kept, left_out=bool(missing) and entry.route != "frozen")
+    entries = iter(table)
+    for group in groups:
+        rules = _saved_rules(group)
+        for entry in itertools.islice(entries, len(group["routes"])):
+            values = state.get(by_name[entry.name], {})
+            missing = {key for key, value in values.items() if isinstance(value, dict)}  # see _FLATTENED
+            kept = {key: value for key, value in values.items() if key not in missing.union(_POWERS)}
+            left_out = bool(missing) and entry.route != "frozen"
+            found[entry.name] = SavedParameter(entry, kept, left_out=left_out, rules=rules)
     return found
+
+
+def _saved_rules(group: Mapping[str, Any]) -> tuple[MatrixRule, ...]:
+    """Return the known rules that were on in a saved group; none if this release rejects its settings."""
+    if "adam_betas" not in group:  # state of replaced parameters, which never left the optimizer
+        return ()
+    names = [name for name in group.get("rules", ()) if not unknown_rules([name])]
+    try:
+        return matrix_rules(group_settings({**vars(HybridMuonConfig()), **group, "rules": names}))
+    except InvalidSettingError:
+        return ()
 
 
 def _read_adam(
@@ -235,59 +268,62 @@ def _describe(entry: RouteEntry) -> str:
     return f"route {entry.route}{view}, shape {shape}"
 
 
-def _inconsistencies(entry: RouteEntry, values: Mapping[str, Any]) -> list[str]:
-    """List the inconsistencies between a parameter's saved state and its route."""
+def _inconsistencies(saved: SavedParameter) -> list[str]:
+    """List the inconsistencies between a parameter's saved state and its route, view and rules."""
+    entry, values = saved.entry, saved.values
     # A frozen parameter keeps the state of the route it had before.
     before: Route = "muon" if "momentum_buffer" in values else "adam"
-    expected = STATE_OF_ROUTE[before if entry.route == "frozen" else entry.route].keys()
+    route = before if entry.route == "frozen" else entry.route
+    possible = state_tensors(route, known_rules())
+    needed = state_tensors(route, () if entry.route == "frozen" else saved.rules)
     problems = [
-        f"{entry.name}: unexpected state {key!r} on route {entry.route}" for key in sorted(set(values) - expected)
+        f"{entry.name}: unexpected state {key!r} on route {entry.route}" for key in sorted(values.keys() - possible)
     ]
     problems += [
         f"{entry.name}: state {key!r} is missing on route {entry.route}"
-        for key in sorted(expected - set(values) - {"magma_score"})
+        for key in sorted(needed.keys() - values.keys())
         if values
     ]
-    problems += [
-        f"{entry.name}: {key} has shape {tuple(values[key].shape)}, the parameter {entry.shape}"
-        for key in ALL_MOMENTS
-        if key in values and tuple(values[key].shape) != entry.shape
-    ]
-    problems += [
-        f"{entry.name}: {key} has shape {tuple(values[key].shape)}, it must be one number"
-        for key, tensor in STATE_TENSORS.items()
-        if tensor.extent == "scalar" and key in values and values[key].numel() != 1
-    ]
-    score = values.get("magma_score")
-    if entry.view and score is not None and tuple(score.shape) != (entry.view.blocks,):
-        problems.append(
-            f"{entry.name}: magma_score has shape {tuple(score.shape)}, the view has {entry.view.blocks} matrices"
-        )
+    for key, tensor in possible.items():
+        found = tuple(values[key].shape) if key in values else ()
+        if key not in values or (tensor.extent not in ("parameter", "scalar") and entry.view is None):
+            continue
+        shape = tensor.shape_for(entry.shape, entry.view)
+        if tensor.extent == "scalar" and values[key].numel() != 1:
+            problems.append(f"{entry.name}: {key} has shape {found}, it must be one number")
+        elif tensor.extent == "parameter" and found != shape:
+            problems.append(f"{entry.name}: {key} has shape {found}, the parameter {entry.shape}")
+        elif tensor.extent not in ("parameter", "scalar") and found != shape:
+            what = f"{entry.view.blocks} matrices" if entry.view and tensor.extent == "blocks" else f"shape {shape}"
+            problems.append(f"{entry.name}: {key} has shape {found}, the view has {what}")
     return problems
 
 
 class StateSharding(Protocol):
-    """How the state of a replicated parameter is sharded."""
+    """How the state of a parameter that lives on several ranks is sharded."""
 
-    def of(self, value: Tensor) -> Tensor:
-        """Return a state tensor, in any layout, with this sharding."""
+    def of(self, value: Tensor, extent: Extent) -> Tensor:
+        """Return a state tensor of this extent, in any layout, with this sharding."""
 
 
 def place_state_tensor(
-    key: str, value: Tensor, p: Tensor, *, offloaded: bool, sharding_of: Callable[[Tensor], StateSharding | None] | None
+    key: str, value: Tensor, p: Tensor, *, offloaded: bool, sharding_of: Callable[[Tensor], StateSharding | None]
 ) -> Tensor:
     """Copy a saved state tensor to its device, with the dtype and layout of its parameter's state.
 
     All ranks must call this together, since tensors in another layout take collectives. The layout of a DTensor
     parameter's state is checked before the step, not here.
     """
-    tensor, device = STATE_TENSORS[key], p.device
+    tensor, device = known_tensors()[key], p.device
     dtype = tensor.dtype_for(p.dtype)
+    if tensor.extent != "scalar":
+        sharding = sharding_of(p)
+        if sharding is not None:
+            value = sharding.of(value, tensor.extent)
+        elif spec_of(p) is None:
+            value = full_tensor(value)
     if tensor.extent == "parameter":
         device = torch.device("cpu") if offloaded else device
-        if spec_of(p) is None:
-            sharding = None if sharding_of is None else sharding_of(p)
-            value = full_tensor(value) if sharding is None else sharding.of(value)
         if spec_of(value) is None:
             # With the parameter's strides, like newly initialised state.
             return torch.empty_like(p, dtype=dtype, device=device, requires_grad=False).copy_(value.detach())

@@ -1,25 +1,29 @@
 """Migrate a parameter's state to another route or view.
 
-- Muon to Muon with another view: the momentum stays exactly; each new block's Magma score is the mean of its elements'
-  old scores.
+- Muon to Muon with another view: the momentum stays exactly; each number of a rule's state, one per block, row or
+  column, becomes the mean over its elements of the old numbers.
 - Adam to AdamW and back: both moments and the step count stay exactly.
 - Muon to Adam: the momentum becomes the first moment after one gradient; the second moment restarts from its square.
-- Adam to Muon: the bias-corrected first moment becomes the momentum; Magma scores restart.
-- Any route to frozen, and back: all state stays, except Magma scores whose number has changed.
+- Adam to Muon: the bias-corrected first moment becomes the momentum; the state of rules restarts.
+- Any route to frozen, and back: all state stays, except tensors of rules whose shape has changed.
 - Nothing stays where the shape changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepmd_muon.optim.dtensors import full_tensor
 from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.rules.interface import MatrixRule
+from deepmd_muon.optim.rules.registry import known_rules, tensors_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +40,15 @@ class SavedParameter:
         Whether the version that saved it, not a setting, explains a difference from the present route.
     left_out
         Whether torch left the state of the saved route out; see `deepmd_muon.optim.state.load`.
+    rules
+        The rules whose tensors its state must hold on the Muon route.
     """
 
     entry: RouteEntry
     values: Mapping[str, Tensor]
     explained: bool = False
     left_out: bool = False
+    rules: tuple[MatrixRule, ...] = ()
 
 
 def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, float]) -> tuple[dict[str, Tensor], str]:
@@ -66,7 +73,7 @@ def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, floa
         return values, "it is frozen now and keeps its state"
     was_muon = "momentum_buffer" in values  # only the state shows the former route of a frozen parameter
     if was_muon and present.route == "muon":
-        return _other_view(values, old.view, present.view)
+        return _other_view(values, old.shape, old.view, present.view)
     if was_muon:
         m = values["momentum_buffer"]
         wide = torch.promote_types(m.dtype, torch.float32)
@@ -78,26 +85,31 @@ def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, floa
         seen = 1.0 - betas[0] ** float(values["step"])
         momentum = values["exp_avg"] / seen if seen > 0 else values["exp_avg"]
         return {"momentum_buffer": momentum}, (
-            "its bias-corrected first moment becomes the momentum; the second moment is dropped, Magma scores restart"
+            "its bias-corrected first moment becomes the momentum; the second moment is dropped, rules restart"
         )
     return values, "both moments and the step count are kept"
 
 
 def _other_view(
-    values: dict[str, Tensor], old: MatrixView | None, new: MatrixView | None
+    values: dict[str, Tensor], shape: tuple[int, ...], old: MatrixView | None, new: MatrixView | None
 ) -> tuple[dict[str, Tensor], str]:
-    """Keep the momentum, and set each new block's score to the mean of its elements' old scores."""
+    """Keep the momentum, and set each number of a rule to the mean over its elements of the old numbers."""
     assert new is not None
-    score = values.get("magma_score")
+    known = tensors_of(known_rules())
+    of_rules = {key: tensor for key, tensor in known.items() if key in values}  # ranks gather in the same order
     if old is None:  # it was frozen; its former view is not recorded
-        if score is None or score.shape == (new.blocks,):
-            return values, "its state is kept"
-        del values["magma_score"]
-        return values, "its momentum is kept; Magma scores restart"
-    if score is not None:
-        of_element = score.double().cpu()[old.block_numbers()]
-        numbers = new.block_numbers()
-        total = torch.zeros(new.blocks, dtype=torch.float64, device="cpu").index_add_(0, numbers, of_element)
-        count = torch.bincount(numbers, minlength=new.blocks)
-        values["magma_score"] = (total / count).to(score)
-    return values, "its momentum is kept; each new block takes the mean of its elements' Magma scores"
+        unfit = [key for key, x in of_rules.items() if tuple(values[key].shape) != x.shape_for(shape, new)]
+        for key in unfit:
+            del values[key]
+        restarting = ", ".join(f"{key}s" for key in sorted(unfit))
+        return values, f"its momentum is kept; {restarting} restart" if unfit else "its state is kept"
+    for key, tensor in of_rules.items():
+        assert tensor.extent in ("blocks", "rows", "columns")
+        x = values[key]
+        of_element = full_tensor(x).reshape(-1).double().cpu()[old.numbers(tensor.extent)]
+        numbers, like = new.numbers(tensor.extent), tensor.shape_for(shape, new)
+        size = math.prod(like)
+        total = torch.zeros(size, dtype=torch.float64, device="cpu").index_add_(0, numbers, of_element)
+        mean = total / torch.bincount(numbers, minlength=size)
+        values[key] = mean.to(x.device, x.dtype).view(like)
+    return values, "its momentum is kept; the state of its rules becomes the mean over each element's old values"

@@ -97,7 +97,7 @@ def move_state(
     def place(key: str, value: Tensor, p: Tensor) -> Tensor:
         like, whole = fresh.get(names[p], {}).get(key), full_tensor(value)
         if sharded is None or like is None or spec_of(like) is None:
-            return place_state_tensor(key, whole, p, offloaded=memory is not None, sharding_of=None)
+            return place_state_tensor(key, whole, p, offloaded=memory is not None, sharding_of=lambda _: None)
         return sharded.local_part(whole, like)
 
     moved = load_state(saved, groups, on_route_change, place)
@@ -107,4 +107,4 @@ def move_state(
             log.warning("%s: no longer in param_groups; its state is dropped", name)
     state.update(moved)
     if memory is not None:
-        memory.offload_all(state, list(names))
+        memory.offload_all(state, [{"params": list(names)}])

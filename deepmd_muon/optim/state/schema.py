@@ -1,4 +1,4 @@
-"""The state tensors of each route: one table of their extent, dtype and initial value.
+"""The state tensors of each route: one table of their extent, dtype and initial value, and the rules' beside it.
 
 All code that creates, loads, checks or offloads state reads this table.
 """
@@ -6,56 +6,28 @@ All code that creates, loads, checks or offloads state reads this table.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry
-from deepmd_muon.optim.update.adam import moment_dtype
-from deepmd_muon.optim.update.magma import SCORE_START
+from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
+from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, tensors_of
 
 # An optimizer's state: by parameter, then by key.
 State = dict[Tensor, dict[str, Any]]
 
-
-@dataclasses.dataclass(frozen=True)
-class StateTensor:
-    """One state tensor of a parameter.
-
-    Attributes
-    ----------
-    extent
-        'parameter': the parameter's shape and layout; 'blocks': one number per matrix; 'scalar': one number.
-    dtype
-        'parameter': the parameter's; 'moment': the wider of float32 and the parameter's; 'float32'.
-    start
-        Value of every element before the first step.
-    """
-
-    extent: Literal["parameter", "blocks", "scalar"]
-    dtype: Literal["parameter", "moment", "float32"]
-    start: float = 0.0
-
-    def dtype_for(self, parameter: torch.dtype) -> torch.dtype:
-        """Return the dtype of this tensor for a parameter of the given dtype."""
-        if self.dtype == "float32":
-            return torch.float32
-        return parameter if self.dtype == "parameter" else moment_dtype(parameter)
-
-
-_MUON = {
-    "momentum_buffer": StateTensor("parameter", "parameter"),
-    "magma_score": StateTensor("blocks", "float32", SCORE_START),  # only where Magma is on
-}
+_MUON = {"momentum_buffer": StateTensor("parameter", "parameter")}
 _ADAM = {
     "step": StateTensor("scalar", "float32"),
     "exp_avg": StateTensor("parameter", "moment"),
     "exp_avg_sq": StateTensor("parameter", "moment"),
 }
+# What a route keeps by itself; on the Muon route, rules may add tensors.
 STATE_OF_ROUTE: dict[Route, Mapping[str, StateTensor]] = {"muon": _MUON, "adam": _ADAM, "adamw": _ADAM}
-STATE_TENSORS: dict[str, StateTensor] = {**_MUON, **_ADAM}
 
 # State tensors shaped like their parameter: by route, and all of them. These are the ones that can be offloaded.
 MOMENTS: dict[Route, tuple[str, ...]] = {
@@ -63,6 +35,16 @@ MOMENTS: dict[Route, tuple[str, ...]] = {
     for route, tensors in STATE_OF_ROUTE.items()
 }
 ALL_MOMENTS = tuple(dict.fromkeys(key for keys in MOMENTS.values() for key in keys))
+
+
+def state_tensors(route: Route, rules: Iterable[MatrixRule]) -> dict[str, StateTensor]:
+    """Return the state tensors of a parameter of this route, on the Muon route with those of these rules."""
+    return {**STATE_OF_ROUTE[route], **(tensors_of(rules) if route == "muon" else {})}
+
+
+def known_tensors() -> dict[str, StateTensor]:
+    """Return the state tensors of all routes and all rules that are known."""
+    return {**_MUON, **tensors_of(known_rules()), **_ADAM}
 
 
 class StateFactory(Protocol):
@@ -98,11 +80,21 @@ class LocalStateFactory:
         if tensor.extent == "parameter":
             return torch.zeros_like(self.p, dtype=dtype, memory_format=torch.preserve_format)
         assert tensor.extent == "scalar" or self.entry.view is not None
-        shape = (self.entry.view.blocks,) if tensor.extent == "blocks" and self.entry.view else ()
+        shape = tensor.shape_for(self.entry.shape, self.entry.view)
         return torch.full(shape, tensor.start, dtype=dtype, device=self.p.device)
 
 
-def complete_state(state: dict[str, Any], holder: StateFactory, *, damped: bool) -> dict[str, Any]:
+def complete_rules(state: State, groups: Iterable[Group], holder_of: Callable[[Tensor], StateFactory | None]) -> None:
+    """Create the missing tensors of rules where a parameter has a momentum, so that a file lacks none of them."""
+    for group in groups:
+        rules = matrix_rules(group.settings)
+        keys = tensors_of(rules).keys()
+        for p, entry in group.routed:
+            if "momentum_buffer" in state.get(p, {}) and entry.route == "muon" and not keys <= state[p].keys():
+                complete_state(state[p], holder_of(p) or LocalStateFactory(p, entry), rules)
+
+
+def complete_state(state: dict[str, Any], holder: StateFactory, rules: Iterable[MatrixRule] = ()) -> dict[str, Any]:
     """Create the missing tensors of one parameter's state, and return it.
 
     Parameters
@@ -111,10 +103,10 @@ def complete_state(state: dict[str, Any], holder: StateFactory, *, damped: bool)
         Of one parameter; existing tensors stay.
     holder
         Creates the tensors.
-    damped
-        Whether Magma is on and needs scores.
+    rules
+        The rules of its group.
     """
-    for key, tensor in STATE_OF_ROUTE[holder.entry.route].items():
-        if key not in state and (damped or key != "magma_score"):
+    for key, tensor in state_tensors(holder.entry.route, rules).items():
+        if key not in state:
             state[key] = holder.full(tensor)
     return state

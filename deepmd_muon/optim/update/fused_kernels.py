@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from deepmd_muon.optim.polar.kernels.application import aligned, apply_part, joined
-from deepmd_muon.optim.update import magma
+from deepmd_muon.optim.rules import magma
 
 # Columns of a chunk's row, int64. Parameter, momentum and gradient share their layout, so one offset serves all.
 ROW = tl.constexpr(13)
@@ -155,7 +155,7 @@ def sum_squares(blocks, sums, squares, WIDTH: tl.constexpr):
 
 @triton.jit
 def damp(blocks, sums, scales, factors, skip, PEAKS: tl.constexpr, WIDTH: tl.constexpr):
-    """Advance each block's Magma score and write scale · damping; see `deepmd_muon.optim.update.magma`."""
+    """Advance each block's Magma score and write scale · damping; see `deepmd_muon.optim.rules.magma`."""
     number = tl.program_id(0)
     row = blocks + number * BLOCK_ROW
     first = sums + tl.load(row) * SUMS

@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from deepmd_muon.optim.polar.compiling import compilations
 from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS
 from deepmd_muon.optim.polar.schedules import Coefficients, coefficients_of
 from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.rules.magma import SCORE, Magma
+from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon, Variant
 from deepmd_muon.optim.update.fused_tables import block_locations
@@ -26,6 +28,7 @@ from deepmd_muon.optim.update.muon import muon_
 
 _LOG = logging.getLogger(__name__)
 _MAX_RECORDINGS = 8
+FUSED_RULES = (Magma,)  # the rules that the kernels of `FusedMuon` know
 _COMPILING = threading.Lock()
 _COMPILED: set[tuple[object, ...]] = set()
 
@@ -46,7 +49,7 @@ class FusedStepCache:
         self,
         params: Sequence[Tensor],
         buffers: Sequence[Tensor],
-        scores: Sequence[Tensor],
+        state: Mapping[str, Sequence[Tensor]],
         views: Sequence[MatrixView],
         *,
         lr: float | Tensor,
@@ -58,8 +61,11 @@ class FusedStepCache:
         if params[0].is_cuda and params[0].get_device() != torch.cuda.current_device():
             with torch.cuda.device(params[0].device):  # Triton launches on the current device
                 return self.step(
-                    params, buffers, scores, views, lr=lr, settings=settings, control=control, maximize=maximize
+                    params, buffers, state, views, lr=lr, settings=settings, control=control, maximize=maximize
                 )
+        if not fuses(settings):
+            return False
+        scores = state.get(SCORE, [])
         grads = gradients_of(params)
         (dtype, *others) = {g.dtype for g in grads}
         if dtype not in TYPES or others:
@@ -84,6 +90,15 @@ class FusedStepCache:
             grads = [g.contiguous() for g in grads]
         known.step(grads, lr, control, maximize=maximize)
         return True
+
+
+@functools.lru_cache(maxsize=256)
+def fuses(settings: HybridMuonConfig) -> bool:
+    """Return whether the fused kernels know all rules of these settings; log those that they do not know."""
+    others = [rule.name for rule in matrix_rules(settings) if not isinstance(rule, FUSED_RULES)]
+    if others:
+        _LOG.info("the fused steps do not know %s: torch's operations step the Muon route", ", ".join(others))
+    return not others
 
 
 def compile_kernels(
@@ -112,7 +127,8 @@ def compile_kernels(
         if key in _COMPILED:
             return
         _COMPILED.add(key)
-        calls = [functools.partial(_works, device, dtype, variant, settings.magma_muon, settings.nesterov)]
+        works = functools.partial(_works, device, dtype, variant, settings.magma_muon, settings.nesterov)
+        calls = [works] if fuses(settings) else []
         launch_in_threads([*calls, *_orthogonalizations(views, device, dtype, settings)], device)
 
 
@@ -168,7 +184,7 @@ def _check(device: torch.device, dtype: torch.dtype, variant: Variant, magma: bo
                 for _ in range(2):  # the second may be a recorded one
                     step.step([p.grad], 0.1, control, maximize=variant.maximize)
             else:
-                lists = ([p], [m], scores, [view])
+                lists = ([p], [m], {SCORE: scores} if magma else {}, [view])
                 for _ in range(2):
                     muon_(*lists, lr=0.1, settings=settings, control=control, maximize=variant.maximize)
         found.append([p.detach(), m, *scores])

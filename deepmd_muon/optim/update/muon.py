@@ -1,8 +1,9 @@
-"""The Muon route on lists of tensors: momentum, orthogonalization, scale, damping, update."""
+"""The Muon route on lists of tensors: momentum, rules, orthogonalization, scale, update."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from deepmd_muon.optim.phases import phase
 from deepmd_muon.optim.polar import orthogonalize_matrices
 from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
 from deepmd_muon.optim.routing.views import MatrixView
-from deepmd_muon.optim.update import magma
+from deepmd_muon.optim.rules.interface import BlockState, MatrixRule
+from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of, in_dtype, prepare_gradients
 
@@ -20,7 +22,7 @@ from deepmd_muon.optim.update.gradients import StepControl, gradients_of, in_dty
 def muon_(
     params: Sequence[Tensor],
     buffers: Sequence[Tensor],
-    scores: Sequence[Tensor],
+    state: Mapping[str, Sequence[Tensor]],
     views: Sequence[MatrixView],
     *,
     lr: float | Tensor,
@@ -36,8 +38,8 @@ def muon_(
         Real tensors of one device and dtype, with gradients; 16-bit parameters are updated in float32 and rounded once.
     buffers
         Momenta, of the parameters' shapes and dtype.
-    scores
-        Magma scores, float32 (blocks,) each; empty when damping is off.
+    state
+        State tensors of the settings' rules by key, one per parameter; changed in place.
     views
         The parameters' matrix views.
     lr
@@ -51,9 +53,19 @@ def muon_(
     """
     grads = gradients_of(params)
     momenta, grads = advance_momenta(grads, buffers, settings, control, maximize=maximize)
-    factors = _damping(scores, views, momenta, grads, control.skip) if scores else None
-    updates = _updates(directions_of(momenta, grads, settings), views, factors, settings)
-    apply_updates(params, updates, effective_lr(lr, control), settings.weight_decay)
+    rules = matrix_rules(settings)
+    measured = _measure(rules, views, momenta, grads)
+    blocks = [view.cut(u) for u, view in zip(directions_of(momenta, grads, settings), views, strict=True)]
+    of_blocks = {
+        key: [piece for x, view in zip(state[key], views, strict=True) for piece in tensor.cut(x, view)]
+        for key, tensor in tensors_of(rules).items()
+    }
+    done, new = update_blocks([block for cut in blocks for block in cut], of_blocks, measured, rules, settings)
+    for key, values in new.items():
+        _store(of_blocks[key], values, control.skip)
+    remaining = iter(done)
+    updates = [view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)]
+    apply_updates(params, updates, effective_lr(lr, control), settings.weight_decay, rules)
 
 
 @phase("momentum")
@@ -93,23 +105,17 @@ def effective_lr(lr: float | Tensor, control: StepControl) -> float | Tensor:
     return lr if control.skip is None else (control.skip > 0).logical_not().double() * lr
 
 
-def _damping(
-    scores: Sequence[Tensor],
-    views: Sequence[MatrixView],
-    momenta: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    skip: Tensor | None,
-) -> list[Tensor]:
-    """Advance Magma's scores and return the damping factors, (batch, parts) per parameter."""
-    pieces = (
+def _measure(
+    rules: Sequence[MatrixRule], views: Sequence[MatrixView], momenta: Sequence[Tensor], grads: Sequence[Tensor]
+) -> dict[MatrixRule, list[Tensor]]:
+    """Return the statistics of all blocks that rules ask for, (batch,) each."""
+    if not any(rule.sums for rule in rules):
+        return {}
+    vectors = [
         [piece for view, x in zip(views, several, strict=True) for piece in _vectors(view, x)]
         for several in (momenta, grads)
-    )
-    found = iter(magma.alignments(*pieces))
-    several = ([next(found) for _ in view.block_shapes] for view in views)
-    cosines = [parts[0] if len(parts) == 1 else torch.stack(parts, dim=1).reshape(-1) for parts in several]
-    factors = magma.update_scores(scores, cosines, skip)
-    return [factor.view(view.batch, -1) for factor, view in zip(factors, views, strict=True)]
+    ]
+    return {rule: rule.measure_whole(*vectors) for rule in rules if rule.sums}
 
 
 def _vectors(view: MatrixView, x: Tensor) -> list[Tensor]:
@@ -117,19 +123,64 @@ def _vectors(view: MatrixView, x: Tensor) -> list[Tensor]:
     return [piece.flatten(1) for piece in view.cut(x)] if view.axis else [x.reshape(view.batch, -1)]
 
 
-def _updates(
+def _store(old: Sequence[Tensor], new: Sequence[Tensor], skip: Tensor | None) -> None:
+    """Write new state, unless `skip` is set on the device."""
+    if skip is not None:
+        before, after = (torch.cat([x.reshape(-1) for x in some]) for some in (old, new))
+        kept = torch.where(skip > 0, before, after)
+        new = [x.view(y.shape) for x, y in zip(kept.split([y.numel() for y in old]), old, strict=True)]
+    torch._foreach_copy_(list(old), list(new))
+
+
+def update_blocks(
     directions: Sequence[Tensor],
-    views: Sequence[MatrixView],
-    factors: Sequence[Tensor] | None,
+    state: BlockState,
+    measured: Mapping[MatrixRule, Sequence[Tensor]],
+    rules: Sequence[MatrixRule],
     settings: HybridMuonConfig,
+) -> tuple[list[Tensor], dict[str, Sequence[Tensor]]]:
+    """Orthogonalize blocks with the rules of their settings.
+
+    Parameters
+    ----------
+    directions
+        Batches (b, rows, columns) of one device and dtype.
+    state
+        Of the rules; left as it is.
+    measured
+        Statistics of the blocks, (b,) each, for the rules that ask for them.
+    rules, settings
+        Of the blocks' parameter group.
+
+    Returns
+    -------
+    tuple
+        The scaled updates, of the directions' shapes, and the new state.
+    """
+    for rule in rules:
+        directions = rule.before(directions, state)
+    polar = polar_factors(directions, settings)
+    new: dict[str, Sequence[Tensor]] = {}
+    for rule in rules:
+        new.update(rule.advance(polar, state, measured.get(rule)))
+    return scaled(polar, {**state, **new}, rules, settings), new
+
+
+def scaled(
+    polar: list[Tensor], state: BlockState, rules: Sequence[MatrixRule], settings: HybridMuonConfig
 ) -> list[Tensor]:
-    """Orthogonalize the blocks of all parameters together; return scaled, damped updates (batch, rows, columns)."""
-    blocks = [view.cut(u) for u, view in zip(directions, views, strict=True)]
-    flat = [block for cut in blocks for block in cut]
-    damping = None if factors is None else [column for factor in factors for column in factor.unbind(1)]
-    polar = scaled_polar_factors(flat, settings, damping)
-    remaining = iter(polar)
-    return [view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)]
+    """Scale polar factors by shape and by the factors of rules with this state, in place."""
+    scales = [update_scale((x.shape[1], x.shape[2]), settings) for x in polar]
+    found = [factors for rule in rules if (factors := rule.factors(polar, state)) is not None]
+    if not found:
+        torch._foreach_mul_(polar, scales)
+        return polar
+    # Scales go to the factors first, which are smaller.
+    combined = torch._foreach_mul(found[0], scales)
+    for factors in found[1:]:
+        combined = torch._foreach_mul(combined, factors)
+    torch._foreach_mul_(polar, list(combined))
+    return polar
 
 
 @phase("orthogonalize")
@@ -153,32 +204,36 @@ def polar_factors(matrices: Sequence[Tensor], settings: HybridMuonConfig) -> lis
     return results
 
 
-def scaled_polar_factors(
-    matrices: Sequence[Tensor], settings: HybridMuonConfig, damping: Sequence[Tensor] | None = None
-) -> list[Tensor]:
-    """Orthogonalize batches (b, rows, columns), scale them by shape, and multiply them by `damping`, (b,) each."""
-    polar = polar_factors(matrices, settings)
-    scales = [update_scale((x.shape[1], x.shape[2]), settings) for x in matrices]
-    if damping is None:
-        torch._foreach_mul_(polar, scales)
-    else:
-        torch._foreach_mul_(polar, [x.view(-1, 1, 1) for x in torch._foreach_mul(list(damping), scales)])
-    return polar
-
-
 @phase("update")
-def apply_updates(params: Sequence[Tensor], updates: Sequence[Tensor], lr: float | Tensor, weight_decay: float) -> None:
-    """Do p ← p (1 − lr λ) − lr · update in place."""
+def apply_updates(
+    params: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    lr: float | Tensor,
+    weight_decay: float,
+    rules: Sequence[MatrixRule] = (),
+) -> None:
+    """Do p ← p (1 − lr λ) − lr · update in place, with decay where the rules let it."""
     wide = moment_dtype(params[0].dtype)
     targets = in_dtype(params, wide)  # the parameters themselves, unless they have 16 bits
-    if weight_decay:
-        torch._foreach_mul_(targets, 1.0 - lr * weight_decay)
     # On a CPU, _foreach_add_ converts them on the fly, which saves memory.
     steps = in_dtype(updates, wide) if targets[0].is_cuda or isinstance(lr, Tensor) else updates
     steps = [u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(steps, params, strict=True)]
+    if weight_decay:
+        _decay(list(targets), steps, 1.0 - lr * weight_decay, rules)
     if isinstance(lr, Tensor):
         torch._foreach_sub_(targets, torch._foreach_mul(steps, lr))
     else:
         torch._foreach_add_(targets, steps, alpha=-lr)
     if wide != params[0].dtype:
         torch._foreach_copy_(list(params), targets)
+
+
+def _decay(targets: list[Tensor], updates: Sequence[Tensor], kept: Any, rules: Sequence[MatrixRule]) -> None:
+    """Multiply the targets by `kept`, a number or a tensor, where all rules let them decay."""
+    chosen = [found for rule in rules if (found := rule.decays(targets, updates)) is not None]
+    if not chosen:
+        torch._foreach_mul_(targets, kept)
+        return
+    decayed = torch._foreach_mul(targets, kept)
+    for p, q, *masks in zip(targets, decayed, *chosen, strict=True):
+        p.copy_(torch.where(torch.stack(masks).all(dim=0) if len(masks) > 1 else masks[0], q, p))

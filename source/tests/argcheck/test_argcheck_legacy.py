@@ -93,7 +93,7 @@ def test_the_optimizer_of_an_input_in_training_alone_is_the_first_version(water,
     checked = normalize(with_optimizer(water, "training", keys))
     given = {key.replace("muon_momentum", "momentum"): value for key, value in keys.items()}
     assert checked.settings.optimizer == HybridMuonConfig(**{**FIRST, "muon_mode": "2d", **given})
-    assert checked.open_scales is None
+    assert checked.scales is None
     (filled,) = [notice for notice in checked.notices if "takes the defaults of their version" in notice]
     assert "training/opt_type" in filled
     for key in FIRST.keys() - given.keys():

@@ -48,7 +48,11 @@ def rms(x):
     return float(x.double().square().mean().sqrt())
 
 
-@pytest.mark.parametrize("settings", [{}, {"lr_adjust": 10.0, "magma_muon": False}], ids=["deepmd", "rectangular"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lr_adjust": 10.0, "magma_muon": False}, {"normuon": True, "magma_muon": False}],
+    ids=["deepmd", "rectangular", "normuon"],
+)
 def test_updates_are_those_of_the_next_step_without_a_gradient(settings):
     """Without Nesterov and with a gradient equal to the momentum, the next momentum points where the last one does."""
 

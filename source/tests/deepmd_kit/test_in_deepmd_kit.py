@@ -26,7 +26,14 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("train_in_deepmd_kit.py")
 FAMILIES = ("se_e2_a", "dpa1", "dpa3", "dpa4")
 STAGES = (0, 1, 2)
-FURTHER = {"schedule": "polar-express", "splits": ["*layers.1.matrix: columns 2"], "nesterov": False}
+FURTHER = {
+    "schedule": "polar-express",
+    "splits": ["*layers.1.matrix: columns 2"],
+    "nesterov": False,
+    "normuon": True,
+    "normuon_beta": 0.9,
+    "cautious_decay": True,
+}
 STATE_KEYS = ("momentum_buffer", "magma_score", "exp_avg", "exp_avg_sq")
 
 pytestmark = [
@@ -179,6 +186,8 @@ def test_further_settings_reach_the_optimizer(trainings):
     group = saved_state(trainings, "ours-further")["param_groups"][0]
     assert (group["schedule"], group["nesterov"], group["splits"]) == ("polar-express", False, FURTHER["splits"])
     assert group["views"] == optimizer.param_groups[0]["views"]
+    state = saved_state(trainings, "ours-further")["state"]
+    assert any("second_moment_of_rows" in values for values in state.values())
     normalised = json.loads((trainings / "ours.12.json.out").read_text())["optimizer"]
     assert normalised["schedule"] == "polar-express"
 

@@ -25,10 +25,10 @@ from deepmd_muon.optim.polar import SCHEDULES, compiling, dispatch, one_launch, 
 from deepmd_muon.optim.polar.run import run_kernels
 from deepmd_muon.optim.polar.tables import Application
 from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.rules.magma import SCORE_START
 from deepmd_muon.optim.update import fused
 from deepmd_muon.optim.update.fused import FusedMuon
 from deepmd_muon.optim.update.gradients import StepControl
-from deepmd_muon.optim.update.magma import SCORE_START
 
 REGISTERS, SHARED = 65536, 228 * 1024  # of a multiprocessor; a program has 1 KiB of shared memory less
 # Spills that are known, all outside of the loops [bytes]: the two largest tiles of whole matrices (with 16 warps the

@@ -96,7 +96,7 @@ def test_cutting_and_joining_are_inverse(view):
     assert [tuple(block.shape) for block in blocks] == [(view.batch, *shape) for shape in view.block_shapes]
     assert torch.equal(view.join(blocks), x)
     assert MatrixView.parse(str(view)) == view
-    numbers = view.block_numbers().reshape(view.shape)
+    numbers = view.numbers("blocks").reshape(view.shape)
     assert numbers.max() == view.blocks - 1
     for i, block in enumerate(view.cut(numbers)):
         for b in range(view.batch):

@@ -18,11 +18,11 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.rules.magma import SCORE_START
 from deepmd_muon.optim.update import applied, fused
 from deepmd_muon.optim.update.fused import FusedMuon
 from deepmd_muon.optim.update.fused_steps import FusedStepCache
 from deepmd_muon.optim.update.gradients import StepControl
-from deepmd_muon.optim.update.magma import SCORE_START
 from deepmd_muon.optim.update.muon import muon_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,7 +61,7 @@ class Job:
 
     @property
     def lists(self):
-        return self.params, self.buffers, self.scores, VIEWS
+        return self.params, self.buffers, {"magma_score": self.scores} if self.scores else {}, VIEWS
 
     @property
     def tensors(self):
@@ -240,7 +240,7 @@ def test_large_matrices_are_cut_into_chunks():
                 fused = FusedMuon([q], [n], [score], [view], settings)
                 fused.step([g], 0.1, StepControl(), maximize=False)
             else:
-                step([q], [n], [score], [view], lr=0.1, settings=settings, control=StepControl())
+                step([q], [n], {"magma_score": [score]}, [view], lr=0.1, settings=settings, control=StepControl())
         results.append([q.detach(), n, score])
     assert max(differences(results)) <= 1e-5
 

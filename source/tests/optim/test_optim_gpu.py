@@ -49,7 +49,13 @@ def test_steps_equal_those_of_the_cpu():
         assert (p - gpu[name].cpu()).norm() <= 2e-3 * (p - make("cpu")[0][name]).norm(), name
 
 
-@pytest.mark.parametrize("settings", [{}, {"on_nonfinite": "skip"}, {"workspace": 1000}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({}, {"on_nonfinite": "skip"}, {"workspace": 1000}, {"normuon": True, "cautious_decay": True}),
+        {"normuon": True, "layout": "in_out", "magma_muon": False, "on_nonfinite": "skip"},
+    ],
+)
 def test_a_captured_step_equals_the_eager_one_bitwise_and_follows_the_learning_rate(settings):
     eager, plain = make("cuda", capturable=True, **settings)
     captured, graphed = make("cuda", capturable=True, **settings)
@@ -70,6 +76,8 @@ def test_a_captured_step_equals_the_eager_one_bitwise_and_follows_the_learning_r
         graph.replay()
     for name, p in eager.items():
         assert torch.equal(p, captured[name]), name
+        for key, x in plain.state[p].items():
+            assert torch.equal(x, graphed.state[captured[name]][key]), (name, key)
 
 
 def test_captures_that_would_go_wrong_are_refused():
@@ -94,8 +102,9 @@ def make_fresh():
     return optimizer
 
 
-def test_no_step_waits_for_the_device():
-    params, optimizer = make("cuda", on_nonfinite="skip")
+@pytest.mark.parametrize("settings", [{}, {"normuon": True, "cautious_decay": True}])
+def test_no_step_waits_for_the_device(settings):
+    params, optimizer = make("cuda", on_nonfinite="skip", **settings)
     give_gradients(params, 0)
     optimizer.step()
     torch.cuda.set_sync_debug_mode("error")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepmd_muon.optim.update import magma
+from deepmd_muon.optim.rules import magma
 
 SHAPES = [(1, 700), (3, 64), (1, 64), (2, 64), (1, 1), (4, 700), (5, 33), (1, 64)]
 
@@ -60,15 +60,10 @@ def test_a_score_does_not_depend_on_its_neighbours():
     """Scores of several ranks' blocks come out bitwise as those of one process."""
     torch.manual_seed(2)
     scores, cosines = torch.rand(37), 2.0 * torch.rand(37) - 1.0
-    together, apart = scores.clone(), list(scores.clone().split(1))
-    (factors,) = magma.update_scores([together], [cosines])
-    single = magma.update_scores(apart, cosines.split(1))
+    (together,) = magma.advanced_scores([scores], [cosines])
+    apart = magma.advanced_scores(scores.split(1), cosines.split(1))
     assert torch.equal(together, torch.cat(apart))
+    (factors,) = magma.Magma().factors([], {"magma_score": [together]})
+    single = magma.Magma().factors([], {"magma_score": apart})
     assert torch.equal(factors, torch.cat(single))
-
-
-def test_a_step_that_is_left_out_keeps_scores():
-    score = torch.tensor([0.25, 0.75])
-    (factor,) = magma.update_scores([score], [torch.ones(2)], skip=torch.tensor(1.0))
-    assert torch.equal(score, torch.tensor([0.25, 0.75]))
-    torch.testing.assert_close(factor, 0.1 + 0.9 * score)
+    torch.testing.assert_close(factors.flatten(), 0.1 + 0.9 * together)

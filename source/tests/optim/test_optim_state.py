@@ -144,7 +144,7 @@ def test_magma_scores_do_not_outlive_the_setting(caplog):
 
     plain = HybridMuon(model.named_parameters(), 0.02, magma_muon=False)
     plain.load_state_dict(damped.state_dict())
-    assert "magma_muon is off: the saved Magma scores of 2 parameters are dropped" in caplog.messages
+    assert "magma_muon is off now: the saved magma_score of 2 parameters is dropped" in caplog.messages
     assert not any("magma_score" in values for values in plain.state_dict()["state"].values())
     train(model, plain, 1, start=3)
     again = HybridMuon(model.named_parameters(), 0.02)

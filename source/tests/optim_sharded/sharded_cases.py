@@ -143,9 +143,10 @@ class Twins:
         muon = {id(p): entry.name for p, entry in zip(self.many, many.routing, strict=True) if entry.route == "muon"}
         assert [muon[id(p)] for p in many.state if id(p) in muon] == list(muon.values())
         scores = [
-            (one.state[p]["magma_score"], many.state[q]["magma_score"].full_tensor())
+            (one.state[p][key], x.full_tensor())
             for p, q in zip(self.one, self.many, strict=True)
-            if "magma_score" in many.state[q]
+            for key, x in many.state[q].items()
+            if key == "magma_score" or key.startswith("second_moment")
         ]
         for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
             pairs = [(p, q)]

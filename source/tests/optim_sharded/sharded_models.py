@@ -48,7 +48,7 @@ def train(model, optimizer, steps, start=0, accumulate=1, clip=0.5):
         optimizer.step()
 
 
-def fsdp2_models():
+def fsdp2_models(**more):
     """fully_shard (also per layer, HSDP, over TP) equals one process; every rank sees the same batch."""
     world = dist.get_world_size()
 
@@ -76,7 +76,7 @@ def fsdp2_models():
 
     # Four ranks have meshes of two axes only: those of one are tested on two and on three.
     ways = [fsdp, dim1, ddp] * (world != 4) + [hsdp, over_tp] * (world % 2 == 0 and world > 2)
-    settings = {**SETTINGS, "precision": "float64"}
+    settings = {**SETTINGS, "precision": "float64", **more}
     for way, accumulate in [(fsdp, 1)] * (world == 2) + [(way, 2) for way in ways]:
         one, many = Net().double(), way(Net().double())
         first = HybridMuon(one.named_parameters(), **settings)
@@ -113,7 +113,9 @@ def wrapped(way):
         model = nn.parallel.DistributedDataParallel(model)
     told = {"replicas": dist.group.WORLD} if way in ("ddp", "zero") else {}
     sharded = ShardedSettings(state="sharded" if way == "zero" else "replicated")
-    return model, HybridMuon(model.named_parameters(), **SETTINGS, **told, sharded=sharded, offload=way == "offload")
+    # Rules with one number per matrix, with one per row, and without state.
+    settings = {**SETTINGS, **told, "normuon": True, "cautious_decay": True}
+    return model, HybridMuon(model.named_parameters(), **settings, sharded=sharded, offload=way == "offload")
 
 
 def save(folder, way):

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from deepmd_muon.optim import sharded
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
+from deepmd_muon.optim.rules.magma import Magma
+from deepmd_muon.optim.rules.normuon import NorMuon
 from deepmd_muon.optim.sharded import Layout, PlannedParameter, ShardedSettings, ShardPlacement, make_plan
 from deepmd_muon.optim.sharded.layout import block_bounds, held_runs, overlap, regions_by_rank, replicated, score_layout
 from deepmd_muon.optim.sharded.plan import LEGS, newton_schulz_flops
@@ -56,8 +58,8 @@ def parameters(draw):
         elif view.columns > 1 and draw(st.booleans()):
             view = dataclasses.replace(view, axis="columns", sizes=(1, view.columns - 1))
         layout = draw(layouts(len(shape)))
-        damped = draw(st.booleans())
-        found.append(PlannedParameter(f"p{i}", shape, view, layout, draw(st.sampled_from([4, 8])), damped))
+        rules = draw(st.sampled_from([(), (Magma(),), (Magma(), NorMuon()), (NorMuon(neurons="columns"),)]))
+        found.append(PlannedParameter(f"p{i}", shape, view, layout, draw(st.sampled_from([4, 8])), rules))
     return found
 
 
@@ -144,9 +146,11 @@ def test_work_bytes_and_digest_agree_with_the_jobs(drawn, shuffle):
         sent = dict.fromkeys(domain.ranks, 0)
         for leg in LEGS:
             for (bucket, sender, receiver), size in domain.messages(leg, plan.settings).items():
-                ends = [e for job in domain.jobs if job.bucket == bucket for e in job.ends(leg)]
-                mine = [n for a, b, n in ends if (a, b) == (sender, receiver)]
-                words = len(mine) * domain.header(leg) + -(-sum(mine) * domain.itemsize // 8)
+                ends = [(job, e) for job in domain.jobs if job.bucket == bucket for e in job.ends(leg)]
+                mine = [n for _, (a, b, n) in ends if (a, b) == (sender, receiver)]
+                holder = sender if leg == "gather" else receiver
+                lines = sum(job.lines.get(holder, 0) for job, (a, b, _) in ends if (a, b) == (sender, receiver))
+                words = len(mine) * domain.header(leg) + lines + -(-sum(mine) * domain.itemsize // 8)
                 assert size == 8 * words
                 sent[sender] += size
         assert sent == domain.sent(plan.settings)
@@ -208,7 +212,7 @@ def test_experts_split_inside_their_group_are_owned_there():
 )
 def test_hsdp_shares_or_repeats(replication, largest, sent):
     mesh = Layout((2, 2), (0, 1, 2, 3), (None, ShardPlacement(0)))
-    drawn = [parameter(f"p{i}", (8, 8), mesh, damped=False) for i in range(4)]
+    drawn = [parameter(f"p{i}", (8, 8), mesh) for i in range(4)]
     (domain,) = make_plan(drawn, ShardedSettings(replication=replication)).domains
     one = newton_schulz_flops(8, 8, 10, gram=True)
     assert set(domain.work.values()) == {largest * one}
@@ -240,7 +244,7 @@ def test_domains_are_apart_and_know_the_load_before():
 
 
 def test_buckets_bound_what_one_rank_receives():
-    drawn = [parameter(f"p{i:02}", (16, 16), fsdp(2), damped=False) for i in range(12)]
+    drawn = [parameter(f"p{i:02}", (16, 16), fsdp(2)) for i in range(12)]
     (domain,) = make_plan(drawn, ShardedSettings(bucket_bytes=2 * 16 * 16 * 4)).domains
     assert domain.buckets == 3
     assert [sum(job.bucket == k for job in domain.jobs) for k in range(3)] == [4, 4, 4]

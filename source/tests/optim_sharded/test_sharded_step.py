@@ -14,6 +14,7 @@ import sharded_failures
 import sharded_models
 import sharded_phases
 import sharded_qk_clip
+import sharded_rules
 import sharded_state
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ MOVES = [
 FOR_THREE = (
     *("every layout", "repeated work", "missing gradients", "counted collectives", "replicas", "models"),
     *("offloaded", "cut state", "collectives of cut state", "Adam in parts", "process groups"),
+    *("rules in every layout", "rules of replicas"),
 )
 NOT_FOR_FOUR = (
     *("bfloat16", "narrow wires", "replicas", "freed gradients", "missing gradients", "gradients that do not agree"),
@@ -46,6 +48,7 @@ NOT_FOR_FOUR = (
     *("Adam in parts", "Adam in parts, as users call it", "profiled step"),
     *("FSDP1", "routes", "settings", "settings later", "settings in rare steps", "settings compared late"),
     "replicas that differ",
+    *("rules of replicas", "rules without some gradients", "rules of bfloat16", "rules in the reference"),
 )
 
 
@@ -89,6 +92,7 @@ def test_ranks_together_equal_one_process(world, folder):
         *sharded_state.CASES,
         *sharded_models.CASES,
         *sharded_qk_clip.CASES,
+        *sharded_rules.CASES,
         *sharded_phases.CASES,
     ]
     assert {*FOR_THREE, *NOT_FOR_FOUR} <= {name for name, _ in everything}
@@ -107,6 +111,7 @@ def test_gpus_together_equal_one(world):
         *sharded_state.CASES,
         *sharded_models.CASES,
         *sharded_qk_clip.CASES,
+        *sharded_rules.CASES,
     ]
     run(world, everything, "cuda")
 

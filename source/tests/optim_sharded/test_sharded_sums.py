@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepmd_muon.optim.update.magma import Pair, alignments, cosines, piece_sums, piece_sums_of_many, table_of_sums
+from deepmd_muon.optim.rules.interface import Pieces
+from deepmd_muon.optim.rules.magma import alignments, cosines, piece_sums, piece_sums_of_many, table_of_sums
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -34,6 +35,6 @@ def test_many_are_summed_as_each(joined):
     pairs = [(torch.randn(s), torch.randn(s)) for s in shapes]
     expected = torch.cat([piece_sums(*pair) for pair in pairs])
     for some in (pairs, pairs[:4]):
-        found = torch.cat(piece_sums_of_many([Pair(m, g, m.shape) for m, g in some], joined=joined))
+        found = torch.cat(piece_sums_of_many([Pieces(m, g, m.shape) for m, g in some], joined=joined))
         torch.testing.assert_close(found, expected[: len(found)], rtol=1e-13, atol=1e-13)
     assert table_of_sums([], torch.device("cpu")).shape == (0, 5)

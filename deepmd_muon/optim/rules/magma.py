@@ -12,18 +12,21 @@ deepmd-kit calls this form Magma-lite: momentum alignment without random masks.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.rules.interface import BlockState, MatrixRule, Pieces, StateTensor
 from deepmd_muon.optim.update.gradients import waves
 
+SCORE = "magma_score"
 TEMPERATURE = 2.0
 SCORE_DECAY = 0.9
 SCORE_START = 0.5
@@ -116,44 +119,17 @@ def _sums(m: Tensor, g: Tensor, *, keep: bool = False) -> Tensor:
     return torch.stack((mm, (m * g if keep else m.mul_(g)).sum(dim=1), gg))
 
 
-def update_scores(scores: Sequence[Tensor], cosines: Sequence[Tensor], skip: Tensor | None = None) -> list[Tensor]:
-    """Advance the scores in place and return each block's damping factor.
-
-    Parameters
-    ----------
-    scores
-        float32 tensors (blocks,), the state; changed in place.
-    cosines
-        Alignments of the same shapes.
-    skip
-        Device predicate; where positive, the scores stay.
-
-    Returns
-    -------
-    list of Tensor
-        Factors in [0.1, 1], shapes as the scores.
-    """
+def advanced_scores(scores: Sequence[Tensor], cosines: Sequence[Tensor]) -> list[Tensor]:
+    """Return the scores after a step with these alignments; all tensors are float32 (blocks,)."""
     sizes = [len(score) for score in scores]
     # In float64, so that a score does not depend on the number of scores: vector and scalar units round differently.
     old, cosine = torch.cat(list(scores)).double(), torch.cat(list(cosines)).double()
     new = old.lerp((torch.sigmoid(cosine / TEMPERATURE) - _LOWEST) / (_HIGHEST - _LOWEST), 1.0 - SCORE_DECAY)
-    if skip is not None:
-        new = torch.where(skip > 0, old, new)
-    new = new.float()
-    torch._foreach_copy_(list(scores), list(new.split(sizes)))
-    return list((MIN_SCALE + (1.0 - MIN_SCALE) * new).split(sizes))
+    return list(new.float().split(sizes))
 
 
 # Number of elements up to which launches cost more than concatenating the tensor with others.
 _SMALL = 2**16
-
-
-class Pair(NamedTuple):
-    """Momentum and gradient of some pieces, of any shape; `shape` is (pieces, elements)."""
-
-    momentum: Tensor
-    gradient: Tensor
-    shape: tuple[int, int]
 
 
 def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
@@ -180,7 +156,7 @@ def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
     return torch.cat([s, t, *sums], dim=1)
 
 
-def piece_sums_of_many(pairs: Sequence[Pair], *, joined: bool | None = None) -> list[Tensor]:
+def piece_sums_of_many(pairs: Sequence[Pieces], *, joined: bool | None = None) -> list[Tensor]:
     """Return `piece_sums` of several pairs, in one tensor or several, row by row.
 
     With `joined`, small float32 pairs are concatenated and summed in a few launches; the default on a GPU, where
@@ -209,7 +185,7 @@ def piece_sums_of_many(pairs: Sequence[Pair], *, joined: bool | None = None) -> 
     ]
 
 
-def table_of_sums(pairs: Sequence[Pair], device: torch.device) -> Tensor:
+def table_of_sums(pairs: Sequence[Pieces], device: torch.device) -> Tensor:
     """Return `piece_sums` of several pairs, concatenated: float64 (pieces of all, 5)."""
     found = piece_sums_of_many(pairs)
     if len(found) == 1:
@@ -240,3 +216,48 @@ def cosines(sums: Tensor) -> Tensor:
     mm, mg, gg = ((sums[..., 2 + i] * scale).sum(dim=1) for i, scale in enumerate((s * s, s * t, t * t)))
     norms = mm.sqrt() * gg.sqrt()
     return torch.where(norms > 0, mg / norms, 0.0).clamp(-1.0, 1.0).float()
+
+
+@dataclasses.dataclass(frozen=True)
+class Magma(MatrixRule):
+    """Magma damping as a rule: one score per block."""
+
+    name = "magma_muon"
+    sums = 5
+
+    @classmethod
+    def of(cls, settings: HybridMuonConfig) -> Magma | None:
+        """Return the rule that settings switch on, or None."""
+        return cls() if settings.magma_muon else None
+
+    @classmethod
+    def forms(cls) -> tuple[Magma, ...]:
+        """Return the rule with every set of state tensors that it may have."""
+        return (cls(),)
+
+    def tensors(self) -> Mapping[str, StateTensor]:
+        """Return the score."""
+        return {SCORE: StateTensor("blocks", "float32", SCORE_START)}
+
+    def measure(self, pieces: Sequence[Pieces], device: torch.device) -> Tensor:
+        """Return `piece_sums`, float64 (pieces, 5)."""
+        return table_of_sums(pieces, device)
+
+    def combine(self, sums: Tensor) -> Tensor:
+        """Return the alignment of each block."""
+        return cosines(sums)
+
+    def measure_whole(self, momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the alignment of each block, without the scales that pieces need."""
+        return alignments(momenta, gradients)
+
+    def advance(self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None) -> BlockState:
+        """Let the scores follow the alignments."""
+        assert measured is not None
+        return {SCORE: advanced_scores(state[SCORE], measured)}
+
+    def factors(self, polar: Sequence[Tensor], state: BlockState) -> list[Tensor]:
+        """Return 0.1 + 0.9 s of each block."""
+        scores = list(state[SCORE])
+        factors = MIN_SCALE + (1.0 - MIN_SCALE) * torch.cat(scores)
+        return [x.view(-1, 1, 1) for x in factors.split([len(score) for score in scores])]

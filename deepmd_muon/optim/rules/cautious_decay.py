@@ -1,0 +1,41 @@
+"""Cautious weight decay: weights that the update moves away from zero do not decay.
+
+For weights p and the update u, which is subtracted::
+
+    p ← p − lr λ p · [u p ≥ 0] − lr u
+
+L. Chen et al., arXiv:2510.12402 (2025).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.rules.interface import MatrixRule
+
+
+@dataclasses.dataclass(frozen=True)
+class CautiousDecay(MatrixRule):
+    """Cautious weight decay as a rule; it has no state."""
+
+    name = "cautious_decay"
+
+    @classmethod
+    def of(cls, settings: HybridMuonConfig) -> CautiousDecay | None:
+        """Return the rule that settings switch on, or None."""
+        return cls() if settings.cautious_decay else None
+
+    @classmethod
+    def forms(cls) -> tuple[CautiousDecay, ...]:
+        """Return the rule with every set of state tensors that it may have."""
+        return (cls(),)
+
+    def decays(self, weights: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
+        """Return where weight and update do not have opposite signs."""
+        # Signs, since the product of small numbers may round to zero.
+        return [torch.sign(u) * torch.sign(p) >= 0 for p, u in zip(weights, updates, strict=True)]

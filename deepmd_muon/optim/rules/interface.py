@@ -1,0 +1,141 @@
+"""The interface of a rule of the Muon route, and of the state tensors that routes and rules keep.
+
+One step of a block, which is one matrix of a parameter's view::
+
+    m ← β m + (1 − β) g,   u = m or Nesterov's form of it
+    u ← rule.before(u)                                   rule by rule
+    O = polar factor of u
+    state ← rule.advance(O)                              not in a skipped step
+    update = scale · O · rule.factors(O) · …
+    p ← p (1 − lr λ) − lr · update                       decay only where every rule.decays(p, update)
+
+A rule sees blocks and its own state, never where they live: one process, an owner rank that received the block, or a
+captured graph call the same methods. Whoever calls stores the new state, and leaves it in a skipped step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.routing.views import MatrixView
+
+Extent = Literal["parameter", "blocks", "rows", "columns", "scalar"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StateTensor:
+    """One state tensor of a parameter: its extent decides shape, sharding, migration and offloading.
+
+    Attributes
+    ----------
+    extent
+        'parameter': the parameter's shape and layout, and in host memory with `offload`; 'blocks': one number per
+        block; 'rows' or 'columns': one number per row or column of every block, sharded as these; 'scalar': one number.
+        A rule has 'blocks', 'rows' and 'columns'; when its parameter's view changes, each new number is the mean over
+        the elements it stands for.
+    dtype
+        'parameter': the parameter's; 'moment': the wider of float32 and the parameter's; 'float32'.
+    start
+        Value of every element before the first step.
+    """
+
+    extent: Extent
+    dtype: Literal["parameter", "moment", "float32"]
+    start: float = 0.0
+
+    def dtype_for(self, parameter: torch.dtype) -> torch.dtype:
+        """Return the dtype of this tensor for a parameter of the given dtype."""
+        if self.dtype == "float32":
+            return torch.float32
+        return parameter if self.dtype == "parameter" else torch.promote_types(parameter, torch.float32)
+
+    def shape_for(self, shape: tuple[int, ...], view: MatrixView | None) -> tuple[int, ...]:
+        """Return the shape of this tensor for a parameter of the given shape and view."""
+        if self.extent == "parameter":
+            return shape
+        if self.extent == "scalar" or view is None:
+            return ()
+        if self.extent == "blocks":
+            return (view.blocks,)
+        return (*(shape[dim] for dim in view.dims_of(shape, self.extent)), view.repeats(self.extent))
+
+    def cut(self, x: Tensor, view: MatrixView) -> list[Tensor]:
+        """Return a rule's tensor as views, one per part of a matrix: (batch,), (batch, rows) or (batch, columns)."""
+        if self.extent not in ("rows", "columns"):
+            return list(x.view(view.batch, -1).unbind(1)) if view.axis else [x]
+        x = x.view(view.batch, -1, view.repeats(self.extent))
+        if view.axis == self.extent:
+            return list(x[:, :, 0].split(view.sizes, dim=1))
+        return list(x.unbind(2))
+
+
+class Pieces(NamedTuple):
+    """Momentum and gradient of equal parts of some blocks, of any shape; `shape` is (pieces, elements)."""
+
+    momentum: Tensor
+    gradient: Tensor
+    shape: tuple[int, int]
+
+
+# State of some blocks: by key, one tensor for each batch of blocks, shaped as by `StateTensor.cut`.
+BlockState = Mapping[str, Sequence[Tensor]]
+
+
+class MatrixRule:
+    """A rule of the Muon route; a subclass is a frozen dataclass of its settings and overrides what it needs.
+
+    Tensors of blocks are batches (b, rows, columns), equal shapes together, in float32 or float64; methods return new
+    tensors and change none, and read nothing from the device.
+
+    Attributes
+    ----------
+    name
+        The setting that switches the rule on, or its name in the setting `rules`.
+    sums
+        Number of float64 values in the rule's statistics of momentum and gradient; 0 for none.
+    """
+
+    name: ClassVar[str]
+    sums: ClassVar[int] = 0
+
+    def tensors(self) -> Mapping[str, StateTensor]:
+        """Return the state tensors by key; keys are unique among all rules."""
+        return {}
+
+    def measure(self, pieces: Sequence[Pieces], device: torch.device) -> Tensor:
+        """Return statistics of pieces of blocks, float64 (pieces, sums); each rank measures the pieces it holds."""
+        raise NotImplementedError(f"{type(self).__name__} has sums and no `measure`")
+
+    def combine(self, sums: Tensor) -> Tensor:
+        """Return the statistic of each block, (blocks,), from float64 (blocks, pieces, sums), padded with zeros."""
+        raise NotImplementedError(f"{type(self).__name__} has sums and no `combine`")
+
+    def measure_whole(self, momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the statistics, (b,) each, of whole blocks as vectors, (b, elements) each."""
+        pieces = [Pieces(m, g, (m.shape[0], m.shape[1])) for m, g in zip(momenta, gradients, strict=True)]
+        together = self.combine(self.measure(pieces, momenta[0].device).unsqueeze(1))
+        return list(together.split([each.shape[0] for each in pieces]))
+
+    def before(self, directions: Sequence[Tensor], state: BlockState) -> Sequence[Tensor]:
+        """Return the matrices to orthogonalize."""
+        return directions
+
+    def advance(self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None) -> BlockState:
+        """Return the new state, from the polar factors and, with `sums`, the statistics of the blocks, (b,) each."""
+        return {}
+
+    def factors(self, polar: Sequence[Tensor], state: BlockState) -> list[Tensor] | None:
+        """Return factors of the updates that broadcast to (b, rows, columns), from the new state; None for 1."""
+        return None
+
+    def decays(self, weights: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return where weight decay applies, bool of the updates' shapes; None for everywhere.
+
+        Weights and updates are parameters, or pieces of them, of any equal shape.
+        """
+        return None

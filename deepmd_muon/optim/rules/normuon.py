@@ -1,0 +1,87 @@
+"""NorMuon: the update of every neuron is divided by its running size, and the matrix keeps its norm.
+
+For each row o of the polar factor O of a block with n columns, with a second moment v that starts at 0::
+
+    v ← β₂ v + (1 − β₂) Σ o² / n
+    ô = o / (√v + ε)                    ε = 1e-10
+    O ← Ô ‖O‖ / (‖Ô‖ + ε)               Frobenius norms
+
+Rows are neurons where weights are stored (out, in), as torch stores them. Where the setting `layout` is 'in_out', as
+it is for DeePMD's weights, columns are the neurons and take the place of rows.
+
+Z. Li et al., arXiv:2510.05491 (2025). The norm is kept as in the authors' code, so that `scaling` means the same as
+without this rule; their paper sets it to 0.2 sqrt(rows · columns), which 'match_rms' with 0.2 gives for full rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.routing.views import Axis
+from deepmd_muon.optim.rules.interface import BlockState, MatrixRule, StateTensor
+
+EPSILON = 1e-10
+
+
+@dataclasses.dataclass(frozen=True)
+class NorMuon(MatrixRule):
+    """NorMuon as a rule: one second moment per neuron.
+
+    Attributes
+    ----------
+    beta
+        Decay β₂ of the second moments.
+    neurons
+        Whether rows or columns are neurons.
+    """
+
+    name = "normuon"
+    beta: float = 0.95
+    neurons: Axis = "rows"
+
+    @classmethod
+    def of(cls, settings: HybridMuonConfig) -> NorMuon | None:
+        """Return the rule that settings switch on, or None."""
+        neurons: Axis = "columns" if settings.layout == "in_out" else "rows"
+        return cls(settings.normuon_beta, neurons) if settings.normuon else None
+
+    @classmethod
+    def forms(cls) -> tuple[NorMuon, ...]:
+        """Return the rule with every set of state tensors that it may have."""
+        return cls(neurons="rows"), cls(neurons="columns")
+
+    @property
+    def _key(self) -> str:
+        # Moments of rows are no use to columns, so another layout starts afresh.
+        return f"second_moment_of_{self.neurons}"
+
+    def tensors(self) -> Mapping[str, StateTensor]:
+        """Return the second moment."""
+        return {self._key: StateTensor(self.neurons, "moment")}
+
+    def _sums(self, polar: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sum of squares of every neuron, float64 (b, neurons), which other batches round alike."""
+        dim = 2 if self.neurons == "rows" else 1
+        return [torch.linalg.vector_norm(o, dim=dim, dtype=torch.float64).square_() for o in polar]
+
+    def advance(self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None) -> BlockState:
+        """Let the second moments follow the mean squares of the neurons."""
+        width = 2 if self.neurons == "rows" else 1
+        pairs = zip(state[self._key], self._sums(polar), polar, strict=True)
+        return {self._key: [v.double().lerp(s / o.shape[width], 1.0 - self.beta).to(v.dtype) for v, s, o in pairs]}
+
+    def factors(self, polar: Sequence[Tensor], state: BlockState) -> list[Tensor]:
+        """Return the factor of every neuron that divides it by its size and keeps the norm of the matrix."""
+        found = []
+        for o, sums, v in zip(polar, self._sums(polar), state[self._key], strict=True):
+            inverse = 1.0 / (v.double().sqrt() + EPSILON)
+            before = sums.sum(dim=1, keepdim=True).sqrt()
+            after = (sums * inverse.square()).sum(dim=1, keepdim=True).sqrt()
+            factor = (inverse * before / (after + EPSILON)).to(o.dtype)
+            found.append(factor.unsqueeze(2 if self.neurons == "rows" else 1))
+        return found

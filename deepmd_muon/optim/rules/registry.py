@@ -1,0 +1,99 @@
+"""Which rules there are, and which of them some settings switch on."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable
+
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.errors import InvalidSettingError
+from deepmd_muon.optim.rules.cautious_decay import CautiousDecay
+from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
+from deepmd_muon.optim.rules.magma import Magma
+from deepmd_muon.optim.rules.normuon import NorMuon
+
+# The rules of this package in the order in which they act: each class tells what settings mean for it.
+_CLASSES = (Magma, NorMuon, CautiousDecay)
+_REGISTERED: dict[str, MatrixRule] = {}
+
+
+def register_rule(rule: MatrixRule) -> None:
+    """Make a rule available to the setting `rules` under its name; registering it again replaces it.
+
+    Parameters
+    ----------
+    rule
+        An instance of a subclass of `MatrixRule` with its settings; it must be hashable, as frozen dataclasses are.
+
+    Raises
+    ------
+    InvalidSettingError
+        When its name or the key of a state tensor belongs to another rule, or a tensor has an extent that rules lack.
+    """
+    for key, tensor in rule.tensors().items():
+        if tensor.extent in ("parameter", "scalar"):
+            raise InvalidSettingError(
+                f"register_rule: {key!r} of {rule.name!r} has the extent {tensor.extent!r}; a rule's tensor has one "
+                "number per 'blocks', 'rows' or 'columns'"
+            )
+    for other in known_rules():
+        if other.name == rule.name and _origin(other) == _origin(rule):
+            continue
+        if other.name == rule.name:
+            raise InvalidSettingError(f"register_rule: {rule.name!r} is the name of another rule, {other}")
+        if shared := ", ".join(sorted(other.tensors().keys() & rule.tensors().keys())):
+            raise InvalidSettingError(f"register_rule: {rule.name!r} and {other.name!r} both have the state {shared}")
+    _REGISTERED[rule.name] = rule
+    matrix_rules.cache_clear()
+
+
+def _origin(rule: MatrixRule) -> tuple[str, str]:
+    return type(rule).__module__, type(rule).__qualname__
+
+
+def known_rules() -> list[MatrixRule]:
+    """Return all rules that a state dict may come from: those of this package in every form, and registered ones."""
+    return [*itertools.chain(*(kind.forms() for kind in _CLASSES)), *_REGISTERED.values()]
+
+
+def unknown_rules(names: Iterable[str]) -> list[str]:
+    """Return the names in the setting `rules` that nobody has registered."""
+    return [name for name in names if name not in _REGISTERED]
+
+
+@functools.lru_cache(maxsize=256)
+def matrix_rules(settings: HybridMuonConfig) -> tuple[MatrixRule, ...]:
+    """Return the rules that settings switch on, in the order in which they act.
+
+    Raises
+    ------
+    InvalidSettingError
+        When the setting `rules` has a name that nobody has registered.
+    """
+    if missing := unknown_rules(settings.rules):
+        raise InvalidSettingError(unknown_rules_problem(missing))
+    chosen = [rule for kind in _CLASSES if (rule := kind.of(settings)) is not None]
+    return (*chosen, *(_REGISTERED[name] for name in settings.rules))
+
+
+def unknown_rules_problem(missing: Iterable[str]) -> str:
+    """Return the phrase for names that nobody has registered."""
+    known = ", ".join(map(repr, _REGISTERED)) or "none"
+    return (
+        f"rules: no rule is registered as {', '.join(map(repr, missing))}; registered are {known}; import the module "
+        "that calls register_rule first"
+    )
+
+
+def tensors_of(rules: Iterable[MatrixRule]) -> dict[str, StateTensor]:
+    """Return the state tensors of some rules by key."""
+    found: dict[str, StateTensor] = {}
+    for rule in rules:
+        found |= rule.tensors()
+    return found
+
+
+def owner_of(key: str) -> MatrixRule:
+    """Return the known rule whose state tensor has this key."""
+    return next(rule for rule in known_rules() if key in rule.tensors())

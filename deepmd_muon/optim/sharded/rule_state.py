@@ -1,0 +1,157 @@
+"""The rules' state in the messages of one bucket: packed by its holders, advanced by owners, taken back.
+
+A number per block stands in the header of each piece; numbers per row or column stand between headers and elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.rules.interface import MatrixRule
+from deepmd_muon.optim.rules.registry import tensors_of
+from deepmd_muon.optim.sharded.carried import carried
+from deepmd_muon.optim.sharded.messages import lines_of, score_index
+from deepmd_muon.optim.sharded.plan import Plan
+from deepmd_muon.optim.sharded.transport import Exchange, Side
+
+Copies = tuple[list[Tensor], list[Tensor]]  # views of a buffer, and views of the state, pairwise
+
+
+class RuleState:
+    """State of rules in one bucket on this rank.
+
+    Parameters
+    ----------
+    plan, rules, exchange
+        The plan, the rules of its domain, and the bucket's transport.
+    stacks
+        The jobs of each stack of matrices that this rank owns, and the shape of its matrices.
+    ranks
+        This rank, the sender of every piece that arrives, and the receiver of every piece that leaves.
+
+    Attributes
+    ----------
+    keys
+        Of the state tensors with a number per block: columns of the headers from 1 on.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rules: tuple[MatrixRule, ...],
+        exchange: Exchange,
+        stacks: Sequence[tuple[Sequence[int], tuple[int, int]]],
+        ranks: tuple[int, Sequence[int], Sequence[int]],
+        device: torch.device,
+    ) -> None:
+        self._plan, self._exchange, self._device = plan, exchange, device
+        self._rank, self._senders, self._receivers = ranks
+        self._jobs = exchange.messages.jobs
+        self.keys = carried(rules).blocks
+        self._dtypes = {key: tensor.dtype_for(exchange.dtype) for key, tensor in tensors_of(rules).items()}
+        self._slots = {j: (s, i) for s, (jobs, _) in enumerate(stacks) for i, j in enumerate(jobs)}
+        self._sizes = [len(jobs) for jobs, _ in stacks]
+        # The rows and columns of owned matrices, from their arrival until they have left.
+        self._owned: list[dict[str, Tensor]] = []
+        for jobs, shape in stacks:
+            lines = carried(plan.parameters[self._jobs[jobs[0]].parameter].rules).lines
+            sizes = {key: (len(jobs), shape[0] if of == "rows" else shape[1]) for key, of in lines}
+            new = {key: torch.zeros(size, dtype=torch.float64, device=device) for key, size in sizes.items()}
+            self._owned.append(new)
+
+    def bind(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Create all views of the exchange's buffers and of the state, by parameter of the plan and key."""
+        out, into = self._exchange.outward["gather"], self._exchange.inward["return"]
+        sent, received = self._exchange.sent, self._exchange.received
+        self._packed = self._numbers_of(out, state), self._lines_here(out, sent["gather"], state)
+        self._returned = self._numbers_of(into, state), self._lines_here(into, received["return"], state)
+        self._arrive = self._lines_owned(self._exchange.inward["gather"], received["gather"], self._senders)
+        self._leave = self._lines_owned(self._exchange.outward["return"], sent["return"], self._receivers)
+
+    def _numbers_of(
+        self, side: Side, state: Mapping[int, Mapping[str, Tensor]]
+    ) -> dict[str, tuple[slice | Tensor, list[Tensor]]]:
+        """Return, by key, which pieces of this rank have a number of their block, and the views of these."""
+        found = {}
+        for key in self.keys:
+            positions, views = [], []
+            for k, (j, _, _) in enumerate(side.payloads):
+                job = self._jobs[j]
+                if key in state[job.parameter]:
+                    at = score_index(self._plan, job.parameter, job.block, self._rank)
+                    positions.append(k)
+                    views.append(state[job.parameter][key][at : at + 1])
+            index = torch.tensor(positions, dtype=torch.int64, device=self._device)
+            found[key] = (slice(None) if len(positions) == len(side.payloads) else index), views
+        return found
+
+    def _lines_here(self, side: Side, buffer: Tensor, state: Mapping[int, Mapping[str, Tensor]]) -> Copies:
+        """Return the copies between a buffer of this rank's pieces and its state."""
+        found: Copies = [], []
+        for (j, _, _), (start, _) in zip(side.payloads, side.lines, strict=True):
+            job = self._jobs[j]
+            for key, of in carried(self._plan.parameters[job.parameter].rules).lines:
+                lines = lines_of(self._plan, job.parameter, job.block, self._rank, of)
+                if lines.length:
+                    local = state[job.parameter][key].view(lines.shape)
+                    found[0].append(buffer[start : start + lines.length])
+                    found[1].append(local[lines.batch, lines.inside.start : lines.inside.stop, lines.part])
+                    start += lines.length
+        return found
+
+    def _lines_owned(self, side: Side, buffer: Tensor, peers: Sequence[int]) -> Copies:
+        """Return the copies between a buffer of other ranks' pieces and the rows and columns of owned matrices."""
+        found: Copies = [], []
+        for (j, _, _), peer, (start, _) in zip(side.payloads, peers, side.lines, strict=True):
+            job, (s, i) = self._jobs[j], self._slots[j]
+            for key, of in carried(self._plan.parameters[job.parameter].rules).lines:
+                lines = lines_of(self._plan, job.parameter, job.block, peer, of)
+                for first, last in lines.inside.runs if lines.length else ():
+                    found[0].append(buffer[start : start + last - first])
+                    found[1].append(self._owned[s][key][i, first:last])
+                    start += last - first
+        return found
+
+    def pack(self, headers: Tensor) -> None:
+        """Write this rank's state to the headers of its pieces, (pieces, fields), and to the buffer."""
+        numbers, (buffer, state) = self._packed
+        for column, (where, views) in enumerate(numbers.values(), start=1):
+            if views:
+                headers[where, column] = torch.cat(views).double()
+        if buffer:
+            torch._foreach_copy_(buffer, state)
+
+    def arrive(self, headers: Tensor) -> list[dict[str, Tensor]]:
+        """Return the state of the owned matrices, stack by stack, given a header of each, (matrices, fields)."""
+        buffer, owned = self._arrive
+        if buffer:
+            torch._foreach_copy_(owned, buffer)
+        found = [{key: x.to(self._dtypes[key], copy=True) for key, x in lines.items()} for lines in self._owned]
+        for column, key in enumerate(self.keys, start=1):
+            for own, x in zip(found, headers[:, column].to(self._dtypes[key]).split(self._sizes), strict=True):
+                own[key] = x
+        return found
+
+    def leave(self, state: Sequence[Mapping[str, Tensor]]) -> Iterator[Tensor]:
+        """Write the state of the owned matrices to the buffer; yield the columns of their headers, (matrices,)."""
+        for lines, own in zip(self._owned, state, strict=True):
+            for key, x in lines.items():
+                x.copy_(own[key])
+        buffer, owned = self._leave
+        if buffer:
+            torch._foreach_copy_(buffer, owned)
+        for key in self.keys:
+            yield torch.cat([own[key] for own in state]).double()
+
+    def take(self, headers_of: Callable[[], Tensor]) -> None:
+        """Take back the state from the headers of this rank's pieces, (pieces, fields), and from the buffer."""
+        numbers, (buffer, state) = self._returned
+        headers = headers_of() if any(views for _, views in numbers.values()) else None
+        for column, (where, views) in enumerate(numbers.values(), start=1):
+            if views and headers is not None:
+                torch._foreach_copy_(views, list(headers[where, column].to(views[0].dtype).split(1)))
+        if buffer:
+            torch._foreach_copy_(state, buffer)

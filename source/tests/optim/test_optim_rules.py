@@ -1,0 +1,428 @@
+"""Rules of the Muon route against independent definitions in float64, and their state in every situation."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from polar_oracle import oracle
+from test_optim_step import magma_factor
+from torch import nn
+
+from deepmd_muon.argcheck.check import check
+from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidSettingError, MuonConfig, RoutingMismatchError
+from deepmd_muon.optim.config import update_scale
+from deepmd_muon.optim.rules import registry
+from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
+from deepmd_muon.optim.rules.registry import matrix_rules, register_rule
+
+BETA, BETA2, LR, DECAY = 0.95, 0.9, 0.05, 0.3
+ON = {"normuon": True, "normuon_beta": BETA2, "cautious_decay": True}
+SHAPES = [(5, 9), (9, 5), (3, 4, 6), (2, 3, 4, 5), (6, 6), (7,)]
+RULES = [
+    {"normuon": True, "magma_muon": False},
+    {"normuon": True, "layout": "in_out"},
+    {"cautious_decay": True, "magma_muon": False},
+    {"cautious_decay": True, "normuon": True},
+]
+
+
+def random(shape, seed, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def make(shapes=SHAPES, dtype=torch.float64, **settings):
+    params = {f"w{i}": nn.Parameter(random(shape, i, dtype)) for i, shape in enumerate(shapes)}
+    options = {"precision": "float64", "normuon_beta": BETA2, **settings}
+    return params, HybridMuon(params.items(), LR, BETA, DECAY, **options)
+
+
+def give(params, step, dtype=torch.float64):
+    for i, p in enumerate(params.values()):
+        p.grad = random(p.shape, 100 + 10 * step + i, dtype)
+
+
+class Definition:
+    """One parameter of the Muon route, block by block, with an SVD for the polar factor."""
+
+    def __init__(self, p, view, given):
+        self.p, self.view, self.settings = p.detach().double().clone(), view, HybridMuonConfig(**given).explicit()
+        self.m = torch.zeros_like(self.p)
+        self.moments, self.scores = {}, {}
+
+    def blocks(self, x):
+        """Yield number and slice of every block of a tensor in storage order."""
+        whole = x.reshape(self.view.shape)
+        ends = [0, *itertools.accumulate(self.view.sizes)]
+        for b in range(self.view.batch):
+            for part in range(max(1, len(self.view.sizes))):
+                inside = slice(ends[part], ends[part + 1]) if self.view.axis else slice(None)
+                yield (b, part), (whole[b][inside] if self.view.axis != "columns" else whole[b][:, inside])
+
+    def step(self, g):
+        own = self.settings
+        self.m = BETA * self.m + (1 - BETA) * g
+        u = BETA * self.m + (1 - BETA) * g
+        update = torch.zeros(self.view.shape, dtype=torch.float64)
+        everything = zip(self.blocks(u), self.blocks(self.m), self.blocks(g), self.blocks(update), strict=True)
+        for (number, block), (_, m), (_, gradient), (_, into) in everything:
+            o = oracle(block[None])[0]
+            if own.normuon:
+                o = self.normalised(number, o.T).T if own.layout == "in_out" else self.normalised(number, o)
+            if own.magma_muon:
+                self.scores[number], factor = magma_factor(self.scores.get(number, 0.5), m, gradient)
+                o = factor * o
+            into.copy_(update_scale(tuple(o.shape), own) * o)
+        update = update.reshape(self.p.shape)
+        decaying = (update * self.p >= 0).double() if own.cautious_decay else 1.0
+        self.p = self.p - LR * DECAY * decaying * self.p - LR * update
+
+    def normalised(self, number, o):
+        """Divide every row by the root of its second moment, and restore the norm."""
+        v = self.moments.get(number, torch.zeros(len(o), dtype=torch.float64))
+        v = self.moments[number] = BETA2 * v + (1 - BETA2) * o.square().mean(dim=1)
+        changed = o / (v.sqrt() + 1e-10).unsqueeze(1)
+        return changed * (o.norm() / changed.norm())
+
+
+@pytest.mark.parametrize("more", [{}, {"maximize": True}, {"splits": ["w0: rows 2+3", "w1: columns 1+4"]}])
+@pytest.mark.parametrize("mode", ["2d", "flat", "slice"])
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_follow_their_definition(rule, mode, more):
+    params, optimizer = make(muon_mode=mode, **rule, **more)
+    routed = [(params[entry.name], entry.view) for entry in optimizer.routing if entry.route == "muon"]
+    assert len(routed) == {"2d": 3}.get(mode, 5)
+    given = {"normuon_beta": BETA2, **rule}
+    defined = [Definition(p, view, given) for p, view in routed]
+    for step in range(4):
+        give(params, step)
+        for each, (p, _) in zip(defined, routed, strict=True):
+            each.step(-p.grad if more.get("maximize") else p.grad)
+        optimizer.step()
+    for each, (p, _) in zip(defined, routed, strict=True):
+        torch.testing.assert_close(p.detach(), each.p, rtol=0, atol=2e-5)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3), st.sampled_from(RULES), st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_rules_follow_their_definition_in_any_shape(rows, columns, batch, rule, seed):
+    p = nn.Parameter(random((batch, rows, columns), seed))
+    optimizer = HybridMuon([("w", p)], LR, BETA, DECAY, precision="float64", normuon_beta=BETA2, **rule)
+    (entry,) = optimizer.routing
+    if entry.route != "muon":
+        return
+    defined = Definition(p, entry.view, {"normuon_beta": BETA2, **rule})
+    for step in range(2):
+        p.grad = random(p.shape, 1000 + seed + step)
+        defined.step(p.grad)
+        optimizer.step()
+    # The iteration's singular values end within 1e-3 of 1 however small they begin.
+    torch.testing.assert_close(p.detach(), defined.p, rtol=0, atol=2e-3)
+
+
+def test_the_norm_of_an_update_is_kept_and_neurons_become_alike():
+    p = nn.Parameter(torch.zeros(30, 4, dtype=torch.float64))
+    optimizer = HybridMuon([("w", p)], 1.0, weight_decay=0.0, scaling="none", magma_muon=False, **ON)
+    p.grad = random(p.shape, 3) * torch.logspace(-3, 0, 30, dtype=torch.float64).unsqueeze(1)
+    optimizer.step()
+    assert p.norm().item() == pytest.approx(2.0, rel=1e-3)  # of four singular values 1
+    rows = p.detach().norm(dim=1)
+    torch.testing.assert_close(rows, rows.mean().expand(30), rtol=1e-5, atol=0)
+
+
+def test_zero_gradients_leave_numbers():
+    params, optimizer = make(**ON)
+    for p in params.values():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all(p.isfinite().all() for p in params.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_state_is_one_number_per_neuron(dtype):
+    params, optimizer = make(dtype=dtype, splits=["w1: columns 1+4"], **ON)
+    give(params, 0, dtype)
+    optimizer.step()
+    wide = torch.promote_types(dtype, torch.float32)
+    found = {name: optimizer.state[p].get("second_moment_of_rows") for name, p in params.items()}
+    assert {name: x if x is None else tuple(x.shape) for name, x in found.items()} == {
+        "w0": (5, 1), "w1": (9, 2), "w2": (3, 4, 1), "w3": (2, 3, 4, 1), "w4": (6, 1), "w5": None,
+    }  # fmt: skip
+    assert all(x is None or x.dtype == wide for x in found.values())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("more", [{"offload": True}, {"offload": True, "offload_bytes": 200}, {"workspace": 30}])
+def test_host_memory_and_waves_do_not_change_results(rule, more):
+    (first, plain), (second, other) = make(dtype=torch.float32, **rule), make(dtype=torch.float32, **rule, **more)
+    for step in range(3):
+        for params, optimizer in ((first, plain), (second, other)):
+            give(params, step, torch.float32)
+            optimizer.step()
+    for p, q in zip(first.values(), second.values(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0 if "offload_bytes" not in more else 1e-6)
+        assert plain.state[p].keys() == other.state[q].keys()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_restart_goes_on_bitwise(rule):
+    params, optimizer = make(dtype=torch.float32, **rule)
+    for step in range(4):
+        if step == 2:
+            file = io.BytesIO()
+            torch.save({"model": params, "optimizer": optimizer.state_dict()}, file)
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+            others, again = make(dtype=torch.float32, **rule)
+            for name, p in others.items():
+                p.data.copy_(saved["model"][name])
+            again.load_state_dict(saved["optimizer"])
+        give(params, step, torch.float32)
+        optimizer.step()
+    for step in (2, 3):
+        give(others, step, torch.float32)
+        again.step()
+    for p, q in zip(params.values(), others.values(), strict=True):
+        assert torch.equal(p, q)
+        for key, x in optimizer.state[p].items():
+            assert torch.equal(x, again.state[q][key]), key
+
+
+def test_a_scaled_loss_gives_the_same_step_and_an_overflow_changes_nothing():
+    (first, plain), (second, scaled) = make(**ON), make(**ON)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        give(first, step)
+        plain.step()
+        give(second, step)
+        for p in second.values():
+            p.grad *= scaler.scale(torch.ones(())).item()
+        if step == 1:
+            kept = copy.deepcopy(([p.detach() for p in second.values()], list(scaled.state.values())))
+            next(iter(second.values())).grad[0, 0] = torch.inf
+            scaler.step(scaled)
+            now = [p.detach() for p in second.values()], list(scaled.state.values())
+            assert all(map(torch.equal, kept[0], now[0]))
+            assert all(torch.equal(a[key], b[key]) for a, b in zip(kept[1], now[1], strict=True) for key in a)
+            scaler.update(2.0**10)
+            give(second, step)
+            for p in second.values():
+                p.grad *= 2.0**10
+        scaler.step(scaled)
+        scaler.update(2.0**10)
+    for p, q in zip(first.values(), second.values(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+
+
+def reloaded(params, saved, **settings):
+    optimizer = HybridMuon(params.items(), LR, BETA, DECAY, on_route_change="migrate", **{**ON, **settings})
+    optimizer.load_state_dict(saved.state_dict())
+    return optimizer
+
+
+def test_moments_restart_after_another_route_and_follow_views(caplog):
+    params, saved = make([(3, 4, 5)], **ON)
+    (p,) = params.values()
+    give(params, 0)
+    saved.step()
+    before = saved.state[p]["second_moment_of_rows"]
+    assert before.shape == (3, 4, 1)
+    flat = reloaded(params, saved, muon_mode="flat")
+    assert torch.equal(flat.state[p]["second_moment_of_rows"], before)  # twelve rows are twelve rows
+    parted = reloaded(params, saved, splits=["w0: columns 2+3"])
+    assert torch.equal(parted.state[p]["second_moment_of_rows"], before.expand(3, 4, 2))
+    back = reloaded(params, parted)
+    torch.testing.assert_close(back.state[p]["second_moment_of_rows"], before, rtol=1e-15, atol=0)
+    other = reloaded(params, saved, layout="in_out")
+    assert "second_moment_of_rows" not in other.state[p]
+    assert caplog.messages[-1].startswith("normuon keeps other state now: the saved second_moment_of_rows")
+    adam = reloaded(params, saved, adam_patterns=["w0"])
+    assert set(adam.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
+    muon = reloaded(params, adam)
+    assert set(muon.state[p]) == {"momentum_buffer"}
+    m = muon.state[p]["momentum_buffer"].clone()
+    defined = Definition(p, muon.routing[0].view, ON)
+    defined.m = m
+    give(params, 1)
+    defined.step(p.grad)
+    muon.step()
+    torch.testing.assert_close(p.detach(), defined.p, rtol=0, atol=1e-4)
+
+
+def test_a_saved_state_is_complete_before_the_first_step_of_a_route():
+    params, saved = make([(3, 4)], adam_patterns=["w0"], **ON)
+    give(params, 0)
+    saved.step()
+    muon = reloaded(params, saved)
+    state = muon.state_dict()["state"][0]
+    assert state.keys() == {"momentum_buffer", "magma_score", "second_moment_of_rows"}
+    reloaded(params, muon)
+
+
+@pytest.mark.parametrize("key", ["magma_score", "second_moment_of_rows"])
+def test_missing_renamed_and_misshapen_tensors_are_errors_that_name_the_parameter(key):
+    params, optimizer = make([(4, 6), (3, 2)], **ON)
+    give(params, 0)
+    optimizer.step()
+
+    def damaged(change):
+        saved = copy.deepcopy(optimizer.state_dict())
+        change(saved["state"][1])
+        with pytest.raises(RoutingMismatchError) as caught:
+            make([(4, 6), (3, 2)], **ON)[1].load_state_dict(saved)
+        return caught.value.differences
+
+    assert damaged(lambda values: values.pop(key)) == (f"w1: state '{key}' is missing on route muon",)
+    lines = damaged(lambda values: values.update({f"{key}s": values.pop(key)}))
+    assert lines == (f"w1: unexpected state '{key}s' on route muon", f"w1: state '{key}' is missing on route muon")
+    (line,) = damaged(lambda values: values.update({key: torch.zeros(5)}))
+    assert line.startswith(f"w1: {key} has shape (5,)")
+
+
+def test_a_rule_switched_off_drops_its_state(caplog):
+    params, optimizer = make([(4, 6)], **ON)
+    give(params, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.param_groups[0]["normuon"] = False
+    optimizer.step()
+    assert set(optimizer.state[params["w0"]]) == {"momentum_buffer", "magma_score"}
+    assert caplog.messages == ["w0: its state second_moment_of_rows is dropped: normuon is off now"]
+    make([(4, 6)])[1].load_state_dict(saved)
+    assert caplog.messages[1:] == ["normuon is off now: the saved second_moment_of_rows of 1 parameters is dropped"]
+    optimizer.param_groups[0]["normuon"] = True
+    optimizer.step()
+    assert optimizer.state[params["w0"]]["second_moment_of_rows"].shape == (4, 1)
+
+
+def test_groups_have_their_own_rules():
+    one, two = nn.Parameter(random((4, 6), 1)), nn.Parameter(random((4, 6), 2))
+    groups = [{"params": [("one", one)], **ON}, {"params": [("two", two)], "magma_muon": False}]
+    optimizer = HybridMuon(groups, LR, BETA, DECAY, precision="float64")
+    kept = one.detach().clone(), two.detach().clone()
+    one.grad, two.grad = random((4, 6), 3), random((4, 6), 4)
+    optimizer.step()
+    assert [set(optimizer.state[p]) - {"momentum_buffer"} for p in (one, two)] == [
+        {"magma_score", "second_moment_of_rows"},
+        set(),
+    ]
+    for p, before, own in ((one, kept[0], ON), (two, kept[1], {"magma_muon": False})):
+        defined = Definition(before, optimizer.routing[0].view, own)
+        defined.step(p.grad)
+        torch.testing.assert_close(p.detach(), defined.p, rtol=0, atol=2e-5)
+
+
+def test_configurations_and_inputs_choose_rules():
+    model = nn.Sequential(nn.Linear(4, 6))
+    for config in (HybridMuonConfig(**ON), MuonConfig(**ON)):
+        (group,) = config.build(model).param_groups
+        assert [group[key] for key in ON] == list(ON.values())
+    found = check(HybridMuonConfig, {"normuon": True, "normuon_beta": 0.9, "cautious_decay": True})
+    assert [rule.name for rule in matrix_rules(found.settings)] == ["magma_muon", "normuon", "cautious_decay"]
+    bad = check(HybridMuonConfig, {"normuon": 1, "normuon_beta": 1.0})
+    assert sorted(problem.path for problem in bad.problems) == ["normuon", "normuon_beta"]
+    with pytest.raises(InvalidSettingError, match="normuon_beta: must be < 1"):
+        make(**{**ON, "normuon_beta": 1.0})
+
+
+def test_fused_steps_say_which_rules_they_do_not_know(caplog):
+    pytest.importorskip("triton")
+    from deepmd_muon.optim.update.fused_steps import FusedStepCache, fuses
+    from deepmd_muon.optim.update.gradients import StepControl
+
+    assert fuses(HybridMuonConfig().explicit())
+    assert fuses(HybridMuonConfig(magma_muon=False).explicit())
+    given = HybridMuonConfig(**ON, momentum=0.7).explicit()
+    with caplog.at_level("INFO", logger="deepmd_muon"):
+        done = FusedStepCache().step([torch.zeros(2, 2)], [], {}, [], lr=0.1, settings=given, control=StepControl())
+    assert done is False
+    assert "normuon, cautious_decay" in caplog.messages[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Signs(MatrixRule):
+    """Orthogonalize signs, and multiply by how often the gradient has been largest in its first element."""
+
+    name = "signs"
+    sums = 2
+
+    def tensors(self):
+        return {"sign_count": StateTensor("blocks", "float32", 1.0)}
+
+    def measure(self, pieces, device):
+        rows = [(g.reshape(shape).double().square().sum(1), torch.ones(shape[0])) for _, g, shape in pieces]
+        return torch.cat([torch.stack(row, dim=1) for row in rows])
+
+    def combine(self, sums):
+        return sums[..., 0].sum(dim=1).sqrt()
+
+    def before(self, directions, state):
+        return [torch.sign(u) for u in directions]
+
+    def advance(self, polar, state, measured):
+        return {"sign_count": [x + y.float() for x, y in zip(state["sign_count"], measured, strict=True)]}
+
+    def factors(self, polar, state):
+        return [x.view(-1, 1, 1) for x in state["sign_count"]]
+
+
+@pytest.fixture
+def _registered(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    register_rule(Signs())
+    yield
+    matrix_rules.cache_clear()
+
+
+@pytest.mark.usefixtures("_registered")
+def test_rules_of_other_packages_are_chosen_by_name():
+    p = nn.Parameter(random((2, 4, 6), 1))
+    before = p.detach().clone()
+    optimizer = HybridMuon([("w", p)], 0.1, weight_decay=0.0, scaling="none", magma_muon=False, rules=["signs"])
+    g = p.grad = random((2, 4, 6), 2)
+    optimizer.step()
+    norms = g.flatten(1).norm(dim=1)
+    torch.testing.assert_close(optimizer.state[p]["sign_count"], 1.0 + norms.float())
+    expected = before - 0.1 * (1.0 + norms).view(-1, 1, 1) * oracle(torch.sign(g))
+    torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-4)
+    saved = optimizer.state_dict()
+    registry._REGISTERED.clear()
+    matrix_rules.cache_clear()
+    with pytest.raises(RoutingMismatchError, match="w: unexpected state 'sign_count'"):
+        HybridMuon([("w", p)]).load_state_dict(saved)
+
+
+@pytest.mark.usefixtures("_registered")
+def test_names_and_keys_belong_to_one_rule():
+    with pytest.raises(InvalidSettingError, match=r"no rule is registered as 'sings'; registered are 'signs'"):
+        HybridMuon([("w", nn.Parameter(random((2, 2), 1)))], rules=["sings"])
+    with pytest.raises(InvalidSettingError, match="no rule is registered as 'sings'"):
+        matrix_rules(HybridMuonConfig(rules=("sings",)))
+    register_rule(Signs())  # again, as a notebook does
+
+    class Other(Signs):
+        name = "other"
+
+    with pytest.raises(InvalidSettingError, match="'other' and 'signs' both have the state sign_count"):
+        register_rule(Other())
+
+    class Whole(MatrixRule):
+        name = "whole"
+
+        def tensors(self):
+            return {"square": StateTensor("parameter", "moment")}
+
+    with pytest.raises(InvalidSettingError, match="'square' of 'whole' has the extent 'parameter'"):
+        register_rule(Whole())
+
+    class Taken(MatrixRule):
+        name = "normuon"
+
+    with pytest.raises(InvalidSettingError, match="'normuon' is the name of another rule"):
+        register_rule(Taken())

@@ -1,0 +1,122 @@
+"""NorMuon and cautious decay on several ranks: in every layout and view, and however state is kept, as one process."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from sharded_cases import SETTINGS, SHAPES, Twins, every_layout, mesh_of
+from sharded_models import fsdp2_models
+from sharded_state import Replicas
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from deepmd_muon.optim import HybridMuon
+from deepmd_muon.optim.dtensors import local_of
+from deepmd_muon.optim.sharded import ShardedSettings
+
+BOTH = {"normuon": True, "cautious_decay": True}
+COLUMNS = {"normuon": True, "layout": "in_out", "magma_muon": False}
+
+
+def rules_in_every_layout():
+    every_layout(options=(BOTH,))
+    every_layout(kinds=("rest",), options=(COLUMNS,))
+
+
+def rules_of_views():
+    """Folded dimensions, fused weights cut along and across neurons, experts; buckets of one block."""
+    views = (
+        {"muon_mode": "flat"},
+        {"muon_mode": "2d", "expert_patterns": ["w0", "w1"]},
+        {"splits": ["w0: rows 2", "w1: columns 1+3+8", "w2: columns 3"]},
+    )
+    small = ShardedSettings(bucket_bytes=1, slots=2, replication="spread")
+    for view in views:
+        for settings, names in ((BOTH, ("Shard(0)", "HSDP", "strided")), (COLUMNS, ("Shard(1)", "FSDP × TP"))):
+            every_layout(names=names, kinds=("experts",), options=({**settings, **view},), sharded=small)
+
+
+def rules_in_the_reference():
+    every_layout(kinds=("experts",), options=(BOTH,), sharded=ShardedSettings(exchange="reference"))
+
+
+def rules_of_replicas():
+    """Replicas with sharded state, which is cut along rows or columns, or whole; missing and non-finite gradients."""
+    shapes = [*SHAPES["even"], (7, 6), (2, 3), (6, 8, 16), (13,)]
+    for settings in (BOTH, COLUMNS):
+        for sharded, more in (({}, {}), ({"bucket_bytes": 1, "slots": 1}, {"offload": True})):
+            replicas = Replicas(shapes, dist.group.WORLD, sharded, many=more, on_nonfinite="skip", **settings)
+            replicas.step()
+            replicas.step(nowhere=(0, 5))
+            replicas.step(without=(2, 6))
+            replicas.assert_equal(1e-5)
+            before = [q.detach().clone() for q in replicas.many]
+            state = [{k: local_of(x).clone() for k, x in s.items()} for s in replicas.optimizers[1].state.values()]
+            replicas.many[1].grad[0] = torch.nan
+            replicas.optimizers[1].step()
+            assert all(torch.equal(p, q) for p, q in zip(before, replicas.many, strict=True))
+            for old, new in zip(state, replicas.optimizers[1].state.values(), strict=True):
+                assert all(torch.equal(x, local_of(new[k])) for k, x in old.items())
+    wide, tall = Replicas([(5, 96), (96, 5)], mesh_of((dist.get_world_size(),)), **BOTH), None
+    wide.step()
+    wide, tall = (wide.optimizers[1].state[q]["second_moment_of_rows"] for q in wide.many)
+    assert not isinstance(wide, DTensor)  # its momentum is cut along columns
+    assert tall.to_local().shape[0] == -(-96 // dist.get_world_size())
+
+
+def rules_without_some_gradients():
+    for placements in ([Shard(0)], [Shard(1)]):  # replicas must agree
+        twins = Twins(SHAPES["even"], mesh_of((dist.get_world_size(),)), placements, many={"offload": True}, **BOTH)
+        twins.step()
+        twins.step(without=(1, 3), nowhere=(2,))
+        twins.step()
+        twins.assert_equal(1e-5)
+
+
+def rules_of_bfloat16():
+    twins = Twins(SHAPES["even"], mesh_of((dist.get_world_size(),)), [Shard(0)], dtype=torch.bfloat16, **BOTH)
+    twins.step()
+    twins.step()
+    twins.assert_equal()
+
+
+def rows_live_with_their_elements():
+    """A rank keeps the moments of the rows that it has, and no others."""
+    world = dist.get_world_size()
+    for placements, rows in (([Shard(0)], 24 // world), ([Shard(1)], 24), ([Replicate()], 24)):
+        twins = Twins([(24, 24)], mesh_of((world,)), placements, **BOTH)
+        twins.step()
+        (state,) = twins.optimizers[1].state.values()
+        x = state["second_moment_of_rows"]
+        assert x.shape == (24, 1)
+        assert x.to_local().shape == (rows, 1)
+
+
+def rules_migrate():
+    """Views change on all ranks as on one process: state in parts is gathered, averaged and cut again."""
+    world = dist.get_world_size()
+    now = {"muon_mode": "flat", "splits": ["w1: columns 4+12"], "on_route_change": "migrate"}
+    for placements in ([Shard(0)], [Shard(1)]):
+        for settings in (BOTH, {**BOTH, "layout": "in_out"}):
+            twins = Twins([(6, 8, 16), (16, 16)], mesh_of((world,)), placements, **settings)
+            twins.step()
+            for i, params in enumerate((twins.one, twins.many)):
+                again = HybridMuon([(f"w{k}", p) for k, p in enumerate(params)], **{**SETTINGS, **settings, **now})
+                again.load_state_dict(twins.optimizers[i].state_dict())
+                twins.optimizers[i] = again
+            twins.step()
+            twins.assert_equal(1e-5)
+
+
+CASES = [
+    ("rules migrate", rules_migrate),
+    ("rules in every layout", rules_in_every_layout),
+    ("rules of views", rules_of_views),
+    ("rules in the reference", rules_in_the_reference),
+    ("rules of replicas", rules_of_replicas),
+    ("rules without some gradients", rules_without_some_gradients),
+    ("rules of bfloat16", rules_of_bfloat16),
+    ("rows live with their elements", rows_live_with_their_elements),
+    ("rules of models", functools.partial(fsdp2_models, **BOTH)),
+]

@@ -1,0 +1,64 @@
+"""Make rule_files.tar.xz: checkpoints with and without Magma, whole and in parts, which later versions must continue.
+
+Usage: python make_rule_files.py
+
+They were written by revision 8046313 (torch 2.13, one thread, 2026-11-23), in which Magma was not yet a rule of its
+own. Make them again only with that revision: a file that the present code writes proves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+ARCHIVE = Path(__file__).parent / "rule_files.tar.xz"
+HALF, STEPS = 3, 6
+# What each run adds to the input; the last two take two ranks and write directories.
+RUNS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
+    "magma": (1, {}, {"enable_ema": True, "ema_decay": 0.9}),
+    "no_magma": (1, {"magma_muon": False}, {}),
+    "offload": (1, {"offload": True}, {}),
+    "zero_1": (2, {}, {"zero_stage": 1, "checkpoint_format": "dcp"}),
+    "zero_2": (2, {}, {"zero_stage": 2, "checkpoint_format": "dcp"}),
+}
+
+
+def content(name: str, steps: int = STEPS) -> dict[str, object]:
+    """Return the input of a run; its data are the folder `train` beside the folder of the run."""
+    from test_train_parallel import content as common
+
+    world, optimizer, training = RUNS[name]
+    given = common(ARCHIVE.parent, world)
+    training_data = {**given["training"]["training_data"], "systems": ["../train"], "batch_size": 2 // world}
+    kept = {key: given["training"][key] for key in ("numb_steps", "seed", "disp_freq", "save_freq")}
+    given["optimizer"] |= optimizer
+    given["training"] = {**kept, **training, "training_data": training_data, "numb_steps": steps}
+    return given
+
+
+def main() -> None:
+    """Train in an empty folder, and keep the checkpoints of both halves."""
+    from test_train_parallel import write_system
+    from train_ranks import Job, run_jobs
+
+    place = Path.cwd()
+    write_system(place / "train", 24)
+    for world in (1, 2):
+        jobs = [Job(place / name, content(name)) for name, (ranks, *_) in RUNS.items() if ranks == world]
+        ends = run_jobs(world, jobs)
+        assert ends == [["0"] * world] * len(jobs), ends
+    with tarfile.open(ARCHIVE, "w:xz") as archive:
+        for name in ["train", *(f"{name}/model.ckpt-{step}" for name in RUNS for step in (HALF, STEPS))]:
+            for path in sorted(place.glob(f"{name}*")):
+                if path.suffix != ".dcp" or f"-{HALF}." in path.name:  # the last one is in a file, too
+                    archive.add(path, str(path.relative_to(place)))
+
+
+if __name__ == "__main__":
+    os.environ["DEVICE"] = "cpu"
+    sys.path.insert(1, str(ARCHIVE.parents[1]))
+    os.chdir(tempfile.mkdtemp())
+    main()

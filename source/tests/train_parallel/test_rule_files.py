@@ -1,0 +1,97 @@
+"""Checkpoints of an earlier revision, with and without Magma, continue as then; those of later rules restart."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+
+import pytest
+import torch
+from make_rule_files import ARCHIVE, HALF, RUNS, STEPS, content
+from test_train_parallel import tensors
+from train_ranks import Job, run_jobs
+
+from deepmd_muon.model.checkpoint_file import read_checkpoint
+
+# On another machine than that of the archive, sums may round otherwise; where it was made, they are equal bitwise.
+TOLERANCE = 0.0 if os.environ.get("RULE_FILES_BITWISE") else 1e-12
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    found = tmp_path_factory.mktemp("earlier")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(found, filter="data")
+    return found
+
+
+def optimizer_state(path):
+    """Return state tensors by parameter name and key."""
+    optimizer = read_checkpoint(path)["optimizer"]
+    names = {
+        key: name
+        for group in optimizer["param_groups"]
+        for key, name in zip(group["params"], group["param_names"], strict=True)
+    }
+    return {
+        (names[key], kind): x
+        for key, values in optimizer["state"].items()
+        for kind, x in values.items()
+        if kind not in ("beta1_pow", "beta2_pow")  # for deepmd-kit's class alone
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_earlier_checkpoints_load_bitwise_and_go_on(place, world):
+    names = [name for name, (ranks, *_) in RUNS.items() if ranks == world]
+    again = []
+    for name in names:
+        (path,) = (place / name).glob(f"model.ckpt-{HALF}.*")
+        again.append((name, path, Job(place / f"{name}_again", content(name, HALF), {"restart": str(path)})))
+        again.append((name, path, Job(place / f"{name}_further", content(name), {"restart": str(path)})))
+    ends = run_jobs(world, [job for *_, job in again])
+    assert ends == [["0"] * world] * len(again)
+    for name, path, job in again:
+        if job.folder.name.endswith("_again"):
+            loaded, saved = optimizer_state(job.folder / f"model.ckpt-{HALF}.pt"), optimizer_state(path)
+            assert loaded.keys() == saved.keys()
+            assert all(torch.equal(loaded[key], x) and loaded[key].dtype == x.dtype for key, x in saved.items()), name
+            assert any(kind == "magma_score" for _, kind in saved) == (name != "no_magma")
+            continue
+        last, then = (read_checkpoint(folder / f"model.ckpt-{STEPS}.pt") for folder in (job.folder, place / name))
+        for part in ("model", "ema", "optimizer"):
+            if part in then:
+                found, expected = tensors(last[part]), tensors(then[part])
+                assert found.keys() == expected.keys()
+                for key, x in expected.items():
+                    torch.testing.assert_close(found[key], x, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{name}: {key}")
+
+
+def test_runs_with_later_rules_restart_on_other_ranks(place):
+    """Two ranks at stages 1 and 2 equal one process; whole files and directories load bitwise on one and on two."""
+    chosen = {"normuon": True, "cautious_decay": True}  # neurons are columns under `dp train`
+    jobs = {name: Job(place / f"{name}_rules", content(name)) for name in ("magma", "zero_1", "zero_2")}
+    for job in jobs.values():
+        job.content["optimizer"] |= chosen
+    assert run_jobs(1, [jobs["magma"]]) == [["0"]]
+    assert run_jobs(2, [jobs["zero_1"], jobs["zero_2"]]) == [["0", "0"]] * 2
+    expected = optimizer_state(jobs["magma"].folder / f"model.ckpt-{STEPS}.pt")
+    assert sum(kind == "second_moment_of_columns" for _, kind in expected) == 3
+    for name in ("zero_1", "zero_2"):
+        found = optimizer_state(jobs[name].folder / f"model.ckpt-{STEPS}.pt")
+        for key, x in expected.items():
+            torch.testing.assert_close(found[key], x, rtol=1e-7, atol=1e-9, msg=f"{name}: {key}")
+    moves = []
+    for name, world, suffix in (("zero_1", 1, "dcp"), ("zero_2", 1, "dcp"), ("magma", 2, "pt"), ("zero_1", 2, "dcp")):
+        path = jobs[name].folder / f"model.ckpt-{HALF}.{suffix}"
+        given = content("zero_2", HALF) if world == 2 else content("magma", HALF)
+        given["optimizer"] |= chosen
+        given["training"] = {key: x for key, x in given["training"].items() if not key.startswith("e")}  # no average
+        moves.append((world, path, Job(place / f"{name}_rules_on_{world}", given, {"restart": str(path)})))
+    for world in (1, 2):
+        some = [job for ranks, _, job in moves if ranks == world]
+        assert run_jobs(world, some) == [["0"] * world] * len(some)
+    for _, path, job in moves:
+        loaded, saved = optimizer_state(job.folder / f"model.ckpt-{HALF}.pt"), optimizer_state(path)
+        assert loaded.keys() == saved.keys()
+        assert all(torch.equal(loaded[key], x) for key, x in saved.items())
