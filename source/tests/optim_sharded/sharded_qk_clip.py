@@ -117,7 +117,7 @@ def logits_as_dtensors():
 def unusable_logits_change_nothing():
     mesh = mesh_of((dist.get_world_size(),))
     params = named(SHAPES, lambda shape: torch.ones(shape))
-    alone = HybridMuon(params.items(), 0.02, qk_clip=CLIP)
+    alone = HybridMuon(params.items(), 0.02, qk_clip=CLIP, splits=SPLITS)
     for p in params.values():
         p.grad = torch.ones_like(p)
     sums = DTensor.from_local(torch.ones(3), mesh, [Partial()])
