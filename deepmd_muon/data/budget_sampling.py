@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepmd_muon.data.errors import SamplingError
-from deepmd_muon.data.sampling import Plan, check_position, position
+from deepmd_muon.data.sampling import Plan, SavedOrder
 
 #: Frames of an epoch that the order is kept for; more are the mark of a probability near zero.
 _MOST_FRAMES = 1 << 30
 
 
-class AtomBudgetSampler:
+class AtomBudgetSampler(SavedOrder):
     """An endless, reproducible order of batches of at most so many atoms.
 
     Parameters
@@ -97,20 +97,7 @@ class AtomBudgetSampler:
         shuffled = shuffled[np.argsort(self._atoms[shuffled], kind="stable")]
         return system[shuffled], frame[shuffled], stream.permutation(self.batches_per_epoch)
 
-    def state_dict(self, step: int | None = None) -> dict[str, int | str]:
-        """Position as plain values; `step` names another position than the present one."""
-        return position(self.step if step is None else step, self.seed, self._identity)
-
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Go to a saved position; the seed comes along.
-
-        Raises
-        ------
-        SamplerStateError
-            When the position was saved with other systems, sizes or probabilities.
-        """
-        check_position(state, self._identity)
-        self.seed, self.step = int(state["seed"]), int(state["step"])
+    def _forget(self) -> None:
         self._epoch = None
 
 

@@ -190,30 +190,51 @@ class Plan:
     parts: tuple[tuple[int, np.ndarray], ...]
 
 
-def position(step: int, seed: int, identity: str) -> dict[str, int | str]:
-    """Return a sampler's position as plain values."""
-    # The seed as text: it may have 128 bits, which not every serialiser takes as an integer.
-    return {"version": 1, "step": int(step), "seed": str(seed), "identity": identity}
+class SavedOrder:
+    """An order of batches whose position, one integer, can be saved and restored.
 
-
-def check_position(state: dict[str, int | str], identity: str) -> None:
-    """Compare a saved position with the sampler that is to continue from it.
-
-    Raises
-    ------
-    SamplerStateError
-        When it was saved with other systems, sizes or probabilities.
+    Attributes
+    ----------
+    step
+        Batches drawn so far.
+    seed
+        Of the order.
     """
-    if state.get("version") != 1:
-        raise SamplerStateError(f"sampler state of version {state.get('version')}, expected version 1")
-    if state["identity"] != identity:
-        raise SamplerStateError(
-            "the saved position belongs to other training data: atoms, frames, labels, batch sizes or "
-            "probabilities of the systems have changed, so the order of batches cannot be continued"
-        )
+
+    step: int
+    seed: int
+    _identity: str
+
+    def state_dict(self, step: int | None = None) -> dict[str, int | str]:
+        """Position as plain values; `step` names another position than the present one."""
+        # The seed as text: it may have 128 bits, which not every serialiser takes as an integer.
+        at = int(self.step if step is None else step)
+        return {"version": 1, "step": at, "seed": str(self.seed), "identity": self._identity}
+
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
+        """Go to a saved position; the seed comes along.
+
+        Raises
+        ------
+        SamplerStateError
+            When the position was saved with other systems, sizes or probabilities.
+        """
+        if state.get("version") != 1:
+            raise SamplerStateError(f"sampler state of version {state.get('version')}, expected version 1")
+        if state["identity"] != self._identity:
+            raise SamplerStateError(
+                "the saved position belongs to other training data: atoms, frames, labels, batch sizes or "
+                "probabilities of the systems have changed, so the order of batches cannot be continued"
+            )
+        self.seed, self.step = int(state["seed"]), int(state["step"])
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was computed for another position or seed."""
+        raise NotImplementedError
 
 
-class Sampler:
+class Sampler(SavedOrder):
     """An endless, reproducible order of batches.
 
     Each system serves its frames without repetition until all were served (the last batch of such an epoch
@@ -293,23 +314,9 @@ class Sampler:
             parts = [(s, np.concatenate([frames for system, frames in parts if system == s])) for s in systems]
         return Plan(tuple(parts))
 
-    def state_dict(self, step: int | None = None) -> dict[str, int | str]:
-        """Position as plain values; `step` names another position than the present one."""
-        return position(self.step if step is None else step, self.seed, self._identity)
-
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Go to a saved position; the seed comes along.
-
-        Raises
-        ------
-        SamplerStateError
-            When the position was saved with other systems, sizes or probabilities.
-        """
-        check_position(state, self._identity)
-        self.seed = int(state["seed"])
+    def _forget(self) -> None:
         self._choices = None
         self._orders.clear()
-        self.step = int(state["step"])
         draws = self.step * max(1, self.mixed)
         self._served[:] = 0
         for block in range(-(-draws // CHOICE_BLOCK)):

@@ -102,7 +102,7 @@ def _metadata(found: Any, folder: Path) -> Metadata:
     _check_places(places.values(), folder)
     entries: dict[str, dict[str, Any]] = {}
     for name, entry in _pairs(fields.get("state_dict_metadata")):
-        _expect(isinstance(name, str) and name not in entries, f"the name {name!r}")
+        _expect(_text(name) not in entries, f"{_shown(name)} stands there twice")
         entries[name] = _fields(entry, Name(_CLASSES, "TensorStorageMetadata"))
     # A list of parts may stand in many entries: look at no more of them than there are places.
     counts = [len(_list(entry.get("chunks"))) for entry in entries.values()]

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from deepmd_muon.files import open_regular
 from deepmd_muon.model.checkpoint_archive import ArchiveError, load_archive
 
 
-class TensorReader(StorageReader):
+class TensorReader(FileSystemReader):
     """Reads tensors from the files of a folder; other values, which torch would unpickle, are refused.
 
     Parameters
@@ -31,6 +30,7 @@ class TensorReader(StorageReader):
     """
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
         self._folder = folder
         self._metadata = metadata
 
@@ -72,22 +72,3 @@ class TensorReader(StorageReader):
         if type(part) is not Tensor or part.layout is not torch.strided:
             raise pickle.UnpicklingError(f"{place.relative_path} holds a {type(part).__name__} for {name}")
         return part
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: all is known."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
-        return plans
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a reader is for one folder."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a folder could be read."""
-        return Path(checkpoint_id).is_dir()

@@ -1,32 +1,29 @@
 """Reading a pickle as data: calls and classes become records, nothing is imported, called or set.
 
 `pickle.Unpickler` runs code that a pickle names; even with a restricted `find_class` it calls the objects it finds and
-sets attributes on them (BUILD). Here the opcodes are interpreted one by one, and those that would run code only record
+sets attributes on them (BUILD). torch's restricted unpickler reads protocol 2 only, and torch writes later ones. Here
+Python's own interpreter of opcodes keeps those that build plain values, and those that would run code only record
 the request. The caller decides the meaning of a record.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import pickle
-import pickletools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
-# The pickler nests a mark per container. torch's descriptions need about ten.
-_MAX_MARKS = 100
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_WITHOUT_EFFECT = ("PROTO", "FRAME")
-_TAKE_ARGUMENT = (
-    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
-    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+_PLAIN = (
+    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BINFLOAT"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    *("EMPTY_LIST", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+    *("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE"),
+    *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL"),
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Name:
+class Name(NamedTuple):
     """A global: ``module.name``, which is not looked up."""
 
     module: str
@@ -54,13 +51,18 @@ class Record:
 
 @dataclasses.dataclass
 class Pairs:
-    """A dict as its keys and values in order: keys that are records have no hash."""
+    """A dict as its keys and values in order: hashing a key could take forever, and records have no hash."""
 
     items: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
 
 def read_pickle(data: bytes, allowed: Collection[Name]) -> Any:
-    """Return the content of a pickle: plain values, lists, tuples, `Pairs` and `Record`.
+    """Return the content of a pickle: plain values, lists, tuples, `Pairs`, `Name` and `Record`.
+
+    A few bytes can describe nested tuples of exponential size, which must not be compared, hashed or printed whole.
 
     Parameters
     ----------
@@ -74,107 +76,50 @@ def read_pickle(data: bytes, allowed: Collection[Name]) -> Any:
     pickle.UnpicklingError
         When it is damaged, mentions another global, or asks for anything but the above.
     """
-    machine = _Machine(frozenset(allowed))
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name == "STOP":
-                return machine.result()
-            machine.do(opcode.name, argument)
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeError) as error:
-        raise pickle.UnpicklingError(f"the pickle is damaged ({type(error).__name__}: {error})") from error
-    raise pickle.UnpicklingError("the pickle has no end")
+        return _Reader(data, frozenset(allowed)).load()
+    except (pickle.UnpicklingError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle may end in any
+        raise pickle.UnpicklingError(f"the pickle is damaged ({type(error).__name__}: {str(error)[:100]})") from error
 
 
-class _Machine:
-    """The stack and memo of a pickle."""
+class _Reader(pickle._Unpickler):  # the one in Python, whose memo does not grow to the largest index
+    """Interprets the opcodes in `dispatch`, and no other."""
 
-    def __init__(self, allowed: frozenset[Name]) -> None:
+    # What the base class sets in `load`.
+    stack: list[Any]
+    append: Callable[[Any], None]
+
+    def __init__(self, data: bytes, allowed: frozenset[Name]) -> None:
+        super().__init__(io.BytesIO(data))
         self._allowed = allowed
-        self._stack: list[Any] = []
-        self._marks: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
 
-    def result(self) -> Any:
-        """Return the object on the stack at the end."""
-        if self._marks or len(self._stack) != 1:
-            raise pickle.UnpicklingError("the pickle ends in the middle of a value")
-        return self._stack[0]
-
-    def do(self, name: str, argument: Any) -> None:
-        """Carry out one opcode."""
-        stack = self._stack
-        if name in _WITHOUT_EFFECT:
-            return
-        if name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name in _TAKE_ARGUMENT:
-            stack.append(argument)
-        elif name in _EMPTY:
-            stack.append(_EMPTY[name]())
-        elif name == "EMPTY_DICT":
-            stack.append(Pairs())
-        elif name in _TUPLES:
-            count = _TUPLES[name]
-            stack.append(tuple(self._pop() for _ in range(count))[::-1])
-        elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
-            self._memo[len(self._memo) if name == "MEMOIZE" else argument] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(self._memo[argument])
-        elif name in ("GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"):
-            self._describe(name, argument)
-        else:
-            self._fill(name)
-
-    def _pop(self) -> Any:
-        return self._stack.pop()
-
-    def _fill(self, name: str) -> None:
-        """Carry out an opcode that opens or fills a container."""
-        if name == "MARK":
-            if len(self._marks) == _MAX_MARKS:
-                raise pickle.UnpicklingError(f"values are nested deeper than {_MAX_MARKS}")
-            self._marks.append(self._stack)
-            self._stack = []
-            return
-        if name in ("TUPLE", "APPENDS", "SETITEMS"):
-            found, self._stack = self._stack, self._marks.pop()
-        elif name in ("APPEND", "SETITEM"):
-            found = [self._pop() for _ in range(1 if name == "APPEND" else 2)][::-1]
-        else:
-            raise pickle.UnpicklingError(f"opcode {name} does not belong into a checkpoint's description")
-        if name == "TUPLE":
-            self._stack.append(tuple(found))
-            return
-        target = self._stack[-1]
-        if name.startswith("APPEND") and isinstance(target, list):
-            target.extend(found)
-        elif name.startswith("SETITEM") and isinstance(target, Pairs) and len(found) % 2 == 0:
-            target.items.extend(zip(found[::2], found[1::2], strict=True))
-        else:
-            raise pickle.UnpicklingError(f"opcode {name} meets a {type(target).__name__}")
-
-    def _describe(self, name: str, argument: Any) -> None:
-        """Note a global, an object made from one, or the state of such an object."""
-        if name == "GLOBAL":
-            module, _, attribute = argument.partition(" ")
-            self._stack.append(self._name(module, attribute))
-            return
-        second, first = self._pop(), self._pop()
-        if name == "STACK_GLOBAL":
-            self._stack.append(self._name(first, second))
-        elif name == "BUILD":
-            if not isinstance(first, Record) or first.state is not None or second is None:
-                raise pickle.UnpicklingError("state is set on an object that the pickle has not created")
-            first.state = second
-            self._stack.append(first)
-        elif isinstance(first, Name) and isinstance(second, tuple):
-            self._stack.append(Record(first, second))
-        else:
-            raise pickle.UnpicklingError(f"opcode {name} calls an object that is not a global")
-
-    def _name(self, module: Any, name: Any) -> Name:
-        if not (isinstance(module, str) and isinstance(name, str)):
-            raise pickle.UnpicklingError("a global is named by other than text")
+    def find_class(self, module: str, name: str) -> Name:
+        """Note a global."""
         if Name(module, name) not in self._allowed:
             raise pickle.UnpicklingError(f"{module[:80]}.{name[:80]} does not belong into a checkpoint's description")
         return Name(module, name)
+
+    def _record(self) -> None:
+        arguments, kind = self.stack.pop(), self.stack.pop()
+        if not isinstance(kind, Name) or type(arguments) is not tuple:
+            raise pickle.UnpicklingError("the pickle calls an object that is not a global")
+        self.append(Record(kind, arguments))
+
+    def _set_state(self) -> None:
+        state, described = self.stack.pop(), self.stack[-1]
+        if not isinstance(described, Record) or described.state is not None or state is None:
+            raise pickle.UnpicklingError("state is set on an object that the pickle has not created")
+        described.state = state
+
+    def _start_pairs(self) -> None:
+        self.append(Pairs())
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _PLAIN)},
+        pickle.NEWOBJ[0]: _record,
+        pickle.REDUCE[0]: _record,
+        pickle.BUILD[0]: _set_state,
+        pickle.EMPTY_DICT[0]: _start_pairs,
+    }

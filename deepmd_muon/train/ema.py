@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,22 +116,6 @@ class Ema:
             local_part(average).copy_(local_part(value))
         if state.get("decay", self.decay) != self.decay:
             log.warning("ema_decay is %g here and was %g before the restart", self.decay, state["decay"])
-
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Put the average into the model for the time of a `with` block (validation, saving).
-
-        Values are exchanged, not tensors, so that captured CUDA graphs and the optimizer keep theirs.
-        """
-        averages, parameters = self._local()
-        kept = [p.detach().clone() for p in parameters]
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, averages)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(parameters, kept)
 
     def _local(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return averages and parameters as far as this rank holds them."""

@@ -114,13 +114,12 @@ class FullValidation:
             whole = gather_whole(content())
             # It stands apart from the run's other checkpoints, which a run that continues from it does not delete.
             whole[OWN_KEY] = {**whole[OWN_KEY], "series": [], "directories": []}
-            self._ranks.from_first("saving a best checkpoint", lambda: self._save(step, whole))
+            self._ranks.from_first(
+                "saving a best checkpoint", lambda: log.info("saved %s", self.best.save(step, whole))
+            )
             note = f"saved {self.best.path(step)}"
         if self._file is not None:
             self._file.row(step, errors, note)
-
-    def _save(self, step: int, content: Mapping[str, Any]) -> None:
-        log.info("saved %s", self.best.save(step, content))
 
     def state(self) -> dict[str, Any]:
         """Return the part that a checkpoint keeps."""

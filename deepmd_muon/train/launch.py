@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from deepmd_muon.train.errors import TrainingError
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Variables that torchrun and the launchers of MPI set; srun ends its processes itself.
+_LAUNCHERS = {"TORCHELASTIC_RUN_ID": "torchrun", "PMIX_RANK": "mpirun", "PMI_RANK": "mpirun"}
 _SRUN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
 
 
@@ -27,6 +29,8 @@ class Place:
         Whether srun alone says all this; it may show each process its own GPU only.
     agent
         Whether torchrun keeps the store at which they meet; otherwise rank 0 does.
+    launcher
+        torchrun or mpirun, without which this process should not go on; empty where it may outlive its parent.
     """
 
     rank: int
@@ -36,6 +40,7 @@ class Place:
     port: int
     srun: bool = False
     agent: bool = False
+    launcher: str = ""
 
     @property
     def hosts(self) -> bool:
@@ -60,18 +65,21 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     TrainingError
         When a variable is missing, no number or out of range.
     """
+    launcher = next((name for variable, name in _LAUNCHERS.items() if variable in environment), "")
     if "WORLD_SIZE" in environment:
         if _number(environment, "WORLD_SIZE") == 1:
             return None
         _require(environment, _TORCHRUN, "start with torchrun")
         rank, local, size = (_number(environment, name) for name in _TORCHRUN[:3])
+        host, port = environment["MASTER_ADDR"], _port(environment)
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return _checked(Place(rank, local, size, environment["MASTER_ADDR"], _port(environment), agent=agent))
+        return _checked(Place(rank, local, size, host, port, agent=agent, launcher=launcher))
     if not _is_task(environment) or _number(environment, "SLURM_NTASKS") == 1:
         return None
     _require(environment, _SRUN, "start with srun or torchrun")
     rank, local, size = (_number(environment, name) for name in _SRUN)
-    return _checked(Place(rank, local, size, _slurm_address(environment), _slurm_port(environment), srun=True))
+    host, port = _slurm_address(environment), _slurm_port(environment)
+    return _checked(Place(rank, local, size, host, port, srun=True, launcher=launcher))
 
 
 def _checked(place: Place) -> Place:

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -64,7 +65,7 @@ class Meeting:
         self._end = time.monotonic() + patience
         self._patience = patience
         number = next(_NUMBERS) if place.agent else 0
-        connection = _listen(place) if place.hosts else _connect(place, self._end)
+        connection = _listen(place) if place.hosts else _connect(place, patience)
         self.store: Store = PrefixStore(f"deepmd_muon{number}", connection)
         self.store.set_timeout(datetime.timedelta(seconds=ANSWER))
         token = secrets.token_hex(8)
@@ -93,94 +94,86 @@ class Meeting:
         TrainingError
             When some rank does not come in time.
         """
+        size = self._place.size
         self._ask(lambda: self.store.set(f"report{self._place.rank}", problem))
-        if problem:
-            self._ask(lambda: self.store.set("problem", str(self._place.rank)))
-        everyone = [f"report{rank}" for rank in range(self._place.size)]
-        pause = 0.01
-        while not self._ask(lambda: self.store.check(everyone) or self.store.check(["problem"])):
-            if time.monotonic() > self._end:
-                missing = [rank for rank in range(self._place.size) if not self._has_come(rank)]
-                raise TrainingError(
-                    f"rank {', '.join(map(str, missing))} has not come to {self._place.meeting} within "
-                    f"{self._patience:g} s; see its output, and that all of the {self._place.size} processes start"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
-        found = {rank: self._problem_of(rank) for rank in range(self._place.size)}
-        return {rank: text for rank, text in found.items() if text}
+        if self._ask(lambda: self.store.add("reports", 1)) == size or problem:
+            self._ask(lambda: self.store.set("complete", ""))
+        if not self._wait(["complete"], self._end):
+            missing = [str(rank) for rank in range(size) if not self._wait([f"report{rank}"])]
+            raise TrainingError(
+                f"rank {', '.join(missing)} has not come to {self._place.meeting} within "
+                f"{self._patience:g} s; see its output, and that all of the {size} processes start"
+            )
+        return {rank: text for rank in range(size) if (text := self.problem_of(rank))}
 
     def leave(self, seconds: float) -> None:
         """Ask the store nothing more after a problem; where this process keeps it, wait until the others have left."""
-        if not self._place.hosts:
+        if self._place.hosts:
+            self._wait([f"heard{rank}" for rank in range(1, self._place.size)], time.monotonic() + seconds)
+        else:
             with contextlib.suppress(RuntimeError):  # whoever keeps the store has ended and waits for nobody
                 self.store.set(f"heard{self._place.rank}", "")
-            return
-        others = [f"heard{rank}" for rank in range(1, self._place.size)]
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not self.store.check(others):
-            time.sleep(0.05)
 
-    def problem_of(self, rank: int, seconds: float) -> str:
+    def problem_of(self, rank: int, seconds: float = 0.0) -> str:
         """Return the problem of a rank once it has reported; nothing when it has none or does not report in time."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not self._has_come(rank):
-            time.sleep(0.05)
-        return self._problem_of(rank)
+        report = f"report{rank}"
+        there = self._wait([report], time.monotonic() + seconds)
+        return str(self._ask(lambda: self.store.get(report)).decode()) if there else ""
 
-    def _has_come(self, rank: int) -> bool:
-        return bool(self._ask(lambda: self.store.check([f"report{rank}"])))
-
-    def _problem_of(self, rank: int) -> str:
-        if not self._has_come(rank):
-            return ""
-        return str(self._ask(lambda: self.store.get(f"report{rank}")).decode())
+    def _wait(self, keys: list[str], end: float = 0.0) -> bool:
+        """Return whether keys are there before a moment; torch's own wait does not hear Ctrl-C."""
+        pause = 0.01
+        while not (there := self._ask(lambda: self.store.check(keys))) and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+        return there
 
     def _ask(self, question: Callable[[], T]) -> T:
         try:
             return question()
         except RuntimeError as error:
-            keeper = "torchrun" if self._place.agent else "rank 0"
             raise TrainingError(
-                f"rank {self._place.rank} has lost {keeper}, which keeps {self._place.meeting}; see its output"
+                f"rank {self._place.rank} has lost {_keeper(self._place)}, which keeps {self._place.meeting}; "
+                "see its output"
             ) from error
+
+
+def _keeper(place: Place) -> str:
+    return "torchrun" if place.agent else "rank 0"
 
 
 def _listen(place: Place) -> Store:
     """Make the store that this process keeps."""
     try:
-        return _in_time(lambda: _store(place))
+        return _store(place)
     except TimeoutError as error:
         raise TrainingError(
             f"rank 0 does not reach itself at {place.meeting} within {ANSWER:g} s: MASTER_ADDR must name its machine"
         ) from error
-    except (dist.DistError, RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         if "EADDRINUSE" in reason:
             reason = "another program or run uses this port; choose another MASTER_PORT"
         raise TrainingError(f"rank 0 cannot listen at {place.meeting}: {reason}") from error
 
 
-def _connect(place: Place, end: float) -> Store:
+def _connect(place: Place, patience: float) -> Store:
     """Reach the store as soon as it is there."""
     begin, logged, pause = time.monotonic(), False, 0.01
-    if place.agent:
-        end = min(end, begin + ANSWER)
     while (refusal := _refusal(place)) is not None:
-        now = time.monotonic()
-        if now > end:
-            keeper = "torchrun, which started it," if place.agent else "rank 0"
+        waited = time.monotonic() - begin
+        if waited > (min(patience, ANSWER) if place.agent else patience):
             raise TrainingError(
-                f"rank {place.rank} has not found {keeper} at {place.meeting} within {now - begin:.0f} s: {refusal}"
+                f"rank {place.rank} has not found {_keeper(place)} at {place.meeting} within {waited:.0f} s: {refusal}"
             )
-        if not logged and now > begin + _SILENCE:
+        if not logged and waited > _SILENCE:
             logged = True
             log.warning("rank %d waits for rank 0 at %s: %s", place.rank, place.meeting, refusal)
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
     try:
-        return _in_time(lambda: _store(place))
-    except (TimeoutError, dist.DistError, RuntimeError) as error:
+        return _store(place)
+    except (TimeoutError, RuntimeError) as error:
         raise TrainingError(
             f"rank {place.rank} finds something else than rank 0 at {place.meeting}: another program uses this port, "
             "or rank 0 is stopped; choose another MASTER_PORT"
@@ -197,43 +190,30 @@ def _refusal(place: Place) -> str | None:
 
 
 def _store(place: Place) -> Store:
-    """Return torch's store, of which this process is the keeper or a client."""
-    return dist.TCPStore(  # type: ignore[attr-defined]  # not in the stubs
-        place.host,
-        place.port,
-        None,
-        is_master=place.hosts,
-        timeout=datetime.timedelta(seconds=ANSWER / 2),
-        wait_for_workers=False,
-        multi_tenant=not place.agent,
-    )
-
-
-def _in_time(make: Callable[[], T]) -> T:
-    """Return the value of a call that may hang, or raise its error.
+    """Return torch's store, of which this process is the keeper or a client.
 
     Raises
     ------
     TimeoutError
-        When it hangs; its thread is left behind.
+        When another program listens there, for whose answer torch waits without end; its thread is left behind.
     """
-    made: list[T] = []
-    errors: list[BaseException] = []
+    made: Future[Store] = Future()
 
     def attempt() -> None:
         try:
-            made.append(make())
+            made.set_result(
+                dist.TCPStore(  # type: ignore[attr-defined]  # not in the stubs
+                    *(place.host, place.port, None, place.hosts),
+                    timeout=datetime.timedelta(seconds=ANSWER / 2),
+                    wait_for_workers=False,
+                    multi_tenant=not place.agent,
+                )
+            )
         except BaseException as error:
-            errors.append(error)
+            made.set_exception(error)
 
-    thread = threading.Thread(target=attempt, name="deepmd_muon-meeting", daemon=True)
-    thread.start()
-    thread.join(ANSWER)
-    if errors:
-        raise errors[0]
-    if not made:
-        raise TimeoutError(f"no answer within {ANSWER:g} s")
-    return made[0]
+    threading.Thread(target=attempt, name="deepmd_muon-meeting", daemon=True).start()
+    return made.result(ANSWER)
 
 
 def describe(problems: dict[int, str]) -> str:

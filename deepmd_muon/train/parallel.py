@@ -19,7 +19,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.launch import Place, find_place
 from deepmd_muon.train.meeting import ANSWER, Meeting, describe
-from deepmd_muon.train.orphan import ended_with_launcher
 from deepmd_muon.train.watch import WAITING, Watch, end_process, is_lost_connection, reason
 
 if TYPE_CHECKING:
@@ -174,6 +173,8 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
     watch = Watch(
         *(PrefixStore("watch", meeting.store), place.rank, place.size, seconds, end_process),
         errors_come=not on_gpu,
+        launcher=place.launcher,
+        agent=place.agent,
     )
     # NCCL's own watch ends a process without a word; ours should come first.
     patience = timeout + datetime.timedelta(seconds=15) if on_gpu else timeout
@@ -187,8 +188,7 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
                 world_size=place.size,
                 timeout=patience,
             )
-        with ended_with_launcher(place, meeting.store, seconds):
-            yield Ranks(device, place.rank, place.size, patience, watch)
+        yield Ranks(device, place.rank, place.size, patience, watch)
         finished = True
         watch.close()
         _take_leave()  # rank 0 keeps the notes: nobody needs them when it goes

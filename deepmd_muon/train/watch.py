@@ -1,11 +1,13 @@
 """Share every rank's activity with the others, so that the error that ends a run names missing ranks and the reason.
 
-Each rank keeps a note in the store through which the processes have found each other, renewed by a thread. A rank
-whose note is no longer renewed is dead or stopped; one whose note is renewed but does not move on is stuck in the
-activity of the note. No collective is involved, so that it works when collectives do not.
+torch's timeouts end an exchange (gloo) or the process (NCCL), but do not tell which rank is missing, where it runs and
+what it was doing; they know nothing of a rank whose launcher has died, nor of work before the first exchange. So each
+rank keeps a note in the store through which the processes have found each other, renewed by a thread. A rank whose note
+is no longer renewed is dead or stopped; one whose note is renewed but does not move on is stuck in the activity of the
+note. No collective is involved, so that it works when collectives do not.
 
-Rank 0 keeps the store. While that process is stopped, requests get neither an answer nor an error, so every request
-runs in its own thread, for which the caller waits a few seconds.
+Rank 0 keeps the store, or torchrun. While that process is stopped, requests get neither an answer nor an error. So one
+thread alone asks the store; a second one, and the run itself, only look at what it has found.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import json
 import logging
 import os
 import re
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -36,8 +38,6 @@ _IN_VAIN = "waiting for the others in vain"
 _LONGEST_WORK = 6 * 3600.0
 # On CPUs an exchange ends with an error of its own; this much later the thread ends what still hangs [s].
 _GRACE = 15.0
-
-T = TypeVar("T")
 
 
 class LostRankError(RuntimeError):
@@ -76,10 +76,17 @@ class Watch:
     limit
         How long this rank waits for the others [s].
     give_up
-        Called from the thread, with the reason, when this rank has waited longer, another has stopped with an error
-        while it waits, or the work that it does for all (`guarding`) is in vain.
+        Called from a thread, with the reason, when this rank has waited longer, another has stopped with an error
+        while it waits, the work that it does for all (`guarding`) is in vain, or it has not ended although its
+        launcher has died.
     errors_come
         Whether waiting too long ends with an error by itself (gloo), so that `give_up` is the last resort.
+    launcher
+        The process that started this one, in words. When it dies, this rank gets SIGTERM, at which a run finishes
+        its step, saves and ends. Empty for a process that may outlive its parent.
+    agent
+        Whether the launcher keeps the store, so that a silent store counts as its death: a script between the two
+        may outlive it.
     """
 
     def __init__(
@@ -91,30 +98,36 @@ class Watch:
         give_up: Callable[[str], None] | None = None,
         *,
         errors_come: bool = False,
+        launcher: str = "",
+        agent: bool = False,
     ) -> None:
-        self._mine, self._theirs = (store.clone() for _ in range(2))  # type: ignore[attr-defined]  # not in the stubs
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
         self._reach = min(5.0, limit)
-        for connection in (self._mine, self._theirs):
-            connection.set_timeout(datetime.timedelta(seconds=self._reach))
-        self._rank, self._size, self._limit = rank, size, limit
-        self._give_up = give_up
-        self._errors_come = errors_come
-        self._met = 0
-        self._ended = ""
-        self._seen: dict[int, _Note] = {}
-        self._heard: dict[int, tuple[int, float]] = {}  # the last new beat of a rank, and when it came
-        self._guarding = False
-        self._logged: set[str] = set()  # errors of the thread
+        self._store.set_timeout(datetime.timedelta(seconds=self._reach))
+        self._rank, self._limit, self._give_up = rank, limit, give_up
+        self._errors_come, self._launcher, self._agent = errors_come, launcher, agent
+        self._others = [other for other in range(size) if other != rank]
+        self._watched = self._others if rank == 0 else [0]  # a rank that asked for all would load the store
+        self._seen: dict[int, tuple[_Note, float]] = {}  # the last note of a rank, and when it was new
+        self._answered, self._failed = time.monotonic(), 0.0  # when the last request began that was answered, or not
+        self._someone_stopped = False
         self._interval = min(1.0, limit / 8)
         self._where = f"process {os.getpid()} on {socket.gethostname()}"
         self._state = ("starting", 0, time.monotonic())
+        self._beat = self._met = 0
+        self._ended = ""
         self._waiting: float | None = None
-        self._beat = 0
-        self._end = threading.Event()
-        self._lock = threading.Lock()
-        self._write()
-        self._thread = threading.Thread(target=self._renew, name="deepmd_muon-watch", daemon=True)
-        self._thread.start()
+        self._guarding: float | None = None
+        self._parent = os.getppid()
+        self._orphaned: float | None = None
+        self._end, self._wake = threading.Event(), threading.Event()
+        self._wake.set()
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(work,), name="deepmd_muon-watch", daemon=True)
+            for work in (self._exchange, self._judge)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def doing(self, what: str, step: int = 0) -> None:
         """Note the present activity of this rank; `step` counts from 1."""
@@ -129,6 +142,15 @@ class Watch:
         finally:
             self._waiting = None
 
+    @contextlib.contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Let the thread of rank 0 give up when another rank ends or falls silent in a `with` block of long work."""
+        self._guarding = time.monotonic()
+        try:
+            yield
+        finally:
+            self._guarding = None
+
     def meet(self) -> None:
         """Wait until all ranks have come here, for as long as those that are missing show that they live.
 
@@ -142,101 +164,62 @@ class Watch:
         number = self._met + 1
         if self._rank:
             self._met = number
-            self._write()
-        begin = time.monotonic()
-        self._heard = {}
-        pause = 0.005
-        while missing := self._missing(number):
+        begin, pause = time.monotonic(), 0.005
+        while missing := [rank for rank in self._watched if (note := self._note_of(rank)) is None or note.met < number]:
+            for rank in missing:
+                if (note := self._note_of(rank)) is not None and (note.ended or note.doing == _IN_VAIN):
+                    raise LostRankError(f"rank {rank} has ended")
             waited = time.monotonic() - begin
-            if self._silence(missing) > self._limit or waited > _LONGEST_WORK:
+            if self._silent(missing, begin) or waited > _LONGEST_WORK:
                 raise LostRankError(f"after {waited:.0f} s of waiting")
+            self._wake.set()
             time.sleep(pause)
             pause = min(2 * pause, self._interval)
         self._met = number
-        self._write()
-
-    @contextlib.contextmanager
-    def guarding(self) -> Iterator[None]:
-        """Let the thread of rank 0 give up when another rank ends or falls silent in a `with` block of long work."""
-        self._heard = {}
-        self._guarding = True
-        try:
-            yield
-        finally:
-            self._guarding = False
-
-    def _silence(self, ranks: Sequence[int]) -> float:
-        """Return for how long the most silent of some ranks has not been heard of, since this was first asked [s]."""
-        now, heard = time.monotonic(), self._heard  # for which the other thread may put an empty one meanwhile
-        for rank in ranks:
-            beat = self._seen[rank].beat if rank in self._seen else 0
-            if rank not in heard or heard[rank][0] != beat:
-                heard[rank] = beat, now
-        return now - min(heard[rank][1] for rank in ranks)
-
-    def _missing(self, number: int) -> list[int]:
-        """Return the ranks, of those that this one watches, that have not come to a meeting."""
-        others = [*range(1, self._size)] if self._rank == 0 else [0]
-        with contextlib.suppress(RuntimeError):  # no answer: nobody is heard of
-            self._read(others)
-        missing = [rank for rank in others if rank not in self._seen or self._seen[rank].met < number]
-        for rank in missing:
-            if (note := self._seen.get(rank)) is not None and (note.ended or note.doing == _IN_VAIN):
-                raise LostRankError(f"rank {rank} has ended")
-        return missing
+        if self._rank == 0:
+            self._refresh()  # the others wait for it
 
     def stopped(self, error: BaseException) -> None:
         """Tell the others that this rank ends with an error."""
         self._ended = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(RuntimeError):  # the rank that kept the notes may have ended
-            self._write()
-            self._in_time(lambda: self._mine.set("stopped", str(self._rank)))
-        self._end.set()
+        self._refresh()
         self._let_them_read()
+        self._end.set()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._end.set()
-        self._thread.join(self._reach)
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(self._reach)
 
     def verdict(self) -> str:
         """Say which ranks are missing, as far as their notes tell; takes a few intervals."""
         step = self._state[1]
         opening = f"rank {self._rank} has lost the others" + (f" at step {step}" if step else "")
         self.doing(_IN_VAIN, step)
-        others = [rank for rank in range(self._size) if rank != self._rank]
+        self._watched = self._others
         try:
-            self._write()
-            before = self._read(others)
-            time.sleep(2.5 * self._interval)
-            after = self._read(others)
-        except RuntimeError:
-            return f"{opening}: {self._last_seen(others)}"
+            there = self._refresh()
+            before = {rank: self._note_of(rank) for rank in self._others}
+            if there:
+                time.sleep(2.5 * self._interval)
+            if not there or not self._refresh():
+                return f"{opening}: {self._last_seen()}"
         finally:
             self._let_them_read()
-        lines = {rank: self._say(rank, before.get(rank), after.get(rank)) for rank in others}
-        blamed = [line for line, to_blame in lines.values() if to_blame]
-        return f"{opening}: " + "; ".join(blamed or [line for line, _ in lines.values()])
+        lines = [self._say(rank, before[rank], self._note_of(rank)) for rank in self._others]
+        blamed = [line for line, to_blame in lines if to_blame]
+        return f"{opening}: " + "; ".join(blamed or [line for line, _ in lines])
 
-    def _last_seen(self, others: Sequence[int]) -> str:
+    def _last_seen(self) -> str:
         """Describe the last known notes when the store, which rank 0 keeps, no longer answers."""
-        notes = {rank: note for rank in others if (note := self._seen.get(rank)) is not None}
+        notes = {rank: note for rank in self._others if (note := self._note_of(rank)) is not None}
         ended = [_ended(rank, note) for rank, note in notes.items() if note.ended]
         if ended:
             return "; ".join(ended)
         name, last = (f"rank 0 ({notes[0].where})", f", last seen {notes[0].at()}") if 0 in notes else ("rank 0", "")
         return f"{name}, through which they reach each other, is dead or stopped{last}"
-
-    def _let_them_read(self) -> None:
-        """Give the others time to read rank 0's note before the store ends with it, unless all have ended."""
-        end = time.monotonic() + 2.5 * self._interval
-        others = range(1, self._size)
-        while self._rank == 0 and time.monotonic() < end:
-            with contextlib.suppress(RuntimeError):
-                self._read(others)
-            if all(rank in self._seen and self._seen[rank].ended for rank in others):
-                return
-            time.sleep(self._interval / 10)
 
     def _say(self, rank: int, before: _Note | None, after: _Note | None) -> tuple[str, bool]:
         """Describe another rank, and say whether it is to blame."""
@@ -252,85 +235,103 @@ class Watch:
             return f"{name} is dead or stopped: no sign of life for {silent:.0f} s, last seen {after.at()}", True
         return f"{name} has been {after.at()} for {after.seconds:.0f} s", after.doing not in (STEPPING, WAITING)
 
-    def _read(self, ranks: Sequence[int]) -> dict[int, _Note]:
-        """Return the notes of ranks that have written one.
+    def _let_them_read(self) -> None:
+        """Give the others time to read rank 0's note before the store ends with it, unless all have ended."""
+        end = time.monotonic() + 2.5 * self._interval
+        while self._rank == 0 and time.monotonic() < end:
+            if all(map(self._has_ended, self._others)):
+                return
+            self._wake.set()
+            time.sleep(self._interval / 10)
 
-        Raises
-        ------
-        RuntimeError
-            When the store does not answer.
-        """
+    def _note_of(self, rank: int) -> _Note | None:
+        return self._seen[rank][0] if rank in self._seen else None
 
-        def read() -> dict[int, _Note]:
-            there = [rank for rank in ranks if self._theirs.check([f"note{rank}"])]
-            return {rank: _Note(**json.loads(self._theirs.get(f"note{rank}"))) for rank in there}
+    def _has_ended(self, rank: int) -> bool:
+        note = self._note_of(rank)
+        return note is not None and bool(note.ended)
 
-        found = self._in_time(read)
-        self._seen.update(found)
-        return found
+    def _silent(self, ranks: Sequence[int], since: float) -> bool:
+        """Return whether one of some ranks has not been heard of for the limit, which begins at `since`."""
 
-    def _in_time(self, ask: Callable[[], T]) -> T:
-        """Return the store's answer to a question, or raise a RuntimeError."""
-        answers: list[T] = []
+        def silent() -> bool:
+            heard = min(max(since, self._seen[rank][1] if rank in self._seen else since) for rank in ranks)
+            return time.monotonic() - heard > self._limit
 
-        def wait() -> None:
-            with contextlib.suppress(RuntimeError):
-                answers.append(ask())
+        # This process itself may have been stopped, and not have asked.
+        return silent() and (not self._refresh() or silent())
 
-        thread = threading.Thread(target=wait, name="deepmd_muon-question", daemon=True)
-        thread.start()
-        thread.join(self._reach)
-        if not answers:
-            raise RuntimeError("the store does not answer")
-        return answers[0]
+    def _refresh(self) -> bool:
+        """Let the thread ask the store anew, and return whether it has answered in time."""
+        begin = time.monotonic()
+        if self._end.is_set():  # the last exchange of a run comes after `close`
+            self._exchange()
+        while max(self._answered, self._failed) < begin and time.monotonic() < begin + self._reach:
+            self._wake.set()
+            time.sleep(0.005)
+        return self._answered >= begin
 
-    def _write(self) -> None:
-        with self._lock:
-            what, step, since = self._state
-            self._beat += 1
-            seconds, now = time.monotonic() - since, time.time()
-            note = _Note(self._beat, self._where, what, step, seconds, now, self._met, self._ended)
-            self._mine.set(f"note{self._rank}", json.dumps(dataclasses.asdict(note)))
+    def _repeat(self, work: Callable[[], None]) -> None:
+        """Do something again and again; errors are logged once, never fatal."""
+        logged: set[str] = set()
+        while not self._end.is_set():
+            try:
+                work()
+            except Exception as error:  # noqa: PERF203 (others would take a healthy rank without it for dead)
+                if repr(error) not in logged:
+                    logged.add(repr(error))
+                    log.warning("the watch of rank %d continues after an error:", self._rank, exc_info=True)
 
-    def _someone_stopped(self) -> bool:
+    def _exchange(self) -> None:
+        """Renew this rank's note when it is time to, and read those of the ranks that it watches."""
+        self._wake.wait(self._interval)
+        self._wake.clear()
+        begin = time.monotonic()
+        what, step, since = self._state
+        self._beat += 1
+        note = _Note(self._beat, self._where, what, step, begin - since, time.time(), self._met, self._ended)
         try:
-            return self._in_time(lambda: bool(self._theirs.check(["stopped"])))
-        except RuntimeError:  # no answer
-            return False
+            self._store.set(f"note{self._rank}", json.dumps(dataclasses.asdict(note)))
+            if note.ended:
+                self._store.set("stopped", "")
+            self._someone_stopped = self._store.check(["stopped"])
+            for rank in [rank for rank in self._watched if self._store.check([f"note{rank}"])]:
+                found = _Note(**json.loads(self._store.get(f"note{rank}")))
+                if rank not in self._seen or self._seen[rank][0].beat != found.beat:
+                    self._seen[rank] = found, time.monotonic()
+            self._answered = begin
+        except RuntimeError:  # the store has ended with the process that kept it
+            self._failed = begin
 
-    def _renew(self) -> None:
-        while not self._end.wait(self._interval):
-            self._look()
+    def _judge(self) -> None:
+        """Give up when it is time to; end this rank when its launcher has died."""
+        self._end.wait(min(0.5, self._interval))
+        waiting, guarding = self._waiting, self._guarding
+        if self._give_up is None:
+            return
+        lost = guarding is not None and (
+            any(map(self._has_ended, self._others)) or self._silent(self._others, guarding)
+        )
+        if waiting is not None:
+            patience = self._limit + (_GRACE if self._errors_come else 0.0)
+            lost |= time.monotonic() - waiting > patience or (not self._errors_come and self._someone_stopped)
+        if lost:
+            self._give_up(self.verdict())
+            self._end.set()
+        elif self._launcher:
+            self._look_at_launcher(self._give_up)
 
-    def _look(self) -> None:
-        """Renew the note, and give up when it is time to; errors are logged once, never fatal."""
-        try:
-            with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, whom this one may wait for
-                self._write()
-            if self._give_up is not None and (self._waited_too_long() or (self._guarding and self._lost_one())):
-                self._give_up(self.verdict())
-                self._end.set()
-            elif self._rank:
-                with contextlib.suppress(RuntimeError):
-                    self._read([0])  # keeps its last activity in case the store ends with it
-        except Exception as error:  # without the thread, the others would take a healthy rank for dead
-            if repr(error) not in self._logged:
-                self._logged.add(repr(error))
-                log.warning("the watch of rank %d continues after an error:", self._rank, exc_info=True)
-
-    def _lost_one(self) -> bool:
-        others = range(1, self._size)
-        with contextlib.suppress(RuntimeError):  # no answer: nobody is heard of
-            self._read(others)
-        ended = any(rank in self._seen and self._seen[rank].ended for rank in others)
-        return ended or self._silence(others) > self._limit
-
-    def _waited_too_long(self) -> bool:
-        since = self._waiting
-        if since is None:
-            return False
-        patience = self._limit + (_GRACE if self._errors_come else 0.0)
-        return time.monotonic() - since > patience or (not self._errors_come and self._someone_stopped())
+    def _look_at_launcher(self, give_up: Callable[[str], None]) -> None:
+        """Send SIGTERM when the launcher has died, so that this rank does not keep running in the background."""
+        reason = f"{self._launcher}, which started rank {self._rank}, has died"
+        if self._orphaned is None:
+            silent = self._agent and time.monotonic() - self._answered > self._limit and not self._refresh()
+            if silent or os.getppid() != self._parent:
+                self._orphaned = time.monotonic()
+                log.error("%s: ending this rank", reason)
+                os.kill(os.getpid(), signal.SIGTERM)
+        elif time.monotonic() - self._orphaned > self._limit:
+            give_up(f"{reason}, and rank {self._rank} has not ended within {self._limit:g} s of SIGTERM")
 
 
 def _ended(rank: int, note: _Note) -> str:

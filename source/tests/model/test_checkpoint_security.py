@@ -130,6 +130,36 @@ def test_opcodes_run_nothing(directory, body):
     refused(directory)
 
 
+# One tuple of 180 bytes whose comparing, hashing or printing takes 2 ** 60 steps.
+NESTED = b"))\x86\x94" + b"".join(b"h" + bytes([i]) + b"\x86\x94" for i in range(60))
+
+
+def fields(tensors=b"}", places=b"}"):
+    return EMPTY + b"}(" + text("state_dict_metadata") + tensors + text("storage_data") + places + b"ub"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        NESTED,
+        NESTED + b")R",
+        EMPTY + NESTED + b"b",
+        EMPTY + b"}" + NESTED + b"Nsb",
+        name(CLASSES, "Metadata") + NESTED + b"\x81}b",
+        fields(NESTED),
+        fields(places=NESTED),
+        fields(b"}" + NESTED + b"Ns"),
+        fields(places=b"}" + NESTED + b"Ns"),
+        fields(places=b"}" + name(CLASSES, "MetadataIndex") + b")\x81}" + text("fqn") + NESTED + b"sbNs"),
+        fields(b"}" + text("a") + NESTED + b"s"),
+        fields(b"}" + text("a") + name("torch", "Size") + NESTED + b"Rs"),
+    ],
+)
+def test_values_of_exponential_size_are_refused_at_once(directory, body):
+    (directory / METADATA).write_bytes(b"\x80\x04" + body + b".")
+    refused(directory)
+
+
 @pytest.mark.parametrize("file", [METADATA, CONTENT])
 def test_pickled_objects_run_nothing(directory, file):
     for value in (Evil(), {"model": Evil()}, [Call(eval, "__import__('os').mkdir('executed')")]):

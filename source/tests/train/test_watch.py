@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import queue
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -68,6 +69,14 @@ def test_a_rank_that_stopped_with_an_error_is_named_with_it(ranks):
     verdict = first.verdict()
     assert verdict.startswith("rank 0 has lost the others: rank 1 (process ")
     assert verdict.endswith("stopped with MemoryError: had enough")
+
+
+def test_a_rank_that_is_missed_at_the_end_is_named(ranks):
+    """When the last exchange of a run fails, this rank has closed its watch."""
+    first, second = ranks(2)
+    second.stopped(MemoryError("had enough"))
+    first.close()
+    assert first.verdict().endswith("stopped with MemoryError: had enough")
 
 
 def test_all_are_listed_when_none_is_to_blame(ranks):
@@ -141,41 +150,62 @@ def test_work_for_others_that_have_died_is_given_up(ranks):
         assert time.monotonic() - start > LIMIT / 2
 
 
-def test_silence_is_measured_while_the_other_thread_starts_anew(ranks, monkeypatch):
-    """Both threads of rank 0 ask for it: one at a meeting, the other while it guards."""
-    first, *_ = ranks(3)
-    first._read([1, 2])
-
-    class Seen(dict):
-        def __getitem__(self, rank):
-            first._heard = {}
-            return super().__getitem__(rank)
-
-    monkeypatch.setattr(first, "_seen", Seen(first._seen))
-    assert first._silence([1, 2]) == 0.0
-
-
-def test_the_thread_outlives_an_error_and_tells_it_once(ranks, monkeypatch, caplog):
+def test_the_threads_outlive_an_error_and_tell_it_once(ranks, monkeypatch, caplog):
     found = queue.SimpleQueue()
     first, second = ranks(2, give_up=found.put)
 
-    def lost_one():
+    def strange(*_):
         raise KeyError("nobody thought of this")
 
     with monkeypatch.context() as patch, first.guarding():
-        patch.setattr(first, "_lost_one", lost_one)
-        time.sleep(LIMIT)
-    beat = second._read([0])[0].beat
-    time.sleep(LIMIT / 2)
-    assert second._read([0])[0].beat > beat
-    (told,) = [record for record in caplog.records if record.name == watch_module.__name__]
-    assert "rank 0" in told.getMessage()
-    assert told.levelname == "WARNING"
-    assert "nobody thought of this" in str(told.exc_info[1])
-    # It still does its work.
+        patch.setattr(first, "_has_ended", strange)
+        patch.setattr(watch_module, "_Note", strange)
+        time.sleep(LIMIT / 2)
+    told = [record for record in caplog.records if "rank 0" in record.getMessage()]
+    assert len(told) == 2  # each thread once
+    for record in told:
+        assert (record.name, record.levelname) == (watch_module.__name__, "WARNING")
+        assert "nobody thought of this" in str(record.exc_info[1])
+    # They still do their work.
     with first.waiting():
         second.stopped(ValueError("no such file"))
         assert "stopped with ValueError: no such file" in found.get(timeout=HANG)
+
+
+@pytest.fixture
+def signals(monkeypatch):
+    """The signals that this process would get."""
+    sent = queue.SimpleQueue()
+    monkeypatch.setattr(watch_module.os, "kill", lambda pid, number: sent.put(number))
+    return sent
+
+
+def test_a_rank_whose_launcher_dies_gets_sigterm_and_ends_if_that_does_not_help(ranks, monkeypatch, signals, caplog):
+    found = queue.SimpleQueue()
+    ranks(2, give_up=found.put, launcher="mpirun")
+    time.sleep(2 * LIMIT)
+    assert signals.empty()
+    monkeypatch.setattr(watch_module.os, "getppid", lambda: 1)
+    assert signals.get(timeout=HANG) == signal.SIGTERM
+    start = time.monotonic()
+    story = found.get(timeout=HANG)
+    assert time.monotonic() - start > LIMIT / 2
+    assert story.startswith("mpirun, which started rank 0, has died, and rank 0 has not ended within")
+    assert signals.empty()
+    assert "mpirun, which started rank 0, has died" in caplog.text
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_the_death_of_torchrun_shows_in_its_store(follower, signals, agent):
+    """A script between torchrun and the rank lives on; the store of rank 0 says nothing of a launcher."""
+    make, end = follower
+    make(give_up=lambda reason: None, launcher="torchrun", agent=agent)
+    end()
+    if agent:
+        assert signals.get(timeout=HANG) == signal.SIGTERM
+    else:
+        time.sleep(2 * LIMIT)
+        assert signals.empty()
 
 
 def test_a_store_that_does_not_answer_is_no_trap(ranks, monkeypatch):
@@ -184,11 +214,11 @@ def test_a_store_that_does_not_answer_is_no_trap(ranks, monkeypatch):
     second.doing("counting neighbours")
     stuck = threading.Event()
 
-    def check(keys):
+    def check(*note):
         stuck.wait(HANG)
         raise RuntimeError("the store has gone")
 
-    monkeypatch.setattr(second, "_theirs", SimpleNamespace(check=check))
+    monkeypatch.setattr(second, "_store", SimpleNamespace(set=check))
     start = time.monotonic()
     with pytest.raises(LostRankError):
         second.meet()
@@ -229,10 +259,7 @@ def test_rank_0_that_dies_with_the_store_is_given_up(follower):
     second = make(give_up=found.put)
     second.doing(STEPPING, 4)
     end()
-    second._write()  # which the system may still take
-    time.sleep(LIMIT / 8)
-    with pytest.raises(RuntimeError):
-        second._write()
+    assert not second._refresh()
     start = time.monotonic()
     with second.waiting():
         story = found.get(timeout=HANG)
