@@ -77,29 +77,35 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return {name: x for name, x in model.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
 
 
-def difference(one: Path, other: Path) -> float:
-    """Return the largest relative difference of two checkpoints' weights."""
+def difference(one: Path, other: Path) -> tuple[float, str]:
+    """Return the largest difference of two checkpoints' weights, relative to the tensor's largest, and the tensor."""
     first, second = weights(one), weights(other)
     return max(
-        float((x - second[name]).abs().max() / x.abs().max().clamp(min=1e-30)) for name, x in first.items() if x.numel()
+        (float((x - second[name]).abs().max() / x.abs().max().clamp(min=1e-30)), name)
+        for name, x in first.items()
+        if x.numel()
     )
 
 
-def compare(kind: str, data: Path, gpus: int, folder: Path) -> dict[str, float]:
+def compare(kind: str, data: Path, gpus: int, folder: Path) -> dict[str, Any]:
     """Return how far N GPUs are from one with N frames, and restarts on another number from runs in one go."""
     steps = 100
     own = {"disp_freq": steps, "save_freq": steps // 2, "interpolate_embedding": False, "enable_ema": True}
-    found = {}
+    found: dict[str, Any] = {}
     places = {}
     for count in (1, gpus):
         content = make_input(kind, f"f64-b{gpus // count}", "HybridMuon", steps, data, own)
         content["training"]["training_data"]["systems"] = [str(data.resolve() / "data_0")]
         content["training"]["save_freq"] = steps // 2
+        content["model"]["data_stat_nbatch"] = 1000  # every frame, whatever the batch
         content["optimizer"] |= {"precision": "float64", "lr_adjust_coeff": 0.18}
         places[count] = folder / f"{kind}_equal_{count}", content
         train(*places[count], count)
     (one, _), (many, _) = places[1], places[gpus]
     found["steps"] = steps
+    again = folder / f"{kind}_equal_again"
+    train(again, places[1][1], 1)  # sums over neighbours take atomic additions, whose order varies
+    found["1 against itself"] = difference(places[1][0] / f"model.ckpt-{steps}.pt", again / f"model.ckpt-{steps}.pt")
     found["N against 1"] = difference(one / f"model.ckpt-{steps}.pt", many / f"model.ckpt-{steps}.pt")
     for source, target in ((gpus, 1), (1, gpus)):
         place, content = folder / f"{kind}_again_{source}_{target}", places[target][1]
