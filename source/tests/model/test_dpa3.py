@@ -11,9 +11,9 @@ from model_batches import HERE, batch_of, read_fixture
 
 from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.loss import build_loss
-from deepmd_muon.model import build_model, environment_statistics
+from deepmd_muon.model import build_model, environment_statistics, four_passes
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
-from deepmd_muon.model.descriptor.dpa3 import edges, geometry, module
+from deepmd_muon.model.descriptor.dpa3 import geometry, module
 from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings, RepflowSettings
 from deepmd_muon.setting import InvalidSettingError
 
@@ -143,13 +143,11 @@ def test_every_order_of_evaluation_gives_the_same(name, way, monkeypatch):
     energy, wanted = model(batch_of(model, data))["atom_energy"], gradients(model, data)
     if way == "padded":
         monkeypatch.setattr(module, "plan_angles", geometry.padded_angles)
-        monkeypatch.setattr(edges, "EDGE_BLOCK_ROWS", 10**9)
     elif way == "bounds":
         exact = geometry.exact_angles
         monkeypatch.setattr(module, "plan_angles", lambda counts, *more: exact(np.full_like(counts, 44), *more))
     else:
         monkeypatch.setattr(geometry, "ANGLE_BLOCK_ROWS", 1)
-        monkeypatch.setattr(edges, "EDGE_BLOCK_ROWS", 1)
     torch.testing.assert_close(model(batch_of(model, data))["atom_energy"], energy, rtol=1e-13, atol=0)
     for key, value in gradients(model, data).items():
         torch.testing.assert_close(value, wanted[key], rtol=1e-9, atol=1e-12 * wanted[key].abs().max().item(), msg=key)
@@ -280,21 +278,21 @@ def test_a_step_frees_its_graph():
     gc.disable()
     try:
         batch = batch_of(model, FIXTURE["structures"]["orthorhombic"])
-        tapes = []
-        kept = edges.EdgeTape.__init__
+        records = []
+        kept = four_passes._Record.__init__
 
         def remembered(self, *args, **kwargs):
             kept(self, *args, **kwargs)
-            tapes.append(weakref.ref(self))
+            records.append(weakref.ref(self))
 
-        edges.EdgeTape.__init__ = remembered
+        four_passes._Record.__init__ = remembered
         out = model(batch)
         out["force"].square().sum().backward()
         del out
-        assert len(tapes) == 3
-        assert all(tape() is None for tape in tapes)
+        assert len(records) == 2
+        assert all(record() is None for record in records)
     finally:
-        edges.EdgeTape.__init__ = kept
+        four_passes._Record.__init__ = kept
         gc.enable()
 
 
