@@ -103,8 +103,8 @@ def edge_results(
     inside = torch.arange(width, device=device) < torch.tensor(reach or [width] * atoms, device=device)[:, None]
     neighbor = torch.where(inside, neighbor, 0)
     given = e, p, table, w * inside, h * inside.unsqueeze(-1), weight
-    plan = neighbor, incoming(neighbor, ~inside), activation(curve), n_m
-    message, update, moment = edges.edge_update(*plan, *given, force=force)
+    passes = edges.Edges(neighbor, activation(curve), n_m, incoming(neighbor, ~inside))
+    message, update, moment = run(passes, *given, force=force)
     outputs = [message, moment] if update is None else [message, moment, update * inside.unsqueeze(-1)]
     return with_gradients(draw, outputs, [e, p, table, w, h], [weight, e, p, table], force=force, derive=derive)
 

@@ -10,7 +10,7 @@ from model_batches import HERE, make_batch, read_fixture
 
 from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.loss import build_loss
-from deepmd_muon.model import CheckpointError, build_model, environment_statistics
+from deepmd_muon.model import ForeignModelError, build_model, environment_statistics
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.model.descriptor.dpa1 import module
 from deepmd_muon.model.descriptor.dpa1.attention import _Rescaled
@@ -243,7 +243,7 @@ def test_what_only_deepmd_kit_has_is_refused_by_name(key, value, words):
     state = dict(FIXTURE["cases"]["two_sides"]["state"])
     params = state["_extra_state"]["model_params"]
     state["_extra_state"] = {"model_params": {**params, "descriptor": {**params["descriptor"], key: value}}}
-    with pytest.raises(CheckpointError, match=f"descriptor.{key} is"):
+    with pytest.raises(ForeignModelError, match=f"descriptor.{key} is"):
         from_deepmd_kit(state)
 
 

@@ -13,7 +13,7 @@ from deepmd_muon.model import kernels, layers
 from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.dpa1.attention import NORMALIZE_EPS, Gates, NeighborAttention
 from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings, SeAttenV2Settings
-from deepmd_muon.model.descriptor.environment import Environment, environment
+from deepmd_muon.model.descriptor.environment import Environment, environment, quintic
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
 from deepmd_muon.model.networks import Copies, LayerTensors, Network, NetworkCollection, SeedPath, dtype_of
 from deepmd_muon.model.structures import Structures
@@ -288,9 +288,7 @@ def smooth_rows(
     edges = torch.where(real.unsqueeze(-1), edges, rcut)
     distance = (edges * edges).sum(-1).sqrt()
     v = ((rcut - distance) / (rcut - rcut_smth)).clamp(0.0, 1.0)
-    # 1 − u³(10 − 15u + 6u²) of u = 1 − v, without its cancellation at the cut-off, which `shortened` would magnify
-    switch = v * v * v * ((6.0 * v - 15.0) * v + 10.0)
-    switch = switch * real
+    switch = -quintic(v) * real  # without cancellation at the cut-off, which `shortened` would magnify
     t = 1.0 / (distance + protection)
     rows = torch.cat([(switch * t).unsqueeze(-1), (switch * t * t).unsqueeze(-1) * edges], dim=-1)
     return rows, switch, edges / distance.unsqueeze(-1)

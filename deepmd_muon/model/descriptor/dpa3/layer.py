@@ -12,7 +12,7 @@ from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import Activation
 from deepmd_muon.model.descriptor.dpa3 import edge_sums, nodes
 from deepmd_muon.model.descriptor.dpa3.angles import Angles
-from deepmd_muon.model.descriptor.dpa3.edges import edge_update
+from deepmd_muon.model.descriptor.dpa3.edges import Edges
 from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan, Incoming
 from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
 from deepmd_muon.model.four_passes import run
@@ -152,7 +152,8 @@ class RepflowLayer(torch.nn.Module):
         p = torch.addmm(torch.cat([layer.tensors.bias for layer in layers]), features.node, centre)
         table = torch.cat([torch.mm(features.node, other), features.node], 1)
         given = features.edge, p, table, graph.edge_weight, graph.direction, own
-        return edge_update(graph.neighbor, graph.incoming, self.activation, n, *given, force=force)
+        message, update, moment = run(Edges(graph.neighbor, self.activation, n, graph.incoming), *given, force=force)
+        return message, update, moment
 
     def _nodes(self, node: torch.Tensor, message: torch.Tensor, moment: torch.Tensor, *, force: bool) -> torch.Tensor:
         f = self.activation.value
