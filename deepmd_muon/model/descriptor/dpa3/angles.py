@@ -145,10 +145,10 @@ class Angles(FourPasses):
         old_message, old_updated = (None, None) if left is None else left[:2]
         fast = _kernels(self, weight)
         if fast is not None:
-            earlier = [] if moved is None else _pair(self, old_message, old_updated, a, u, residual)
+            old = [] if moved is None else _pair(self, old_message, old_updated, a, u, residual)
             now = _pair(self, message, updated, a, u, residual)
             layer = _layer(self, weight, residual)
-            *hats, weight_hat, residual_hat = fast.gradient(now, earlier, [a, u, t, s], moved or [], *layer)
+            *hats, weight_hat, residual_hat = fast.gradient(now, old, [a, u, t, s], moved or [], *layer)
             return *hats, None, weight_hat, None if residual is None else residual_hat
         f, width = self.activation, self.width
         a_hat, u_hat, t_hat = (torch.empty_like(x) for x in (a, u, t))

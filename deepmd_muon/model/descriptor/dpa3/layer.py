@@ -162,6 +162,7 @@ class RepflowLayer(torch.nn.Module):
             carry, rho = _residual_weights(repflow.update_style, self.n_residual, node, 3)
             passes = nodes.Nodes(self.activation, carry, repflow.axis_neuron, repflow.e_dim)
             weights = (*self.node_self_mlp.tensors[:2], *self.node_sym_linear.tensors[:2])
+            out: torch.Tensor
             (out,) = run(passes, node, message, moment, *weights, *rho, force=force)
             return out
         symmetric = [
@@ -212,6 +213,7 @@ class RepflowLayer(torch.nn.Module):
         if self.repflow.smooth_edge_update and edge_sums.fits(edge, graph.plan, self.activation):
             carry, rho = _residual_weights(style, residuals, edge, 2)
             passes = edge_sums.EdgeSum(self.activation, carry, graph.plan.blocks[0].width)
+            out: torch.Tensor
             (out,) = run(passes, edge, update, reduced, *self.edge_angle_linear2.tensors[:2], *rho, force=force)
             return out
         return _residual_sum(style, edge, [update, self._edge_from_angles(edge, graph, reduced)], residuals)
