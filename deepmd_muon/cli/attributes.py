@@ -107,7 +107,7 @@ def _differs(energy: Any) -> bool:
 def _size_lines(section: Mapping[str, Any]) -> list[str]:
     from deepmd_muon.model import build_model
     from deepmd_muon.model.deepmd_kit import settings_of
-    from deepmd_muon.model.errors import CheckpointError as ForeignModelError
+    from deepmd_muon.model.errors import ForeignModelError
 
     try:
         model = build_model(settings_of(section)).atomic_model

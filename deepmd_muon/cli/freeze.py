@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     output = output.with_suffix(".pth") if output.suffix in (".pth", ".pt") else Path(f"{output}.pth")
     from deepmd_muon.deploy.freeze import freeze
     from deepmd_muon.infer.predictor import load_model
-    from deepmd_muon.model.errors import CheckpointError as ForeignModelError
+    from deepmd_muon.model.errors import ForeignModelError
     from deepmd_muon.train.report import set_up_logging
 
     set_up_logging(options.log_level, options.log_path)

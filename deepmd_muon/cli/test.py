@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.infer.evaluation import evaluate_system
     from deepmd_muon.infer.metrics import add_errors
     from deepmd_muon.infer.predictor import Predictor
-    from deepmd_muon.model.errors import CheckpointError as ForeignModelError
+    from deepmd_muon.model.errors import ForeignModelError
     from deepmd_muon.train.report import set_up_logging
 
     set_up_logging(options.log_level, options.log_path)

@@ -5,10 +5,6 @@ class InferError(ValueError):
     """Base class: a model, frames or a picture that cannot be had as asked."""
 
 
-class CheckpointError(InferError):
-    """The file is not a checkpoint, or lacks a requested part."""
-
-
 class PredictionInputError(InferError):
     """Positions, cells or types whose shapes or values do not fit together or the model."""
 

@@ -14,8 +14,8 @@ import torch
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.data.ghosts import with_ghosts
 from deepmd_muon.files import open_regular
-from deepmd_muon.infer.errors import CheckpointError
 from deepmd_muon.infer.prediction import Prediction
+from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.model.scripted.exchange import BORDER_OP, declare_operators
 
 SUFFIX = ".pth"

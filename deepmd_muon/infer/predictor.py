@@ -13,12 +13,13 @@ import torch
 
 from deepmd_muon.data import Frames, NeighborError, build_neighbors, stack_neighbors
 from deepmd_muon.data.neighbors import FrameNeighbors
-from deepmd_muon.infer.errors import CheckpointError, PredictionInputError
+from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.frozen import FrozenModel, is_frozen
 from deepmd_muon.infer.prediction import Prediction
-from deepmd_muon.model import CheckpointFileError, EnergyModel, Structures, build_model
+from deepmd_muon.model import EnergyModel, Structures, build_model
 from deepmd_muon.model.checkpoint_file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit
+from deepmd_muon.model.errors import CheckpointError
 
 
 def load_model(path: str | os.PathLike[str], *, ema: bool = False, head: str | None = None) -> EnergyModel:
@@ -39,10 +40,7 @@ def load_model(path: str | os.PathLike[str], *, ema: bool = False, head: str | N
         When the file is not a checkpoint, or has no averaged weights and `ema` asks for them.
     """
     path = checkpoint_path(path)
-    try:
-        checkpoint = read_checkpoint(path)
-    except CheckpointFileError as error:
-        raise CheckpointError(str(error)) from error
+    checkpoint = read_checkpoint(path)
     with understood(path):
         settings, state = from_deepmd_kit(checkpoint["model"], head)
         model = build_model(settings)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from deepmd_muon.model.descriptor.interface import Described, Descriptor, describe_by_autograd
     from deepmd_muon.model.descriptor.settings import DescriptorSettings, NeighborRequest
     from deepmd_muon.model.energy_model import EnergyModel, build_model
-    from deepmd_muon.model.errors import CheckpointError, CheckpointFileError, ModelError
+    from deepmd_muon.model.errors import CheckpointError, ForeignModelError, ModelError
     from deepmd_muon.model.fitting.interface import Fitting
     from deepmd_muon.model.registry import register_descriptor, register_fitting
     from deepmd_muon.model.settings import ModelSettings
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 _HOME = {
     "CheckpointError": "errors",
-    "CheckpointFileError": "errors",
     "Described": "descriptor.interface",
     "Descriptor": "descriptor.interface",
     "DescriptorSettings": "descriptor.settings",
     "EnergyModel": "energy_model",
     "Fitting": "fitting.interface",
+    "ForeignModelError": "errors",
     "ModelError": "errors",
     "ModelSettings": "settings",
     "NeighborRequest": "descriptor.settings",
@@ -40,12 +40,12 @@ _HOME = {
 
 __all__ = [
     "CheckpointError",
-    "CheckpointFileError",
     "Described",
     "Descriptor",
     "DescriptorSettings",
     "EnergyModel",
     "Fitting",
+    "ForeignModelError",
     "ModelError",
     "ModelSettings",
     "NeighborRequest",

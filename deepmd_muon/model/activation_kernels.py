@@ -1,7 +1,7 @@
 """Activation functions inside Triton kernels; `activation` defines their results."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201
 # Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's.
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
+    """As torch on CPUs here: off by 2e-16 at most in float64."""
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
@@ -23,7 +24,7 @@ def curve(h, kind: tl.constexpr, curve_of: tl.constexpr):
     precision; constants are not.
     """
     if kind == "tanh":
-        value = _tanh(h)
+        value = tanh(h)
         slope = 1.0 - value * value
         return value, slope, -2.0 * value * slope
     x = h

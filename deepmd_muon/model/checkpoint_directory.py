@@ -18,6 +18,7 @@ from torch import Tensor
 from deepmd_muon.files import open_regular
 from deepmd_muon.model.checkpoint_archive import ArchiveError, load_archive
 from deepmd_muon.model.dcp_metadata import METADATA, read_metadata
+from deepmd_muon.model.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -131,10 +132,14 @@ def read_into(path: Path, targets: Mapping[_Keys, Tensor]) -> None:
 
     Raises
     ------
-    As `read_directory`.
+    CheckpointError
+        When the directory is incomplete or damaged.
     """
-    names = {tuple(place): name for name, place in _read_content(path)["tensors"]}
-    _read(path, read_metadata(path), {names[place]: target for place, target in targets.items()})
+    try:
+        names = {tuple(place): name for name, place in _read_content(path)["tensors"]}
+        _read(path, read_metadata(path), {names[place]: target for place, target in targets.items()})
+    except READ_ERRORS as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
 
 
 def _read_content(path: Path) -> dict[str, Any]:

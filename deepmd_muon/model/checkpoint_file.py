@@ -12,7 +12,7 @@ from typing import Any
 from deepmd_muon.files import open_regular
 from deepmd_muon.model.checkpoint_archive import load_archive
 from deepmd_muon.model.checkpoint_directory import READ_ERRORS, SUFFIX, is_directory, read_directory
-from deepmd_muon.model.errors import CheckpointFileError
+from deepmd_muon.model.errors import CheckpointError
 
 FORMAT_VERSION = 1
 OWN_KEY = "deepmd_muon"
@@ -45,7 +45,7 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
 
     Raises
     ------
-    CheckpointFileError
+    CheckpointError
         When the file does not exist, is not a checkpoint, or was written by a later release.
     """
     path = checkpoint_path(path)
@@ -54,27 +54,27 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
         folder = ": it is a folder" + (
             ", and its checkpoint is incomplete" if path.suffix == SUFFIX else "; give the checkpoint in it"
         )
-        raise CheckpointFileError(f"there is no checkpoint {path}" + (folder if path.is_dir() else ""))
+        raise CheckpointError(f"there is no checkpoint {path}" + (folder if path.is_dir() else ""))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about files that are refused below, with a reason
             content = read_directory(path, leave) if parted else _read_file(path)
     except READ_ERRORS as error:
-        raise CheckpointFileError(f"{path} cannot be read as a checkpoint: {_reason(error)}") from error
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {_reason(error)}") from error
     if not isinstance(content, dict):
-        raise CheckpointFileError(f"{path} is not a checkpoint: it holds a {type(content).__name__}")
+        raise CheckpointError(f"{path} is not a checkpoint: it holds a {type(content).__name__}")
     if "model" not in content and "_extra_state" in content:
         content = {"model": content}  # a bare state dict, as deepmd-kit's older releases wrote
     if not isinstance(content.get("model"), dict):
-        raise CheckpointFileError(
+        raise CheckpointError(
             f"{path} is not a checkpoint: it has no state dict under 'model', only {sorted(map(str, content))[:5]}"
         )
     own = content.get(OWN_KEY, {})
     version = own.get("version", FORMAT_VERSION) if isinstance(own, dict) else None
     if type(version) is not int:
-        raise CheckpointFileError(f"{path} is not a checkpoint: the content under {OWN_KEY!r} does not come from a run")
+        raise CheckpointError(f"{path} is not a checkpoint: the content under {OWN_KEY!r} does not come from a run")
     if version > FORMAT_VERSION:
-        raise CheckpointFileError(
+        raise CheckpointError(
             f"{path} has format version {version}; this release reads up to {FORMAT_VERSION}: update deepmd_muon"
         )
     return content
@@ -82,11 +82,11 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
 
 @contextmanager
 def understood(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Report unexpected checkpoint contents as CheckpointFileError.
+    """Report unexpected checkpoint contents as CheckpointError.
 
     Raises
     ------
-    CheckpointFileError
+    CheckpointError
         Naming the file; this package's own errors keep their class and name it too.
     """
     try:
@@ -97,7 +97,7 @@ def understood(path: str | os.PathLike[str]) -> Iterator[None]:
                 error.args = (f"{path}: {error}", *error.args[1:])
             raise
         found = (str(error) or "nothing more is known").splitlines()[0][:200]
-        raise CheckpointFileError(
+        raise CheckpointError(
             f"{path} is a checkpoint, but its contents are not those that a run writes "
             f"({type(error).__name__}: {found}); take another one"
         ) from error

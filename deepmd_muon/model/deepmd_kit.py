@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deepmd_muon.model.energy_model import EnergyModel
-from deepmd_muon.model.errors import CheckpointError, ModelError
+from deepmd_muon.model.errors import CheckpointError, ForeignModelError, ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
 from deepmd_muon.model.translation import PLAIN, Translation
@@ -23,6 +23,7 @@ from deepmd_muon.setting import annotations_of
 
 SINGLE = "Default"  # the one branch of a model that is not multi-task
 PREFIX = f"model.{SINGLE}."
+OURS_ONLY = "only_deepmd_muon"  # key of `_extra_state`: why deepmd-kit cannot read the model
 UNKNOWN_DISTANCE = -1.0  # deepmd-kit's min_nbor_dist of a model that never saw its data's
 _PARTS = {"descriptor": DESCRIPTORS, "fitting_net": FITTING_NETS}
 
@@ -50,6 +51,19 @@ def _translations(settings: ModelSettings) -> dict[str, Translation]:
     return {part: table.translation(getattr(settings, part)) or PLAIN for part, table in _PARTS.items()}
 
 
+def ours_only(settings: ModelSettings) -> list[str]:
+    """Say what in a model deepmd-kit does not have; empty if it reads the model."""
+    found = []
+    for part, table in _PARTS.items():
+        own = getattr(settings, part)
+        translation = table.translation(own)
+        if translation is None:
+            found.append(f"{part}: deepmd-kit has no {table.what} like {table.name_of(own)!r}")
+        else:
+            found += [f"{part}: {reason}" for reason in translation.ours_only(own)]
+    return found
+
+
 def deepmd_kit_parameter_names(model: EnergyModel) -> list[str]:
     """Return parameter names in the order of deepmd-kit's own `named_parameters`, without prefix.
 
@@ -60,13 +74,13 @@ def deepmd_kit_parameter_names(model: EnergyModel) -> list[str]:
     CheckpointError
         When deepmd-kit has no such model.
     """
+    reasons = ours_only(model.settings)
+    if reasons:
+        raise CheckpointError("deepmd-kit cannot read this model: " + "; ".join(reasons))
     names = []
-    for part, table in _PARTS.items():
-        settings, module = getattr(model.settings, part), getattr(model.atomic_model, part)
-        translation = table.translation(settings)
-        if translation is None:
-            raise CheckpointError(f"deepmd-kit has no {table.what} like {type(module).__name__}")
-        names += [f"atomic_model.{part}.{name}" for name in translation.parameters(module)]
+    for part, translation in _translations(model.settings).items():
+        found = translation.parameters(getattr(model.atomic_model, part))
+        names += [f"atomic_model.{part}.{name}" for name in found]
     return names
 
 
@@ -75,7 +89,8 @@ def to_deepmd_kit(
 ) -> dict[str, Any]:
     """Return the `"model"` entry of a checkpoint that deepmd-kit 3.2 tests, freezes and trains on.
 
-    A third party's descriptor, which deepmd-kit does not have, is stored in the same form under its own names.
+    A model with parts that deepmd-kit does not have is stored in the same form under its own names, and says so under
+    `OURS_ONLY` in `_extra_state`.
 
     Parameters
     ----------
@@ -100,6 +115,9 @@ def to_deepmd_kit(
     params = {**_ONLY_THEIRS, **thaw(model.settings)}
     params["fitting_net"] = {**_ONLY_THEIR_FITTING, **params["fitting_net"]}
     state["_extra_state"] = {"model_params": params, "train_infos": dict(train_infos)}
+    reasons = ours_only(model.settings)
+    if reasons:
+        state["_extra_state"][OURS_ONLY] = reasons
     return state
 
 
@@ -118,13 +136,13 @@ def _branch(state_dict: Mapping[str, Any], wanted: str | None) -> tuple[str, Map
     params, known = state_dict["_extra_state"]["model_params"], branches_of(state_dict)
     if not known:
         if wanted not in (None, SINGLE):
-            raise CheckpointError(f"the checkpoint has no branch {wanted!r}: it holds a single model")
+            raise ForeignModelError(f"the checkpoint has no branch {wanted!r}: it holds a single model")
         return SINGLE, params
     names = ", ".join(params["model_dict"])
     if wanted is None:
-        raise CheckpointError(f"the checkpoint holds several models: name one of its branches ({names})")
+        raise ForeignModelError(f"the checkpoint holds several models: name one of its branches ({names})")
     if wanted not in known:
-        raise CheckpointError(f"the checkpoint has no branch {wanted!r}; its branches are {names}")
+        raise ForeignModelError(f"the checkpoint has no branch {wanted!r}; its branches are {names}")
     section = params["model_dict"][known[wanted]]
     return known[wanted], {key: x for key, x in section.items() if key not in ("model_branch_alias", "finetune_head")}
 
@@ -153,12 +171,12 @@ def from_deepmd_kit(
 
     Raises
     ------
-    CheckpointError
+    ForeignModelError
         When the model is of a kind that we do not have, or there is no such branch; the message names what stands in
         the way.
     """
     if "_extra_state" not in state_dict:
-        raise CheckpointError(
+        raise ForeignModelError(
             "the state dict has no '_extra_state': it is not a checkpoint of deepmd-kit's PyTorch backend"
         )
     name, params = _branch(state_dict, branch)
@@ -173,15 +191,15 @@ def from_deepmd_kit(
         if name.startswith(others):
             continue
         if not name.startswith(prefix):
-            raise CheckpointError(f"the checkpoint holds {name!r}; names must begin with {prefix!r}")
+            raise ForeignModelError(f"the checkpoint holds {name!r}; names must begin with {prefix!r}")
         if not isinstance(value, torch.Tensor) or value.is_complex() or value.layout is not torch.strided:
             kind = f"{value.dtype} {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise CheckpointError(f"the checkpoint holds {kind} under {name!r}; expected a tensor of real numbers")
+            raise ForeignModelError(f"the checkpoint holds {kind} under {name!r}; expected a tensor of real numbers")
         short = name[len(prefix) :]
         _, part, below = short.split(".", 2) if short.count(".") > 1 else ("", "", "")
         if part in translations and translations[part].is_empty(below):
             if value.numel():
-                raise CheckpointError("the checkpoint holds a compressed model; give the one it was compressed from")
+                raise ForeignModelError("the checkpoint holds a compressed model; give the one it was compressed from")
             continue
         own[short] = value
     for part, translation in translations.items():
@@ -195,16 +213,16 @@ def settings_of(params: Mapping[str, Any]) -> ModelSettings:
 
     Raises
     ------
-    CheckpointError
+    ForeignModelError
         When the model is of a kind that we do not have.
     """
     problems = list(_foreign(params))
     if problems:
-        raise CheckpointError("the checkpoint's model cannot be built here: " + "; ".join(problems))
+        raise ForeignModelError("the checkpoint's model cannot be built here: " + "; ".join(problems))
     try:
         return model_settings(_own_section(params))
     except ModelError as error:
-        raise CheckpointError(f"the checkpoint's model cannot be built here: {error}") from error
+        raise ForeignModelError(f"the checkpoint's model cannot be built here: {error}") from error
 
 
 def _foreign(params: Mapping[str, Any]) -> list[str]:

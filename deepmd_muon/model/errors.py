@@ -1,4 +1,4 @@
-"""Exceptions of the model room."""
+"""Exceptions of models and their checkpoints."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ class ModelError(ValueError):
 
 
 class CheckpointError(ModelError):
-    """A deepmd-kit state dict describes a model of a kind that this package does not have."""
+    """The file is not a checkpoint, this release cannot read it, or it does not fit its use."""
 
 
-class CheckpointFileError(ModelError):
-    """The file is not a checkpoint, or this release cannot read it."""
+class ForeignModelError(CheckpointError):
+    """A state dict of deepmd-kit holds a model, or a branch, that this package does not have."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,14 +30,17 @@ class Translation:
         Whether a name of deepmd-kit's state dict is such an entry.
     parameters
         Names of all parameters in the order of deepmd-kit's `named_parameters`, empty ones included.
+    ours_only
+        What settings of a part ask for that deepmd-kit does not have, one phrase each; it cannot read such a model.
     check
-        Raises `CheckpointError` when weights of deepmd-kit do not fit our form of the part.
+        Raises `ForeignModelError` when weights of deepmd-kit do not fit our form of the part.
     """
 
     section: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda section: section
     empty: Callable[[Any], list[str]] = lambda part: []
     is_empty: Callable[[str], bool] = lambda name: False
     parameters: Callable[[Any], list[str]] = own_parameters
+    ours_only: Callable[[Any], Sequence[str]] = lambda settings: ()
     check: Callable[[Mapping[str, torch.Tensor]], None] = lambda state: None
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from deepmd_muon.train.errors import CheckpointError, NonFiniteError, RunError, TrainingError
+from deepmd_muon.train.errors import NonFiniteError, RunError, TrainingError
 
 if TYPE_CHECKING:
     from deepmd_muon.train.start import run
 
-__all__ = ["CheckpointError", "NonFiniteError", "RunError", "TrainingError", "run"]
+__all__ = ["NonFiniteError", "RunError", "TrainingError", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,9 +13,8 @@ import torch
 from deepmd_muon.data import Batch, DataLoader, NeighborCache, System, energy_bias
 from deepmd_muon.files import whole_file
 from deepmd_muon.model import EnergyModel, Structures, build_model
-from deepmd_muon.model.checkpoint_file import understood
+from deepmd_muon.model.checkpoint_file import read_checkpoint, understood
 from deepmd_muon.model.deepmd_kit import branch_prefix, from_deepmd_kit
-from deepmd_muon.train.checkpoint.reading import read
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.parallel import training_device
 
@@ -113,7 +112,7 @@ def change_bias(
     CheckpointError
         When the file is not a checkpoint, or its model cannot be built here.
     """
-    content = read(source)
+    content = read_checkpoint(source)
     with understood(source):
         settings, weights = from_deepmd_kit(content["model"], branch)
         model = build_model(settings)

@@ -9,10 +9,6 @@ class TrainingError(RuntimeError):
     """A run that cannot start or go on; the command line prints the message without a traceback."""
 
 
-class CheckpointError(TrainingError):
-    """A checkpoint that cannot be read, or does not fit the run."""
-
-
 class RunError(TrainingError):
     """A run that cannot go on although its input was right; the message names step, cause and last checkpoint."""
 

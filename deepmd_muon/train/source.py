@@ -11,13 +11,12 @@ from typing import Any, Literal
 import torch
 
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.model.checkpoint_file import checkpoint_path, understood
+from deepmd_muon.model.checkpoint_file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit
+from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.model.settings import ModelSettings, changed
 from deepmd_muon.model.type_map import TypeMove, move_weights
 from deepmd_muon.train.checkpoint.changes import check_model_section
-from deepmd_muon.train.checkpoint.reading import read
-from deepmd_muon.train.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class Source:
             When the file is not a checkpoint, or its model cannot be built here.
         """
         path = checkpoint_path(path)
-        content = read(path, leave)
+        content = read_checkpoint(path, leave)
         with understood(path):
             new_fitting = False
             if way == "finetune" and branch in (None, RANDOM):

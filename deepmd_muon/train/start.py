@@ -17,6 +17,7 @@ from deepmd_muon.model import EnergyModel, Structures, build_model
 from deepmd_muon.model.checkpoint_directory import is_directory
 from deepmd_muon.model.checkpoint_file import checkpoint_path, understood
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
+from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.model.settings import changed
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.train.checkpoint.newest import newest_checkpoint
@@ -25,7 +26,7 @@ from deepmd_muon.train.checkpoint.type_map import moved_content
 from deepmd_muon.train.early_start import warm_up
 from deepmd_muon.train.endings import Moment, explained
 from deepmd_muon.train.energy_bias import fit_energy_bias
-from deepmd_muon.train.errors import CheckpointError, TrainingError
+from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.full_validation import best_prefix
 from deepmd_muon.train.heap import keep_freed_memory
 from deepmd_muon.train.outputs import check_outputs

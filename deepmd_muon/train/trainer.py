@@ -19,6 +19,7 @@ from deepmd_muon.loss import build_loss, check_labels
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.checkpoint_file import OWN_KEY
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
+from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.train.batch import to_device
 from deepmd_muon.train.batches import BatchSource
@@ -28,7 +29,7 @@ from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.early_start import compile_kernels
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.endings import Moment, explained, last_good
-from deepmd_muon.train.errors import CheckpointError, NonFiniteError, TrainingError
+from deepmd_muon.train.errors import NonFiniteError, TrainingError
 from deepmd_muon.train.full_validation import FullValidation, full_errors
 from deepmd_muon.train.learning_rate import learning_rate
 from deepmd_muon.train.optimizers import build_optimizer

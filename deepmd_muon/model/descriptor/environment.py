@@ -33,6 +33,15 @@ class Environment(NamedTuple):
     bend: torch.Tensor
 
 
+def quintic(u: torch.Tensor) -> torch.Tensor:
+    """Return −u³·(10 − 15u + 6u²), in torch and TorchScript.
+
+    1 + quintic(u) is the switch that falls from 1 at u = 0 to 0 at u = 1. −quintic(1 − u) is the same without
+    cancellation near its end.
+    """
+    return u * u * u * ((15.0 - 6.0 * u) * u - 10.0)
+
+
 def environment(
     edges: torch.Tensor, empty: torch.Tensor, rcut: float, rcut_smth: float, protection: float = 0.0
 ) -> Environment:
@@ -58,7 +67,7 @@ def environment(
     square = (edges * edges).sum(-1)
     distance = square.sqrt()
     u = ((distance - rcut_smth) / (rcut - rcut_smth)).clamp_(0.0, 1.0)
-    switch = u * u * u * ((15.0 - 6.0 * u) * u - 10.0) + 1.0
+    switch = quintic(u) + 1.0
     slope = (u * (u - 1.0)).square_().mul_(-30.0 / (rcut - rcut_smth))
     t = 1.0 / (distance + protection) if protection else 1.0 / distance
     per_distance = 1.0 / distance if protection else t

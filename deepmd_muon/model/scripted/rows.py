@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from deepmd_muon.model.descriptor.environment import quintic
+
 
 class Rows(NamedTuple):
     """Environment rows w·(t, x·t², y·t², z·t²) of every edge, and what their derivative consists of.
@@ -32,7 +34,7 @@ def environment_rows(
     edges = edges.masked_fill(empty.unsqueeze(-1), rcut)
     distance = (edges * edges).sum(-1).sqrt_()
     u = ((distance - rcut_smth) / (rcut - rcut_smth)).clamp_(0.0, 1.0)
-    switch = u * u * u * ((15.0 - 6.0 * u) * u - 10.0) + 1.0
+    switch = quintic(u) + 1.0
     slope = (u * (u - 1.0)).square_().mul_(-30.0 / (rcut - rcut_smth))
     t = 1.0 / (distance + protection)
     isotropic = switch * t * t

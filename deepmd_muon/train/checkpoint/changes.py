@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.model.settings import ModelSettings
 from deepmd_muon.section import thaw
-from deepmd_muon.train.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 
 from deepmd_muon.model.checkpoint_directory import SUFFIX, is_directory
-from deepmd_muon.model.checkpoint_file import OWN_KEY
-from deepmd_muon.train.checkpoint.reading import read
-from deepmd_muon.train.errors import CheckpointError
+from deepmd_muon.model.checkpoint_file import OWN_KEY, read_checkpoint
+from deepmd_muon.model.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ def _checkpoints(prefix: Path) -> list[Path]:
 def _names_before(path: Path) -> set[str]:
     """Return the names of the checkpoints that were there when one was written."""
     try:
-        own = read(path, leave=("model", "optimizer", "ema")).get(OWN_KEY, {})
+        own = read_checkpoint(path, leave=("model", "optimizer", "ema")).get(OWN_KEY, {})
     except CheckpointError as error:
         log.warning("%s", error)
         return set()

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.checkpoint_directory import read_into
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
+from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
 from deepmd_muon.optim.routing.rules import canonical_name
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit
 from deepmd_muon.train.checkpoint.for_deepmd_kit import in_own_order
-from deepmd_muon.train.checkpoint.reading import read_into
-from deepmd_muon.train.errors import CheckpointError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.checkpoint_directory import is_directory
-from deepmd_muon.model.checkpoint_file import checkpoint_path
+from deepmd_muon.model.checkpoint_file import checkpoint_path, read_checkpoint
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state, read_state_part
-from deepmd_muon.train.checkpoint.reading import read
 from deepmd_muon.train.parallel import Ranks
 from deepmd_muon.train.strategy.base import Strategy
 
@@ -53,7 +52,7 @@ class SeveralRanks(Strategy):
         if is_directory(path):
             if read_state_part(optimizer, content, path):
                 return
-            content = read(path)
+            content = read_checkpoint(path)
         # An optimizer of one process reads it, with all checks and conversions; the ranks take their parts of that.
         model, reader = build_whole()
         load_optimizer_state(reader, model, content, source)

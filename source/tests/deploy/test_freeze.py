@@ -13,10 +13,10 @@ from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.freeze import compare, freeze
 from deepmd_muon.deploy.program import Program
 from deepmd_muon.infer import Predictor
-from deepmd_muon.infer.errors import CheckpointError
 from deepmd_muon.model import ModelError
 from deepmd_muon.model.activation import activation
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.model.scripted.dense import act_of, value_of
 
 DPA1 = LARGER["se_atten"] | {"rcut": 4.0, "seed": 1}

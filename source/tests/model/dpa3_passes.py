@@ -7,6 +7,7 @@ from deepmd_muon.model.descriptor.dpa3 import angles, edges
 from deepmd_muon.model.descriptor.dpa3.geometry import AngleBlock, AnglePlan, incoming
 from deepmd_muon.model.descriptor.dpa3.layer import Graph, RepflowLayer
 from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
+from deepmd_muon.model.four_passes import run
 from deepmd_muon.model.networks import Stream
 
 CURVE = "silut:1.0"
@@ -67,8 +68,8 @@ def angle_results(
     a, u, t = (draw.leaf(atoms * width**power, n) for power, n in ((2, n_a), (1, features), (1, features)))
     s, weight = draw.leaf(atoms * width), draw.leaf(n_a, features, scale=0.3)
     residual = draw.leaf(n_a) if tail else None
-    tape = angles.AngleTape(plan, activation(curve), n_m, 0.7, force)
-    message, updated, _ = angles.angle_update(tape, a, u, t, s * inside.flatten(), weight, residual)
+    passes = angles.Angles(plan, activation(curve), n_m, 0.7)
+    message, updated = run(passes, a, u, t, s * inside.flatten(), weight, residual, force=force)
     pairs = (inside[:, :, None] & inside[:, None, :]).view(-1, 1)
     outputs = [message] if updated is None else [message, updated * pairs]
     weights = [x for x in (a, u, t, weight, residual) if x is not None]
@@ -101,9 +102,9 @@ def edge_results(
     w, h = draw.leaf(atoms, width), draw.leaf(atoms, width, 3)
     inside = torch.arange(width, device=device) < torch.tensor(reach or [width] * atoms, device=device)[:, None]
     neighbor = torch.where(inside, neighbor, 0)
-    tape = edges.EdgeTape(neighbor, activation(curve), n_m, force, incoming(neighbor, ~inside))
-    found = edges.edge_update(tape, weight, e, p, table, w * inside, h * inside.unsqueeze(-1))
-    message, update, moment, _ = found
+    given = e, p, table, w * inside, h * inside.unsqueeze(-1), weight
+    passes = edges.Edges(neighbor, activation(curve), n_m, incoming(neighbor, ~inside))
+    message, update, moment = run(passes, *given, force=force)
     outputs = [message, moment] if update is None else [message, moment, update * inside.unsqueeze(-1)]
     return with_gradients(draw, outputs, [e, p, table, w, h], [weight, e, p, table], force=force, derive=derive)
 

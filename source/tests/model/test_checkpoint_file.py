@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from deepmd_muon.model.checkpoint_directory import take_apart
 from deepmd_muon.model.checkpoint_file import FORMAT_VERSION, OWN_KEY, checkpoint_path, read_checkpoint
-from deepmd_muon.model.errors import CheckpointFileError
+from deepmd_muon.model.errors import CheckpointError
 
 
 def refused(path):
-    with pytest.raises(CheckpointFileError) as error:
+    with pytest.raises(CheckpointError) as error:
         read_checkpoint(path)
     message = str(error.value)
     assert "weights_only" not in message
@@ -82,7 +82,7 @@ def changed_bits(tmp_path, name, tries, read):
         flip_bits(path, [place])
         try:
             content = read()
-        except CheckpointFileError:
+        except CheckpointError:
             found += 1
         else:
             assert same(content, expected), place

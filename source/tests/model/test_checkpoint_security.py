@@ -19,7 +19,7 @@ from deepmd_muon.model import checkpoint_directory
 from deepmd_muon.model.checkpoint_directory import CONTENT, take_apart
 from deepmd_muon.model.checkpoint_file import read_checkpoint
 from deepmd_muon.model.dcp_metadata import METADATA, read_metadata
-from deepmd_muon.model.errors import CheckpointFileError
+from deepmd_muon.model.errors import CheckpointError
 
 CLASSES = "torch.distributed.checkpoint.metadata"
 
@@ -57,7 +57,7 @@ class Call:
 
 
 def refused(path):
-    with pytest.raises(CheckpointFileError) as error:
+    with pytest.raises(CheckpointError) as error:
         read_checkpoint(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)

@@ -10,12 +10,10 @@ from model_batches import HERE, make_batch, read_fixture
 
 from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.loss import build_loss
-from deepmd_muon.model import CheckpointError, build_model, environment_statistics
+from deepmd_muon.model import ForeignModelError, build_model, environment_statistics
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.model.descriptor.dpa1 import module
-from deepmd_muon.model.descriptor.dpa1.attention import AttentionLayer, Gates, _Rescaled
-from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings
-from deepmd_muon.model.networks import SeedPath
+from deepmd_muon.model.descriptor.dpa1.attention import _Rescaled
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.optim import HybridMuon
 
@@ -245,7 +243,7 @@ def test_what_only_deepmd_kit_has_is_refused_by_name(key, value, words):
     state = dict(FIXTURE["cases"]["two_sides"]["state"])
     params = state["_extra_state"]["model_params"]
     state["_extra_state"] = {"model_params": {**params, "descriptor": {**params["descriptor"], key: value}}}
-    with pytest.raises(CheckpointError, match=f"descriptor.{key} is"):
+    with pytest.raises(ForeignModelError, match=f"descriptor.{key} is"):
         from_deepmd_kit(state)
 
 
@@ -273,51 +271,6 @@ def test_rescaling_is_torchs_own_and_its_gradients_are_right(centred):
     torch.testing.assert_close(_Rescaled.apply(x, 1e-5 if centred else 1e-12, centred)[0], own, rtol=1e-14, atol=1e-14)
     torch.autograd.gradcheck(lambda x: _Rescaled.apply(x, 1e-5, centred), (x,))
     torch.autograd.gradgradcheck(lambda x: _Rescaled.apply(x, 1e-5, centred), (x,))
-
-
-def attention_of(columns, width=5, attn=3, **settings):
-    """Return a layer of attention, features, gates and mask of three atoms; one slot is empty, one atom has none."""
-    given = {"rcut": 6.0, "rcut_smth": 0.5, "sel": 9, "neuron": [width], "attn": attn, **settings}
-    layer = AttentionLayer(DPA1Settings(**given), SeedPath(3))
-    generator = torch.Generator().manual_seed(2)
-    layer.attn_layer_norm.matrix.data.normal_(1.0, 0.3, generator=generator)
-    features, gate = (
-        torch.randn(3, columns, n, dtype=torch.float64, generator=generator, requires_grad=True)
-        for n in (width, columns)
-    )
-    mask = torch.zeros(3, 1, columns, dtype=torch.float64)
-    if columns:
-        mask[0, 0, -1] = mask[2] = torch.finfo(torch.float64).min / 2
-    return layer, features, gate, mask
-
-
-@pytest.mark.parametrize("settings", [{"temperature": 1.0}, {"normalize": False}], ids=["normalised", "raw"])
-@pytest.mark.parametrize("columns", [4, 0])
-def test_attention_in_closed_form_is_the_layer(settings, columns):
-    """The loss is a function of the features and, as a loss on forces, of their gradient."""
-    layer, features, gate, mask = attention_of(columns, **settings)
-    found = []
-    for explicit in (False, True):
-        out = layer(features, Gates(mask, gate, None, 0), explicit)
-        inputs = (features, gate, *layer.parameters())
-        slopes = torch.autograd.grad(out.pow(3).sum(), inputs[:2], create_graph=True)
-        loss = out.sin().sum() + sum(slope.sin().sum() for slope in slopes)
-        of_values = torch.autograd.grad(out.sin().sum(), inputs, retain_graph=True)
-        found.append((out, *slopes, *of_values, *torch.autograd.grad(loss, inputs)))
-    for ours, plain in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-11)
-
-
-def test_attention_in_closed_form_differentiates_one_force_alone():
-    layer, features, gate, mask = attention_of(4)
-    out = layer(features, Gates(mask, gate, None, 0), True)
-    first, second = (torch.autograd.grad(out.pow(n).sum(), features, create_graph=True)[0] for n in (2, 3))
-    with pytest.raises(RuntimeError, match="differentiated again"):
-        (first.sin().sum() + second.sin().sum()).backward()
-    third = layer(features, Gates(mask, gate, None, 0), True)
-    (slope,) = torch.autograd.grad(third.pow(2).sum(), features, create_graph=True)
-    with pytest.raises(RuntimeError, match="derivative"):
-        torch.autograd.grad(slope.sin().sum(), features, create_graph=True)
 
 
 @pytest.mark.parametrize("name", ["one_side", "mean", "smooth_mean", "v2"])

@@ -11,7 +11,7 @@ from model_batches import HERE, batch_of, read_fixture
 
 from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.loss import build_loss
-from deepmd_muon.model import build_model, environment_statistics
+from deepmd_muon.model import build_model, environment_statistics, four_passes
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.model.descriptor.dpa3 import edges, geometry, module
 from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings, RepflowSettings
@@ -280,21 +280,21 @@ def test_a_step_frees_its_graph():
     gc.disable()
     try:
         batch = batch_of(model, FIXTURE["structures"]["orthorhombic"])
-        tapes = []
-        kept = edges.EdgeTape.__init__
+        records = []
+        kept = four_passes._Record.__init__
 
         def remembered(self, *args, **kwargs):
             kept(self, *args, **kwargs)
-            tapes.append(weakref.ref(self))
+            records.append(weakref.ref(self))
 
-        edges.EdgeTape.__init__ = remembered
+        four_passes._Record.__init__ = remembered
         out = model(batch)
         out["force"].square().sum().backward()
         del out
-        assert len(tapes) == 3
-        assert all(tape() is None for tape in tapes)
+        assert len(records) == 5
+        assert all(record() is None for record in records)
     finally:
-        edges.EdgeTape.__init__ = kept
+        four_passes._Record.__init__ = kept
         gc.enable()
 
 

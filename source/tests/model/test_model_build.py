@@ -13,6 +13,7 @@ from model_batches import make_batch, read_fixture, section
 from deepmd_muon.model import (
     CheckpointError,
     DescriptorSettings,
+    ForeignModelError,
     ModelError,
     NeighborRequest,
     Structures,
@@ -22,7 +23,7 @@ from deepmd_muon.model import (
     register_descriptor,
     register_fitting,
 )
-from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
+from deepmd_muon.model.deepmd_kit import OURS_ONLY, deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.model.networks import Layer, Network, Stream
 from deepmd_muon.model.registry import DESCRIPTORS
 from deepmd_muon.setting import setting
@@ -33,6 +34,19 @@ STRUCTURES = read_fixture()["structures"]
 def batch(kind="orthorhombic", sel=(40, 30), **more):
     data = STRUCTURES[kind]
     return make_batch(data["coord"], data["atype"], data["box"], 4.0, sel, **more)
+
+
+def test_a_checkpoint_says_what_deepmd_kit_cannot_read(monkeypatch):
+    model = build_model(section())
+    assert OURS_ONLY not in to_deepmd_kit(model, {"step": 1})["_extra_state"]
+    usual = DESCRIPTORS.translation(model.settings.descriptor)
+    ours = dataclasses.replace(usual, ours_only=lambda own: [f"axis_neuron {own.axis_neuron} is ours"])
+    monkeypatch.setattr(DESCRIPTORS, "translation", lambda _: ours)
+    stored = to_deepmd_kit(model, {"step": 1})
+    assert stored["_extra_state"][OURS_ONLY] == ["descriptor: axis_neuron 4 is ours"]
+    with pytest.raises(CheckpointError, match="axis_neuron 4 is ours"):
+        deepmd_kit_parameter_names(model)
+    assert from_deepmd_kit(stored)[1].keys() == model.state_dict().keys()
 
 
 def test_parameter_names_and_order():
@@ -368,9 +382,10 @@ def test_a_third_party_descriptor_runs_and_trains():
     assert out["force"][0, 1, 1].item() == pytest.approx(-slope, abs=1e-8)
     out["force"].square().sum().backward()
     assert made.atomic_model.descriptor.power.grad.abs() > 0
-    with pytest.raises(CheckpointError, match="MeanDistance"):
+    with pytest.raises(CheckpointError, match="mean_distance"):
         deepmd_kit_parameter_names(made)
     stored = to_deepmd_kit(made, {"step": 1})
+    assert stored["_extra_state"][OURS_ONLY] == ["descriptor: deepmd-kit has no descriptor like 'mean_distance'"]
     again, weights = from_deepmd_kit(stored)
     assert again.descriptor == MeanDistanceSettings(rcut=2.5)
     build_model(again).load_state_dict(weights)
@@ -404,7 +419,7 @@ def test_a_taken_name_is_refused():
 def test_models_of_another_kind_are_named(edit, words):
     state = copy.deepcopy(read_fixture()["cases"]["one_side"]["state"])
     edit(state["_extra_state"]["model_params"])
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(ForeignModelError, match=words):
         from_deepmd_kit(state)
 
 
@@ -418,7 +433,7 @@ def test_odd_tensors_of_a_checkpoint_are_named():
         ({"model.Default.atomic_model.descriptor.sea.compress_data.0": torch.ones(2)}, "compressed"),
         ({"model.Branch.atomic_model.out_bias": torch.ones(2)}, "must begin with"),
     ):
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(ForeignModelError, match=words):
             from_deepmd_kit({**state, **change})
-    with pytest.raises(CheckpointError, match="no '_extra_state'"):
+    with pytest.raises(ForeignModelError, match="no '_extra_state'"):
         from_deepmd_kit({})

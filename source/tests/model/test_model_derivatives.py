@@ -10,9 +10,10 @@ from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.environment import edge_derivative, environment
 from deepmd_muon.model.descriptor.se_e2_a import embedding
 from deepmd_muon.model.descriptor.se_e2_a.contraction import contract, pull_contraction
-from deepmd_muon.model.descriptor.se_e2_a.embedding import Tape, gather, plan_blocks, spread
+from deepmd_muon.model.descriptor.se_e2_a.embedding import Sums, plan_blocks
 from deepmd_muon.model.energy_model import Forces, edge_vectors
 from deepmd_muon.model.fitting.ener.module import energy_and_slope
+from deepmd_muon.model.four_passes import run_with_pullback
 from deepmd_muon.model.networks import Network, Stream
 
 NAMES = [
@@ -78,7 +79,7 @@ def plain_network(x, layers, copies, f):
 @pytest.mark.parametrize("widths", [(1, 3, 6, 6), (1, 1, 2, 5), (1, 4)])
 @pytest.mark.parametrize("timestep", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "meta"])  # how to split the work; it is done on the CPU in both cases
-def test_gather_and_spread(name, widths, timestep, device, monkeypatch):
+def test_sums_over_edges(name, widths, timestep, device, monkeypatch):
     monkeypatch.setattr(embedding, "CPU_BLOCK_ROWS", 10)  # several blocks, the last one shorter
     f = activation(name)
     network = Network(widths, None, timestep=timestep, dtype=torch.float64, stream=Stream(5))
@@ -117,9 +118,9 @@ def test_gather_and_spread(name, widths, timestep, device, monkeypatch):
     def ours():
         plans = plan_blocks(counts, edges, torch.device(device))
         assert (len(plans) > 1) == (device == "cpu")
-        tape = Tape(plans, sel, f, network.copies, tangent=True, trace=True)
-        a, link = gather(tape, rows, empty, *[t for layer in network.tensors for t in layer])
-        return a, spread(tape, mix * a.square(), link) * real[..., None]
+        sums = Sums(plans, sel, f, network.copies, force=True, trace=True)
+        (a,), pull = run_with_pullback(sums, rows, empty, *[t for layer in network.tensors for t in layer])
+        return a, pull(mix * a.square())[0] * real[..., None]
 
     results = [plain(), ours()]
     for value, wanted in zip(results[1], results[0], strict=True):

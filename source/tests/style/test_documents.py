@@ -23,9 +23,10 @@ def test_readme_has_the_two_commands():
     assert "pytest" in commands[1]
 
 
-def test_code_of_the_extension_page_runs(tmp_path):
+@pytest.mark.parametrize("page", ["extending.md", "change-a-descriptor.md"])
+def test_code_of_the_extension_pages_runs(tmp_path, page):
     # In a process of its own: what it registers would stay.
-    (tmp_path / "page.py").write_text("\n".join(blocks(TOP / "doc" / "extending.md", "python")))
+    (tmp_path / "page.py").write_text("\n".join(blocks(TOP / "doc" / page, "python")))
     done = run_script("page.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
 

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.infer import Predictor
-from deepmd_muon.model.checkpoint_directory import put_together, take_apart
+from deepmd_muon.model.checkpoint_directory import put_together, read_into, take_apart
 from deepmd_muon.model.checkpoint_file import read_checkpoint
-from deepmd_muon.train import CheckpointError, TrainingError
+from deepmd_muon.model.errors import CheckpointError
+from deepmd_muon.train import TrainingError
 from deepmd_muon.train.checkpoint.directories import DirectorySeries
 from deepmd_muon.train.checkpoint.ownership import remove_leftovers
-from deepmd_muon.train.checkpoint.reading import read_into
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.parallel import Ranks
 

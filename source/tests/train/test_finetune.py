@@ -9,13 +9,13 @@ from finetune_data import FIXTURE, PREFIX, TABLE, an_input, write_files, write_i
 
 from deepmd_muon.argcheck import load
 from deepmd_muon.cli.main import main
-from deepmd_muon.model import CheckpointError as ModelCheckpointError
-from deepmd_muon.model import ModelError, build_model
+from deepmd_muon.model import ForeignModelError, ModelError, build_model
 from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit, to_deepmd_kit
+from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.model.type_embedding import identity
 from deepmd_muon.model.type_map import TypeMove, move_weights
 from deepmd_muon.section import thaw
-from deepmd_muon.train import CheckpointError, TrainingError, run
+from deepmd_muon.train import TrainingError, run
 from deepmd_muon.train.trainer import Trainer
 
 TINY = {"rtol": 1e-9, "atol": 1e-11}
@@ -192,9 +192,9 @@ def test_branches_and_their_refusals():
     state = FIXTURE["branches"]
     assert list(branches_of(state))[:2] == ["water", "metal"]
     for branch in (None, "steel"):
-        with pytest.raises(ModelCheckpointError, match="water, metal"):
+        with pytest.raises(ForeignModelError, match="water, metal"):
             from_deepmd_kit(state, branch)
-    with pytest.raises(ModelCheckpointError, match="single"):
+    with pytest.raises(ForeignModelError, match="single"):
         from_deepmd_kit(FIXTURE["finetuned"]["named"], "water")
 
 

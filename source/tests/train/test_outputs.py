@@ -15,7 +15,8 @@ from deepmd_muon.data import open_systems
 from deepmd_muon.data.writing import write_hdf5
 from deepmd_muon.files import replace_link
 from deepmd_muon.model.checkpoint_file import read_checkpoint
-from deepmd_muon.train import CheckpointError, TrainingError
+from deepmd_muon.model.errors import CheckpointError
+from deepmd_muon.train import TrainingError
 from deepmd_muon.train.errors import RunError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"

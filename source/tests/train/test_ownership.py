@@ -15,7 +15,8 @@ import pytest
 from deepmd_muon.argcheck import load, normalize
 from deepmd_muon.cli.main import main
 from deepmd_muon.model.checkpoint_file import read_checkpoint
-from deepmd_muon.train import CheckpointError, TrainingError
+from deepmd_muon.model.errors import CheckpointError
+from deepmd_muon.train import TrainingError
 from deepmd_muon.train.checkpoint.ownership import held
 
 

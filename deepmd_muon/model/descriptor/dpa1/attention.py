@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepmd_muon.model.descriptor.dpa1.explicit import Form, Weights, attention_layer
 from deepmd_muon.model.descriptor.dpa1.settings import AttentionSettings
 from deepmd_muon.model.networks import Layer, SeedPath, dtype_of
 from deepmd_muon.model.recomputation import run_layer
@@ -137,14 +136,8 @@ class AttentionLayer(torch.nn.Module):
         eps = LAYER_NORM_EPS if settings.ln_eps is None else settings.ln_eps
         self.attn_layer_norm = LayerNorm(settings.neuron[-1], eps, dtype_of(settings.precision))
 
-    def forward(self, features: torch.Tensor, gates: Gates, explicit: bool = False) -> torch.Tensor:
-        """Return features like those given `(nreal, ncolumns, width)`; see `NeighborAttention` for `explicit`."""
-        if explicit and gates.switch is None:
-            inside, norm = self.attention_layer, self.attn_layer_norm
-            (matrix, bias, _), (out_matrix, out_bias, _) = inside.in_proj.tensors, inside.out_proj.tensors
-            form = Form(inside.scale, NORMALIZE_EPS if inside.normalize else None, norm.eps)
-            weights = Weights(matrix, bias, out_matrix, out_bias, norm.matrix, norm.bias)
-            return attention_layer(form, weights, features, gates.after, gates.mask)
+    def forward(self, features: torch.Tensor, gates: Gates) -> torch.Tensor:
+        """Return features like those given `(nreal, ncolumns, width)`."""
         normed: torch.Tensor = self.attn_layer_norm(features + self.attention_layer(features, gates))
         return normed
 
@@ -157,14 +150,8 @@ class NeighborAttention(torch.nn.Module):
         layers = [AttentionLayer(settings, stream.child(index)) for index in range(settings.attn_layer)]
         self.attention_layers = torch.nn.ModuleList(layers)
 
-    def forward(
-        self, features: torch.Tensor, gates: Gates, *, recompute: bool = False, explicit: bool = False
-    ) -> torch.Tensor:
-        """Return features like those given `(nreal, ncolumns, width)`.
-
-        `explicit` uses derivatives in closed form where they are known, and is meant for training on a CPU; see
-        `run_layer` for `recompute`.
-        """
+    def forward(self, features: torch.Tensor, gates: Gates, *, recompute: bool = False) -> torch.Tensor:
+        """Return features like those given `(nreal, ncolumns, width)`; see `run_layer` for `recompute`."""
         for layer in self.attention_layers:
-            features = run_layer(layer, features, gates, explicit and not recompute, recompute=recompute)
+            features = run_layer(layer, features, gates, recompute=recompute)
         return features

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from deepmd_muon.model.descriptor.dpa1.module import DPA1
-from deepmd_muon.model.errors import CheckpointError
+from deepmd_muon.model.errors import ForeignModelError
 from deepmd_muon.model.translation import Translation, own_parameters
 
 _PARAMETERS = ["se_atten.compress_info.0", "se_atten.compress_data.0"]
@@ -24,10 +24,10 @@ def _check(state: Mapping[str, torch.Tensor]) -> None:
     for what in ("mean", "stddev"):
         values = state[f"se_atten.{what}"]
         if not torch.equal(values, values[:, :1].expand_as(values)):
-            raise CheckpointError(f"the descriptor's {what} differs between neighbour slots of one centre type")
+            raise ForeignModelError(f"the descriptor's {what} differs between neighbour slots of one centre type")
         angular = values[:, 0, 1:]
         if not torch.equal(angular, angular[:, :1].expand_as(angular)) or (what == "mean" and angular.any()):
-            raise CheckpointError(f"the descriptor's {what} differs between the directions of space")
+            raise ForeignModelError(f"the descriptor's {what} differs between the directions of space")
 
 
 TRANSLATION = Translation(

@@ -13,7 +13,7 @@ from deepmd_muon.model import kernels, layers
 from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.dpa1.attention import NORMALIZE_EPS, Gates, NeighborAttention
 from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings, SeAttenV2Settings
-from deepmd_muon.model.descriptor.environment import Environment, environment
+from deepmd_muon.model.descriptor.environment import Environment, environment, quintic
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
 from deepmd_muon.model.networks import Copies, LayerTensors, Network, NetworkCollection, SeedPath, dtype_of
 from deepmd_muon.model.structures import Structures
@@ -139,26 +139,23 @@ class DPA1(torch.nn.Module):
         """Describe every atom; see `Descriptor`."""
         if edges.device.type != "cpu" or kernels.is_tracing():
             return describe_by_autograd(lambda leaf: self._describe(structures, leaf), edges, force=force)
-        explicit = torch.is_grad_enabled()
         groups = group_atoms(structures)
         back = torch.argsort(torch.cat([rows for rows, _ in groups]))
 
         def describe(leaf: torch.Tensor) -> torch.Tensor:
             """Describe the atoms group by group: the tensors of few atoms stay in the processor's cache."""
-            parts = [
-                self._describe(part, leaf[rows, : part.neighbor.shape[1]], explicit=explicit) for rows, part in groups
-            ]
+            parts = [self._describe(part, leaf[rows, : part.neighbor.shape[1]]) for rows, part in groups]
             return torch.cat(parts)[back]
 
         return describe_by_autograd(describe, edges, force=force)
 
-    def _describe(self, structures: Structures, edges: torch.Tensor, *, explicit: bool = False) -> torch.Tensor:
+    def _describe(self, structures: Structures, edges: torch.Tensor) -> torch.Tensor:
         near = self._neighborhood(structures, edges)
         table = self.type_embedding()
         features = self._embed(near, structures.sorted_type, table)
         if self.settings.attn_layer:
             gates = self._gates(near, structures)
-            features = self.se_atten.dpa1_attention(features, gates, recompute=self.recompute, explicit=explicit)
+            features = self.se_atten.dpa1_attention(features, gates, recompute=self.recompute)
         weighted = near.rows * near.weight.unsqueeze(-1)
         a = torch.bmm(weighted.transpose(1, 2), features) / self.slots
         d = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis]).flatten(1)
@@ -291,9 +288,7 @@ def smooth_rows(
     edges = torch.where(real.unsqueeze(-1), edges, rcut)
     distance = (edges * edges).sum(-1).sqrt()
     v = ((rcut - distance) / (rcut - rcut_smth)).clamp(0.0, 1.0)
-    # 1 − u³(10 − 15u + 6u²) of u = 1 − v, without its cancellation at the cut-off, which `shortened` would magnify
-    switch = v * v * v * ((6.0 * v - 15.0) * v + 10.0)
-    switch = switch * real
+    switch = -quintic(v) * real  # without cancellation at the cut-off, which `shortened` would magnify
     t = 1.0 / (distance + protection)
     rows = torch.cat([(switch * t).unsqueeze(-1), (switch * t * t).unsqueeze(-1) * edges], dim=-1)
     return rows, switch, edges / distance.unsqueeze(-1)

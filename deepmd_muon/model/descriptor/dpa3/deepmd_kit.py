@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 import torch
 
-from deepmd_muon.model.errors import CheckpointError
+from deepmd_muon.model.errors import ForeignModelError
 from deepmd_muon.model.translation import Translation
 
 
 def _check(state: Mapping[str, torch.Tensor]) -> None:
     if state["repflows.mean"].any():
-        raise CheckpointError("the descriptor's mean is not 0, which no DPA-3 of deepmd-kit has")
+        raise ForeignModelError("the descriptor's mean is not 0, which no DPA-3 of deepmd-kit has")
     stddev = state["repflows.stddev"]
     if not torch.equal(stddev, stddev[:, :1].expand_as(stddev)):
-        raise CheckpointError("the descriptor's stddev differs between neighbour slots of one centre type")
+        raise ForeignModelError("the descriptor's stddev differs between neighbour slots of one centre type")
 
 
 TRANSLATION = Translation(check=_check)

@@ -6,12 +6,13 @@ Everything here is plain torch on few numbers an edge or angle; autograd differe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from deepmd_muon.model.descriptor.environment import quintic
 
 EXPONENT = 20.0  # steepness of the exponential switch, deepmd-kit's
 COSINE_SCALE = (1.0 - 1e-6) / math.sqrt(math.pi)  # deepmd-kit's guard of the arc cosine, and its normalisation
@@ -19,24 +20,16 @@ DISTANCE_GUARD = 1e-6  # added to a distance before a vector is divided by it [�
 EDGE_TILE = 32  # slots that a kernel's program takes at a time
 ANGLE_BLOCK_ROWS = 4096  # angles of a block on a CPU: with 96 features 1.5 MB, about a core's cache
 
-Switch = Callable[[torch.Tensor], torch.Tensor]
 
+def weigh(r: torch.Tensor, start: float, end: float, exponential: bool, exponent: float = EXPONENT) -> torch.Tensor:
+    """Return the weight of neighbours at distances r [Å], 1 up to about `start`, then falling; also in TorchScript.
 
-def switch(rcut_smth: float, rcut: float, *, exponential: bool) -> Switch:
-    """Return the weight of a neighbour by its distance [Å]: 1 up to about `rcut_smth`, then falling.
-
-    The quintic polynomial ends at 0 at `rcut`; the exponential form exp(−exp(20·(r − rcut_smth)/rcut_smth)) is not 0
-    there, but smaller than rounding for the usual radii.
+    The quintic polynomial ends at 0 at `end`; the exponential form exp(−exp(20·(r − start)/start)) is not 0 there, but
+    smaller than rounding for the usual radii.
     """
-
-    def quintic(r: torch.Tensor) -> torch.Tensor:
-        u = ((r - rcut_smth) / (rcut - rcut_smth)).clamp(0.0, 1.0)
-        return u * u * u * (u * (15.0 - 6.0 * u) - 10.0) + 1.0
-
-    def double_exponential(r: torch.Tensor) -> torch.Tensor:
-        return torch.exp(-torch.exp((r.clamp(max=rcut) - rcut_smth) * (EXPONENT / rcut_smth)))
-
-    return double_exponential if exponential else quintic
+    if exponential:
+        return torch.exp(-torch.exp((r.clamp(max=end) - start) * (exponent / start)))
+    return quintic(((r - start) / (end - start)).clamp(0.0, 1.0)) + 1.0
 
 
 def leading(used: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,11 @@ import torch
 from deepmd_muon.model import kernels
 from deepmd_muon.model.activation import Activation
 from deepmd_muon.model.descriptor.dpa3 import edge_sums, nodes
-from deepmd_muon.model.descriptor.dpa3.angles import AngleTape, angle_update
-from deepmd_muon.model.descriptor.dpa3.edges import EdgeTape, edge_update
+from deepmd_muon.model.descriptor.dpa3.angles import Angles
+from deepmd_muon.model.descriptor.dpa3.edges import Edges
 from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan, Incoming
 from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
+from deepmd_muon.model.four_passes import run
 from deepmd_muon.model.networks import Layer, SeedPath
 
 
@@ -150,8 +151,8 @@ class RepflowLayer(torch.nn.Module):
         centre, other, own = torch.cat([layer.matrix for layer in layers], 1).split([n, n, e])
         p = torch.addmm(torch.cat([layer.tensors.bias for layer in layers]), features.node, centre)
         table = torch.cat([torch.mm(features.node, other), features.node], 1)
-        tape = EdgeTape(graph.neighbor, self.activation, n, force, graph.incoming)
-        message, update, moment, _ = edge_update(tape, own, features.edge, p, table, graph.edge_weight, graph.direction)
+        given = features.edge, p, table, graph.edge_weight, graph.direction, own
+        message, update, moment = run(Edges(graph.neighbor, self.activation, n, graph.incoming), *given, force=force)
         return message, update, moment
 
     def _nodes(self, node: torch.Tensor, message: torch.Tensor, moment: torch.Tensor, *, force: bool) -> torch.Tensor:
@@ -159,9 +160,11 @@ class RepflowLayer(torch.nn.Module):
         repflow = self.repflow
         if nodes.fits(node, self.activation):
             carry, rho = _residual_weights(repflow.update_style, self.n_residual, node, 3)
-            tape = nodes.NodeTape(self.activation, carry, repflow.axis_neuron, repflow.e_dim, force)
+            passes = nodes.Nodes(self.activation, carry, repflow.axis_neuron, repflow.e_dim)
             weights = (*self.node_self_mlp.tensors[:2], *self.node_sym_linear.tensors[:2])
-            return nodes.node_update(tape, node, message, moment, *weights, *rho)[0]
+            out: torch.Tensor
+            (out,) = run(passes, node, message, moment, *weights, *rho, force=force)
+            return out
         symmetric = [
             torch.bmm(part[..., : repflow.axis_neuron].transpose(1, 2), part).flatten(1) / 3.0
             for part in moment.split([repflow.e_dim, repflow.n_dim], dim=2)
@@ -195,10 +198,9 @@ class RepflowLayer(torch.nn.Module):
         t = torch.mm(edge, second)
         assert features.angle is not None
         carry, (residual,) = _residual_weights(repflow.update_style, self.a_residual, features.angle)
-        tape = AngleTape(graph.plan, self.activation, repflow.e_dim, carry, force)
-        reduced, angle, _ = angle_update(
-            tape, features.angle, u, t, graph.angle_weight, own, residual if wanted.angle else None
-        )
+        passes = Angles(graph.plan, self.activation, repflow.e_dim, carry)
+        given = features.angle, u, t, graph.angle_weight, own, residual if wanted.angle else None
+        reduced, angle = run(passes, *given, force=force)
         return reduced, angle if wanted.angle else features.angle
 
     def _edge_features(
@@ -210,8 +212,10 @@ class RepflowLayer(torch.nn.Module):
             return _residual_sum(style, edge, [update], residuals)
         if self.repflow.smooth_edge_update and edge_sums.fits(edge, graph.plan, self.activation):
             carry, rho = _residual_weights(style, residuals, edge, 2)
-            tape = edge_sums.EdgeSumTape(self.activation, carry, graph.plan.blocks[0].width, force)
-            return edge_sums.edge_sum(tape, edge, update, reduced, *self.edge_angle_linear2.tensors[:2], *rho)[0]
+            passes = edge_sums.EdgeSum(self.activation, carry, graph.plan.blocks[0].width)
+            out: torch.Tensor
+            (out,) = run(passes, edge, update, reduced, *self.edge_angle_linear2.tensors[:2], *rho, force=force)
+            return out
         return _residual_sum(style, edge, [update, self._edge_from_angles(edge, graph, reduced)], residuals)
 
     def _edge_from_angles(self, edge: torch.Tensor, graph: Graph, reduced: torch.Tensor) -> torch.Tensor:

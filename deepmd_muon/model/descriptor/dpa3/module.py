@@ -10,7 +10,7 @@ import torch
 
 from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.dpa3.edges import incoming_for_kernels
-from deepmd_muon.model.descriptor.dpa3.geometry import DISTANCE_GUARD, cosines, plan_angles, switch
+from deepmd_muon.model.descriptor.dpa3.geometry import DISTANCE_GUARD, cosines, plan_angles, weigh
 from deepmd_muon.model.descriptor.dpa3.layer import Features, Graph, RepflowLayer, Wanted
 from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings
 from deepmd_muon.model.descriptor.environment import Environment, environment
@@ -74,8 +74,6 @@ class DPA3(torch.nn.Module):
         )
         self.dim_out = repflow.n_dim * (2 if settings.concat_output_tebd else 1)
         self.activation = activation(settings.activation_function)
-        self.edge_switch = switch(repflow.e_rcut_smth, repflow.e_rcut, exponential=repflow.use_exp_switch)
-        self.angle_switch = switch(repflow.a_rcut_smth, repflow.a_rcut, exponential=repflow.use_exp_switch)
         self.needs_statistics = repflow.fix_stat_std == 0.0
         self.requires_grad_(settings.trainable)
 
@@ -105,7 +103,7 @@ class DPA3(torch.nn.Module):
         empty = structures.neighbor < 0
         edges = torch.where(empty.unsqueeze(-1), repflow.e_rcut, edges)
         distance = edges.square().sum(-1).sqrt()
-        weight = self.edge_switch(distance).masked_fill(empty, 0.0)
+        weight = weigh(distance, repflow.e_rcut_smth, repflow.e_rcut, repflow.use_exp_switch).masked_fill(empty, 0.0)
         graph, cosine, radial = self._graph(structures, edges, distance, weight)
         types = rows_of(self.type_embedding(), structures.sorted_type)
         start = self.repflows.edge_embd
@@ -139,7 +137,9 @@ class DPA3(torch.nn.Module):
         rank = plan.slot % max(edges.shape[1], 1)
         in_angle = (near < repflow.a_rcut) & (rank < repflow.slots[1])
         in_angle &= structures.neighbor.flatten().index_select(0, plan.slot) >= 0
-        angle_weight = self.angle_switch(near).masked_fill(~in_angle, 0.0)
+        angle_weight = weigh(near, repflow.a_rcut_smth, repflow.a_rcut, repflow.use_exp_switch).masked_fill(
+            ~in_angle, 0.0
+        )
         unit = edges.flatten(0, 1).index_select(0, plan.slot) / (near + DISTANCE_GUARD).unsqueeze(-1)
         neighbor = _sorted_numbers(structures)
         graph = Graph(

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from deepmd_muon.model.descriptor.dpa3.geometry import COSINE_SCALE, DISTANCE_GUARD, EXPONENT
+from deepmd_muon.model.descriptor.dpa3.geometry import COSINE_SCALE, DISTANCE_GUARD, weigh
 from deepmd_muon.model.descriptor.dpa3.layer import RepflowLayer
 from deepmd_muon.model.descriptor.dpa3.module import DPA3
 from deepmd_muon.model.networks import Layer
@@ -22,7 +22,7 @@ class Tape(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """The weight of a neighbour by its distance; see `geometry.switch`."""
+    """The arguments of `geometry.weigh`."""
 
     start: float
     end: float
@@ -74,14 +74,6 @@ class Graph(NamedTuple):
     direction: torch.Tensor
     angle_weight: torch.Tensor
     in_angle: torch.Tensor
-
-
-def weigh(switch: Switch, r: torch.Tensor, exponent: float = EXPONENT) -> torch.Tensor:
-    """Return the weight of neighbours at distances r [Å]."""
-    if switch.exponential:
-        return torch.exp(-torch.exp((r.clamp(max=switch.end) - switch.start) * (exponent / switch.start)))
-    u = ((r - switch.start) / (switch.end - switch.start)).clamp(0.0, 1.0)
-    return u * u * u * (u * (15.0 - 6.0 * u) - 10.0) + 1.0
 
 
 def add_updates(residual: Residual, x: torch.Tensor, updates: list[torch.Tensor]) -> torch.Tensor:
@@ -222,7 +214,9 @@ class ScriptedDPA3(torch.nn.Module):
         empty = near.neighbor < 0
         edges = torch.where(empty.unsqueeze(-1), self.edge_switch.end, vectors)
         distance = edges.square().sum(-1).sqrt()
-        weight = weigh(self.edge_switch, distance).masked_fill(empty, 0.0)
+        weight = weigh(
+            distance, self.edge_switch.start, self.edge_switch.end, self.edge_switch.exponential
+        ).masked_fill(empty, 0.0)
         scale = self.scale[near.kind].unsqueeze(1)
         per_distance = weight / distance
         direction = edges * (per_distance / distance).unsqueeze(-1) * scale[..., 1:]
@@ -230,7 +224,9 @@ class ScriptedDPA3(torch.nn.Module):
         inside = (distance.detach() < self.angle_switch.end) & ~empty
         slots = 0 if inside.numel() == 0 else min(int(inside.sum(1).max()), self.angle_slots)
         short, in_angle = distance[:, :slots], inside[:, :slots]
-        angle_weight = weigh(self.angle_switch, short).masked_fill(~in_angle, 0.0)
+        angle_weight = weigh(
+            short, self.angle_switch.start, self.angle_switch.end, self.angle_switch.exponential
+        ).masked_fill(~in_angle, 0.0)
         unit = edges[:, :slots] / (short + self.guard).unsqueeze(-1)
         cosine = torch.bmm(unit, unit.transpose(1, 2)) * self.cosine_scale
         graph = Graph(

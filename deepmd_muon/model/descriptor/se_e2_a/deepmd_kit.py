@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from deepmd_muon.model.descriptor.se_e2_a.module import SeE2A
-from deepmd_muon.model.errors import CheckpointError
+from deepmd_muon.model.errors import ForeignModelError
 from deepmd_muon.model.translation import Translation, own_parameters
 
 
@@ -24,7 +24,7 @@ def _check(state: Mapping[str, torch.Tensor]) -> None:
     for what in ("mean", "stddev"):
         values = state[f"sea.{what}"]
         if not torch.equal(values, values[:, :1].expand_as(values)):
-            raise CheckpointError(f"the descriptor's {what} differs between neighbour slots of one centre type")
+            raise ForeignModelError(f"the descriptor's {what} differs between neighbour slots of one centre type")
 
 
 TRANSLATION = Translation(

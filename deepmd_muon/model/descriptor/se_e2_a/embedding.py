@@ -12,14 +12,14 @@ Since s is a scalar, G and G′ = dG/ds come out of one pass in which every laye
 derivatives stacked in one matrix. Forces are then plain forward arithmetic, and the gradient of a force
 loss is ONE backward pass.
 
-`Gather` computes A and `Spread` the edge derivative. In the backward pass both need cotangents of G and G′,
-which are low-rank: with Ṙ the cotangent of dE/dR that arrives at `Spread`, and A̅ the one of A at `Gather`,
+Pass 1 (see `four_passes`) computes A, pass 2 the edge derivative. The gradient of the layers needs cotangents of G and
+G′, which are low-rank: with Ṙ the cotangent of dE/dR that arrives in pass 3, and A̅ the one of A in pass 4,
 
     cot(G) = R·A̅ + Ṙ·Ā      cot(G′) = Ṙ₀·R·Ā.
 
-Forming them twice and adding would move two (edges, M) arrays through memory; so `Spread` hands only Ṙ back,
-through a stand-in output of `Gather` (`link`), and `Gather` forms both in one product per atom. Work proceeds in
-blocks of atoms small enough for a CPU's cache, each as wide as its fullest atom needs (one block on a GPU).
+Forming them twice and adding would move two (edges, M) arrays through memory; so pass 4 forms both in one product per
+atom. Work proceeds in blocks of atoms small enough for a CPU's cache, each as wide as its fullest atom needs (one block
+on a GPU).
 
 All slots of `sel` count. An empty one has the same row and s for every atom of a type, so those beyond a
 block's width enter as one edge whose row is multiplied with their number.
@@ -27,7 +27,6 @@ block's width enter as one edge whose row is multiplied with their number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +34,7 @@ import numpy as np
 import torch
 
 from deepmd_muon.model.activation import Activation
+from deepmd_muon.model.four_passes import FourPasses, Perhaps, Tensors
 from deepmd_muon.model.networks import Copies, LayerTensors, unflatten
 
 # Edges in a block. Between 512 and 4096 a step of the water example varies by 15 % on one core, where smaller
@@ -103,34 +103,6 @@ class _Block:
     def real_features(self, part: int) -> torch.Tensor:
         """G (part 0) or G′ (part 1) without the stand-in."""
         return self.features[part, :, 1:] if self.missing else self.features[part]
-
-
-@dataclass
-class Tape:
-    """Shared by one `Gather` and its `Spread`: the operation, the blocks, and Ā once it is known.
-
-    Attributes
-    ----------
-    plans
-        The blocks.
-    sel
-        Slots that count, of which the batch may have fewer.
-    activation, copies
-        Of the network.
-    tangent
-        Whether G′ is wanted.
-    trace
-        Whether a backward pass may follow.
-    """
-
-    plans: list[BlockPlan]
-    sel: int
-    activation: Activation
-    copies: tuple[Copies, ...]
-    tangent: bool
-    trace: bool
-    blocks: list[_Block] = field(default_factory=list)
-    adjoint: torch.Tensor | None = None
 
 
 class _LayerGradient:
@@ -221,10 +193,10 @@ def _backward_layer(
     return skipped
 
 
-def _inputs(tape: Tape, plan: BlockPlan, rows: torch.Tensor, empty: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _inputs(sums: Sums, plan: BlockPlan, rows: torch.Tensor, empty: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return s `(atoms, edges)` and R `(atoms, edges, 4)` of a block, the stand-in for missing slots first."""
     r = rows[plan.atoms, : plan.width]
-    missing = tape.sel - plan.width
+    missing = sums.sel - plan.width
     if not missing:
         return r[..., 0], r
     stand_in = empty[plan.atoms].unsqueeze(1)
@@ -232,103 +204,104 @@ def _inputs(tape: Tape, plan: BlockPlan, rows: torch.Tensor, empty: torch.Tensor
     return s, torch.cat([stand_in * missing, r], dim=1)
 
 
-class Gather(torch.autograd.Function):
-    """A = Σ R ⊗ G(s) over all slots of each atom, and the `link` through which `Spread` reaches back.
+@dataclass
+class Sums(FourPasses):
+    """A = Σ R ⊗ G(s) over all slots of each atom; in pass 2 dE/dR from Ā = dE/dA.
 
-    Arguments: tape, R `(atoms, edges, 4)`, R of an empty slot `(atoms, 4)`, then matrix, bias, idt of every
-    layer. Only the layers have a gradient: R is data, and s its first component.
+    Inputs: R `(atoms, edges, 4)`, R of an empty slot `(atoms, 4)`, then matrix, bias, idt of every layer. Output: A
+    `(atoms, 4, M)`. Adjoint: dE/drow `(atoms, edges, 4)`, with R·Ā·G′ on the first component, through which s enters.
+    Only the layers have a gradient: R is data, and s its first component.
+
+    Attributes
+    ----------
+    plans
+        The blocks.
+    sel
+        Slots that count, of which the batch may have fewer.
+    activation, copies
+        Of the network.
+    force
+        Whether pass 2 will be asked for, which needs G′.
+    trace
+        Whether a backward pass may follow.
     """
 
-    @staticmethod
-    def forward(ctx: Any, tape: Tape, rows: torch.Tensor, empty: torch.Tensor, *flat: torch.Tensor | None) -> Any:
-        """Return A `(atoms, 4, M)` and `link` (zeros like R, without memory)."""
+    plans: list[BlockPlan]
+    sel: int
+    activation: Activation
+    copies: tuple[Copies, ...]
+    force: bool
+    trace: bool
+    blocks: list[_Block] = field(default_factory=list)
+
+    def value(self, given: Any) -> tuple[Perhaps, Perhaps]:
+        """See `FourPasses`."""
+        rows, empty, *flat = given
         layers = unflatten(flat)
         out = rows.new_empty((rows.shape[0], 4, layers[-1].matrix.shape[1]))
-        for plan in tape.plans:
-            s, r = _inputs(tape, plan, rows, empty)
+        for plan in self.plans:
+            s, r = _inputs(self, plan, rows, empty)
             values = s.reshape(1, -1, 1)
-            stack = torch.cat([values, torch.ones_like(values)]) if tape.tangent else values
+            stack = torch.cat([values, torch.ones_like(values)]) if self.force else values
             trace: list[_LayerTrace] = []
-            for layer, copies in zip(layers, tape.copies, strict=True):
-                stack = _forward_layer(stack, layer, copies, tape.activation, trace if tape.trace else None)
+            for layer, copies in zip(layers, self.copies, strict=True):
+                stack = _forward_layer(stack, layer, copies, self.activation, trace if self.trace else None)
             features = stack.unflatten(1, s.shape)
             out[plan.atoms] = torch.bmm(r.transpose(1, 2), features[0])
-            if tape.trace or tape.tangent:
-                tape.blocks.append(_Block(plan, tape.sel > plan.width, r, features, trace))
-        ctx.tape = tape
-        ctx.save_for_backward(*flat)
-        return out, rows.new_zeros(()).expand(rows.shape)
+            if self.trace or self.force:
+                self.blocks.append(_Block(plan, self.sel > plan.width, r, features, trace))
+        return (out,), ()
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor, edge_cotangent: torch.Tensor) -> Any:
-        """Return the gradient of every layer's tensors."""
-        tape: Tape = ctx.tape
-        layers = unflatten(ctx.saved_tensors)
-        gradients = [_LayerGradient() for _ in layers]
-        for block in tape.blocks:
-            below: torch.Tensor | None = _feature_cotangent(tape, block, cotangent, edge_cotangent)
-            for index in reversed(range(len(layers))):
-                assert below is not None
-                args = layers[index], tape.copies[index], tape.activation, block.layers[index], gradients[index]
-                below = _backward_layer(below, *args, first=index == 0)
-        return (None, None, None, *(t for g, layer in zip(gradients, layers, strict=True) for t in g.result(layer)))
-
-
-def _feature_cotangent(
-    tape: Tape, block: _Block, cotangent: torch.Tensor, edge_cotangent: torch.Tensor
-) -> torch.Tensor:
-    """Cotangents of G and G′ of a block, stacked `(1 or 2, rows, M)`."""
-    atoms, width = block.plan
-    out = torch.empty_like(block.features)
-    if tape.adjoint is None:
-        torch.bmm(block.rows, cotangent[atoms], out=out[0])
-        out[1:].zero_()
-    else:
-        moved = edge_cotangent[atoms, :width]
-        if block.missing:
-            moved = torch.nn.functional.pad(moved, (0, 0, 1, 0))
-        adjoint = tape.adjoint[atoms]
-        torch.bmm(torch.cat([block.rows, moved], 2), torch.cat([cotangent[atoms], adjoint], 1), out=out[0])
-        torch.bmm(block.rows * moved[..., :1], adjoint, out=out[1])
-    return out.flatten(1, 2)
-
-
-class Spread(torch.autograd.Function):
-    """dE/drow of every edge from Ā = dE/dA: Ā·G, plus R·Ā·G′ on the first component, through which s enters.
-
-    Arguments: tape, Ā `(atoms, 4, M)`, `link` of the matching `Gather`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tape: Tape, adjoint: torch.Tensor, link: torch.Tensor) -> torch.Tensor:
-        """Return dE/drow `(atoms, edges, 4)`."""
-        tape.adjoint = adjoint = adjoint.detach()  # with its graph it would keep itself alive
-        out = link.new_zeros(link.shape)
-        for block in tape.blocks:
+    def adjoint(self, cotangents: Any, given: Any, kept: Any) -> tuple[Tensors, Perhaps]:
+        """Return dE/drow, and Ā."""
+        (adjoint,) = cotangents
+        out = torch.zeros_like(given[0])
+        for block in self.blocks:
             atoms, width = block.plan
             a = adjoint[atoms].transpose(1, 2)
             slope = torch.bmm(block.real_features(0), a)
             slope[..., 0] += torch.bmm(block.real_features(1), a).mul_(block.real).sum(-1)
             out[atoms, :width] = slope
-        ctx.tape = tape
-        return out
+        return (out,), cotangents
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        """Return the cotangent of Ā, and Ṙ for `Gather`."""
-        tape: Tape = ctx.tape
-        assert tape.adjoint is not None
-        out = torch.empty_like(tape.adjoint)
-        for block in tape.blocks:
+    def tangent(self, tangents: Any, left: Any) -> tuple[Perhaps, Perhaps]:
+        """Return the derivative of A, and Ṙ."""
+        out = torch.empty_like(left[0])
+        for block in self.blocks:
             atoms, width = block.plan
-            moved = cotangent[atoms, :width]
+            moved = tangents[0][atoms, :width]
             sums = torch.bmm(moved.transpose(1, 2), block.real_features(0))
             out[atoms] = sums.baddbmm_((block.real * moved[..., :1]).transpose(1, 2), block.real_features(1))
-        return None, out, cotangent
+        return (out,), tangents
+
+    def gradient(self, cotangents: Any, given: Any, kept: Any, left: Any, moved: Any) -> Perhaps:
+        """Return the gradient of every layer's tensors."""
+        layers = unflatten(given[2:])
+        above = left[0].new_zeros(left[0].shape) if cotangents[0] is None else cotangents[0]
+        gradients = [_LayerGradient() for _ in layers]
+        for block in self.blocks:
+            below: torch.Tensor | None = _feature_cotangent(block, above, left, moved)
+            for index in reversed(range(len(layers))):
+                assert below is not None
+                args = layers[index], self.copies[index], self.activation, block.layers[index], gradients[index]
+                below = _backward_layer(below, *args, first=index == 0)
+        return None, None, *(t for g, layer in zip(gradients, layers, strict=True) for t in g.result(layer))
 
 
-# torch leaves `Function.apply` untyped.
-gather: Callable[..., tuple[torch.Tensor, torch.Tensor]] = Gather.apply
-spread: Callable[..., torch.Tensor] = Spread.apply
+def _feature_cotangent(
+    block: _Block, cotangent: torch.Tensor, left: Tensors | None, moved: Tensors | None
+) -> torch.Tensor:
+    """Cotangents of G and G′ of a block, stacked `(1 or 2, rows, M)`."""
+    atoms, width = block.plan
+    out = torch.empty_like(block.features)
+    if left is None or moved is None:
+        torch.bmm(block.rows, cotangent[atoms], out=out[0])
+        out[1:].zero_()
+    else:
+        along = moved[0][atoms, :width]
+        if block.missing:
+            along = torch.nn.functional.pad(along, (0, 0, 1, 0))
+        adjoint = left[0][atoms]
+        torch.bmm(torch.cat([block.rows, along], 2), torch.cat([cotangent[atoms], adjoint], 1), out=out[0])
+        torch.bmm(block.rows * along[..., :1], adjoint, out=out[1])
+    return out.flatten(1, 2)

@@ -13,9 +13,10 @@ from deepmd_muon.model.descriptor.environment import Environment, edge_derivativ
 from deepmd_muon.model.descriptor.interface import Described, Pullback
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
 from deepmd_muon.model.descriptor.se_e2_a.contraction import contract, pull_contraction
-from deepmd_muon.model.descriptor.se_e2_a.embedding import Tape, gather, plan_blocks, spread
+from deepmd_muon.model.descriptor.se_e2_a.embedding import Sums, plan_blocks
 from deepmd_muon.model.descriptor.se_e2_a.settings import SeE2ASettings
 from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.four_passes import run_with_pullback
 from deepmd_muon.model.networks import Network, NetworkCollection, Stream, dtype_of
 from deepmd_muon.model.structures import Structures
 
@@ -199,7 +200,7 @@ class SeE2A(torch.nn.Module):
 
 
 class _Contractions:
-    """The `Gather` and `Spread` of every network over its part of the edges.
+    """The `Sums` of every network over its part of the edges.
 
     Attributes
     ----------
@@ -210,34 +211,34 @@ class _Contractions:
     def __init__(
         self, model: SeE2A, structures: Structures, rows: torch.Tensor, empty_row: torch.Tensor, *, force: bool
     ) -> None:
-        self.parts: list[list[tuple[slice, Tape, torch.Tensor]]] = []
+        self.parts: list[list[tuple[slice, Pullback]]] = []
         atoms = [slice(None)] if model.one_side else _ranges(structures.type_counts)
-        sums: list[torch.Tensor] = []
+        totals: list[torch.Tensor] = []
         for here, networks in zip(atoms, model.networks(), strict=True):
             gathered, parts = [], []
             for other, columns in enumerate(_ranges(structures.sections)):
                 network = networks[other]
-                tape = Tape(
+                sums = Sums(
                     plan_blocks(structures.filled[other, here], structures.sections[other], rows.device),
                     model.sel[other],
                     model.activation,
                     network.copies,
-                    tangent=force,
+                    force=force,
                     trace=torch.is_grad_enabled() and any(p.requires_grad for p in network.parameters()),
                 )
                 flat = [part for layer in network.tensors for part in layer]
-                out, link = gather(tape, rows[here, columns], empty_row[here], *flat)
+                (out,), pull = run_with_pullback(sums, rows[here, columns], empty_row[here], *flat)
                 gathered.append(out)
-                parts.append((here, tape, link))
-            sums.append(sum(gathered[1:], start=gathered[0]))
+                parts.append((here, pull))
+            totals.append(sum(gathered[1:], start=gathered[0]))
             self.parts.append(parts)
         self.slots = sum(model.sel)
-        self.gathered = _join(sums) / self.slots
+        self.gathered = _join(totals) / self.slots
 
     def spread(self, adjoint: torch.Tensor) -> torch.Tensor:
         """Return dE/drow `(nreal, nnei, 4)` from dE/dA `(nreal, 4, M)`."""
         adjoint = adjoint / self.slots
-        joined = [torch.cat([spread(tape, adjoint[here], link) for here, tape, link in row], 1) for row in self.parts]
+        joined = [torch.cat([pull(adjoint[here])[0] for here, pull in row], 1) for row in self.parts]
         return _join(joined)
 
 
