@@ -29,7 +29,7 @@ def table(caplog):
     return lines[first[0] :] if first else []
 
 
-def test_the_table_has_the_errors_of_dp_test_and_its_command_draws_them(
+def test_the_table_has_the_errors_of_dp_test_and_its_command_draws_it(
     small_input, train, finished, caplog, monkeypatch
 ):
     monkeypatch.setattr("deepmd_muon.train.final_errors._FEWEST_FRAMES", 30)
