@@ -195,21 +195,36 @@ class DataLoader:
                 self._step += 1
                 yield self._sampler.next()
 
-        yield from self._dealt(drawn())
+        for batch, counts, _ in self._dealt(drawn()):
+            yield batch, counts
 
     def deal_all(self) -> Iterator[tuple[Batch, bool]]:
         """Deal every frame of every system out once, in order; otherwise as `deal`. The random order does not move."""
-        plans = (
-            Plan(((k, np.arange(first, min(first + size, system.nframes))),))
-            for k, (system, size) in enumerate(zip(self.systems, self.batch_sizes, strict=True))
-            for first in range(0, system.nframes, size)
-        )
-        yield from self._dealt(plans)
+        for batch, counts, _ in self.deal_sample([system.nframes for system in self.systems]):
+            yield batch, counts
 
-    def _dealt(self, plans: Iterator[Plan]) -> Iterator[tuple[Batch, bool]]:
+    def deal_sample(self, wanted: Sequence[int]) -> Iterator[tuple[Batch, bool, int]]:
+        """Deal `wanted` frames of each system out, spread evenly over it, with its number; otherwise as `deal_all`."""
+        yield from self._dealt(
+            Plan(((k, numbers),))
+            for k, (number, size) in enumerate(zip(wanted, self.batch_sizes, strict=True))
+            for numbers in self._spread(k, number, size)
+        )
+
+    def _spread(self, k: int, wanted: int, size: int) -> Iterator[np.ndarray]:
+        """Yield the numbers of at most `wanted` frames of system `k`, spread evenly, in batches of `size`."""
+        nframes = self.systems[k].nframes
+        wanted = min(nframes, wanted)
+        numbers = np.arange(wanted) * nframes // max(1, wanted)
+        for first in range(0, wanted, size):
+            yield numbers[first : first + size]
+
+    def _dealt(self, plans: Iterator[Plan]) -> Iterator[tuple[Batch, bool, int]]:
+        """Yield this rank's batches, whether each counts, and the number of its first system."""
         while turn := list(itertools.islice(plans, self.world_size)):
             there = self.rank < len(turn)
-            yield self.build(turn[self.rank if there else 0]), there
+            plan = turn[self.rank if there else 0]
+            yield self.build(plan), there, plan.parts[0][0]
 
     # -- samples for statistics ------------------------------------------------------------------------------
 
@@ -222,11 +237,9 @@ class DataLoader:
 
     def sample_plans(self, nbatches: int) -> Iterator[Plan]:
         """Return which frames the batches of `sample_batches` hold."""
-        for k, (system, size) in enumerate(zip(self.systems, self.batch_sizes, strict=True)):
-            wanted = min(system.nframes, nbatches * size)
-            numbers = np.arange(wanted) * system.nframes // wanted
-            for first in range(0, wanted, size):
-                yield Plan(((k, numbers[first : first + size]),))
+        for k, size in enumerate(self.batch_sizes):
+            for numbers in self._spread(k, nbatches * size, size):
+                yield Plan(((k, numbers),))
 
     # -- building --------------------------------------------------------------------------------------------
 

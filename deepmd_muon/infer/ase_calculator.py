@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from deepmd_muon.infer.errors import PredictionInputError
+from deepmd_muon.infer.model_deviation import COLUMNS, DeviationSettings, deviations
+from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor
 
 try:
@@ -20,6 +22,10 @@ try:
 except ImportError as error:
     raise ImportError("DeepPotCalculator needs ASE: install the package ase (3.23 or later)") from error
 
+Model = Predictor | str | os.PathLike[str]
+# The values of every model, under MACE's names (mace/calculators/mace.py of ACEsuit/mace).
+_COMMITTEE = ("energy_comm", "forces_comm", "stress_comm")
+
 
 class DeepPotCalculator(Calculator):
     """Energy [eV], forces [eV/Å], stress [eV/Å³] and atomic energies [eV] of a potential, for ASE.
@@ -27,10 +33,21 @@ class DeepPotCalculator(Calculator):
     A system that is periodic along some axes only is computed in a cell that is widened along the others, so far
     that no atom sees an image there. Stress is for systems with three periodic axes.
 
+    Several models are a committee. Results are their means, and `results` also has the values of every model under
+    MACE's names, and their disagreement under the names of `model_devi.out` and by deepmd-kit's definitions
+    (`deepmd_muon.infer.model_deviation`; standard deviations divide by the number of models):
+
+    - `energy_comm` (nmodels,) [eV], `forces_comm` (nmodels, natoms, 3) [eV/Å], `stress_comm` (nmodels, 6) [eV/Å³];
+    - `devi_f` (natoms,): standard deviation of the force on each atom, the square root of the summed variances of its
+      components [eV/Å]; `max_devi_f`, `min_devi_f` and `avg_devi_f`, its largest, smallest and mean value;
+    - `max_devi_v`, `min_devi_v`, `avg_devi_v`: largest, smallest and root mean square standard deviation of the nine
+      components of the virial [eV/atom];
+    - `devi_e`: standard deviation of the energy [eV/atom].
+
     Parameters
     ----------
     model
-        A `Predictor`, or the path of a checkpoint.
+        A `Predictor`, or the path of a checkpoint or frozen file; several of them in a list for a committee.
     device
         Where to compute, when `model` is a path.
     **kwargs
@@ -42,14 +59,24 @@ class DeepPotCalculator(Calculator):
 
     def __init__(
         self,
-        model: Predictor | str | os.PathLike[str],
+        model: Model | Sequence[Model],
         *,
         device: str | torch.device | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.predictor = model if isinstance(model, Predictor) else Predictor(model, device=device)
-        self._types = {symbol: number for number, symbol in enumerate(self.predictor.type_map)}
+        models = [model] if isinstance(model, (Predictor, str, os.PathLike)) else list(model)
+        if not models:
+            raise PredictionInputError("DeepPotCalculator needs a model; found an empty list")
+        self.predictors = [one if isinstance(one, Predictor) else Predictor(one, device=device) for one in models]
+        if len(models) > 1:
+            committee = [*_COMMITTEE, "devi_f", *COLUMNS]
+            self.implemented_properties = [*type(self).implemented_properties, *committee]
+
+    @property
+    def predictor(self) -> Predictor:
+        """The first model."""
+        return self.predictors[0]
 
     def calculate(
         self,
@@ -61,24 +88,22 @@ class DeepPotCalculator(Calculator):
         super().calculate(atoms, properties, system_changes)
         atoms = self.atoms  # the copy that ASE compares with at the next call
         assert atoms is not None
-        unknown = sorted(set(atoms.symbols) - self._types.keys())
-        if unknown:
-            known = ", ".join(self._types)
-            raise PredictionInputError(f"the potential knows {known}; these atoms hold {', '.join(unknown)}")
-        types = np.array([self._types[symbol] for symbol in atoms.symbols])
-        prediction = self.predictor.predict(atoms.positions, self._cell(atoms), types)
-        energy = float(prediction.energy[0])
-        self.results = {
-            "energy": energy,
-            "free_energy": energy,
-            "forces": prediction.force[0],
-            "energies": prediction.atom_energy[0],
+        cell = self._cell(atoms)
+        found = [each.predict(atoms.positions, cell, _types(atoms, each)) for each in self.predictors]
+        every = {
+            "energy": np.stack([prediction.energy[0] for prediction in found]),
+            "forces": np.stack([prediction.force[0] for prediction in found]),
         }
         if atoms.pbc.all():
-            # Tension is positive in ASE and a negative virial in DeePMD.
-            virial = prediction.virial[0].reshape(3, 3)
-            stress = -0.5 * (virial + virial.T) / atoms.get_volume()
-            self.results["stress"] = full_3x3_to_voigt_6_stress(stress)
+            every["stress"] = np.stack([_stress(prediction, atoms.get_volume()) for prediction in found])
+        self.results = {name: values.mean(axis=0) for name, values in every.items()}
+        self.results["energy"] = self.results["free_energy"] = float(self.results["energy"])
+        self.results["energies"] = np.mean([prediction.atom_energy[0] for prediction in found], axis=0)
+        if len(found) > 1:
+            self.results |= {f"{name}_comm": values for name, values in every.items()}
+            (table,), (of_force,) = deviations(found, DeviationSettings())
+            self.results |= dict(zip(COLUMNS, table.tolist(), strict=True))
+            self.results["devi_f"] = of_force
 
     def _cell(self, atoms: Atoms) -> np.ndarray | None:
         """Return the cell (3, 3) [Å] to compute in, or None without any periodic axis."""
@@ -98,5 +123,22 @@ class DeepPotCalculator(Calculator):
         # A completed vector is perpendicular to the periodic ones and has length 1.
         for axis in np.flatnonzero(~atoms.pbc):
             extent = np.ptp(atoms.positions @ cell[axis])
-            cell[axis] *= extent + 2.0 * self.predictor.model.rcut
+            cell[axis] *= extent + 2.0 * max(each.model.rcut for each in self.predictors)
         return cell
+
+
+def _types(atoms: Atoms, predictor: Predictor) -> np.ndarray:
+    """Return the types (natoms,) of atoms as one model numbers them."""
+    numbers = {symbol: number for number, symbol in enumerate(predictor.type_map)}
+    unknown = sorted(set(atoms.symbols) - numbers.keys())
+    if unknown:
+        known = ", ".join(numbers)
+        raise PredictionInputError(f"the potential knows {known}; these atoms hold {', '.join(unknown)}")
+    return np.array([numbers[symbol] for symbol in atoms.symbols])
+
+
+def _stress(prediction: Prediction, volume: float) -> np.ndarray:
+    """Return the stress (6,) [eV/Å³] of the one frame; tension is positive in ASE and a negative virial in DeePMD."""
+    virial = prediction.virial[0].reshape(3, 3)
+    stress: np.ndarray = full_3x3_to_voigt_6_stress(-0.5 * (virial + virial.T) / volume)
+    return stress

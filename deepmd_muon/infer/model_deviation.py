@@ -11,9 +11,11 @@ import numpy as np
 from deepmd_muon.data import Frames, System
 from deepmd_muon.files import append_to, fresh_file, make_folder_of
 from deepmd_muon.infer.errors import PredictionInputError
+from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor, naming
 
-_COLUMNS = tuple(f"{kind}_devi_{quantity}" for quantity in "vf" for kind in ("max", "min", "avg"))
+#: Columns of `model_devi.out`, in order.
+COLUMNS = (*(f"{kind}_devi_{quantity}" for quantity in "vf" for kind in ("max", "min", "avg")), "devi_e")
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,32 @@ def model_deviation(
     PredictionInputError
         When `real_error` lacks a label.
     """
-    natoms = frames.natoms
     found = [predictor.evaluate(frames) for predictor in predictors]
+    real = _labels(frames) if settings.real_error else (None, None, None)
+    return deviations(found, settings, real)
+
+
+def deviations(
+    found: Sequence[Prediction],
+    settings: DeviationSettings,
+    real: tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None] = (None, None, None),
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `model_deviation` describes from predictions of several models for the same frames.
+
+    Parameters
+    ----------
+    found
+        The predictions.
+    settings
+        The quantities to compute.
+    real
+        Labels of energy per atom (nframes,), force (nframes, natoms, 3) and virial per atom (nframes, 9) to compare
+        with instead of the mean of the models.
+    """
+    natoms = found[0].force.shape[1]
     energy = np.stack([prediction.energy for prediction in found]) / natoms
     force = np.stack([prediction.force for prediction in found])
     virial = np.stack([prediction.virial for prediction in found]) / natoms
-    real = _labels(frames) if settings.real_error else (None, None, None)
     of_virial = _relative(_spread(virial, real[2]), virial, real[2], settings.relative_virial)
     of_force = deviation_of_force(force, real[1], settings.relative)
     columns = (
@@ -136,7 +158,7 @@ class DeviationFile:
 
     def add(self, system: str, steps: np.ndarray, table: np.ndarray, of_force: np.ndarray) -> None:
         """Append the rows of one system; `steps` numbers them."""
-        header = f"{system}\n{'step':10s}" + "".join(f"{name:19s}" for name in (*_COLUMNS, "devi_e"))
+        header = f"{system}\n{'step':10s}" + "".join(f"{name:19s}" for name in COLUMNS)
         rows = [steps[:, None], table]
         if self._atomic:
             header += f"{'atm_devi_f(N)':19s}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +131,6 @@ class FullValidation:
             self._file.close()
 
 
-@torch.no_grad()
 def full_errors(
     model: EnergyModel, batches: Iterable[tuple[TrainingBatch, bool]], add_up: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
@@ -151,16 +150,46 @@ def full_errors(
     dict
         "e:mae" and "e:rmse" [eV/atom], "f:…" [eV/Å], "s:…" [eV/Å³], "v:…" [eV/atom]; NaN where nothing is compared.
     """
-    total: Tensor | None = None
-    for batch, counts in batches:
-        prediction = model(batch.structures, force=True, virial=True)
-        sums = _error_sums(prediction, batch)
-        if not counts:
-            sums = torch.zeros_like(sums)
-        total = sums if total is None else total + sums
-    assert total is not None  # a loader deals at least one batch to every rank
+    (sums,) = error_sums(model, ((batch, counts, 0) for batch, counts in batches), 1, add_up)
+    return errors_of_sums(sums)
+
+
+@torch.no_grad()
+def error_sums(
+    model: EnergyModel,
+    batches: Iterable[tuple[TrainingBatch, bool, int]],
+    nrows: int,
+    add_up: Callable[[Tensor], Tensor],
+) -> list[list[float]]:
+    """Return the sums behind `full_errors` in several rows, such as one a system.
+
+    Parameters
+    ----------
+    batches
+        As in `full_errors`, each with the row that it belongs to.
+    nrows
+        Number of rows.
+
+    Returns
+    -------
+    list
+        Rows of Σ|error|, Σ error² and the number of values of each of the four quantities, (nrows, 12).
+    """
+    device = next(model.parameters()).device
+    total = torch.zeros(nrows, 12, dtype=torch.float64, device=device)
+    for batch, counts, row in batches:
+        sums = _error_sums(model(batch.structures, force=True, virial=True), batch)
+        if counts:
+            total[row] += sums
+    found: list[list[float]] = add_up(total).tolist()
+    return found
+
+
+def errors_of_sums(sums: Sequence[float]) -> dict[str, float]:
+    """Return the errors that `full_errors` describes from a row of `error_sums`, or from a sum of rows."""
     errors: dict[str, float] = {}
-    for family, (absolute, square, count) in zip(_FAMILIES, add_up(total).view(4, 3).tolist(), strict=True):
+    for k, family in enumerate(_FAMILIES):
+        absolute, square, count = sums[3 * k : 3 * k + 3]
         errors[f"{family}:mae"] = absolute / count if count else float("nan")
         errors[f"{family}:rmse"] = (square / count) ** 0.5 if count else float("nan")
     return errors

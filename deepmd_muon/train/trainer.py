@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import signal
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.argcheck import Input
+from deepmd_muon.data import Batch
 from deepmd_muon.files import WriteError, is_special, replacement
 from deepmd_muon.loss import build_loss, check_labels
 from deepmd_muon.model import EnergyModel, build_model
@@ -21,7 +23,7 @@ from deepmd_muon.model.checkpoint_file import OWN_KEY
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.train.batch import to_device
+from deepmd_muon.train.batch import TrainingBatch, to_device
 from deepmd_muon.train.batches import BatchSource
 from deepmd_muon.train.checkpoint.changes import report_rate
 from deepmd_muon.train.checkpoint.content import RunState
@@ -30,7 +32,8 @@ from deepmd_muon.train.early_start import compile_kernels
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.endings import Moment, explained, last_good
 from deepmd_muon.train.errors import NonFiniteError, TrainingError
-from deepmd_muon.train.full_validation import FullValidation, full_errors
+from deepmd_muon.train.final_errors import error_table, frames_to_compare, parity_command
+from deepmd_muon.train.full_validation import FullValidation, error_sums, full_errors
 from deepmd_muon.train.learning_rate import learning_rate
 from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.parallel import Ranks
@@ -149,6 +152,8 @@ class Trainer:
         ):
             try:
                 self._go_through_steps(begun)
+                if self.strategy.stop_signal is None:
+                    self._compare_at_end()
             except Exception as error:
                 self._rescue(error)
                 if not isinstance(error, NonFiniteError):
@@ -257,9 +262,7 @@ class Trainer:
         if section is None or loader is None:
             return None
         dealt = loader.deal_all() if section.numb_btch == "all" else loader.deal(int(section.numb_btch))
-        batches = (
-            (to_device(batch, self.model.ntypes, self._device), counts) for batch, counts in self._announced(dealt)
-        )
+        batches = ((self._to_device(batch), counts) for batch, counts in self._announced(dealt))
         metrics = validate(self.model, self.loss, batches, lr_fraction, self.ranks.sum)
         with self.ranks.waiting():
             found = _numbers(metrics)
@@ -270,15 +273,36 @@ class Trainer:
         """Measure the present weights on all validation data, and save them if they are among the best."""
         assert self.data.validation is not None  # a rule of the input
         self._stepper.check(self.step)
-        batches = (
-            (to_device(batch, self.model.ntypes, self._device), counts)
-            for batch, counts in self._announced(self.data.validation.deal_all())
-        )
+        dealt = self._announced(self.data.validation.deal_all())
+        batches = ((self._to_device(batch), counts) for batch, counts in dealt)
         errors = full_errors(self.model, batches, self.ranks.sum)
         self.strategy.reshard()
         self._now("saving", self.step)
         with self.checkpoints.being_written():
             self.full_validation.take(self.step, errors, self._content)
+
+    def _compare_at_end(self) -> None:
+        """Log the errors of the last weights on the validation data; a signal ends it without its table."""
+        loader = self.data.validation
+        if loader is None:
+            return
+        frames = [system.nframes for system in loader.systems]
+        compared = frames_to_compare(frames, self.num_steps)
+        dealt = self._announced(loader.deal_sample(compared))
+        batches = ((self._to_device(batch), counts, system) for batch, counts, system in dealt)
+        # Ranks agree on signals in their steps: one that comes now is seen at once by a single process alone.
+        going_on = itertools.takewhile(lambda _: self.strategy.stop_signal is None, batches)
+        sums = error_sums(self.model, going_on, len(frames), self.ranks.sum)
+        self.strategy.reshard()
+        if self.strategy.stop_signal is not None:
+            return
+        for line in error_table([system.name for system in loader.systems], frames, compared, sums):
+            log.info("%s", line)
+        if command := parity_command(self.given.source, Path(f"{self.given.settings.training.save_ckpt}.pt")):
+            log.info("draw predictions against labels with: %s", command)
+
+    def _to_device(self, batch: Batch) -> TrainingBatch:
+        return to_device(batch, self.model.ntypes, self._device)
 
     def _announced(self, batches: Iterable[T]) -> Iterator[T]:
         """Tell the other ranks of every validation batch, because all of them may take longer than the ranks wait."""

@@ -1,6 +1,6 @@
 """Train a small GPT on text with the README's optimizer, AdamW and torch.optim.Muon: minutes on one CPU core.
 
-    OMP_NUM_THREADS=1 python source/benchmarks/small_gpt.py > doc/benchmarks/raw/small_gpt_cpu_DATE.md
+    OMP_NUM_THREADS=1 python source/benchmarks/small_gpt.py > doc/benchmarks/raw/small_gpt_cpu_DATE.log
 
 Text is that of Python's own help topics, read as bytes, so that nothing is downloaded; losses are compared within one
 version of Python. Every optimizer starts from the same weights, sees the same batches, and has the same schedule: 5 %

@@ -11,7 +11,7 @@ import torch
 from deepmd_muon.optim import MuonConfig
 
 TOP = Path(__file__).parents[3]
-RAW = TOP / "doc" / "benchmarks" / "raw" / "small_gpt_cpu_2026-11-23.md"
+RAW = TOP / "doc" / "benchmarks" / "raw" / "small_gpt_cpu_2026-11-23.log"
 
 
 @pytest.fixture

@@ -97,6 +97,68 @@ def test_foreign_elements_are_named(atoms):
         atoms.get_potential_energy()
 
 
+def test_a_committee_gives_means_and_deepmd_kits_deviations(atoms, committee):
+    alone = []
+    for predictor in committee:
+        atoms.calc = DeepPotCalculator(predictor)
+        alone.append((atoms.get_potential_energy(), atoms.get_forces(), atoms.get_stress()))
+        assert "forces_comm" not in atoms.calc.implemented_properties
+    atoms.calc = DeepPotCalculator(committee)
+    energy, forces, stress = (np.array(values) for values in zip(*alone, strict=True))
+    assert atoms.get_potential_energy() == pytest.approx(energy.mean(), rel=1e-14)
+    np.testing.assert_allclose(atoms.get_forces(), forces.mean(axis=0), atol=1e-14)
+    np.testing.assert_allclose(atoms.get_stress(), stress.mean(axis=0), atol=1e-14)
+    assert atoms.get_potential_energies().sum() == pytest.approx(energy.mean())
+    results = atoms.calc.results
+    for name, values in (("energy", energy), ("forces", forces), ("stress", stress)):
+        assert np.array_equal(atoms.calc.get_property(f"{name}_comm", atoms), values)
+    per_atom = np.sqrt(forces.var(axis=0).sum(axis=-1))
+    np.testing.assert_allclose(results["devi_f"], per_atom, rtol=1e-10)
+    for kind in ("max", "min", "mean"):
+        name = f"{kind.replace('mean', 'avg')}_devi_f"
+        assert results[name] == pytest.approx(getattr(per_atom, kind)(), rel=1e-10)
+    assert results["devi_e"] == pytest.approx(energy.std() / len(atoms), rel=1e-10)
+    assert 0 < results["min_devi_v"] < results["avg_devi_v"] < results["max_devi_v"]
+    # The forces are the mean energy's slope: dynamics with a committee conserve it.
+    moved = []
+    for sign in (1, -1):
+        atoms.positions[3, 1] += sign * 1e-4 * (1 if sign == 1 else 2)
+        moved.append(atoms.get_potential_energy())
+    assert forces.mean(axis=0)[3, 1] == pytest.approx((moved[1] - moved[0]) / 2e-4, rel=1e-5)
+
+
+def test_models_of_a_committee_may_order_their_types_differently(atoms, predictor, model_section):
+    from deepmd_muon.infer import Predictor
+    from deepmd_muon.model import build_model
+
+    other = Predictor(build_model({**model_section, "type_map": ["H", "O", "Na"]} | _three_types(model_section)))
+    swapped = DeepPotCalculator(other).get_potential_energy(atoms)
+    both = DeepPotCalculator([predictor, other])
+    assert both.get_property("energy_comm", atoms)[1] == swapped
+    atoms.symbols[3] = "Na"
+    with pytest.raises(PredictionInputError, match="knows O, H; these atoms hold Na"):
+        both.get_potential_energy(atoms)
+
+
+def _three_types(section):
+    return {"descriptor": {**section["descriptor"], "sel": [48, 24, 4]}}
+
+
+def test_a_committee_survives_ases_files(atoms, committee, tmp_path):
+    from ase.io import read, write
+
+    atoms.calc = DeepPotCalculator(committee)
+    energy = atoms.get_potential_energy()
+    for name in ("committee.xyz", "committee.traj"):
+        write(tmp_path / name, atoms)
+        assert read(tmp_path / name).get_potential_energy() == pytest.approx(energy)
+
+
+def test_a_committee_needs_a_model():
+    with pytest.raises(PredictionInputError, match="empty"):
+        DeepPotCalculator([])
+
+
 def test_without_ase_the_message_says_what_to_install(monkeypatch):
     import sys
 

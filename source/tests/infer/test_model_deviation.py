@@ -3,17 +3,9 @@ import pytest
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import Frames
-from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.model_deviation import DeviationSettings, deviation_of_force, model_deviation
-from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
-
-
-@pytest.fixture
-def committee(model_section):
-    sections = [{**model_section, "fitting_net": {**model_section["fitting_net"], "seed": seed}} for seed in (2, 3, 4)]
-    return [Predictor(build_model(section), device="cpu") for section in sections]
 
 
 @pytest.fixture
