@@ -68,6 +68,7 @@ def make_input(
     }
     training.update(own or {})
     section: dict[str, Any] = {"type": optimizer}
+    # Explicit, so that runs of every length take the same steps and none measures descriptors first.
     if optimizer == "HybridMuon" and own is not None:
         section["lr_adjust_coeff"] = 8.64
     return {

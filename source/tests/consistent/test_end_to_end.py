@@ -37,7 +37,7 @@ def trained(tmp_path_factory):
     for part, kind in (("training_data", "train"), ("validation_data", "valid")):
         content["training"][part]["systems"] = [f"{EXAMPLE / 'water_xtb.hdf5'}#/{kind}/{t}K" for t in (300, 350)]
     content["training"].update(numb_steps=160, disp_freq=40, save_freq=80)
-    content["training"]["validation_data"]["numb_btch"] = 2
+    content["training"]["validation_data"].update(batch_size=1, numb_btch=2)
     content["learning_rate"]["stop_lr"] = 1e-4
     (folder / "input.json").write_text(json.dumps(content))
     log = dp(folder, "--pt", "train", "input.json")

@@ -83,3 +83,9 @@ def test_every_block_has_a_language_and_a_reason_if_it_does_not_run(name):
         if block.language == "json":
             text = block.code
             json.loads(text if text.startswith(("{", "[")) else f"{{{text}}}")
+
+
+@pytest.mark.parametrize("name", ["README.md", *(name for name in sorted(WALKS) if name.startswith("doc/tutorials/"))])
+def test_a_first_page_recommends_no_rate_of_the_optimizer(name):
+    """An explicit lr_adjust_coeff switches off the default of adam_lr_ratio."""
+    assert not [block.line for block in blocks_of(PAGES[name]) if "lr_adjust_coeff" in block.code]

@@ -29,6 +29,18 @@ def test_an_input_is_accepted_as_it_stands_and_finds_its_data(path):
         assert len(systems) == nsystems
 
 
+@pytest.mark.parametrize("path", INPUTS, ids=lambda path: path.parent.name)
+def test_an_input_leaves_the_rates_to_the_default_and_shows_errors_of_all_frames(path):
+    """An explicit lr_adjust_coeff switches off the default of adam_lr_ratio; few frames make a curve of noise."""
+    content = json.loads(path.read_text())
+    assert content["optimizer"] == {"type": "HybridMuon"}
+    taken = normalize(content).settings.optimizer
+    assert (taken.lr_adjust_coeff, taken.adam_lr_ratio) == (8.64, 10.0)
+    training = content["training"]
+    assert training["validation_data"]["numb_btch"] == "all"
+    assert training["numb_steps"] / training["disp_freq"] >= 20
+
+
 @pytest.mark.parametrize("name", ["dpa1_water", "dpa3_water"])
 def test_attention_and_graph_potentials_train(name, tmp_path, monkeypatch):
     """Two steps of each, on one frame of the smallest system."""
@@ -76,11 +88,10 @@ def test_dpa3_starts_with_forces_of_the_right_size():
     assert share(section) < 0.01  # the published settings
 
 
-def test_dpa3_sets_no_rate_and_takes_those_that_its_readme_states():
-    content = json.loads((EXAMPLES / "dpa3_water" / "input.json").read_text())
-    assert content["optimizer"] == {"type": "HybridMuon"}
-    taken = normalize(content).settings.optimizer
-    page = (EXAMPLES / "dpa3_water" / "README.md").read_text()
+@pytest.mark.parametrize("name", ["dpa1_water", "dpa3_water"])
+def test_the_readme_states_the_rates_that_a_run_takes(name):
+    taken = normalize(json.loads((EXAMPLES / name / "input.json").read_text())).settings.optimizer
+    page = (EXAMPLES / name / "README.md").read_text()
     assert f"`lr_adjust_coeff` {taken.lr_adjust_coeff:g} and `adam_lr_ratio` {taken.adam_lr_ratio:g}" in page
 
 
