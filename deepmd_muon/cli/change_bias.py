@@ -6,6 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
+from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import HandOver, frozen_here
 from deepmd_muon.cli.systems import add_label_options, listed_systems, open_listed
@@ -54,12 +55,14 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.train.energy_bias import change_bias
     from deepmd_muon.train.report import set_up_logging
 
-    set_up_logging(options.log_level, options.log_path)
     source = checkpoint_path(options.INPUT)
     output = Path(options.output) if options.output else source.with_name(f"{source.stem}_updated.pt")
     if output.suffix != ".pt":
         raise CommandError(f"-o must end in .pt; found {output}")
     systems = listed_systems(options.datafile) if options.datafile else [options.system]
+    outputs, read = {"-o": output, "-l": options.log_path}, {"the checkpoint": source, "the list": options.datafile}
+    refuse_clashes(CommandError, outputs, read, {} if options.bias_value else {"the data": systems})
+    set_up_logging(options.log_level, options.log_path)
     change_bias(
         source,
         output,

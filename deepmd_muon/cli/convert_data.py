@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepmd_muon.clashes import refuse_clashes
+from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.systems import add_label_options, open_listed
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_npy
     from deepmd_muon.train.report import set_up_logging
 
+    refuse_clashes(CommandError, {"OUT": options.output, "-l": options.log_path}, {}, {"the data": options.input})
     set_up_logging(options.log_level, options.log_path)
     systems = open_listed(options.input, options.type_map, options)
     if not options.unlabelled:

@@ -6,6 +6,7 @@ import argparse
 import logging
 from pathlib import Path
 
+from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
 
@@ -43,11 +44,14 @@ def run(options: argparse.Namespace) -> int:
     output = output.with_suffix(".pth") if output.suffix in (".pth", ".pt") else Path(f"{output}.pth")
     from deepmd_muon.deploy.freeze import freeze
     from deepmd_muon.infer.predictor import load_model
+    from deepmd_muon.model.checkpoint_file import checkpoint_path
     from deepmd_muon.model.errors import ForeignModelError
     from deepmd_muon.train.report import set_up_logging
 
-    set_up_logging(options.log_level, options.log_path)
     checkpoint = _checkpoint(Path(options.checkpoint))
+    outputs, pointer = {"-o": output, "-l": options.log_path}, Path(options.checkpoint, "checkpoint")
+    refuse_clashes(CommandError, outputs, {"the checkpoint": checkpoint_path(checkpoint), "the pointer": pointer})
+    set_up_logging(options.log_level, options.log_path)
     try:
         model = load_model(checkpoint, ema=options.ema, head=options.head)
     except ForeignModelError as error:

@@ -6,6 +6,7 @@ import argparse
 import logging
 from pathlib import Path
 
+from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import HandOver
 from deepmd_muon.cli.systems import add_label_options, open_listed
@@ -47,9 +48,13 @@ def run(options: argparse.Namespace) -> int:
 
     from deepmd_muon.infer.model_deviation import DeviationFile, DeviationSettings, system_deviation
     from deepmd_muon.infer.predictor import Predictor
+    from deepmd_muon.model.checkpoint_file import checkpoint_path
     from deepmd_muon.model.errors import ForeignModelError
     from deepmd_muon.train.report import set_up_logging
 
+    models = {f"the model {name}": checkpoint_path(name) for name in options.models}
+    outputs = {"-o": options.output, "-l": options.log_path}
+    refuse_clashes(CommandError, outputs, models, {"the data": [options.system]})
     set_up_logging(options.log_level, options.log_path)
     try:
         predictors = [Predictor(name) for name in options.models]

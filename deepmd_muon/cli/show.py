@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.attributes import ATTRIBUTES, log_attributes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import choices
@@ -123,6 +124,7 @@ def run(options: argparse.Namespace) -> int:
         from deepmd_muon.infer.learning_curve import plot_learning_curves
 
         picture = options.output or _PICTURES["lcurve"]
+        refuse_clashes(CommandError, {"-o": picture}, {f"the curve {path}": path for path in options.file})
         plot_learning_curves(options.file, picture, options.label, options.against)
         print(f"{picture}: drawn")
         return 0
@@ -143,6 +145,7 @@ def run(options: argparse.Namespace) -> int:
         from deepmd_muon.cli.weights import weights_page
 
         picture = options.output or _PICTURES["weights"]
+        refuse_clashes(CommandError, {"-o": picture}, {"the checkpoint": path})
         print(weights_page(path, Path(picture)))
         print(f"{picture}: drawn")
         return 0
@@ -157,8 +160,10 @@ def _run_attributes(options: argparse.Namespace) -> int:
         raise CommandError(f"a model has no attribute {unknown[0]!r}; {choices(unknown[0], ATTRIBUTES)}")
     if unknown:
         raise CommandError(f"there is no topic {options.topic!r}; {choices(options.topic, tuple(_TOPICS))}")
+    from deepmd_muon.model.checkpoint_file import checkpoint_path
     from deepmd_muon.train.report import set_up_logging
 
+    refuse_clashes(CommandError, {"-l": options.log_path}, {"the model": checkpoint_path(options.topic)})
     set_up_logging(options.log_level, options.log_path)
     log_attributes(options.topic, options.file)
     return 0

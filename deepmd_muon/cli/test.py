@@ -9,11 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import HandOver
 from deepmd_muon.cli.systems import add_label_options, listed_systems, open_listed
 
 if TYPE_CHECKING:
+    from deepmd_muon.argcheck.training import TrainingDataSettings
     from deepmd_muon.data import System
     from deepmd_muon.infer.details import DetailFiles
     from deepmd_muon.infer.evaluation import ComparedFrames
@@ -67,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.model.errors import ForeignModelError
     from deepmd_muon.train.report import set_up_logging
 
+    _check_outputs(options)
     set_up_logging(options.log_level, options.log_path)
     try:
         predictor = Predictor(options.model, ema=options.ema, head=options.head)
@@ -90,6 +93,20 @@ def run(options: argparse.Namespace) -> int:
     if picture is not None:
         picture.save()
     return 0
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Refuse outputs that are the model, data, a list, an input file or each other."""
+    from deepmd_muon.infer.details import DetailFiles
+    from deepmd_muon.model.checkpoint_file import checkpoint_path
+
+    outputs = {"-l": options.log_path}
+    outputs |= {f"--plot {path}": path for path in options.plot or ()}
+    if options.detail_file:
+        outputs |= {f"-d ({path.name})": path for path in DetailFiles.paths(options.detail_file)}
+    read = {"the model": checkpoint_path(options.model), "the list": options.datafile}
+    read |= {"--train-data": options.train_data, "--valid-data": options.valid_data}
+    refuse_clashes(CommandError, outputs, read, {"the data": _paths(options)})
 
 
 def _test_system(
@@ -133,27 +150,37 @@ def _report(errors: Errors, title: str) -> None:
         log.info(line)
 
 
-def _open(options: argparse.Namespace, type_map: tuple[str, ...]) -> dict[str, list[System]]:
-    """Open the systems that the options name, with the model's types, by the name of their series."""
+def _sections(options: argparse.Namespace) -> dict[str, TrainingDataSettings]:
+    """Return the data sections of the input files that the options name, by the name of their series."""
     inputs = {"training": options.train_data, "validation": options.valid_data}
-    given = {name: path for name, path in inputs.items() if path}
-    if given:
+    return {name: _section_of_input(Path(path), name) for name, path in inputs.items() if path}
+
+
+def _paths(options: argparse.Namespace) -> list[str]:
+    """Return the paths of all systems that the options name."""
+    if sections := _sections(options):
         if options.system or options.datafile:
             raise CommandError("-s and -f exclude --train-data and --valid-data; give one of both kinds")
-        series = {name: _systems_of_input(Path(path), name, type_map) for name, path in given.items()}
-        return series if len(series) > 1 else {"": next(iter(series.values()))}
-    paths = listed_systems(options.datafile) if options.datafile else [options.system or "."]
-    return {"": open_listed(paths, type_map, options)}
+        return [path for section in sections.values() for path in section.systems]
+    return listed_systems(options.datafile) if options.datafile else [options.system or "."]
 
 
-def _systems_of_input(path: Path, name: str, type_map: tuple[str, ...]) -> list[System]:
-    """Open the systems that an input file names; they are relative to the file's folder, as in deepmd-kit."""
-    from deepmd_muon.argcheck import load
+def _open(options: argparse.Namespace, type_map: tuple[str, ...]) -> dict[str, list[System]]:
+    """Open the systems that the options name, with the model's types, by the name of their series."""
     from deepmd_muon.train.systems import open_section
+
+    series = {name: open_section(section, type_map) for name, section in _sections(options).items()}
+    if not series:
+        return {"": open_listed(_paths(options), type_map, options)}
+    return series if len(series) > 1 else {"": next(iter(series.values()))}
+
+
+def _section_of_input(path: Path, name: str) -> TrainingDataSettings:
+    """Return a data section of an input file; its systems are relative to the file's folder, as in deepmd-kit."""
+    from deepmd_muon.argcheck import load
 
     training = load(path).settings.training
     data = training.training_data if name == "training" else training.validation_data
     if data is None:
         raise CommandError(f"{path} has no validation data")
-    here = tuple(str(path.parent / system) for system in data.systems)
-    return open_section(dataclasses.replace(data, systems=here), type_map)
+    return dataclasses.replace(data, systems=tuple(str(path.parent / system) for system in data.systems))

@@ -11,6 +11,7 @@ from deepmd_muon.files import append_to, fresh_file, make_folder_of
 from deepmd_muon.infer.metrics import volumes
 from deepmd_muon.infer.prediction import Prediction
 
+_KINDS = ("e", "e_peratom", "f", "v", "v_peratom", "s")
 _PAIRS = tuple(f"{row}{column}" for row in "xyz" for column in "xyz")
 
 
@@ -30,6 +31,11 @@ class DetailFiles:
         self._prefix = prefix
         self._begun: dict[str, str] = {}
         make_folder_of(Path(prefix))
+
+    @staticmethod
+    def paths(prefix: str) -> list[Path]:
+        """Return all files that a prefix may have."""
+        return [Path(f"{prefix}.{kind}.out") for kind in _KINDS]
 
     def add(self, system: str, reference: Frames, prediction: Prediction) -> None:
         """Append some frames of a system."""
@@ -52,7 +58,7 @@ class DetailFiles:
 
     def _write(self, kind: str, title: str, columns: tuple[str, ...], rows: np.ndarray) -> None:
         names = [f"{source}_{column}" for source in ("data", "pred") for column in columns]
-        path = Path(f"{self._prefix}.{kind}.out")
+        path = self.paths(self._prefix)[_KINDS.index(kind)]
         begun = kind in self._begun
         header = "" if self._begun.get(kind) == title else f"{title}: {' '.join(names)}"
         self._begun[kind] = title

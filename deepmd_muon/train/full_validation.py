@@ -62,6 +62,7 @@ class FullValidation:
         self._ranks = ranks
         start = settings.full_val_start
         self._start = int(start * num_steps) if start < 1 else int(start)
+        self._taken = 0
         self._enabled = settings.full_validation and start != 1
         folder = _best_folder(settings, save_ckpt)
         self.best = BestCheckpoints(folder, settings.max_best_ckpt, settings.validation_metric.lower())
@@ -83,9 +84,9 @@ class FullValidation:
         self._ranks.from_first("opening the file of full validations", settle)
 
     def due(self, step: int) -> bool:
-        """Return whether the 1-based `step` is to be validated."""
+        """Return whether the 1-based `step` is to be validated, and has not been."""
         since = step - self._start
-        return self._enabled and step > 0 and since >= 0 and since % self._settings.validation_freq == 0
+        return self._enabled and step > self._taken and since >= 0 and since % self._settings.validation_freq == 0
 
     def take(self, step: int, errors: Mapping[str, float], content: Callable[[], Mapping[str, Any]]) -> None:
         """Rank the errors of a step, save it if it is among the best, and write the row.
@@ -120,6 +121,7 @@ class FullValidation:
             note = f"saved {self.best.path(step)}"
         if self._file is not None:
             self._file.row(step, errors, note)
+        self._taken = step
 
     def state(self) -> dict[str, Any]:
         """Return the part that a checkpoint keeps."""

@@ -133,9 +133,14 @@ class Source:
         Raises
         ------
         CheckpointError
-            Listing every tensor that is missing, unknown or of another shape.
+            Listing every tensor that is missing, unknown, of another shape or not finite.
         """
         weights = self.weights
+        spoiled = [name for name, x in weights.items() if not bool(torch.isfinite(x).all())]
+        if spoiled:
+            raise CheckpointError(
+                f"{self.path} holds weights that are not finite ({', '.join(spoiled[:3])}): take an earlier checkpoint"
+            )
         if move := self.move_to(model.type_map):
             log.warning("type_map is not that of %s: %s", self.path, move.describe())
             if not self.new_fitting:

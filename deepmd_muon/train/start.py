@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import time
@@ -15,13 +16,13 @@ from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.files import make_folder_of
 from deepmd_muon.model import EnergyModel, Structures, build_model
 from deepmd_muon.model.checkpoint_directory import is_directory
-from deepmd_muon.model.checkpoint_file import checkpoint_path, understood
+from deepmd_muon.model.checkpoint_file import OWN_KEY, checkpoint_path, understood
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.model.settings import changed
 from deepmd_muon.model.statistics import descriptor_length
-from deepmd_muon.train.checkpoint.newest import newest_checkpoint
-from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, remove_leftovers
+from deepmd_muon.train.checkpoint.newest import followed, newest_checkpoint
+from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, keep_later, keep_others, remove_leftovers
 from deepmd_muon.train.checkpoint.type_map import moved_content
 from deepmd_muon.train.early_start import warm_up
 from deepmd_muon.train.endings import Moment, explained
@@ -128,11 +129,14 @@ def run(
         )
         stack.enter_context(explained(lambda: Moment("preparing"), lambda: checkpoint_path(found) if found else None))
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
+        others = (output, log_path, given.settings.validating.full_val_file)
         best = best_prefix(given.settings.validating, training.save_ckpt)
         ranks.from_first("locking its files", lambda: stack.enter_context(held(training, given.source, best)))
-        ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, Path(output), best))
+        ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, others, best))
         if restart in AUTOMATIC:
             restart = ranks.from_first("looking for a checkpoint", lambda: newest_checkpoint(training.save_ckpt))
+        elif (named := restart) is not None:
+            restart = ranks.from_first("looking for a checkpoint", lambda: followed(named, training.save_ckpt))
         source = _read_source(ranks, restart=restart, init_model=init_model, finetune=finetune, branch=model_branch)
         given = _keep_scales(given, source)
         if ranks.first:  # the others learn of an error as of any that ends a rank
@@ -148,6 +152,7 @@ def run(
         trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
         if source and source.way == "restart":
             _restart(trainer, source, ranks)
+            ranks.from_first("keeping other files", lambda: _keep_files(trainer, source, normalized))
         else:
             ranks.from_first("keeping the files of an earlier run", lambda: keep_earlier(training, normalized))
         return trainer.run(begun)
@@ -174,6 +179,18 @@ def _restart(trainer: Trainer, source: Source, ranks: Ranks) -> None:
     with understood(source.path):
         content = moved_content(source.content, trainer.model, trainer.optimizer, move) if move else source.content
         trainer.restart(content, source.path)
+
+
+def _keep_files(trainer: Trainer, source: Source, normalized: tuple[Path, bytes]) -> None:
+    """Keep the files of another run, or of later steps of this one, that a restart would overwrite."""
+    training, validating = trainer.given.settings.training, trainer.given.settings.validating
+    best, validations = trainer.full_validation.best, validating.full_val_file if validating.full_validation else None
+    own = source.content.get(OWN_KEY)
+    continued = json.loads(own["settings"])["training"].get("save_ckpt") if own else None
+    if keep_others(training, normalized, continued or str(source.path).rpartition("-")[0], validations):
+        best.keep_earlier()
+    elif keep_later(training, source.path, trainer.step, validations):
+        best.keep_earlier(after=trainer.step)
 
 
 def _keep_scales(given: Input, source: Source | None) -> Input:

@@ -27,6 +27,7 @@ from deepmd_muon.train.batch import TrainingBatch, to_device
 from deepmd_muon.train.batches import BatchSource
 from deepmd_muon.train.checkpoint.changes import report_rate
 from deepmd_muon.train.checkpoint.content import RunState
+from deepmd_muon.train.checkpoint.newest import newest_finite
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.early_start import compile_kernels
 from deepmd_muon.train.ema import Ema
@@ -158,7 +159,10 @@ class Trainer:
                 self._rescue(error)
                 if not isinstance(error, NonFiniteError):
                     raise
-                update, good = error.update or self.step + 1, last_good(self.checkpoints.newest or self.source)
+                update, good = (
+                    error.update or self.step + 1,
+                    last_good(newest_finite(self.checkpoints.saved, self.source)),
+                )
                 message = f"training stopped before update {update}: {error}; {good}"
                 raise NonFiniteError(message, update) from error
         newest = self.checkpoints.files.newest
@@ -202,6 +206,8 @@ class Trainer:
             return
         try:
             self._stepper.check(self.step)
+            if self.full_validation.due(self.step):  # reports come before it; a restart would not make up for it
+                self._validate_fully()
             self.checkpoints.complete(self.step, self._content)
         except Exception as another:
             log.warning("step %d could not be saved either: %s", self.step, another)

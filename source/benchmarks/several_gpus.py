@@ -6,7 +6,8 @@ WATER holds DeePMD's example systems (data_0 to data_2, 192 atoms). A case is MO
 frames of each rank; it runs on one GPU and on all. A figure is the median over the intervals of 100 steps after the
 first three. `equal` then trains 100 steps in float64, without interpolated embedding nets, on N GPUs with one frame
 each and on one GPU with N frames, and prints the largest difference of a weight relative to the largest weight of the
-same tensor; the half-way checkpoint of N GPUs is continued on one, and that of one on N.
+same tensor, beside that of one GPU repeating its own run. The last checkpoint of N GPUs is then loaded and saved again on
+one, and that of one on N: the weights must not change.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def difference(one: Path, other: Path) -> tuple[float, str]:
 
 
 def compare(kind: str, data: Path, gpus: int, folder: Path) -> dict[str, Any]:
-    """Return how far N GPUs are from one with N frames, and restarts on another number from runs in one go."""
+    """Return how far N GPUs are from one with N frames, and whether checkpoints move between these numbers."""
     steps = 100
     own = {"disp_freq": steps, "save_freq": steps // 2, "interpolate_embedding": False, "enable_ema": True}
     found: dict[str, Any] = {}
@@ -108,12 +109,11 @@ def compare(kind: str, data: Path, gpus: int, folder: Path) -> dict[str, Any]:
     found["1 against itself"] = difference(places[1][0] / f"model.ckpt-{steps}.pt", again / f"model.ckpt-{steps}.pt")
     found["N against 1"] = difference(one / f"model.ckpt-{steps}.pt", many / f"model.ckpt-{steps}.pt")
     for source, target in ((gpus, 1), (1, gpus)):
-        place, content = folder / f"{kind}_again_{source}_{target}", places[target][1]
-        half = places[source][0] / f"model.ckpt-{steps // 2}.pt"
-        train(place, content, target, "--restart", str(half))
-        found[f"restart {source} to {target}"] = difference(
-            places[source][0] / f"model.ckpt-{steps}.pt", place / f"model.ckpt-{steps}.pt"
-        )
+        place, last = folder / f"{kind}_again_{source}_{target}", places[source][0] / f"model.ckpt-{steps}.pt"
+        content = {**places[target][1]}
+        content["training"] = {**content["training"], "save_ckpt": "again"}
+        train(place, content, target, "--restart", str(last))
+        found[f"{source} loaded on {target}"] = difference(last, place / f"again-{steps}.pt")
     return found
 
 

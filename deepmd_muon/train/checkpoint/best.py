@@ -73,9 +73,15 @@ class BestCheckpoints:
                 elif path != self.path(step):
                     path.rename(self.path(step))
 
-    def keep_earlier(self) -> None:
-        """Give the files of an earlier run a number: ``best.ckpt-100.t-1.pt`` becomes ``best.ckpt.1-100.t-1.pt``."""
-        earlier = [path for path in self._files() if _NAME.fullmatch(path.name)]
+    def keep_earlier(self, after: int = -1) -> None:
+        """Give the files of an earlier run a number: ``best.ckpt-100.t-1.pt`` becomes ``best.ckpt.1-100.t-1.pt``.
+
+        Parameters
+        ----------
+        after
+            Only those of later steps.
+        """
+        earlier = [path for path in self._files() if (name := _NAME.fullmatch(path.name)) and int(name[1]) > after]
         if not earlier:
             return
         number = max((int(name[1]) for path in self._files() if (name := _KEPT.fullmatch(path.name))), default=0) + 1

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from deepmd_muon.model.checkpoint_directory import SUFFIX, is_directory
-from deepmd_muon.model.checkpoint_file import OWN_KEY, read_checkpoint
+from deepmd_muon.model.checkpoint_file import OWN_KEY, checkpoint_path, read_checkpoint
 from deepmd_muon.model.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,42 @@ def newest_checkpoint(save_ckpt: str) -> str | None:
         log.info("there is no %s%s or .pt: starting afresh", prefix, SUFFIX)
         return None
     return str(linked)
+
+
+def followed(path: str, save_ckpt: str) -> str:
+    """Return the checkpoint that a restart from a path continues.
+
+    A link of the prefix stands for the newest one: a run that was killed, or whose disk failed, may have written it but
+    not linked it. All other paths stand for themselves.
+    """
+    given = checkpoint_path(path)
+    links = [Path(f"{save_ckpt}{suffix}") for suffix in (SUFFIX, ".pt")]
+    if not given.is_symlink() or given.absolute() not in [link.absolute() for link in links]:
+        return path
+    newest = newest_checkpoint(save_ckpt)
+    return newest if newest is not None and _step(Path(newest)) > _step(given) else path
+
+
+def newest_finite(saved: Sequence[Path], source: Path | None) -> Path | None:
+    """Return the last checkpoint whose weights are finite; None without one.
+
+    Parameters
+    ----------
+    saved
+        Checkpoints of the run, oldest first. The newest may hold the weights that made a loss NaN.
+    source
+        The checkpoint that the run has continued, which was examined when it was read.
+    """
+    for path in reversed(saved):
+        try:
+            weights = read_checkpoint(path, leave=("optimizer", "ema"))["model"].values()
+        except CheckpointError as error:
+            log.warning("%s", error)
+            continue
+        if all(bool(torch.isfinite(x).all()) for x in weights if torch.is_tensor(x)):
+            return path
+        log.warning("%s holds weights that are not finite", path)
+    return source
 
 
 def _step(path: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import re
@@ -109,15 +110,15 @@ def _open_locked(place: Path, path: Path, setting: str) -> int:
         os.close(handle)  # its holder has just removed it
 
 
-def remove_leftovers(training: TrainingSettings, output: Path | None = None, best: Path | None = None) -> None:
+def remove_leftovers(training: TrainingSettings, outputs: Sequence[str | None] = (), best: Path | None = None) -> None:
     """Delete what runs of the same names that were killed while they wrote have left; call it while they are held.
 
     Parameters
     ----------
     training
         The input's section, which names the files.
-    output
-        Where the normalised input goes.
+    outputs
+        Other files that the run writes whole: the normalised input, the log, the file of full validations.
     best
         As of `held`.
     """
@@ -129,7 +130,7 @@ def remove_leftovers(training: TrainingSettings, output: Path | None = None, bes
     if curve is not None:
         found += leftovers_of(curve)
     # Other runs may be writing these as well.
-    others = [Path(name) for name in (training.stat_file, training.jsonl_file, output) if name is not None]
+    others = [Path(name) for name in (training.stat_file, training.jsonl_file, *outputs) if name is not None]
     shared = [prefix.with_name("checkpoint"), prefix.with_name("try"), *others]
     left = [path for place in shared for path in leftovers_of(place)]
     mine = {_lock_of(path).name for path in (prefix, curve, best) if path is not None}
@@ -174,14 +175,123 @@ def keep_earlier(training: TrainingSettings, normalized: tuple[Path, bytes] | No
         Place and earlier content of the normalised input, which the new run has written already.
     """
     prefix = Path(training.save_ckpt)
-    own = re.compile(rf"{re.escape(prefix.name)}-[0-9]+({'|'.join(map(re.escape, _SUFFIXES))})")
-    saved = sorted(path for path in _entries(prefix.parent) if own.fullmatch(path.name))
-    jsonl = Path(training.jsonl_file) if training.jsonl_file is not None else None
-    reports = [path for path in (_curve(training), jsonl) if path is not None and not is_special(path)]
-    written = [path for path in reports if path.is_file() and path.stat().st_size > 0]
+    saved, reports = _saved(prefix), _reports(training)
+    written = _not_empty(reports)
     if not saved and not written:
         return
     number = _free_number(prefix, reports)
+    names = [*_set_aside(prefix, saved, number), *(f"{path.name}.{number}" for path in written)]
+    for path in written:
+        with writing(path):
+            path.rename(path.with_name(f"{path.name}.{number}"))
+    if normalized is not None and normalized[1]:
+        place = normalized[0].with_name(f"{normalized[0].name}.{number}")
+        with whole_file(place) as file:
+            file.write(normalized[1])
+        names.append(place.name)
+    log.info("kept the files of an earlier run as %s", ", ".join(names))
+
+
+def keep_later(training: TrainingSettings, source: Path, step: int, validations: str | None = None) -> bool:
+    """Give checkpoints beyond the one that a run continues a number: the run would overwrite them one by one.
+
+    ``model.ckpt-100.pt`` becomes ``model.ckpt.1-100.pt``. The run will cut the reports at its first step, so they are
+    copied to ``lcurve.out.1``.
+
+    Parameters
+    ----------
+    training
+        The input's section, which names the files.
+    source
+        The checkpoint that is continued. Only one of `save_ckpt` has later ones.
+    step
+        Updates done in it.
+    validations
+        The file of full validations.
+
+    Returns
+    -------
+    bool
+        Whether there were any.
+    """
+    prefix, source = Path(training.save_ckpt), source.resolve()
+    mine = source.parent == prefix.parent.resolve() and source.name.rpartition("-")[0] == prefix.name
+    later = [path for path in _saved(prefix) if int(path.stem.rpartition("-")[2]) > step] if mine else []
+    if not later:
+        return False
+    written = _not_empty(_reports(training, validations))
+    number = _free_number(prefix, written)
+    names = _set_aside(prefix, later, number)
+    replace_link(prefix.with_name(f"{prefix.name}{source.suffix}"), source.name)
+    write_pointer(prefix.parent, source.name)
+    for path in written:
+        copy = path.with_name(f"{path.name}.{number}")
+        with whole_file(copy) as file, path.open("rb") as report:
+            shutil.copyfileobj(report, file)
+        names.append(copy.name)
+    log.warning("this run goes back to step %d: later files are kept as %s", step, ", ".join(names))
+    return True
+
+
+def keep_others(
+    training: TrainingSettings, normalized: tuple[Path, bytes], continued: str, validations: str | None = None
+) -> bool:
+    """Give the reports of another run a number, before a run that continues would add its rows to them.
+
+    Two runs with different `save_ckpt` and the same `disp_file` may follow each other in a folder. The normalised input
+    that lies there says whose the reports are.
+
+    Parameters
+    ----------
+    training
+        The input's section, which names the files.
+    normalized
+        Place and earlier content of the normalised input.
+    continued
+        `save_ckpt` of the run that is continued, perhaps under another name.
+    validations
+        The file of full validations.
+
+    Returns
+    -------
+    bool
+        Whether another run was the last to write here.
+    """
+    try:
+        sections = json.loads(normalized[1])
+        theirs = sections["training"]
+        prefix, names = Path(theirs["save_ckpt"]), {theirs.get("disp_file"), theirs.get("jsonl_file")}
+        names.add(sections.get("validating", {}).get("full_val_file"))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return False
+    if prefix.resolve() in (Path(training.save_ckpt).resolve(), Path(continued).resolve()):
+        return False
+    written = [path for path in _not_empty(_reports(training, validations)) if str(path) in names]
+    number = _free_number(Path(training.save_ckpt), written)
+    for path in written:
+        with writing(path):
+            path.rename(path.with_name(f"{path.name}.{number}"))
+        log.warning("%s is that of the run with save_ckpt %s; it is kept as %s.%d", path, prefix, path, number)
+    return True
+
+
+def _saved(prefix: Path) -> list[Path]:
+    """Return the checkpoints of a prefix."""
+    own = re.compile(rf"{re.escape(prefix.name)}-[0-9]+({'|'.join(map(re.escape, _SUFFIXES))})")
+    return sorted(path for path in _entries(prefix.parent) if own.fullmatch(path.name))
+
+
+def _reports(training: TrainingSettings, validations: str | None = None) -> list[Path]:
+    others = [Path(name) for name in (training.jsonl_file, validations) if name is not None]
+    return [path for path in (_curve(training), *others) if path is not None and not is_special(path)]
+
+
+def _not_empty(reports: Sequence[Path]) -> list[Path]:
+    return [path for path in reports if path.is_file() and path.stat().st_size > 0]
+
+
+def _set_aside(prefix: Path, saved: Sequence[Path], number: int) -> list[str]:
+    """Rename checkpoints, and what points at them; return the new names."""
     renamed = {path.name: f"{prefix.name}.{number}{path.name[len(prefix.name) :]}" for path in saved}
     links = {suffix: prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES}
     targets = {suffix: os.readlink(link) for suffix, link in links.items() if link.is_symlink()}
@@ -193,16 +303,7 @@ def keep_earlier(training: TrainingSettings, normalized: tuple[Path, bytes] | No
             replace_link(prefix.with_name(f"{prefix.name}.{number}{suffix}"), renamed[target])
             links[suffix].unlink()
     _rename_in_pointer(prefix.parent, renamed)
-    names = [*renamed.values(), *(f"{path.name}.{number}" for path in written)]
-    for path in written:
-        with writing(path):
-            path.rename(path.with_name(f"{path.name}.{number}"))
-    if normalized is not None and normalized[1]:
-        place = normalized[0].with_name(f"{normalized[0].name}.{number}")
-        with whole_file(place) as file:
-            file.write(normalized[1])
-        names.append(place.name)
-    log.info("kept the files of an earlier run as %s", ", ".join(names))
+    return list(renamed.values())
 
 
 def _free_number(prefix: Path, reports: Sequence[Path]) -> int:

@@ -59,9 +59,13 @@ class Checkpoints:
     @property
     def newest(self) -> Path | None:
         """The last complete checkpoint of this run."""
-        file, directory = self.files.newest, self.directories.newest if self.directories else None
-        found = [path for path in (directory, file) if path is not None]
-        return max(found, key=_step, default=None)  # of the same step, the directory
+        return self.saved[-1] if self.saved else None
+
+    @property
+    def saved(self) -> list[Path]:
+        """The complete checkpoints of this run that still exist, oldest first; of the same step, the directory last."""
+        names = [*self.files.written, *(self.directories.written if self.directories else ())]
+        return sorted((self.files.prefix.parent / name for name in names), key=_step)
 
     @property
     def writing(self) -> bool:

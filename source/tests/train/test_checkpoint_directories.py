@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,11 @@ def test_a_run_restarts_from_a_directory_as_if_in_one_go(small_input, train):
     assert_same(read_checkpoint("whole-10.pt"), read_checkpoint("model.ckpt-10.dcp"))
     train(parted, restart="model.ckpt-8.dcp")
     assert_same(read_checkpoint("whole-10.pt"), read_checkpoint("model.ckpt"))
+    kept = [name for name in names() if name.startswith("model.ckpt.2")]  # later than the one that is continued
+    assert kept == [f"model.ckpt.2{end}" for end in ("-10.dcp", "-10.pt", ".dcp", ".pt")]
+    for name in kept:
+        path = Path(name)
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     assert names() == [
         *("model.ckpt-10.dcp", "model.ckpt-10.pt", "model.ckpt-8.dcp", "model.ckpt.dcp", "model.ckpt.pt"),
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepmd_muon.cli.main import main
+from deepmd_muon.infer.frozen import is_frozen
 
 VALID = str(Path(__file__).parents[3] / "examples" / "cu_emt" / "data" / "valid")
 REPFLOW = {
@@ -173,3 +174,17 @@ def test_attributes_are_deepmd_kits_lines(finished, capsys):
         "Number of observed types: 1 ",
         "Observed types: ['Cu'] ",
     ]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_an_energy_bias_that_is_not_finite_is_refused(finished, capfd, value):
+    assert main(["change-bias", "model.ckpt.pt", "-b", value, "-o", "new.pt"]) == 2
+    assert "-b must be finite" in capfd.readouterr().err
+    assert not Path("new.pt").exists()
+
+
+def test_freezing_keeps_a_name_with_a_dot(finished):
+    Path("model.pth").write_text("another model")
+    assert main(["freeze", "-c", "model.ckpt.pt", "-o", "model.v1"]) == 0
+    assert Path("model.pth").read_text() == "another model"
+    assert is_frozen("model.v1.pth")

@@ -17,7 +17,8 @@ from deepmd_muon.files import replace_link
 from deepmd_muon.model.checkpoint_file import read_checkpoint
 from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.train import TrainingError
-from deepmd_muon.train.errors import RunError
+from deepmd_muon.train.checkpoint.saving import Checkpoints
+from deepmd_muon.train.errors import NonFiniteError, RunError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 FOLDER = "data/train/cluster13"
@@ -79,6 +80,86 @@ def test_a_fresh_run_keeps_all_reports_of_an_earlier_one(small_input, train):
         for name, was in kept[number - 1].items():
             assert Path(f"{name}.{number}").read_bytes() == was
     assert json.loads(Path("out.json.1").read_text())["training"]["seed"] == 0
+
+
+def test_going_back_keeps_later_files(small_input, train, caplog):
+    """A restart from an older checkpoint would overwrite later ones, and cut the reports."""
+    training = {"numb_steps": 6, "save_freq": 2, "disp_freq": 1, "jsonl_file": "log.jsonl"}
+    content = {**small_input(training=training), "validating": {"full_validation": True, "full_val_start": 0}}
+    content["validating"] |= {"validation_freq": 1, "max_best_ckpt": 6}
+    assert train(content) == 0
+    reports = ("lcurve.out", "log.jsonl", "val.log")
+    before = {name: Path(name).read_bytes() for name in (*reports, "model.ckpt-4.pt", "model.ckpt-6.pt")}
+    content["learning_rate"]["start_lr"] = 1e-2
+    assert train(content, restart="model.ckpt-2.pt") == 0
+    assert caplog.text.count("goes back to step 2") == 1
+    for name in reports:
+        assert Path(f"{name}.1").read_bytes() == before[name]
+        assert Path(name).read_bytes() != before[name]
+    for step in (4, 6):
+        assert Path(f"model.ckpt.1-{step}.pt").read_bytes() == before[f"model.ckpt-{step}.pt"]
+        assert Path(f"model.ckpt-{step}.pt").read_bytes() != before[f"model.ckpt-{step}.pt"]
+    assert os.readlink("model.ckpt.1.pt") == "model.ckpt.1-6.pt"
+    assert os.readlink("model.ckpt.pt") == "model.ckpt-6.pt"
+    assert {int(path.name.split("-")[1].split(".")[0]) for path in Path().glob("best.ckpt.1-*")} == {3, 4, 5, 6}
+    assert Path("checkpoint").read_text() == "model.ckpt-6.pt\n"
+    assert train(content, restart="model.ckpt.pt") == 0  # at its end: nothing is later
+    assert not Path("model.ckpt.2.pt").exists()
+
+
+def test_a_restart_does_not_add_to_the_reports_of_another_run(small_input, train, caplog):
+    """Two runs with different save_ckpt and one disp_file, one after the other."""
+    contents = {
+        name: {
+            **small_input(training={"numb_steps": 4, "save_freq": 2, "disp_freq": 1, "save_ckpt": name, "seed": seed}),
+            "validating": {"full_validation": True, "full_val_start": 0, "validation_freq": 1},
+        }
+        for seed, name in enumerate("ab")
+    }
+    assert train(contents["a"]) == 0
+    assert train(contents["b"]) == 0
+    theirs = {name: Path(name).read_bytes() for name in ("lcurve.out", "val.log")}
+    best = [path.read_bytes() for path in Path().glob("best.ckpt-*")]
+    contents["a"]["training"]["numb_steps"] = 6
+    assert train(contents["a"], restart="auto") == 0
+    assert "save_ckpt b" in caplog.text
+    for name, was in theirs.items():
+        assert was in [path.read_bytes() for path in Path().glob(f"{name}.*")]
+        steps = [int(line.split()[0]) for line in Path(name).read_text().splitlines() if not line.startswith("#")]
+        assert steps == [5, 6]
+    assert set(best) <= {path.read_bytes() for path in Path().glob("best.ckpt.*")}
+
+
+@pytest.mark.parametrize("way", ["restart", "init_model"])
+def test_weights_that_are_not_finite_are_refused(small_input, train, way):
+    content = small_input(training={"numb_steps": 2})
+    assert train(content) == 0
+    saved = read_checkpoint("model.ckpt-2.pt")
+    name = next(name for name in saved["model"] if name.endswith("layers.0.matrix"))
+    saved["model"][name].view(-1)[0] = float("inf")
+    torch.save(saved, "broken.pt")
+    with pytest.raises(CheckpointError, match=r"broken\.pt.*not finite"):
+        train(content, **{way: "broken.pt"})
+
+
+def test_the_last_good_checkpoint_has_finite_weights(small_input, train, monkeypatch):
+    """An update may overflow: the loss shows it one step later, after the checkpoint was written."""
+    content = small_input(training={"numb_steps": 6, "save_freq": 2, "disp_freq": 1})
+    save = Checkpoints.save
+
+    def overflow_before(self, step, content):
+        def spoiled():
+            found = content()
+            name = next(name for name in found["model"] if name.endswith("layers.0.matrix"))
+            found["model"][name].fill_(float("inf")) if step == 4 else None  # the weight itself
+            return found
+
+        save(self, step, spoiled)
+
+    monkeypatch.setattr(Checkpoints, "save", overflow_before)
+    with pytest.raises(NonFiniteError, match=r"last good checkpoint is model\.ckpt-2\.pt"):
+        train(content)
+    assert Path("model.ckpt-4.pt").exists()
 
 
 def test_the_end_of_a_run_publishes_what_a_killed_one_had_not(small_input, train):

@@ -204,8 +204,8 @@ def test_only_own_checkpoints_are_deleted(small_input, train, load):
     assert sorted(p.name for p in Path().glob("model.ckpt-*.pt")) == [
         "model.ckpt-10.pt",
         "model.ckpt-12.pt",
-        "model.ckpt-7000.pt",
     ]
+    assert Path("model.ckpt.2-7000.pt").read_text() == "somebody else's"
 
 
 def test_a_non_finite_gradient_stops_before_the_update(small_input, train, load, monkeypatch):
