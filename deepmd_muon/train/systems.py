@@ -69,10 +69,10 @@ def open_training_systems(given: Input) -> tuple[Input, list[System], list[Syste
                 "periodic" if system.pbc else "no cell",
                 ", ".join(sorted(system.labels)) or "none",
             )
-            for suspicion in suspicions(system):
-                log.warning("%s data: %s: %s", kind, system.name, suspicion)
         if systems:
             check_labels(systems)
+    for suspicion in suspicions([*train, *valid]):
+        log.warning("data: %s", suspicion)
     return given, train, valid
 
 
