@@ -33,6 +33,8 @@ class DeepPotCalculator(Calculator):
         A `Predictor`, or the path of a checkpoint.
     device
         Where to compute, when `model` is a path.
+    trust
+        As in `Predictor`, when `model` is a path.
     **kwargs
         Options of ASE's `Calculator`.
     """
@@ -45,10 +47,11 @@ class DeepPotCalculator(Calculator):
         model: Predictor | str | os.PathLike[str],
         *,
         device: str | torch.device | None = None,
+        trust: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.predictor = model if isinstance(model, Predictor) else Predictor(model, device=device)
+        self.predictor = model if isinstance(model, Predictor) else Predictor(model, device=device, trust=trust)
         self._types = {symbol: number for number, symbol in enumerate(self.predictor.type_map)}
 
     def calculate(

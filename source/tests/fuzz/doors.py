@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from deepmd_muon.argcheck import load, normalize
 from deepmd_muon.data import NeighborCache, open_systems
+from deepmd_muon.data.plausible import suspicions
+from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model import build_model
 from deepmd_muon.model.checkpoint_directory import take_apart
@@ -125,6 +127,7 @@ class System(Door):
 
     def enter(self) -> None:
         (system,) = open_systems(str(self.folder / self.name), ["A", "B"])
+        suspicions([system])
         frames = system.frames(range(system.nframes))
         assert all(np.isfinite(values).all() for values in (frames.coord, frames.box, frames.energy))
         cache = NeighborCache(3.0, (8, 8), by_type=True, ntypes=2)
