@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from deepmd_muon.model.pickle_as_data import MOST_VALUES, count_values
+
 # Bytes to which the source of a program, which torch compresses, may unpack; deepmd-kit's examples have up to 1 MB.
 _MOST_PACKED = 64 * 1024**2
 
@@ -36,7 +38,10 @@ def load_archive(file: BinaryIO) -> Any:
     try:
         check_members(file)
         file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+        if count_values(content) > MOST_VALUES:
+            raise ArchiveError("its lists contain one another, and stand for more values than fit into memory")
+        return content
     except (ArchiveError, OSError):
         raise
     except pickle.UnpicklingError as error:

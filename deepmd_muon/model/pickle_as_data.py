@@ -8,13 +8,16 @@ the request. The caller decides the meaning of a record.
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 import pickletools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 # The pickler nests a mark per container. torch's descriptions need about ten.
 _MAX_MARKS = 100
+#: Values that a checkpoint may stand for besides those of tensors: a few for every parameter.
+MOST_VALUES = 10_000_000
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
@@ -78,11 +81,31 @@ def read_pickle(data: bytes, allowed: Collection[Name]) -> Any:
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name == "STOP":
-                return machine.result()
+                result = machine.result()
+                if count_values(result) > MOST_VALUES:
+                    raise pickle.UnpicklingError("its lists contain one another, and stand for too many values")
+                return result
             machine.do(opcode.name, argument)
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError, UnicodeError, RecursionError) as error:
         raise pickle.UnpicklingError(f"the pickle is damaged ({type(error).__name__}: {error})") from error
     raise pickle.UnpicklingError("the pickle has no end")
+
+
+def count_values(value: Any, known: dict[int, float] | None = None) -> float:
+    """Count the values in containers, shared ones at each use; infinite in a circle."""
+    known = {} if known is None else known
+    if not isinstance(value, (dict, list, tuple, set, frozenset, Record, Pairs)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf
+        if isinstance(value, Record):
+            inner: Iterable[Any] = (*value.arguments, value.state)
+        elif isinstance(value, Pairs):
+            inner = (one for pair in value.items for one in pair)
+        else:
+            inner = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(count_values(one, known) for one in inner)
+    return known[id(value)]
 
 
 class _Machine:
