@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
@@ -183,6 +184,11 @@ def _marked(text: str, error: json.JSONDecodeError) -> str:
     return f"\n    {line[first : first + 110]}\n    {' ' * (error.colno - 1 - first)}^" if line.strip() else ""
 
 
+def _digits(value: int) -> int:
+    # Python refuses to write numbers of more than 4,300 digits; YAML's hexadecimal ones may have more.
+    return int((abs(value).bit_length() - 1) * math.log10(2)) + 1
+
+
 def _parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _YamlLoader)
@@ -210,7 +216,7 @@ def _bounded(data: Any, source: str) -> None:
         elif depth > MAX_DEPTH:
             problem = f"is nested deeper than {MAX_DEPTH} levels"
         elif type(value) is int and abs(value) >= 1 << 63:
-            problem = f"holds a whole number of {len(str(abs(value)))} digits, which does not fit into 64 bits"
+            problem = f"holds a whole number of {_digits(value)} digits, which does not fit into 64 bits"
         elif any(isinstance(word, str) and _SURROGATE.search(word) for word in words):
             problem = "holds half of a surrogate pair, which is not a character"
         elif any(isinstance(word, str) and "\0" in word for word in words):

@@ -54,9 +54,8 @@ def run(options: argparse.Namespace) -> int:
     }
     places = writers.get(output.suffix.lower(), write_npy)(systems, output)
     print(_summary(systems))
-    for system in systems:
-        for suspicion in suspicions(system):
-            print(f"warning: {system.name}: {suspicion}")
+    for suspicion in suspicions(systems):
+        print(f"warning: {suspicion}")
     print(f"written: {places[0] if len(places) == 1 else f'{len(places)} systems below {output}'}")
     return 0
 

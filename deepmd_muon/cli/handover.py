@@ -13,12 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.files import open_regular
 
 # In deepmd-kit's message about a library of its wheel that does not fit the installed torch.
 _OF_LIBRARIES = "error is raised when loading"
 # The member of a TorchScript archive that holds the code of `deepmd_muon.deploy.program`.
 _PROGRAM = "/code/__torch__/deepmd_muon/deploy/program.py"
+
+
+#: Help on the option `--trust`.
+TRUST = "run a frozen file with any operators, or a compiled one (.pt2), of whose maker you are sure"
 
 
 class HandOver(Exception):  # noqa: N818 (a request, not an error)
@@ -88,7 +93,7 @@ def hand_over(what: str, words: list[str], advice: str = "") -> int:
     try:
         from deepmd.main import main as deepmd_kit_main
 
-        return int(deepmd_kit_main(words) or 0)
+        return int(deepmd_kit_main([word for word in words if word != "--trust"]) or 0)
     except (ImportError, RuntimeError) as error:
         # It loads a backend's libraries late: without MPI, or with another torch than its wheel's, only then.
         if not isinstance(error, ImportError) and _OF_LIBRARIES not in str(error):
@@ -99,6 +104,20 @@ def hand_over(what: str, words: list[str], advice: str = "") -> int:
             f"pip install 'deepmd-kit[torch]'. `python -m deepmd {shlex.join(words)}` shows the traceback.\n"
         )
         return 2
+
+
+def check_compiled(path: str, *, trust: bool) -> None:
+    """Refuse a compiled package unless its maker is trusted: loading it runs machine code that nothing can check.
+
+    Raises
+    ------
+    CommandError
+        When `path` ends in ".pt2" and `trust` is false.
+    """
+    if Path(path).suffix == ".pt2" and not trust:
+        raise CommandError(
+            f"{path} holds compiled code, which runs when it is loaded; if you trust its maker, use --trust"
+        )
 
 
 def frozen_here(path: str | os.PathLike[str]) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import HandOver
+from deepmd_muon.cli.handover import TRUST, HandOver, check_compiled
 from deepmd_muon.cli.systems import add_label_options, open_listed
 
 HELP = "write how far several models disagree on the frames of systems"
@@ -34,12 +34,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--relative_v", type=float, metavar="LEVEL", help="divide deviations of virials by the virial plus LEVEL"
     )
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     add_label_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Evaluate every system with every model."""
     for name in options.models:
+        check_compiled(name, trust=options.trust)
         if Path(name).suffix in (".pb", ".pt2", ".dp", ".yaml", ".savedmodel", ".hlo"):
             raise HandOver(f"the model format {Path(name).suffix}")
     if len(options.models) < 2 and not options.real_error:
@@ -57,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     refuse_clashes(CommandError, outputs, models, {"the data": [options.system]})
     set_up_logging(options.log_level, options.log_path)
     try:
-        predictors = [Predictor(name) for name in options.models]
+        predictors = [Predictor(name, trust=options.trust) for name in options.models]
     except ForeignModelError as error:
         raise HandOver(f"this model ({error})") from error
     type_map = predictors[0].type_map

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import HandOver
+from deepmd_muon.cli.handover import TRUST, HandOver, check_compiled
 from deepmd_muon.cli.systems import add_label_options, listed_systems, open_listed
 
 if TYPE_CHECKING:
@@ -50,11 +50,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ema", action="store_true", help="use the averaged weights of the checkpoint")
     parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     add_label_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Test every system, then report the errors of all."""
+    check_compiled(options.model, trust=options.trust)
     if Path(options.model).suffix in (".pb", ".pt2", ".dp", ".yaml", ".savedmodel", ".hlo"):
         raise HandOver(f"the model format {Path(options.model).suffix}")
     if options.numb_test < 0:
@@ -72,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     _check_outputs(options)
     set_up_logging(options.log_level, options.log_path)
     try:
-        predictor = Predictor(options.model, ema=options.ema, head=options.head)
+        predictor = Predictor(options.model, ema=options.ema, head=options.head, trust=options.trust)
     except ForeignModelError as error:
         raise HandOver(f"this model ({error})") from error
     details = DetailFiles(options.detail_file) if options.detail_file else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ase import Atoms
 
 log = logging.getLogger(__name__)
+# Characters of a line that counts atoms.
+_LONGEST_COUNT = 64
 
 
 def read_ase(path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool = False) -> list[MemoryStore]:
@@ -53,9 +56,14 @@ def read_ase(path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool
             "pip install ase"
         ) from error
     try:
+        kind = filetype(path)
+        if kind in ("xyz", "extxyz"):
+            _check_counts(path)
         # Elsewhere ASE takes what follows an "@" for the numbers of frames, and reads the file named by the rest.
         frames = read(path, index=":", do_not_split_by_at_sign=True)
-        converged = converged_frames(path, filetype(path))
+        converged = converged_frames(path, kind)
+    except DataError:
+        raise
     except Exception as error:  # ASE's readers raise whatever their parsing runs into
         raise SystemNotFoundError(
             f"system {path}: neither a folder, an HDF5 file nor a file that ASE reads "
@@ -65,6 +73,24 @@ def read_ase(path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool
         raise SystemFormatError(path, "", "the file has no frames")
     chosen = range(len(frames)) if keep_unconverged else _converged(frames, converged, path)
     return _stores(frames, chosen, path, keys or LabelKeys())
+
+
+def _check_counts(path: str) -> None:
+    """Refuse an XYZ file whose counts of atoms go beyond its end: ASE's reader would read empty lines that often."""
+    if path.endswith((".gz", ".bz2", ".xz")):
+        return
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        while (line := file.readline(_LONGEST_COUNT)).strip():
+            count = int(line) if line.strip().isdigit() else 0
+            if count > size - file.tell():
+                raise SystemFormatError(
+                    path, "", f"a frame has {count} atoms by its first line, more than the file holds"
+                )
+            if not count:
+                return  # vectors of a cell, or what ASE will complain of
+            for _ in range(count + 1):
+                file.readline()
 
 
 def _converged(frames: Sequence[Atoms], converged: Sequence[bool], path: str) -> list[int]:

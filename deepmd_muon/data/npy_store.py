@@ -165,17 +165,17 @@ def npy_stores(path: str, handles: HandleCache) -> Iterator[NpyStore]:
     """Find all systems at or below a folder, sorted."""
     if not os.path.isdir(path):
         raise SystemNotFoundError(f"system {path} does not exist (relative paths start at {os.getcwd()})")
-    found = _folders(path)
+    found = [folder for folder, files in real_folders(path) if "type.raw" in files]
     if not found:
         raise SystemNotFoundError(f"no system found in {path}: neither it nor a folder below has a type.raw")
     for folder in found:
         yield NpyStore(folder, handles)
 
 
-def _folders(root: str) -> list[str]:
-    """Folders with a ``type.raw`` at or below `root`, sorted; links are followed, circles are not."""
+def real_folders(root: str) -> list[tuple[str, list[str]]]:
+    """Return folders at or below `root` but for sets, sorted, with their files; each is met once, links or not."""
     seen: set[str] = set()
-    found: list[str] = []
+    found: list[tuple[str, list[str]]] = []
 
     def refuse(error: OSError) -> None:
         # Systems below it would be missing from the data in silence.
@@ -189,6 +189,5 @@ def _folders(root: str) -> list[str]:
         seen.add(real)
         # Of names with a dot, some were left by conversions that were killed.
         below[:] = sorted(name for name in below if not name.startswith(("set.", ".")))
-        if "type.raw" in files:
-            found.append(folder)
+        found.append((folder, files))
     return sorted(found)

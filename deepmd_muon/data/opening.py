@@ -13,7 +13,7 @@ from deepmd_muon.data.ase_reading import read_ase
 from deepmd_muon.data.elements import by_atomic_number
 from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
 from deepmd_muon.data.lmdb_store import is_lmdb, lmdb_stores
-from deepmd_muon.data.npy_store import npy_stores
+from deepmd_muon.data.npy_store import npy_stores, real_folders
 from deepmd_muon.data.storage import HandleCache, Store
 from deepmd_muon.data.system import System
 from deepmd_muon.label_keys import LabelKeys
@@ -145,9 +145,29 @@ def _expanded(path: str) -> list[str]:
     """Return the paths that fit a pattern, sorted; a path that exists stands for itself."""
     if not glob.has_magic(path) or os.path.exists(path.partition("#")[0]):
         return [path]
-    if found := sorted(glob.glob(path, recursive=True)):
+    if found := sorted(set(_glob(path))):
         return found
     raise SystemNotFoundError(f"no path fits the pattern {path} (relative patterns start at {os.getcwd()})")
+
+
+def _glob(pattern: str) -> Iterator[str]:
+    """Yield the paths that fit a pattern; where ``**`` crosses folders, circles of links are not followed."""
+    parts = pattern.split(os.sep)
+    if "**" not in parts:
+        yield from glob.iglob(pattern)
+        return
+    place = parts.index("**")
+    rest = os.sep.join(parts[place + 1 :])
+    for top in glob.glob(os.sep.join(parts[:place]) or (os.sep if parts[0] == "" and place else os.curdir)):
+        if not rest:
+            yield top  # all systems below are looked for anyway
+            continue
+        for folder, _ in real_folders(top):
+            inside = os.path.relpath(folder, top)
+            if inside != os.curdir and any(name.startswith(".") for name in inside.split(os.sep)):
+                continue
+            folder = os.path.normpath(folder) if place == 0 else folder
+            yield from _glob(os.path.join(glob.escape(folder), rest))
 
 
 def _fitting(folder: str, patterns: Sequence[str]) -> list[str]:
@@ -169,6 +189,9 @@ def _fitting(folder: str, patterns: Sequence[str]) -> list[str]:
 
 def _stores(path: str, handles: HandleCache, read: Callable[[str], Iterable[Store]]) -> Iterator[Store]:
     """Find all systems at or below a path."""
+    place = path.partition("#")[0] if not os.path.exists(path) else path
+    if os.path.exists(place) and not os.path.isfile(place) and not os.path.isdir(place):
+        raise SystemNotFoundError(f"system {path} is a device or FIFO; give a folder or a regular file")
     if is_lmdb(path) or path.endswith(".lmdb"):
         yield from lmdb_stores(path, handles)
     elif "#" in path or os.path.isfile(path):

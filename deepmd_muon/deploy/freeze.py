@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import warnings
@@ -16,6 +17,7 @@ import torch
 from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.program import Program
 from deepmd_muon.files import make_folder_of, named_file, replacement
+from deepmd_muon.infer.frozen_archive import MANIFEST, manifest_of
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model import EnergyModel
@@ -84,8 +86,10 @@ def freeze(model: EnergyModel, output: str | os.PathLike[str]) -> Difference:
     with replacement(output) as temporary:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript: LAMMPS's plugin reads nothing else
+            scripted, plain = torch.jit.script(program), io.BytesIO()
+            torch.jit.save(scripted, plain)
             with named_file(temporary, output) as file:
-                torch.jit.save(torch.jit.script(program), file)
+                torch.jit.save(scripted, file, _extra_files={MANIFEST: manifest_of(plain.getvalue())})
         difference = compare(model, temporary)
         precisions = {dtype_of(getattr(part, "precision", "default")) for part in _parts(model)}
         allowed = max(TOLERANCE[precision] for precision in precisions)

@@ -50,6 +50,8 @@ class DeepPotCalculator(Calculator):
         A `Predictor`, or the path of a checkpoint or frozen file; several of them in a list for a committee.
     device
         Where to compute, when `model` is a path.
+    trust
+        As in `Predictor`, when `model` is a path.
     **kwargs
         Options of ASE's `Calculator`.
     """
@@ -62,13 +64,16 @@ class DeepPotCalculator(Calculator):
         model: Model | Sequence[Model],
         *,
         device: str | torch.device | None = None,
+        trust: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         models = [model] if isinstance(model, (Predictor, str, os.PathLike)) else list(model)
         if not models:
             raise PredictionInputError("DeepPotCalculator needs a model; found an empty list")
-        self.predictors = [one if isinstance(one, Predictor) else Predictor(one, device=device) for one in models]
+        self.predictors = [
+            one if isinstance(one, Predictor) else Predictor(one, device=device, trust=trust) for one in models
+        ]
         if len(models) > 1:
             committee = [*_COMMITTEE, "devi_f", *COLUMNS]
             self.implemented_properties = [*type(self).implemented_properties, *committee]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,16 @@ import torch
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.data.ghosts import with_ghosts
 from deepmd_muon.files import open_regular
+from deepmd_muon.infer.frozen_archive import load_program
 from deepmd_muon.infer.prediction import Prediction
+from deepmd_muon.model.checkpoint_archive import ArchiveError
 from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.model.scripted.exchange import BORDER_OP, declare_operators
 
 SUFFIX = ".pth"
+_LONGEST = 100.0  # cut-off [Å], as in inputs
+# What a program raises, or what comes of results of another form.
+_PROGRAM_ERRORS = (RuntimeError, AttributeError, LookupError, TypeError, ValueError)
 # deepmd-kit's files name these operators, which only its compressed models call.
 TABULATED = (
     "tabulate_fusion_se_a(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> Tensor[]",
@@ -44,6 +48,8 @@ class FrozenModel:
         The file.
     device
         Where to compute.
+    trust
+        Run the program even if it calls operators that no potential needs: it may then do anything.
 
     Attributes
     ----------
@@ -58,20 +64,25 @@ class FrozenModel:
         When the file cannot be read as a potential.
     """
 
-    def __init__(self, path: str | os.PathLike[str], device: torch.device | str) -> None:
+    def __init__(self, path: str | os.PathLike[str], device: torch.device | str, *, trust: bool = False) -> None:
+        self._path = path
         self.device = torch.device(device)
         if not Path(path).exists():
             raise CheckpointError(f"there is no frozen model {path}")
         declare_operators(BORDER_OP, *TABULATED)
         try:
-            with open_regular(path) as file, warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, which LAMMPS's plugin needs
-                self._program = torch.jit.load(file, map_location=self.device).eval()
+            with open_regular(path) as file:
+                content = file.read()
+            self._program = load_program(content, self.device, trust=trust).eval()
             self.rcut = float(self._program.get_rcut())
             self.type_map = tuple(self._program.get_type_map())
-        except (OSError, RuntimeError, AttributeError) as error:
+        except (*_PROGRAM_ERRORS, ArchiveError, OSError, MemoryError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise CheckpointError(f"{path} cannot be read as a frozen potential: {reason}") from error
+        if not 0 < self.rcut <= _LONGEST or not all(isinstance(name, str) for name in self.type_map):
+            raise CheckpointError(
+                f"{path} cannot be read as a frozen potential: cut-off {self.rcut:g} Å, types {self.type_map}"
+            )
 
     def model_section(self) -> dict[str, Any]:
         """Return the model section as deepmd-kit writes it.
@@ -118,12 +129,18 @@ class FrozenModel:
         local = np.empty(len(atype), dtype=np.int64)
         local[owner[:nloc]] = np.arange(nloc)
         arrays = [torch.from_numpy(array)[None].to(self.device) for array in (*given, local[owner])]
-        with torch.enable_grad():  # a program may differentiate
-            found = self._program.forward_lower(*arrays)
-        values = {name: value[0].detach().to("cpu", torch.float64).numpy() for name, value in found.items()}
-        out.energy[frame] = values["energy"].item()
-        out.atom_energy[frame, owner[:nloc]] = values["atom_energy"][:, 0]
-        out.virial[frame] = values["virial"]
-        force = values["extended_force"]
-        for axis in range(3):
-            out.force[frame, :, axis] = np.bincount(owner, weights=force[:, axis], minlength=len(atype))
+        try:
+            with torch.enable_grad():  # a program may differentiate
+                found = self._program.forward_lower(*arrays)
+            values = {name: value[0].detach().to("cpu", torch.float64).numpy() for name, value in found.items()}
+            out.energy[frame] = values["energy"].item()
+            out.atom_energy[frame, owner[:nloc]] = values["atom_energy"][:, 0]
+            out.virial[frame] = values["virial"]
+            force = values["extended_force"]
+            for axis in range(3):
+                out.force[frame, :, axis] = np.bincount(owner, weights=force[:, axis], minlength=len(atype))
+        except torch.OutOfMemoryError:
+            raise
+        except _PROGRAM_ERRORS as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            raise CheckpointError(f"{self._path} does not compute like a potential: {reason}") from error

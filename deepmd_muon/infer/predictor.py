@@ -75,6 +75,8 @@ class Predictor:
     batch_atoms
         Atoms computed at once, at least one frame; by default 16384 on a GPU and 1024 elsewhere. On a GPU that runs
         out of memory it is halved and stays so.
+    trust
+        Run a frozen file even if it calls operators that no potential needs: it may then do anything.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Predictor:
         ema: bool = False,
         head: str | None = None,
         batch_atoms: int | None = None,
+        trust: bool = False,
     ) -> None:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -95,7 +98,7 @@ class Predictor:
         elif is_frozen(model):
             if ema:
                 raise CheckpointError(f"{model} holds one set of weights; choose averaged ones when you freeze: --ema")
-            self.model = FrozenModel(model, self.device)
+            self.model = FrozenModel(model, self.device, trust=trust)
         else:
             self.model = load_model(model, ema=ema, head=head).to(self.device).eval()
         # A CPU is busy with a thousand atoms; a GPU needs more of them to be so.

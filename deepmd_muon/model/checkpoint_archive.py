@@ -10,6 +10,11 @@ from typing import Any, BinaryIO
 
 import torch
 
+from deepmd_muon.model.pickle_as_data import MOST_VALUES, count_values
+
+# Bytes to which the source of a program, which torch compresses, may unpack; deepmd-kit's examples have up to 1 MB.
+_MOST_PACKED = 64 * 1024**2
+
 
 class ArchiveError(Exception):
     """An archive is damaged, or holds records that are not read; the message does not name the file."""
@@ -31,9 +36,12 @@ def load_archive(file: BinaryIO) -> Any:
         When a member does not fit its checksum, or the archive holds other than tensors and plain values.
     """
     try:
-        _check(file)
+        check_members(file)
         file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+        if count_values(content) > MOST_VALUES:
+            raise ArchiveError("its lists contain one another, and stand for more values than fit into memory")
+        return content
     except (ArchiveError, OSError):
         raise
     except pickle.UnpicklingError as error:
@@ -48,16 +56,32 @@ def load_archive(file: BinaryIO) -> Any:
         raise ArchiveError("torch.save did not write it like this: it is damaged or made by other means") from error
 
 
-def _check(file: BinaryIO) -> None:
-    """Compare all members, as torch's own reader finds them, with the checksums of the archive."""
+def check_members(file: BinaryIO, *, program: bool = False) -> None:
+    """Compare all members, as torch's own reader finds them, with the checksums of the archive.
+
+    Parameters
+    ----------
+    file
+        The archive.
+    program
+        Expect a TorchScript program in place of a checkpoint.
+
+    Raises
+    ------
+    ArchiveError
+        When a member does not fit its checksum, or the archive is of the other kind.
+    """
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
         names = {member.filename for member in members}
-        if any("/code/" in name for name in names):
-            raise ArchiveError("it is a frozen model (TorchScript)")
-        if len(names) != len(members) or any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        if any("/code/" in name for name in names) != program:
+            raise ArchiveError("it is no TorchScript program" if program else "it is a frozen model (TorchScript)")
+        packed = [member for member in members if member.compress_type != zipfile.ZIP_STORED]
+        if len(names) != len(members) or (packed and not program):
             raise ArchiveError("torch.save did not write it: members are compressed or there twice")
+        if sum(member.file_size for member in packed) > _MOST_PACKED:
+            raise ArchiveError(f"its source unpacks to more than {_MOST_PACKED >> 20} MiB")
         # torch reads a member that is marked as a folder without its bytes.
         if any(member.is_dir() or member.external_attr for member in members):
             raise ArchiveError("it is damaged: a member is marked as a folder")

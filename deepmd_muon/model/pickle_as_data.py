@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import pickle
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar, NamedTuple
 
+#: Values that a checkpoint may stand for besides those of tensors: a few for every parameter.
+MOST_VALUES = 10_000_000
 _PLAIN = (
     *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BINFLOAT"),
     *("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
@@ -77,11 +80,31 @@ def read_pickle(data: bytes, allowed: Collection[Name]) -> Any:
         When it is damaged, mentions another global, or asks for anything but the above.
     """
     try:
-        return _Reader(data, frozenset(allowed)).load()
+        found = _Reader(data, frozenset(allowed)).load()
+        if count_values(found) > MOST_VALUES:
+            raise pickle.UnpicklingError("its lists contain one another, and stand for too many values")
+        return found
     except (pickle.UnpicklingError, MemoryError):
         raise
     except Exception as error:  # a damaged pickle may end in any
         raise pickle.UnpicklingError(f"the pickle is damaged ({type(error).__name__}: {str(error)[:100]})") from error
+
+
+def count_values(value: Any, known: dict[int, float] | None = None) -> float:
+    """Count the values in containers, shared ones at each use; infinite in a circle."""
+    known = {} if known is None else known
+    if not isinstance(value, (dict, list, tuple, set, frozenset, Record, Pairs)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf
+        if isinstance(value, Record):
+            inner: Iterable[Any] = (*value.arguments, value.state)
+        elif isinstance(value, Pairs):
+            inner = (one for pair in value.items for one in pair)
+        else:
+            inner = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(count_values(one, known) for one in inner)
+    return known[id(value)]
 
 
 class _Reader(pickle._Unpickler):  # the one in Python, whose memo does not grow to the largest index

@@ -14,8 +14,8 @@ from deepmd_muon.model.settings import changed
 
 log = logging.getLogger(__name__)
 
-# Most systems whose doubtful data are named at the usual log level.
-_DOUBTFUL_SYSTEMS = 10
+# Doubts about the data that are named at the usual log level.
+_MOST_SUSPICIONS = 20
 
 
 def open_section(section: TrainingDataSettings, type_map: Sequence[str] | None) -> list[System]:
@@ -65,11 +65,16 @@ def open_training_systems(given: Input) -> tuple[Input, list[System], list[Syste
         if systems:
             _log_systems(kind, systems)
             check_labels(systems)
+    found = suspicions([*train, *valid])
+    for number, suspicion in enumerate(found):
+        log.log(logging.WARNING if number < _MOST_SUSPICIONS else logging.DEBUG, "data: %s", suspicion)
+    if len(found) > _MOST_SUSPICIONS:
+        log.warning("data: %d more suspicions; --log-level DEBUG names them", len(found) - _MOST_SUSPICIONS)
     return given, train, valid
 
 
 def _log_systems(kind: str, systems: Sequence[System]) -> None:
-    """Log what the data are and what in them looks wrong: thousands of systems must not bury the rest of the log."""
+    """Log what the data are: thousands of systems must not bury the rest of the log."""
     atoms = sorted({system.natoms for system in systems})
     log.info(
         "%s data: %d system%s, %d frames of %s atoms, %d periodic, labels %s",
@@ -81,17 +86,8 @@ def _log_systems(kind: str, systems: Sequence[System]) -> None:
         sum(system.pbc for system in systems),
         ", ".join(sorted(frozenset[str]().union(*(system.labels for system in systems)))) or "none",
     )
-    doubtful = 0
     for system in systems:
         log.debug("%s data: %s", kind, system)
-        found = suspicions(system)
-        doubtful += bool(found)
-        level = logging.WARNING if doubtful <= _DOUBTFUL_SYSTEMS else logging.DEBUG
-        for suspicion in found:
-            log.log(level, "%s data: %s: %s", kind, system.name, suspicion)
-    if doubtful > _DOUBTFUL_SYSTEMS:
-        more = doubtful - _DOUBTFUL_SYSTEMS
-        log.warning("%s data: %d more systems look wrong; --log-level DEBUG names them", kind, more)
 
 
 def warn_of_shared_frames(train: Sequence[System], valid: Sequence[System]) -> None:

@@ -4,10 +4,10 @@
 
 WATER holds DeePMD's example systems (data_0 to data_2, 192 atoms). A case is MODEL:PRECISION-bFRAMES:STAGE with the
 frames of each rank; it runs on one GPU and on all. A figure is the median over the intervals of 100 steps after the
-first three. `equal` then trains 100 steps in float64, without interpolated embedding nets, on N GPUs with one frame each and on one
-GPU with N frames, and prints the largest difference of a weight relative to the largest weight of the same tensor,
-beside that of one GPU repeating its own run. The last checkpoint of N GPUs is then loaded and saved again on one, and
-that of one on N: the weights must not change.
+first three. `equal` then trains 100 steps in float64, without interpolated embedding nets, on N GPUs with one frame
+each and on one GPU with N frames, and prints the largest difference of a weight relative to the largest weight of the
+same tensor, beside that of one GPU repeating its own run. The last checkpoint of N GPUs is then loaded and saved
+again on one, and that of one on N: the weights must not change.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def test_wrong_units_are_named(capsys):
     text = Path("all.xyz").read_text().replace("1.4", "0.1").replace("2.8", "0.2")
     Path("all.xyz").write_text(text)
     assert main(["init", "all.xyz"]) == 0
-    assert "nm would look like this" in capsys.readouterr().out
+    assert "nm? multiply" in capsys.readouterr().out
 
 
 def test_a_split_keeps_elements_and_lone_atoms_in_training():

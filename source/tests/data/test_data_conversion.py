@@ -167,14 +167,14 @@ def test_wrong_units_are_suspected(frames, tmp_path, scale, force, energy, word)
     other.calc = SinglePointCalculator(other, **results)
     write(tmp_path / "units.xyz", [other])
     (system,) = open_systems(str(tmp_path / "units.xyz"))
-    found = suspicions(system)
+    found = suspicions([system])
     assert len(found) == (word is not None)
     if word:
         assert word in found[0]
 
 
 def test_the_examples_raise_no_suspicion():
-    assert [suspicion for system in open_systems(str(EXAMPLES)) for suspicion in suspicions(system)] == []
+    assert suspicions(open_systems(str(EXAMPLES))) == []
 
 
 @pytest.mark.parametrize("form", ["npy", "lmdb"])

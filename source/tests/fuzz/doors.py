@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from deepmd_muon.argcheck import load, normalize
 from deepmd_muon.data import NeighborCache, open_systems
+from deepmd_muon.data.plausible import suspicions
+from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model import build_model
 from deepmd_muon.model.checkpoint_directory import take_apart
@@ -125,6 +127,7 @@ class System(Door):
 
     def enter(self) -> None:
         (system,) = open_systems(str(self.folder / self.name), ["A", "B"])
+        suspicions([system])
         frames = system.frames(range(system.nframes))
         assert all(np.isfinite(values).all() for values in (frames.coord, frames.box, frames.energy))
         cache = NeighborCache(3.0, (8, 8), by_type=True, ntypes=2)
@@ -296,7 +299,61 @@ class Restart(Door):
         self._run(restart=self.name)
 
 
+class FrozenBytes(Door):
+    """A frozen file whose bytes have changed is refused or computes what it did."""
+
+    name = "model.pth"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        freeze(build_model(normalize(INPUT).normalized["model"]), folder / self.name)
+        self._original = (folder / self.name).read_bytes()
+        self._expected = self._forces()
+
+    def _forces(self) -> np.ndarray:
+        coord = np.arange(12.0).reshape(4, 3) ** 1.1 % 2.5
+        return Predictor(self.folder / self.name, device="cpu").predict(coord, None, np.array([0, 1, 0, 1])).force
+
+    def change(self, draw: random.Random) -> None:
+        (self.folder / self.name).write_bytes(bytes_mutant(self._original, draw))
+
+    def enter(self) -> None:
+        np.testing.assert_array_equal(self._forces(), self._expected)
+
+
+class ExtendedXYZ(Door):
+    """Extended XYZ with changed bytes, or with a word of it in place of another."""
+
+    name = "s.xyz"
+    _HEAD = 'Lattice="6 0 0 0 6 0 0 0 6" Properties=species:S:1:pos:R:3:forces:R:3 energy=-1.5 pbc="T T T"'
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        row = "O {} 0.5 {} 0.1 0.0 -0.1"
+        frame = ["2", self._HEAD, row.format(1.0, 2.0), row.format(3.0, 4.5).replace("O", "H")]
+        self._original = "\n".join([*frame * 3, ""])
+
+    def change(self, draw: random.Random) -> None:
+        path = self.folder / self.name
+        if draw.random() < 0.5:
+            path.write_bytes(bytes_mutant(self._original.encode(), draw))
+            return
+        words = self._original.replace("\n", " \n ").split(" ")
+        words[draw.randrange(len(words))] = draw.choice(
+            (*words, "nan", "1e400", "-1", "999999999", "x:R:3", "\x00", '"')
+        )
+        path.write_text(" ".join(words).replace(" \n ", "\n"))
+
+    def enter(self) -> None:
+        for system in open_systems(str(self.folder / self.name)):
+            frames = system.frames(range(system.nframes))
+            assert np.isfinite(frames.coord).all()
+            suspicions([system])
+
+
 DOORS: dict[str, type[Door]] = {
+    "frozen": FrozenBytes,
+    "xyz": ExtendedXYZ,
     "input": Input,
     "system": System,
     "hdf5": HDF5System,

@@ -381,3 +381,16 @@ INPUT = """{
   "optimizer": {"type": "HybridMuon"},
   "training": {"training_data": {"systems": ["none"]}, "numb_steps": 1}
 }"""
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda pair: {"a": pair[0], "b": pair[1]}])
+def test_values_of_exponential_size_are_refused(tmp_path, kind):
+    value = kind([1, 2])
+    for _ in range(60):
+        value = kind([value, value])  # some hundred bytes stand for 2^60 values
+    torch.save({"model": {"_extra_state": {"model_params": {"descriptor": value}}}}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"model\.pt.*contain one another"):
+        read_checkpoint(tmp_path / "model.pt")
+    (tmp_path / METADATA).write_bytes(pickle.dumps(value, protocol=4))
+    with pytest.raises(pickle.UnpicklingError, match="contain one another"):
+        read_metadata(tmp_path)

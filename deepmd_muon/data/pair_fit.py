@@ -1,0 +1,215 @@
+"""A pair potential fitted to the forces of some frames: what energies and virials the forces imply.
+
+Forces, energies and virials of E = ½ Σ φ_ab(r_ij) are linear in the coefficients of φ, so that one small system of
+equations gives φ, whatever potential made the labels. Its energies and virials show factors and signs, not values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from deepmd_muon.data.frames import Frames
+
+#: Cut-off of the potential [Å]. Cells of liquids have more than twice this, which spares their images.
+RCUT = 4.5
+#: Cubic B-splines for every pair of types, evenly spaced in ln r from `_FIRST` [Å] to the cut-off.
+FUNCTIONS = 12
+_FIRST = 0.4
+_SPACING = np.log(RCUT / _FIRST) / (FUNCTIONS - 3)
+_RIDGE = 1e-6
+# Distances below this act as if they were it [Å]: functions of ln r have no value at zero.
+_SMALLEST = 1e-3
+#: Pairs that one system may cost: those of atoms times images times frames.
+MOST_PAIRS = 3_000_000
+
+
+@dataclass(frozen=True)
+class NearPairs:
+    """Pairs of atoms of some frames within `RCUT`, in both directions, images included."""
+
+    frame: np.ndarray  # (npairs,)
+    i: np.ndarray  # (npairs,)
+    j: np.ndarray  # (npairs,)
+    vector: np.ndarray  # (npairs, 3) [Å], from i to j
+    distance: np.ndarray  # (npairs,) [Å]
+
+    @classmethod
+    def of(cls, frames: Frames) -> NearPairs:
+        """Find the pairs of frames, whose cells have a volume; the caller has checked `pairs_to_try`."""
+        found = [_pairs_of(frames, k) for k in range(frames.nframes)]
+        i, j, vector = (np.concatenate(part) for part in zip(*found, strict=True))
+        frame = np.repeat(np.arange(len(found)), [len(part[0]) for part in found])
+        return cls(frame, i, j, vector, np.sqrt((vector**2).sum(axis=1)))
+
+
+def pairs_to_try(natoms: int, box: np.ndarray | None) -> float:
+    """Count the pairs of atoms and images of a frame that `NearPairs` compares."""
+    return float(natoms**2 * (1 if box is None else np.prod(2 * _reach(np.linalg.inv(box)) + 1)))
+
+
+def _reach(inverse: np.ndarray) -> np.ndarray:
+    """Cells to look at beyond the nearest image, along each axis; columns of `inverse` are 1 / height of the cell."""
+    reach: np.ndarray = np.floor(RCUT * np.linalg.norm(inverse, axis=0) + 0.5)
+    return reach
+
+
+def _pairs_of(frames: Frames, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return i, j and vectors [Å] of one frame."""
+    real = np.flatnonzero(frames.atype[k] >= 0)
+    apart = frames.coord[k][real][None] - frames.coord[k][real][:, None]
+    shifts = np.zeros((1, 3))
+    if frames.box is not None:
+        box, inverse = frames.box[k], np.linalg.inv(frames.box[k])
+        apart -= np.round(apart @ inverse) @ box
+        grid = np.meshgrid(*(np.arange(-n, n + 1) for n in _reach(inverse)), indexing="ij")
+        shifts = np.stack(grid, axis=-1).reshape(-1, 3) @ box
+    own = np.arange(len(real))
+    parts = []
+    for shift in shifts:
+        vectors = apart + shift
+        squared = np.einsum("ijc,ijc->ij", vectors, vectors)
+        if not shift.any():
+            squared[own, own] = np.inf
+        i, j = np.nonzero(squared < RCUT**2)
+        parts.append((real[i], real[j], vectors[i, j]))
+    i, j, vector = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return i, j, vector
+
+
+class PairFit:
+    """A pair potential of some frames with forces.
+
+    Parameters
+    ----------
+    frames
+        Frames with forces.
+    pairs
+        Their pairs.
+
+    Attributes
+    ----------
+    kinds : tuple of (int, int)
+        Pairs of types that occur, lower type first.
+    """
+
+    def __init__(self, frames: Frames, pairs: NearPairs) -> None:
+        assert frames.force is not None
+        first, second = (frames.atype[pairs.frame, atom].astype(int) for atom in (pairs.i, pairs.j))
+        ntypes = int(frames.atype.max(initial=0)) + 1
+        codes, kind = np.unique(np.minimum(first, second) * ntypes + np.maximum(first, second), return_inverse=True)
+        self.kinds = tuple((int(code) // ntypes, int(code) % ntypes) for code in codes)
+        self._design(frames, pairs, kind)
+        self.labels = frames.force.reshape(-1)
+
+    def _design(self, frames: Frames, pairs: NearPairs, kind: np.ndarray) -> None:
+        """Set the derivatives of forces (rows, p), energies (nframes, p) and virials (nframes, 9, p)."""
+        size = len(self.kinds) * FUNCTIONS
+        r = np.maximum(pairs.distance, _SMALLEST)
+        value, slope, start = _splines(r)
+        column = (kind * FUNCTIONS + start)[:, None] + np.arange(4)
+        pull = (slope / r[:, None])[..., None] * pairs.vector[:, None]  # dφ/dr times the direction, (npairs, 4, 3)
+
+        def gather(row: np.ndarray, rows: int, weights: np.ndarray) -> np.ndarray:
+            place = (row[:, None] * size + column).ravel()
+            return np.bincount(place, weights.ravel(), rows * size).reshape(rows, size)
+
+        atom = pairs.frame * frames.natoms + pairs.i
+        rows = frames.nframes * frames.natoms
+        self._force = np.stack([gather(atom, rows, pull[..., x]) for x in range(3)], axis=1).reshape(-1, size)
+        self._energy = gather(pairs.frame, frames.nframes, 0.5 * value)
+        half = -0.5 * pairs.vector[:, None]
+        virial = {
+            (x, y): gather(pairs.frame, frames.nframes, half[..., y] * pull[..., x])
+            for x in range(3)
+            for y in range(x, 3)
+        }
+        self._virial = np.stack([virial[min(x, y), max(x, y)] for x in range(3) for y in range(3)], axis=1)
+
+    @cached_property
+    def _normal(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._force.T @ self._force, self._force.T @ self.labels
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are enough forces to tell chance from physics."""
+        return bool(self.kinds) and len(self.labels) >= 4 * self._force.shape[1] and bool(self.labels.any())
+
+    @cached_property
+    def coefficients(self) -> np.ndarray:
+        """Coefficients of φ [eV], (nkinds · FUNCTIONS,)."""
+        matrix, vector = self._normal
+        ridge = _RIDGE * np.trace(matrix) / len(matrix) + 1e-300
+        found: np.ndarray = np.linalg.solve(matrix + ridge * np.eye(len(matrix)), vector)
+        return found
+
+    @cached_property
+    def explained(self) -> float:
+        """Share of the squares of the forces that φ explains, less what so many coefficients explain by chance."""
+        rest = float(((self.labels - self._force @ self.coefficients) ** 2).sum() / (self.labels**2).sum())
+        return 1 - rest * len(self.labels) / (len(self.labels) - self._force.shape[1])
+
+    @property
+    def energies(self) -> np.ndarray:
+        """Energies that the forces imply [eV], but for a constant, (nframes,)."""
+        energies: np.ndarray = self._energy @ self.coefficients
+        return energies
+
+    @property
+    def virials(self) -> np.ndarray:
+        """Virials that the forces imply [eV], but for a constant, (nframes, 9)."""
+        virials: np.ndarray = self._virial @ self.coefficients
+        return virials
+
+    def stiffness(self, kind: tuple[int, int], distance: float) -> float:
+        """Return d²φ/dr² [eV/Å²] of a pair of types around a distance [Å]."""
+        r = distance * np.linspace(0.93, 1.07, 9)
+        _, slope, start = _splines(r)
+        blocks = self.coefficients.reshape(-1, FUNCTIONS)[self.kinds.index(kind)]
+        first = (slope * blocks[start[:, None] + np.arange(4)]).sum(axis=1)
+        return float(np.polyfit(r - distance, first, 1)[0])
+
+    def agreement(self, other: PairFit, swap: Sequence[int] | None = None) -> tuple[float, float]:
+        """Compare these forces with those of another system's potential.
+
+        Parameters
+        ----------
+        other
+            The system whose potential is taken.
+        swap : sequence of int, optional
+            Type that takes the place of each type of these frames.
+
+        Returns
+        -------
+        tuple of float
+            Factor of these forces over the other's prediction, and their correlation; zeros where `other` lacks a pair
+            of types.
+        """
+        kinds = [tuple(sorted((swap[a], swap[b]))) if swap else (a, b) for a, b in self.kinds]
+        if not set(kinds) <= set(other.kinds):
+            return 0.0, 0.0
+        blocks = other.coefficients.reshape(-1, FUNCTIONS)
+        taken = np.concatenate([blocks[other.kinds.index(kind)] for kind in kinds])
+        matrix, vector = self._normal
+        own, product = float(taken @ matrix @ taken), float(taken @ vector)
+        size = np.sqrt(own * float((self.labels**2).sum()))
+        return (product / own, product / size) if size > 0 else (0.0, 0.0)
+
+
+def _splines(r: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values and slopes [1/Å] of the four B-splines that are not zero at each distance, and the first one's number."""
+    place = np.clip((np.log(r) - np.log(_FIRST)) / _SPACING, 0, FUNCTIONS - 3 - 1e-9)
+    start = place.astype(int)
+    t = (place - start)[:, None]
+    left, square = 1 - t, t * t  # products: powers of arrays are slow
+    cube = square * t
+    value = (
+        np.concatenate([left * left * left, 3 * cube - 6 * square + 4, 3 * (square - cube + t) + 1, cube], axis=1) / 6
+    )
+    slope = np.concatenate([-left * left, 3 * square - 4 * t, -3 * square + 2 * t + 1, square], axis=1) / 2
+    cut = (1 - (r / RCUT) ** 2)[:, None]
+    radius = r[:, None]
+    return value * cut**2, slope / (_SPACING * radius) * cut**2 - 4 * value * cut * radius / RCUT**2, start

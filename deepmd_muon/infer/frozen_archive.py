@@ -1,0 +1,166 @@
+"""Frozen files are programs: checksums and a list of operators are compared before anything in them runs."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from deepmd_muon.model.checkpoint_archive import ArchiveError, check_members
+
+#: Name of the list of members with their SHA-256 that `dp freeze` adds.
+MANIFEST = "deepmd_muon_manifest.json"
+# Operators of frozen potentials of this package and of deepmd-kit 3.2, and mathematics like theirs. None touches files,
+# processes or memory by address.
+_ATEN = """
+    abs acos add add_ addcmul addmm all amax amin __and__ any append arange argmax argmin argsort asin atan atan2
+    bincount bitwise_and bitwise_not bitwise_or bmm Bool broadcast_to bucketize cartesian_prod cat ceil chunk
+    clamp clamp_ clamp_max clamp_min clone __contains__ contiguous copy copy_ cos cosh cpu cross cumsum
+    __derive_index detach detach_ diag diag_embed diagonal dim div div_ dot einsum elu embedding empty empty_like
+    eq erf erfc exp expand expand_as expm1 extend eye fill_ flatten flip Float floor floor_divide floordiv fmod
+    format full full_like gather ge gelu __getitem__ grad gt index index_add index_add_ index_copy index_copy_
+    index_put index_put_ index_select insert Int IntImplicit __is__ is_floating_point isfinite isinf isnan
+    __isnot__ item items keys layer_norm le leaky_relu len lerp linalg_cross linalg_det linalg_inv linalg_inv_ex
+    linalg_norm linalg_solve linalg_vector_norm linear list log log10 log1p log2 logical_and logical_not
+    logical_or logical_xor logsumexp lower lt masked_fill masked_fill_ masked_select matmul max maximum mean
+    meshgrid min minimum mm mul mul_ mv narrow ne neg new_empty new_full new_ones new_zeros nonzero norm __not__
+    numel ones ones_like __or__ outer pad permute pop pow prod __range_length ravel reciprocal relu relu6
+    remainder repeat repeat_interleave requires_grad_ reshape roll round rsqrt rsub ScalarImplicit scatter
+    scatter_ scatter_add scatter_add_ scatter_reduce searchsorted select selu _set_item sigmoid sigmoid_ sign silu
+    sin sinh size slice softmax softplus sort split split_with_sizes sqrt sqrt_ square square_ squeeze stack
+    startswith std str strip sub sub_ sum t take_along_dim tan tanh tanh_ tensor tensor_split tile to topk trace
+    transpose tril triu type_as unbind unflatten unfold unsqueeze unsqueeze_ update upper values var var_mean view
+    view_as where zero_ zeros zeros_like
+"""
+_DEEPMD = """
+    border_op tabulate_fusion_se_a tabulate_fusion_se_r tabulate_fusion_se_t tabulate_fusion_se_t_tebd
+    tabulate_fusion_se_atten
+"""
+_PRIM = """
+    Constant CreateObject DictConstruct Enter EnumValue Exit GetAttr If ListConstruct ListUnpack Loop NumToTensor
+    RaiseException SetAttr TupleConstruct TupleIndex TupleSlice TupleUnpack Uninitialized abs device dtype is_cuda
+    isinstance max min requires_grad shape tolist unchecked_cast unchecked_unwrap_optional
+"""
+_ALLOWED = {"aten": frozenset(_ATEN.split()), "deepmd": frozenset(_DEEPMD.split()), "prim": frozenset(_PRIM.split())}
+# Defaults of arguments and values of classes are computed when torch loads a program; these only stand for themselves.
+_PLAIN = (
+    ast.Constant,
+    ast.UnaryOp,
+    ast.USub,
+    ast.Tuple,
+    ast.List,
+    ast.Name,
+    ast.Attribute,
+    ast.Subscript,
+    ast.Load,
+    ast.Dict,
+)
+
+
+def manifest_of(content: bytes) -> str:
+    """Return the SHA-256 of every member of an archive but those in which torch describes it, as JSON."""
+    return _manifest(_members(content))
+
+
+def _members(content: bytes) -> dict[str, bytes]:
+    """Read all members as torch does: another reader could find others in a made-up archive."""
+    reader = torch._C.PyTorchFileReader(io.BytesIO(content))
+    return {name: reader.get_record(name) for name in reader.get_all_records()}
+
+
+def _manifest(members: Mapping[str, bytes]) -> str:
+    sums = {name: hashlib.sha256(data).hexdigest() for name, data in members.items() if _is_listed(name)}
+    return json.dumps({"version": 1, "sha256": sums}, sort_keys=True)
+
+
+def _is_listed(name: str) -> bool:
+    return not name.startswith((".", "extra/")) and not name.endswith(".debug_pkl")
+
+
+def load_program(content: bytes, device: torch.device, *, trust: bool) -> torch.jit.ScriptModule:
+    """Load a TorchScript program.
+
+    Parameters
+    ----------
+    content
+        The bytes of the file.
+    device
+        Where its tensors go.
+    trust
+        Accept any operator.
+
+    Raises
+    ------
+    ArchiveError
+        When the file is damaged, or may do more than compute.
+    """
+    if not content.startswith(b"PK\x03\x04"):  # torch also loads other formats, which have no checksums
+        raise ArchiveError("it is no TorchScript archive")
+    check_members(io.BytesIO(content), program=True)
+    members = _members(content)
+    listed = members.get(f"extra/{MANIFEST}")  # of files of dp freeze; others have the checksums of their members alone
+    if listed is not None and listed != _manifest(members).encode():
+        raise ArchiveError("it is damaged or was changed: its parts do not fit the list that dp freeze added")
+    if not trust:
+        _check_before_load(members)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, which LAMMPS's plugin needs
+        program: torch.jit.ScriptModule = torch.jit.load(io.BytesIO(content), map_location=device)
+    if not trust:
+        strange = sorted({kind for kind in _kinds(program) if not _is_allowed(kind)})
+        if strange:
+            raise ArchiveError(
+                f"it calls {', '.join(strange[:5])}, which no frozen potential needs; if you trust who made the file, "
+                "use --trust (in Python trust=True)"
+            )
+    return program
+
+
+def _check_before_load(members: Mapping[str, bytes]) -> None:
+    """Refuse what runs while torch loads a program: __setstate__, computed defaults, objects of C++ libraries."""
+    code = {name: data for name, data in members.items() if name.startswith("code/") and name.endswith(".py")}
+    pickles = [data for name, data in members.items() if name.endswith(".pkl")]
+    if any(b"torch.classes" in data for data in (*code.values(), *pickles)):
+        raise ArchiveError("it holds objects of C++ libraries; if you trust who made the file, use --trust")
+    for name, source in code.items():
+        try:
+            tree = ast.parse(source.decode())
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ArchiveError(f"its part {name} is no source of TorchScript") from error
+        if any(_runs_early(node) for node in ast.walk(tree)):
+            raise ArchiveError(f"its part {name} runs while it is loaded; if you trust who made the file, use --trust")
+
+
+def _runs_early(node: ast.AST) -> bool:
+    if isinstance(node, ast.ClassDef):
+        values = [part.value for part in node.body if isinstance(part, (ast.Assign, ast.AnnAssign))]
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if node.name in ("__setstate__", "__getstate__"):
+            return True
+        values = [*node.args.defaults, *node.args.kw_defaults]
+    else:
+        return False
+    return any(not isinstance(part, _PLAIN) for value in values if value is not None for part in ast.walk(value))
+
+
+def _kinds(program: torch.jit.ScriptModule) -> Iterator[str]:
+    """Yield the operators of all methods of a program, with all that they call."""
+    script = program._c
+    for name in script._method_names():
+        graph = script._get_method(name).inlined_graph  # its nodes live as long as it does
+        todo: list[Any] = [graph]
+        while todo:
+            for node in todo.pop().nodes():
+                yield node.kind()
+                todo += node.blocks()
+
+
+def _is_allowed(kind: str) -> bool:
+    namespace, _, name = kind.partition("::")
+    return name in _ALLOWED.get(namespace, ())

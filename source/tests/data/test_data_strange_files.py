@@ -1,0 +1,53 @@
+"""Paths and files that once hung the reader of data: FIFOs, circles of links, counts beyond a file's end."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deepmd_muon.argcheck import InputError, load
+from deepmd_muon.data import SystemFormatError, SystemNotFoundError, open_systems
+
+SYSTEM = Path(__file__).parents[3] / "examples" / "cu_emt" / "data" / "valid" / "cluster13"
+
+
+@pytest.mark.parametrize("name", ["sys", "s.xyz", "s.hdf5", "s.hdf5#/a"])
+def test_a_fifo_is_no_system(tmp_path, name):
+    os.mkfifo(tmp_path / name.partition("#")[0])
+    with pytest.raises(SystemNotFoundError, match="FIFO"):
+        open_systems(str(tmp_path / name))
+
+
+def test_a_pattern_crosses_circles_of_links_once(tmp_path):
+    shutil.copytree(SYSTEM, tmp_path / "data" / "a" / "b" / "cluster13")
+    for number in range(4):
+        (tmp_path / "data" / "a" / f"up{number}").symlink_to("..")
+        (tmp_path / "data" / "a" / "b" / f"here{number}").symlink_to(".")
+    for pattern in ("data/**", "data/**/cluster*", "**/cluster13", "data/**/b/**/cluster13"):
+        (system,) = open_systems(str(tmp_path / pattern))
+        assert system.name.startswith(str(tmp_path / "data"))
+        assert system.nframes == 10
+
+
+def test_relative_patterns_keep_their_names(tmp_path, monkeypatch):
+    shutil.copytree(SYSTEM, tmp_path / "data" / "cluster13")
+    shutil.copytree(SYSTEM, tmp_path / "data" / ".hidden" / "cluster13")
+    monkeypatch.chdir(tmp_path)
+    for pattern in ("**/cluster13", "data/**/cluster13", "data/*"):
+        assert [system.name for system in open_systems(pattern)] == ["data/cluster13"]
+
+
+@pytest.mark.parametrize("count", ["999999999999", "12"])
+def test_more_atoms_than_the_file_holds(tmp_path, count):
+    pytest.importorskip("ase")
+    frame = 'Lattice="6 0 0 0 6 0 0 0 6" Properties=species:S:1:pos:R:3 energy=1\nO 0 0 0\n'
+    (tmp_path / "s.xyz").write_text(f"1\n{frame}{count}\n{frame}")
+    with pytest.raises((SystemFormatError, SystemNotFoundError), match=r"s\.xyz"):
+        open_systems(str(tmp_path / "s.xyz"))
+
+
+def test_a_hexadecimal_number_beyond_what_python_prints(tmp_path):
+    (tmp_path / "i.yaml").write_text("a: 0x" + "f" * 5000)
+    with pytest.raises(InputError, match="6021 digits"):
+        load(tmp_path / "i.yaml")
