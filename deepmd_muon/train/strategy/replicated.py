@@ -86,7 +86,7 @@ class Replicated(SeveralRanks):
             name = next(name for name, p in self.model.named_parameters() if p is params[strange[0]])
             raise TrainingError(
                 f"the parameter {name} has a gradient now, but had none on any rank in the first step: "
-                'set training/capture to "off"'
+                "set training/zero_stage to 1, where every step compares them"
             )
         chosen = [params[i] for i in sorted(trained)]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
