@@ -52,8 +52,8 @@ def log_attributes(path: str, wanted: Sequence[str]) -> None:
     """
     if "serialization-tree" in wanted:
         raise HandOver("'show serialization-tree'")
+    from deepmd_muon.checkpoint_file.file import understood
     from deepmd_muon.infer.frozen import is_frozen
-    from deepmd_muon.model.checkpoint_file import understood
 
     with understood(path):
         model = _frozen(path) if is_frozen(path) else _checkpoint(path)
@@ -89,7 +89,7 @@ def _frozen(path: str) -> _Described:
 
 
 def _checkpoint(path: str) -> _Described:
-    from deepmd_muon.model.checkpoint_file import read_checkpoint
+    from deepmd_muon.checkpoint_file.file import read_checkpoint
     from deepmd_muon.model.deepmd_kit import PREFIX
 
     state = read_checkpoint(path, leave=("optimizer", "ema"))["model"]

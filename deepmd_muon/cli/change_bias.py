@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"-n must be 0 (all frames) or a number of frames; found {options.numb_batch}")
     if not all(map(math.isfinite, options.bias_value or ())):
         raise CommandError(f"-b must be finite energies [eV]; found {options.bias_value}")
-    from deepmd_muon.model.checkpoint_file import checkpoint_path
+    from deepmd_muon.checkpoint_file.file import checkpoint_path
     from deepmd_muon.train.energy_bias import change_bias
     from deepmd_muon.train.report import set_up_logging
 

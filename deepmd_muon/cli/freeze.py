@@ -42,9 +42,9 @@ def run(options: argparse.Namespace) -> int:
         raise HandOver(f"frozen files of the format {output.suffix}")
     # Of model.v1, "v1" belongs to the name: model.pth may be another model.
     output = output.with_suffix(".pth") if output.suffix in (".pth", ".pt") else Path(f"{output}.pth")
+    from deepmd_muon.checkpoint_file.file import checkpoint_path
     from deepmd_muon.deploy.freeze import freeze
     from deepmd_muon.infer.predictor import load_model
-    from deepmd_muon.model.checkpoint_file import checkpoint_path
     from deepmd_muon.model.errors import ForeignModelError
     from deepmd_muon.train.report import set_up_logging
 

@@ -141,7 +141,7 @@ def _printing(command: str, error: Exception) -> contextlib.AbstractContextManag
 
     if command != "train" or not isinstance(error, InputError):
         return contextlib.nullcontext(True)
-    from deepmd_muon.train.parallel import prints_error
+    from deepmd_muon.train.ranks.ranks import prints_error
 
     return prints_error(str(error))
 

@@ -48,9 +48,9 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError("-m needs at least two models; found one: its deviation from itself is zero")
     import numpy as np
 
+    from deepmd_muon.checkpoint_file.file import checkpoint_path
     from deepmd_muon.infer.model_deviation import DeviationFile, DeviationSettings, system_deviation
     from deepmd_muon.infer.predictor import Predictor
-    from deepmd_muon.model.checkpoint_file import checkpoint_path
     from deepmd_muon.model.errors import ForeignModelError
     from deepmd_muon.train.report import set_up_logging
 

@@ -12,9 +12,9 @@ from typing import Any
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.data import DataError, System
+from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.opening import check_labels, elements_of
-from deepmd_muon.data.plausible import suspicions
-from deepmd_muon.data.splitting import Share, split
+from deepmd_muon.data.sampling.splitting import Share, split
 from deepmd_muon.data.writing import formula_of, write_npy
 from deepmd_muon.files import make_folder_of, whole_file
 

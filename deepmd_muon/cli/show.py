@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
         print(describe_kernels())
         return 0
     if options.topic == "lcurve":
-        from deepmd_muon.infer.learning_curve import plot_learning_curves
+        from deepmd_muon.show.learning_curve import plot_learning_curves
 
         picture = options.output or _PICTURES["lcurve"]
         refuse_clashes(CommandError, {"-o": picture}, {f"the curve {path}": path for path in options.file})
@@ -131,18 +131,18 @@ def run(options: argparse.Namespace) -> int:
     if len(options.file) != 1:
         found = ", ".join(options.file) or "none"
         raise CommandError(f"show {options.topic} takes one file; found {found}")
-    from deepmd_muon.model.checkpoint_file import checkpoint_path
+    from deepmd_muon.checkpoint_file.file import checkpoint_path
 
     path = checkpoint_path(options.file[0])
     if path.suffix == ".pth":
         raise CommandError(f"{path} is a frozen model, which holds no optimizer; give the checkpoint it was made from")
     if options.topic == "plan":
-        from deepmd_muon.cli.plan import plan_page
+        from deepmd_muon.show.plan import plan_page
 
         print(plan_page(path, options.world_size, options.zero_stage, options.hsdp, owners=options.owners))
         return 0
     if options.topic == "weights":
-        from deepmd_muon.cli.weights import weights_page
+        from deepmd_muon.show.weights import weights_page
 
         picture = options.output or _PICTURES["weights"]
         refuse_clashes(CommandError, {"-o": picture}, {"the checkpoint": path})
@@ -160,7 +160,7 @@ def _run_attributes(options: argparse.Namespace) -> int:
         raise CommandError(f"a model has no attribute {unknown[0]!r}; {choices(unknown[0], ATTRIBUTES)}")
     if unknown:
         raise CommandError(f"there is no topic {options.topic!r}; {choices(options.topic, tuple(_TOPICS))}")
-    from deepmd_muon.model.checkpoint_file import checkpoint_path
+    from deepmd_muon.checkpoint_file.file import checkpoint_path
     from deepmd_muon.train.report import set_up_logging
 
     refuse_clashes(CommandError, {"-l": options.log_path}, {"the model": checkpoint_path(options.topic)})
@@ -172,8 +172,8 @@ def _run_attributes(options: argparse.Namespace) -> int:
 def _input_routing(path: Path) -> str:
     """Return the routing that training with this input would use; no data are read."""
     from deepmd_muon.argcheck import load
-    from deepmd_muon.cli.plan import optimizer_of
     from deepmd_muon.optim import HybridMuon
+    from deepmd_muon.show.plan import optimizer_of
 
     optimizer = optimizer_of(load(path))
     if not isinstance(optimizer, HybridMuon):
@@ -184,7 +184,7 @@ def _input_routing(path: Path) -> str:
 
 def _checkpoint_routing(path: Path) -> str:
     """Return the routing that is recorded in a checkpoint."""
-    from deepmd_muon.model.checkpoint_file import read_checkpoint
+    from deepmd_muon.checkpoint_file.file import read_checkpoint
     from deepmd_muon.optim.routing.rules import RouteTable
 
     checkpoint = read_checkpoint(path)

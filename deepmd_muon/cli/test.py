@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deepmd_muon.infer.details import DetailFiles
     from deepmd_muon.infer.evaluation import ComparedFrames
     from deepmd_muon.infer.metrics import Errors
-    from deepmd_muon.infer.parity import ParityPicture
+    from deepmd_muon.show.parity import ParityPicture
 
 HELP = "compare a model's energies, forces and virials with reference data"
 
@@ -99,8 +99,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """Refuse outputs that are the model, data, a list, an input file or each other."""
+    from deepmd_muon.checkpoint_file.file import checkpoint_path
     from deepmd_muon.infer.details import DetailFiles
-    from deepmd_muon.model.checkpoint_file import checkpoint_path
 
     outputs = {"-l": options.log_path}
     outputs |= {f"--plot {path}": path for path in options.plot or ()}
@@ -139,7 +139,7 @@ def _picture(paths: list[str] | None) -> ParityPicture | None:
     """Return the picture to fill, checked before the work begins; matplotlib is imported for it alone."""
     if paths is None:
         return None
-    from deepmd_muon.infer.parity import ParityPicture
+    from deepmd_muon.show.parity import ParityPicture
 
     return ParityPicture([Path(path) for path in paths])
 

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     """Train; an input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported."""
     begun = time.monotonic()
     from deepmd_muon.argcheck import DeepmdKitOnlyError, load
-    from deepmd_muon.train.early_start import garbage_collection_paused, open_device
+    from deepmd_muon.train.process.warm_up import garbage_collection_paused, open_device
 
     try:
         given = load(options.INPUT)

@@ -13,9 +13,8 @@ from deepmd_muon.data.errors import (
     TypeMapError,
 )
 from deepmd_muon.data.frames import Frames
-from deepmd_muon.data.loader import Batch, DataLoader
-from deepmd_muon.data.neighbor_cache import NeighborCache, neighbor_statistics, worker_count
-from deepmd_muon.data.neighbors import (
+from deepmd_muon.data.neighbors.cache import NeighborCache, neighbor_statistics, worker_count
+from deepmd_muon.data.neighbors.lists import (
     FrameNeighbors,
     NeighborList,
     NeighborStatistics,
@@ -25,7 +24,8 @@ from deepmd_muon.data.neighbors import (
     widen_sections,
 )
 from deepmd_muon.data.opening import open_systems, with_common_types
-from deepmd_muon.data.sampling import BatchRule, Plan, Sampler, system_probabilities
+from deepmd_muon.data.sampling.loader import Batch, DataLoader
+from deepmd_muon.data.sampling.sampler import BatchRule, Plan, Sampler, system_probabilities
 from deepmd_muon.data.statistics import (
     StatFile,
     data_fingerprint,

@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from deepmd_muon.data.ase_reading import read_ase
 from deepmd_muon.data.elements import by_atomic_number
 from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
-from deepmd_muon.data.lmdb_store import is_lmdb, lmdb_stores
-from deepmd_muon.data.npy_store import npy_stores, real_folders
-from deepmd_muon.data.storage import HandleCache, Store
+from deepmd_muon.data.stores.ase_reading import read_ase
+from deepmd_muon.data.stores.lmdb_store import is_lmdb, lmdb_stores
+from deepmd_muon.data.stores.npy_store import npy_stores, real_folders
+from deepmd_muon.data.stores.storage import HandleCache, Store
 from deepmd_muon.data.system import System
 from deepmd_muon.label_keys import LabelKeys
 
@@ -204,7 +204,7 @@ def _stores_in_file(path: str, handles: HandleCache, read: Callable[[str], Itera
     """Find all systems of a file; `read` takes those that are not HDF5."""
     from h5py import is_hdf5  # imported for HDF5 files only: it is slow
 
-    from deepmd_muon.data.hdf5_store import hdf5_stores
+    from deepmd_muon.data.stores.hdf5_store import hdf5_stores
 
     if os.path.isfile(path) and not is_hdf5(path) and not path.endswith((".h5", ".hdf5")):
         yield from read(path)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError, TypeMapError
-from deepmd_muon.data.far_atoms import MAX_LENGTH
 from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, Frames, label_shape
-from deepmd_muon.data.storage import Store
+from deepmd_muon.data.neighbors.far_atoms import MAX_LENGTH
+from deepmd_muon.data.stores.storage import Store
 
 
 class System:

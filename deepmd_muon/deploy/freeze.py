@@ -22,7 +22,7 @@ from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
-from deepmd_muon.model.networks import dtype_of
+from deepmd_muon.model.nn.networks import dtype_of
 
 log = logging.getLogger(__name__)
 

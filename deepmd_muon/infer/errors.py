@@ -2,12 +2,8 @@
 
 
 class InferError(ValueError):
-    """Base class: a model, frames or a picture that cannot be had as asked."""
+    """Base class: a model or frames that cannot be used as asked."""
 
 
 class PredictionInputError(InferError):
     """Positions, cells or types whose shapes or values do not fit together or the model."""
-
-
-class PictureError(InferError):
-    """There is nothing to draw, or the file to draw from has other content."""

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepmd_muon.checkpoint_file.archive import ArchiveError
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.data.errors import NeighborError
-from deepmd_muon.data.ghosts import with_ghosts
+from deepmd_muon.data.neighbors.ghosts import with_ghosts
 from deepmd_muon.files import open_regular
 from deepmd_muon.infer.frozen_archive import load_program
 from deepmd_muon.infer.prediction import Prediction
-from deepmd_muon.model.checkpoint_archive import ArchiveError
-from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.model.scripted.exchange import BORDER_OP, declare_operators
 
 SUFFIX = ".pth"

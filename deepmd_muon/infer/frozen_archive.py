@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.model.checkpoint_archive import ArchiveError, check_members
+from deepmd_muon.checkpoint_file.archive import ArchiveError, check_members
 
 #: Name of the list of members with their SHA-256 that `dp freeze` adds.
 MANIFEST = "deepmd_muon_manifest.json"

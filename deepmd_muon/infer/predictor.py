@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.data import Frames, NeighborError, build_neighbors, stack_neighbors
-from deepmd_muon.data.neighbors import FrameNeighbors
+from deepmd_muon.data.neighbors.lists import FrameNeighbors
 from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.frozen import FrozenModel, is_frozen
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.model import EnergyModel, Structures, build_model
-from deepmd_muon.model.checkpoint_file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit
-from deepmd_muon.model.errors import CheckpointError
 
 
 def load_model(path: str | os.PathLike[str], *, ema: bool = False, head: str | None = None) -> EnergyModel:

@@ -9,10 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepmd_muon.checkpoint_file.errors import CheckpointError
     from deepmd_muon.model.descriptor.interface import Described, Descriptor, describe_by_autograd
     from deepmd_muon.model.descriptor.settings import DescriptorSettings, NeighborRequest
     from deepmd_muon.model.energy_model import EnergyModel, build_model
-    from deepmd_muon.model.errors import CheckpointError, ForeignModelError, ModelError
+    from deepmd_muon.model.errors import ForeignModelError, ModelError
     from deepmd_muon.model.fitting.interface import Fitting
     from deepmd_muon.model.registry import register_descriptor, register_fitting
     from deepmd_muon.model.settings import ModelSettings

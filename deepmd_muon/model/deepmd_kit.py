@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.model.energy_model import EnergyModel
-from deepmd_muon.model.errors import CheckpointError, ForeignModelError, ModelError
+from deepmd_muon.model.errors import ForeignModelError, ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
 from deepmd_muon.model.translation import PLAIN, Translation

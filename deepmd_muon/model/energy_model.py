@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.model import kernels
 from deepmd_muon.model.descriptor.interface import Described, Interpolated, Recomputing, Standardised
 from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
 from deepmd_muon.model.structures import Structures
@@ -166,7 +166,7 @@ class EnergyModel(torch.nn.Module):
 
 def edge_vectors(structures: Structures) -> torch.Tensor:
     """Return r_ij = coord[j] + S·box − coord[i] `(nreal, nnei, 3)` [Å]; arbitrary in empty slots."""
-    if kernels.usable(structures.coord.device):
+    if triton_support.usable(structures.coord.device):
         from deepmd_muon.model.descriptor import environment_kernels
 
         atoms = structures.coord, structures.box, structures.order, structures.sorted_frame
@@ -212,7 +212,7 @@ class Forces(torch.autograd.Function):
 
 def _use_kernels(device: torch.device) -> bool:
     """Tell whether forces may be added up by Triton, in an order that varies."""
-    return kernels.usable(device) and not torch.are_deterministic_algorithms_enabled()
+    return triton_support.usable(device) and not torch.are_deterministic_algorithms_enabled()
 
 
 def _forces(structures: Structures, slope: torch.Tensor) -> torch.Tensor:

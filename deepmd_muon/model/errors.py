@@ -1,14 +1,12 @@
-"""Exceptions of models and their checkpoints."""
+"""Exceptions of models."""
 
 from __future__ import annotations
+
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 
 
 class ModelError(ValueError):
     """A model section, its weights or its inputs cannot be used; the message names the cause."""
-
-
-class CheckpointError(ModelError):
-    """The file is not a checkpoint, this release cannot read it, or it does not fit its use."""
 
 
 class ForeignModelError(CheckpointError):

@@ -10,8 +10,8 @@ import torch
 from deepmd_muon.model.descriptor.interface import TypeIndexed
 from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.nn.type_embedding import TABLE, identity
 from deepmd_muon.model.settings import ModelSettings, changed
-from deepmd_muon.model.type_embedding import TABLE, identity
 
 
 @dataclasses.dataclass(frozen=True)

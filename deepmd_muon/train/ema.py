@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from deepmd_muon.checkpoint_file.directory import read_into
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.model.checkpoint_directory import read_into
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
-from deepmd_muon.train.parallel import local_part, shard_like
+from deepmd_muon.train.ranks.ranks import local_part, shard_like
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from typing import Literal
 import numpy as np
 import torch
 
+from deepmd_muon.checkpoint_file.file import read_checkpoint, understood
 from deepmd_muon.data import Batch, DataLoader, NeighborCache, System, energy_bias
 from deepmd_muon.files import whole_file
 from deepmd_muon.model import EnergyModel, Structures, build_model
-from deepmd_muon.model.checkpoint_file import read_checkpoint, understood
 from deepmd_muon.model.deepmd_kit import branch_prefix, from_deepmd_kit
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.parallel import training_device
+from deepmd_muon.train.ranks.ranks import training_device
 
 log = logging.getLogger(__name__)
 

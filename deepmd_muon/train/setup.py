@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from deepmd_muon.argcheck import Input, TrainingDataSettings, TrainingSettings
+from deepmd_muon.argcheck.changes import changed_settings
 from deepmd_muon.data import (
     DataError,
     DataLoader,
@@ -24,13 +25,12 @@ from deepmd_muon.data import (
     neighbor_statistics,
     worker_count,
 )
-from deepmd_muon.data.digest import content_digest
+from deepmd_muon.data.checks.digest import content_digest
 from deepmd_muon.model import EnergyModel, ModelSettings, Structures
 from deepmd_muon.model.settings import changed
 from deepmd_muon.model.statistics import environment_statistics
-from deepmd_muon.train.checkpoint.changes import changed_settings
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.ranks.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

@@ -12,30 +12,30 @@ from pathlib import Path
 from typing import get_args
 
 from deepmd_muon.argcheck import Input, dump
+from deepmd_muon.checkpoint_file.directory import is_directory
+from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.checkpoint_file.file import OWN_KEY, checkpoint_path, understood
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.files import make_folder_of
 from deepmd_muon.model import EnergyModel, Structures, build_model
-from deepmd_muon.model.checkpoint_directory import is_directory
-from deepmd_muon.model.checkpoint_file import OWN_KEY, checkpoint_path, understood
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
-from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.model.settings import changed
 from deepmd_muon.model.statistics import descriptor_length
+from deepmd_muon.train.batches.resident import find_neighbors_ahead
 from deepmd_muon.train.checkpoint.newest import followed, newest_checkpoint
 from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, keep_later, keep_others, remove_leftovers
+from deepmd_muon.train.checkpoint.source import Source, Way
 from deepmd_muon.train.checkpoint.type_map import moved_content
-from deepmd_muon.train.early_start import warm_up
-from deepmd_muon.train.endings import Moment, explained
 from deepmd_muon.train.energy_bias import fit_energy_bias
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.full_validation import best_prefix
-from deepmd_muon.train.heap import keep_freed_memory
 from deepmd_muon.train.outputs import check_outputs
-from deepmd_muon.train.parallel import Ranks, joined
+from deepmd_muon.train.process.abort import Moment, explained
+from deepmd_muon.train.process.allocator import keep_freed_memory
+from deepmd_muon.train.process.warm_up import warm_up
+from deepmd_muon.train.ranks.ranks import Ranks, joined
 from deepmd_muon.train.report import set_up_logging
 from deepmd_muon.train.report.tensorboard import require_tensorboard
 from deepmd_muon.train.report.weights_and_biases import require_wandb
-from deepmd_muon.train.resident import find_neighbors_ahead
 from deepmd_muon.train.setup import (
     CACHE_BYTES,
     Data,
@@ -48,9 +48,9 @@ from deepmd_muon.train.setup import (
     resolve_sel,
     set_model_statistics,
 )
-from deepmd_muon.train.source import Source, Way
 from deepmd_muon.train.systems import open_training_systems, warn_of_shared_frames
 from deepmd_muon.train.trainer import Trainer
+from deepmd_muon.train.validation.full_validation import best_prefix
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from deepmd_muon.argcheck import Input, TrainingDataSettings
 from deepmd_muon.data import System, open_systems
+from deepmd_muon.data.checks.labels import suspicions
+from deepmd_muon.data.checks.overlap import shared_frames
 from deepmd_muon.data.opening import check_labels, elements_of
-from deepmd_muon.data.overlap import shared_frames
-from deepmd_muon.data.plausible import suspicions
 from deepmd_muon.model.settings import changed
 
 log = logging.getLogger(__name__)

@@ -15,37 +15,37 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.argcheck import Input
+from deepmd_muon.argcheck.changes import report_rate
+from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.checkpoint_file.file import OWN_KEY
 from deepmd_muon.data import Batch
 from deepmd_muon.files import WriteError, is_special, replacement
 from deepmd_muon.loss import build_loss, check_labels
 from deepmd_muon.model import EnergyModel, build_model
-from deepmd_muon.model.checkpoint_file import OWN_KEY
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
-from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.train.batch import TrainingBatch, to_device
-from deepmd_muon.train.batches import BatchSource
-from deepmd_muon.train.checkpoint.changes import report_rate
+from deepmd_muon.train.batches.batch import TrainingBatch, to_device
+from deepmd_muon.train.batches.streamed import BatchSource
 from deepmd_muon.train.checkpoint.content import RunState
 from deepmd_muon.train.checkpoint.newest import newest_finite
 from deepmd_muon.train.checkpoint.saving import Checkpoints
-from deepmd_muon.train.early_start import compile_kernels
 from deepmd_muon.train.ema import Ema
-from deepmd_muon.train.endings import Moment, explained, last_good
 from deepmd_muon.train.errors import NonFiniteError, TrainingError
-from deepmd_muon.train.final_errors import error_table, frames_to_compare, parity_command
-from deepmd_muon.train.full_validation import FullValidation, error_sums, full_errors
 from deepmd_muon.train.learning_rate import learning_rate
 from deepmd_muon.train.optimizers import build_optimizer
-from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.process.abort import Moment, explained, last_good
+from deepmd_muon.train.process.signals import StopSignals
+from deepmd_muon.train.process.warm_up import compile_kernels
+from deepmd_muon.train.ranks.ranks import Ranks
+from deepmd_muon.train.ranks.watchdog import STEPPING, is_lost_connection
 from deepmd_muon.train.report import Reports, open_reports
 from deepmd_muon.train.setup import Data, number_of_steps
-from deepmd_muon.train.signals import StopSignals
-from deepmd_muon.train.stepper import build_stepper
+from deepmd_muon.train.step.interpolation_schedule import Tuning
+from deepmd_muon.train.step.stepper import build_stepper
 from deepmd_muon.train.strategy import choose_strategy
-from deepmd_muon.train.tuning import Tuning
-from deepmd_muon.train.validate import mean_metrics, metric_weights, validate
-from deepmd_muon.train.watch import STEPPING, is_lost_connection
+from deepmd_muon.train.validation.final_errors import error_table, frames_to_compare, parity_command
+from deepmd_muon.train.validation.full_validation import FullValidation, error_sums, full_errors
+from deepmd_muon.train.validation.validate import mean_metrics, metric_weights, validate
 
 log = logging.getLogger(__name__)
 

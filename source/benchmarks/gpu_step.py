@@ -122,7 +122,7 @@ def compare_forces(trainer: Any, batches: Any) -> None:
     """Print how far TF32 moves the forces of a batch, beside how far they are from their labels."""
     import torch
 
-    from deepmd_muon.train.step import float32_products
+    from deepmd_muon.train.step.step import float32_products
 
     batch = batches.next().read()
     found = []

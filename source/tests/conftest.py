@@ -32,7 +32,7 @@ TESTS = Path(__file__).parent
 QUICK = (
     *("argcheck/*.py", "loss/*.py", "style/*.py"),
     *("data/test_data_sampling.py", "data/test_data_systems.py", "data/test_data_statistics.py"),
-    *("model/test_model_build.py", "model/test_checkpoint_file.py"),
+    *("model/test_model_build.py", "checkpoint_file/test_checkpoint_file.py"),
     *("optim/test_*routing*.py", "optim/test_*build*.py"),
     *("train/test_learning_rate.py", "train/test_ema.py", "train/test_report.py"),
 )

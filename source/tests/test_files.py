@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from deepmd_muon import files
 from deepmd_muon.data import Frames, StatFile
 from deepmd_muon.files import WriteError, append_to, fresh_file, hidden_name, is_special, replace_link, whole_file
-from deepmd_muon.infer import picture
 from deepmd_muon.infer.details import DetailFiles
 from deepmd_muon.infer.prediction import Prediction
+from deepmd_muon.show import picture
 from deepmd_muon.train.report.lcurve import LearningCurveFile
 from deepmd_muon.train.report.logs import set_up_logging
 
@@ -184,5 +184,5 @@ def test_only_one_file_of_the_package_makes_files():
     makes = re.compile(r"""\bopen\([^)]*["'][wax]b?\+?["']|\.write_(?:text|bytes)\(|\.touch\(|O_CREAT|\.mkdir\(""")
     found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if makes.search(path.read_text())}
     # The lock, which is opened where it lies; folders that are checkpoints or databases; HDF5 in memory.
-    others = {"train/checkpoint/ownership.py", "train/checkpoint/directories.py", "data/lmdb_writing.py"}
+    others = {"train/checkpoint/ownership.py", "train/checkpoint/directories.py", "data/stores/lmdb_writing.py"}
     assert found - others - {"data/statistics.py"} == {"files.py"}

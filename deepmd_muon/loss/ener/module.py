@@ -10,7 +10,7 @@ import torch
 from deepmd_muon.loss.ener import fused
 from deepmd_muon.loss.ener.settings import EnerLossSettings, Name
 from deepmd_muon.loss.interface import Labels, Term
-from deepmd_muon.model import kernels
+from deepmd_muon.model.nn import triton_support
 
 _Found: TypeAlias = tuple[torch.Tensor, torch.Tensor] | None
 """Contribution to the loss and the error to report, or None without a label."""
@@ -130,7 +130,7 @@ class EnergyLoss:
         """
         if (
             isinstance(lr_fraction, torch.Tensor)
-            and kernels.usable(prediction["energy"].device)
+            and triton_support.usable(prediction["energy"].device)
             and fused.fits(self.settings, prediction, label, mask)
         ):
             return fused.evaluate(self.settings, prediction, label, lr_fraction, natoms)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepmd_muon.model import kernels
+from deepmd_muon.model.nn import triton_support
 
 
 class Environment(NamedTuple):
@@ -58,7 +58,7 @@ def environment(
     protection
         `env_protection`, added to the distance in denominators [Å].
     """
-    if kernels.usable(edges.device):
+    if triton_support.usable(edges.device):
         from deepmd_muon.model.descriptor import environment_kernels
 
         masked, rows, scalars = environment_kernels.environment(edges, empty, rcut, rcut_smth, protection)
@@ -97,7 +97,7 @@ class EdgeDerivative(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return dE/dr_ij `(nreal, nnei, 3)` [eV/Å] from dE/dR `(nreal, nnei, 4)` and factor `(nreal, 4)`."""
         ctx.save_for_backward(factor, edges, radial, isotropic, bend)
-        if kernels.usable(edges.device):
+        if triton_support.usable(edges.device):
             from deepmd_muon.model.descriptor import environment_kernels
 
             return environment_kernels.pull(adjoint, factor, edges, radial, isotropic, bend)
@@ -111,7 +111,7 @@ class EdgeDerivative(torch.autograd.Function):
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
         """Return the Jacobian times the cotangent."""
         factor, edges, radial, isotropic, bend = ctx.saved_tensors
-        if kernels.usable(edges.device):
+        if triton_support.usable(edges.device):
             from deepmd_muon.model.descriptor import environment_kernels
 
             moved = environment_kernels.push(cotangent, factor, edges, radial, isotropic, bend)

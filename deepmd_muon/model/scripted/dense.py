@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 import torch
 
-from deepmd_muon.model.activation import (
+from deepmd_muon.model.nn.activation import (
     GELU_CUBIC,
     GELU_SCALE,
     SILUT_THRESHOLD,
     SOFTPLUS_LINEAR_ABOVE,
     activation,
 )
-from deepmd_muon.model.networks import Network
+from deepmd_muon.model.nn.networks import Network
 
 
 class Act(NamedTuple):

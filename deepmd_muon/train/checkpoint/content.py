@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from deepmd_muon.argcheck import Input
+from deepmd_muon.argcheck.changes import report_changes
+from deepmd_muon.checkpoint_file.file import FORMAT_VERSION, OWN_KEY, checkpoint_path
 from deepmd_muon.data import SamplerStateError
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.model.checkpoint_file import FORMAT_VERSION, OWN_KEY, checkpoint_path
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
-from deepmd_muon.train.checkpoint.changes import report_changes
 from deepmd_muon.train.checkpoint.for_deepmd_kit import in_deepmd_kits_order, parameter_order
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.setup import Data

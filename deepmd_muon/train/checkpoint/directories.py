@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from deepmd_muon.checkpoint_file.directory import CONTENT, SUFFIX, take_apart
 from deepmd_muon.failures import failure_of
 from deepmd_muon.files import hidden_name, named_file, replace_link, writing
-from deepmd_muon.model.checkpoint_directory import CONTENT, SUFFIX, take_apart
 from deepmd_muon.train.checkpoint.files import REMOVED, write_pointer
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.ranks.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deepmd_muon.model import CheckpointError, EnergyModel
+from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
 from deepmd_muon.optim.routing.rules import canonical_name
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from deepmd_muon.model.checkpoint_directory import SUFFIX, is_directory
-from deepmd_muon.model.checkpoint_file import OWN_KEY, checkpoint_path, read_checkpoint
-from deepmd_muon.model.errors import CheckpointError
+from deepmd_muon.checkpoint_file.directory import SUFFIX, is_directory
+from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.checkpoint_file.file import OWN_KEY, checkpoint_path, read_checkpoint
 
 log = logging.getLogger(__name__)
 

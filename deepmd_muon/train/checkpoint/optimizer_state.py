@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from deepmd_muon.checkpoint_file.directory import read_into
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.model.checkpoint_directory import read_into
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
-from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
 from deepmd_muon.optim.routing.rules import canonical_name

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepmd_muon.checkpoint_file.file import OWN_KEY
 from deepmd_muon.failures import is_disk_failure
 from deepmd_muon.files import WriteError, make_folder_of, try_to_write
-from deepmd_muon.model.checkpoint_file import OWN_KEY
 from deepmd_muon.train.checkpoint.files import FileSeries
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.parallel import Ranks, gather_whole
+from deepmd_muon.train.ranks.ranks import Ranks, gather_whole
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck import TrainingSettings

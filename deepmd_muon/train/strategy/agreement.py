@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepmd_muon.checkpoint_file.directory import is_directory
+from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.model.checkpoint_directory import is_directory
-from deepmd_muon.model.checkpoint_file import checkpoint_path, read_checkpoint
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state, read_state_part
-from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.strategy.base import Strategy
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

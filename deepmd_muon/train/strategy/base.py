@@ -13,7 +13,7 @@ from torch import Tensor
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.optim.other_configs import OptimizerConfig
 from deepmd_muon.train.optimizers import build_optimizer
-from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepmd_muon.argcheck import TrainingSettings
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.strategy.alone import Alone
 from deepmd_muon.train.strategy.base import Strategy
 

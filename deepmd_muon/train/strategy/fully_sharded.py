@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.parallel import Ranks, local_part
+from deepmd_muon.train.ranks.ranks import Ranks, local_part
 from deepmd_muon.train.strategy.agreement import SIGNALS, SeveralRanks
 from deepmd_muon.train.strategy.base import Reduced
 

@@ -22,7 +22,7 @@ from deepmd_muon.model import EnergyModel
 from deepmd_muon.optim.other_configs import OptimizerConfig
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.optimizers import build_optimizer
-from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.strategy.agreement import SIGNALS, SeveralRanks
 from deepmd_muon.train.strategy.base import Reduced
 

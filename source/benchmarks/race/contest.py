@@ -22,10 +22,9 @@ from deepmd_muon.loss import build_loss
 from deepmd_muon.model import Structures, build_model
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.model.statistics import descriptor_length
-from deepmd_muon.train.batch import TrainingBatch, to_device
-from deepmd_muon.train.full_validation import full_errors
+from deepmd_muon.train.batches.batch import TrainingBatch, to_device
 from deepmd_muon.train.learning_rate import learning_rate
-from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.setup import (
     CACHE_BYTES,
     Data,
@@ -33,9 +32,10 @@ from deepmd_muon.train.setup import (
     resolve_sel,
     set_model_statistics,
 )
-from deepmd_muon.train.stepper import build_stepper
+from deepmd_muon.train.step.stepper import build_stepper
 from deepmd_muon.train.strategy import choose_strategy
 from deepmd_muon.train.systems import open_section, open_training_systems
+from deepmd_muon.train.validation.full_validation import full_errors
 
 # All rates end at this fraction of where they start, so that all losses go through the same prefactors.
 DECAY = {"type": "exp", "smooth": True, "stop_lr_ratio": 1e-3}

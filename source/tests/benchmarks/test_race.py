@@ -22,9 +22,9 @@ from results import Key, Result, StepTime, append, best_rates, pool, read
 from sets import FIXED, MODELS, SETS, input_of
 
 from deepmd_muon.argcheck import normalize
-from deepmd_muon.train.guard import DeviceGuard
-from deepmd_muon.train.step import TrainingStep
-from deepmd_muon.train.stepper import DeviceStepper
+from deepmd_muon.train.step.guard import DeviceGuard
+from deepmd_muon.train.step.step import TrainingStep
+from deepmd_muon.train.step.stepper import DeviceStepper
 
 CPU = torch.device("cpu")
 WATER = Path(__file__).resolve().parents[3] / "examples" / "water_xtb" / "data"

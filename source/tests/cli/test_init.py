@@ -11,8 +11,8 @@ import pytest
 from deepmd_muon.argcheck import load
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
-from deepmd_muon.data.overlap import shared_frames
-from deepmd_muon.data.splitting import split
+from deepmd_muon.data.checks.overlap import shared_frames
+from deepmd_muon.data.sampling.splitting import split
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 

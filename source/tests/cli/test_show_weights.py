@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from deepmd_muon.cli.main import main
-from deepmd_muon.cli.weights import _parameters
-from deepmd_muon.infer.spectra import PictureError, plot_spectra, rank, stable_rank
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.optim import HybridMuon
+from deepmd_muon.show.spectra import PictureError, plot_spectra, rank, stable_rank
+from deepmd_muon.show.weights import _parameters
 
 SECTION = {
     "type_map": ["O", "H"],

@@ -9,7 +9,7 @@ import pytest
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.launch import find_place
+from deepmd_muon.train.ranks.launch import find_place
 
 
 @pytest.mark.parametrize("number", ["0", "abc", "-1", "2,0", "1.5"])

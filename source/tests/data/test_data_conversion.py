@@ -11,7 +11,7 @@ from write_systems import make_arrays, write_npy
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import Frames, SystemFormatError, SystemNotFoundError, open_systems
-from deepmd_muon.data.plausible import suspicions
+from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.label_keys import LabelKeys
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

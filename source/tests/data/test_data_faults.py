@@ -15,8 +15,8 @@ from write_systems import make_arrays, write_hdf5, write_npy
 
 from deepmd_muon import files
 from deepmd_muon.data import System, SystemFormatError, TypeMapError, open_systems
-from deepmd_muon.data.npy_store import npy_stores
-from deepmd_muon.data.storage import HandleCache
+from deepmd_muon.data.stores.npy_store import npy_stores
+from deepmd_muon.data.stores.storage import HandleCache
 
 TYPES = [0, 1, 0, 1]
 

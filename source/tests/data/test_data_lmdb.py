@@ -14,7 +14,7 @@ from write_systems import make_arrays, write_npy
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, SystemFormatError, SystemNotFoundError, TypeMapError, open_systems
-from deepmd_muon.data.lmdb_store import METADATA
+from deepmd_muon.data.stores.lmdb_store import METADATA
 
 lmdb = pytest.importorskip("lmdb")
 msgpack = pytest.importorskip("msgpack")

@@ -17,13 +17,13 @@ from deepmd_muon.data import (
     NeighborError,
     NeighborStatistics,
     build_neighbors,
-    neighbor_cache,
     neighbor_statistics,
     open_systems,
     stack_neighbors,
 )
-from deepmd_muon.data.far_atoms import far_pairs
-from deepmd_muon.data.neighbors import _vesin_pairs, find_pairs
+from deepmd_muon.data.neighbors import cache as neighbor_cache
+from deepmd_muon.data.neighbors.far_atoms import far_pairs
+from deepmd_muon.data.neighbors.lists import _vesin_pairs, find_pairs
 
 
 def brute_force(coord, box, rcut):

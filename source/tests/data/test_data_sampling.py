@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepmd_muon.data import BatchRule, Sampler, SamplerStateError, SamplingError, system_probabilities
-from deepmd_muon.data.budget_sampling import AtomBudgetSampler
+from deepmd_muon.data.sampling.atom_budget import AtomBudgetSampler
 
 NATOMS = st.lists(st.integers(1, 500), min_size=1, max_size=8)
 

@@ -25,9 +25,9 @@ from deepmd_muon.data import (
     with_common_types,
 )
 from deepmd_muon.data.frames import LABELS
-from deepmd_muon.data.hdf5_store import HDF5Store
-from deepmd_muon.data.npy_store import NpyStore
-from deepmd_muon.data.storage import HandleCache
+from deepmd_muon.data.stores.hdf5_store import HDF5Store
+from deepmd_muon.data.stores.npy_store import NpyStore
+from deepmd_muon.data.stores.storage import HandleCache
 
 TYPES = [1, 0, 0, 1]
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 from frozen_models import LARGER, SE_E2_A, build
 
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
-from deepmd_muon.data.ghosts import with_ghosts
+from deepmd_muon.data.neighbors.ghosts import with_ghosts
 from deepmd_muon.deploy import freeze as freezing
 from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.freeze import compare, freeze
 from deepmd_muon.deploy.program import Program
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model import ModelError
-from deepmd_muon.model.activation import activation
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
-from deepmd_muon.model.errors import CheckpointError
+from deepmd_muon.model.nn.activation import activation
 from deepmd_muon.model.scripted.dense import act_of, value_of
 
 DPA1 = LARGER["se_atten"] | {"rcut": 4.0, "seed": 1}

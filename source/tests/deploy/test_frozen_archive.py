@@ -8,6 +8,7 @@ import pytest
 import torch
 from frozen_models import SE_E2_A, build
 
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import check_compiled
 from deepmd_muon.cli.main import main
@@ -15,7 +16,6 @@ from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.ase_calculator import DeepPotCalculator
 from deepmd_muon.infer.frozen_archive import MANIFEST
-from deepmd_muon.model.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from deepmd_muon.argcheck import load, normalize
+from deepmd_muon.checkpoint_file.directory import take_apart
+from deepmd_muon.checkpoint_file.file import read_checkpoint
 from deepmd_muon.data import NeighborCache, open_systems
-from deepmd_muon.data.plausible import suspicions
+from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model import build_model
-from deepmd_muon.model.checkpoint_directory import take_apart
-from deepmd_muon.model.checkpoint_file import read_checkpoint
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.train import run
 

@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deepmd_muon.model.checkpoint_directory import is_directory
-from deepmd_muon.model.checkpoint_file import read_checkpoint
+from deepmd_muon.checkpoint_file.directory import is_directory
+from deepmd_muon.checkpoint_file.file import read_checkpoint
 
 PRELOADED = [
     "deepmd_muon.cli.main",

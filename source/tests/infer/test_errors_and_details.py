@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 from deepmd_muon.data import Frames
-from deepmd_muon.infer import parity
 from deepmd_muon.infer.details import DetailFiles
-from deepmd_muon.infer.errors import PictureError
 from deepmd_muon.infer.metrics import ErrorSum, add_errors, frame_errors, report_lines
-from deepmd_muon.infer.parity import ParityPicture
 from deepmd_muon.infer.prediction import Prediction
+from deepmd_muon.show import parity
+from deepmd_muon.show.errors import PictureError
+from deepmd_muon.show.parity import ParityPicture
 
 
 def compared(seed, nframes=4, natoms=3, labels=("energy", "force", "virial", "atom_ener", "atom_pref")):

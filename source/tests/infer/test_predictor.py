@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.data import Frames
 from deepmd_muon.infer import Predictor, load_model
 from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
-from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.train.ema import Ema
 
 FIELDS = ("energy", "force", "virial", "atom_energy")

@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from model_batches import make_batch
 
-from deepmd_muon.model import build_model, kernels
+from deepmd_muon.model import build_model
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
+from deepmd_muon.model.nn import triton_support
 
 TYPES = ["Ni", "Pd", "Al"]
 _RADIAL = {"rcut": 4.0, "rcut_smth": 1.5, "neuron": [4, 8], "axis_neuron": 2}
@@ -57,9 +58,9 @@ def corner_batch(model, corner, device="cpu"):
 def corner_results(name, corner, precision, monkeypatch, *, fused, device="cpu"):
     """Return energy, force, virial and the gradient of a loss of all three, as float64 on the CPU."""
     monkeypatch.setattr(interpolation, "EDGES_PER_NODE", 0)
-    monkeypatch.setattr(kernels, "usable", lambda _: fused)
+    monkeypatch.setattr(triton_support, "usable", lambda _: fused)
     if device == "cpu":
-        monkeypatch.setattr(kernels, "has_tensor_cores", lambda _: True)
+        monkeypatch.setattr(triton_support, "has_tensor_cores", lambda _: True)
     model = corner_model(name, precision, device)
     out = model(corner_batch(model, corner, device))
     weights = torch.linspace(0.5, 1.5, out["force"].numel(), dtype=torch.float64).view(out["force"].shape)

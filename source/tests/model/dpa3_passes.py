@@ -2,13 +2,13 @@
 
 import torch
 
-from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.dpa3 import angles, edges
 from deepmd_muon.model.descriptor.dpa3.geometry import AngleBlock, AnglePlan, incoming
 from deepmd_muon.model.descriptor.dpa3.layer import Graph, RepflowLayer
 from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
-from deepmd_muon.model.four_passes import run
-from deepmd_muon.model.networks import Stream
+from deepmd_muon.model.nn.activation import activation
+from deepmd_muon.model.nn.four_passes import run
+from deepmd_muon.model.nn.networks import Stream
 
 CURVE = "silut:1.0"
 

@@ -11,10 +11,11 @@ from model_batches import HERE, batch_of, read_fixture
 
 from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.loss import build_loss
-from deepmd_muon.model import build_model, environment_statistics, four_passes
+from deepmd_muon.model import build_model, environment_statistics
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.model.descriptor.dpa3 import edges, geometry, module
 from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings, RepflowSettings
+from deepmd_muon.model.nn import four_passes
 from deepmd_muon.setting import InvalidSettingError
 
 FIXTURE = read_fixture(HERE / "dpa3.pt.gz")

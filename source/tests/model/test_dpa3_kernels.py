@@ -11,8 +11,8 @@ import pytest
 import torch
 from dpa3_passes import angle_results, derivative, distance, edge_results, edge_sum_results, node_results
 
-from deepmd_muon.model import kernels
 from deepmd_muon.model.descriptor.dpa3.geometry import incoming
+from deepmd_muon.model.nn import triton_support
 
 PASSES = {"angles": angle_results, "edges": edge_results}
 SIZES = {"angles": {"width": 30, "atoms": 192, "n_a": 32, "n_m": 64}, "edges": {"width": 120, "atoms": 192, "n_e": 64}}
@@ -59,11 +59,11 @@ def test_kernels_keep_single_precision(name, force, tail, large):
     """Also as operators; on the same inputs they give the same bits."""
     sizes = SIZES[name] if large else {"width": 37, "reach": [37, 20, 0]}
     compute = functools.partial(PASSES[name], device="cuda", tail=tail, force=force, **sizes)
-    assert kernels.usable(torch.device("cuda"))
+    assert triton_support.usable(torch.device("cuda"))
     found = compute(torch.float32)
     wanted = [x.detach().cpu() for x in compute(torch.float64)]  # in double precision torch's operations do the work
     assert distance(found, wanted) < 1e-6
-    with kernels.traced():
+    with triton_support.traced():
         assert distance(compute(torch.float32), wanted) < 1e-6
     again = compute(torch.float32)
     assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
@@ -74,7 +74,7 @@ def test_kernels_keep_single_precision(name, force, tail, large):
 @pytest.mark.parametrize("compute", [node_results, edge_sum_results])
 def test_kernels_of_nodes_and_edge_features(monkeypatch, compute, force):
     found = [compute(dtype, "cuda", force=force) for dtype in (torch.float32, torch.float64)]
-    monkeypatch.setattr(kernels, "usable", lambda _: False)
+    monkeypatch.setattr(triton_support, "usable", lambda _: False)
     wanted = [x.detach().cpu() for x in compute(torch.float64, "cuda", force=force)]
     assert distance(found[0], wanted) < 1e-6
     assert distance(found[1], wanted) < 1e-13

@@ -24,7 +24,7 @@ from deepmd_muon.model import (
     register_fitting,
 )
 from deepmd_muon.model.deepmd_kit import OURS_ONLY, deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
-from deepmd_muon.model.networks import Layer, Network, Stream
+from deepmd_muon.model.nn.networks import Layer, Network, Stream
 from deepmd_muon.model.registry import DESCRIPTORS
 from deepmd_muon.setting import setting
 

@@ -6,15 +6,15 @@ import torch
 from model_batches import make_batch, read_fixture, section
 
 from deepmd_muon.model import build_model
-from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.environment import edge_derivative, environment
 from deepmd_muon.model.descriptor.se_e2_a import embedding
 from deepmd_muon.model.descriptor.se_e2_a.contraction import contract, pull_contraction
 from deepmd_muon.model.descriptor.se_e2_a.embedding import Sums, plan_blocks
 from deepmd_muon.model.energy_model import Forces, edge_vectors
 from deepmd_muon.model.fitting.ener.module import energy_and_slope
-from deepmd_muon.model.four_passes import run_with_pullback
-from deepmd_muon.model.networks import Network, Stream
+from deepmd_muon.model.nn.activation import activation
+from deepmd_muon.model.nn.four_passes import run_with_pullback
+from deepmd_muon.model.nn.networks import Network, Stream
 
 NAMES = [
     "tanh",

@@ -40,13 +40,17 @@ if INSIDE:
 
     from deepmd_muon.loss import build_loss
     from deepmd_muon.loss.ener import fused as fused_loss
-    from deepmd_muon.model import energy_model, kernels, layer_kernels, layers
-    from deepmd_muon.model.activation import activation
+    from deepmd_muon.model import energy_model
     from deepmd_muon.model.descriptor import environment, environment_kernels
-    from deepmd_muon.model.descriptor.dpa3 import angle_launches, angles, edge_launches, edge_sums, edges, nodes
+    from deepmd_muon.model.descriptor.dpa3 import angles, edge_sums, edges, nodes
+    from deepmd_muon.model.descriptor.dpa3.kernels import angles as angle_kernels
+    from deepmd_muon.model.descriptor.dpa3.kernels import edges as edge_kernels
     from deepmd_muon.model.descriptor.se_e2_a import interpolation, interpolation_kernels, rows_kernels
-    from deepmd_muon.train import step_kernels
-    from deepmd_muon.train.guard import DeviceGuard
+    from deepmd_muon.model.nn import layer_kernels, layers, triton_support
+    from deepmd_muon.model.nn.activation import activation
+    from deepmd_muon.train.batches.gather_kernel import gather_neighbors
+    from deepmd_muon.train.step.guard import DeviceGuard
+    from deepmd_muon.train.step.guard_kernel import judge
     from deepmd_muon.train.strategy.base import Reduced
 
     CPU = torch.device("cpu")
@@ -171,7 +175,7 @@ if INSIDE:
         for loss, norm in numbers:
             reduced = Reduced([], torch.tensor(norm, dtype=dtype), torch.tensor(loss, dtype=torch.float64))
             plain.admits(reduced, lambda: "")
-            step_kernels.judge(fused._record, fused.skip, reduced.loss, reduced.norm, freeze=policy == "error")
+            judge(fused._record, fused.skip, reduced.loss, reduced.norm, freeze=policy == "error")
             torch.testing.assert_close(fused._record, plain._record, equal_nan=True)
             assert fused.skip == plain.skip
         assert fused._record[:3].tolist() == [5.0, 2.0, 2.0]
@@ -193,7 +197,7 @@ if INSIDE:
         values = {"energy": draw(frames), "force": draw(frames, atoms, 3), "virial": draw(frames, 9)}
         fraction, results = torch.tensor(0.3, dtype=torch.float64), []
         for fused in (False, True):
-            monkeypatch.setattr(kernels, "usable", lambda _, fused=fused: fused)
+            monkeypatch.setattr(triton_support, "usable", lambda _, fused=fused: fused)
             prediction = {name: value.clone().requires_grad_() for name, value in values.items()}
             assert fused_loss.fits(loss.settings, prediction, labels, None)
             value, metrics = loss(prediction, labels, fraction, atoms)
@@ -208,7 +212,7 @@ if INSIDE:
                 close(found, wanted)
 
     def test_gradients_of_the_loss_kernels(monkeypatch):
-        monkeypatch.setattr(kernels, "usable", lambda _: True)
+        monkeypatch.setattr(triton_support, "usable", lambda _: True)
         generator, loss = torch.Generator().manual_seed(9), build_loss({"start_pref_v": 1.0, "limit_pref_v": 1.0})
         names = {"energy": (2,), "force": (2, 3, 3), "virial": (2, 9)}
         labels, values = (
@@ -229,7 +233,7 @@ if INSIDE:
         shift = torch.randint(-2, 3, (5 * natoms, nnei, 3), generator=generator).to(torch.int8) if periodic else None
         numbers = torch.tensor([4, 1])
         frame, atom = torch.tensor([0, 1, 1, 0]), torch.tensor([2, 0, 2, 1])
-        neighbor, shifts = step_kernels.gather_neighbors(index, shift, numbers, frame, atom, natoms)
+        neighbor, shifts = gather_neighbors(index, shift, numbers, frame, atom, natoms)
         rows = numbers[frame] * natoms + atom
         found = index[rows].long()
         assert torch.equal(neighbor, torch.where(found < 0, found, found + frame[:, None] * natoms))
@@ -240,7 +244,7 @@ if INSIDE:
     def test_kernels_of_dpa3(monkeypatch, name, tail, force, width):
         compute = {"angles": angle_results, "edges": edge_results}[name]
         wanted = [x.detach() for x in compute(torch.float64, tail=tail, force=force, width=width, atoms=2)]
-        module, launches = {"angles": (angles, angle_launches), "edges": (edges, edge_launches)}[name]
+        module, launches = {"angles": (angles, angle_kernels), "edges": (edges, edge_kernels)}[name]
         monkeypatch.setattr(module, "_kernels", lambda *_: launches)
         found = compute(torch.float32, tail=tail, force=force, width=width, atoms=2)
         assert distance(found, wanted) < 1e-6
@@ -250,11 +254,11 @@ if INSIDE:
     def test_kernels_of_dpa3_within_reach(monkeypatch, name, reach):
         """In two tiles of neighbours, the last of which an atom does not reach."""
         compute = {"angles": angle_results, "edges": edge_results}[name]
-        module, launches = {"angles": (angles, angle_launches), "edges": (edges, edge_launches)}[name]
+        module, launches = {"angles": (angles, angle_kernels), "edges": (edges, edge_kernels)}[name]
         reach = reach if name == "angles" else [2 * n for n in reach]
         sizes = {"tail": True, "width": 2 * reach[0] + 1 if name == "edges" else 17, "atoms": 2, "reach": reach}
         wanted = [x.detach() for x in compute(torch.float64, **sizes)]
-        monkeypatch.setattr(angle_launches, "ROWS", 16)
+        monkeypatch.setattr(angle_kernels, "ROWS", 16)
         monkeypatch.setattr(module, "_kernels", lambda *_: launches)
         new_empty = torch.Tensor.new_empty
         # What no kernel writes must not pass for a zero.

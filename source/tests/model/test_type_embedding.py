@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepmd_muon.model.type_embedding import rows_of
+from deepmd_muon.model.nn.type_embedding import rows_of
 
 
 @pytest.mark.parametrize("rows", [1, 3, 65])

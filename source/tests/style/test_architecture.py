@@ -9,25 +9,30 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "deepmd_muon"
-ROOMS = ("argcheck", "cli", "data", "deepmd_kit", "deploy", "infer", "loss", "model", "optim", "train")
+ROOMS = (
+    *("argcheck", "checkpoint_file", "cli", "data", "deepmd_kit", "deploy", "infer", "loss", "model", "optim", "show"),
+    "train",
+)
 # Which rooms a room may import from, beside itself.
 ARROWS = {
-    "argcheck": {"loss", "model", "optim"},
-    "cli": {"argcheck", "data", "deploy", "infer", "model", "optim", "train"},
+    "argcheck": {"checkpoint_file", "loss", "model", "optim"},
+    "checkpoint_file": set(),
+    "cli": {"argcheck", "checkpoint_file", "data", "deploy", "infer", "model", "optim", "show", "train"},
     "data": set(),
     "deepmd_kit": {"argcheck", "optim"},
-    "deploy": {"infer", "model"},
-    "infer": {"data", "model"},
+    "deploy": {"checkpoint_file", "infer", "model"},
+    "infer": {"checkpoint_file", "data", "model"},
     "loss": {"model"},
-    "model": set(),
+    "model": {"checkpoint_file"},
     "optim": set(),
-    "train": {"argcheck", "data", "loss", "model", "optim"},
+    "show": {"argcheck", "checkpoint_file", "data", "infer", "model", "optim", "train"},
+    "train": {"argcheck", "checkpoint_file", "data", "loss", "model", "optim"},
 }
-# Of optim, model and loss, the input check may read only settings, which do not import torch.
+# Of other rooms, the input check may read only settings and errors, which do not import torch.
 TORCH_FREE = {
     *("deepmd_muon.optim.config", "deepmd_muon.optim.other_configs", "deepmd_muon.optim.omitted_scales"),
     *("deepmd_muon.loss.settings", "deepmd_muon.loss.registry", "deepmd_muon.loss.ener.settings"),
-    "deepmd_muon.model.settings",
+    *("deepmd_muon.model.settings", "deepmd_muon.checkpoint_file.errors"),
 }
 # Every room may import these, in this order; they import nothing else of the package.
 GROUND = ("setting", "section")

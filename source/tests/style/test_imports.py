@@ -23,8 +23,9 @@ LAYERS = (
     *("deepmd_muon.optim.state", "deepmd_muon.optim.snapshot", "deepmd_muon.optim.step"),
     *("deepmd_muon.optim.sharded", "deepmd_muon.optim.qk_clip", "deepmd_muon.optim.hybrid_muon"),
     *("deepmd_muon.optim.build", "deepmd_muon.optim"),
-    *("deepmd_muon.data", "deepmd_muon.model", "deepmd_muon.loss", "deepmd_muon.argcheck", "deepmd_muon.plugins"),
-    *("deepmd_muon.train", "deepmd_muon.infer", "deepmd_muon.deploy", "deepmd_muon.deepmd_kit", "deepmd_muon.cli"),
+    *("deepmd_muon.data", "deepmd_muon.checkpoint_file", "deepmd_muon.model", "deepmd_muon.loss"),
+    *("deepmd_muon.argcheck", "deepmd_muon.plugins", "deepmd_muon.infer"),
+    *("deepmd_muon.train", "deepmd_muon.show", "deepmd_muon.deploy", "deepmd_muon.deepmd_kit", "deepmd_muon.cli"),
     *("deepmd_muon.__main__", "deepmd_muon"),
 )
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from deepmd_muon.train import NonFiniteError, trainer
-from deepmd_muon.train.captured_step import MOST_GRAPHS
-from deepmd_muon.train.resident import ResidentSystem
+from deepmd_muon.train.batches.resident import ResidentSystem
+from deepmd_muon.train.step.captured import MOST_GRAPHS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -121,7 +121,7 @@ def test_captured_steps_of_a_graph_descriptor_give_the_same_weights(small_input,
 @pytest.mark.parametrize("resident", [True, False])
 def test_restart_is_bitwise(small_input, train, load, monkeypatch, resident):
     if not resident:
-        monkeypatch.setattr("deepmd_muon.train.stepper.why_not_resident", lambda *args: "a test wants it")
+        monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_resident", lambda *args: "a test wants it")
     content = small_input(training={"enable_ema": True})
     train(content)
     whole = load("model.ckpt-10.pt")
@@ -199,7 +199,7 @@ def test_skip_leaves_bad_steps_out(small_input, train, load, monkeypatch, caplog
 
 
 def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(small_input, train, monkeypatch, caplog, steppers):
-    from deepmd_muon.train.step import TrainingStep
+    from deepmd_muon.train.step.step import TrainingStep
 
     original = TrainingStep.__call__
 
@@ -218,7 +218,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(small_input, trai
 
 def test_a_step_launches_without_waiting(small_input, train, monkeypatch):
     """torch reports every operation that waits for the device: there is none in the replayed steps."""
-    from deepmd_muon.train.captured_step import CapturedStep
+    from deepmd_muon.train.step.captured import CapturedStep
 
     original, replayed = CapturedStep.__call__, []
 

@@ -17,15 +17,15 @@ from forked import run_script
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from deepmd_muon.argcheck import normalize
+from deepmd_muon.checkpoint_file.directory import put_together, read_into, take_apart
+from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.checkpoint_file.file import read_checkpoint
 from deepmd_muon.infer import Predictor
-from deepmd_muon.model.checkpoint_directory import put_together, read_into, take_apart
-from deepmd_muon.model.checkpoint_file import read_checkpoint
-from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.train import TrainingError
 from deepmd_muon.train.checkpoint.directories import DirectorySeries
 from deepmd_muon.train.checkpoint.ownership import remove_leftovers
 from deepmd_muon.train.checkpoint.saving import Checkpoints
-from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.ranks.ranks import Ranks
 
 
 def names(folder="."):

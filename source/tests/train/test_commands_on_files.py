@@ -89,7 +89,7 @@ def run(descriptor, runs, small_input, train):
 def _alone_and_without_pictures(monkeypatch):
     """deepmd-kit is not installed; drawing, which has its own tests, would take half the time."""
     monkeypatch.delenv("DP_BACKEND", raising=False)
-    monkeypatch.setattr("deepmd_muon.infer.spectra.plot_spectra", lambda parameters, path, title="": None)
+    monkeypatch.setattr("deepmd_muon.show.spectra.plot_spectra", lambda parameters, path, title="": None)
     monkeypatch.setattr("deepmd_muon.cli.handover.importlib.util.find_spec", lambda name: None)
 
 

@@ -7,10 +7,10 @@ from deepmd_muon.argcheck import normalize
 from deepmd_muon.data import DataLoader, NeighborCache, open_systems
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
-from deepmd_muon.train import compiled_gradient
-from deepmd_muon.train.batch import map_tensors, to_device
-from deepmd_muon.train.batches import with_full_sections
-from deepmd_muon.train.compiled_gradient import CompiledGradient, differentiate
+from deepmd_muon.train.batches.batch import map_tensors, to_device
+from deepmd_muon.train.batches.streamed import with_full_sections
+from deepmd_muon.train.step import compiled
+from deepmd_muon.train.step.compiled import CompiledGradient, differentiate
 
 ATTENTION = {"rcut": 4.5, "rcut_smth": 2.0, "sel": 60, "neuron": [4, 8], "axis_neuron": 3, "attn": 6, "attn_layer": 2}
 EDGES = {"n_dim": 6, "e_dim": 5, "nlayers": 2, "e_rcut": 4.5, "e_rcut_smth": 2.0, "e_sel": 60, "axis_neuron": 2}
@@ -124,7 +124,7 @@ def test_what_cannot_be_compiled_stays_plain_and_says_so_once(small_input, caplo
 
 
 def test_a_bounded_number_of_layouts_is_compiled_until_the_model_computes_otherwise(small_input, monkeypatch):
-    monkeypatch.setattr(compiled_gradient, "MOST_COMPILED", 2)
+    monkeypatch.setattr(compiled, "MOST_COMPILED", 2)
     model, loss, first = prepare(small_input, "se_e2_a")
     fraction = torch.tensor(1.0, dtype=torch.float64)
     gradient = CompiledGradient(model, loss, compiler=lambda graph, arguments: graph)

@@ -9,13 +9,13 @@ import torch
 
 from deepmd_muon.data import DataLoader, open_systems
 from deepmd_muon.train import NonFiniteError, TrainingError, trainer
-from deepmd_muon.train.batch import tensors_of, to_device
-from deepmd_muon.train.batches import StreamedBatches, with_full_sections
-from deepmd_muon.train.captured_step import RateTable
-from deepmd_muon.train.guard import DeviceGuard, on_nonfinite
-from deepmd_muon.train.resident import ResidentBatches, why_not_resident
-from deepmd_muon.train.step import TrainingStep
-from deepmd_muon.train.stepper import DeviceStepper
+from deepmd_muon.train.batches.batch import tensors_of, to_device
+from deepmd_muon.train.batches.resident import ResidentBatches, why_not_resident
+from deepmd_muon.train.batches.streamed import StreamedBatches, with_full_sections
+from deepmd_muon.train.step.captured import RateTable
+from deepmd_muon.train.step.guard import DeviceGuard, on_nonfinite
+from deepmd_muon.train.step.step import TrainingStep
+from deepmd_muon.train.step.stepper import DeviceStepper
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def on_device(monkeypatch):
 
         monkeypatch.setattr(trainer, "build_stepper", build)
         if streamed:
-            monkeypatch.setattr("deepmd_muon.train.stepper.why_not_resident", lambda *args: "a test wants it")
+            monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_resident", lambda *args: "a test wants it")
 
     return switch
 

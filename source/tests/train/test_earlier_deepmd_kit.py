@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
-from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.optim import HybridMuonConfig
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
 

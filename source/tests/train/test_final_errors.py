@@ -14,10 +14,10 @@ from deepmd_muon.data import open_systems
 from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.evaluation import evaluate_system
 from deepmd_muon.infer.metrics import add_errors
-from deepmd_muon.train.batch import to_device
-from deepmd_muon.train.final_errors import error_table, frames_to_compare, parity_command
-from deepmd_muon.train.full_validation import error_sums
-from deepmd_muon.train.step import TrainingStep
+from deepmd_muon.train.batches.batch import to_device
+from deepmd_muon.train.step.step import TrainingStep
+from deepmd_muon.train.validation.final_errors import error_table, frames_to_compare, parity_command
+from deepmd_muon.train.validation.full_validation import error_sums
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 
@@ -32,7 +32,7 @@ def table(caplog):
 def test_the_table_has_the_errors_of_dp_test_and_its_command_draws_it(
     small_input, train, finished, caplog, monkeypatch
 ):
-    monkeypatch.setattr("deepmd_muon.train.final_errors._FEWEST_FRAMES", 30)
+    monkeypatch.setattr("deepmd_muon.train.validation.final_errors._FEWEST_FRAMES", 30)
     assert train(small_input(), log_level="INFO", restart="model.ckpt-10.pt") == 0
     title, head, *rows, command, done = table(caplog)
     assert "all 30 frames" in title

@@ -8,11 +8,11 @@ import torch
 from finetune_data import FIXTURE, PREFIX, TABLE, an_input, write_files, write_input
 
 from deepmd_muon.argcheck import load
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
 from deepmd_muon.model import ForeignModelError, ModelError, build_model
 from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit, to_deepmd_kit
-from deepmd_muon.model.errors import CheckpointError
-from deepmd_muon.model.type_embedding import identity
+from deepmd_muon.model.nn.type_embedding import identity
 from deepmd_muon.model.type_map import TypeMove, move_weights
 from deepmd_muon.section import thaw
 from deepmd_muon.train import TrainingError, run

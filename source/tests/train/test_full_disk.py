@@ -19,14 +19,14 @@ import pytest
 from matplotlib.figure import Figure
 
 from deepmd_muon import files
+from deepmd_muon.checkpoint_file.file import read_checkpoint
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import Frames, StatFile
 from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_npy
 from deepmd_muon.files import WriteError, fresh_file, replace_link, whole_file
-from deepmd_muon.infer import picture
 from deepmd_muon.infer.details import DetailFiles
 from deepmd_muon.infer.predictor import Prediction
-from deepmd_muon.model.checkpoint_file import read_checkpoint
+from deepmd_muon.show import picture
 from deepmd_muon.train.checkpoint import ownership
 from deepmd_muon.train.report.tensorboard import TensorBoardReport
 
@@ -142,7 +142,7 @@ def test_commands_name_what_they_cannot_write(break_disk, name, operation):
 def test_conversion_under_a_limit_of_file_sizes(output, capfd):
     if output == "c.lmdb":
         pytest.importorskip("lmdb")
-    import deepmd_muon.data.lmdb_writing  # noqa: F401 (Python would write a part of its bytecode below)
+    import deepmd_muon.data.stores.lmdb_writing  # noqa: F401 (Python would write a part of its bytecode below)
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))

@@ -11,7 +11,7 @@ from deepmd_muon.data import open_systems
 from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.evaluation import evaluate_system
 from deepmd_muon.infer.metrics import add_errors
-from deepmd_muon.train.checkpoint.best import BestCheckpoints
+from deepmd_muon.train.validation.best import BestCheckpoints
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 FULL = {"full_validation": True, "full_val_start": 0, "validation_freq": 2, "validation_metric": "F:RMSE"}

@@ -10,7 +10,7 @@ from deepmd_muon.argcheck import normalize
 from deepmd_muon.data import DataLoader, NeighborCache, open_systems
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
-from deepmd_muon.train.batch import to_device
+from deepmd_muon.train.batches.batch import to_device
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from deepmd_muon.train import meeting, parallel
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.launch import Place, find_place, first_node
+from deepmd_muon.train.ranks import ranks, rendezvous
+from deepmd_muon.train.ranks.launch import Place, find_place, first_node
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SRUN = {
@@ -108,33 +108,33 @@ def become_one_of_two(monkeypatch, rank):
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_processes_that_do_not_come_are_missed(monkeypatch, rank):
     become_one_of_two(monkeypatch, rank)
-    monkeypatch.setattr(parallel, "Meeting", lambda place: meeting.Meeting(place, 1.0))
+    monkeypatch.setattr(ranks, "Meeting", lambda place: rendezvous.Meeting(place, 1.0))
     message = {
         "0": r"rank 1 has not come to 127.0.0.1:\d+ .* within 1 s",
         "1": "rank 1 has not found rank 0 at .*refused",
     }
-    with pytest.raises(TrainingError, match=message[rank]), parallel.joined():
+    with pytest.raises(TrainingError, match=message[rank]), ranks.joined():
         pass
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_who_hears_nothing_of_the_others_tells_what_is_wrong(monkeypatch, rank):
     become_one_of_two(monkeypatch, rank)
-    monkeypatch.setattr(parallel, "ANSWER", 1.0)
+    monkeypatch.setattr(ranks, "ANSWER", 1.0)
     begin = time.monotonic()
-    with parallel.prints_error("wrong") as mine:
+    with ranks.prints_error("wrong") as mine:
         waited = time.monotonic() - begin
     assert mine
     assert (waited > 0.5) == (rank == "1")
     monkeypatch.delenv("RANK")  # nor does who does not know who it is
-    with parallel.prints_error("wrong") as mine:
+    with ranks.prints_error("wrong") as mine:
         assert mine
 
 
 def test_rank_0_keeps_the_store_until_the_others_have_asked_all():
     places = [Place(rank, rank, 2, "127.0.0.1", free_port()) for rank in range(2)]
     places[1] = dataclasses.replace(places[1], port=places[0].port)
-    keeper, other = (meeting.Meeting(place, 60.0) for place in places)
+    keeper, other = (rendezvous.Meeting(place, 60.0) for place in places)
     assert other.report("wrong") == {1: "wrong"}  # it comes first and does not know yet what rank 0 will say
     assert keeper.report("wrong too") == {0: "wrong too", 1: "wrong"}
     ending = threading.Thread(target=keeper.leave, args=(60.0,))
@@ -171,47 +171,47 @@ OPEN = []
 
 @pytest.mark.parametrize("answer", [OPEN.append, socket.socket.close, answer_http])
 def test_another_program_at_the_port_is_an_error_of_every_rank(monkeypatch, answer):
-    monkeypatch.setattr(meeting, "ANSWER", 1.0)
+    monkeypatch.setattr(rendezvous, "ANSWER", 1.0)
     with listen(answer) as server:
         port = server.getsockname()[1]
         with pytest.raises(TrainingError, match=r"rank 0 cannot listen.*choose another MASTER_PORT"):
-            meeting.Meeting(Place(0, 0, 2, "127.0.0.1", port))
+            rendezvous.Meeting(Place(0, 0, 2, "127.0.0.1", port))
         with pytest.raises(TrainingError, match=r"rank 1 finds something else than rank 0.*choose another MASTER_PORT"):
-            meeting.Meeting(Place(1, 1, 2, "127.0.0.1", port))
+            rendezvous.Meeting(Place(1, 1, 2, "127.0.0.1", port))
 
 
 def test_two_runs_at_one_port_are_told_apart(monkeypatch):
     port = free_port()
-    first = meeting.Meeting(Place(0, 0, 2, "127.0.0.1", port))
-    meeting.Meeting(Place(1, 1, 2, "127.0.0.1", port))
+    first = rendezvous.Meeting(Place(0, 0, 2, "127.0.0.1", port))
+    rendezvous.Meeting(Place(1, 1, 2, "127.0.0.1", port))
     with pytest.raises(TrainingError, match="another process is rank 1 at"):
-        meeting.Meeting(Place(1, 1, 2, "127.0.0.1", port))
+        rendezvous.Meeting(Place(1, 1, 2, "127.0.0.1", port))
     with pytest.raises(TrainingError, match=r"rank 2 is one of 3 processes, those that it meets at .* are 2"):
-        meeting.Meeting(Place(2, 2, 3, "127.0.0.1", port))
+        rendezvous.Meeting(Place(2, 2, 3, "127.0.0.1", port))
     assert first.store.get("size") == b"2"
 
 
 def test_a_problem_reaches_all_before_all_have_come():
     port = free_port()
-    first, second = (meeting.Meeting(Place(rank, rank, 3, "127.0.0.1", port)) for rank in (0, 1))
+    first, second = (rendezvous.Meeting(Place(rank, rank, 3, "127.0.0.1", port)) for rank in (0, 1))
     assert second.report("no data") == {1: "no data"}
     assert first.report() == {1: "no data"}
-    assert meeting.describe({1: "a", 0: "b", 2: "a"}) == "rank 0 cannot begin: b; rank 1, 2 cannot begin: a"
+    assert rendezvous.describe({1: "a", 0: "b", 2: "a"}) == "rank 0 cannot begin: b; rank 1, 2 cannot begin: a"
 
 
 def test_a_rank_without_its_gpu_ends_the_others(monkeypatch):
     port = free_port()
-    monkeypatch.setattr(parallel, "find_place", lambda: Place(0, 0, 2, "127.0.0.1", port))
+    monkeypatch.setattr(ranks, "find_place", lambda: Place(0, 0, 2, "127.0.0.1", port))
     other = []
 
     def begin():
-        met = meeting.Meeting(Place(1, 1, 2, "127.0.0.1", port))
+        met = rendezvous.Meeting(Place(1, 1, 2, "127.0.0.1", port))
         other.append(met.report("finds 1 GPUs"))
         met.leave(60.0)
 
     thread = threading.Thread(target=begin)
     thread.start()
-    with pytest.raises(TrainingError, match="rank 1 cannot begin: finds 1 GPUs"), parallel.joined():
+    with pytest.raises(TrainingError, match="rank 1 cannot begin: finds 1 GPUs"), ranks.joined():
         pass
     thread.join()
     assert other == [{1: "finds 1 GPUs"}]
@@ -226,10 +226,10 @@ def test_the_last_exchange_of_ranks_outlives_the_run(monkeypatch):
         made.append(exchange(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(parallel, "find_place", lambda: Place(0, 0, 1, "127.0.0.1", port))
+    monkeypatch.setattr(ranks, "find_place", lambda: Place(0, 0, 1, "127.0.0.1", port))
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    with parallel.joined(5.0):
+    with ranks.joined(5.0):
         pass
     assert made[-1] is not None
-    assert made[-1] is parallel._HELD[-1]
+    assert made[-1] is ranks._HELD[-1]
     assert not dist.is_initialized()

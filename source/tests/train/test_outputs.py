@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from deepmd_muon import files
+from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.checkpoint_file.file import read_checkpoint
 from deepmd_muon.data import open_systems
 from deepmd_muon.data.writing import write_hdf5
 from deepmd_muon.files import replace_link
-from deepmd_muon.model.checkpoint_file import read_checkpoint
-from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.train import TrainingError
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.errors import NonFiniteError, RunError

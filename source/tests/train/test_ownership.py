@@ -13,9 +13,9 @@ import forked
 import pytest
 
 from deepmd_muon.argcheck import load, normalize
+from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.checkpoint_file.file import read_checkpoint
 from deepmd_muon.cli.main import main
-from deepmd_muon.model.checkpoint_file import read_checkpoint
-from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.train import TrainingError
 from deepmd_muon.train.checkpoint.ownership import held
 

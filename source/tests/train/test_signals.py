@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from deepmd_muon.model.checkpoint_file import read_checkpoint
-from deepmd_muon.train.signals import StopSignals
+from deepmd_muon.checkpoint_file.file import read_checkpoint
+from deepmd_muon.train.process.signals import StopSignals
 
 # Trains once for every input. A save stops before its first byte, and goes on when a line comes from outside.
 CHILD = """

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from deepmd_muon.argcheck import normalize
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, open_systems
-from deepmd_muon.data.digest import content_digest
-from deepmd_muon.model.errors import CheckpointError
+from deepmd_muon.data.checks.digest import content_digest
 from deepmd_muon.section import thaw
 from deepmd_muon.train import NonFiniteError, TrainingError
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
-from deepmd_muon.train.guard import DeviceGuard, HostGuard, SkipCount
 from deepmd_muon.train.setup import check_same_run
+from deepmd_muon.train.step.guard import DeviceGuard, HostGuard, SkipCount
 from deepmd_muon.train.strategy.base import Reduced
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"

@@ -11,7 +11,7 @@ import pytest
 from deepmd_muon.argcheck import InputError, load, normalize
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, TypeMapError, open_systems
-from deepmd_muon.data.overlap import shared_frames
+from deepmd_muon.data.checks.overlap import shared_frames
 from deepmd_muon.model import ModelError, build_model
 from deepmd_muon.train import run
 

@@ -14,16 +14,16 @@ import torch
 
 from deepmd_muon import argcheck
 from deepmd_muon.argcheck import normalize
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
 from deepmd_muon.infer import Predictor
-from deepmd_muon.model.errors import CheckpointError
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.optim import RouteTable, omitted_scales
 from deepmd_muon.train import NonFiniteError, RunError, TrainingError, trainer
 from deepmd_muon.train.checkpoint.newest import newest_checkpoint
-from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.report import TensorBoardError
-from deepmd_muon.train.step import TrainingStep
+from deepmd_muon.train.step.step import TrainingStep
 
 
 def tensors(content):

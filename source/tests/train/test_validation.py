@@ -13,9 +13,9 @@ from deepmd_muon.argcheck import normalize
 from deepmd_muon.data import DataLoader, NeighborCache, open_systems
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
-from deepmd_muon.train.batch import to_device
+from deepmd_muon.train.batches.batch import to_device
 from deepmd_muon.train.setup import number_of_steps
-from deepmd_muon.train.validate import mean_metrics, metric_weights, validate
+from deepmd_muon.train.validation.validate import mean_metrics, metric_weights, validate
 
 CPU = torch.device("cpu")
 LOSS = build_loss({"start_pref_v": 1.0, "limit_pref_v": 1.0})

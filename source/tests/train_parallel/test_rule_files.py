@@ -11,7 +11,7 @@ from make_rule_files import ARCHIVE, HALF, RUNS, STEPS, content
 from test_train_parallel import tensors
 from train_ranks import Job, run_jobs
 
-from deepmd_muon.model.checkpoint_file import read_checkpoint
+from deepmd_muon.checkpoint_file.file import read_checkpoint
 
 # On another machine than that of the archive, sums may round otherwise; where it was made, they are equal bitwise.
 TOLERANCE = 0.0 if os.environ.get("RULE_FILES_BITWISE") else 1e-12

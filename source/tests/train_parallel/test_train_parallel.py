@@ -18,12 +18,12 @@ import torch
 from train_ranks import PATIENCE, Job, free_ports, run_commands, run_jobs
 
 from deepmd_muon.argcheck import normalize
-from deepmd_muon.cli.plan import plan_page
+from deepmd_muon.checkpoint_file.file import read_checkpoint
 from deepmd_muon.model import build_model
-from deepmd_muon.model.checkpoint_file import read_checkpoint
 from deepmd_muon.optim.state.schema import ALL_MOMENTS
+from deepmd_muon.show.plan import plan_page
 from deepmd_muon.train import TrainingError
-from deepmd_muon.train.parallel import Ranks
+from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.strategy.fully_sharded import FullySharded
 
 STEPS, HALF = 6, 3

@@ -18,9 +18,9 @@ from pathlib import Path
 import forked
 import torch
 
-from deepmd_muon.model.dcp_reader import TensorReader
+from deepmd_muon.checkpoint_file.parts import TensorReader
 from deepmd_muon.optim.state.schema import ALL_MOMENTS
-from deepmd_muon.train.parallel import local_part
+from deepmd_muon.train.ranks.ranks import local_part
 
 # How long a rank is stuck [s]: longer than the others wait for it and need to say so.
 PAUSE = 5.0
@@ -147,7 +147,7 @@ def _work(rank, world, jobs, ends):
 
 def _in_step(happen):
     """Call a function with the number of the step and its batch before every step."""
-    from deepmd_muon.train.step import TrainingStep
+    from deepmd_muon.train.step.step import TrainingStep
 
     original, count = TrainingStep.__call__, 0
 
@@ -220,13 +220,13 @@ def own_folder(rank):
 
 def busy_port(rank):
     """Another program listens where the ranks want to meet."""
-    from deepmd_muon.train import meeting
+    from deepmd_muon.train.ranks import rendezvous
 
-    patience, meeting.ANSWER = meeting.ANSWER, 2.0
+    patience, rendezvous.ANSWER = rendezvous.ANSWER, 2.0
     server = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))) if rank == 0 else None
 
     def undo():
-        meeting.ANSWER = patience
+        rendezvous.ANSWER = patience
         if server:
             while not Path("ended").exists():  # it listens for as long as rank 1 tries
                 time.sleep(0.05)
@@ -352,7 +352,7 @@ def stop_second(rank):
 
 def _after_steps(write):
     """Call a function with the optimizer after every step."""
-    from deepmd_muon.train.step import TrainingStep
+    from deepmd_muon.train.step.step import TrainingStep
 
     original = TrainingStep.__call__
 
@@ -409,9 +409,9 @@ def tell_reading(rank):
 def on_device(rank):
     """Steps wait for nothing, as on GPUs; what a CUDA graph replays is the same function."""
     from deepmd_muon.train import trainer
-    from deepmd_muon.train.guard import DeviceGuard, on_nonfinite
-    from deepmd_muon.train.step import TrainingStep
-    from deepmd_muon.train.stepper import DeviceStepper
+    from deepmd_muon.train.step.guard import DeviceGuard, on_nonfinite
+    from deepmd_muon.train.step.step import TrainingStep
+    from deepmd_muon.train.step.stepper import DeviceStepper
     from deepmd_muon.train.strategy.replicated import LateRequests, Replicated
 
     kept = trainer.build_stepper, Replicated._on_host, LateRequests.STEPS

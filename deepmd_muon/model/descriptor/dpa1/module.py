@@ -9,15 +9,15 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from deepmd_muon.model import kernels, layers
-from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.dpa1.attention import NORMALIZE_EPS, Gates, NeighborAttention
 from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings, SeAttenV2Settings
 from deepmd_muon.model.descriptor.environment import Environment, environment, quintic
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
-from deepmd_muon.model.networks import Copies, LayerTensors, Network, NetworkCollection, SeedPath, dtype_of
+from deepmd_muon.model.nn import layers, triton_support
+from deepmd_muon.model.nn.activation import activation
+from deepmd_muon.model.nn.networks import Copies, LayerTensors, Network, NetworkCollection, SeedPath, dtype_of
+from deepmd_muon.model.nn.type_embedding import TABLE, TypeEmbedding, rows_of
 from deepmd_muon.model.structures import Structures
-from deepmd_muon.model.type_embedding import TABLE, TypeEmbedding, rows_of
 
 GROUP = 16  # atoms that a CPU describes at once
 
@@ -137,7 +137,7 @@ class DPA1(torch.nn.Module):
 
     def forward(self, structures: Structures, edges: torch.Tensor, *, force: bool = True) -> Described:
         """Describe every atom; see `Descriptor`."""
-        if edges.device.type != "cpu" or kernels.is_tracing():
+        if edges.device.type != "cpu" or triton_support.is_tracing():
             return describe_by_autograd(lambda leaf: self._describe(structures, leaf), edges, force=force)
         groups = group_atoms(structures)
         back = torch.argsort(torch.cat([rows for rows, _ in groups]))

@@ -12,8 +12,8 @@ block by block in a CPU's cache, with only a, the adjoint of a′ and the tangen
 3. `tangent`: ẏ = f′(z)·ż gives the derivatives of m and a′;
 4. `gradient`: ẑ = f′(z)·ŷ + f″(z)·ż·ȳ gives the gradients of a, u, t, W and ρ at once.
 
-On a GPU each pass is one kernel in single precision (`angle_kernels`). On a CPU, a step of training is 1.7 times faster
-than with autograd's passes (six layers, 192 atoms of water, float32, one thread, 2026-11-23).
+On a GPU each pass is one kernel in single precision (`kernels.angles`). On a CPU, a step of training is 1.7 times
+faster than with autograd's passes (six layers, 192 atoms of water, float32, one thread, 2026-11-23).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.model import kernels
-from deepmd_muon.model.activation import Activation
 from deepmd_muon.model.descriptor.dpa3.geometry import AngleBlock, AnglePlan
-from deepmd_muon.model.four_passes import FourPasses, Perhaps, Tensors
+from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.nn.activation import Activation
+from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
 
 
 @dataclass(frozen=True)
@@ -193,18 +193,15 @@ class Angles(FourPasses):
 
 def _kernels(angles: Angles, weight: torch.Tensor) -> Any:
     """Return the launches of kernels where they can be used, or operators of torch that do them."""
-    traced = kernels.usable_as_operators(weight.device)
-    if len(angles.plan.blocks) != 1 or not (traced or kernels.usable(weight.device)):
+    traced = triton_support.usable_as_operators(weight.device)
+    if len(angles.plan.blocks) != 1 or not (traced or triton_support.usable(weight.device)):
         return None
-    from deepmd_muon.model.descriptor.dpa3 import angle_launches
+    from deepmd_muon.model.descriptor.dpa3.kernels import angles as kernels
+    from deepmd_muon.model.descriptor.dpa3.kernels.launching import fits_weight
 
-    if not angle_launches.fits(weight, angles.activation.formula):
+    if not fits_weight(weight, angles.activation.formula):
         return None
-    if not traced:
-        return angle_launches
-    from deepmd_muon.model.descriptor.dpa3 import angle_operators
-
-    return angle_operators
+    return kernels.OPERATORS if traced else kernels
 
 
 def _layer(angles: Angles, weight: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, ...]:

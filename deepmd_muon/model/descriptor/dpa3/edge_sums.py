@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.model import kernels
-from deepmd_muon.model.activation import Activation
 from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan
-from deepmd_muon.model.four_passes import FourPasses, Perhaps, Tensors
+from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.nn.activation import Activation
+from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
 
 
 def fits(edge: torch.Tensor, plan: AnglePlan, activation: Activation) -> bool:
     """Return whether kernels can be used on a padded plan, and know the activation."""
-    return activation.formula is not None and plan.padded and kernels.usable(edge.device)
+    return activation.formula is not None and plan.padded and triton_support.usable(edge.device)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class EdgeSum(FourPasses):
 
     def launches(self, h: torch.Tensor, bias: torch.Tensor, rho: Tensors, slots: int) -> Any:
         """Return the launches for a layer with so many `slots` an atom."""
-        from deepmd_muon.model.descriptor.dpa3.edge_sum_kernels import Edges
+        from deepmd_muon.model.descriptor.dpa3.kernels.sums import Edges
 
         formula = self.activation.formula
         assert formula is not None

@@ -6,7 +6,7 @@ For the neighbours j of an atom i, with per-atom terms p and per-neighbour terms
 
 and y_ij[width:] updates the edge. q and v come as one table, so that one gather serves both. The four passes (see
 `four_passes`) run block by block as those of `angles`; on a GPU each is one kernel in single precision
-(`edge_kernels`). On a CPU they take as long as autograd's (1.0 times), and a step of training 2.3 times less memory
+(`kernels.edges`). On a CPU they take as long as autograd's (1.0 times), and a step of training 2.3 times less memory
 (six layers, 192 atoms of water, float32, 2026-11-23).
 """
 
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepmd_muon.model import kernels
-from deepmd_muon.model.activation import Activation
 from deepmd_muon.model.descriptor.dpa3.geometry import Incoming, incoming
-from deepmd_muon.model.four_passes import FourPasses, Perhaps, Tensors
+from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.nn.activation import Activation
+from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
 
 EDGE_BLOCK_ROWS = 1024  # edges of a block on a CPU: with 512 numbers each 2 MB in float32, about a core's cache
 
@@ -99,13 +99,13 @@ class EdgeCotangents(NamedTuple):
 
 def incoming_for_kernels(neighbor: torch.Tensor, empty: torch.Tensor) -> Incoming | None:
     """Return `incoming` where kernels will ask for it, else None."""
-    if kernels.usable(neighbor.device):
+    if triton_support.usable(neighbor.device):
         return incoming(neighbor, empty)
-    if not kernels.usable_as_operators(neighbor.device):
+    if not triton_support.usable_as_operators(neighbor.device):
         return None
-    from deepmd_muon.model.descriptor.dpa3 import edge_operators
+    from deepmd_muon.model.descriptor.dpa3.kernels.edges import OPERATORS
 
-    return Incoming(*edge_operators.incoming(neighbor, empty))
+    return Incoming(*OPERATORS.incoming(neighbor, empty))
 
 
 @dataclass(frozen=True)
@@ -259,18 +259,14 @@ class Edges(FourPasses):
 
 def _kernels(edges: Edges, weight: torch.Tensor) -> Any:
     """Return the launches of kernels where they can be used, or operators of torch that do them."""
-    traced = kernels.usable_as_operators(weight.device)
-    if not (traced or kernels.usable(weight.device)):
+    traced = triton_support.usable_as_operators(weight.device)
+    if not (traced or triton_support.usable(weight.device)):
         return None
-    from deepmd_muon.model.descriptor.dpa3 import edge_launches
+    from deepmd_muon.model.descriptor.dpa3.kernels import edges as kernels
 
-    if not edge_launches.fits(edges.neighbor, weight, edges.activation.formula):
+    if not kernels.fits(edges.neighbor, weight, edges.activation.formula):
         return None
-    if not traced:
-        return edge_launches
-    from deepmd_muon.model.descriptor.dpa3 import edge_operators
-
-    return edge_operators
+    return kernels.OPERATORS if traced else kernels
 
 
 def _layer(edges: Edges, weight: torch.Tensor) -> tuple[Any, ...]:

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from deepmd_muon.model import kernels
-from deepmd_muon.model.activation import Activation
 from deepmd_muon.model.descriptor.dpa3 import edge_sums, nodes
 from deepmd_muon.model.descriptor.dpa3.angles import Angles
 from deepmd_muon.model.descriptor.dpa3.edges import Edges
 from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan, Incoming
 from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
-from deepmd_muon.model.four_passes import run
-from deepmd_muon.model.networks import Layer, SeedPath
+from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.nn.activation import Activation
+from deepmd_muon.model.nn.four_passes import run
+from deepmd_muon.model.nn.networks import Layer, SeedPath
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class RepflowLayer(torch.nn.Module):
         it would start on the stream of the first operation that asks, and others would not wait for it.
         """
         angle, reduced = features.angle, None
-        with kernels.Branches(features.node.device, 2 if overlap else 1) as branches:
+        with triton_support.Branches(features.node.device, 2 if overlap else 1) as branches:
             if wanted.edge and angle is not None:
                 branches.lend(1, *features, graph.plan.slot, graph.plan.atom, graph.angle_weight)
                 with branches.chain(1):

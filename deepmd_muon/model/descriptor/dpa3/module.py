@@ -8,17 +8,17 @@ from typing import ClassVar
 
 import torch
 
-from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.dpa3.edges import incoming_for_kernels
 from deepmd_muon.model.descriptor.dpa3.geometry import DISTANCE_GUARD, cosines, plan_angles, weigh
 from deepmd_muon.model.descriptor.dpa3.layer import Features, Graph, RepflowLayer, Wanted
 from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings
 from deepmd_muon.model.descriptor.environment import Environment, environment
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
-from deepmd_muon.model.networks import Layer, SeedPath, dtype_of
-from deepmd_muon.model.recomputation import run_layer
+from deepmd_muon.model.nn.activation import activation
+from deepmd_muon.model.nn.networks import Layer, SeedPath, dtype_of
+from deepmd_muon.model.nn.recomputation import run_layer
+from deepmd_muon.model.nn.type_embedding import TABLE, TypeEmbedding, rows_of
 from deepmd_muon.model.structures import Structures
-from deepmd_muon.model.type_embedding import TABLE, TypeEmbedding, rows_of
 
 
 class Repflows(torch.nn.Module):

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.model import kernels
-from deepmd_muon.model.activation import Activation
-from deepmd_muon.model.four_passes import FourPasses, Perhaps, Tensors
+from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.nn.activation import Activation
+from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
 
 
 def fits(x: torch.Tensor, activation: Activation) -> bool:
     """Return whether kernels can be used, and know the activation."""
-    return activation.formula is not None and x.numel() > 0 and kernels.usable(x.device)
+    return activation.formula is not None and x.numel() > 0 and triton_support.usable(x.device)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Nodes(FourPasses):
 
     def launches(self, moment: torch.Tensor, rho: Tensors) -> tuple[Any, Any]:
         """Return the launches for rows and for G."""
-        from deepmd_muon.model.descriptor.dpa3.node_kernels import Rows, Symmetric
+        from deepmd_muon.model.descriptor.dpa3.kernels.nodes import Rows, Symmetric
 
         formula = self.activation.formula
         assert formula is not None

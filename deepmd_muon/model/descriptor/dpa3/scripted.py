@@ -8,7 +8,7 @@ import torch
 from deepmd_muon.model.descriptor.dpa3.geometry import COSINE_SCALE, DISTANCE_GUARD, weigh
 from deepmd_muon.model.descriptor.dpa3.layer import RepflowLayer
 from deepmd_muon.model.descriptor.dpa3.module import DPA3
-from deepmd_muon.model.networks import Layer
+from deepmd_muon.model.nn.networks import Layer
 from deepmd_muon.model.scripted.dense import Act, Dense, act_of, value_of
 from deepmd_muon.model.scripted.exchange import BORDER_OP, declare_operators, neighbor_rows
 from deepmd_muon.model.scripted.near import Near, Request

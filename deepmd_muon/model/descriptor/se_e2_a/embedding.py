@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from deepmd_muon.model.activation import Activation
-from deepmd_muon.model.four_passes import FourPasses, Perhaps, Tensors
-from deepmd_muon.model.networks import Copies, LayerTensors, unflatten
+from deepmd_muon.model.nn.activation import Activation
+from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
+from deepmd_muon.model.nn.networks import Copies, LayerTensors, unflatten
 
 # Edges in a block. Between 512 and 4096 a step of the water example varies by 15 % on one core, where smaller
 # blocks win (caches), and by 30 % on two, where larger ones do (fewer joins of the threads).

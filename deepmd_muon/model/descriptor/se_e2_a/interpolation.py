@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.model import kernels, layers
-from deepmd_muon.model.activation import Activation
 from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges
-from deepmd_muon.model.networks import Copies, Network, unflatten
+from deepmd_muon.model.nn import layers, triton_support
+from deepmd_muon.model.nn.activation import Activation
+from deepmd_muon.model.nn.networks import Copies, Network, unflatten
 
 PIECES = (16, 32, 64)
 """What `fewest_pieces` chooses from."""
@@ -62,7 +62,7 @@ def cut(rows: torch.Tensor, empty: torch.Tensor, pieces: int, widths: Sequence[i
         Slots of each neighbour type.
     """
     missing = tuple(slots - width for slots, width in zip(sel, widths, strict=True))
-    if kernels.usable(rows.device):
+    if triton_support.usable(rows.device):
         from deepmd_muon.model.descriptor.se_e2_a.rows_kernels import interval_starts
 
         start = interval_starts(rows, empty, pieces, widths, SHORTEST)
@@ -128,7 +128,7 @@ class Coefficients(torch.autograd.Function):
         ctx.dtype = next(tensor.dtype for tensor in flat if tensor is not None)
         wide = _converted(flat, torch.float64)
         found, saved = [], []
-        with kernels.Branches(s.device, s.shape[0]) as branches:
+        with triton_support.Branches(s.device, s.shape[0]) as branches:
             for number, tensors in enumerate(_of_networks(wide, s.shape[0])):
                 with branches.chain(number):
                     features, tape = layers.values(f, copies, s[number, :, None], unflatten(tensors))
@@ -147,7 +147,7 @@ class Coefficients(torch.autograd.Function):
         wide, saved = others[: 3 * depth * networks], others[3 * depth * networks :]
         by_network = cotangent.view(networks, -1, ORDERS, cotangent.shape[1])
         gradients: list[torch.Tensor | None] = []
-        with kernels.Branches(cotangent.device, networks) as branches:
+        with triton_support.Branches(cotangent.device, networks) as branches:
             for number, tensors in enumerate(_of_networks(wide, networks)):
                 with branches.chain(number):
                     mine = by_network[number]
@@ -282,11 +282,11 @@ def spread_reference(edges: Edges, moved: torch.Tensor) -> torch.Tensor:
 
 def _kernels(tensor: torch.Tensor) -> Any:
     """Return the module of Triton kernels where it can be used, or of operators of torch that launch them."""
-    if kernels.usable_as_operators(tensor.device):
+    if triton_support.usable_as_operators(tensor.device):
         from deepmd_muon.model.descriptor.se_e2_a import interpolation_operators
 
         return interpolation_operators
-    if not kernels.usable(tensor.device):
+    if not triton_support.usable(tensor.device):
         return None
     from deepmd_muon.model.descriptor.se_e2_a import interpolation_kernels
 

@@ -7,8 +7,6 @@ from itertools import pairwise
 
 import torch
 
-from deepmd_muon.model import kernels
-from deepmd_muon.model.activation import activation
 from deepmd_muon.model.descriptor.environment import Environment, edge_derivative, environment
 from deepmd_muon.model.descriptor.interface import Described, Pullback
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
@@ -16,8 +14,10 @@ from deepmd_muon.model.descriptor.se_e2_a.contraction import contract, pull_cont
 from deepmd_muon.model.descriptor.se_e2_a.embedding import Sums, plan_blocks
 from deepmd_muon.model.descriptor.se_e2_a.settings import SeE2ASettings
 from deepmd_muon.model.errors import ModelError
-from deepmd_muon.model.four_passes import run_with_pullback
-from deepmd_muon.model.networks import Network, NetworkCollection, Stream, dtype_of
+from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.nn.activation import activation
+from deepmd_muon.model.nn.four_passes import run_with_pullback
+from deepmd_muon.model.nn.networks import Network, NetworkCollection, Stream, dtype_of
 from deepmd_muon.model.structures import Structures
 
 
@@ -131,7 +131,7 @@ class SeE2A(torch.nn.Module):
         self, structures: Structures, env: Environment, used: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return R `(nreal, nnei, 4)`, R of an empty slot and dR/drow `(nreal, 4)`."""
-        if kernels.usable(env.rows.device) and used is None:
+        if triton_support.usable(env.rows.device) and used is None:
             from deepmd_muon.model.descriptor.se_e2_a import rows_kernels
 
             return rows_kernels.standardise(env.rows, self.sea.mean, self.sea.stddev, structures.sorted_type)

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from deepmd_muon.model import kernels, layers
-from deepmd_muon.model.activation import Activation, activation
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.ener.settings import EnerSettings
-from deepmd_muon.model.networks import (
+from deepmd_muon.model.nn import layers, triton_support
+from deepmd_muon.model.nn.activation import Activation, activation
+from deepmd_muon.model.nn.networks import (
     Copies,
     LayerTensors,
     Network,
@@ -109,7 +109,7 @@ class EnergyAndSlope(torch.autograd.Function):
         """Return E `(n, 1)` and dE/dx `(n, dim)`."""
         each = len(flat) // len(counts)
         found, saved = [], []
-        with kernels.Branches(x.device, len(counts)) as branches:
+        with triton_support.Branches(x.device, len(counts)) as branches:
             for number, part in enumerate(x.split(counts)):
                 with branches.chain(number):
                     own = unflatten(flat[number * each : (number + 1) * each])
@@ -132,7 +132,7 @@ class EnergyAndSlope(torch.autograd.Function):
         cotangents = zip(x.split(counts), energy_cotangent.split(counts), slope_cotangent.split(counts), strict=True)
         downs: list[torch.Tensor] = []
         gradients: list[torch.Tensor | None] = []
-        with kernels.Branches(x.device, len(counts)) as branches:
+        with triton_support.Branches(x.device, len(counts)) as branches:
             for number, (part, of_energy, of_slope) in enumerate(cotangents):
                 with branches.chain(number):
                     own = unflatten(flat[number * each : (number + 1) * each])

@@ -1,0 +1,100 @@
+"""What differs between the input of a run and that of the checkpoint it starts from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.model.settings import ModelSettings
+from deepmd_muon.section import thaw
+
+log = logging.getLogger(__name__)
+
+# They decide how weights and statistics come about, which a checkpoint already has, or whether they are trained.
+_NOT_PHYSICS = ("trainable", "seed", "data_stat_nbatch", "data_stat_protect", "rcond", "set_davg_zero")
+_TRAINING = ("optimizer/", "loss/", "learning_rate/", "training/training_data/", "training/numb_")
+
+
+def check_model_section(saved: ModelSettings, present: ModelSettings, path: Path, *, insist: bool) -> None:
+    """Refuse to go on with weights that were trained for another model.
+
+    A changed cutoff or activation fits the same weights, and a run would go on with other energies.
+
+    Parameters
+    ----------
+    saved, present
+        The sections, with numbers in `sel`.
+    path
+        The checkpoint, for the message.
+    insist
+        Log the changes instead.
+
+    Raises
+    ------
+    CheckpointError
+        Listing the settings that differ.
+    """
+    changes = [
+        change
+        for key, change in changed_settings(
+            _with_one_name(thaw(saved)), _with_one_name(thaw(present)), "model/"
+        ).items()
+        if key.rpartition("/")[2] not in _NOT_PHYSICS
+    ]
+    if changes and not insist:
+        raise CheckpointError(
+            f"{path} was trained with another model:\n"
+            + "".join(f"  {change}\n" for change in changes)
+            + "Use its model section (--use-pretrain-script), or --force-load to go on with the changed one."
+        )
+    for change in changes:
+        log.warning("--force-load: %s", change)
+
+
+def report_changes(saved: Mapping[str, Any], present: Mapping[str, Any], path: Path) -> None:
+    """Log what differs between two normalised inputs: a warning for all that changes the training."""
+    changes = changed_settings(saved, present)
+    changes = {key: change for key, change in changes.items() if not key.startswith("model/")}
+    weighty = [change for key, change in changes.items() if key.startswith(_TRAINING)]
+    if weighty:
+        log.warning("since %s was written: %s", path, "; ".join(weighty))
+    for change in changes.values():
+        if change not in weighty:
+            log.info("since %s was written: %s", path, change)
+
+
+def report_rate(saved: float, present: float, path: Path) -> None:
+    """Warn when the learning rate of the last step of a checkpoint is another one in this input."""
+    if abs(present - saved) > 1e-6 * max(abs(saved), abs(present)):
+        log.warning("the learning rate was %.3g when %s was written and goes on from %.3g", saved, path, present)
+
+
+def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> dict[str, str]:
+    """Return the saved and the present value of every setting that differs, in words, by its path in the input."""
+    changes: dict[str, str] = {}
+    for key in sorted({*saved, *present}):
+        where = f"{path}{key}"
+        old, new = saved.get(key), present.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changes |= changed_settings(old, new, f"{where}/")
+        elif where == "training/seed" and old != new:
+            effect = "without effect while the saved order of the data continues"
+            changes[where] = f"{where} was {old}, is {new} ({effect})"
+        elif old != new:
+            changes[where] = f"{where} was {old!r}, is {new!r}"
+    return changes
+
+
+def _with_one_name(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section with one name for the two of double precision."""
+    return {
+        key: _with_one_name(value)
+        if isinstance(value, Mapping)
+        else "float64"
+        if key == "precision" and value == "default"
+        else value
+        for key, value in section.items()
+    }

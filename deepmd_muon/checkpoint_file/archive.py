@@ -1,0 +1,110 @@
+"""Reading what torch.save wrote: the checksum of every member is compared first, and nothing in it is executed."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import zipfile
+import zlib
+from typing import Any, BinaryIO
+
+import torch
+
+from deepmd_muon.checkpoint_file.pickles import MOST_VALUES, count_values
+
+# Bytes to which the source of a program, which torch compresses, may unpack; deepmd-kit's examples have up to 1 MB.
+_MOST_PACKED = 64 * 1024**2
+
+
+class ArchiveError(Exception):
+    """An archive is damaged, or holds records that are not read; the message does not name the file."""
+
+
+def load_archive(file: BinaryIO) -> Any:
+    """Return what torch.save wrote into a file, on the CPU.
+
+    torch itself does not compare the checksums that it writes, so that a changed byte is a changed weight.
+
+    Parameters
+    ----------
+    file
+        Open for reading, at its beginning.
+
+    Raises
+    ------
+    ArchiveError
+        When a member does not fit its checksum, or the archive holds other than tensors and plain values.
+    """
+    try:
+        check_members(file)
+        file.seek(0)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+        if count_values(content) > MOST_VALUES:
+            raise ArchiveError("its lists contain one another, and stand for more values than fit into memory")
+        return content
+    except (ArchiveError, OSError):
+        raise
+    except pickle.UnpicklingError as error:
+        # torch's own message advises to run the code in the file.
+        reason = "it holds Python objects besides tensors and plain values, and loading those could run any code"
+        raise ArchiveError(reason) from error
+    except MemoryError as error:
+        raise ArchiveError("it does not fit into memory") from error
+    except Exception as error:  # what torch raises for archives of other contents is not documented
+        if "can't allocate memory" in str(error):
+            raise ArchiveError("it does not fit into memory") from error
+        raise ArchiveError("torch.save did not write it like this: it is damaged or made by other means") from error
+
+
+def check_members(file: BinaryIO, *, program: bool = False) -> None:
+    """Compare all members, as torch's own reader finds them, with the checksums of the archive.
+
+    Parameters
+    ----------
+    file
+        The archive.
+    program
+        Expect a TorchScript program in place of a checkpoint.
+
+    Raises
+    ------
+    ArchiveError
+        When a member does not fit its checksum, or the archive is of the other kind.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+        names = {member.filename for member in members}
+        if any("/code/" in name for name in names) != program:
+            raise ArchiveError("it is no TorchScript program" if program else "it is a frozen model (TorchScript)")
+        packed = [member for member in members if member.compress_type != zipfile.ZIP_STORED]
+        if len(names) != len(members) or (packed and not program):
+            raise ArchiveError("torch.save did not write it: members are compressed or there twice")
+        if sum(member.file_size for member in packed) > _MOST_PACKED:
+            raise ArchiveError(f"its source unpacks to more than {_MOST_PACKED >> 20} MiB")
+        # torch reads a member that is marked as a folder without its bytes.
+        if any(member.is_dir() or member.external_attr for member in members):
+            raise ArchiveError("it is damaged: a member is marked as a folder")
+        file.seek(0)
+        reader = torch._C.PyTorchFileReader(file)
+        folder = members[0].filename.partition("/")[0]
+        if {f"{folder}/{name}" for name in reader.get_all_records()} != names:
+            raise ArchiveError("torch.save did not write it: its members are not in one folder")
+        for member in members:
+            _check_member(reader, member)
+    except (
+        *(zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, LookupError, RuntimeError),
+        *(OSError, struct.error),
+    ) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise ArchiveError("it is damaged, or torch.save did not write it") from error
+
+
+def _check_member(reader: torch._C.PyTorchFileReader, member: zipfile.ZipInfo) -> None:
+    try:
+        content = reader.get_record(member.filename.partition("/")[2])
+    except RuntimeError as error:
+        raise ArchiveError(f"it is damaged: its part {member.filename} cannot be read") from error
+    if len(content) != member.file_size or zlib.crc32(content) != member.CRC:
+        raise ArchiveError(f"it is damaged: its part {member.filename} does not fit its checksum")

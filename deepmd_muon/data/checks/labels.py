@@ -1,0 +1,334 @@
+"""Signs of wrong units, signs and labels, found from a sample of the frames before a run begins.
+
+A pair potential is fitted to the forces (`pair_fit`). The energies and virials it predicts, and −F·dx between near
+frames, show by which factor labels differ. Distances are compared with covalent radii.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from deepmd_muon.data.checks.pair_fit import MOST_PAIRS, NearPairs, PairFit, pairs_to_try
+from deepmd_muon.data.checks.systems import differing_systems
+from deepmd_muon.data.checks.units import ENERGY_UNITS, VIRIAL_UNITS, explain
+from deepmd_muon.data.elements import COVALENT_RADII
+from deepmd_muon.data.frames import Frames
+from deepmd_muon.data.system import System
+
+# Most systems that are looked at, and systems of which energies and virials are compared.
+_SYSTEMS, _COMPARED = 128, 12
+# Atoms of all frames of a system, and fewest frames: of those that are compared, and of others.
+_ATOMS, _FEWEST, _MOST_FRAMES = (768, 192), (8, 2), 20
+# Shortest distance between atoms [Å]: H2 has 0.74. Without elements these are the limits of positions in Å.
+_SHORTEST, _LONGEST = 0.6, 4.0
+# The same over the sum of covalent radii: bonds have 0.9 to 1.1, contacts of metals and salts up to 1.3.
+_CLOSE, _APART, _BONDED = 0.5, 1.5, 1.2
+_NOBLE = frozenset(("He", "Ne", "Ar", "Kr", "Xe", "Rn"))
+# Root-mean-square force [eV/Å] and energy per atom [eV]: an all-electron total energy of uranium is 8e5 eV.
+_LARGEST_FORCE, _LARGEST_ENERGY = 1e3, 1e6
+# Coordinates this many cell lengths outside of the cell are probably in other units than the cell.
+_CELLS = 50.0
+# Net force and torque over those of forces without order, and the smallest forces [eV/Å] where noise does not count.
+_UNBALANCED, _SMALL_FORCE = 0.1, 0.02
+# A pair potential explains 0.5 (liquid silicon) to 1.0 of the forces that the tests know.
+_UNRELATED = 0.15
+# Factors of good labels lie between 0.7 and 1.4 where the correlation is so large.
+_CORRELATED, _FACTORS, _POINTS = 0.8, (0.6, 1.7), 6
+# Frames whose atoms have moved less than this [Å, root mean square], and whose forces differ by less than this share of
+# the square of their sum (0.1: by 0.6 of their mean): −F·dx is the change of energy.
+_NEAR, _LIKE = 0.25, 0.1
+# Stretching N2 at 1.1 Å takes 143 eV/Å²; bonds at other distances have up to 1.7, and 0.05 or more, of this envelope.
+_STIFFNESS, _BOND, _STIFF, _SOFT = 150.0, 1.1, 3.0, 0.02
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some frames of a system."""
+
+    system: System
+    frames: Frames
+
+    @classmethod
+    def of(cls, system: System, *, compared: bool) -> Sample:
+        """Read pairs of consecutive frames, evenly spread."""
+        kind = 0 if compared else 1
+        count = int(np.clip(_ATOMS[kind] // system.natoms, _FEWEST[kind], _MOST_FRAMES))
+        first = np.linspace(0, max(system.nframes - 2, 0), max(count // 2, 1)).astype(int)
+        return cls(system, system.frames(np.unique([*first, *np.minimum(first + 1, system.nframes - 1)])))
+
+    @cached_property
+    def pairs(self) -> NearPairs | None:
+        """Near pairs of the frames that the budget allows; None where one frame has too many or a cell is flat."""
+        kept = self.fitted_frames
+        return NearPairs.of(kept) if kept is not None else None
+
+    @cached_property
+    def fitted_frames(self) -> Frames | None:
+        """The frames of which pairs are taken."""
+        boxes = [None] if self.frames.box is None else self.frames.box
+        cost = max(pairs_to_try(self.frames.natoms, box) for box in boxes)
+        count = int(min(MOST_PAIRS // cost, self.frames.nframes))
+        return self.frames.rows(slice(0, count)) if count else None
+
+    @cached_property
+    def fit(self) -> PairFit | None:
+        """The pair potential of the forces; None without enough of them."""
+        frames = self.fitted_frames
+        if frames is None or self.pairs is None or not len(self.pairs.frame) or not frames.present("force").all():
+            return None
+        fit = PairFit(frames, self.pairs)
+        return fit if fit.enough and self.force > _SMALL_FORCE / 10 else None
+
+    @property
+    def force(self) -> float:
+        """Root-mean-square force [eV/Å]; zero without forces."""
+        return float(np.sqrt(np.nanmean(self.frames.force**2))) if self.frames.force is not None else 0.0
+
+
+def suspicions(systems: Sequence[System]) -> list[str]:
+    """Look at some frames of the systems of a model and say what suggests wrong units, signs or labels.
+
+    Parameters
+    ----------
+    systems
+        Systems with the same type map.
+
+    Returns
+    -------
+    list of str
+        One sentence each that begins with the name of the system; empty when nothing looks wrong. At most 128
+        systems, spread evenly, and 20 frames of each are looked at; energies and virials are compared in 12 of them.
+    """
+    looked = systems[:: -(-len(systems) // _SYSTEMS)] if systems else []
+    step = -(-len(looked) // _COMPARED) or 1
+    found, sound = [], []
+    for k, system in enumerate(looked):
+        sample = Sample.of(system, compared=k % step == 0)
+        mine = list(_of_positions(sample))
+        if not mine:
+            sound.append(sample)
+        mine += _of_sizes(sample.frames)
+        mine += [] if mine else [*_of_balance(sample), *_of_factors(sample)]
+        found += [f"{system.name}: {sentence}" for sentence in mine]
+    fits = {sample.system.name: (sample.system, sample.frames, sample.fit) for sample in sound}
+    return found + differing_systems(list(fits.values()))
+
+
+# -- positions ---------------------------------------------------------------------------------------------------
+
+
+def _of_positions(sample: Sample) -> Iterator[str]:
+    """Yield what is wrong with positions and cells; nothing else is worth a look then."""
+    frames = sample.frames
+    if frames.box is not None:
+        size = np.abs(frames.box).max(axis=(1, 2))
+        if not (np.abs(np.linalg.det(frames.box)) > 1e-9 * size**3).all():
+            yield "a cell has no volume; a system without a cell needs a file nopbc"
+            return
+        fractions = np.linalg.solve(frames.box.transpose(0, 2, 1), frames.coord.transpose(0, 2, 1))
+        if np.abs(fractions).max() > _CELLS:
+            yield f"atoms lie {np.abs(fractions).max():.0f} cell lengths away from the cell; box and coord must be in Å"
+            return
+    names = sample.system.type_map
+    shortest, ratio = _shortest(frames, names)
+    known = np.isfinite(ratio)
+    if shortest < _SHORTEST or (known and ratio < _CLOSE):
+        yield f"atoms are {shortest:.3g} Å apart; {_remedy(sample, names)}"
+    elif np.isfinite(shortest) and (shortest > _LONGEST or (known and ratio > _APART)):
+        bonds = f", {ratio:.2f} times the sum of covalent radii" if known else ""
+        yield (
+            f"the closest atoms are {shortest:.3g} Å apart{bonds}; positions and cells must be in Å "
+            "(multiply by 0.529 if they are in Bohr)"
+        )
+    elif known and frames.box is not None and ratio < 0.8 and _transposed_fits(frames, names, ratio):
+        yield (
+            f"atoms are {shortest:.3g} Å apart, and further with the transposed cell; rows of box are the cell vectors"
+        )
+
+
+def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[float, float]:
+    """Shortest distance [Å], and the least distance over the sum of covalent radii; NaN where elements are unknown."""
+    radii = [COVALENT_RADII.get(name, np.nan) if name not in _NOBLE else np.nan for name in names or ()]
+    reach = np.append(radii, np.nan) if radii else np.full(1, np.nan)  # the last one is that of padding
+    shortest, ratio = np.inf, np.inf
+    for k in range(frames.nframes):
+        real = frames.atype[k] >= 0
+        coord, types = frames.coord[k][real], np.minimum(frames.atype[k][real], len(reach) - 1)
+        # Atoms of the whole frame, seeded by position: 64 of them, against all.
+        chosen = np.unique(np.linspace(0, max(len(coord) - 1, 0), 64).astype(int))[: len(coord)]
+        apart = coord[chosen, None] - coord[None]
+        if frames.box is not None:
+            apart -= np.round(apart @ np.linalg.inv(frames.box[k])) @ frames.box[k]
+        distance = np.sqrt((apart**2).sum(axis=-1))
+        distance[np.arange(len(chosen)), chosen] = np.inf
+        shortest = min(shortest, float(distance.min(initial=np.inf)))
+        over = distance / (reach[types[chosen], None] + reach[types])
+        ratio = min(ratio, float(np.nanmin(np.where(np.isfinite(over), over, np.inf), initial=np.inf)))
+    return shortest, ratio
+
+
+def _transposed_fits(frames: Frames, names: Sequence[str] | None, ratio: float) -> bool:
+    assert frames.box is not None
+    return _shortest(replace(frames, box=frames.box.transpose(0, 2, 1)), names)[1] > max(1.15 * ratio, 0.8)
+
+
+def _remedy(sample: Sample, names: Sequence[str] | None) -> str:
+    """Say which change of units makes the distances ordinary."""
+    frames, box = sample.frames, sample.frames.box
+    tried = [("nm? multiply coord by 10", frames.coord * 10, box)]
+    if box is not None:
+        tried = [
+            ("fractional positions? coord must be Cartesian", frames.coord @ box, box),
+            ("nm with a cell in Å? multiply coord by 10", frames.coord * 10, box),
+            ("nm? multiply coord and box by 10", frames.coord * 10, box * 10),
+            ("Bohr with a cell in Å? multiply coord by 0.529", frames.coord * 0.529177, box),
+            ("a transposed cell? rows of box are the cell vectors", frames.coord, box.transpose(0, 2, 1)),
+        ]
+        if np.ptp(frames.coord, axis=1).max() > 1.05:
+            tried.pop(0)
+    for words, coord, cell in tried:
+        shortest, ratio = _shortest(replace(frames, coord=coord, box=cell), names)
+        if 0.8 < ratio < _APART if np.isfinite(ratio) else _SHORTEST < shortest < _LONGEST:
+            return f"positions must be in Å ({words})"
+    return "positions must be in Å (nm would look like this); remove frames in which atoms overlap"
+
+
+# -- labels --------------------------------------------------------------------------------------------------------
+
+
+def _of_sizes(frames: Frames) -> Iterator[str]:
+    if frames.force is not None:
+        force = np.sqrt(np.nanmean(frames.force**2))
+        if force > _LARGEST_FORCE:
+            yield f"the root-mean-square force is {force:.3g} eV/Å; forces must be in eV/Å"
+    if frames.energy is not None:
+        energy = np.nanmax(np.abs(frames.energy) / (frames.atype >= 0).sum(axis=1))
+        if energy > _LARGEST_ENERGY:
+            yield f"the energy is {energy:.3g} eV per atom; energies must be in eV"
+
+
+def _of_balance(sample: Sample) -> Iterator[str]:
+    """Check that forces sum to zero, torques of atoms without a cell too, and that virials are symmetric."""
+    frames = sample.frames
+    if frames.force is not None and sample.force > _SMALL_FORCE and frames.natoms > 1:
+        force = frames.force[frames.present("force")]
+        net = np.sqrt((force.sum(axis=1) ** 2).sum(axis=-1) / (force**2).sum(axis=(1, 2)).clip(1e-12))
+        if np.median(net) > _UNBALANCED:
+            yield (
+                f"forces do not sum to zero (net force {np.median(net):.2f} of that of unrelated forces); do they "
+                "belong to these positions? Forces of fixed atoms set to zero look like this, too"
+            )
+        elif not sample.system.pbc:
+            yield from _of_torque(frames)
+    if frames.virial is not None:
+        virial = frames.virial[frames.present("virial")].reshape(-1, 3, 3)
+        odd = np.abs(virial - virial.transpose(0, 2, 1)).max()
+        if odd > 0.05 * np.abs(virial).max():
+            yield f"the virial is not symmetric (by up to {odd:.3g} eV); its nine numbers are xx, xy, xz, yx, …, zz"
+
+
+def _of_torque(frames: Frames) -> Iterator[str]:
+    assert frames.force is not None
+    here = frames.present("force")
+    real = (frames.atype[here] >= 0)[..., None]
+    centre = (frames.coord[here] * real).sum(axis=1, keepdims=True) / real.sum(axis=1, keepdims=True)
+    torque = np.cross((frames.coord[here] - centre) * real, frames.force[here])
+    turn = np.sqrt((torque.sum(axis=1) ** 2).sum(axis=-1) / (torque**2).sum(axis=(1, 2)).clip(1e-12))
+    if np.median(turn) > _UNBALANCED:
+        yield (
+            f"forces turn the atoms (torque {np.median(turn):.2f} of that of unrelated forces), which those of atoms "
+            "without a cell cannot: periodic data need box.npy and no file nopbc"
+        )
+
+
+def _of_factors(sample: Sample) -> Iterator[str]:
+    """Yield what does not follow from the forces: themselves, energies, virials."""
+    fit, frames = sample.fit, sample.fitted_frames
+    if fit is None or frames is None or sample.pairs is None:
+        return
+    if fit.explained < _UNRELATED:
+        yield (
+            f"forces do not follow from the positions (a pair potential explains {max(fit.explained, 0):.0%}): are "
+            "they of other frames or of atoms in another order?"
+        )
+        return
+    if frames.present("energy").all() and (factor := _energy_factor(sample, fit, frames)) is not None:
+        atoms = float((frames.atype[0] >= 0).sum())
+        yield explain("energies", "−F·dx", factor, {**ENERGY_UNITS, "energies per atom": 1 / atoms})
+    if frames.box is not None and frames.present("virial").all():
+        assert frames.virial is not None
+        factor, correlation = _ratio(_without_pressure(fit.virials), _without_pressure(frames.virial))
+        if correlation >= _CORRELATED and not _FACTORS[0] <= factor <= _FACTORS[1]:
+            volume = float(np.abs(np.linalg.det(frames.box)).mean())
+            yield explain("virials", "forces and positions", factor, {k: f(volume) for k, f in VIRIAL_UNITS.items()})
+    yield from _of_stiffness(sample, fit, sample.pairs)
+
+
+def _energy_factor(sample: Sample, fit: PairFit, frames: Frames) -> float | None:
+    """Return the factor of energies over what forces imply, where it is surely not 1."""
+    assert frames.energy is not None
+    if len(np.unique(np.sort(frames.atype, axis=1), axis=0)) > 1:
+        return None  # other compositions have other constants
+    i, j, moved = _near_frames(frames)
+    assert frames.force is not None
+    work = -0.5 * ((frames.force[i] + frames.force[j]) * moved).sum(axis=(1, 2))
+    by_work, correlation = _ratio(work, frames.energy[j] - frames.energy[i])
+    if correlation < _CORRELATED:  # few near frames, or too much else happens between them
+        by_work, correlation = _ratio(fit.energies - fit.energies.mean(), frames.energy - frames.energy.mean())
+    return by_work if correlation >= _CORRELATED and not _FACTORS[0] <= by_work <= _FACTORS[1] else None
+
+
+def _near_frames(frames: Frames) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pairs of frames with nearly the same positions and forces in the same cell, and the way of each atom [Å]."""
+    i, j = np.triu_indices(frames.nframes, 1)
+    moved = frames.coord[j] - frames.coord[i]
+    same = (frames.atype[i] == frames.atype[j]).all(axis=1)
+    if frames.box is not None:
+        moved -= np.round(np.einsum("fac,fcd->fad", moved, np.linalg.inv(frames.box[i]))) @ frames.box[i]
+        same &= np.abs(frames.box[i] - frames.box[j]).max(axis=(1, 2)) < 1e-6
+    assert frames.force is not None
+    change = ((frames.force[j] - frames.force[i]) ** 2).sum(axis=(1, 2))
+    same &= change < _LIKE * ((frames.force[i] + frames.force[j]) ** 2).sum(axis=(1, 2))
+    same &= np.sqrt((moved**2).sum(axis=-1).mean(axis=-1)) < _NEAR
+    return i[same], j[same], moved[same]
+
+
+def _without_pressure(virial: np.ndarray) -> np.ndarray:
+    """Fluctuations of virials but for their trace: a pair potential misses the pressure of metals."""
+    change = (virial - virial.mean(axis=0)).reshape(-1, 3, 3)
+    pressure = np.trace(change, axis1=1, axis2=2)[:, None, None] / 3 * np.eye(3)
+    return np.asarray((change - pressure).reshape(-1))
+
+
+def _ratio(implied: np.ndarray, label: np.ndarray) -> tuple[float, float]:
+    """Ratio of the widths of two quantities with the sign of their correlation, and the size of the correlation."""
+    implied_size, size = float((implied**2).sum()), float((label**2).sum())
+    if len(implied) < _POINTS or not implied_size > 1e-12 or not size > 1e-24:
+        return 1.0, 0.0
+    product = float((implied * label).sum())
+    return float(np.copysign(np.sqrt(size / implied_size), product)), abs(product) / np.sqrt(implied_size * size)
+
+
+def _of_stiffness(sample: Sample, fit: PairFit, pairs: NearPairs) -> Iterator[str]:
+    """Bonds stiffer or softer than any: energies and forces in the same wrong unit."""
+    frames, names = sample.frames, sample.system.type_map
+    kind = np.sort(np.stack([frames.atype[pairs.frame, pairs.i], frames.atype[pairs.frame, pairs.j]], axis=1), axis=1)
+    closest = tuple(int(t) for t in kind[pairs.distance.argmin()])
+    distance = np.sort(pairs.distance[(kind == closest).all(axis=1)])
+    length = float(np.median(distance[distance < 1.3 * distance[0]]))
+    share = fit.stiffness((closest[0], closest[1]), length) / (_STIFFNESS * (_BOND / length) ** 4)
+    radii = sum(COVALENT_RADII.get(names[t], np.nan) for t in closest) if names else np.nan
+    if share > _STIFF:
+        yield (
+            f"bonds of {length:.2f} Å are {share:.0f} times stiffer than the stiffest known: energies and forces in "
+            "kcal/mol (divide by 23.06) or kJ/mol (96.49)? They must be in eV and eV/Å"
+        )
+    elif abs(share) < _SOFT and fit.explained > 0.8 and length < _BONDED * radii:
+        yield (
+            f"bonds of {length:.2f} Å are {share:.4f} times as stiff as is usual: energies and forces in Hartree and "
+            "Hartree/Bohr (multiply by 27.21 and 51.42)? They must be in eV and eV/Å"
+        )

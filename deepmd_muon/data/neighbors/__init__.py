@@ -1,0 +1,1 @@
+"""Neighbour lists: found, cached, laid out for batches, refused where atoms are too far apart."""

@@ -1,0 +1,324 @@
+"""Neighbour lists of single frames, found by vesin and laid out as batches want them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.data.neighbors.far_atoms import check_geometry, far_pairs, is_sparse
+
+#: Atoms nearer than this lie at the same place [Å].
+SAME_PLACE = 1e-6
+
+
+@dataclass(frozen=True)
+class NeighborList:
+    """Neighbours of every atom of a batch of frames.
+
+    Attributes
+    ----------
+    index : ndarray of int32, (nframes, natoms, nnei)
+        Neighbour's atom index in the same frame; −1 is an empty slot.
+    shift : ndarray of int8, int16 or int32, (nframes, natoms, nnei, 3)
+        Cell translations S: r_ij = coord[j] + S·box − coord[i]; zero in empty slots.
+    sections : tuple of int
+        Columns are grouped by the neighbour's type, `sections[t]` columns for type t (one group for all types
+        when the list is not by type). Real neighbours come first in each section, nearest first.
+    inner : ndarray of int32, (nframes, ninner, natoms)
+        How many leading columns of an atom lie within each shorter cut-off that was asked for.
+    """
+
+    index: np.ndarray
+    shift: np.ndarray
+    sections: tuple[int, ...]
+    inner: np.ndarray
+
+
+@dataclass(frozen=True)
+class NeighborStatistics:
+    """Common part of the neighbour lists of one or all frames.
+
+    Attributes
+    ----------
+    min_distance : float
+        Shortest distance between two atoms [Å]; infinite when none are within the cutoff.
+    max_neighbors : tuple of int, (ntypes,)
+        Most neighbours of each type that any atom has within the cutoff, before any truncation.
+    max_total : int
+        Most neighbours of all types.
+    """
+
+    min_distance: float
+    max_neighbors: tuple[int, ...]
+    max_total: int
+
+    def merge(self, other: NeighborStatistics) -> NeighborStatistics:
+        """Return the statistics of both together."""
+        return NeighborStatistics(
+            min(self.min_distance, other.min_distance),
+            tuple(max(pair) for pair in zip(self.max_neighbors, other.max_neighbors, strict=True)),
+            max(self.max_total, other.max_total),
+        )
+
+
+@dataclass(frozen=True)
+class FrameNeighbors:
+    """Neighbours of one frame and statistics from building them.
+
+    Attributes
+    ----------
+    index : ndarray of int32, (natoms, nnei)
+    shift : ndarray of int8, int16 or int32, (natoms, nnei, 3)
+    sections : tuple of int
+        As in `NeighborList`, each as wide as this frame needs.
+    inner : ndarray of int32, (ninner, natoms)
+        As in `NeighborList`.
+    statistics : NeighborStatistics
+        Of this frame, before truncation.
+    dropped : int
+        Neighbours beyond the nearest ``sel[t]`` that were left out.
+    """
+
+    index: np.ndarray
+    shift: np.ndarray
+    sections: tuple[int, ...]
+    inner: np.ndarray
+    statistics: NeighborStatistics
+    dropped: int
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays."""
+        return self.index.nbytes + self.shift.nbytes + self.inner.nbytes
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """All pairs of one frame within the cutoff, own images included; i and j count the real atoms."""
+
+    real: np.ndarray  # (nreal,) numbers of the atoms that are not padding
+    types: np.ndarray  # (nreal,)
+    i: np.ndarray  # (npairs,) int64
+    j: np.ndarray  # (npairs,) int64
+    shift: np.ndarray  # (npairs, 3) int32
+    distance: np.ndarray  # (npairs,) [Å]
+
+    def statistics(self, ntypes: int) -> NeighborStatistics:
+        """Return the statistics of the frame from its pairs."""
+        nreal = len(self.real)
+        seen = np.bincount(self.i * ntypes + self.types[self.j], minlength=nreal * ntypes).reshape(nreal, ntypes)
+        return NeighborStatistics(
+            float(self.distance.min(initial=np.inf)),
+            tuple(int(n) for n in seen.max(axis=0, initial=0)),
+            int(seen.sum(axis=1).max(initial=0)),
+        )
+
+
+def find_pairs(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float) -> Pairs:
+    """Find all pairs of one frame; arguments and errors as in `build_neighbors`."""
+    real = np.flatnonzero(atype >= 0)
+    points = np.ascontiguousarray(coord[real], dtype=np.float64)
+    box = None if box is None else np.asarray(box, dtype=np.float64)
+    check_geometry(points, box, rcut, real)
+    search = far_pairs if is_sparse(points, box, rcut) else _vesin_pairs
+    i, j, shift, distance = search(points, box, rcut)
+    if distance.size and distance.min() < SAME_PLACE:
+        k = int(distance.argmin())
+        raise NeighborError(f"atoms {real[i[k]]} and {real[j[k]]} lie at the same place; remove one of them")
+    return Pairs(real, atype[real].astype(np.int64), i, j, shift, distance)
+
+
+def _vesin_pairs(points: np.ndarray, box: np.ndarray | None, rcut: float) -> tuple[np.ndarray, ...]:
+    """Find i, j, shift and distance of all pairs."""
+    # vesin imports torch where it is installed; only those who build neighbour lists shall pay for that.
+    from vesin import NeighborList as Vesin
+
+    # One thread: a frame takes milliseconds, and the order of pairs, which decides ties, stays the same.
+    finder = Vesin(cutoff=rcut, full_list=True, n_threads=1)
+    pair, shift, distance = finder.compute(
+        points=points,
+        box=np.zeros((3, 3)) if box is None else box,
+        periodic=box is not None,
+        quantities="PSd",
+        # Views of memory that vesin frees with `finder`; copied below in one go with the conversion.
+        copy=False,
+    )
+    return pair[:, 0].astype(np.int64), pair[:, 1].astype(np.int64), np.array(shift), np.array(distance)
+
+
+def frame_statistics(
+    coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float, ntypes: int
+) -> NeighborStatistics:
+    """Count the neighbours of one frame without laying them out; arguments as in `build_neighbors`."""
+    return find_pairs(coord, box, np.asarray(atype), rcut).statistics(ntypes)
+
+
+def build_neighbors(
+    coord: np.ndarray,
+    box: np.ndarray | None,
+    atype: np.ndarray,
+    rcut: float,
+    sel: Sequence[int] | None,
+    by_type: bool,
+    ntypes: int | None = None,
+    inner: Sequence[tuple[float, int]] = (),
+) -> FrameNeighbors:
+    """Find the neighbours of every atom of one frame.
+
+    Parameters
+    ----------
+    coord : ndarray, (natoms, 3)
+        Positions [Å], inside the cell or not.
+    box : ndarray, (3, 3), optional
+        Cell vectors as rows [Å], triclinic and smaller than the cutoff allowed; None without periodicity.
+    atype : ndarray of int, (natoms,)
+        Types; atoms of type −1 are padding and have no neighbours.
+    rcut : float
+        Cutoff radius [Å].
+    sel : sequence of int, optional
+        At most this many neighbours per type are kept, the nearest ones (their sum when not `by_type`);
+        None keeps all.
+    by_type : bool
+        Group the columns by the neighbour's type.
+    ntypes : int, optional
+        Number of types; taken from `sel`, else from `atype` when left out.
+    inner : sequence of (float, int)
+        Shorter cutoffs [Å] of a list that is not by type, each with the most neighbours counted within it.
+
+    Raises
+    ------
+    NeighborError
+        When the cell has no volume or is too flat, a position is not finite or too far away, or two atoms lie at the
+        same place; names the atom.
+    """
+    atype = np.asarray(atype)
+    if ntypes is None:
+        ntypes = len(sel) if sel is not None and by_type else int(atype.max(initial=-1)) + 1
+    pairs = find_pairs(coord, box, atype, rcut)
+    limits = group_limits(sel, by_type, ntypes)
+    counts = _count_inner(pairs, len(atype), [(short, min(most, limits[0])) for short, most in inner])
+    return _lay_out(pairs, len(atype), rcut, limits, by_type, ntypes, counts)
+
+
+def _count_inner(pairs: Pairs, natoms: int, inner: Sequence[tuple[float, int]]) -> np.ndarray:
+    """Count the neighbours of every atom within shorter cutoffs, at most so many: int32 (ninner, natoms)."""
+    counts = np.zeros((len(inner), natoms), dtype=np.int32)
+    for row, (short, most) in zip(counts, inner, strict=True):
+        near = pairs.real[pairs.i[pairs.distance < short]]
+        np.minimum(np.bincount(near, minlength=natoms), most, out=row, casting="unsafe")
+    return counts
+
+
+def _lay_out(
+    pairs: Pairs, natoms: int, rcut: float, limits: np.ndarray, by_type: bool, ntypes: int, inner: np.ndarray
+) -> FrameNeighbors:
+    """Sort pairs into rows of atoms and columns of groups, nearest first, at most `limits` a group."""
+    nreal, ngroups = len(pairs.real), len(limits)
+    group = pairs.types[pairs.j] if by_type else np.zeros_like(pairs.i)
+    slot = pairs.i * ngroups + group
+    counts = np.bincount(slot, minlength=nreal * ngroups)
+    # One sort orders by atom, group and distance: the scaled distance is at most 0.5, slots are 1 apart.
+    order = np.argsort(slot + pairs.distance / (2.0 * rcut))
+    slot, group = slot[order], group[order]
+    rank = np.arange(len(order)) - (np.cumsum(counts) - counts)[slot]
+    kept = rank < limits[group]
+    widths = np.minimum(counts.reshape(nreal, ngroups).max(axis=0, initial=0), limits)
+    columns = ((np.cumsum(widths) - widths)[group] + rank)[kept]
+    order = order[kept]
+    rows = pairs.real[pairs.i[order]]
+    index = np.full((natoms, int(widths.sum())), -1, dtype=np.int32)
+    index[rows, columns] = pairs.real[pairs.j[order]]
+    small = _smallest_integers(pairs.shift)
+    shift = np.zeros((*index.shape, 3), dtype=small.dtype)
+    shift[rows, columns] = small[order]
+    return FrameNeighbors(
+        index=index,
+        shift=shift,
+        sections=tuple(int(w) for w in widths),
+        inner=inner,
+        statistics=pairs.statistics(ntypes),
+        dropped=len(kept) - len(order),
+    )
+
+
+def _smallest_integers(shift: np.ndarray) -> np.ndarray:
+    """Store translations in the smallest type that holds them: int8, unless an atom left its cell far behind."""
+    reach = int(np.abs(shift).max(initial=0))
+    for dtype in (np.int8, np.int16):
+        if reach <= np.iinfo(dtype).max:
+            return shift.astype(dtype)
+    return shift.astype(np.int32)
+
+
+def group_limits(sel: Sequence[int] | None, by_type: bool, ntypes: int) -> np.ndarray:
+    """Most neighbours kept in each group of columns, int64 (ngroups,).
+
+    Raises
+    ------
+    NeighborError
+        When `sel` does not fit the number of types.
+    """
+    if sel is None:
+        return np.full(ntypes if by_type else 1, np.iinfo(np.int64).max)
+    if by_type and len(sel) != ntypes:
+        raise NeighborError(f"sel {list(sel)} must have one entry for each of the {ntypes} types")
+    return np.array(sel if by_type else [sum(sel)], dtype=np.int64)
+
+
+def stack_neighbors(parts: Sequence[FrameNeighbors]) -> NeighborList:
+    """Put frames into one batch, each section as wide as the widest frame needs.
+
+    One frame is not copied. Frames of fewer atoms are padded with atoms that have no neighbours.
+    """
+    if len(parts) == 1:
+        only = parts[0]
+        return NeighborList(only.index[None], only.shift[None], only.sections, only.inner[None])
+    sections = tuple(max(widths) for widths in zip(*(p.sections for p in parts), strict=True))
+    if all(p.sections == sections and p.index.shape == parts[0].index.shape for p in parts):
+        arrays = [np.stack([getattr(p, name) for p in parts]) for name in ("index", "shift", "inner")]
+        return NeighborList(arrays[0], arrays[1], sections, arrays[2])
+    natoms = max(p.index.shape[0] for p in parts)
+    index = np.full((len(parts), natoms, sum(sections)), -1, dtype=np.int32)
+    shift = np.zeros((*index.shape, 3), dtype=np.result_type(*(p.shift.dtype for p in parts)))
+    inner = np.zeros((len(parts), len(parts[0].inner), natoms), dtype=np.int32)
+    for k, part in enumerate(parts):
+        _copy_sections(part, index[k], shift[k], sections)
+        inner[k, :, : part.inner.shape[1]] = part.inner
+    return NeighborList(index, shift, sections, inner)
+
+
+def widen_sections(neighbors: NeighborList, sections: Sequence[int]) -> NeighborList:
+    """Return the same neighbours in sections that are at least as wide, filled up with empty slots.
+
+    Parameters
+    ----------
+    neighbors : NeighborList
+        Of a batch.
+    sections : sequence of int
+        The new widths.
+    """
+    if tuple(sections) == neighbors.sections:
+        return neighbors
+    index = np.full((*neighbors.index.shape[:2], sum(sections)), -1, dtype=neighbors.index.dtype)
+    shift = np.zeros((*index.shape, 3), dtype=neighbors.shift.dtype)
+    source = target = 0
+    for own, width in zip(neighbors.sections, sections, strict=True):
+        index[..., target : target + own] = neighbors.index[..., source : source + own]
+        shift[..., target : target + own, :] = neighbors.shift[..., source : source + own, :]
+        source += own
+        target += width
+    return replace(neighbors, index=index, shift=shift, sections=tuple(sections))
+
+
+def _copy_sections(frame: FrameNeighbors, index: np.ndarray, shift: np.ndarray, sections: tuple[int, ...]) -> None:
+    """Copy the sections of a frame to where wider sections begin."""
+    natoms = frame.index.shape[0]
+    source = target = 0
+    for own, width in zip(frame.sections, sections, strict=True):
+        index[:natoms, target : target + own] = frame.index[:, source : source + own]
+        shift[:natoms, target : target + own] = frame.shift[:, source : source + own]
+        source += own
+        target += width

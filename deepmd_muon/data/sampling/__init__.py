@@ -1,0 +1,1 @@
+"""Which frames make a batch, and which are held out."""

@@ -1,0 +1,274 @@
+"""Batches for training, and samples for statistics."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepmd_muon.data.errors import NeighborError, SamplingError
+from deepmd_muon.data.frames import Frames
+from deepmd_muon.data.neighbors.cache import NeighborCache, number_of_types
+from deepmd_muon.data.neighbors.lists import NeighborList, stack_neighbors
+from deepmd_muon.data.sampling.atom_budget import AtomBudgetSampler
+from deepmd_muon.data.sampling.sampler import BatchRule, Plan, Sampler, system_probabilities
+from deepmd_muon.data.system import System
+
+#: Name of a batch whose frames come from several systems.
+MIXED = "mixed"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Frames with their neighbours; `system` names where they come from (``"mixed"``: several systems)."""
+
+    frames: Frames
+    neighbors: NeighborList
+    system: str
+
+
+class DataLoader:
+    """Endless random batches whose position can be saved, and evenly spread samples.
+
+    Single-threaded and deterministic. With `prefetch`, a background thread builds one batch ahead; the
+    batches and `state_dict` are the same. Under data parallelism all ranks hold the same position: rank r of
+    N takes batches r, r + N, r + 2N, … of one order. A loader is read by `next` or by `deal`, not by both.
+
+    Parameters
+    ----------
+    systems : sequence of System
+        Where frames come from.
+    batch_size : int, str or sequence of int
+        See `BatchRule.parse`.
+    auto_prob, sys_probs
+        See `system_probabilities`.
+    seed : int, optional
+        Seed of the order; drawn when left out, and saved with the position either way.
+    rcut, sel, by_type, cache_bytes
+        Settings of the neighbour cache, see `NeighborCache`; not needed with `cache`.
+    cache : NeighborCache, optional
+        Use this cache, e.g. the one that `neighbor_statistics` has filled.
+    prefetch : bool
+        Build one batch ahead in a thread.
+    rank, world_size : int
+        Which of the parallel readers this is.
+
+    Attributes
+    ----------
+    systems : tuple of System
+        Those in use: ``filter:N`` leaves some out.
+    batch_sizes : tuple of int
+        Frames of a batch of each system.
+    nbatches : tuple of int
+        Batches of each system.
+    probabilities : ndarray, (nsystems,)
+        Probability of each system.
+    cache : NeighborCache
+        The neighbour lists.
+    """
+
+    def __init__(
+        self,
+        systems: Sequence[System],
+        batch_size: int | str | Sequence[int] = "auto",
+        *,
+        auto_prob: str = "prob_sys_size",
+        sys_probs: Sequence[float] | None = None,
+        seed: int | None = None,
+        rcut: float | None = None,
+        sel: Sequence[int] | None = None,
+        by_type: bool = True,
+        cache_bytes: int = 2 << 30,
+        cache: NeighborCache | None = None,
+        prefetch: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise SamplingError(f"rank {rank} is not one of {world_size}")
+        rule = BatchRule.parse(batch_size)
+        natoms = [system.natoms for system in systems]
+        self.systems = tuple(systems[k] for k in rule.keep(natoms))
+        self.batch_sizes = rule.frames_per_batch([system.natoms for system in self.systems])
+        nframes = [system.nframes for system in self.systems]
+        # Batches of several systems draw single frames, so systems count by frames there.
+        self.nbatches = tuple(
+            n if rule.kind in ("mixed", "mix") else -(-n // b) for n, b in zip(nframes, self.batch_sizes, strict=True)
+        )
+        self.probabilities = system_probabilities(self.nbatches, auto_prob, sys_probs)
+        self.cache = cache if cache is not None else _new_cache(self.systems, rcut, sel, by_type, cache_bytes)
+        self.rank = rank
+        self.world_size = world_size
+        if seed is None:
+            # 63 bits: more than enough, and a plain integer for everybody.
+            seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1)
+        # Without names: data that moved to another place are still the same data.
+        identity = repr([(s.natoms, s.pbc, s.mixed, sorted(s.labels)) for s in self.systems])
+        self._sampler: Sampler | AtomBudgetSampler
+        if rule.kind == "mix":
+            sizes = [system.natoms for system in self.systems]
+            self._sampler = AtomBudgetSampler(nframes, sizes, self.probabilities, rule.number, seed, identity)
+        else:
+            mixed = rule.number if rule.kind == "mixed" else 0
+            self._sampler = Sampler(nframes, self.batch_sizes, self.probabilities, seed, mixed, identity)
+        self._step = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepmd_muon-data") if prefetch else None
+        self._ahead: Future[Batch] | None = None
+
+    # -- random batches --------------------------------------------------------------------------------------
+
+    def next(self) -> Batch:
+        """Return the next random batch of this rank."""
+        if self._thread is None:
+            batch = self.build(self.draw())
+        else:
+            ahead = self._ahead if self._ahead is not None else self._thread.submit(self.build, self.draw())
+            self._ahead = None
+            batch = ahead.result()
+            self._ahead = self._thread.submit(self.build, self.draw())
+        self.advance()
+        return batch
+
+    @property
+    def mixes_systems(self) -> bool:
+        """Whether the frames of a batch may come from several systems."""
+        return self._sampler.mixes_systems
+
+    def draw(self) -> Plan:
+        """Draw the next batch of this rank without reading its frames, any number ahead of `advance`."""
+        plans = [self._sampler.next() for _ in range(self.world_size)]
+        return plans[self.rank]
+
+    def advance(self) -> None:
+        """Move the position that `state_dict` saves behind the next batch, which has been drawn."""
+        self._step += self.world_size
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the position after the last batch of `next`: plain values, equal on all ranks."""
+        return self._sampler.state_dict(self._step)
+
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
+        """Continue after a saved position: the next batches are those of an uninterrupted run.
+
+        Raises
+        ------
+        SamplerStateError
+            When the position was saved with other systems, batch sizes or probabilities; the loader stays as
+            it was.
+        """
+        self._sampler.load_state_dict(state)
+        self._step = self._sampler.step
+        self._ahead = None
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches until every system is expected to have been served once, ceil(max(batches / probability)).
+
+        Those of all ranks together; this is what ``numb_epoch`` multiplies, as in DeePMD.
+        """
+        if isinstance(self._sampler, AtomBudgetSampler):
+            return self._sampler.batches_per_epoch
+        drawn = self.probabilities > 0
+        turns = float((np.array(self.nbatches)[drawn] / self.probabilities[drawn]).max())
+        frames_a_batch = max(1, self._sampler.mixed)
+        # 1e-9: probabilities in proportion to batches give the sum of batches up to rounding.
+        return math.ceil(turns * (1 - 1e-9) / frames_a_batch)
+
+    # -- batches dealt out to the ranks ------------------------------------------------------------------------
+
+    def deal(self, count: int) -> Iterator[tuple[Batch, bool]]:
+        """Distribute the next `count` random batches among the ranks, which together see those of one process.
+
+        Yields
+        ------
+        tuple
+            A batch of this rank, and whether it counts. Every rank gets equally many; if `count` is not a multiple
+            of the number of ranks, some repeat a batch of another rank, which does not count.
+        """
+
+        def drawn() -> Iterator[Plan]:
+            for _ in range(count):
+                self._step += 1
+                yield self._sampler.next()
+
+        for batch, counts, _ in self._dealt(drawn()):
+            yield batch, counts
+
+    def deal_all(self) -> Iterator[tuple[Batch, bool]]:
+        """Deal every frame of every system out once, in order; otherwise as `deal`. The random order does not move."""
+        for batch, counts, _ in self.deal_sample([system.nframes for system in self.systems]):
+            yield batch, counts
+
+    def deal_sample(self, wanted: Sequence[int]) -> Iterator[tuple[Batch, bool, int]]:
+        """Deal `wanted` frames of each system out, spread evenly over it, with its number; otherwise as `deal_all`."""
+        yield from self._dealt(
+            Plan(((k, numbers),))
+            for k, (number, size) in enumerate(zip(wanted, self.batch_sizes, strict=True))
+            for numbers in self._spread(k, number, size)
+        )
+
+    def _spread(self, k: int, wanted: int, size: int) -> Iterator[np.ndarray]:
+        """Yield the numbers of at most `wanted` frames of system `k`, spread evenly, in batches of `size`."""
+        nframes = self.systems[k].nframes
+        wanted = min(nframes, wanted)
+        numbers = np.arange(wanted) * nframes // max(1, wanted)
+        for first in range(0, wanted, size):
+            yield numbers[first : first + size]
+
+    def _dealt(self, plans: Iterator[Plan]) -> Iterator[tuple[Batch, bool, int]]:
+        """Yield this rank's batches, whether each counts, and the number of its first system."""
+        while turn := list(itertools.islice(plans, self.world_size)):
+            there = self.rank < len(turn)
+            plan = turn[self.rank if there else 0]
+            yield self.build(plan), there, plan.parts[0][0]
+
+    # -- samples for statistics ------------------------------------------------------------------------------
+
+    def sample_batches(self, nbatches: int) -> Iterator[Batch]:
+        """At most `nbatches` batches of every system, spread evenly over its frames, for statistics.
+
+        The same on every rank, and leaves the random order where it is.
+        """
+        return map(self.build, self.sample_plans(nbatches))
+
+    def sample_plans(self, nbatches: int) -> Iterator[Plan]:
+        """Return which frames the batches of `sample_batches` hold."""
+        for k, size in enumerate(self.batch_sizes):
+            for numbers in self._spread(k, nbatches * size, size):
+                yield Plan(((k, numbers),))
+
+    # -- building --------------------------------------------------------------------------------------------
+
+    def build(self, plan: Plan) -> Batch:
+        """Read the frames of a plan and look their neighbours up."""
+        frames = []
+        neighbors = []
+        for k, numbers in plan.parts:
+            system = self.systems[k]
+            part = system.frames(numbers)
+            frames.append(part)
+            neighbors += [self.cache.frame(system, int(n), part, row) for row, n in enumerate(numbers)]
+        name = self.systems[plan.parts[0][0]].name if len(plan.parts) == 1 else MIXED
+        return Batch(Frames.concatenate(frames), stack_neighbors(neighbors), name)
+
+    def close(self) -> None:
+        """End the background thread; the loader still works, without it."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
+            state = self.state_dict()
+            self._sampler.load_state_dict(state)
+            self._ahead = None
+
+
+def _new_cache(
+    systems: Sequence[System], rcut: float | None, sel: Sequence[int] | None, by_type: bool, max_bytes: int
+) -> NeighborCache:
+    if rcut is None:
+        raise NeighborError("give rcut and sel, or a NeighborCache")
+    ntypes = max(number_of_types(system) for system in systems)
+    return NeighborCache(rcut, sel, by_type, max_bytes, ntypes)

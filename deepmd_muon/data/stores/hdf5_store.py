@@ -1,0 +1,172 @@
+"""Systems as groups of HDF5 files."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError
+from deepmd_muon.data.stores.storage import MAX_HANDLES, FileWatch, HandleCache, check_array
+
+# What h5py raises for damaged files and links that lead nowhere.
+_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError)
+
+
+class _OpenHDF5:
+    """An open file and its groups and datasets in use; the library closes it with the last of these."""
+
+    def __init__(self, system: str, file: str) -> None:
+        self._file = open_hdf5(system, file)
+        self._nodes: dict[str, Any] = {}
+
+    def node(self, name: str) -> Any:
+        """Return a group or dataset."""
+        node = self._nodes.get(name)
+        if node is None:
+            if len(self._nodes) >= MAX_HANDLES:
+                self._nodes.clear()
+            node = self._nodes[name] = self._file[name]
+        return node
+
+
+class HDF5Store:
+    """A system as a group of an HDF5 file: the same names as datasets."""
+
+    def __init__(self, file: str, group: str, handles: HandleCache) -> None:
+        self.file = file
+        self.group = group.strip("/")
+        self._handles = handles
+        self._watch = FileWatch()
+
+    @property
+    def root(self) -> str:
+        """Name of the system, ``file.hdf5#/group``."""
+        return f"{self.file}#/{self.group}"
+
+    def sets(self) -> list[str]:
+        """Names of the ``set.*`` groups, sorted."""
+        group = self._group("")
+        return sorted(
+            name for name in group if name.startswith("set.") and group.get(name, getclass=True) is h5py.Group
+        )
+
+    def names(self, folder: str) -> frozenset[str]:
+        """Names of the datasets in `folder`."""
+        return frozenset(self._group(folder))
+
+    def words(self, path: str) -> list[str]:
+        """Read the entries of a dataset that stands for a text file: numbers, strings, or one text."""
+        dataset = self._dataset(path)
+        try:
+            values = [] if dataset.shape is None else np.atleast_1d(dataset[()]).ravel().tolist()
+            return [word for v in values for word in (v.decode() if isinstance(v, bytes) else str(v)).split()]
+        except UnicodeDecodeError as error:
+            raise SystemFormatError(self.root, path, f"expected text in UTF-8: {error}") from error
+        except _ERRORS as error:
+            raise SystemFormatError(self.root, path, f"cannot be read: {_reason(error)}") from error
+
+    def shape(self, path: str) -> tuple[int, ...]:
+        """Shape of a dataset of real numbers."""
+        dataset = self._dataset(path)
+        return check_array(self.root, path, dataset.shape, dataset.dtype)
+
+    def rows(self, path: str, indices: np.ndarray, single: bool) -> np.ndarray:
+        """Rows of a dataset: one slice where they are neighbours, else row by row."""
+        dataset = self._dataset(path)
+        try:
+            if single:
+                return np.asarray(np.asarray(dataset[()])[None][indices])
+            first, last = int(indices.min()), int(indices.max())
+            # Read the span when at least half of it is wanted: one call of HDF5 costs as much as many rows.
+            if last - first + 1 <= 2 * len(indices):
+                return np.asarray(dataset[first : last + 1][indices - first])
+            return np.stack([dataset[int(k)] for k in indices])
+        except _ERRORS as error:
+            raise SystemFormatError(self.root, path, f"cannot be read: {_reason(error)}") from error
+
+    def _node(self, path: str) -> Any:
+        self._watch.check(self.root, self.file)
+        name = "/".join(part for part in (self.group, path) if part) or "/"
+        try:
+            return self._handles.get(self.file, lambda: _OpenHDF5(self.root, self.file)).node(name)
+        except _ERRORS as error:
+            if isinstance(error, SystemFormatError):
+                raise
+            raise SystemFormatError(self.root, path, f"cannot be opened: {_reason(error)}") from error
+
+    def _group(self, path: str) -> h5py.Group:
+        node = self._node(path)
+        if not isinstance(node, h5py.Group):
+            raise SystemFormatError(self.root, path, f"is a {type(node).__name__.lower()}, not a group")
+        return node
+
+    def _dataset(self, path: str) -> h5py.Dataset:
+        node = self._node(path)
+        if not isinstance(node, h5py.Dataset):
+            raise SystemFormatError(self.root, path, f"is a {type(node).__name__.lower()}, not a dataset")
+        return node
+
+
+def open_hdf5(system: str, file: str) -> h5py.File:
+    """Open an HDF5 file for reading.
+
+    Raises
+    ------
+    SystemFormatError
+        When another process writes it, or it is damaged.
+    """
+    try:
+        return h5py.File(file, "r")
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES) and "lock" in str(error):
+            advice = "another process has it open for writing; wait until that ends"
+        elif error.errno is not None:
+            advice = os.strerror(error.errno)
+        else:
+            advice = f"{_reason(error)}; copy it again"
+        raise SystemFormatError(system, file, f"cannot be opened as HDF5: {advice}") from error
+
+
+def hdf5_stores(path: str, handles: HandleCache) -> Iterator[HDF5Store]:
+    """Find all systems of ``file`` or ``file#/group``."""
+    file, _, group = path.partition("#")
+    if not os.path.isfile(file):
+        raise SystemNotFoundError(f"system {path}: the file {file} does not exist")
+    start = group.strip("/")
+    if not h5py.is_hdf5(file):
+        raise SystemNotFoundError(f"system {path}: {Path(file).name} is neither a folder nor an HDF5 file")
+    with open_hdf5(path, file) as root:
+        try:
+            groups = _groups(root, start)
+        except _ERRORS as error:
+            raise SystemFormatError(path, file, f"cannot be searched for systems: {_reason(error)}") from error
+        if groups is None:
+            raise SystemNotFoundError(f"system {path}: {file} has no group {group}; it has {sorted(root)[:20]}")
+    if not groups:
+        raise SystemNotFoundError(f"system {path}: no group of {file} has a type.raw")
+    for name in sorted(groups):
+        yield HDF5Store(file, "/".join(part for part in (start, name) if part), handles)
+
+
+def _groups(root: h5py.File, start: str) -> list[str] | None:
+    """Return the groups below `start` that hold a ``type.raw``, None without such a group; follow no links."""
+    if start and root.get(start, getclass=True) is not h5py.Group:
+        return None
+    found: list[str] = []
+
+    def visit(name: str, node: object) -> None:
+        if isinstance(node, h5py.Dataset) and name.rpartition("/")[2] == "type.raw":
+            found.append(name.rpartition("/")[0])
+
+    (root[start] if start else root).visititems(visit)
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return str(error.args[0] if error.args else error).splitlines()[0]

@@ -1,0 +1,182 @@
+"""Reading the file of an LMDB database (data format 1, LMDB 0.9) without liblmdb.
+
+liblmdb maps the file and trusts it: a truncated or damaged copy ends the process with SIGBUS or SIGSEGV, and no process
+may open a file twice or use it after a fork. This reader goes through the tree once, checks every page against the size
+of the file, and reads values without mapping them.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepmd_muon.data.errors import SystemFormatError
+from deepmd_muon.data.stores.storage import FileWatch, HandleCache, OpenFile
+
+MAGIC = 0xBEEFC0DE
+_BRANCH, _LEAF, _OVERFLOW = 0x01, 0x02, 0x04
+_BIG_DATA, _OTHER_DATA = 0x01, 0x02 | 0x04
+_HEADER = 16  # bytes of a page's header
+_NODE = 8  # bytes of a node's header
+_MAX_DEPTH = 32
+_NO_PAGE = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Value:
+    """Where a value lies in the file [bytes]."""
+
+    offset: int
+    length: int
+
+
+class LmdbFile:
+    """A database, read-only.
+
+    Parameters
+    ----------
+    system
+        Name of the data, for messages.
+    path
+        ``data.mdb`` or a database in one file.
+    handles
+        Keeps the file open.
+
+    Raises
+    ------
+    SystemFormatError
+        When the file is not an LMDB database, is truncated, or its pages contradict each other.
+    """
+
+    def __init__(self, system: str, path: str, handles: HandleCache) -> None:
+        self.system = system
+        self.path = path
+        self._handles = handles
+        self._watch = FileWatch()
+        self._watch.check(system, path)
+        self._size = os.stat(path).st_size
+        self._page_size, self._root, self._entries = self._read_meta()
+
+    def items(self) -> Iterator[tuple[bytes, Value]]:
+        """Yield every key of the main database with the place of its value, in the order of the keys."""
+        if self._root == _NO_PAGE:
+            return
+        seen: set[int] = set()
+        stack = [(self._root, 0)]
+        found = 0
+        while stack:
+            number, depth = stack.pop()
+            if number in seen or depth > _MAX_DEPTH:
+                raise self._damaged(f"page {number} is reached twice")
+            seen.add(number)
+            page = self._page(number)
+            flags = struct.unpack_from("<H", page, 10)[0]
+            if flags & _BRANCH:
+                stack += [(child, depth + 1) for child in reversed(self._children(number, page))]
+            elif flags & _LEAF:
+                for item in self._leaf(number, page):
+                    found += 1
+                    yield item
+            else:
+                raise self._damaged(f"page {number} has flags {flags:#x}, expected a branch or a leaf")
+        if found != self._entries:
+            raise self._damaged(f"{found} keys found, its header says {self._entries}")
+
+    def read(self, value: Value) -> bytes:
+        """Return a value.
+
+        Raises
+        ------
+        SystemFormatError
+            When the file has changed since it was opened.
+        """
+        self._watch.check(self.system, self.path)
+        return self._bytes(value.offset, value.length)
+
+    def _read_meta(self) -> tuple[int, int, int]:
+        """Return page size, root page and number of keys from the newer of the two meta pages."""
+        if sys.byteorder != "little":
+            raise self._problem("LMDB files are read on little-endian machines only; convert it to HDF5 on another")
+        first = self._meta(0)
+        page_size = first[0]
+        if page_size < 256 or page_size > 1 << 16 or page_size & (page_size - 1):
+            raise self._damaged(f"pages of {page_size} bytes")
+        newer = max(first, self._meta(page_size), key=lambda meta: meta[3])
+        return page_size, newer[1], newer[2]
+
+    def _meta(self, offset: int) -> tuple[int, int, int, int]:
+        """Return page size, root, number of keys and transaction of a meta page."""
+        page = self._bytes(offset, 152)
+        magic, version = struct.unpack_from("<II", page, 16)
+        if magic != MAGIC:
+            raise self._problem("is not an LMDB database")
+        if version != 1:
+            raise self._problem(f"has LMDB's data format {version}; this reader knows format 1 (LMDB 0.9)")
+        (page_size,) = struct.unpack_from("<I", page, 40)
+        entries, root, _, transaction = struct.unpack_from("<QQQQ", page, 120)
+        return page_size, root, entries, transaction
+
+    def _page(self, number: int) -> bytes:
+        if number < 2:
+            raise self._damaged(f"a link to page {number}")
+        return self._bytes(number * self._page_size, self._page_size)
+
+    def _nodes(self, number: int, page: bytes) -> Iterator[tuple[int, int, int, int, bytes]]:
+        """Yield offset, the three numbers and the key of the nodes of a page."""
+        (lower,) = struct.unpack_from("<H", page, 12)
+        if lower < _HEADER or lower > len(page) or lower % 2:
+            raise self._damaged(f"page {number} says that its nodes end at byte {lower}")
+        for (offset,) in struct.iter_unpack("<H", page[_HEADER:lower]):
+            if offset < lower or offset + _NODE > len(page):
+                raise self._damaged(f"page {number} has a node at byte {offset}")
+            low, high, flags, key_size = struct.unpack_from("<HHHH", page, offset)
+            if offset + _NODE + key_size > len(page):
+                raise self._damaged(f"page {number} has a key of {key_size} bytes at byte {offset}")
+            yield offset, low, high, flags, page[offset + _NODE : offset + _NODE + key_size]
+
+    def _children(self, number: int, page: bytes) -> list[int]:
+        return [low | high << 16 | flags << 32 for _, low, high, flags, _ in self._nodes(number, page)]
+
+    def _leaf(self, number: int, page: bytes) -> Iterator[tuple[bytes, Value]]:
+        for offset, low, high, flags, key in self._nodes(number, page):
+            length = low | high << 16
+            start = offset + _NODE + len(key)
+            if flags & _OTHER_DATA:
+                raise self._problem(f"key {key!r} is a database of its own, which DeePMD's format does not have")
+            if not flags & _BIG_DATA:
+                if start + length > len(page):
+                    raise self._damaged(f"the value of {key!r} ends beyond page {number}")
+                yield key, Value(number * self._page_size + start, length)
+                continue
+            if start + 8 > len(page):
+                raise self._damaged(f"the value of {key!r} ends beyond page {number}")
+            yield key, self._overflow(key, struct.unpack_from("<Q", page, start)[0], length)
+
+    def _overflow(self, key: bytes, number: int, length: int) -> Value:
+        """Return the place of a value that has pages of its own."""
+        offset = number * self._page_size
+        if number < 2 or offset + _HEADER + length > self._size:
+            raise self._damaged(f"truncated: the value of {key!r} ends at byte {offset + _HEADER + length}")
+        header = self._bytes(offset, _HEADER)
+        flags, pages = struct.unpack_from("<HI", header, 10)
+        if not flags & _OVERFLOW or pages * self._page_size < _HEADER + length:
+            raise self._damaged(f"the value of {key!r} does not start at page {number}")
+        return Value(offset + _HEADER, length)
+
+    def _bytes(self, offset: int, length: int) -> bytes:
+        if offset + length > self._size:
+            raise self._damaged(f"truncated: bytes {offset} to {offset + length} are missing")
+        try:
+            return bytes(self._handles.get(self.path, lambda: OpenFile(self.path)).read(length, offset))
+        except OSError as error:
+            raise self._problem(f"cannot be read: {error.strerror or error}") from error
+
+    def _problem(self, problem: str) -> SystemFormatError:
+        return SystemFormatError(self.system, Path(self.path).name, problem)
+
+    def _damaged(self, problem: str) -> SystemFormatError:
+        return self._problem(f"damaged ({problem}; the file has {self._size} bytes); copy or write it again")

@@ -1,0 +1,1 @@
+"""Layers, activations and their kernels, from which descriptors and fitting nets are made."""

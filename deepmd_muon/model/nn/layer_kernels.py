@@ -1,0 +1,232 @@
+"""Triton kernels of the element-wise part of a layer; `layers` defines their results.
+
+For tanh they keep its values, for other functions their arguments, as `activation` does.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+# ruff: noqa: ANN001, ANN202
+# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
+# branch that is decided at compile time must be a statement.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from deepmd_muon.model.nn.activation import Formula
+from deepmd_muon.model.nn.activation_kernels import curve, tanh
+
+BLOCK = 512
+
+
+@triton.jit
+def _derivatives(kept, kind: tl.constexpr, curve_of: tl.constexpr):
+    """Return f, f′ and f″ from what was kept."""
+    if kind == "tanh":
+        slope = 1.0 - kept * kept
+        return kept, slope, -2.0 * kept * slope
+    return curve(kept, kind, curve_of)
+
+
+@triton.jit
+def _forward_kernel(
+    out,
+    keep,
+    z,
+    idt,
+    x,
+    count,
+    width,
+    n_in,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
+    scaled: tl.constexpr,
+    residual: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Store out = f(z)·idt + copies of x and, for tanh, keep = f(z)."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = at < count
+    row, column = at // width, at % width
+    value = tl.load(z + at, real, 0.0)
+    if kind == "tanh":
+        value = tanh(value)
+        tl.store(keep + at, value, real)
+    else:
+        value = curve(value, kind, curve_of)[0]
+    if scaled:
+        value *= tl.load(idt + column, real, 0.0)
+    if residual:
+        value += tl.load(x + row * n_in + column % n_in, real, 0.0)
+    tl.store(out + at, value, real)
+
+
+@triton.jit
+def _slope_kernel(
+    out,
+    keep,
+    idt,
+    above,
+    count,
+    width,
+    stride,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
+    scaled: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Store out = f′·idt·above; `stride` 0 reads one row of `above` for all."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = at < count
+    row, column = at // width, at % width
+    slope = _derivatives(tl.load(keep + at, real, 0.0), kind, curve_of)[1]
+    moved = tl.load(above + row * stride + column, real, 0.0)
+    if scaled:
+        moved *= tl.load(idt + column, real, 0.0)
+    tl.store(out + at, slope * moved, real)
+
+
+@triton.jit
+def _tangent_kernel(
+    out,
+    keep,
+    idt,
+    before,
+    tangent,
+    count,
+    width,
+    n_in,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
+    scaled: tl.constexpr,
+    residual: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Store out = f′·before·idt + copies of the tangent below."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = at < count
+    row, column = at // width, at % width
+    slope = _derivatives(tl.load(keep + at, real, 0.0), kind, curve_of)[1]
+    result = slope * tl.load(before + at, real, 0.0)
+    if scaled:
+        result *= tl.load(idt + column, real, 0.0)
+    if residual:
+        result += tl.load(tangent + row * n_in + column % n_in, real, 0.0)
+    tl.store(out + at, result, real)
+
+
+@triton.jit
+def _cotangent_kernel(
+    out,
+    keep,
+    idt,
+    before,
+    down,
+    adjoint,
+    count,
+    width,
+    stride,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
+    scaled: tl.constexpr,
+    block: tl.constexpr,
+):
+    """If `scaled`, the cotangent of idt per row; then those of h and of its tangent: `out` (2 or 3, rows, width)."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = at < count
+    row, column = at // width, at % width
+    value, slope, bend = _derivatives(tl.load(keep + at, real, 0.0), kind, curve_of)
+    tangent = tl.load(before + at, real, 0.0)
+    up, along = tl.load(down + at, real, 0.0), tl.load(adjoint + row * stride + column, real, 0.0)
+    if scaled:
+        tl.store(out + at, value * up + slope * tangent * along, real)
+        out += count
+        scale = tl.load(idt + column, real, 0.0)
+        up *= scale
+        along *= scale
+    tl.store(out + at, slope * up + bend * tangent * along, real)
+    tl.store(out + count + at, slope * along, real)
+
+
+def _form(formula: Formula) -> dict[str, Any]:
+    """Return the function as kernels take it: numbers known at compile time keep double precision."""
+    kind, *curve_of = formula
+    return {"curve_of": tuple(curve_of), "kind": kind, "block": BLOCK}
+
+
+def _grid(keep: torch.Tensor) -> tuple[int]:
+    return (triton.cdiv(keep.numel(), BLOCK),)
+
+
+def forward(
+    z: torch.Tensor, idt: torch.Tensor | None, x: torch.Tensor, *, residual: bool, formula: Formula
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `layers.forward`."""
+    out = torch.empty_like(z)
+    keep = torch.empty_like(z) if formula.kind == "tanh" else z
+    scaled = idt is not None
+    sizes = z.numel(), z.shape[1], x.shape[1]
+    _forward_kernel[_grid(z)](
+        out, keep, z, idt if scaled else z, x, *sizes, scaled=scaled, residual=residual, **_form(formula)
+    )
+    return out, keep
+
+
+def _row_stride(above: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return a tensor whose rows are dense, and the distance between rows, 0 where all are one."""
+    if above.stride(1) != 1 or above.stride(0) not in (0, above.shape[1]):
+        above = above.contiguous()
+    return above, above.stride(0)
+
+
+def slope(keep: torch.Tensor, idt: torch.Tensor | None, above: torch.Tensor, formula: Formula) -> torch.Tensor:
+    """See `layers.slope`."""
+    out = torch.empty_like(keep)
+    scaled = idt is not None
+    above, stride = _row_stride(above)
+    sizes = keep.numel(), keep.shape[1], stride
+    _slope_kernel[_grid(keep)](out, keep, idt if scaled else keep, above, *sizes, scaled=scaled, **_form(formula))
+    return out
+
+
+def tangent(
+    keep: torch.Tensor,
+    idt: torch.Tensor | None,
+    before: torch.Tensor,
+    below: torch.Tensor,
+    *,
+    residual: bool,
+    formula: Formula,
+) -> torch.Tensor:
+    """See `layers.tangent`."""
+    out = torch.empty_like(keep)
+    scaled = idt is not None
+    sizes = keep.numel(), keep.shape[1], below.shape[1]
+    below = below.contiguous()
+    _tangent_kernel[_grid(keep)](
+        out, keep, idt if scaled else keep, before, below, *sizes, scaled=scaled, residual=residual, **_form(formula)
+    )
+    return out
+
+
+def cotangents(
+    keep: torch.Tensor,
+    idt: torch.Tensor | None,
+    before: torch.Tensor,
+    down: torch.Tensor,
+    adjoint: torch.Tensor,
+    formula: Formula,
+) -> torch.Tensor:
+    """See `layers.cotangents`."""
+    scaled = idt is not None
+    out = keep.new_empty(2 + scaled, *keep.shape)
+    adjoint, stride = _row_stride(adjoint)
+    sizes = keep.numel(), keep.shape[1], stride
+    down = down.contiguous()
+    _cotangent_kernel[_grid(keep)](
+        out, keep, idt if scaled else keep, before, down, adjoint, *sizes, scaled=scaled, **_form(formula)
+    )
+    return out

@@ -1,0 +1,146 @@
+"""Element-wise part of a dense layer, for values, tangents and their cotangents.
+
+A layer is y = f(h)·idt + copies of x with h = x·matrix + bias (`deepmd_muon.model.nn.networks`). Each function here is
+one launch on a GPU where kernels know f, and a few of torch's operations elsewhere, which define the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.nn.activation import Activation
+from deepmd_muon.model.nn.networks import Copies, LayerTensors
+
+
+def repeat(x: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """Return copies of x side by side, as a residual layer adds them."""
+    return torch.cat([x, x], dim=1) if copies == 2 else x
+
+
+def fold(x: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """Apply the transpose of `repeat`."""
+    return x.unflatten(1, (2, -1)).sum(1) if copies == 2 else x
+
+
+def _fused(f: Activation, tensor: torch.Tensor) -> Any:
+    """Return the module of Triton kernels where they can be used."""
+    if f.formula is None or not tensor.numel() or not triton_support.usable(tensor.device):
+        return None
+    from deepmd_muon.model.nn import layer_kernels
+
+    return layer_kernels
+
+
+def forward(
+    f: Activation, h: torch.Tensor, idt: torch.Tensor | None, x: torch.Tensor, copies: Copies
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y `(rows, n)` and the values of f(h) that the derivatives need; `h` may be overwritten."""
+    fused = _fused(f, h)
+    if fused is not None:
+        both: tuple[torch.Tensor, torch.Tensor] = fused.forward(h, idt, x, residual=copies > 0, formula=f.formula)
+        return both
+    value, keep = f(h)
+    out = value if idt is None else value * idt
+    return out + repeat(x, copies) if copies else out, keep
+
+
+def slope(f: Activation, keep: torch.Tensor, idt: torch.Tensor | None, above: torch.Tensor) -> torch.Tensor:
+    """Return the cotangent of h `(rows, n)` from that of y."""
+    fused = _fused(f, keep)
+    if fused is not None:
+        out: torch.Tensor = fused.slope(keep, idt, above, f.formula)
+        return out
+    return f.times_slope(keep, above if idt is None else above * idt)
+
+
+def tangent(
+    f: Activation,
+    keep: torch.Tensor,
+    idt: torch.Tensor | None,
+    before: torch.Tensor,
+    below: torch.Tensor,
+    copies: Copies,
+) -> torch.Tensor:
+    """Return the tangent of y from those of h (`before`) and x (`below`)."""
+    fused = _fused(f, keep)
+    if fused is not None:
+        result: torch.Tensor = fused.tangent(keep, idt, before, below, residual=copies > 0, formula=f.formula)
+        return result
+    moved = f.times_slope(keep, before)
+    out = moved if idt is None else moved * idt
+    return out + repeat(below, copies) if copies else out
+
+
+def cotangents(
+    f: Activation,
+    keep: torch.Tensor,
+    idt: torch.Tensor | None,
+    before: torch.Tensor,
+    down: torch.Tensor,
+    adjoint: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Pull cotangents of (y, its tangent), `down` and `adjoint`, back to (h, its tangent).
+
+    Returns
+    -------
+    tuple
+        Both cotangents `(2, rows, n)`, the gradient of the bias `(n,)` and that of idt.
+    """
+    fused = _fused(f, keep)
+    if fused is not None:
+        found = fused.cotangents(keep, idt, before, down, adjoint, f.formula)
+        if idt is None:
+            return found, found[0].sum(0), None
+        of_idt, of_bias = found[:2].sum(1)
+        return found[1:], of_bias, of_idt
+    pair = torch.stack([down, adjoint])
+    of_idt = None
+    if idt is not None:
+        of_idt = torch.addcmul(f.value_of(keep) * down, f.times_slope(keep, before), pair[1]).sum(0)
+        pair *= idt
+    f.pull_back_(keep, before, pair)
+    return pair, pair[0].sum(0), of_idt
+
+
+class Tape(NamedTuple):
+    """Tensors for the backward pass of `values`: each layer's input, and the saved values of its activation."""
+
+    inputs: list[torch.Tensor]
+    keeps: list[torch.Tensor]
+
+
+def values(
+    f: Activation, copies: Sequence[Copies], x: torch.Tensor, layers: Sequence[LayerTensors]
+) -> tuple[torch.Tensor, Tape]:
+    """Return the features `(rows, n)` of a network without a last linear layer."""
+    tape = Tape([], [])
+    for layer, kind in zip(layers, copies, strict=True):
+        h = torch.addmm(layer.bias, x, layer.matrix)
+        out, keep = forward(f, h, layer.idt, x, kind)
+        tape.inputs.append(x)
+        tape.keeps.append(keep)
+        x = out
+    return x, tape
+
+
+def pull_values(
+    f: Activation, copies: Sequence[Copies], tape: Tape, layers: Sequence[LayerTensors], cotangent: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """Return the gradient of every layer's matrix, bias and idt from that of the features."""
+    gradients: list[torch.Tensor | None] = []
+    for index in reversed(range(len(layers))):
+        layer, kind, x, keep = layers[index], copies[index], tape.inputs[index], tape.keeps[index]
+        of_idt = None if layer.idt is None else (f.value_of(keep) * cotangent).sum(0)
+        of_h = slope(f, keep, layer.idt, cotangent)
+        gradients += [of_idt, of_h.sum(0), torch.mm(x.t(), of_h)]
+        if index == 0:
+            break
+        if kind:
+            cotangent = torch.addmm(fold(cotangent, kind), of_h, layer.matrix.t())
+        else:
+            cotangent = torch.mm(of_h, layer.matrix.t())
+    return gradients[::-1]

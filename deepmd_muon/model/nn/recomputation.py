@@ -1,0 +1,38 @@
+"""Layers whose intermediate tensors are computed again in the backward passes instead of being kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from deepmd_muon.model.nn import triton_support
+
+T = TypeVar("T")
+
+
+def run_layer(layer: Callable[..., T], *arguments: Any, recompute: bool) -> T:
+    """Return ``layer(*arguments)``; with `recompute`, its forward pass keeps the arguments alone.
+
+    The pass that gives forces still keeps some tensors for the gradient of a loss on forces.
+
+    The layer is called again in every backward pass that needs its tensors: once for forces, once for the gradient of
+    the loss. Without gradients, and in traces for torch's compiler, which decides itself what to keep, it is called
+    once.
+
+    Parameters
+    ----------
+    layer
+        Draws no random numbers.
+    arguments
+        Tensors, or tuples of them.
+    recompute
+        Whether to compute the layer again.
+    """
+    if not recompute or not torch.is_grad_enabled() or triton_support.is_tracing():
+        return layer(*arguments)
+    from torch.utils.checkpoint import checkpoint  # its first call imports torch's compiler, which takes seconds
+
+    found: T = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return found

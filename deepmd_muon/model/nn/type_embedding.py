@@ -1,0 +1,115 @@
+"""The trained vector of each type that descriptors of mixed-type neighbour lists start from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepmd_muon.model.nn.networks import Layer, SeedPath
+
+# Name of the matrix below a `TypeEmbedding`; its rows are types.
+TABLE = "embedding.embedding_net.layers.0.matrix"
+
+
+def identity(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the residual connection's addend of the matrix `(ntypes, width)`: one identity, two, or zeros."""
+    ntypes, width = matrix.shape
+    copies = width // ntypes if width in (ntypes, 2 * ntypes) else 0
+    one = torch.eye(ntypes, dtype=matrix.dtype, device=matrix.device)
+    return torch.cat([one] * copies, dim=1) if copies else torch.zeros_like(matrix)
+
+
+class TypeEmbedding(torch.nn.Module):
+    """One linear layer on one-hot types, under deepmd-kit's name `embedding.embedding_net.layers.0`.
+
+    deepmd-kit gives the layer a residual connection. So where the width equals the number of types, or twice that, the
+    identity (or two side by side) is added to the matrix.
+
+    Parameters
+    ----------
+    ntypes, width
+        Number of types, and length of each vector.
+    bias
+        Add a trained vector to every row (`use_tebd_bias`).
+    dtype
+        Precision of the parameters.
+    stream
+        Place of the embedding in the model; the layer is its child 0.
+    """
+
+    def __init__(self, ntypes: int, width: int, *, bias: bool, dtype: torch.dtype, stream: SeedPath) -> None:
+        super().__init__()
+        self.ntypes, self.width = ntypes, width
+        layer = Layer(ntypes, width, timestep=False, bias=bias, dtype=dtype, stream=stream.child(0))
+        self.embedding = torch.nn.Module()
+        self.embedding.embedding_net = torch.nn.Module()
+        self.embedding.embedding_net.layers = torch.nn.ModuleList([layer])
+        self._layer = (layer,)  # a tuple, so that torch does not register the layer a second time
+
+    def forward(self) -> torch.Tensor:
+        """Return the vectors of all types `(ntypes, width)`."""
+        layer = self._layer[0]
+        table: torch.Tensor = layer.matrix if layer.bias is None else layer.matrix + layer.bias
+        if self.width in (self.ntypes, 2 * self.ntypes):
+            table = table + identity(layer.matrix)
+        return table
+
+
+# Gradients of tables with more rows are summed by torch's own indexing.
+_MOST_ROWS = 64
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a table; differentiable twice."""
+
+    @staticmethod
+    def forward(ctx: Any, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Return `(*index.shape, width)`."""
+        ctx.index, ctx.rows = index, len(table)
+        return table.index_select(0, index.reshape(-1)).view(*index.shape, table.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Return the cotangent of the table."""
+        return _Sums.apply(grad, ctx.index, ctx.rows), None
+
+
+class _Sums(torch.autograd.Function):
+    """The transpose of `_Rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return the sum of the values of each row `(rows, width)`."""
+        ctx.index = index
+        chosen = torch.arange(rows, device=index.device).unsqueeze(1) == index.reshape(-1)
+        return chosen.to(values.dtype) @ values.reshape(-1, values.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Return the cotangent of the values."""
+        return rows_of(grad, ctx.index), None, None
+
+
+def rows_of(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a small table that many entries share, such as one for each type.
+
+    The gradient is a matrix product: torch's own adds thousands of rows to the same few, one after another on a CPU and
+    by colliding atomic additions on a GPU.
+
+    Parameters
+    ----------
+    table
+        `(rows, width)`.
+    index
+        Numbers of rows, int64, of any shape.
+
+    Returns
+    -------
+    torch.Tensor
+        `(*index.shape, width)`.
+    """
+    if len(table) > _MOST_ROWS:
+        return table[index]
+    found: torch.Tensor = _Rows.apply(table, index)
+    return found

@@ -1,0 +1,1 @@
+"""Pictures and printed tables: learning curves, parity, spectra, plans, weights."""

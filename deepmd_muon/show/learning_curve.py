@@ -1,0 +1,196 @@
+"""Reading learning curves (`lcurve.out`, or a log of JSON lines) and drawing them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from deepmd_muon.show.errors import PictureError
+from deepmd_muon.show.picture import check_ending, write
+
+Against = Literal["step", "time"]
+
+_UNITS = {"e": "eV/atom", "f": "eV/Å", "v": "eV/atom"}
+_TITLES = {"e": "Energy", "f": "Force", "v": "Virial"}
+# Columns without "_trn" or "_val"; a loss of absolute errors writes mae_ columns.
+_ERRORS = tuple(f"{kind}_{quantity}" for quantity in _TITLES for kind in ("rmse", "mae"))
+_COLORS = ("#1f6fb4", "#d1651a", "#2d8a57", "#8a5aa8", "#b8323f", "#6b6b6b")
+# Rows up to which every one gets a marker.
+_SPARSE = 40
+
+
+def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Read a learning curve, of this package or of deepmd-kit.
+
+    Parameters
+    ----------
+    path
+        The file, `lcurve.out` or, with the ending .jsonl, a log of JSON lines; where its columns change at a restart, a
+        column that a row does not have is nan there.
+
+    Returns
+    -------
+    dict
+        Columns by name ("step", "rmse_e_trn", …, "lr", of JSON lines "time" [s], too), each (nrows,) float64.
+
+    Raises
+    ------
+    PictureError
+        When the file does not exist, is no text, has no header or no complete row.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise PictureError(f"there is no learning curve {path}")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (UnicodeDecodeError, IsADirectoryError) as error:
+        found = "a folder" if path.is_dir() else "no text"
+        raise PictureError(f"{path} is {found}; give a learning curve, as lcurve.out") from error
+    json_lines = path.suffix == ".jsonl"
+    rows = list(_json_rows(lines) if json_lines else _table_rows(lines))
+    if not rows:
+        wanted = "no complete line of JSON" if json_lines else "no row below a header '# step …'"
+        raise PictureError(f"{path} holds {wanted}: it is not a learning curve, or the run has just begun")
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return {name: np.array([row.get(name, np.nan) for row in rows]) for name in columns}
+
+
+def _table_rows(lines: Sequence[str]) -> Iterator[dict[str, float]]:
+    names: list[str] = []
+    for line in lines:
+        if line.startswith("# step"):
+            names = line[1:].split()
+        elif names and not line.startswith("#") and len(fields := line.split()) == len(names):
+            yield dict(zip(names, map(float, fields), strict=True))
+
+
+def _json_rows(lines: Sequence[str]) -> Iterator[dict[str, float]]:
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # cut short by a crash
+        if isinstance(row, dict) and "step" in row:
+            yield {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
+
+
+def plot_learning_curves(
+    paths: Sequence[str | os.PathLike[str]],
+    picture: str | os.PathLike[str],
+    labels: Sequence[str] | None = None,
+    against: Against = "step",
+) -> None:
+    """Draw learning curves: one panel a quantity, validation and training errors of every run, its learning rate.
+
+    Parameters
+    ----------
+    paths
+        One file a run; see `read_learning_curve`.
+    picture
+        Where the picture goes; its format follows from the file's ending.
+    labels
+        Name of every run; the folders or names of the files when left out.
+    against
+        The horizontal axis. Only logs of JSON lines have the time.
+
+    Raises
+    ------
+    PictureError
+        When a file is not a learning curve or lacks the time, or labels and files differ in number.
+    """
+    picture = Path(picture)
+    check_ending(picture)
+    runs = [read_learning_curve(path) for path in paths]
+    labels = _labels(paths) if labels is None else labels
+    if len(labels) != len(runs):
+        raise PictureError(f"{len(runs)} learning curves need {len(runs)} labels; found {len(labels)}: {list(labels)}")
+    for path, columns in zip(paths, runs, strict=True):
+        if against not in columns:
+            raise PictureError(
+                f"{path} has no column {against!r}: lcurve.out keeps no time; set training/jsonl_file and draw its file"
+            )
+    drawn = [error for error in _ERRORS if any(_has(columns, f"{error}_trn") for columns in runs)]
+    if not drawn:
+        raise PictureError(f"no errors of energy, force or virial in {', '.join(map(str, paths))}")
+    figure = Figure(figsize=(4.1 * len(drawn), 3.5), layout="constrained")
+    for number, (axes, error) in enumerate(zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True)):
+        _draw(axes, error, runs, labels, against, last=number == len(drawn) - 1)
+    _legend(figure, rows=len(runs))
+    write(figure, picture)
+
+
+def _labels(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Name runs by what differs: the files' names, or else their folders."""
+    names = [Path(path).name for path in paths]
+    return names if len(set(names)) == len(names) else [str(Path(path).parent) for path in paths]
+
+
+def _has(columns: dict[str, np.ndarray], name: str) -> bool:
+    return name in columns and bool(np.isfinite(columns[name]).any())
+
+
+def _draw(
+    axes: Any, error: str, runs: Sequence[dict[str, np.ndarray]], labels: Sequence[str], against: Against, *, last: bool
+) -> None:
+    """Draw one quantity of all runs, with the learning rates on the right axis."""
+    kind, _, quantity = error.partition("_")
+    rate = axes.twinx()
+    axes.set_zorder(rate.get_zorder() + 1)  # errors over rates
+    axes.patch.set_visible(False)
+    for columns, label, color in zip(runs, labels, _COLORS * len(runs), strict=False):
+        x = columns[against]
+        validated = _has(columns, f"{error}_val")
+        for data, style in (("val", {}), ("trn", {"alpha": 0.4, "linewidth": 0.9} if validated else {})):
+            if _has(columns, f"{error}_{data}"):
+                _line(axes, x, columns[f"{error}_{data}"], color, _name(label, data, len(runs)), **style)
+        rate.plot(x, columns["lr"], color=color if len(runs) > 1 else "0.5", linewidth=0.8, linestyle=":")
+    axes.set_title(_TITLES[quantity], fontsize="medium")
+    axes.set_ylabel(f"{kind.upper()} [{_UNITS[quantity]}]")
+    axes.set_xlabel("step" if against == "step" else "time [s]")
+    axes.set_yscale("log")
+    _plain_ticks(axes)
+    rate.set_yscale("log")
+    if last:
+        rate.set_ylabel("learning rate (dotted)", color="0.4")
+        rate.tick_params(axis="y", colors="0.4", labelsize="small")
+    else:
+        rate.tick_params(axis="y", which="both", right=False, labelright=False)
+
+
+def _legend(figure: Figure, rows: int) -> None:
+    """Put one legend below all panels: a row a run where there are several."""
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        found = {**dict(zip(labels, handles, strict=True)), **found}
+    columns = 2 if rows == 1 else rows  # matplotlib fills column by column
+    figure.legend(
+        found.values(), found.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize="small"
+    )
+
+
+def _name(label: str, data: str, runs: int) -> str:
+    what = "validation" if data == "val" else "training"
+    return what if runs == 1 else f"{label}, {what}"
+
+
+def _line(axes: Any, x: np.ndarray, y: np.ndarray, color: str, label: str, **style: Any) -> None:
+    there = np.isfinite(y)
+    marker = {"marker": "o", "markersize": 3} if there.sum() <= _SPARSE else {}
+    axes.plot(x[there], y[there], color=color, label=label, **{"linewidth": 1.4, **marker, **style})
+
+
+def _plain_ticks(axes: Any) -> None:
+    """Label a logarithmic axis with plain numbers, at 1, 2 and 5 where it spans few decades."""
+    low, high = axes.get_ylim()
+    few = np.log10(high / low) < 2.5
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,141 @@
+"""The sharded step of a model on processes that one does not have; no data are read, nothing is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepmd_muon.show.errors import ShowError
+
+if TYPE_CHECKING:
+    import torch
+
+    from deepmd_muon.argcheck import Input
+    from deepmd_muon.optim.sharded import Layout
+
+_HELD = (
+    "every rank holds everything",
+    "optimizer state in parts",
+    "gradients, and parameters between steps, in parts",
+    "parameters in parts between forward and backward pass too",
+)
+
+
+def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | None, *, owners: bool = False) -> str:
+    """Return the plan of HybridMuon's step, as text.
+
+    Parameters
+    ----------
+    path
+        An input file, or a checkpoint, whose input counts.
+    ranks
+        Number of processes.
+    stage, groups
+        `zero_stage` and `data_parallel_replicate_degree`; None takes the input's.
+    owners
+        Whether to list the owner of every matrix.
+
+    Raises
+    ------
+    ShowError
+        When the processes cannot be laid out so, or another optimizer than HybridMuon is asked for.
+    """
+    from deepmd_muon.optim import HybridMuon
+    from deepmd_muon.optim.polar.schedules import coefficients_of
+    from deepmd_muon.optim.routing.group_settings import group_settings
+    from deepmd_muon.optim.rules.registry import matrix_rules
+    from deepmd_muon.optim.sharded import PlannedParameter, make_plan
+    from deepmd_muon.optim.sharded.layout import state_layout
+
+    given = _input_of(path)
+    training = given.settings.training
+    stage = training.zero_stage if stage is None else stage
+    if groups is None:
+        groups = training.data_parallel_replicate_degree if stage >= 2 else 1
+    layout = _layout(ranks, stage, groups)
+    optimizer = optimizer_of(given)
+    if not isinstance(optimizer, HybridMuon):
+        raise ShowError(f"{type(optimizer).__name__} steps every element by itself: there is no plan")
+    (group,) = optimizer.param_groups
+    settings = group_settings(group)
+    sharded = dataclasses.replace(optimizer.sharded, state="sharded") if stage == 1 else optimizer.sharded
+    shard_state = stage < 2 and sharded.state == "sharded"
+    sizes = {name: max(4, p.element_size()) for name, p in _named(optimizer)}
+    planned = [
+        PlannedParameter(
+            entry.name,
+            entry.shape,
+            entry.view,
+            layout,
+            itemsize=sizes[entry.name],
+            rules=matrix_rules(settings),
+            steps=len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0]))),
+            gram=settings.enable_gram,
+            state_layout=state_layout(entry.shape, layout.ranks, layout.mesh, matrices=True) if shard_state else None,
+        )
+        for entry in optimizer.routing
+        if entry.route == "muon" and entry.view is not None
+    ]
+    plan = make_plan(planned, sharded)
+    hybrid = f" in {groups} groups" if groups > 1 else ""
+    title = f"{len(layout.ranks)} ranks{hybrid}, zero_stage {stage}: {_HELD[stage]}"
+    return f"{title}\n{plan.describe(owners=owners)}"
+
+
+def optimizer_of(given: Input) -> torch.optim.Optimizer:
+    """Build the model and the optimizer of an input without looking at data."""
+    from deepmd_muon.data import NeighborStatistics
+    from deepmd_muon.model import build_model
+    from deepmd_muon.train.optimizers import build_optimizer
+
+    settings = given.settings.model
+    if not settings.type_map:
+        raise ShowError(
+            "the input leaves out model/type_map, which only dp train takes from its data: name the types, or give the "
+            "out.json of the run"
+        )
+    # "auto" needs the data, and the number of neighbours is in no parameter's shape.
+    one = NeighborStatistics(math.inf, (1,) * len(settings.type_map), 1)
+    descriptor = settings.descriptor.with_counts(lambda rcut: one)
+    model = build_model(dataclasses.replace(settings, descriptor=descriptor))
+    return build_optimizer(given.settings.optimizer, model, given.settings.learning_rate.start_lr)
+
+
+def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    pairs = (zip(group["param_names"], group["params"], strict=True) for group in optimizer.param_groups)
+    return [pair for group in pairs for pair in group]
+
+
+def _input_of(path: Path) -> Input:
+    """Return the input, from a file or from a checkpoint."""
+    from deepmd_muon.argcheck import load, normalize
+    from deepmd_muon.checkpoint_file.file import OWN_KEY, read_checkpoint
+
+    if path.suffix not in (".pt", ".dcp"):
+        return load(path)
+    own = read_checkpoint(path).get(OWN_KEY)
+    if own is None:
+        raise ShowError(f"{path} comes from deepmd-kit and holds no settings; give the input file")
+    return normalize(json.loads(own["settings"]))
+
+
+def _layout(ranks: int | None, stage: int, groups: int) -> Layout:
+    """Return how every parameter is laid out."""
+    from deepmd_muon.optim.sharded import Layout, ShardPlacement
+
+    if ranks is None or ranks < 1:
+        raise ShowError(f"show plan needs the number of processes, --world-size N; found {ranks}")
+    if groups < 1 or ranks % groups or (groups > 1 and stage < 2):
+        raise ShowError(
+            f"{ranks} processes at zero_stage {stage} cannot form {groups} groups: "
+            "the number must divide theirs, and the stage be 2 or 3"
+        )
+    everyone = tuple(range(ranks))
+    if stage < 2:
+        return Layout((ranks,), everyone, (None,))
+    if groups > 1:
+        return Layout((groups, ranks // groups), everyone, (None, ShardPlacement(0)))
+    return Layout((ranks,), everyone, (ShardPlacement(0),))

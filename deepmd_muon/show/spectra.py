@@ -1,0 +1,192 @@
+"""A picture of an optimizer's matrices: spectra of weights and momenta, and the size of updates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from deepmd_muon.show.errors import PictureError
+from deepmd_muon.show.picture import check_ending, write
+
+#: A singular value counts towards the rank from this share of the matrix's Frobenius norm on: what lies below is
+#: rounding noise in 16 bits.
+SHARE = 1e-3
+
+_COLORS = {"muon": "#1f6fb4", "adam": "#d1651a", "adamw": "#2d8a57"}
+# Shades of matrices, from the first to the last of the model.
+_DARKEST, _LIGHTEST = 0.9, 0.35
+
+
+@dataclass(frozen=True)
+class ParameterUpdate:
+    """A parameter, its momentum and the update that its optimizer would make of them.
+
+    Attributes
+    ----------
+    name, route
+        Its name and "muon", "adam" or "adamw".
+    shape
+        Shape of the parameter.
+    weights
+        Singular values of each of its matrices, largest first; none of vectors.
+    momenta
+        Singular values of the momenta of these matrices.
+    rms
+        Root mean square of the weights.
+    update
+        Root mean square of the update; None without a state.
+    """
+
+    name: str
+    route: str
+    shape: tuple[int, ...]
+    weights: tuple[np.ndarray, ...]
+    momenta: tuple[np.ndarray, ...]
+    rms: float
+    update: float | None
+
+    @property
+    def relative(self) -> float | None:
+        """Update over weight; None without a state or for weights that are all zero."""
+        return None if self.update is None or self.rms == 0 else self.update / self.rms
+
+
+def rank(values: np.ndarray) -> int:
+    """Return the number of singular values above `SHARE` of the Frobenius norm."""
+    return int(np.count_nonzero(values > SHARE * np.sqrt((values**2).sum())))
+
+
+def stable_rank(values: np.ndarray) -> float:
+    """Return ‖X‖²_F / σ₁², between 1 and the number of singular values; 0 of zeros."""
+    return float((values**2).sum() / values[0] ** 2) if values[0] > 0 else 0.0
+
+
+def table(parameters: Sequence[ParameterUpdate]) -> str:
+    """Return a line for every matrix, and the update of every route."""
+    width = max([len(parameter.name) for parameter in parameters] + [9])
+    lines = [
+        f"{'parameter':{width}s}  {'route':5s}  {'shape':>12s}  {'weight: max':>11s}  {'min':>8s}  {'stable':>6s}  "
+        f"{'momentum: rank':>14s}  {'stable':>6s}  {'update':>8s}  {'/ weight':>8s}"
+    ]
+    for p in parameters:
+        row = f"{p.name:{width}s}  {p.route:5s}  {'x'.join(map(str, p.shape)):>12s}"
+        row += _columns(p.weights, lambda v: (f"{v[0]:.3g}", f"{v[-1]:.2g}", f"{stable_rank(v):.1f}"), (11, 8, 6))
+        row += _columns(p.momenta, lambda v: (f"{rank(v)} of {len(v)}", f"{stable_rank(v):.1f}"), (14, 6))
+        row += "".join(f"  {'' if x is None else f'{x:.2g}':>8s}" for x in (p.update, p.relative))
+        lines.append(row.rstrip())
+    lines.append("")
+    for route in dict.fromkeys(p.route for p in parameters):
+        found = [p.relative for p in parameters if p.route == route and p.relative is not None]
+        count = sum(p.route == route for p in parameters)
+        spread = f"median {np.median(found):.2g}, from {min(found):.2g} to {max(found):.2g}" if found else "no state"
+        lines.append(f"{route}: {count} parameters; update / weight: {spread}")
+    return "\n".join(lines)
+
+
+def _columns(spectra: Sequence[np.ndarray], show: Any, widths: tuple[int, ...]) -> str:
+    """Return the columns of a parameter's first matrix; blanks without one."""
+    texts = show(spectra[0]) if spectra else ("",) * len(widths)
+    return "".join(f"  {text:>{width}s}" for text, width in zip(texts, widths, strict=True))
+
+
+def plot_spectra(parameters: Sequence[ParameterUpdate], picture: str | os.PathLike[str], title: str = "") -> None:
+    """Draw the spectra of all matrices' weights and momenta, and the relative update of every parameter.
+
+    Parameters
+    ----------
+    parameters
+        In the order of the model.
+    picture
+        Where the picture goes; its format follows from the file's ending.
+    title
+        Above the panels.
+
+    Raises
+    ------
+    PictureError
+        When no parameter is a matrix.
+    """
+    picture = Path(picture)
+    check_ending(picture)
+    matrices = [p for p in parameters if p.weights]
+    if not matrices:
+        raise PictureError("no parameter is a matrix: there are no spectra to draw")
+    figure = Figure(figsize=(11.5, 3.6), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1))
+    _spectra(left, matrices, "weights", "Weights", "singular value / largest")
+    if any(p.momenta for p in matrices):
+        _spectra(middle, matrices, "momenta", "Momenta", "singular value / Frobenius norm")
+        middle.axhline(SHARE, color="0.4", linewidth=0.8, linestyle="--")
+    else:
+        middle.set_title("Momenta", fontsize="medium")
+        middle.text(0.5, 0.5, "no optimizer state", transform=middle.transAxes, ha="center", color="0.4")
+        middle.set_axis_off()
+    _updates(right, parameters)
+    if title:
+        figure.suptitle(title, fontsize="medium")
+    _legend(figure, left, list(dict.fromkeys(p.route for p in parameters)))
+    write(figure, picture)
+
+
+def _legend(figure: Figure, axes: Any, routes: Sequence[str]) -> None:
+    """Put one legend below all panels."""
+    handles = [axes.plot([], [], color=_COLORS.get(route, "0.3"), marker="o", markersize=4)[0] for route in routes]
+    handles.append(axes.plot([], [], color="0.4", linewidth=0.8, linestyle="--")[0])
+    labels = [*(f"{route} (dark: first layers)" for route in routes), f"numerical rank counts above {SHARE:g}"]
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize="small")
+
+
+def _spectra(axes: Any, matrices: Sequence[ParameterUpdate], kind: str, title: str, label: str) -> None:
+    """Draw one line for every matrix, darker the earlier it stands in the model."""
+    for k, parameter in enumerate(matrices):
+        shade = _DARKEST - (_DARKEST - _LIGHTEST) * k / max(1, len(matrices) - 1)
+        for values in getattr(parameter, kind):
+            norm = values[0] if kind == "weights" else np.sqrt((values**2).sum())
+            if norm > 0:
+                x = np.arange(1, len(values) + 1) / len(values)
+                axes.plot(x, values / norm, color=_COLORS.get(parameter.route, "0.3"), alpha=shade, linewidth=1.1)
+    axes.set_title(title, fontsize="medium")
+    axes.set_xlabel("index / number of singular values")
+    axes.set_ylabel(label)
+    axes.set_yscale("log")
+    low = axes.get_ylim()[0]
+    axes.set_ylim(bottom=max(low, 1e-8), top=1.5)
+    axes.set_xlim(0, 1)
+
+
+def _updates(axes: Any, parameters: Sequence[ParameterUpdate]) -> None:
+    """Draw relative updates, a row a route, with their median."""
+    routes = list(dict.fromkeys(p.route for p in parameters))
+    for row, route in enumerate(routes):
+        found = np.array([p.relative for p in parameters if p.route == route and p.relative])
+        if not len(found):
+            continue
+        spread = np.linspace(-0.22, 0.22, len(found)) if len(found) > 1 else np.zeros(1)
+        color = _COLORS.get(route, "0.3")
+        axes.plot(found, row + spread, "o", color=color, markersize=4, alpha=0.6, markeredgewidth=0)
+        median = float(np.median(found))
+        axes.plot([median] * 2, [row - 0.32, row + 0.32], color=color, linewidth=1.6)
+        axes.annotate(
+            _power_of_ten(median), (median, row + 0.34), ha="center", va="bottom", fontsize="x-small", color=color
+        )
+    axes.set_title("Next update", fontsize="medium")
+    axes.set_xlabel("RMS of update / RMS of weights")
+    axes.set_yticks(range(len(routes)), routes)
+    axes.set_ylim(-0.6, len(routes) - 0.4)
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.set_xlim(low / 1.5, high * 1.5)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _power_of_ten(value: float) -> str:
+    """Return a number as a paper prints it."""
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return rf"${mantissa}\cdot 10^{{{int(exponent)}}}$"

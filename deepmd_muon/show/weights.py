@@ -1,0 +1,143 @@
+"""`dp show weights`: the effect of a checkpoint's optimizer on its matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepmd_muon.show.errors import ShowError
+
+if TYPE_CHECKING:
+    from deepmd_muon.optim import HybridMuonConfig
+    from deepmd_muon.optim.routing.rules import RouteEntry
+    from deepmd_muon.show.spectra import ParameterUpdate
+
+
+def weights_page(path: Path, picture: Path) -> str:
+    """Draw spectra and updates of a checkpoint's parameters; return them as a table.
+
+    Parameters
+    ----------
+    path
+        A checkpoint.
+    picture
+        Where the picture goes.
+
+    Raises
+    ------
+    ShowError
+        When the checkpoint has no optimizer state with the names of its parameters.
+    """
+    from deepmd_muon.checkpoint_file.file import read_checkpoint, understood
+    from deepmd_muon.show.spectra import plot_spectra, table
+
+    checkpoint = read_checkpoint(path)
+    with understood(path):
+        parameters = _parameters(checkpoint, path)
+        step = checkpoint["model"]["_extra_state"]["train_infos"].get("step", -1) + 1
+    plot_spectra(parameters, picture, f"{path.name}, step {step}")
+    return table(parameters)
+
+
+def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpdate]:
+    """Return every parameter of the optimizer, in the order of its groups."""
+    from deepmd_muon.model.deepmd_kit import from_deepmd_kit
+    from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name
+    from deepmd_muon.train.checkpoint.for_deepmd_kit import in_own_order
+
+    optimizer: Mapping[str, Any] = checkpoint.get("optimizer") or {}
+    groups = optimizer.get("param_groups", [])
+    if not groups or not all(group.get("param_names") for group in groups):
+        raise ShowError(f"{path} holds no optimizer state with names of parameters; take a checkpoint of this package")
+    _, weights = from_deepmd_kit(checkpoint["model"])
+    # Training lists deepmd-kit's parameters; the empty ones among them are in no model of ours.
+    optimizer = in_own_order(optimizer, list(weights))
+    found = []
+    for group in optimizer["param_groups"]:
+        if "routes" in group:
+            entries = list(RouteTable.from_manifest([group]))
+        else:
+            route: Any = "adamw" if group.get("decoupled_weight_decay") else "adam"
+            names = [canonical_name(name) for name in group["param_names"]]
+            entries = [RouteEntry(name, tuple(weights[name].shape), None, route, "recorded") for name in names]
+        for entry, key in zip(entries, group["params"], strict=True):
+            state = optimizer["state"].get(key, {})
+            found.append(_parameter(entry, weights[entry.name].double(), state, group))
+    return found
+
+
+def _parameter(
+    entry: RouteEntry, weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
+) -> ParameterUpdate:
+    from deepmd_muon.show.spectra import ParameterUpdate
+
+    momentum = state.get("momentum_buffer", state.get("exp_avg"))
+    update = None
+    if momentum is not None:
+        update = _muon_update(entry, state, group) if entry.route == "muon" else _adam_update(state, group)
+    return ParameterUpdate(
+        entry.name,
+        entry.route,
+        entry.shape,
+        _spectra(entry, weight),
+        _spectra(entry, momentum) if momentum is not None else (),
+        _rms(weight),
+        update,
+    )
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def _spectra(entry: RouteEntry, x: Tensor) -> tuple[np.ndarray, ...]:
+    """Return the singular values of every matrix that is orthogonalized by itself; of Adam's, those of 2-D tensors."""
+    x = x.double()
+    if entry.view is not None:
+        matrices = [matrix for block in entry.view.cut(x) for matrix in block]
+    elif x.ndim == 2 and min(x.shape) > 1:
+        matrices = [x]
+    else:
+        return ()
+    return tuple(torch.linalg.svdvals(matrix).numpy() for matrix in matrices)
+
+
+def _settings(group: Mapping[str, Any]) -> HybridMuonConfig:
+    """Return HybridMuon's settings of a group, those that an earlier release did not have at their defaults."""
+    from deepmd_muon.optim import HybridMuonConfig
+    from deepmd_muon.optim.routing.group_settings import group_settings
+
+    return group_settings({**vars(HybridMuonConfig()), **group})
+
+
+def _muon_update(entry: RouteEntry, state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
+    """Return the RMS of lr · scaled polar factors of the momentum; Nesterov would add a gradient, which is not kept."""
+    from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
+    from deepmd_muon.optim.update.muon import polar_factors, scaled
+
+    assert entry.view is not None
+    settings = _settings(group)
+    rules = [rule for rule in matrix_rules(settings) if rule.tensors().keys() <= state.keys()]
+    of_blocks = {key: tensor.cut(state[key].float(), entry.view) for key, tensor in tensors_of(rules).items()}
+    polar = polar_factors(entry.view.cut(state["momentum_buffer"].float()), settings)
+    updates = scaled(polar, of_blocks, rules, settings)
+    return float(group["lr"]) * _rms(entry.view.join(updates))
+
+
+def _adam_update(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
+    """Return the RMS of Adam's step from its present moments."""
+    if "routes" in group:
+        settings = _settings(group)
+        betas, eps, ratio = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps, settings.adam_lr_ratio or 1.0
+    else:
+        betas, eps, ratio = group["betas"], group["eps"], 1.0
+    step = max(1.0, float(state["step"]))
+    mean = state["exp_avg"].double() / (1 - betas[0] ** step)
+    deviation = (state["exp_avg_sq"].double() / (1 - betas[1] ** step)).sqrt()
+    return float(group["lr"]) * ratio * math.sqrt(float((mean / (deviation + eps)).square().mean()))

@@ -1,0 +1,226 @@
+"""Where a step's batch comes from: converted on the spot, or streamed to the device one batch ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepmd_muon.data import Batch, DataLoader, group_limits, widen_sections
+from deepmd_muon.train.batches.batch import TrainingBatch, map_tensors, tensors_of, to_device
+
+#: Neighbour sections are padded to multiples of this, so that few shapes of batches occur.
+SECTION_STEP = 8
+#: The same for the counts within shorter cut-offs: angles grow with their square.
+INNER_STEP = 4
+#: Layouts of streamed batches that get memory which stays.
+MOST_LAYOUTS = 64
+
+_CPU = torch.device("cpu")
+
+
+class Feed(Protocol):
+    """One batch on its way into a step."""
+
+    @property
+    def layout(self) -> Hashable | None:
+        """Equal for batches whose steps launch the same work on the same memory; None for memory of its own."""
+
+    @property
+    def system(self) -> str:
+        """Where the frames come from."""
+
+    @property
+    def atoms(self) -> np.ndarray:
+        """Real atoms of each frame, on the host."""
+
+    def labelled_atoms(self, needed: Collection[str]) -> float:
+        """Return the number of atoms in frames that have all these labels."""
+
+    def read(self) -> TrainingBatch:
+        """Return the batch on the device; part of the step, and of its graph."""
+
+
+class BatchSource(Protocol):
+    """An endless order of batches."""
+
+    def next(self) -> Feed:
+        """Return the next batch; nothing waits for the device."""
+
+    def close(self) -> None:
+        """End background work."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostFeed:
+    """A batch that is on the device already, in memory of its own."""
+
+    batch: TrainingBatch
+
+    @property
+    def layout(self) -> None:
+        """None: the next batch is elsewhere."""
+
+    @property
+    def system(self) -> str:
+        """Where the frames come from."""
+        return self.batch.system
+
+    @property
+    def atoms(self) -> np.ndarray:
+        """Real atoms of each frame, on the host."""
+        return self.batch.atoms
+
+    def labelled_atoms(self, needed: Collection[str]) -> float:
+        """Return the number of atoms in frames that have all these labels."""
+        return self.batch.labelled_atoms(needed)
+
+    def read(self) -> TrainingBatch:
+        """Return the batch."""
+        return self.batch
+
+
+class HostBatches:
+    """Batches of a loader, converted when they are asked for.
+
+    Parameters
+    ----------
+    loader
+        Where they come from.
+    ntypes
+        Number of types of the model.
+    device
+        Where the tensors go.
+    """
+
+    def __init__(self, loader: DataLoader, ntypes: int, device: torch.device) -> None:
+        self._loader = loader
+        self._ntypes = ntypes
+        self._device = device
+
+    def next(self) -> HostFeed:
+        """Return the next batch."""
+        return HostFeed(to_device(self._loader.next(), self._ntypes, self._device))
+
+    def close(self) -> None:
+        """Do nothing: the loader is closed by its owner."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamedFeed:
+    """A batch that has been copied into tensors which all batches of its layout share (None: of its own)."""
+
+    layout: Hashable | None
+    host: TrainingBatch
+    static: TrainingBatch
+
+    @property
+    def system(self) -> str:
+        """Where the frames come from."""
+        return self.host.system
+
+    @property
+    def atoms(self) -> np.ndarray:
+        """Real atoms of each frame, on the host."""
+        return self.host.atoms
+
+    def labelled_atoms(self, needed: Collection[str]) -> float:
+        """Return the number of atoms in frames that have all these labels."""
+        return self.host.labelled_atoms(needed)
+
+    def read(self) -> TrainingBatch:
+        """Return the batch in the shared tensors."""
+        return self.static
+
+
+class StreamedBatches:
+    """Batches of a loader, prepared one ahead in a thread and copied from pinned memory.
+
+    The tensors of a layout are written anew with every batch of it, in stream order.
+
+    Parameters
+    ----------
+    loader, ntypes, device
+        As for `HostBatches`.
+    """
+
+    def __init__(self, loader: DataLoader, ntypes: int, device: torch.device) -> None:
+        self._loader = loader
+        self._ntypes = ntypes
+        self._device = device
+        cache = loader.cache
+        self._limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
+        self._static: dict[Hashable, TrainingBatch] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepmd_muon-batches")
+        self._ahead: Future[TrainingBatch] | None = None
+
+    def next(self) -> StreamedFeed:
+        """Return the next batch and begin to prepare the one after it."""
+        ahead = self._ahead if self._ahead is not None else self._submit()
+        host = ahead.result()
+        self._ahead = self._submit()
+        self._loader.advance()
+        layout: Hashable | None = layout_of(host)
+        static = self._static.get(layout)
+        if static is None:
+            static = map_tensors(host, lambda x: torch.empty_like(x, device=self._device))
+            if len(self._static) < MOST_LAYOUTS:
+                self._static[layout] = static
+        if layout not in self._static:
+            layout = None
+        for target, source in zip(tensors_of(static), tensors_of(host), strict=True):
+            target.copy_(source, non_blocking=True)
+        return StreamedFeed(layout, host, static)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self) -> Future[TrainingBatch]:
+        plan = self._loader.draw()
+        return self._thread.submit(lambda: self._prepare(self._loader.build(plan)))
+
+    def _prepare(self, batch: Batch) -> TrainingBatch:
+        """Convert a batch on the host, its neighbour sections padded, in memory that copies start from."""
+        widths = padded_widths(batch.neighbors.sections, self._limits)
+        padded = dataclasses.replace(batch, neighbors=widen_sections(batch.neighbors, widths))
+        converted = with_full_sections(to_device(padded, self._ntypes, _CPU))
+        return map_tensors(converted, Tensor.pin_memory) if self._device.type == "cuda" else converted
+
+
+def padded_widths(sections: Collection[int], limits: np.ndarray) -> tuple[int, ...]:
+    """Round the widths of neighbour sections up, at most to what `sel` allows."""
+    steps = (-(-width // SECTION_STEP) * SECTION_STEP for width in sections)
+    return tuple(min(int(limit), width) for width, limit in zip(steps, limits, strict=True))
+
+
+def with_full_sections(batch: TrainingBatch) -> TrainingBatch:
+    """Let every slot of the neighbour sections count as filled: how many are is not part of a layout.
+
+    The counts within shorter cut-offs become one bound for all atoms, which is part of a layout.
+    """
+    structures = batch.structures
+    nreal = structures.filled.shape[1]
+    filled = np.repeat(np.array(structures.sections)[:, None], nreal, axis=1)
+    inner = np.repeat(bounds_of(structures.inner)[:, None], nreal, axis=1)
+    return dataclasses.replace(batch, structures=dataclasses.replace(structures, filled=filled, inner=inner))
+
+
+def bounds_of(inner: np.ndarray) -> np.ndarray:
+    """Return a bound of each row of counts `(ninner, …)`, rounded up so that few bounds occur `(ninner,)`, int64."""
+    return np.array([-(-int(row.max(initial=0)) // INNER_STEP) * INNER_STEP for row in inner], dtype=np.int64)
+
+
+def layout_of(batch: TrainingBatch) -> Hashable:
+    """Return what two batches must have in common to be stepped by the same launches: all but tensors' values."""
+    structures = batch.structures
+    shapes = tuple((x.shape, x.dtype) for x in tensors_of(batch))
+    labels = tuple(name for name, value in batch.labels.items() if value is not None)
+    inner = tuple(structures.inner.max(axis=1, initial=0).tolist())
+    counts = (structures.sections, structures.type_counts, inner)
+    return shapes, labels, batch.mask is None, structures.box is None, counts

@@ -1,0 +1,183 @@
+"""The checkpoint a run starts from: its model, and the parts that carry over to this input."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from deepmd_muon.argcheck.changes import check_model_section
+from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit
+from deepmd_muon.model.settings import ModelSettings, changed
+from deepmd_muon.model.type_map import TypeMove, move_weights
+
+log = logging.getLogger(__name__)
+
+Way = Literal["restart", "init_model", "finetune"]
+# The branch that stands for a new fitting net on the descriptor of the first one.
+RANDOM = "RANDOM"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One model of a checkpoint, taken apart.
+
+    Attributes
+    ----------
+    path
+        The file.
+    content
+        Everything in it.
+    model
+        The settings it was trained with.
+    weights
+        The model's state, under our names.
+    way
+        How the run uses it.
+    new_fitting
+        Only the descriptor is taken; the fitting net starts anew.
+    """
+
+    path: Path
+    content: Mapping[str, Any]
+    model: ModelSettings
+    weights: Mapping[str, torch.Tensor]
+    way: Way
+    new_fitting: bool = False
+
+    @classmethod
+    def read(cls, path: str | Path, way: Way, branch: str | None = None, leave: Collection[str] = ()) -> Source:
+        """Read a checkpoint of ours or of deepmd-kit.
+
+        Parameters
+        ----------
+        path, leave
+            As in `read_checkpoint`.
+        way
+            How the run uses it.
+        branch
+            Name or alias of a branch of a multi-task checkpoint. As in deepmd-kit, fine-tuning without one, or from
+            "RANDOM", takes the descriptor of the first branch and starts the fitting net anew.
+
+        Raises
+        ------
+        CheckpointError
+            When the file is not a checkpoint, or its model cannot be built here.
+        """
+        path = checkpoint_path(path)
+        content = read_checkpoint(path, leave)
+        with understood(path):
+            new_fitting = False
+            if way == "finetune" and branch in (None, RANDOM):
+                branches = branches_of(content["model"])
+                new_fitting = bool(branches) or branch == RANDOM
+                branch = next(iter(branches), None)
+            settings, weights = from_deepmd_kit(content["model"], branch)
+        if new_fitting:
+            log.warning("%s gives its descriptor alone; the fitting net starts anew", path)
+        return cls(path, content, settings, weights, way, new_fitting)
+
+    def move_to(self, type_map: Collection[str]) -> TypeMove | None:
+        """Return where its types are in another type map; None for the same, or where networks belong to types."""
+        if self.model.type_map == tuple(type_map) or not self.model.descriptor.one_fitting_net:
+            return None
+        return TypeMove(self.model.type_map, tuple(type_map))
+
+    def script(self, present: ModelSettings) -> ModelSettings:
+        """Return the model for --use-pretrain-script.
+
+        Fine-tuning keeps the type map and the trainable parts of the input; otherwise the model is the checkpoint's.
+        """
+        if self.way != "finetune":
+            return self.model
+        saved = self._model_for(present)
+        taken = {}
+        for part in ("descriptor",) if self.new_fitting else ("descriptor", "fitting_net"):
+            old, new = getattr(saved, part), getattr(present, part)
+            both = hasattr(old, "trainable") and hasattr(new, "trainable")  # a third party's part may lack it
+            taken[part] = changed(old, {"trainable": new.trainable} if both else {}, f"model/{part}")
+        return changed(present, taken)
+
+    def check(self, present: ModelSettings, *, insist: bool) -> None:
+        """Refuse to go on with weights of another model, see `check_model_section`.
+
+        Parameters
+        ----------
+        present
+            The model of the input.
+        insist
+            Log the differences instead.
+        """
+        saved = self._model_for(present)
+        if self.new_fitting:
+            saved = changed(saved, {"fitting_net": present.fitting_net})
+        check_model_section(saved, present, self.path, insist=insist)
+
+    def load_into(self, model: EnergyModel, *, force: bool) -> None:
+        """Load weights and statistics into a model; rows of types move to where its type map has them.
+
+        Parameters
+        ----------
+        model
+            The model of the present input; parts that the checkpoint lacks are not changed.
+        force
+            Load matching parts and log the others, instead of stopping.
+
+        Raises
+        ------
+        CheckpointError
+            Listing every tensor that is missing, unknown, of another shape or not finite.
+        """
+        weights = self.weights
+        spoiled = [name for name, x in weights.items() if not bool(torch.isfinite(x).all())]
+        if spoiled:
+            raise CheckpointError(
+                f"{self.path} holds weights that are not finite ({', '.join(spoiled[:3])}): take an earlier checkpoint"
+            )
+        if move := self.move_to(model.type_map):
+            log.warning("type_map is not that of %s: %s", self.path, move.describe())
+            if not self.new_fitting:
+                model.set_energy_bias([0.0] * model.ntypes)  # of new types; it is fitted afterwards
+            weights = move_weights(model, weights, move)
+        if self.new_fitting:
+            taken = {name: x for name, x in weights.items() if name.startswith("atomic_model.descriptor.")}
+            weights = {**model.state_dict(), **taken}
+        self._load(model, weights, force=force)
+
+    def _model_for(self, present: ModelSettings) -> ModelSettings:
+        """Return its model with the type map of another one, where rows can move."""
+        move = self.move_to(present.type_map)
+        return move.settings(self.model, present) if move else self.model
+
+    def _load(self, model: EnergyModel, weights: Mapping[str, torch.Tensor], *, force: bool) -> None:
+        present = model.state_dict()
+        problems = [f"{name}: not in the checkpoint" for name in present if name not in weights]
+        problems += [f"{name}: not in the model of this input" for name in weights if name not in present]
+        problems += [
+            f"{name}: shape {tuple(tensor.shape)} in the checkpoint, {tuple(present[name].shape)} here"
+            for name, tensor in weights.items()
+            if name in present and tensor.shape != present[name].shape
+        ]
+        if problems and not force:
+            saved = self.model.descriptor.neighbors().sel
+            if saved != model.sel:
+                problems.insert(0, f"model/descriptor/sel: {list(saved)} in the checkpoint, {list(model.sel)} here")
+            listed = "\n".join(f"  {problem}" for problem in problems)
+            raise CheckpointError(
+                f"the weights of {self.path} do not fit the model of this input:\n{listed}\n"
+                "Use the model section the checkpoint was trained with (--use-pretrain-script), "
+                "or --force-load to take what fits."
+            )
+        for problem in problems:
+            log.warning("--force-load: %s", problem)
+        fitting = {
+            name: tensor for name, tensor in weights.items() if name in present and tensor.shape == present[name].shape
+        }
+        model.load_state_dict(fitting, strict=False)

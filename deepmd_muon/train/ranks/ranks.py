@@ -1,0 +1,339 @@
+"""The processes of one run: how they find each other, agree, and put full tensors together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+
+from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.ranks.launch import Place, find_place
+from deepmd_muon.train.ranks.rendezvous import ANSWER, Meeting, describe
+from deepmd_muon.train.ranks.watchdog import WAITING, Watch, end_process, is_lost_connection, reason
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+#: A rank that has not answered for this long is given up, and the run ends.
+TIMEOUT = datetime.timedelta(seconds=60)
+# Ten times as long as a thread may keep the interpreter's lock from another [s].
+_HANDOVER = 0.05
+# References to exchanges, so that gloo's threads never release them.
+_HELD: list[dist.Work] = []
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The processes that train one model together.
+
+    Attributes
+    ----------
+    device
+        This process's.
+    rank, size
+        Number of this process, and how many there are.
+    timeout
+        A rank that has not answered for this long is given up.
+    watch
+        Shares this process's activity with the others; None for a single process.
+    """
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    timeout: datetime.timedelta = TIMEOUT
+    watch: Watch | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes files and the log."""
+        return self.rank == 0
+
+    def doing(self, what: str, step: int = 0) -> None:
+        """Share this process's activity with the others; `step` counts from 1."""
+        if self.watch is not None:
+            self.watch.doing(what, step)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for work that this process can finish only if the others do their part."""
+        return contextlib.nullcontext() if self.watch is None else self.watch.waiting()
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Wait until all processes have arrived, then run a `with` block of short common work.
+
+        They may have worked longer than a rank is waited for; one that no longer lives is given up.
+        """
+        if self.watch is not None:
+            self.watch.doing(WAITING)
+            self.watch.meet()
+            self.watch.doing(what)
+        with self.waiting():
+            yield
+        if self.watch is not None:
+            self.watch.doing("preparing")
+
+    def from_first(self, what: str, compute: Callable[[], T]) -> T:
+        """Compute something on rank 0 alone, however long it takes, and hand the result to all.
+
+        Parameters
+        ----------
+        what
+            In words, for the others.
+        compute
+            Called on rank 0.
+
+        Raises
+        ------
+        TrainingError
+            On the other ranks, when rank 0 raised anything.
+        """
+        if self.size == 1:
+            return compute()
+        answer: list[Any] = [None, None]
+        failure: Exception | None = None
+        if self.first:
+            self.doing(what)
+            try:
+                with contextlib.nullcontext() if self.watch is None else self.watch.guarding():
+                    answer[0] = compute()
+            except Exception as error:  # whatever it is, the others must not wait
+                failure, answer[1] = error, f"{type(error).__name__}: {error}"
+        with self.together(f"handing over after {what}"):
+            dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+        if failure is not None:
+            raise failure
+        if answer[1] is not None:
+            raise TrainingError(f"rank 0 stopped with {answer[1]}")
+        result: T = answer[0]
+        return result
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add a tensor over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def copy_from_first(self, model: nn.Module) -> None:
+        """Give every rank the parameters and buffers of rank 0."""
+        if self.size == 1:
+            return
+        with self.together("copying the model"):
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.detach(), src=0)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+    def gather_objects(self, mine: T) -> list[T]:
+        """Return the objects of all ranks, in order."""
+        if self.size == 1:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine)
+        return found
+
+
+@contextlib.contextmanager
+def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
+    """Join the processes that torchrun or srun started, for the time of a `with` block.
+
+    See `find_place` for the environment; a process that is alone makes no process group. GPUs talk through NCCL, CPUs
+    through gloo.
+
+    Parameters
+    ----------
+    seconds
+        A rank that the others wait for longer is given up [s].
+
+    Raises
+    ------
+    TrainingError
+        When the environment is incomplete, there are fewer GPUs than processes on this machine, or another rank
+        cannot begin or is lost; the message then describes that rank.
+    """
+    place = find_place()
+    if place is None:
+        yield Ranks(training_device())
+        return
+    device, meeting = _begin(place)
+    on_gpu = device.type == "cuda"
+    timeout = datetime.timedelta(seconds=seconds)
+    watch = Watch(
+        *(PrefixStore("watch", meeting.store), place.rank, place.size, seconds, end_process),
+        errors_come=not on_gpu,
+        launcher=place.launcher,
+        agent=place.agent,
+    )
+    # NCCL's own watch ends a process without a word; ours should come first.
+    patience = timeout + datetime.timedelta(seconds=15) if on_gpu else timeout
+    finished = False
+    try:
+        with watch.waiting():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                store=PrefixStore("ranks", meeting.store),
+                rank=place.rank,
+                world_size=place.size,
+                timeout=patience,
+            )
+        yield Ranks(device, place.rank, place.size, patience, watch)
+        finished = True
+        watch.close()
+        _take_leave()  # rank 0 keeps the notes: nobody needs them when it goes
+    except BaseException as error:
+        if is_lost_connection(error):
+            raise TrainingError(f"{watch.verdict()} ({reason(error)})") from error
+        watch.stopped(error)
+        raise
+    finally:
+        watch.close()
+        # After an error on this rank alone, NCCL would wait here for ranks that will not come.
+        if dist.is_initialized() and (finished or not on_gpu):
+            dist.destroy_process_group()
+            time.sleep(_HANDOVER)  # see `_take_leave`; this is for earlier exchanges
+
+
+def _begin(place: Place) -> tuple[torch.device, Meeting]:
+    """Choose this process's device and meet the others, all of whom learn when one of them cannot begin."""
+    failure: TrainingError | None = None
+    device = torch.device("cpu")
+    try:
+        device = _device_of(place)
+    except TrainingError as error:
+        failure = error
+    meeting = Meeting(place)
+    problems = meeting.report(str(failure or ""))
+    if problems:
+        meeting.leave(ANSWER)
+        raise failure or TrainingError(describe(problems))
+    return device, meeting
+
+
+@contextlib.contextmanager
+def prints_error(message: str) -> Iterator[bool]:
+    """Return, in a `with` block, whether this process prints an error from before the ranks have `joined`.
+
+    Rank 0 prints at once. The others wait for its report and print only errors that differ from it, or any error if
+    rank 0 does not report in time. Ranks that can begin receive the error.
+    """
+    try:
+        place = find_place()
+    except TrainingError:  # nobody knows who this process is
+        place = None
+    if place is None:
+        yield True
+        return
+    first = ""
+    if place.rank == 0:
+        yield True
+    with contextlib.suppress(TrainingError, RuntimeError):
+        meeting = Meeting(place, ANSWER)
+        meeting.report(message)
+        if place.rank:
+            first = meeting.problem_of(0, ANSWER)
+        meeting.leave(ANSWER)
+    if place.rank:
+        yield first != message
+
+
+def _take_leave() -> None:
+    """Wait until all ranks have come here.
+
+    DTensor's caches keep groups alive, and with them gloo's threads. The last owner of an exchange frees its
+    tensors; one of these threads would need the interpreter's lock for this, and would abort the process if the
+    interpreter has ended by then. Therefore this last exchange is kept to the end.
+    """
+    farewell = dist.all_reduce(torch.zeros(1), async_op=True)
+    farewell.wait()
+    _HELD.append(farewell)
+
+
+def _device_of(place: Place) -> torch.device:
+    device = training_device()
+    if device.type != "cuda":
+        return device
+    there = torch.cuda.device_count()
+    if there == 1 and place.size > 1 and place.srun:
+        # Slurm may show each task its own GPU alone.
+        device = torch.device("cuda", 0)
+    elif place.local >= there:
+        raise TrainingError(
+            f"process {place.local} of this machine finds {there} GPUs; start one process a GPU, or set DEVICE=cpu"
+        )
+    else:
+        device = torch.device("cuda", place.local)
+    torch.cuda.set_device(device)
+    return device
+
+
+def training_device() -> torch.device:
+    """Return the device that the environment variable DEVICE, deepmd-kit's own, names; unset, the GPU if there is one.
+
+    Raises
+    ------
+    TrainingError
+        When it names neither cpu nor cuda, or cuda where there is no GPU.
+    """
+    wanted = os.environ.get("DEVICE", "").lower()
+    if wanted not in ("", "cpu", "cuda"):
+        raise TrainingError(f"the environment variable DEVICE must be cpu or cuda; found {os.environ['DEVICE']!r}")
+    there = torch.cuda.is_available()
+    if wanted == "cuda" and not there:
+        raise TrainingError("DEVICE is cuda, but torch finds no GPU: unset it, or set DEVICE=cpu to train on the CPU")
+    return torch.device("cuda" if there and wanted != "cpu" else "cpu")
+
+
+def _is_dtensor(node: object) -> TypeGuard[DTensor]:
+    """Tell whether something is a DTensor; a single process never imports them, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(node, module.DTensor)
+
+
+def gather_whole(content: Any) -> Any:
+    """Gather the DTensors in nested dicts, lists and tuples into full tensors; a collective of all ranks.
+
+    Each tensor is gathered once, however often it appears; everything else stays as it is.
+    """
+    known: dict[int, Tensor] = {}
+
+    def walk(node: Any) -> Any:
+        if _is_dtensor(node):
+            if id(node) not in known:
+                known[id(node)] = node.full_tensor().detach()
+            return known[id(node)]
+        if isinstance(node, Mapping):
+            # In one order on all ranks: an optimizer may have made its state in another one on each.
+            found = {key: walk(node[key]) for key in sorted(node, key=str)}
+            return {key: found[key] for key in node}
+        if isinstance(node, (list, tuple)):
+            return type(node)(walk(value) for value in node)
+        return node
+
+    return walk(content)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the elements that this rank holds, sharing memory."""
+    return (tensor.to_local() if _is_dtensor(tensor) else tensor).detach()
+
+
+def shard_like(tensor: Tensor, pattern: Tensor) -> Tensor:
+    """Shard a full tensor like `pattern` where that is a DTensor; otherwise return the tensor itself."""
+    if not _is_dtensor(pattern):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    tensor = tensor.to(pattern.device)
+    return distribute_tensor(tensor, pattern.device_mesh, pattern.placements, src_data_rank=None)

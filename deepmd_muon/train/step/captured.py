@@ -1,0 +1,242 @@
+"""The training step as one CUDA graph.
+
+A step is a function of tensors whose addresses stay: the batch, the learning rate, weights, optimizer state, averages.
+`CapturedStep` calls that function eagerly the first time a layout of batches occurs (kernels are compiled, state is
+made), captures it the second time, and replays the graph from then on. Without capture it always calls the function,
+on a CPU too, and gives the same weights. A step whose gradient is to be compiled is compiled the second time and
+captured the third.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Hashable, Iterator
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.train.batches.batch import TrainingBatch
+from deepmd_muon.train.batches.streamed import Feed
+from deepmd_muon.train.step.guard import DeviceGuard
+from deepmd_muon.train.step.step import TrainingStep
+
+log = logging.getLogger(__name__)
+
+#: Graphs that are kept at most; batches of further layouts are stepped eagerly.
+MOST_GRAPHS = 32
+# Steps whose learning rates are copied to the device at once.
+_RATES = 1024
+
+
+class RateTable:
+    """The schedule's scalars on the device: a step reads them in the order of steps.
+
+    Parameters
+    ----------
+    scalars
+        Maps the 0-based step to learning rate and its fraction of the first one.
+    dtype
+        Of the learning rate, which an optimizer may demand.
+    device
+        Where the steps run.
+
+    Attributes
+    ----------
+    lr, lr_fraction
+        Scalars of the present step, of the given dtype and float64; written by `read`.
+    """
+
+    def __init__(self, scalars: Callable[[int], tuple[float, float]], dtype: torch.dtype, device: torch.device) -> None:
+        self._scalars = scalars
+        self._table = torch.zeros(_RATES, 2, dtype=torch.float64, device=device)
+        self._row = torch.zeros(1, dtype=torch.int64, device=device)
+        self._next = -1
+        self._end = -1
+        self.lr = torch.zeros((), dtype=dtype, device=device)
+        self.lr_fraction = torch.zeros((), dtype=torch.float64, device=device)
+
+    def expect(self, step: int) -> None:
+        """Make sure that the next `read` gives the scalars of this step; on the host, before the step."""
+        if step != self._next or step >= self._end:
+            values = [self._scalars(number) for number in range(step, step + _RATES)]
+            self._table.copy_(torch.tensor(values, dtype=torch.float64))
+            self._row.zero_()
+            self._end = step + _RATES
+        self._next = step + 1
+
+    def read(self) -> None:
+        """Write the scalars of the present step; on the device, part of the step."""
+        row = self._table.index_select(0, self._row)
+        self.lr.copy_(row[0, 0])
+        self.lr_fraction.copy_(row[0, 1])
+        self._row.add_(1)
+
+
+class CapturedStep:
+    """A training step that waits for nothing, captured where it can be.
+
+    Parameters
+    ----------
+    step
+        With a `DeviceGuard`.
+    rates
+        The schedule.
+    capture
+        Whether to capture; False calls the same function eagerly.
+
+    Attributes
+    ----------
+    recorded
+        Graphs that have been recorded.
+    eager_reason
+        Why steps run eagerly although they were to be captured; None while they need not.
+    """
+
+    def __init__(self, step: TrainingStep, rates: RateTable, *, capture: bool) -> None:
+        assert isinstance(step.guard, DeviceGuard)
+        self._step = step
+        self._guard = step.guard
+        self._rates = rates
+        self._capture = capture
+        self._gradient = step.gradient
+        self._met: set[Hashable] = set()
+        self._graphs: dict[Hashable | None, torch.cuda.CUDAGraph] = {}
+        self._full = False
+        self._names: tuple[str, ...] = ()
+        self._metrics: Tensor | None = None
+        self._pieces = step.strategy.model.pieces
+        self.recorded = 0
+        self.eager_reason: str | None = None
+        if capture:
+            self._stream = torch.cuda.Stream()
+            self._pool = torch.cuda.graph_pool_handle()
+            for group in step.optimizer.param_groups:
+                group["capturable"] = True
+            # The first steps run eagerly on purpose; torch's Adam would warn of it.
+            step.optimizer._warned_capturable_if_run_uncaptured = True
+
+    def __call__(self, feed: Feed, done: int) -> dict[str, Tensor]:
+        """Update the parameters once.
+
+        Parameters
+        ----------
+        feed
+            The batch.
+        done
+            Updates made before this one.
+
+        Returns
+        -------
+        dict
+            Metrics before the update, scalars on the device that the next step overwrites.
+        """
+        self._rates.expect(done)
+        self._guard.note(feed.system)
+        if self._pieces != self._step.strategy.model.pieces:  # a graph holds launches of other kernels
+            self._pieces = self._step.strategy.model.pieces
+            self._graphs.clear()
+            self._met.clear()
+            if self._gradient is not None:
+                self._gradient.forget()
+        graph = self._graphs.get(feed.layout)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._without_graph(feed)
+        assert self._metrics is not None
+        return dict(zip(self._names, self._metrics.unbind(), strict=True))
+
+    def close(self) -> None:
+        """Drop the graphs: one that holds an exchange between GPUs must end before their communicator does."""
+        if self._graphs:
+            torch.cuda.synchronize()
+            self._graphs.clear()
+
+    def _without_graph(self, feed: Feed) -> None:
+        """Take a step without a graph; record one, or compile its gradient first, if wanted."""
+        layout, gradient = feed.layout, self._gradient
+        met = layout in self._met
+        if gradient is not None:
+            gradient.expect(layout)
+        if met and layout is not None and gradient is not None and gradient.wants(layout):
+            self._on_side_stream(lambda: self._run(feed, gradient.compile))  # only captured steps are compiled
+            return
+        if self._wants_graph(layout):
+            graph = self._captured(feed)
+            if graph is not None:
+                graph.replay()
+                return
+        if self._capture:
+            self._on_side_stream(lambda: self._run(feed))
+        else:
+            self._run(feed)
+
+    def _run(self, feed: Feed, prepare: Callable[[TrainingBatch, Tensor], None] | None = None) -> None:
+        """Run the part of a step that a graph contains, all work on the device; `prepare` receives the batch first."""
+        self._rates.read()
+        batch = feed.read()
+        if prepare is not None:
+            prepare(batch, self._rates.lr_fraction)
+        metrics = self._step(batch, self._rates.lr, self._rates.lr_fraction)
+        values = torch.stack([value.double() for value in metrics.values()])
+        if self._metrics is None:
+            self._names, self._metrics = tuple(metrics), torch.empty_like(values)
+        self._metrics.copy_(values)
+
+    def _wants_graph(self, layout: Hashable | None) -> bool:
+        """Return whether this step is to be captured: from the second batch of a layout on, while there is room."""
+        if not self._capture or self.eager_reason is not None or layout is None:
+            return False
+        if len(self._graphs) == MOST_GRAPHS:
+            if not self._full:
+                self._full = True
+                log.info("batches have more than %d layouts: further ones are stepped without a graph", MOST_GRAPHS)
+            return False
+        if layout not in self._met:
+            self._met.add(layout)
+            return False
+        return True
+
+    def _captured(self, feed: Feed) -> torch.cuda.CUDAGraph | None:
+        """Record a step in a graph without running it; None, with one log line, where that fails."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # The outer context returns to this stream whatever happens. thread_local: the thread that prepares batches
+            # uses the device meanwhile.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                own_blas_workspaces(),
+                torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+            ):
+                self._run(feed)
+        except Exception as error:  # whatever a driver, a compiler or a module raises must not end a training run
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.eager_reason = reason
+            log.warning("training steps are launched one kernel at a time, because they cannot be captured: %s", reason)
+            return None
+        self._graphs[feed.layout] = graph
+        self.recorded += 1
+        return graph
+
+    def _on_side_stream(self, launch: Callable[[], None]) -> None:
+        """Launch on the stream of captures, after earlier and before later work of the current stream."""
+        here = torch.cuda.current_stream()
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            launch()
+        here.wait_stream(self._stream)
+
+
+@contextlib.contextmanager
+def own_blas_workspaces() -> Iterator[None]:
+    """Let a capture in this context take cuBLAS's workspaces from the graph's pool.
+
+    torch keeps one workspace a handle and stream, and a graph keeps its address. Graphs that were captured on the same
+    streams would share it, and write over one another's partial sums when they replay at the same time.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()

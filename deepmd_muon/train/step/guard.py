@@ -1,0 +1,241 @@
+"""Keeping numbers that are not finite out of the weights.
+
+Two guards do the same at different times. `HostGuard` reads loss and gradient norm in every step, which costs nothing
+on a CPU. `DeviceGuard` decides on the device, so that a step waits for nothing and can be captured in a CUDA graph;
+from the first bad step on it freezes weights, optimizer state and average, and `check` reports that step later.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.model.nn import triton_support
+from deepmd_muon.train.errors import NonFiniteError
+from deepmd_muon.train.strategy.base import Reduced
+
+log = logging.getLogger(__name__)
+
+OnNonFinite = Literal["error", "skip"]
+
+
+def on_nonfinite(optimizer: torch.optim.Optimizer) -> OnNonFinite:
+    """Return the reaction to a step whose loss or gradient is not finite: the optimizer's setting, else 'error'.
+
+    A training run treats 'ignore' as 'error'; outside a run, HybridMuon then lets the parameter become NaN.
+    """
+    wanted = getattr(optimizer, "on_nonfinite", "error")
+    return "skip" if wanted == "skip" else "error"
+
+
+def _problem(loss: float, norm: float, where: str) -> str:
+    return f"the loss is {loss:g} and the norm of its gradient {norm:g} on a batch of {where}"
+
+
+class SkipCount:
+    """Count skipped steps: a run that skips nearly all of its steps does not train.
+
+    Parameters
+    ----------
+    interval
+        Steps that are judged together; at least `LEAST`, so that one bad step does not end a run.
+    """
+
+    LEAST = 10
+
+    def __init__(self, interval: int) -> None:
+        self._interval = max(interval, self.LEAST)
+        self._seen = self._bad = 0
+
+    def add(self, seen: int, bad: int, done: int) -> None:
+        """Count steps, of which the last is update `done`, and judge a complete interval.
+
+        Raises
+        ------
+        NonFiniteError
+            When all steps of an interval were skipped.
+        """
+        self._seen += seen
+        self._bad += bad
+        if self._seen < self._interval:
+            return
+        seen, bad = self._seen, self._bad
+        self._seen = self._bad = 0
+        if bad == seen:
+            raise NonFiniteError(
+                f"all of the last {seen} steps were skipped, because their loss or gradient was not finite"
+            )
+        if 2 * bad > seen:
+            log.warning("%d of the %d steps up to update %d were skipped: the model hardly trains", bad, seen, done)
+
+
+class Guard(ABC):
+    """Decides whether a step may change anything."""
+
+    @abstractmethod
+    def admits(self, reduced: Reduced, where: Callable[[], str]) -> bool:
+        """Return whether the optimizer is to be called.
+
+        Parameters
+        ----------
+        reduced
+            Gradients, norm and loss of the step.
+        where
+            Names the systems of the batch.
+
+        Raises
+        ------
+        NonFiniteError
+            When loss or gradient is not finite and the policy is 'error'.
+        """
+
+    def weight(self, value: float) -> float | Tensor:
+        """Return `value`, or zero on the device where a step must not change the average of the parameters."""
+        return value
+
+    def check(self, done: int) -> None:  # noqa: B027 (nothing to report where steps raise themselves)
+        """Report what steps have found since the last check; `done` updates have been asked for by now.
+
+        Raises
+        ------
+        NonFiniteError
+            When a step was not finite and the policy is 'error'.
+        """
+
+
+class HostGuard(Guard):
+    """Reads loss and gradient norm in every step.
+
+    Parameters
+    ----------
+    policy
+        'error' raises, 'skip' leaves the step out with a warning.
+    interval
+        Steps that `SkipCount` judges together.
+    """
+
+    def __init__(self, policy: OnNonFinite, interval: int = 1) -> None:
+        self._policy = policy
+        self._skipped = SkipCount(interval)
+        self._seen = self._bad = 0
+
+    def check(self, done: int) -> None:
+        """Judge the steps since the last check; see `Guard.check`."""
+        seen, bad, self._seen, self._bad = self._seen, self._bad, 0, 0
+        self._skipped.add(seen, bad, done)
+
+    def admits(self, reduced: Reduced, where: Callable[[], str]) -> bool:
+        """Return whether loss and gradient are finite; see `Guard.admits`."""
+        self._seen += 1
+        if bool(torch.isfinite(reduced.norm + reduced.loss)):
+            return True
+        problem = _problem(float(reduced.loss), float(reduced.norm), where())
+        if self._policy == "error":
+            raise NonFiniteError(problem)
+        log.warning("%s: the step is skipped", problem)
+        self._bad += 1
+        return False
+
+
+class DeviceGuard(Guard):
+    """Decides on the device through the optimizer's `found_inf`, the predicate of torch's gradient scaler.
+
+    Parameters
+    ----------
+    policy
+        'error' freezes everything from the first bad step on, 'skip' leaves bad steps out and counts them.
+    optimizer
+        Reads `found_inf` in its `step`; its own treatment of gradients that are not finite is switched off.
+    device
+        Of the parameters.
+    interval
+        Steps that `SkipCount` judges together.
+    gather
+        Collects what all ranks say of a bad step; they find it together.
+
+    Attributes
+    ----------
+    skip
+        float32 scalar on the device: 1 leaves the present step out.
+    """
+
+    #: Values kept on the device: steps seen, bad steps, and number, loss and norm of the first bad one.
+    _FIELDS = Literal["seen", "bad", "first", "loss", "norm"]
+
+    def __init__(
+        self,
+        policy: OnNonFinite,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        interval: int = 1,
+        gather: Callable[[str], Sequence[str]] = lambda mine: [mine],
+    ) -> None:
+        self._policy = policy
+        self._gather = gather
+        self._skipped = SkipCount(interval)
+        self.skip = torch.zeros((), dtype=torch.float32, device=device)
+        # Adam reads the attribute, too, but has no setting of that name.
+        if hasattr(optimizer, "on_nonfinite"):
+            optimizer.on_nonfinite = "ignore"
+        optimizer.found_inf = self.skip  # type: ignore[attr-defined]  # torch's protocol for gradient scalers
+        self._record = torch.zeros(len(get_args(self._FIELDS)), dtype=torch.float64, device=device)
+        self._systems: list[str] = []
+        self._begun = 0
+
+    def begin(self, done: int) -> None:
+        """Count steps from here on: `done` updates have been made."""
+        self._begun = done
+        self._systems.clear()
+        self._record.zero_()
+        self.skip.zero_()
+
+    def note(self, system: str) -> None:
+        """Remember on the host where the batch of the next step comes from."""
+        self._systems.append(system)
+
+    def admits(self, reduced: Reduced, where: Callable[[], str]) -> bool:
+        """Set `skip` for this step and return True, without waiting for the device."""
+        if triton_support.usable(self.skip.device):
+            from deepmd_muon.train.step.guard_kernel import judge
+
+            judge(self._record, self.skip, reduced.loss, reduced.norm, freeze=self._policy == "error")
+            return True
+        norm, loss = reduced.norm.double(), reduced.loss.double()
+        total = norm + loss
+        bad = (total - total).ne(0.0).double()  # NaN unless finite
+        seen, count, *first = self._record.unbind()
+        # The record of the first bad step stays.
+        known = count.gt(0.0)
+        found = (seen + 1.0, loss, norm)
+        kept = [torch.where(known, old, new * 1.0) for old, new in zip(first, found, strict=True)]
+        count = count + bad
+        self._record.copy_(torch.stack([seen + 1.0, count, *kept]))
+        self.skip.copy_(count if self._policy == "error" else bad)
+        self.skip.clamp_(max=1.0)
+        return True
+
+    def weight(self, value: float) -> float | Tensor:
+        """Return `value` as a tensor; zero from the first bad step on under 'error'."""
+        return value * (1.0 - self.skip.double()) if self._policy == "error" else value
+
+    def check(self, done: int) -> None:
+        """Read the record, one transfer; see `Guard.check`."""
+        seen, count, first, loss, norm = self._record.tolist()
+        systems, begun = list(self._systems), self._begun
+        self.begin(done)
+        if not count:
+            self._skipped.add(round(seen), 0, done)
+            return
+        number = round(first)
+        where = ", ".join(self._gather(systems[number - 1] if number <= len(systems) else "an unknown system"))
+        problem = _problem(loss, norm, where)
+        if self._policy == "error":
+            raise NonFiniteError(problem, update=begun + number)
+        steps = f"{count:.0f} steps since update {begun} are" if count > 1 else f"update {begun + number} is"
+        log.warning("%s: %s skipped", problem, steps)
+        self._skipped.add(round(seen), round(count), done)

@@ -1,0 +1,104 @@
+"""One training step: energy, forces, loss, gradient, update."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.loss import Loss
+from deepmd_muon.train.batches.batch import TrainingBatch
+from deepmd_muon.train.ema import Ema
+from deepmd_muon.train.step.compiled import CompiledGradient, differentiate
+from deepmd_muon.train.step.guard import Guard
+from deepmd_muon.train.strategy import Reduced, Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingStep:
+    """A training step: everything except its batch and learning rate.
+
+    Attributes
+    ----------
+    strategy
+        The model, and how gradients are combined.
+    loss, optimizer
+        The other parts; the optimizer's groups share one learning rate.
+    guard
+        Keeps numbers that are not finite out of the weights.
+    max_norm
+        Largest norm of the gradient; 0 for no limit.
+    ema
+        The averaged parameters; None without.
+    gradient
+        Computes loss and gradient where they are to be compiled; None for `differentiate`.
+    tf32
+        Multiply float32 matrices in TF32 on the way to the gradient.
+    """
+
+    strategy: Strategy
+    loss: Loss
+    optimizer: torch.optim.Optimizer
+    guard: Guard
+    max_norm: float = 0.0
+    ema: Ema | None = None
+    gradient: CompiledGradient | None = None
+    tf32: bool = False
+
+    def __call__(self, batch: TrainingBatch, lr: float | Tensor, lr_fraction: float | Tensor) -> dict[str, Tensor]:
+        """Update the parameters and their average once.
+
+        Parameters
+        ----------
+        batch
+            Structures and labels on the model's device.
+        lr
+            Learning rate of the update; a tensor is read on its device.
+        lr_fraction
+            Learning rate divided by the first one, which the prefactors of the loss follow.
+
+        Returns
+        -------
+        dict
+            Metrics before the update, tensors on the device.
+
+        Raises
+        ------
+        NonFiniteError
+            As the guard decides, when loss or gradient is not finite; parameters and optimizer state are untouched.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        with float32_products("high") if self.tf32 else contextlib.nullcontext():
+            if self.gradient is None:
+                sharded = self.strategy.cuts_parameters
+                value, metrics = differentiate(self.strategy.model, self.loss, batch, lr_fraction, sharded=sharded)
+            else:
+                value, metrics = self.gradient(batch, lr_fraction)
+        reduced = self.strategy.reduce(value)
+        if self.guard.admits(reduced, lambda: ", ".join(self.strategy.ranks.gather_objects(batch.system))):
+            self._clip(reduced)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update(self.guard.weight(1.0 - self.ema.decay))
+        return metrics
+
+    def _clip(self, reduced: Reduced) -> None:
+        """Scale a gradient that is longer than `max_norm` down to it."""
+        if self.max_norm > 0:
+            torch._foreach_mul_(reduced.gradients, (self.max_norm / (reduced.norm + 1e-6)).clamp(max=1.0))
+
+
+@contextlib.contextmanager
+def float32_products(precision: str) -> Iterator[None]:
+    """Let torch multiply float32 matrices with this precision within the context: "highest", or "high" for TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,200 @@
+"""How a run takes its steps: reading loss and gradient on the host, or without waiting for the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.argcheck import TrainingSettings
+from deepmd_muon.data import DataLoader
+from deepmd_muon.loss import Loss
+from deepmd_muon.optim import HybridMuon
+from deepmd_muon.train.batches.resident import ResidentBatches, why_not_resident
+from deepmd_muon.train.batches.streamed import BatchSource, Feed, HostBatches, StreamedBatches
+from deepmd_muon.train.ema import Ema
+from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.step.captured import CapturedStep, RateTable
+from deepmd_muon.train.step.compiled import CompiledGradient
+from deepmd_muon.train.step.guard import DeviceGuard, HostGuard, on_nonfinite
+from deepmd_muon.train.step.step import TrainingStep
+from deepmd_muon.train.strategy import Strategy
+
+log = logging.getLogger(__name__)
+
+Scalars: TypeAlias = Callable[[int], tuple[float, float]]
+"""Maps the 0-based step to its learning rate and the fraction of the first one."""
+
+# Training data live on the device if they take at most this, and at most a quarter of its free memory.
+_RESIDENT_BYTES = 8 << 30
+
+
+class Stepper(Protocol):
+    """Takes the steps of a run."""
+
+    def __call__(self, feed: Feed, done: int) -> dict[str, Tensor]:
+        """Update the parameters once, after `done` updates; return metrics from before the update."""
+
+    def check(self, done: int) -> None:
+        """Raise what steps have found and not yet raised, before anything is built on `done` updates."""
+
+    def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
+        """Return where the batches of a run of so many steps come from."""
+
+    def close(self) -> None:
+        """End: no step follows."""
+
+
+class HostStepper:
+    """Reads loss and gradient norm in every step: on CPUs, and where ranks share more than gradients.
+
+    Parameters
+    ----------
+    step
+        With a `HostGuard`.
+    scalars
+        The schedule.
+    device
+        Where the steps run.
+    """
+
+    def __init__(self, step: TrainingStep, scalars: Scalars, device: torch.device) -> None:
+        self._step = step
+        self._scalars = scalars
+        self._device = device
+
+    def __call__(self, feed: Feed, done: int) -> dict[str, Tensor]:
+        """Update the parameters once; see `Stepper`."""
+        return self._step(feed.read(), *self._scalars(done))
+
+    def check(self, done: int) -> None:
+        """Do nothing: steps raise themselves."""
+
+    def close(self) -> None:
+        """Do nothing: a step leaves nothing behind."""
+
+    def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
+        """Return batches that are converted one by one; on a GPU those of `DeviceStepper`."""
+        if self._device.type == "cuda":
+            return _batches_on(self._device, loader, ntypes, steps)
+        return HostBatches(loader, ntypes, self._device)
+
+
+class DeviceStepper:
+    """Waits for nothing in a step, and captures it where it may.
+
+    Parameters
+    ----------
+    step
+        With a `DeviceGuard`.
+    scalars
+        The schedule.
+    device
+        Where the steps run.
+    capture
+        Whether to capture.
+    keep_metrics
+        Return metrics that the next step does not overwrite.
+    """
+
+    def __init__(
+        self, step: TrainingStep, scalars: Scalars, device: torch.device, *, capture: bool, keep_metrics: bool = False
+    ) -> None:
+        assert isinstance(step.guard, DeviceGuard)
+        # torch's fused Adam reads no other dtype.
+        dtype = torch.float64 if isinstance(step.optimizer, HybridMuon) else torch.float32
+        self._guard = step.guard
+        self._strategy = step.strategy
+        self._captured = CapturedStep(step, RateTable(scalars, dtype, device), capture=capture)
+        self._device = device
+        self._keep = keep_metrics
+        self._fresh = True
+
+    def __call__(self, feed: Feed, done: int) -> dict[str, Tensor]:
+        """Update the parameters once; see `Stepper`."""
+        if self._fresh:
+            self._fresh = False
+            self._guard.begin(done)
+        metrics = self._captured(feed, done)
+        self._strategy.launched()
+        return {name: value.clone() for name, value in metrics.items()} if self._keep else metrics
+
+    def check(self, done: int) -> None:
+        """Wait for the device and report steps that were not finite."""
+        with self._strategy.ranks.waiting():
+            self._guard.check(done)
+
+    def close(self) -> None:
+        """Drop what has been captured."""
+        self._captured.close()
+
+    def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
+        """Return batches gathered from data on the device, or streamed there where the data cannot live there."""
+        return _batches_on(self._device, loader, ntypes, steps)
+
+
+def _batches_on(device: torch.device, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
+    """Return batches gathered from data on the device, or streamed there where the data cannot live there."""
+    budget = _RESIDENT_BYTES
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        budget = min(budget, free // 4)
+    reason = why_not_resident(loader, budget, steps)
+    if reason is None:
+        return ResidentBatches(loader, ntypes, device)
+    log.info("training data are streamed to the device, not kept there: %s", reason)
+    return StreamedBatches(loader, ntypes, device)
+
+
+def build_stepper(
+    strategy: Strategy,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    ema: Ema | None,
+    training: TrainingSettings,
+    scalars: Scalars,
+) -> Stepper:
+    """Make the stepper of a run.
+
+    Parameters
+    ----------
+    strategy, loss, optimizer, ema
+        The objects that a step uses.
+    training
+        The input's section: `capture`, `enable_compile`, `enable_tf32`, `gradient_max_norm`, `disp_freq`, `disp_avg`.
+    scalars
+        The schedule.
+
+    Raises
+    ------
+    TrainingError
+        When `capture` is 'on' where steps cannot be captured.
+    """
+    device, policy = strategy.ranks.device, on_nonfinite(optimizer)
+    obstacle = "there is no GPU" if device.type != "cuda" else strategy.reads_on_host
+    if obstacle and training.capture == "on":
+        raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto"')
+    tf32 = training.enable_tf32 and device.type == "cuda"
+    if obstacle:
+        if training.enable_compile:
+            log.info("training/enable_compile is ignored: %s", obstacle)
+        if training.enable_tf32 and not tf32:
+            log.info("training/enable_tf32 is ignored: %s", obstacle)
+        step = TrainingStep(
+            strategy,
+            loss,
+            optimizer,
+            HostGuard(policy, training.disp_freq),
+            training.gradient_max_norm,
+            ema,
+            tf32=tf32,
+        )
+        return HostStepper(step, scalars, device)
+    guard = DeviceGuard(policy, optimizer, device, training.disp_freq, strategy.ranks.gather_objects)
+    capture = training.capture != "off"
+    gradient = CompiledGradient(strategy.model, loss) if capture and training.enable_compile else None
+    step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema, gradient, tf32)
+    return DeviceStepper(step, scalars, device, capture=capture, keep_metrics=training.disp_avg)

@@ -1,0 +1,89 @@
+"""Errors on validation data during training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from deepmd_muon.loss import Loss
+    from deepmd_muon.model import EnergyModel
+    from deepmd_muon.train.batches.batch import TrainingBatch
+    from deepmd_muon.train.batches.streamed import Feed
+
+
+def metric_weights(loss: Loss, batch: TrainingBatch | Feed) -> dict[str, float]:
+    """Return the weight of each metric of a batch in a mean over batches: the atoms of the frames that it compares."""
+    weights = {term.metric: batch.labelled_atoms(term.labels) for term in loss.terms}
+    return {**weights, "rmse": float(batch.atoms.sum())}
+
+
+def mean_metrics(
+    metrics: Iterable[tuple[Mapping[str, Tensor], Mapping[str, float]]],
+    add_up: Callable[[Tensor], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Average metrics of several batches: root mean squares are averaged as squares, the others as they are.
+
+    Parameters
+    ----------
+    metrics
+        Metrics of a batch by name, and their weights (see `metric_weights`); those of weight 0 do not count.
+    add_up
+        Adds a tensor over all ranks, whose batches then count as well; every rank must have a batch.
+
+    Returns
+    -------
+    dict
+        NaN where no batch counts.
+    """
+    sums: dict[str, Tensor] = {}
+    totals: dict[str, float] = {}
+    for values, weights in metrics:
+        for name, value in values.items():
+            weight = weights[name]
+            square = value.square() if name.startswith("rmse") else value
+            term = square * weight if weight else torch.zeros_like(value)  # a missing label shows as NaN
+            sums[name] = sums[name] + term if name in sums else term
+            totals[name] = totals.get(name, 0.0) + weight
+    summed = torch.stack([value.double() for value in sums.values()])
+    summed = torch.cat([summed, summed.new_tensor([totals[name] for name in sums])])
+    if add_up is not None:
+        summed = add_up(summed)
+    total, count = summed.chunk(2)
+    means = dict(zip(sums, total / count, strict=True))
+    return {name: mean.sqrt() if name.startswith("rmse") else mean for name, mean in means.items()}
+
+
+@torch.no_grad()
+def validate(
+    model: EnergyModel,
+    loss: Loss,
+    batches: Iterable[tuple[TrainingBatch, bool]],
+    lr_fraction: float,
+    add_up: Callable[[Tensor], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Return the metrics of `model` over some batches, each weighted with the atoms that it compares.
+
+    Parameters
+    ----------
+    model, loss
+        As in training.
+    batches
+        Validation batches on the model's device, and whether each counts; one that does not is passed through the
+        model nevertheless, because the ranks of a sharded model must do so together.
+    lr_fraction
+        Learning rate divided by the first one, which the prefactors of the loss follow.
+    add_up
+        See `mean_metrics`.
+    """
+
+    def measured() -> Iterable[tuple[Mapping[str, Tensor], Mapping[str, float]]]:
+        for batch, counts in batches:
+            prediction = model(batch.structures, force=loss.needs_force, virial=loss.needs_virial)
+            _, metrics = loss(prediction, batch.labels, lr_fraction, batch.structures.natoms, batch.mask)
+            yield metrics, metric_weights(loss, batch) if counts else dict.fromkeys(metrics, 0.0)
+
+    return mean_metrics(measured(), add_up)

@@ -1,0 +1,241 @@
+"""Labels in other units, of other signs, frames or atoms are named with the factor; good data raise no warning."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepmd_muon.data import open_systems
+from deepmd_muon.data.checks.labels import suspicions
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+COPPER, WATER = EXAMPLES / "cu_emt" / "data" / "train", EXAMPLES / "water_xtb" / "data" / "train"
+BOHR, HARTREE, KCAL = 0.529177, 27.2114, 23.0605
+
+
+def changed(folder, source, change, only=None, remove=()):
+    """Copy a data set and change the arrays of its systems, or of one."""
+    shutil.copytree(source, folder)
+    for system in sorted(folder.iterdir()):
+        if only in (None, system.name):
+            arrays = {path.stem: np.load(path).astype(float) for path in (system / "set.000").glob("*.npy")}
+            change(arrays)
+            for name, values in arrays.items():
+                np.save(system / "set.000" / f"{name}.npy", values)
+    return suspicions(open_systems(str(folder)))
+
+
+def scaled(**factors):
+    def change(arrays):
+        for name, factor in factors.items():
+            if name in arrays:
+                arrays[name] = arrays[name] * factor
+
+    return change
+
+
+def of_systems(found):
+    return {sentence.split(": ")[0].rsplit("/", 1)[-1] for sentence in found}
+
+
+def test_good_data_raise_no_suspicion():
+    assert suspicions(open_systems([str(COPPER.parent)])) == []
+    assert suspicions(open_systems([str(WATER.parent)])) == []
+
+
+ENERGY_AND_FORCE = [
+    ({"energy": KCAL}, "energies in kcal/mol", KCAL),
+    ({"energy": 1 / HARTREE}, "energies in Hartree", 1 / HARTREE),
+    ({"energy": -1.0}, "opposite sign", -1.0),
+    ({"force": KCAL}, "forces in kcal/mol", 1 / KCAL),
+    ({"force": BOHR / HARTREE}, "forces in Hartree/Bohr", HARTREE / BOHR),
+    ({"force": -1.0}, "opposite sign", -1.0),
+    ({"energy": 1 / HARTREE, "force": BOHR / HARTREE}, "all in Hartree", 1 / BOHR),
+    ({"energy": 1 / 8}, "energies per atom", 1 / 8),
+]
+
+
+@pytest.mark.parametrize(("factors", "words", "factor"), ENERGY_AND_FORCE)
+def test_energies_are_compared_with_the_work_of_forces(tmp_path, factors, words, factor):
+    found = changed(tmp_path / "data", COPPER, scaled(**factors))
+    (sentence,) = [s for s in found if "triclinic8" in s and "energies are" in s]
+    assert words in sentence
+    assert float(sentence.split("energies are ")[1].split()[0]) == pytest.approx(factor, rel=0.1)
+
+
+@pytest.mark.parametrize("factors", [{"energy": KCAL}, {"energy": -1.0}, {"force": KCAL}, {"energy": 1 / HARTREE}])
+def test_the_same_for_frames_of_a_liquid_far_apart(tmp_path, factors):
+    found = changed(tmp_path / "data", WATER, scaled(**factors))
+    sentences = [s for s in found if "energies are" in s]
+    assert sentences
+    factor = factors.get("energy", 1.0) / factors.get("force", 1.0)
+    for sentence in sentences:
+        assert float(sentence.split("energies are ")[1].split()[0]) == pytest.approx(factor, rel=0.4)
+
+
+@pytest.mark.parametrize("source", [COPPER, WATER])
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ({"energy": KCAL, "force": KCAL, "virial": KCAL}, "kcal/mol"),
+        ({"energy": 1 / HARTREE, "force": BOHR / HARTREE, "virial": 1 / HARTREE}, "Hartree"),
+        ({"coord": 1 / BOHR, "box": 1 / BOHR}, "Bohr"),
+        ({"coord": 1 / BOHR}, "Å"),
+        ({"coord": 0.1}, "nm"),
+        ({"coord": 0.1, "box": 0.1}, "nm"),
+    ],
+)
+def test_units_of_the_whole_set(tmp_path, source, factors, words):
+    found = changed(tmp_path / "data", source, scaled(**factors))
+    assert any(words in sentence for sentence in found), found
+
+
+@pytest.mark.parametrize("source", [COPPER, WATER])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (scaled(virial=-1.0), "virials of the opposite sign"),
+        (lambda a: a.update(virial=-a["virial"] / volume(a)) if "box" in a else None, "stress in eV/Å³"),
+        (lambda a: a.update(virial=-1602.18 * a["virial"] / volume(a)) if "box" in a else None, "stress in kbar"),
+    ],
+)
+def test_virials_are_compared_with_those_of_the_forces(tmp_path, source, change, words):
+    found = changed(tmp_path / "data", source, change)
+    assert all("virials are" in sentence for sentence in found), found
+    assert any(words in sentence for sentence in found), found
+
+
+def volume(arrays):
+    return np.abs(np.linalg.det(arrays["box"].reshape(-1, 3, 3)))[:, None]
+
+
+def rolled(arrays):
+    """Give every frame the forces of another one."""
+    arrays["force"] = np.roll(arrays["force"], 7, axis=0)
+
+
+def permuted(arrays):
+    force = arrays["force"].reshape(len(arrays["force"]), -1, 3)
+    arrays["force"] = np.roll(force, 1, axis=1).reshape(len(force), -1)
+
+
+@pytest.mark.parametrize("source", [COPPER, WATER])
+@pytest.mark.parametrize("change", [rolled, permuted])
+def test_forces_of_other_frames_or_atoms(tmp_path, source, change):
+    found = changed(tmp_path / "data", source, change)
+    assert of_systems(found) == {system.name for system in source.iterdir()}
+    assert all("forces" in sentence for sentence in found)
+
+
+def fractional(arrays):
+    if "box" in arrays:
+        frames = len(arrays["box"])
+        coord, box = arrays["coord"].reshape(frames, -1, 3), arrays["box"].reshape(-1, 3, 3)
+        arrays["coord"] = (coord @ np.linalg.inv(box)).reshape(frames, -1)
+
+
+@pytest.mark.parametrize("source", [COPPER, WATER])
+def test_fractional_positions(tmp_path, source):
+    found = changed(tmp_path / "data", source, fractional)
+    assert of_systems(found) == {s.name for s in source.iterdir() if not (s / "nopbc").exists()}
+    assert all("fractional" in sentence for sentence in found), found
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (scaled(energy=KCAL), "factor 23"),
+        (scaled(energy=KCAL, force=KCAL, virial=KCAL), "23"),
+        (scaled(force=-1.0, energy=-1.0), "opposite sign"),
+        (scaled(coord=1 / BOHR, box=1 / BOHR), "Bohr"),
+    ],
+)
+def test_one_system_of_three(tmp_path, change, words):
+    found = changed(tmp_path / "data", WATER, change, only="350K")
+    assert of_systems(found) == {"350K"}
+    assert any(words in sentence for sentence in found), found
+
+
+def test_types_swapped_in_one_system(tmp_path):
+    folder = tmp_path / "data"
+    shutil.copytree(WATER, folder)
+    types = folder / "350K" / "type.raw"
+    types.write_text(types.read_text().replace("0", "x").replace("1", "0").replace("x", "1"))
+    found = suspicions(open_systems(str(folder)))
+    assert of_systems(found) == {"350K"}
+    assert any("swapped" in sentence for sentence in found), found
+
+
+def test_periodic_data_marked_as_a_molecule(tmp_path):
+    folder = tmp_path / "data"
+    shutil.copytree(WATER, folder)
+    for system in folder.iterdir():
+        (system / "nopbc").touch()
+    found = suspicions(open_systems(str(folder)))
+    assert of_systems(found) == {"300K", "350K", "420K"}
+    assert all("nopbc" in sentence for sentence in found)
+
+
+def test_two_atoms_at_nearly_one_place(tmp_path):
+    def change(arrays):
+        arrays["coord"][:, 3:6] = arrays["coord"][:, :3] + 1e-4 / np.sqrt(3)
+
+    (sentence,) = changed(tmp_path / "data", WATER, change, only="420K")
+    assert "420K: atoms are 0.0001 Å apart" in sentence
+
+
+def skewed(frames=12):
+    """Copper in lower triangular cells, as LAMMPS and ASE write them."""
+    from ase.build import bulk
+    from ase.calculators.emt import EMT
+
+    arrays = {name: [] for name in ("coord", "box", "energy", "force", "virial")}
+    for seed in range(frames):
+        atoms = bulk("Cu", "fcc", a=3.61).repeat((2, 3, 2))
+        atoms.set_cell(atoms.cell.standard_form()[0], scale_atoms=True)
+        atoms.rattle(0.08, seed=seed)
+        atoms.calc = EMT()
+        results = (atoms.positions, atoms.cell.array, atoms.get_potential_energy(), atoms.get_forces())
+        for name, value in zip(arrays, (*results, -atoms.get_volume() * atoms.get_stress(voigt=False)), strict=True):
+            arrays[name].append(np.ravel(value))
+    return {name: np.array(values) for name, values in arrays.items()}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_transposed_cells(tmp_path, transposed):
+    arrays = skewed()
+    if transposed:
+        arrays["box"] = arrays["box"].reshape(-1, 3, 3).transpose(0, 2, 1).reshape(-1, 9)
+    (tmp_path / "set.000").mkdir()
+    (tmp_path / "type.raw").write_text("0\n" * 12)
+    (tmp_path / "type_map.raw").write_text("Cu\n")
+    for name, values in arrays.items():
+        np.save(tmp_path / "set.000" / f"{name}.npy", values)
+    found = suspicions(open_systems(str(tmp_path)))
+    assert ["transposed" in sentence for sentence in found] == [True] * transposed, found
+
+
+def test_a_cell_without_volume_is_a_suspicion(tmp_path):
+    (sentence,) = changed(tmp_path / "data", WATER, scaled(box=0.0), only="300K")
+    assert "volume" in sentence
+
+
+def test_single_atoms_and_frames_without_labels_are_fine(tmp_path):
+    for name, natoms in (("one", 1), ("two", 2)):
+        (tmp_path / name / "set.000").mkdir(parents=True)
+        (tmp_path / name / "nopbc").touch()
+        (tmp_path / name / "type.raw").write_text("0\n" * natoms)
+        np.save(tmp_path / name / "set.000" / "coord.npy", 0.3 * np.arange(3.0 * natoms)[None])
+        np.save(tmp_path / name / "set.000" / "force.npy", np.zeros((1, 3 * natoms)))
+    np.save(tmp_path / "one" / "set.000" / "energy.npy", np.zeros(1))
+    assert suspicions(open_systems(str(tmp_path))) == []
+    assert suspicions([]) == []
+
+
+def test_virials_that_are_not_symmetric(tmp_path):
+    def change(arrays):
+        if "virial" in arrays:
+            arrays["virial"][:, 1] += 5
+
+    assert of_systems(changed(tmp_path / "data", COPPER, change)) == {"fcc32", "triclinic8"}

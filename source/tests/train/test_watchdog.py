@@ -1,0 +1,333 @@
+"""What a rank can say of the others when they do not answer."""
+
+from __future__ import annotations
+
+import datetime
+import queue
+import re
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import TCPStore
+
+from deepmd_muon.train.ranks import watchdog
+from deepmd_muon.train.ranks.watchdog import STEPPING, LostRankError, Watch, is_lost_connection, reason
+
+LIMIT = 0.4
+HANG = 300.0  # seconds; no slow machine takes as long
+GLOO = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:36260. This is typically caused"
+
+
+@pytest.fixture
+def ranks():
+    """A function that makes the watches of several ranks; all end with the test."""
+    store = TCPStore("127.0.0.1", 0, 1, True)
+    made = []
+
+    def make(size, **options):
+        made.extend(Watch(store, rank, size, LIMIT, **(options if rank == 0 else {})) for rank in range(size))
+        return made
+
+    yield make
+    for watch in made:
+        watch.close()
+
+
+def test_a_rank_that_is_stuck_is_named_with_what_it_does(ranks):
+    first, second, third = ranks(3)
+    for watch in (first, second):
+        watch.doing(STEPPING, 7)
+    third.doing("reading its batch", 7)
+    time.sleep(0.1)
+    verdict = first.verdict()
+    assert verdict.startswith("rank 0 has lost the others at step 7: rank 2 (process ")
+    assert verdict.endswith("has been reading its batch (step 7) for 0 s")
+    assert "rank 1" not in verdict
+    # A rank that has given up is not to blame.
+    assert "rank 0" not in second.verdict()
+
+
+def test_a_rank_that_is_dead_is_named_with_what_it_did_last(ranks):
+    first, second, third = ranks(3)
+    for watch in (first, second, third):
+        watch.doing(STEPPING, 2)
+    time.sleep(0.1)
+    third.close()
+    verdict = first.verdict()
+    assert "rank 2 (process" in verdict
+    assert "is dead or stopped: no sign of life for 0 s, last seen in its step (step 2)" in verdict
+    assert "rank 1" not in verdict
+
+
+def test_a_rank_that_stopped_with_an_error_is_named_with_it(ranks):
+    first, second, third = ranks(3)
+    third.doing(STEPPING, 1)
+    time.sleep(0.1)
+    second.stopped(MemoryError("had enough"))
+    verdict = first.verdict()
+    assert verdict.startswith("rank 0 has lost the others: rank 1 (process ")
+    assert verdict.endswith("stopped with MemoryError: had enough")
+
+
+def test_a_rank_that_is_missed_at_the_end_is_named(ranks):
+    """When the last exchange of a run fails, this rank has closed its watch."""
+    first, second = ranks(2)
+    second.stopped(MemoryError("had enough"))
+    first.close()
+    assert first.verdict().endswith("stopped with MemoryError: had enough")
+
+
+def test_all_are_listed_when_none_is_to_blame(ranks):
+    first, second, third = ranks(3)
+    for watch in (first, second, third):
+        watch.doing(STEPPING, 4)
+    time.sleep(0.1)
+    verdict = first.verdict()
+    assert verdict.count("has been in its step (step 4)") == 2
+
+
+def test_a_meeting_waits_for_whoever_lives(ranks):
+    """Longer than the limit, as long as notes are renewed; nobody leaves before all have come."""
+    watches = ranks(3)
+    left = []
+
+    def meet(watch, after):
+        time.sleep(after)
+        watch.meet()
+        left.append(time.monotonic())
+
+    for late in (0, 2, 1):
+        left.clear()
+        start = time.monotonic()
+        threads = [
+            threading.Thread(target=meet, args=(watch, 2 * LIMIT if rank == late else 0.0))
+            for rank, watch in enumerate(watches)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(HANG)
+        assert len(left) == 3
+        assert min(left) - start >= 2 * LIMIT
+        assert max(left) - start < HANG
+
+
+def test_a_meeting_ends_when_a_rank_dies(ranks):
+    first, second, third = ranks(3)
+    third.close()
+    found = queue.SimpleQueue()
+
+    def meet():
+        try:
+            second.meet()
+        except LostRankError as error:
+            found.put(error)
+
+    thread = threading.Thread(target=meet)
+    thread.start()
+    start = time.monotonic()
+    with pytest.raises(LostRankError) as lost:
+        first.meet()
+    assert LIMIT < time.monotonic() - start < HANG
+    assert is_lost_connection(lost.value)
+    assert "rank 2 (process" in first.verdict()
+    # Rank 1 looks at rank 0, which has given up.
+    assert str(found.get(timeout=HANG)) == "rank 0 has ended"
+    thread.join()
+
+
+def test_work_for_others_that_have_died_is_given_up(ranks):
+    found = queue.SimpleQueue()
+    first, _, third = ranks(3, give_up=found.put, errors_come=True)
+    with first.guarding():
+        time.sleep(2 * LIMIT)
+        assert found.empty()
+        third.close()
+        start = time.monotonic()
+        assert "rank 2 (process" in found.get(timeout=HANG)
+        assert time.monotonic() - start > LIMIT / 2
+
+
+def test_the_threads_outlive_an_error_and_tell_it_once(ranks, monkeypatch, caplog):
+    found = queue.SimpleQueue()
+    first, second = ranks(2, give_up=found.put)
+
+    def strange(*_):
+        raise KeyError("nobody thought of this")
+
+    with monkeypatch.context() as patch, first.guarding():
+        patch.setattr(first, "_has_ended", strange)
+        patch.setattr(watchdog, "_Note", strange)
+        time.sleep(LIMIT / 2)
+    told = [record for record in caplog.records if "rank 0" in record.getMessage()]
+    assert len(told) == 2  # each thread once
+    for record in told:
+        assert (record.name, record.levelname) == (watchdog.__name__, "WARNING")
+        assert "nobody thought of this" in str(record.exc_info[1])
+    # They still do their work.
+    with first.waiting():
+        second.stopped(ValueError("no such file"))
+        assert "stopped with ValueError: no such file" in found.get(timeout=HANG)
+
+
+@pytest.fixture
+def signals(monkeypatch):
+    """The signals that this process would get."""
+    sent = queue.SimpleQueue()
+    monkeypatch.setattr(watchdog.os, "kill", lambda pid, number: sent.put(number))
+    return sent
+
+
+def test_a_rank_whose_launcher_dies_gets_sigterm_and_ends_if_that_does_not_help(ranks, monkeypatch, signals, caplog):
+    found = queue.SimpleQueue()
+    ranks(2, give_up=found.put, launcher="mpirun")
+    time.sleep(2 * LIMIT)
+    assert signals.empty()
+    monkeypatch.setattr(watchdog.os, "getppid", lambda: 1)
+    assert signals.get(timeout=HANG) == signal.SIGTERM
+    start = time.monotonic()
+    story = found.get(timeout=HANG)
+    assert time.monotonic() - start > LIMIT / 2
+    assert story.startswith("mpirun, which started rank 0, has died, and rank 0 has not ended within")
+    assert signals.empty()
+    assert "mpirun, which started rank 0, has died" in caplog.text
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_the_death_of_torchrun_shows_in_its_store(follower, signals, agent):
+    """A script between torchrun and the rank lives on; the store of rank 0 says nothing of a launcher."""
+    make, end = follower
+    make(give_up=lambda reason: None, launcher="torchrun", agent=agent)
+    end()
+    if agent:
+        assert signals.get(timeout=HANG) == signal.SIGTERM
+    else:
+        time.sleep(2 * LIMIT)
+        assert signals.empty()
+
+
+def test_a_store_that_does_not_answer_is_no_trap(ranks, monkeypatch):
+    """Rank 0, which keeps the store, is stopped."""
+    _, second = ranks(2)
+    second.doing("counting neighbours")
+    stuck = threading.Event()
+
+    def check(*note):
+        stuck.wait(HANG)
+        raise RuntimeError("the store has gone")
+
+    monkeypatch.setattr(second, "_store", SimpleNamespace(set=check))
+    start = time.monotonic()
+    with pytest.raises(LostRankError):
+        second.meet()
+    found = second.verdict()
+    stuck.set()
+    assert time.monotonic() - start < HANG
+    # The thread of rank 1 may have read a note of rank 0 before the store fell silent.
+    place, seen = r"( \(process \d+ on .+\))?", "(, last seen starting)?"
+    wanted = f"rank 1 has lost the others: rank 0{place}, through which they reach each other, is dead or stopped{seen}"
+    assert re.fullmatch(wanted, found), found
+
+
+@pytest.fixture
+def follower():
+    """A function that makes the watch of rank 1, and one that ends rank 0 with the store."""
+    kept = [TCPStore("127.0.0.1", 0, 1, True)]
+    made = [Watch(kept[0], 0, 2, LIMIT)]
+
+    def make(**options):
+        store = TCPStore("127.0.0.1", kept[0].port, 1, False, timeout=datetime.timedelta(seconds=60))
+        made.append(Watch(store, 1, 2, LIMIT, **options))
+        return made[-1]
+
+    def end(error=None):
+        made[0].doing(STEPPING, 4)
+        time.sleep(LIMIT)  # a few intervals
+        if error is not None:
+            made[0].stopped(error)
+        made.pop(0).close()
+        kept.clear()
+
+    yield make, end
+    for watch in made:
+        watch.close()
+
+
+def test_rank_0_that_dies_with_the_store_is_given_up(follower):
+    """Where waiting does not end by itself; a note cannot be written either then."""
+    make, end = follower
+    found = queue.SimpleQueue()
+    second = make(give_up=found.put)
+    second.doing(STEPPING, 4)
+    end()
+    assert not second._refresh()
+    start = time.monotonic()
+    with second.waiting():
+        story = found.get(timeout=HANG)
+    assert LIMIT < time.monotonic() - start < HANG
+    assert story.startswith("rank 1 has lost the others at step 4: rank 0 (process ")
+    assert story.endswith("through which they reach each other, is dead or stopped, last seen in its step (step 4)")
+
+
+@pytest.mark.parametrize("errors_come", [False, True])
+def test_rank_0_that_stopped_with_an_error_is_named_with_it(follower, errors_come):
+    """Its note goes with the store, so the others keep in mind what they have read."""
+    make, end = follower
+    found = queue.SimpleQueue()
+    second = make(give_up=found.put, errors_come=errors_come)
+    second.doing(STEPPING, 4)
+    with second.waiting():
+        end(MemoryError("had enough"))
+        story = second.verdict() if errors_come else found.get(timeout=HANG)
+    assert story.startswith("rank 1 has lost the others at step 4: rank 0 (process ")
+    assert story.endswith(") stopped with MemoryError: had enough")
+
+
+def test_a_wait_that_hangs_although_errors_come_ends_the_process(ranks, monkeypatch):
+    monkeypatch.setattr(watchdog, "_GRACE", 2 * LIMIT)
+    found = queue.SimpleQueue()
+    first, second = ranks(2, give_up=found.put, errors_come=True)
+    second.stopped(ValueError("no such file"))
+    with first.waiting():
+        time.sleep(1.5 * LIMIT)
+        assert found.empty()  # the error that comes by itself is still awaited
+        assert "stopped with ValueError: no such file" in found.get(timeout=HANG)
+
+
+def test_a_wait_that_is_too_long_ends_the_process(ranks):
+    """Where waiting does not end by itself, the thread ends the process with the verdict."""
+    found = queue.SimpleQueue()
+    first, second = ranks(2, give_up=found.put)
+    second.doing("reading its batch", 3)
+    with first.waiting():
+        time.sleep(LIMIT / 2)
+    time.sleep(LIMIT)
+    assert found.empty()
+    start = time.monotonic()
+    with first.waiting():
+        assert "rank 1" in found.get(timeout=HANG)
+    assert time.monotonic() - start > LIMIT
+
+
+def test_an_error_elsewhere_ends_the_wait_at_once(ranks):
+    found = queue.SimpleQueue()
+    first, second = ranks(2, give_up=found.put)
+    second.stopped(ValueError("no such file"))
+    with first.waiting():
+        start = time.monotonic()
+        assert "stopped with ValueError: no such file" in found.get(timeout=HANG)
+    assert time.monotonic() - start < HANG
+
+
+def test_errors_of_the_exchange_are_told_from_others():
+    lost = RuntimeError(GLOO)
+    assert is_lost_connection(lost)
+    assert reason(lost) == "Connection closed by peer [127.0.0.1]:36260"
+    outer = ValueError("the file is incomplete")
+    assert not is_lost_connection(outer)
+    outer.__cause__ = lost
+    assert is_lost_connection(outer)
+    assert not is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
