@@ -309,7 +309,7 @@ def test_descriptions_that_do_not_fit_are_refused(directory, change):
 
 def test_a_description_that_changes_after_the_check_is_not_looked_at(directory, monkeypatch):
     expected = read_checkpoint(directory)["model"]["a"]
-    original = directory._read
+    original = directory_module._read
 
     def swapped(path, metadata, tensors):
         write(path, Evil())
