@@ -21,7 +21,6 @@ from deepmd_muon.model import EnergyModel, Structures, build_model
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.model.settings import changed
 from deepmd_muon.model.statistics import descriptor_length
-from deepmd_muon.train.batches.resident import find_neighbors_ahead
 from deepmd_muon.train.checkpoint.newest import followed, newest_checkpoint
 from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, keep_later, keep_others, remove_leftovers
 from deepmd_muon.train.checkpoint.source import Source, Way
@@ -44,7 +43,6 @@ from deepmd_muon.train.setup import (
     fixed_energies,
     make_loaders,
     new_seed,
-    number_of_steps,
     resolve_sel,
     set_model_statistics,
 )
@@ -262,8 +260,6 @@ def _prepare(
     )
     seed = ranks.from_first("drawing a seed", new_seed) if training.seed is None else training.seed
     data = make_loaders(train, valid, training, cache, seed, ranks)
-    if ranks.device.type == "cuda" and ranks.size == 1:
-        find_neighbors_ahead(data.training, number_of_steps(training, data.training))
     move = source.move_to(model.type_map) if source else None
     if source is None or force_load or source.new_fitting or (move and move.new):
         ranks.from_first("computing statistics", lambda: set_model_statistics(model, data, training))

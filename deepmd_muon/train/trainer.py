@@ -188,7 +188,7 @@ class Trainer:
             stack.callback(reports.close)
             self.full_validation.begin(self.step, fresh=self.source is None)
             stack.callback(self.full_validation.close)
-            batches = self._stepper.open_batches(self.data.training, self.model.ntypes, self.num_steps - self.step)
+            batches = self._stepper.open_batches(self.data.training, self.model.ntypes)
             stack.callback(batches.close)
             profiling = training.profiling and self.ranks.first
             with torch.profiler.profile() if profiling else contextlib.nullcontext() as profile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -32,8 +31,6 @@ log = logging.getLogger(__name__)
 #: Most frames read at once while going through a system, and most atoms in them.
 CHUNK = 64
 CHUNK_ATOMS = 8192
-# Frames that a thread reads at once ahead of their use.
-_AHEAD = 16
 #: Seconds between two lines on how far the counting is.
 _LOG_INTERVAL = 10.0
 # Atoms of a cell [1/Å³]: diamond has 0.18, hydrogen in a shock wave 1; positions in nm are a thousand times too dense.
@@ -116,7 +113,6 @@ class NeighborCache:
         group_limits(sel, by_type, ntypes)  # refuses a sel that does not fit the types
         self._frames: dict[tuple[str, int], FrameNeighbors] = {}
         self._lock = threading.Lock()
-        self._filling: threading.Thread | None = None
 
     @classmethod
     def of(cls, request: NeighborRequest, ntypes: int, max_bytes: int = 2 << 30) -> NeighborCache:
@@ -151,38 +147,6 @@ class NeighborCache:
                 self._frames[key] = built
                 self.nbytes += built.nbytes
         return built
-
-    def fill_ahead(self, systems: Sequence[System]) -> None:
-        """Begin to find the neighbours of all frames in threads; whatever fails fails again where a frame is asked for.
-
-        Python waits for the threads when it ends, so give them seconds of work at most.
-        """
-
-        def fill(job: tuple[System, int]) -> None:
-            system, first = job
-            numbers = range(first, min(first + _AHEAD, system.nframes))
-            with contextlib.suppress(Exception):
-                frames = system.frames(numbers)
-                for row, number in enumerate(numbers):
-                    self.frame(system, number, frames, row)
-
-        def fill_all() -> None:
-            jobs = [(system, first) for system in systems for first in range(0, system.nframes, _AHEAD)]
-            # A run that ends while it starts takes no more jobs.
-            with (
-                contextlib.suppress(RuntimeError),
-                ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-neighbors") as pool,
-            ):
-                list(pool.map(fill, jobs))
-
-        self._filling = threading.Thread(target=fill_all, name="deepmd_muon-neighbors")
-        self._filling.start()
-
-    def wait(self) -> None:
-        """Wait for the threads of `fill_ahead`."""
-        if self._filling is not None:
-            self._filling.join()
-            self._filling = None
 
     def batch(self, system: System, indices: Sequence[int] | np.ndarray, frames: Frames) -> NeighborList:
         """Return the neighbours of a batch of frames of one system; `frames` are those frames.

@@ -42,6 +42,8 @@ class AtomBudgetSampler(SavedOrder):
     ----------
     batches_per_epoch : int
         Batches until every frame was served.
+    most_frames : int
+        Frames of a batch, at most.
     """
 
     mixes_systems = True
@@ -69,6 +71,7 @@ class AtomBudgetSampler(SavedOrder):
         self._atoms = atoms
         self._cuts = _cuts(np.sort(atoms), budget)
         self.batches_per_epoch = len(self._cuts) - 1
+        self.most_frames = int(np.diff(self._cuts).max())
         self.seed = int(seed)
         rule = (frames.tolist(), list(natoms), [float(p) for p in probabilities], int(budget), identity)
         self._identity = hashlib.sha256(repr(rule).encode()).hexdigest()

@@ -138,6 +138,13 @@ class DataLoader:
         """Whether the frames of a batch may come from several systems."""
         return self._sampler.mixes_systems
 
+    @property
+    def most_frames(self) -> int:
+        """Frames of a batch, at most."""
+        if isinstance(self._sampler, AtomBudgetSampler):
+            return self._sampler.most_frames
+        return max(self._sampler.mixed, *self.batch_sizes)
+
     def draw(self) -> Plan:
         """Draw the next batch of this rank without reading its frames, any number ahead of `advance`."""
         plans = [self._sampler.next() for _ in range(self.world_size)]

@@ -145,7 +145,7 @@ class EnergyLoss:
         mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss and its metrics by torch's operations."""
-        real = None if mask is None else mask.sum(1).to(torch.float64)
+        real = None if mask is None else mask.sum(1).to(torch.float64).clamp(min=1.0)
         every = _Counted(1.0 / natoms if real is None else 1.0 / real, mask, None)
         energy = prediction["energy"]
         loss: torch.Tensor | None = None

@@ -50,6 +50,12 @@ class TrainingBatch:
         """Return the number of atoms in frames that have all these labels."""
         return float(self.atoms[np.logical_and.reduce([self.present[name] for name in needed])].sum())
 
+    def compared(self, prediction: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what labels are compared with: without frames that only fill a shape up, which come last."""
+        if self.mask is None or len(self.mask) == self.structures.nframes:
+            return prediction
+        return {name: values[: len(self.mask)] for name, values in prediction.items()}
+
 
 def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:
     """Convert a batch.

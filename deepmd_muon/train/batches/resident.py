@@ -1,269 +1,227 @@
-"""Training data on the device: frames and neighbour lists of whole systems, gathered by frame number inside a step.
+"""Batches gathered inside a step from data that live on the device, their neighbours found there too.
 
-Positions, cells, labels and neighbour lists of a small data set take some hundred megabytes, less than a step's
-intermediate tensors. Kept on the GPU they cost the host nothing per step but drawing the frame numbers, in the
-loader's own order, for a thousand steps at once.
+A step reads the numbers of its frames from a table on the device, in the loader's own order, gathers positions and
+labels, and finds the neighbours. The host draws the numbers of a thousand batches at once. Batches are padded to a few
+shapes (`shapes`), each with one CUDA graph: the atoms of a batch are sorted by type, and the places of a type that no
+atom takes belong to frames of their own, behind all others, that no label knows.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deepmd_muon.data import (
-    DataLoader,
-    Frames,
-    NeighborCache,
-    NeighborList,
-    Plan,
-    System,
-    group_limits,
-    widen_sections,
-    worker_count,
-)
+from deepmd_muon.data import DataLoader, Plan, group_limits
 from deepmd_muon.data.frames import LABELS
+from deepmd_muon.data.sampling.loader import MIXED
 from deepmd_muon.model import Structures
-from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS, Atoms, Sections
+from deepmd_muon.model.neighbors.search import find_neighbors
 from deepmd_muon.train.batches.batch import TrainingBatch
-from deepmd_muon.train.batches.streamed import bounds_of, padded_widths
+from deepmd_muon.train.batches.frame_store import FrameStore, store_bytes
+from deepmd_muon.train.batches.shapes import Shape, Shapes
+from deepmd_muon.train.batches.streamed import INNER_STEP, SECTION_STEP
 
 log = logging.getLogger(__name__)
 
-# Frames that are read at once.
-_CHUNK = 16
 # Batches whose frame numbers are copied to the device at once.
 _AHEAD = 1024
-# Data sets of at most this size have their neighbours found ahead, which takes a few seconds of all threads.
-_AHEAD_BYTES = 1 << 28
+#: Atoms of a frame from which on the search on the device, which looks at all pairs, is slower than the host's.
+MOST_ATOMS = 20_000
 
 
-@dataclasses.dataclass(frozen=True)
-class _Order:
-    """Where the atoms of a batch of some frames stand when they are sorted by type; the same for all such batches.
+@dataclass(frozen=True)
+class _Places:
+    """Where the atoms of a batch of some shape stand; tensors that graphs read as long as they exist.
 
     Attributes
     ----------
-    atype, order, sorted_type, sorted_frame
-        As `Structures` has them.
-    atom
-        Number of each sorted atom within its frame `(nreal,)`.
-    first
-        Number of the first atom of its frame in the batch `(nreal, 1)`.
-    type_counts
-        Sorted atoms of each type.
+    kind, rank
+        Type of each place of the sorted list, and its number among those of its type `(nsorted,)`.
+    order, frame
+        Place and frame of each sorted atom in a batch of one composition `(nsorted,)`; in others, those of places that
+        no atom takes.
+    sections
+        Of the neighbour lists.
     """
 
-    atype: Tensor
+    kind: Tensor
+    rank: Tensor
     order: Tensor
-    sorted_type: Tensor
-    sorted_frame: Tensor
-    atom: Tensor
-    first: Tensor
-    type_counts: tuple[int, ...]
+    frame: Tensor
+    sections: Sections
 
 
-class ResidentSystem:
-    """All frames of some systems on a device, one system after the other.
+class Gathering:
+    """Makes batches of one shape from a store, by operations of the device alone.
 
     Parameters
     ----------
-    systems
-        With the same atoms and labels in every frame, so that their batches share a CUDA graph.
-    cache
-        Builds neighbour lists, or has them.
-    ntypes
-        Number of types of the model.
-    device
-        Where the tensors live.
+    store
+        The data.
+    shape
+        Of the batches.
+    sections
+        Form of the neighbour lists, the widths replaced by those of the shape.
     """
 
-    def __init__(self, systems: Sequence[System], cache: NeighborCache, ntypes: int, device: torch.device) -> None:
-        system = systems[0]
-        self.name = system.name
-        self.natoms = system.natoms
-        self._ntypes = ntypes
-        self._device = device
-        self._atype = system.types(np.arange(1))[0].astype(np.int64)
-        frames, neighbors = _read(systems, cache)
-        arrays = {name: getattr(frames, name) for name in ("coord", "box", *LABELS)}
-        given = {name: np.asarray(values, dtype=np.float64) for name, values in arrays.items() if values is not None}
-        # All numbers of a frame side by side, so that a batch of them is gathered at once.
-        self._shapes = {name: values.shape[1:] for name, values in given.items()}
-        packed = np.concatenate([values.reshape(len(values), -1) for values in given.values()], axis=1)
-        self._packed = torch.from_numpy(packed).to(device)
-        self._sections = neighbors.sections
-        self._inner = bounds_of(neighbors.inner.swapaxes(0, 1))
-        # One row an atom, so that the rows of a batch are gathered in sorted order at once.
-        self._index = torch.from_numpy(neighbors.index).to(device).flatten(0, 1)
-        self._shift = torch.from_numpy(neighbors.shift).to(device).flatten(0, 1) if frames.box is not None else None
-        self._orders: dict[int, _Order] = {}
-
-    def prepare(self, nframes: int) -> None:
-        """Sort the atoms of batches of this many frames, on the host, before a step that reads one."""
-        if nframes in self._orders:
-            return
-        atype = np.tile(self._atype, (nframes, 1))
-        flat = atype.reshape(-1)
-        order = np.argsort(flat, kind="stable")
-        order = order[np.count_nonzero(flat < 0) :]
-        frame = order // self.natoms
-        type_counts = tuple(np.bincount(flat[order], minlength=self._ntypes).tolist())
+    def __init__(self, store: FrameStore, shape: Shape, sections: Sections) -> None:
+        self._store = store
+        self.shape = shape
+        slots = sum(shape.counts)
+        kind = np.repeat(np.arange(len(shape.counts)), shape.counts)
+        rank = np.arange(slots) - np.repeat(np.cumsum((0, *shape.counts[:-1])), shape.counts)
+        order, frame = np.arange(slots), np.zeros(slots, dtype=np.int64)
+        self._spare = 0
+        if shape.group is not None:
+            each = np.array(shape.counts) // max(1, shape.frames)
+            frame, within = rank // np.maximum(each[kind], 1), rank % np.maximum(each[kind], 1)
+            order = frame * shape.natoms + (np.cumsum(each) - each)[kind] + within
+        else:
+            self._spare = -(-slots // max(1, shape.natoms))
+            order = shape.frames * shape.natoms + order
+            frame = order // max(1, shape.natoms)
 
         def on_device(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+            return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(store.coord.device)
 
-        self._orders[nframes] = _Order(
-            atype=on_device(atype),
-            order=on_device(order),
-            sorted_type=on_device(flat[order]),
-            sorted_frame=on_device(frame),
-            atom=on_device(order % self.natoms),
-            first=on_device((frame * self.natoms)[:, None].astype(np.int32)),
-            type_counts=type_counts,
-        )
+        form = sections._replace(widths=shape.widths)
+        self._places = _Places(on_device(kind), on_device(rank), on_device(order), on_device(frame), form)
+        self._filled = np.repeat(np.array(shape.widths)[:, None], slots, axis=1)
+        self._inner = np.repeat(np.array(shape.inner, dtype=np.int64)[:, None], slots, axis=1)
 
-    def gather(self, numbers: Tensor) -> TrainingBatch:
-        """Return the batch of some frames; every operation runs on the device.
-
-        Parameters
-        ----------
-        numbers
-            Frame numbers `(nframes,)`, int64; `prepare` must have seen as many.
-        """
-        nframes = numbers.shape[0]
-        order = self._orders[nframes]
-        found = self._unpacked(self._packed.index_select(0, numbers))
-        neighbor, shift = self._neighbors(numbers, order)
-        nreal = neighbor.shape[0]
+    def __call__(self, numbers: Tensor, feed: ResidentFeed) -> TrainingBatch:
+        """Return the batch of some frames `(frames of the shape,)`, int64; a missing one has the last number."""
+        store, shape, places = self._store, self.shape, self._places
+        kinds = store.kinds.index_select(0, numbers)
+        counts = store.counts.index_select(0, kinds)
+        natoms = counts.sum(1)
+        place = torch.arange(shape.natoms, device=numbers.device)
+        source = store.first.index_select(0, numbers).unsqueeze(1) + place
+        real = None
+        if shape.group is None:
+            real = place < natoms.unsqueeze(1)
+            source = torch.where(real, source, 0)
+        source = source.flatten()
+        coord = self._of_atoms(store.coord, source, real, spare=True)
+        atype = store.atype.index_select(0, source).view(shape.frames, shape.natoms)
+        order, frame = places.order, places.frame
+        if real is not None:
+            atype = torch.nn.functional.pad(torch.where(real, atype, -1), (0, 0, 0, self._spare), value=-1)
+            order, frame = self._sorted(kinds, counts)
+        cells = store.cells.select(numbers) if shape.periodic and store.cells is not None else None
+        atoms = Atoms(coord.view(-1, 3), atype.flatten(), natoms, shape.natoms, cells)
+        neighbor, shift = find_neighbors(atoms, order, frame, places.sections)
+        box = None if cells is None else torch.nn.functional.pad(cells.box, (0, 0, 0, 0, 0, self._spare))
         structures = Structures(
-            atype=order.atype,
-            order=order.order,
-            sorted_type=order.sorted_type,
-            sorted_frame=order.sorted_frame,
-            coord=found.pop("coord"),
-            box=found.pop("box", None),
+            atype=atype,
+            order=order,
+            sorted_type=places.kind,
+            sorted_frame=frame,
+            coord=coord,
+            box=box,
             neighbor=neighbor,
             shift=shift,
-            sections=self._sections,
-            type_counts=order.type_counts,
-            filled=np.repeat(np.array(self._sections)[:, None], nreal, axis=1),
-            inner=np.repeat(self._inner[:, None], nreal, axis=1),
+            sections=shape.widths,
+            type_counts=shape.counts,
+            filled=self._filled,
+            inner=self._inner,
         )
-        labels: dict[str, Tensor | None] = {name: found.get(name) for name in LABELS}
-        real = np.tile(self._atype >= 0, (nframes, 1))
-        mask = None if real.all() else order.atype >= 0
-        return TrainingBatch(structures, labels, mask, self.name, self.atoms(nframes), self.present(nframes))
+        labels = self._labels(numbers, source, real)
+        return TrainingBatch(structures, labels, real, feed.system, feed.atoms, feed.present)
 
-    def _unpacked(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return the content of the rows of some frames, by name."""
-        parts = rows.split([math.prod(shape) for shape in self._shapes.values()], dim=1)
-        return {name: part.view(-1, *shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)}
+    def _of_atoms(self, values: Tensor, source: Tensor, real: Tensor | None, *, spare: bool = False) -> Tensor:
+        """Return values of atoms `(frames, natoms, width)`, zero where there is none."""
+        found = values.index_select(0, source).view(self.shape.frames, self.shape.natoms, -1)
+        if real is None:
+            return found
+        found = torch.where(real.unsqueeze(2), found, 0.0)
+        return torch.nn.functional.pad(found, (0, 0, 0, 0, 0, self._spare)) if spare else found
 
-    def _neighbors(self, numbers: Tensor, order: _Order) -> tuple[Tensor, Tensor | None]:
-        """Return neighbours and cell translations of the sorted atoms of some frames."""
-        if triton_support.usable(self._device):
-            from deepmd_muon.train.batches.gather_kernel import gather_neighbors
+    def _sorted(self, kinds: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return place and frame of every sorted atom, `(nsorted,)`."""
+        places, shape = self._places, self.shape
+        ends = counts.cumsum(0)
+        before = (places.rank >= ends.index_select(1, places.kind)).sum(0)
+        inside = before < shape.frames
+        here = before.clamp(max=shape.frames - 1)
+        first = (self._store.starts.index_select(0, kinds) - ends + counts)[here, places.kind]
+        order = torch.where(inside, here * shape.natoms + first + places.rank, places.order)
+        return order, torch.where(inside, here, places.frame)
 
-            return gather_neighbors(self._index, self._shift, numbers, order.sorted_frame, order.atom, self.natoms)
-        row = numbers.index_select(0, order.sorted_frame) * self.natoms + order.atom
-        index = self._index.index_select(0, row)
-        neighbor = torch.where(index < 0, index, index + order.first).long()
-        return neighbor, None if self._shift is None else self._shift.index_select(0, row)
-
-    def atoms(self, nframes: int) -> np.ndarray:
-        """Real atoms of each of some frames."""
-        return np.full(nframes, int(np.count_nonzero(self._atype >= 0)))
-
-    def present(self, nframes: int) -> dict[str, np.ndarray]:
-        """Which of some frames have each label: all or none."""
-        return {name: np.full(nframes, name in self._shapes) for name in LABELS}
-
-
-def fits(system: System) -> bool:
-    """Return whether every frame of a system has the same atoms and labels."""
-    return not system.mixed and system.uniform_labels
-
-
-def resident_bytes(system: System, width: int) -> int:
-    """Estimate the memory of a system on the device with neighbour lists of some width [bytes]."""
-    labels = sum(values for name, values in (("energy", 1), ("virial", 9)) if name in system.labels)
-    atoms = 3 + 3 * ("force" in system.labels) + sum(name.startswith("atom_") for name in system.labels)
-    a_frame = 8 * (9 + labels + system.natoms * atoms) + system.natoms * width * 7
-    return system.nframes * a_frame
+    def _labels(self, numbers: Tensor, source: Tensor, real: Tensor | None) -> dict[str, Tensor | None]:
+        """Return the labels as `TrainingBatch` has them; `find_` tells where one is missing."""
+        store, shape = self._store, self.shape
+        labels: dict[str, Tensor | None] = {}
+        for name, width in LABELS.items():
+            if name not in shape.labels:
+                continue
+            if name in store.of_frames:
+                found = store.of_frames[name].index_select(0, numbers)
+            else:
+                found = self._of_atoms(store.of_atoms[name], source, real)
+            labels[name] = found if width > 1 else found.squeeze(-1)
+            if name in shape.partial:
+                labels[f"find_{name}"] = store.found[name].index_select(0, numbers)
+        return labels
 
 
-def _read(systems: Sequence[System], cache: NeighborCache) -> tuple[Frames, NeighborList]:
-    """Return all frames with their neighbours, the sections as wide as the fullest frame needs."""
-    limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
-
-    def read(job: tuple[System, int]) -> tuple[Frames, NeighborList]:
-        system, first = job
-        numbers = np.arange(first, min(first + _CHUNK, system.nframes))
-        frames = system.frames(numbers)
-        return frames, cache.batch(system, numbers, frames)
-
-    jobs = [(system, first) for system in systems for first in range(0, system.nframes, _CHUNK)]
-    cache.wait()
-    # Neighbours are searched for outside of Python's lock.
-    with ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-resident") as pool:
-        parts, lists = map(list, zip(*pool.map(read, jobs), strict=True))
-    widest = [max(widths) for widths in zip(*(part.sections for part in lists), strict=True)]
-    widths = padded_widths(widest, limits)
-    wide = [widen_sections(part, widths) for part in lists]
-    joined = (np.concatenate([getattr(part, name) for part in wide]) for name in ("index", "shift", "inner"))
-    index, shift, inner = joined
-    return Frames.concatenate(parts), NeighborList(index, shift, widths, inner)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ResidentFeed:
-    """A batch that a step gathers from the frame numbers it finds in the table.
+    """A batch that a step gathers from the frame numbers it finds in the table."""
 
-    `layout` names the group of systems and the number of frames.
-    """
-
-    system_on_device: ResidentSystem
+    gathering: Gathering
     system: str
-    numbers: _NumberTable
-    nframes: int
-    layout: Hashable
+    table: _NumberTable
+    numbers: np.ndarray
+    store: FrameStore
+
+    @property
+    def layout(self) -> Hashable:
+        """The shape: batches of one shape share a graph."""
+        return self.gathering.shape
 
     @property
     def atoms(self) -> np.ndarray:
         """Real atoms of each frame, on the host."""
-        return self.system_on_device.atoms(self.nframes)
+        natoms: np.ndarray = self.store.natoms[self.numbers]
+        return natoms
+
+    @property
+    def present(self) -> dict[str, np.ndarray]:
+        """Which frames have each label, on the host."""
+        none = np.zeros(len(self.numbers), dtype=bool)
+        return {name: self.store.present[name][self.numbers] if name in self.store.present else none for name in LABELS}
 
     def labelled_atoms(self, needed: Collection[str]) -> float:
         """Return the number of atoms in frames that have all these labels."""
-        present = self.system_on_device.present(1)
-        return float(self.atoms.sum()) if all(present[name][0] for name in needed) else 0.0
+        present = self.present
+        return float(self.atoms[np.logical_and.reduce([present[name] for name in needed])].sum())
 
     def read(self) -> TrainingBatch:
         """Gather the batch."""
-        return self.system_on_device.gather(self.numbers.read()[: self.nframes])
+        return self.gathering(self.table.read()[: self.gathering.shape.frames], self)
 
 
 class _NumberTable:
-    """Frame numbers of the next batches on the device, read one batch a step."""
+    """Frame numbers of the next batches on the device, read one batch a step; `missing` fills a batch up."""
 
-    def __init__(self, width: int, device: torch.device) -> None:
-        self._table = torch.zeros(_AHEAD, width, dtype=torch.int64, device=device)
+    def __init__(self, width: int, missing: int, device: torch.device) -> None:
+        self._missing = missing
         self._row = torch.zeros(1, dtype=torch.int64, device=device)
+        self._table = torch.zeros(_AHEAD, width, dtype=torch.int64, device=device)
 
-    def write(self, plans: Sequence[Plan], first: np.ndarray) -> None:
-        """Take the batches of these plans, on the host; `first` says where the frames of a system begin."""
-        values = np.zeros(self._table.shape, dtype=np.int64)
-        for row, plan in enumerate(plans):
-            ((system, numbers),) = plan.parts
-            values[row, : len(numbers)] = numbers + first[system]
+    def write(self, batches: Sequence[np.ndarray]) -> None:
+        """Take the numbers of these batches, on the host."""
+        values = np.full(self._table.shape, self._missing, dtype=np.int64)
+        for row, numbers in enumerate(batches):
+            values[row, : len(numbers)] = numbers
         self._table.copy_(torch.from_numpy(values))
         self._row.zero_()
 
@@ -281,47 +239,90 @@ class ResidentBatches:
     ----------
     loader
         Its order of batches is kept; frames are read once, here.
-    ntypes
-        Number of types of the model.
     device
         Where the data go.
     """
 
-    def __init__(self, loader: DataLoader, ntypes: int, device: torch.device) -> None:
+    def __init__(self, loader: DataLoader, device: torch.device) -> None:
         self._loader = loader
-        groups: dict[Hashable, list[int]] = {}
-        for number, system in enumerate(loader.systems):
-            atoms = system.types(np.arange(1))[0].tobytes()
-            groups.setdefault((atoms, system.pbc, tuple(sorted(system.labels))), []).append(number)
-        self._group = np.zeros(len(loader.systems), dtype=int)
-        self._first = np.zeros(len(loader.systems), dtype=int)
-        self._systems: list[ResidentSystem] = []
-        for index, members in enumerate(groups.values()):
-            systems = [loader.systems[number] for number in members]
-            self._systems.append(ResidentSystem(systems, loader.cache, ntypes, device))
-            self._group[members] = index
-            self._first[members] = np.cumsum([0, *(system.nframes for system in systems[:-1])])
-        sizes = [min(size, system.nframes) for size, system in zip(loader.batch_sizes, loader.systems, strict=True)]
-        self._numbers = _NumberTable(max(sizes), device)
-        self._plans: deque[Plan] = deque()
+        self._store = FrameStore(loader.systems, loader.cache, device)
+        cache = loader.cache
+        self._limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
+        kinds = self._store.compositions
+        most = max(kind.total for kind in kinds)
+        total = int(min(self._limits.sum(), most)) if cache.sel is not None else most
+        self._sections = Sections(cache.rcut, (), cache.by_type, total, most)
+        wanted = np.array([self._columns(kind.neighbors, kind.total) for kind in kinds])
+        if (wanted.max(0) > self._limits).any() or most > total:
+            cache.dropped += 1
+        self._widths = np.minimum(-(-wanted // SECTION_STEP) * SECTION_STEP, self._limits)
+        bounds = np.array([count for _, count in cache.inner], dtype=np.int64)
+        inner = np.array([np.minimum(kind.inner, bounds) for kind in kinds], dtype=np.int64)
+        self._inner = -(-inner // INNER_STEP) * INNER_STEP
+        self._shapes = Shapes()
+        self._gatherings: dict[Shape, Gathering] = {}
+        self._numbers = _NumberTable(loader.most_frames, self._store.nframes, device)
+        self._plans: deque[tuple[Plan, np.ndarray, Shape]] = deque()
+        self._told = False
+
+    def _columns(self, neighbors: np.ndarray, total: int) -> np.ndarray:
+        return neighbors if self._loader.cache.by_type else np.array([total])
 
     def next(self) -> ResidentFeed:
         """Return the next batch."""
         if not self._plans:
-            self._plans.extend(self._loader.draw() for _ in range(_AHEAD))
-            self._numbers.write(self._plans, self._first)
-        ((number, frames),) = self._plans.popleft().parts
+            self._draw()
+        plan, numbers, wanted = self._plans.popleft()
         self._loader.advance()
-        group = int(self._group[number])
-        self._systems[group].prepare(len(frames))
-        name = self._loader.systems[number].name
-        return ResidentFeed(self._systems[group], name, self._numbers, len(frames), (group, len(frames)))
+        shape = self._shapes.of(wanted)
+        if shape not in self._gatherings:
+            self._gatherings[shape] = Gathering(self._store, shape, self._sections)
+        name = self._loader.systems[plan.parts[0][0]].name if len(plan.parts) == 1 else MIXED
+        return ResidentFeed(self._gatherings[shape], name, self._numbers, numbers, self._store)
+
+    def _draw(self) -> None:
+        """Draw the next batches, and let the shapes hold them."""
+        plans = [self._loader.draw() for _ in range(_AHEAD)]
+        batches = [np.concatenate([n + self._store.offset[k] for k, n in plan.parts]) for plan in plans]
+        wanted = [self._shape_of(numbers) for numbers in batches]
+        self._shapes.learn(wanted)
+        shapes = [self._shapes.of(shape) for shape in wanted]
+        self._numbers.write(batches)
+        self._plans.extend(zip(plans, batches, wanted, strict=True))
+        if not self._told:
+            self._told = True
+            atoms = sum(sum(shape.counts) for shape in shapes)
+            padding = 1.0 - sum(sum(shape.counts) for shape in wanted) / max(1, atoms)
+            log.info(
+                "training data live on the device: %d frames, batches of %d shapes, %.0f %% of their atoms are padding",
+                self._store.nframes,
+                len(set(shapes)),
+                100.0 * padding,
+            )
+
+    def _shape_of(self, numbers: np.ndarray) -> Shape:
+        """Return what a batch needs."""
+        groups, often = np.unique(self._store.group[numbers], return_counts=True)
+        kinds = [self._store.compositions[group] for group in groups]
+        counts = sum(kind.counts * n for kind, n in zip(kinds, often, strict=True))
+        present = {name: flags[numbers] for name, flags in self._store.present.items()}
+        return Shape(
+            len(numbers),
+            int(self._store.natoms[numbers].max()),
+            tuple(np.asarray(counts).tolist()),
+            tuple(self._widths[groups].max(0).tolist()),
+            tuple(self._inner[groups].max(0).tolist()),
+            any(kind.periodic for kind in kinds),
+            frozenset(name for name, flags in present.items() if flags.any()),
+            frozenset(name for name, flags in present.items() if flags.any() and not flags.all()),
+            int(groups[0]) if len(groups) == 1 else None,
+        )
 
     def close(self) -> None:
         """Do nothing: no work goes on in the background."""
 
 
-def why_not_resident(loader: DataLoader, budget: int, steps: int) -> str | None:
+def why_not_resident(loader: DataLoader, budget: int) -> str | None:
     """Say why a loader's data should be streamed instead; None when they can live on the device.
 
     Parameters
@@ -330,23 +331,12 @@ def why_not_resident(loader: DataLoader, budget: int, steps: int) -> str | None:
         Of the training data.
     budget
         Bytes that they may take.
-    steps
-        Length of the run: frames that it will hardly visit are not worth reading.
     """
-    if loader.mixes_systems:
-        return "batches mix systems"
-    odd = [system.name for system in loader.systems if not fits(system)]
-    if odd:
-        return f"the frames of {odd[0]} differ in atoms or labels"
-    frames = sum(system.nframes for system in loader.systems)
-    if frames > steps * max(loader.batch_sizes):
-        return f"the run takes fewer than their {frames} frames"
-    width = int(np.minimum(group_limits(loader.cache.sel, loader.cache.by_type, loader.cache.ntypes), 1 << 20).sum())
-    needed = sum(resident_bytes(system, width) for system in loader.systems)
+    large = max(loader.systems, key=lambda system: system.natoms)
+    if large.natoms > MOST_ATOMS:
+        return f"{large.name} has {large.natoms} atoms"
+    cache = loader.cache
+    if cache.sel is not None and sum(cache.sel) > MOST_NEIGHBORS:
+        return f"sel keeps {sum(cache.sel)} neighbours"
+    needed = store_bytes(loader.systems)
     return f"they take {needed / 2**20:.0f} MiB" if needed > budget else None
-
-
-def find_neighbors_ahead(loader: DataLoader, steps: int) -> None:
-    """Begin to find the neighbours of a small data set that will live on the device, before it is read there."""
-    if why_not_resident(loader, _AHEAD_BYTES, steps) is None:
-        loader.cache.fill_ahead(loader.systems)

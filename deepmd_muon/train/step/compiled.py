@@ -42,7 +42,7 @@ def differentiate(
     """
     structures = batch.structures
     prediction = model(structures, force=loss.needs_force, virial=loss.needs_virial)
-    value, metrics = loss(prediction, batch.labels, lr_fraction, structures.natoms, batch.mask)
+    value, metrics = loss(batch.compared(prediction), batch.labels, lr_fraction, structures.natoms, batch.mask)
     value.backward(inputs=None if sharded else [p for p in model.parameters() if p.requires_grad] or None)
     return value.detach(), metrics
 
@@ -173,6 +173,7 @@ class CompiledGradient:
             structures = given.structures
             wanted = {"force": self._loss.needs_force, "virial": self._loss.needs_virial}
             prediction = torch.func.functional_call(self._model, state, (structures,), wanted)
+            prediction = given.compared(prediction)
             value, metrics = self._loss(prediction, given.labels, next(rest), structures.natoms, given.mask)
             leaves = [arguments[index] for index in trained]
             gradients = torch.autograd.grad(value, leaves, allow_unused=True)

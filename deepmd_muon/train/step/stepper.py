@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 Scalars: TypeAlias = Callable[[int], tuple[float, float]]
 """Maps the 0-based step to its learning rate and the fraction of the first one."""
 
-# Training data live on the device if they take at most this, and at most a quarter of its free memory.
-_RESIDENT_BYTES = 8 << 30
+# Share of a device's free memory that training data may take to live there.
+_RESIDENT_SHARE = 0.25
 
 
 class Stepper(Protocol):
@@ -41,8 +41,8 @@ class Stepper(Protocol):
     def check(self, done: int) -> None:
         """Raise what steps have found and not yet raised, before anything is built on `done` updates."""
 
-    def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
-        """Return where the batches of a run of so many steps come from."""
+    def open_batches(self, loader: DataLoader, ntypes: int) -> BatchSource:
+        """Return where the batches of a run come from."""
 
     def close(self) -> None:
         """End: no step follows."""
@@ -76,10 +76,10 @@ class HostStepper:
     def close(self) -> None:
         """Do nothing: a step leaves nothing behind."""
 
-    def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
+    def open_batches(self, loader: DataLoader, ntypes: int) -> BatchSource:
         """Return batches that are converted one by one; on a GPU those of `DeviceStepper`."""
         if self._device.type == "cuda":
-            return _batches_on(self._device, loader, ntypes, steps)
+            return _batches_on(self._device, loader, ntypes)
         return HostBatches(loader, ntypes, self._device)
 
 
@@ -131,20 +131,20 @@ class DeviceStepper:
         """Drop what has been captured."""
         self._captured.close()
 
-    def open_batches(self, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
+    def open_batches(self, loader: DataLoader, ntypes: int) -> BatchSource:
         """Return batches gathered from data on the device, or streamed there where the data cannot live there."""
-        return _batches_on(self._device, loader, ntypes, steps)
+        return _batches_on(self._device, loader, ntypes)
 
 
-def _batches_on(device: torch.device, loader: DataLoader, ntypes: int, steps: int) -> BatchSource:
+def _batches_on(device: torch.device, loader: DataLoader, ntypes: int) -> BatchSource:
     """Return batches gathered from data on the device, or streamed there where the data cannot live there."""
-    budget = _RESIDENT_BYTES
+    budget = 1 << 30
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        budget = min(budget, free // 4)
-    reason = why_not_resident(loader, budget, steps)
+        budget = int(free * _RESIDENT_SHARE)
+    reason = why_not_resident(loader, budget)
     if reason is None:
-        return ResidentBatches(loader, ntypes, device)
+        return ResidentBatches(loader, device)
     log.info("training data are streamed to the device, not kept there: %s", reason)
     return StreamedBatches(loader, ntypes, device)
 

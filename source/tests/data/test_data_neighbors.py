@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -244,38 +242,6 @@ def test_the_budget_holds(system):
         np.testing.assert_array_equal(batch.shift, whole.shift)
     assert 0 < half.nbytes <= budget
     assert 0 < len(half) < 6
-
-
-def test_lists_that_are_found_ahead_are_those_of_batches(system, tmp_path):
-    arrays = make_arrays(2, 4)
-    arrays["coord"][1, :3] = arrays["coord"][1, 3:6]  # two atoms at the same place
-    (broken,) = open_systems(write_npy(tmp_path / "broken", [0] * 4, [arrays], type_map=("A",)))
-    ahead, plain = (NeighborCache(4.0, (50, 50), True) for _ in range(2))
-    ahead.fill_ahead([broken, system])
-    ahead.wait()
-    assert len(ahead) == 1 + system.nframes
-    frames = system.frames(range(6))
-    nbytes = ahead.nbytes
-    found, wanted = (cache.batch(system, range(6), frames) for cache in (ahead, plain))
-    np.testing.assert_array_equal(found.index, wanted.index)
-    np.testing.assert_array_equal(found.shift, wanted.shift)
-    assert ahead.nbytes == nbytes
-    with pytest.raises(NeighborError, match="same place"):
-        ahead.batch(broken, [1], broken.frames([1]))
-
-
-def test_a_process_that_ends_while_it_finds_lists_prints_nothing(system, monkeypatch):
-    class Closed(ThreadPoolExecutor):
-        def submit(self, *_):
-            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-
-    printed = []
-    monkeypatch.setattr(threading, "excepthook", printed.append)
-    monkeypatch.setattr(neighbor_cache, "ThreadPoolExecutor", Closed)
-    cache = NeighborCache(4.0, (50, 50), True)
-    cache.fill_ahead([system])
-    cache.wait()
-    assert (printed, len(cache)) == ([], 0)
 
 
 def test_statistics_with_and_without_cache_are_those_of_all_frames(system):

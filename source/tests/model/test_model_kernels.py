@@ -11,6 +11,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+PYTEST = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "interpreted", "-p", "no:cacheprovider"]
+NEIGHBORS = str(HERE / "test_neighbor_search.py")
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install deepmd-muon[gpu])", allow_module_level=True)
@@ -21,7 +23,7 @@ def test_kernels_in_the_interpreter():
     # Triton reads the variable when a kernel is defined, so the cases run in a process of their own.
     paths = os.pathsep.join([str(HERE.parent / "optim"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "interpreted", "-p", "no:cacheprovider", __file__],
+        [*PYTEST, __file__, NEIGHBORS],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         cwd=HERE,
         capture_output=True,
@@ -31,7 +33,7 @@ def test_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout[-6000:]
-    assert int(passed[1]) == 112
+    assert int(passed[1]) == 130
 
 
 if INSIDE:
@@ -48,7 +50,6 @@ if INSIDE:
     from deepmd_muon.model.descriptor.se_e2_a import interpolation, interpolation_kernels, rows_kernels
     from deepmd_muon.model.nn import layer_kernels, layers, triton_support
     from deepmd_muon.model.nn.activation import activation
-    from deepmd_muon.train.batches.gather_kernel import gather_neighbors
     from deepmd_muon.train.step.guard import DeviceGuard
     from deepmd_muon.train.step.guard_kernel import judge
     from deepmd_muon.train.strategy.base import Reduced
@@ -225,19 +226,6 @@ if INSIDE:
             return loss(dict(zip(names, predicted, strict=True)), labels, fraction, 3)[0]
 
         assert torch.autograd.gradcheck(value, tuple(x.requires_grad_() for x in values.values()), fast_mode=True)
-
-    @pytest.mark.parametrize("periodic", [False, True])
-    def test_gather_kernel(periodic):
-        generator, natoms, nnei = torch.Generator().manual_seed(6), 3, 300
-        index = torch.randint(-1, natoms, (5 * natoms, nnei), generator=generator).int()
-        shift = torch.randint(-2, 3, (5 * natoms, nnei, 3), generator=generator).to(torch.int8) if periodic else None
-        numbers = torch.tensor([4, 1])
-        frame, atom = torch.tensor([0, 1, 1, 0]), torch.tensor([2, 0, 2, 1])
-        neighbor, shifts = gather_neighbors(index, shift, numbers, frame, atom, natoms)
-        rows = numbers[frame] * natoms + atom
-        found = index[rows].long()
-        assert torch.equal(neighbor, torch.where(found < 0, found, found + frame[:, None] * natoms))
-        assert shifts is None if shift is None else torch.equal(shifts, shift[rows])
 
     @pytest.mark.parametrize(("tail", "force", "width"), [(True, True, 17), (False, True, 3), (True, False, 3)])
     @pytest.mark.parametrize("name", ["angles", "edges"])

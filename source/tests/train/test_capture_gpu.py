@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from deepmd_muon.train import NonFiniteError, trainer
-from deepmd_muon.train.batches.resident import ResidentSystem
+from deepmd_muon.train.batches.frame_store import FrameStore
 from deepmd_muon.train.step.captured import MOST_GRAPHS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -161,14 +161,14 @@ def test_from_the_first_bad_step_on_nothing_changes_and_that_step_is_named(
     small_input, train, load, monkeypatch, optimizer
 ):
     content = small_input(optimizer={"type": optimizer}, training={"disp_freq": 1000, "save_freq": 1000})
-    content["training"]["numb_steps"] = 300  # data of shorter runs are streamed
-    original = ResidentSystem.__init__
+    content["training"]["numb_steps"] = 300
+    original = FrameStore.__init__
 
-    def poisoned(self, system, *args):
-        original(self, system, *args)
-        self._unpacked(self._packed)["energy"][3] = float("inf")
+    def poisoned(self, *args):
+        original(self, *args)
+        self.of_frames["energy"][3] = float("inf")
 
-    monkeypatch.setattr(ResidentSystem, "__init__", poisoned)
+    monkeypatch.setattr(FrameStore, "__init__", poisoned)
     with pytest.raises(NonFiniteError, match=r"before update \d+: the loss is inf") as caught:
         train(content)
     update = caught.value.update
@@ -183,13 +183,13 @@ def test_from_the_first_bad_step_on_nothing_changes_and_that_step_is_named(
 
 def test_skip_leaves_bad_steps_out(small_input, train, load, monkeypatch, caplog):
     content = small_input(optimizer={"on_nonfinite": "skip"}, training={"disp_freq": 1000, "numb_steps": 300})
-    original = ResidentSystem.__init__
+    original = FrameStore.__init__
 
-    def poisoned(self, system, *args):
-        original(self, system, *args)
-        self._unpacked(self._packed)["energy"][3] = float("inf")
+    def poisoned(self, *args):
+        original(self, *args)
+        self.of_frames["energy"][3] = float("inf")
 
-    monkeypatch.setattr(ResidentSystem, "__init__", poisoned)
+    monkeypatch.setattr(FrameStore, "__init__", poisoned)
     with caplog.at_level(logging.WARNING, logger="deepmd_muon"):
         assert train(content) == 0
     assert "skipped" in caplog.text

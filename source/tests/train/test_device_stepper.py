@@ -10,7 +10,6 @@ import torch
 from deepmd_muon.data import DataLoader, open_systems
 from deepmd_muon.train import NonFiniteError, TrainingError, trainer
 from deepmd_muon.train.batches.batch import tensors_of, to_device
-from deepmd_muon.train.batches.resident import ResidentBatches, why_not_resident
 from deepmd_muon.train.batches.streamed import StreamedBatches, with_full_sections
 from deepmd_muon.train.step.captured import RateTable
 from deepmd_muon.train.step.guard import DeviceGuard, on_nonfinite
@@ -159,45 +158,35 @@ def loader(systems, **options):
     return DataLoader(systems, **options)
 
 
-def test_resident_and_streamed_batches_are_those_of_the_loader():
+def test_streamed_batches_are_those_of_the_loader():
     systems = open_systems([str(EXAMPLE / "train")], ["Cu"])
-    plain, resident, streamed = (loader(systems) for _ in range(3))
-    sources = ResidentBatches(resident, 1, CPU), StreamedBatches(streamed, 1, CPU)
+    plain, streamed = (loader(systems) for _ in range(2))
+    source = StreamedBatches(streamed, 1, CPU)
     for _ in range(7):
         expected = plain.next()
-        for source in sources:
-            feed = source.next()
-            batch = feed.read()
-            assert feed.system == batch.system == expected.system
-            for name in ("energy", "force", "virial"):
-                label = getattr(expected.frames, name)
-                assert (batch.labels[name] is None) == (label is None)
-                if label is not None:
-                    np.testing.assert_array_equal(batch.labels[name], label)
-            wanted = to_device(expected, 1, CPU).structures
-            found = batch.structures
-            width = wanted.neighbor.shape[1]
-            assert torch.equal(found.neighbor[:, :width].long(), wanted.neighbor)
-            assert (found.neighbor[:, width:] == -1).all()
-            for name in ("coord", "order", "sorted_type", "sorted_frame", "atype"):
-                assert torch.equal(getattr(found, name), getattr(wanted, name)), name
-            if wanted.box is None:
-                assert found.box is found.shift is None
-            else:
-                assert torch.equal(found.box, wanted.box)
-                assert torch.equal(found.shift[:, :width], wanted.shift)
-            assert feed.labelled_atoms({"energy", "force"}) == expected.frames.atype.size
-        assert plain.state_dict() == resident.state_dict() == streamed.state_dict()
-    for source in sources:
-        source.close()
-
-
-def test_what_keeps_data_from_living_on_the_device():
-    systems = open_systems([str(EXAMPLE / "train")], ["Cu"])
-    assert why_not_resident(loader(systems), 2**30, 1000) is None
-    assert "MiB" in why_not_resident(loader(systems), 1000, 1000)
-    assert "frames" in why_not_resident(loader(systems), 2**30, 1)
-    assert "mix" in why_not_resident(loader(systems, batch_size="mixed:2"), 2**30, 1000)
+        feed = source.next()
+        batch = feed.read()
+        assert feed.system == batch.system == expected.system
+        for name in ("energy", "force", "virial"):
+            label = getattr(expected.frames, name)
+            assert (batch.labels[name] is None) == (label is None)
+            if label is not None:
+                np.testing.assert_array_equal(batch.labels[name], label)
+        wanted = to_device(expected, 1, CPU).structures
+        found = batch.structures
+        width = wanted.neighbor.shape[1]
+        assert torch.equal(found.neighbor[:, :width].long(), wanted.neighbor)
+        assert (found.neighbor[:, width:] == -1).all()
+        for name in ("coord", "order", "sorted_type", "sorted_frame", "atype"):
+            assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+        if wanted.box is None:
+            assert found.box is found.shift is None
+        else:
+            assert torch.equal(found.box, wanted.box)
+            assert torch.equal(found.shift[:, :width], wanted.shift)
+        assert feed.labelled_atoms({"energy", "force"}) == expected.frames.atype.size
+    assert plain.state_dict() == streamed.state_dict()
+    source.close()
 
 
 def test_the_schedule_on_the_device_is_that_of_the_host():

@@ -1,0 +1,1 @@
+"""Neighbour lists found on the device where the atoms are."""

@@ -1,0 +1,91 @@
+"""What a search for neighbours needs: structures side by side, their cells, and the form of the list."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Neighbours that a program of the kernels sorts, at most.
+MOST_NEIGHBORS = 4096
+#: Rounding of translations [cells].
+MARGIN = 1e-9
+
+
+class Cells(NamedTuple):
+    """Cells of some structures, prepared for the search.
+
+    Attributes
+    ----------
+    box, inverse
+        Cell vectors as rows [Å] and the inverse matrix [1/Å] `(nframes, 3, 3)`.
+    reach
+        Cut-off radius divided by the distance between opposite faces `(nframes, 3)`.
+    images
+        How many translations along each cell vector may bring an atom within the cut-off `(nframes, 3)`, int32.
+    """
+
+    box: Tensor
+    inverse: Tensor
+    reach: Tensor
+    images: Tensor
+
+    @classmethod
+    def of(cls, box: Tensor, rcut: float) -> Cells:
+        """Prepare cells `(nframes, 3, 3)` [Å], float64."""
+        inverse = torch.linalg.inv(box)
+        reach = rcut * torch.linalg.vector_norm(inverse, dim=1)
+        return cls(box, inverse, reach, ((2.0 * reach + 2.0 * MARGIN).floor() + 1.0).int())
+
+    def select(self, numbers: Tensor) -> Cells:
+        """Return the cells of some structures."""
+        return Cells(*(x.index_select(0, numbers) for x in self))
+
+
+class Atoms(NamedTuple):
+    """Structures side by side.
+
+    Attributes
+    ----------
+    coord
+        Positions `(nframes · natoms, 3)` [Å], float64; those of a structure come first among its `natoms` places.
+    atype
+        Types `(nframes · natoms,)`, int64.
+    counts
+        Atoms of each structure `(nframes,)`, int64.
+    natoms
+        Places of a structure.
+    cells
+        None without periodicity.
+    """
+
+    coord: Tensor
+    atype: Tensor
+    counts: Tensor
+    natoms: int
+    cells: Cells | None
+
+
+class Sections(NamedTuple):
+    """Which neighbours a list keeps, and where.
+
+    Attributes
+    ----------
+    rcut
+        Cut-off radius [Å].
+    widths
+        Columns of each section: one section a type, or one for all.
+    by_type
+        Whether sections are types.
+    most
+        The nearest neighbours of all types that are kept before sections are cut, as in deepmd-kit.
+    capacity
+        Neighbours that an atom has, at most.
+    """
+
+    rcut: float
+    widths: tuple[int, ...]
+    by_type: bool
+    most: int
+    capacity: int

@@ -1,0 +1,237 @@
+"""Triton kernels that find neighbours; `search` defines their results.
+
+A program takes one atom. It goes through the atoms of its structure, each with the few translations that may bring it
+within the cut-off, keeps those that are, sorts them by distance and writes them into their sections.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+# ruff: noqa: ANN001, ANN202
+# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
+# branch that is decided at compile time must be a statement.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepmd_muon.model.neighbors.atoms import MARGIN, Atoms, Sections
+
+BLOCK = 256
+_MARGIN = tl.constexpr(MARGIN)
+_NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def _dot(inverse, cell, k: tl.constexpr, x, y, z):
+    """Return the component along cell vector k, in cells."""
+    at = inverse + cell * 9 + k
+    return x * tl.load(at) + y * tl.load(at + 3) + z * tl.load(at + 6)
+
+
+@triton.jit
+def _first(reach, cell, k: tl.constexpr, along):
+    """Return the first translation along cell vector k that may bring an atom near."""
+    return tl.ceil(-tl.load(reach + cell * 3 + k) - along - _MARGIN)
+
+
+@triton.jit
+def _vector(coord, box, inverse, reach, images, cell, x, y, z, there, code, periodic: tl.constexpr):
+    """Return the vectors from (x, y, z) to images of atoms, and their translations."""
+    dx, dy, dz = tl.load(coord + there * 3) - x, tl.load(coord + there * 3 + 1) - y, tl.load(coord + there * 3 + 2) - z
+    if periodic:
+        one, two = tl.load(images + cell * 3 + 1), tl.load(images + cell * 3 + 2)
+        s0 = _first(reach, cell, 0, _dot(inverse, cell, 0, dx, dy, dz)) + code // (one * two)
+        s1 = _first(reach, cell, 1, _dot(inverse, cell, 1, dx, dy, dz)) + code // two % one
+        s2 = _first(reach, cell, 2, _dot(inverse, cell, 2, dx, dy, dz)) + code % two
+        at = box + cell * 9
+        dx += s0 * tl.load(at) + s1 * tl.load(at + 3) + s2 * tl.load(at + 6)
+        dy += s0 * tl.load(at + 1) + s1 * tl.load(at + 4) + s2 * tl.load(at + 7)
+        dz += s0 * tl.load(at + 2) + s1 * tl.load(at + 5) + s2 * tl.load(at + 8)
+    else:
+        s0, s1, s2 = dx * 0.0, dx * 0.0, dx * 0.0
+    return dx, dy, dz, s0, s1, s2
+
+
+@triton.jit
+def _per_atom(images, cell, periodic: tl.constexpr):
+    """Return how many images of an atom are candidates."""
+    if periodic:
+        return tl.load(images + cell * 3) * tl.load(images + cell * 3 + 1) * tl.load(images + cell * 3 + 2)
+    return 1
+
+
+@triton.jit
+def _search_kernel(
+    neighbor, shift, scratch,
+    coord, atype, counts, natoms, box, inverse, reach, images,
+    order, frame, nframes, starts, widths, groups, nnei, most, square,
+    by_type: tl.constexpr, periodic: tl.constexpr, block: tl.constexpr, capacity: tl.constexpr,
+):  # fmt: skip
+    """Find the neighbours of one atom; `starts` and `widths` are those of the sections."""
+    row = tl.program_id(0).to(tl.int64)
+    cell = tl.load(frame + row)
+    inside = cell < nframes
+    cell = tl.where(inside, cell, 0)
+    here = tl.where(inside, tl.load(order + row), 0)
+    x, y, z = tl.load(coord + here * 3), tl.load(coord + here * 3 + 1), tl.load(coord + here * 3 + 2)
+    each = _per_atom(images, cell, periodic)
+    candidates = tl.where(inside, tl.load(counts + cell).to(tl.int32) * each, 0)
+    found = candidates * 0
+    for begin in range(0, candidates, block):
+        k = begin + tl.arange(0, block)
+        real = k < candidates
+        there = cell * natoms + tl.where(real, k // each, 0)
+        dx, dy, dz, s0, s1, s2 = _vector(coord, box, inverse, reach, images, cell, x, y, z, there, k % each, periodic)
+        distance = dx * dx + dy * dy + dz * dz
+        itself = (there == here) & (s0 == 0.0) & (s1 == 0.0) & (s2 == 0.0)
+        near = real & (distance < square) & (itself == 0)
+        key = (distance.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64) << 32) | k.to(tl.int64)
+        place = found + tl.cumsum(near.to(tl.int32), 0) - 1
+        tl.store(scratch + row * capacity + place, key, near & (place < capacity))
+        found += tl.sum(near.to(tl.int32))
+    for begin in range(0, nnei, block):
+        column = begin + tl.arange(0, block)
+        tl.store(neighbor + row * nnei + column, tl.full((block,), -1, tl.int64), column < nnei)
+    if periodic:
+        for begin in range(0, nnei * 3, block):
+            column = begin + tl.arange(0, block)
+            tl.store(shift + row * nnei * 3 + column, tl.zeros((block,), tl.int32), column < nnei * 3)
+    tl.debug_barrier()
+    rank = tl.arange(0, capacity)
+    key = tl.sort(tl.load(scratch + row * capacity + rank, rank < found, _NONE))
+    kept = (rank < found) & (rank < most)
+    k = tl.where(kept, key & 0xFFFFFFFF, 0).to(tl.int32)
+    there = cell * natoms + k // each
+    _, _, _, s0, s1, s2 = _vector(coord, box, inverse, reach, images, cell, x, y, z, there, k % each, periodic)
+    kind = tl.load(atype + there, kept, -1)
+    for group in range(groups):
+        mine = kept
+        if by_type:
+            mine = kept & (kind == group)
+        column = tl.cumsum(mine.to(tl.int32), 0) - 1
+        mine = mine & (column < tl.load(widths + group))
+        at = row * nnei + tl.load(starts + group) + column
+        tl.store(neighbor + at, there, mine)
+        if periodic:
+            tl.store(shift + at * 3, s0.to(tl.int32), mine)
+            tl.store(shift + at * 3 + 1, s1.to(tl.int32), mine)
+            tl.store(shift + at * 3 + 2, s2.to(tl.int32), mine)
+
+
+@triton.jit
+def _count_kernel(
+    of_types, within, nearest,
+    coord, atype, counts, natoms, box, inverse, reach, images,
+    order, frame, nframes, squares, ntypes, nradii,
+    periodic: tl.constexpr, block: tl.constexpr, kinds: tl.constexpr, radii: tl.constexpr,
+):  # fmt: skip
+    """Count the neighbours of one atom by type, and within shorter radii."""
+    row = tl.program_id(0).to(tl.int64)
+    cell = tl.load(frame + row)
+    inside = cell < nframes
+    cell = tl.where(inside, cell, 0)
+    here = tl.where(inside, tl.load(order + row), 0)
+    x, y, z = tl.load(coord + here * 3), tl.load(coord + here * 3 + 1), tl.load(coord + here * 3 + 2)
+    each = _per_atom(images, cell, periodic)
+    candidates = tl.where(inside, tl.load(counts + cell).to(tl.int32) * each, 0)
+    kind, radius = tl.arange(0, kinds), tl.arange(0, radii)
+    short = tl.load(squares + 1 + radius, radius < nradii - 1, 0.0)
+    square = tl.load(squares)
+    totals, shorter = tl.zeros((kinds,), tl.int32), tl.zeros((radii,), tl.int32)
+    least = tl.load(squares) * 0.0 + float("inf")
+    for begin in range(0, candidates, block):
+        k = begin + tl.arange(0, block)
+        real = k < candidates
+        there = cell * natoms + tl.where(real, k // each, 0)
+        dx, dy, dz, s0, s1, s2 = _vector(coord, box, inverse, reach, images, cell, x, y, z, there, k % each, periodic)
+        itself = (there == here) & (s0 == 0.0) & (s1 == 0.0) & (s2 == 0.0)
+        real = real & (itself == 0)
+        distance = tl.where(real, dx * dx + dy * dy + dz * dz, float("inf"))
+        least = tl.minimum(least, tl.min(distance))
+        mine = tl.where(distance < square, tl.load(atype + there), -1)
+        totals += tl.sum((mine[:, None] == kind[None, :]).to(tl.int32), 0)
+        shorter += tl.sum((distance[:, None] < short[None, :]).to(tl.int32), 0)
+    tl.store(of_types + row * ntypes + kind, totals, kind < ntypes)
+    tl.store(within + row * (nradii - 1) + radius, shorter, radius < nradii - 1)
+    tl.store(nearest + row, least)
+
+
+def _geometry(atoms: Atoms) -> tuple[Tensor | int, ...]:
+    """Return the arguments of both kernels that describe the structures; unused ones repeat the positions."""
+    cells = (atoms.coord,) * 4 if atoms.cells is None else tuple(x.contiguous() for x in atoms.cells)
+    return atoms.coord, atoms.atype, atoms.counts, atoms.natoms, *cells
+
+
+def find(atoms: Atoms, order: Tensor, frame: Tensor, sections: Sections) -> tuple[Tensor, Tensor | None]:
+    """Return neighbours and translations as `find_neighbors` does."""
+    nnei, rows = sum(sections.widths), order.shape[0]
+    capacity = max(16, triton.next_power_of_2(sections.capacity))
+    periodic = atoms.cells is not None
+    neighbor = order.new_empty(rows, nnei)
+    shift = order.new_empty((rows, nnei, 3), dtype=torch.int32) if periodic else None
+    if rows == 0 or nnei == 0:
+        return neighbor, shift
+    layout = _layout(sections.widths, order.device)
+    _search_kernel[(rows,)](
+        neighbor,
+        neighbor if shift is None else shift,
+        order.new_empty(rows, capacity),
+        *_geometry(atoms),
+        order,
+        frame,
+        atoms.counts.shape[0],
+        *layout,
+        len(sections.widths),
+        nnei,
+        sections.most,
+        sections.rcut**2,
+        by_type=sections.by_type,
+        periodic=periodic,
+        block=BLOCK,
+        capacity=capacity,
+    )
+    return neighbor, shift
+
+
+_LAYOUTS: dict[tuple[tuple[int, ...], torch.device], tuple[Tensor, Tensor]] = {}
+
+
+def _layout(widths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return where sections start, and their widths, in memory that graphs may read as long as they exist."""
+    key = widths, device
+    if key not in _LAYOUTS:
+        sizes = torch.tensor(widths)
+        _LAYOUTS[key] = (sizes.cumsum(0) - sizes).to(device), sizes.to(device)
+    return _LAYOUTS[key]
+
+
+def count(
+    atoms: Atoms, order: Tensor, frame: Tensor, radii: Sequence[float], ntypes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return counts and distances as `count_neighbors` does."""
+    rows = order.shape[0]
+    of_types = order.new_empty((rows, ntypes), dtype=torch.int32)
+    within = order.new_empty((rows, len(radii) - 1), dtype=torch.int32)
+    nearest = atoms.coord.new_empty(rows)
+    if rows:
+        _count_kernel[(rows,)](
+            of_types,
+            within,
+            nearest,
+            *_geometry(atoms),
+            order,
+            frame,
+            atoms.counts.shape[0],
+            torch.tensor(radii, dtype=torch.float64).square().to(order.device),
+            ntypes,
+            len(radii),
+            periodic=atoms.cells is not None,
+            block=BLOCK,
+            kinds=max(2, triton.next_power_of_2(ntypes)),
+            radii=max(2, triton.next_power_of_2(len(radii) - 1)),
+        )
+    return of_types, within, nearest

@@ -1,0 +1,147 @@
+"""Batches gathered on the device give the losses and gradients of the loader's own, whatever they are padded to."""
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deepmd_muon.data import DataLoader, NeighborCache, NeighborError, open_systems
+from deepmd_muon.loss import build_loss
+from deepmd_muon.train.batches import resident as resident_module
+from deepmd_muon.train.batches import shapes
+from deepmd_muon.train.batches.batch import to_device
+from deepmd_muon.train.batches.resident import ResidentBatches, why_not_resident
+from deepmd_muon.train.batches.shapes import Shape, Shapes, merge
+from deepmd_muon.train.step.compiled import differentiate
+
+sys.path += [str(Path(__file__).parents[1] / room) for room in ("data", "model")]
+
+import corners
+from corners import DESCRIPTORS, corner_model
+from write_systems import make_arrays, write_npy
+
+CPU = torch.device("cpu")
+NAMES = ("Ni", "Pd", "Al")
+EXACT = ("energy", "force", "virial")
+
+
+@pytest.fixture(autouse=True)
+def wide_lists(monkeypatch):
+    """Where `sel` cuts no list, all rules of cutting agree."""
+    for name, section in DESCRIPTORS.items():
+        wide = {"e_sel": 60, "a_sel": 40}
+        changed = {"repflow": section["repflow"] | wide} if name.startswith("dpa3") else {"sel": 60}
+        if "se_e2_a" in name:
+            changed = {"sel": [40, 40, 40]}
+        monkeypatch.setitem(corners.DESCRIPTORS, name, section | changed)
+
+
+@pytest.fixture
+def systems(tmp_path):
+    """Six compositions of 1 to 14 atoms in random order of types, one without a cell, some labels missing."""
+    rng = np.random.default_rng(4)
+    paths = []
+    for k, natoms in enumerate([14, 9, 1, 5, 9, 12]):
+        labels = EXACT if k != 4 else ("energy",)
+        arrays = make_arrays(5, natoms, k, labels, scale=7.0)
+        types = np.sort(rng.integers(0, 3, natoms)) if k == 1 else rng.integers(0, 3, natoms)
+        paths.append(write_npy(tmp_path / f"system{k}", types, [arrays], NAMES, nopbc=k == 3))
+    return open_systems(paths, NAMES)
+
+
+def loader(systems, model, batch_size):
+    request = model.neighbors
+    cache = NeighborCache(request.rcut, request.sel, request.by_type, ntypes=3, inner=request.inner)
+    return DataLoader(systems, batch_size, seed=5, cache=cache)
+
+
+def outcome(model, loss, batch):
+    """Return the loss, its metrics, and the gradient."""
+    model.zero_grad(set_to_none=True)
+    value, metrics = differentiate(model, loss, batch, 0.5)
+    gradient = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return value, metrics, torch.cat(gradient)
+
+
+@pytest.mark.parametrize("most", [1, 3, 16])
+@pytest.mark.parametrize("batch_size", [2, "mixed:3", "mix:30"])
+@pytest.mark.parametrize("name", DESCRIPTORS)
+def test_padded_batches_have_the_losses_of_plain_ones(systems, monkeypatch, name, batch_size, most):
+    if name != "se_e2_a" and most != 3:
+        pytest.skip("the number of shapes is no business of the descriptor")
+    monkeypatch.setattr(shapes, "MOST_SHAPES", most)
+    model = corner_model(name, "float64")
+    model.pieces = 0
+    loss = build_loss({"start_pref_v": 0.1, "limit_pref_v": 1.0})
+    plain = loader(systems, model, batch_size)
+    batches = ResidentBatches(loader(systems, model, batch_size), CPU)
+    layouts = set()
+    for _ in range(12):
+        expected = to_device(plain.next(), 3, CPU)
+        feed = batches.next()
+        layouts.add(feed.layout)
+        found = feed.read()
+        assert (feed.system, feed.atoms.tolist()) == (expected.system, expected.atoms.tolist())
+        for needed in ({"energy"}, {"energy", "force"}):
+            assert feed.labelled_atoms(needed) == expected.labelled_atoms(needed)
+        value, metrics, gradient = outcome(model, loss, expected)
+        same, others, direction = outcome(model, loss, found)
+        assert abs(float(same - value)) <= 1e-12 * abs(float(value))
+        assert float((direction - gradient).abs().max()) <= 1e-12 * float(gradient.abs().max())
+        for key, number in metrics.items():
+            missing = number.isnan() or not number  # of no frame: unknown, or nothing
+            assert missing or math.isclose(number, others[key], rel_tol=1e-12), key
+    assert len(layouts) <= most
+    assert plain.state_dict() == batches._loader.state_dict()
+
+
+def test_shapes_grow_when_later_batches_need_more(systems, monkeypatch):
+    """The table of numbers is written anew, and the position in the order of batches is the loader's."""
+    monkeypatch.setattr(resident_module, "_AHEAD", 3)
+    monkeypatch.setattr(shapes, "MOST_SHAPES", 2)
+    model = corner_model("se_e2_a", "float64")
+    plain, batches = loader(systems, model, "mixed:2"), ResidentBatches(loader(systems, model, "mixed:2"), CPU)
+    for _ in range(20):
+        expected, found = plain.next(), batches.next().read()
+        here = np.sort(found.labels["energy"].numpy())
+        np.testing.assert_array_equal(here, np.sort(expected.frames.energy))
+
+
+def shape(natoms, often=1, width=8):
+    return Shape(1, natoms, (natoms,), (width,), (), True), often
+
+
+def test_merging_keeps_what_occurs_often_tight():
+    wanted = dict([shape(10), shape(11), shape(100, often=50), shape(101), shape(12)])
+    left = merge(wanted, 2)
+    assert sorted(one.natoms for one in left) == [12, 101]
+    assert [one.natoms for one in merge(dict([shape(10, 1000), shape(20), shape(40, 1000)]), 2)] == [10, 40]
+
+
+def test_a_uniform_shape_holds_its_own_composition_only():
+    shapes_ = Shapes()
+    own = Shape(2, 4, (4, 4), (8,), (), True, frozenset({"energy"}), frozenset(), 7)
+    shapes_.learn([own])
+    assert shapes_.of(own) is own
+    other = Shape(2, 4, (4, 4), (8,), (), True, frozenset({"energy"}), frozenset(), 8)
+    assert shapes_.of(other).holds(other)
+    assert not own.holds(other)
+
+
+def test_atoms_at_the_same_place_are_refused_by_system_and_frame(tmp_path):
+    arrays = make_arrays(4, 5, 1)
+    arrays["coord"][2, :3] = arrays["coord"][2, 3:6]
+    systems = open_systems([write_npy(tmp_path / "broken", [0] * 5, [arrays], NAMES)], NAMES)
+    with pytest.raises(NeighborError, match=r"broken.*frame 2.*atoms 0 and 1 lie at the same place"):
+        ResidentBatches(loader(systems, corner_model("se_e2_a", "float64"), 1), CPU)
+
+
+def test_what_keeps_data_from_living_on_the_device(systems, monkeypatch):
+    data = loader(systems, corner_model("se_e2_a", "float64"), 1)
+    assert why_not_resident(data, 1 << 30) is None
+    assert "MiB" in why_not_resident(data, 1000)
+    monkeypatch.setattr(resident_module, "MOST_ATOMS", 5)
+    assert "14 atoms" in why_not_resident(data, 1 << 30)
