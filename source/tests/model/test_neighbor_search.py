@@ -6,9 +6,11 @@ import os
 import numpy as np
 import pytest
 import torch
-from deepmd_muon.model.neighbor_search import Atoms, Cells, Sections, count_neighbors, find_neighbors
 
 from deepmd_muon.data import build_neighbors
+from deepmd_muon.model.neighbors import kernels
+from deepmd_muon.model.neighbors.atoms import Atoms, Cells, Sections
+from deepmd_muon.model.neighbors.search import count_neighbors, find_neighbors
 from deepmd_muon.model.nn import triton_support
 
 NTYPES = 3
