@@ -166,7 +166,7 @@ def test_from_the_first_bad_step_on_nothing_changes_and_that_step_is_named(
 
     def poisoned(self, *args):
         original(self, *args)
-        self.of_frames["energy"][3] = float("inf")
+        self.of_frames["energy"][torch.from_numpy(self.offset[:-1] + 3)] = float("inf")
 
     monkeypatch.setattr(FrameStore, "__init__", poisoned)
     with pytest.raises(NonFiniteError, match=r"before update \d+: the loss is inf") as caught:
@@ -187,7 +187,7 @@ def test_skip_leaves_bad_steps_out(small_input, train, load, monkeypatch, caplog
 
     def poisoned(self, *args):
         original(self, *args)
-        self.of_frames["energy"][3] = float("inf")
+        self.of_frames["energy"][torch.from_numpy(self.offset[:-1] + 3)] = float("inf")
 
     monkeypatch.setattr(FrameStore, "__init__", poisoned)
     with caplog.at_level(logging.WARNING, logger="deepmd_muon"):
