@@ -10,7 +10,7 @@ from pathlib import Path
 import deepmd_muon
 
 PACKAGE = Path(deepmd_muon.__file__).parent
-PAGE = PACKAGE.parent / "doc" / "add-an-update-rule.md"
+PAGE = Path(__file__).parents[3] / "doc" / "add-an-update-rule.md"
 NOTE = "<!-- tested: test_optim_new_rule.py -->\n```python\n"
 
 USE = """
