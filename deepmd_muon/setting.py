@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import re
 import types
 import typing
@@ -181,8 +182,16 @@ def _declared(settings: Any) -> tuple[tuple[str, Any, Setting], ...]:
 
 @functools.cache
 def annotations_of(settings: type) -> dict[str, Any]:
-    """Return the evaluated annotations of a settings dataclass."""
-    return typing.get_type_hints(settings)
+    """Return the evaluated annotations of a settings dataclass; a `Sequence[X]` stands for any list of X."""
+    return {name: _as_tuple(annotation) for name, annotation in typing.get_type_hints(settings).items()}
+
+
+def _as_tuple(annotation: Any) -> Any:
+    """Return an annotation with `tuple[X, ...]` for `Sequence[X]`."""
+    if typing.get_origin(annotation) is Sequence:
+        return types.GenericAlias(tuple, (_as_tuple(typing.get_args(annotation)[0]), ...))
+    members = alternatives_of(annotation)
+    return functools.reduce(operator.or_, map(_as_tuple, members)) if len(members) > 1 else annotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,9 +243,7 @@ def _scalar(value: Any, kind: Any, *, exact: bool) -> Any:
         return int(number) if whole else None
     if kind is float and isinstance(value, Real):
         return _finite(value)
-    if kind in _NAMES or dataclasses.is_dataclass(kind):
-        return value if isinstance(value, kind) else None
-    return value
+    return value if not isinstance(kind, type) or isinstance(value, kind) else None
 
 
 def _finite(value: Real) -> float | None:

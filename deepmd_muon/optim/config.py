@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.optim.errors import InvalidSettingError
+from deepmd_muon.optim.rules_config import RuleSettings
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.setting import setting
 
@@ -67,12 +68,9 @@ def reject_renamed_settings(cls: type[T]) -> type[T]:
     return cls
 
 
-@reject_renamed_settings
 @dataclasses.dataclass(frozen=True)
-class HybridMuonConfig(Buildable):
-    """Settings of `HybridMuon`; the first ten keys are DeePMD's, with the defaults of deepmd-kit 3.2.0."""
-
-    own_lr = 5e-4
+class DeePMDSettings:
+    """Settings of `HybridMuon` that DeePMD has, with the defaults of deepmd-kit 3.2.0."""
 
     momentum: float = setting(
         0.95,
@@ -86,16 +84,6 @@ class HybridMuonConfig(Buildable):
     )
     adam_beta2: float = setting(
         0.95, minimum=0.0, below=1.0, doc="Decay of the second moment on the Adam and AdamW routes."
-    )
-    adam_eps: float = setting(
-        1e-20, above=0.0, doc="ε of the Adam and AdamW routes, added to the root of the second moment."
-    )
-    adam_implementation: AdamImplementation = setting(
-        "fused",
-        doc=(
-            "How the Adam and AdamW routes step: torch's 'fused' kernel, multi-tensor operations ('foreach'), or the "
-            "same one parameter after another ('for-loop')."
-        ),
     )
     weight_decay: float = setting(
         0.001,
@@ -142,28 +130,20 @@ class HybridMuonConfig(Buildable):
             "of its momentum with its gradient."
         ),
     )
-    normuon: bool = setting(
-        False,
-        doc=(
-            "NorMuon (arXiv:2510.05491): the update of each neuron of a matrix is divided by its running size, and the "
-            "matrix is rescaled to the norm it had. Neurons are columns where `layout` is 'in_out', else rows."
-        ),
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuonSettings(RuleSettings):
+    """Settings that `HybridMuon` and a plain Muon share; the defaults are HybridMuon's."""
+
+    adam_eps: float = setting(
+        1e-20, above=0.0, doc="ε of the Adam and AdamW routes, added to the root of the second moment."
     )
-    normuon_beta: float = setting(
-        0.95, minimum=0.0, below=1.0, doc="Decay β₂ of the second moments of `normuon`, one per neuron."
-    )
-    cautious_decay: bool = setting(
-        False,
+    adam_implementation: AdamImplementation = setting(
+        "fused",
         doc=(
-            "Cautious weight decay (arXiv:2510.12402) on the Muon route: a weight decays only where the update does "
-            "not move it away from zero."
-        ),
-    )
-    rules: tuple[str, ...] = setting(
-        (),
-        doc=(
-            "Further rules of the Muon route, by the names under which other packages have registered them (see "
-            "doc/add-an-update-rule.md), in the order in which they act."
+            "How the Adam and AdamW routes step: torch's 'fused' kernel, multi-tensor operations ('foreach'), or the "
+            "same one parameter after another ('for-loop')."
         ),
     )
     nesterov: bool = setting(True, doc="Orthogonalize β m + (1 − β) g instead of m.")
@@ -232,27 +212,17 @@ class HybridMuonConfig(Buildable):
             "`min_2d_dim`)."
         ),
     )
-    vector_route: VectorRoute = setting(
-        "adam",
-        doc=(
-            "Route of biases, vectors and matrices below min_matrix_dim: 'adam', which decays no weights, or 'adamw', "
-            "which does."
-        ),
-    )
-    adam_patterns: tuple[str, ...] = setting(
+    adam_patterns: Sequence[str] = setting(
         (), doc="Parameters whose full name matches one of these shell patterns take the Adam route."
     )
-    adamw_patterns: tuple[str, ...] = setting(
-        (), doc="Parameters whose full name matches one of these shell patterns take the AdamW route."
-    )
-    expert_patterns: tuple[str, ...] = setting(
+    expert_patterns: Sequence[str] = setting(
         (),
         doc=(
             "Parameters of three or more dimensions whose full name matches one of these shell patterns hold one "
             "expert per index of their first dimension; muon_mode applies to each expert."
         ),
     )
-    local_patterns: tuple[str, ...] = setting(
+    local_patterns: Sequence[str] = setting(
         (),
         doc=(
             "Plain parameters whose full name matches one of these shell patterns belong to their process alone, which "
@@ -260,14 +230,14 @@ class HybridMuonConfig(Buildable):
             "each rank has for itself."
         ),
     )
-    splits: tuple[str, ...] = setting(
+    splits: Sequence[str] = setting(
         (),
         pattern=SPLIT_PATTERN,
         forms=SPLIT_SYNTAX,
         doc=(
             "Fused weights, one entry each: a shell pattern on full names, then 'rows' or 'columns' of the matrix as "
             "stored, then a number of equal parts or the sizes of the parts. Every part is orthogonalized separately. "
-            "Example: '*.in_proj.matrix: columns 3'."
+            "Example: ``*.in_proj.matrix: columns 3``."
         ),
     )
     on_route_change: RouteChange = setting(
@@ -299,6 +269,22 @@ class HybridMuonConfig(Buildable):
             "kept. A single process ignores it."
         ),
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FurtherSettings(MuonSettings):
+    """Settings that `HybridMuon` has besides those of DeePMD."""
+
+    vector_route: VectorRoute = setting(
+        "adam",
+        doc=(
+            "Route of biases, vectors and matrices below min_matrix_dim: 'adam', which decays no weights, or 'adamw', "
+            "which does."
+        ),
+    )
+    adamw_patterns: Sequence[str] = setting(
+        (), doc="Parameters whose full name matches one of these shell patterns take the AdamW route."
+    )
     deepmd_kit_arithmetic: bool = setting(
         False,
         doc=(
@@ -307,6 +293,14 @@ class HybridMuonConfig(Buildable):
             "`precision` have no effect then."
         ),
     )
+
+
+@reject_renamed_settings
+@dataclasses.dataclass(frozen=True)
+class HybridMuonConfig(FurtherSettings, DeePMDSettings, Buildable):  # the fields of the last base come first
+    """Settings of `HybridMuon`; the first ten keys are DeePMD's, with the defaults of deepmd-kit 3.2.0."""
+
+    own_lr = 5e-4
 
     def explicit(self) -> HybridMuonConfig:
         """Return the settings with `scaling`, `adam_lr_ratio` and `layout` resolved, which null and 'auto' leave open.

@@ -5,32 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.config import (
-    AdamImplementation,
-    MuonMode,
-    NonFinite,
-    Precision,
-    RouteChange,
-    Scaling,
-    VectorRoute,
-    WeightLayout,
-    reject_renamed_settings,
-)
+from deepmd_muon.optim.arguments import Arguments, documented, takes
+from deepmd_muon.optim.config import reject_renamed_settings
 from deepmd_muon.optim.cuda import refuse_unsafe_capture
 from deepmd_muon.optim.dtensors import spec_of
-from deepmd_muon.optim.polar.schedules import AnySchedule
 from deepmd_muon.optim.qk_clip.clip import Logits, checked_logits, clip_heads, clipper
-from deepmd_muon.optim.qk_clip.layers import QKClip
-from deepmd_muon.optim.routing.group_settings import Arguments, complete_group, group_defaults
+from deepmd_muon.optim.routing.group_settings import complete_group, group_defaults
 from deepmd_muon.optim.routing.param_groups import (
     Group,
-    Params,
     Routing,
     check_parameters,
     log_parameters,
@@ -39,7 +27,6 @@ from deepmd_muon.optim.routing.param_groups import (
 )
 from deepmd_muon.optim.routing.rules import RouteTable
 from deepmd_muon.optim.sharded.plan import Plan
-from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.load import apply_restored, drop_unused, load_state, place_state_tensor, restored_groups
 from deepmd_muon.optim.state.replaced import move_state
@@ -48,14 +35,13 @@ from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.torch_hooks import QuickOptimizer, profiled_on_demand, read_by_grad_scaler
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.buildable import Replicas
     from deepmd_muon.optim.sharded.params import ShardedParameter
     from deepmd_muon.optim.sharded.step import ShardedStep
 
 log = logging.getLogger(__name__)
-_DEFAULTS = Arguments()
 
 
+@documented(Arguments)
 @reject_renamed_settings
 class HybridMuon(QuickOptimizer):
     r"""Muon for matrices, Adam for vectors and biases, AdamW for tensors that `muon_mode` does not see as matrices.
@@ -72,38 +58,7 @@ class HybridMuon(QuickOptimizer):
 
     Parameters
     ----------
-    params
-        ``model.named_parameters()``, or groups with their own settings; without names, rules on names are off.
-    lr
-        Learning rate of the Muon route; a 0-dim tensor is read on its device.
-    momentum, weight_decay, adam_betas, lr_adjust, lr_adjust_coeff, muon_mode, enable_gram, flash_muon, magma_muon
-        DeePMD's settings; see `HybridMuonConfig`, whose defaults they share (`adam_betas`: `adam_beta1`, `adam_beta2`).
-    normuon, normuon_beta, cautious_decay, rules, nesterov, scaling, layout, schedule, large_schedule, large_matrix_dim
-        The update of matrices; see `HybridMuonConfig`.
-    precision, deepmd_kit_arithmetic, adam_lr_ratio, adam_eps, adam_implementation, min_matrix_dim, vector_route
-        Arithmetic, the Adam routes and the parameters that take them; see `HybridMuonConfig`.
-    adam_patterns, adamw_patterns, expert_patterns, local_patterns, splits
-        Patterns on names; see `HybridMuonConfig`.
-    on_route_change, on_nonfinite, offload, sharded
-        How states load and steps run; see `HybridMuonConfig`.
-    named_parameters
-        (name, parameter) pairs that name unnamed `params`; a warning lists trainable ones missing from `params`.
-    foreach
-        False steps one parameter at a time, which is slow and needs least memory.
-    capturable
-        Keep the learning rate on the parameters' device, so that a step captured in a CUDA graph reads it there.
-    maximize, differentiable
-        Maximize the objective; `differentiable` must be False.
-    workspace
-        Bound on the parameter elements of a wave; a larger parameter forms its own. A step needs 20 to 24 bytes for
-        each besides the state (float32; on a GPU up to 27, and two waves of more than 4 Mi elements are in flight).
-    offload_bytes
-        Bound on the bytes of a transfer batch, of which two are on the device, and so of a wave of smaller moments.
-    replicas
-        Device mesh or process group whose ranks hold copies of the non-DTensor parameters with equal gradients (DDP)
-        and share the step. Without it, this process steps such parameters alone. DTensors carry their own layout.
-    qk_clip
-        Attention layers whose logits stay below a threshold; see `deepmd_muon.optim.qk_clip`.
+    {arguments}
 
     Attributes
     ----------
@@ -130,64 +85,14 @@ class HybridMuon(QuickOptimizer):
     _routing = Routing(())
     routing = RouteTable(())
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = _DEFAULTS.lr,
-        momentum: float = _DEFAULTS.momentum,
-        weight_decay: float = _DEFAULTS.weight_decay,
-        adam_betas: tuple[float, float] = (_DEFAULTS.adam_beta1, _DEFAULTS.adam_beta2),
-        lr_adjust: float = _DEFAULTS.lr_adjust,
-        lr_adjust_coeff: float = _DEFAULTS.lr_adjust_coeff,
-        muon_mode: MuonMode = _DEFAULTS.muon_mode,
-        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        enable_gram: bool = _DEFAULTS.enable_gram,
-        flash_muon: bool = _DEFAULTS.flash_muon,
-        magma_muon: bool = _DEFAULTS.magma_muon,
-        *,
-        normuon: bool = _DEFAULTS.normuon,
-        normuon_beta: float = _DEFAULTS.normuon_beta,
-        cautious_decay: bool = _DEFAULTS.cautious_decay,
-        rules: Sequence[str] = _DEFAULTS.rules,
-        nesterov: bool = _DEFAULTS.nesterov,
-        scaling: Scaling | None = _DEFAULTS.scaling,
-        layout: WeightLayout = _DEFAULTS.layout,
-        adam_lr_ratio: float | None = _DEFAULTS.adam_lr_ratio,
-        schedule: AnySchedule = _DEFAULTS.schedule,
-        large_schedule: AnySchedule | None = _DEFAULTS.large_schedule,
-        large_matrix_dim: int = _DEFAULTS.large_matrix_dim,
-        precision: Precision = _DEFAULTS.precision,
-        min_matrix_dim: int = _DEFAULTS.min_matrix_dim,
-        adam_eps: float = _DEFAULTS.adam_eps,
-        adam_implementation: AdamImplementation = _DEFAULTS.adam_implementation,
-        vector_route: VectorRoute = _DEFAULTS.vector_route,
-        adam_patterns: Sequence[str] = _DEFAULTS.adam_patterns,
-        adamw_patterns: Sequence[str] = _DEFAULTS.adamw_patterns,
-        expert_patterns: Sequence[str] = _DEFAULTS.expert_patterns,
-        local_patterns: Sequence[str] = _DEFAULTS.local_patterns,
-        splits: Sequence[str] = _DEFAULTS.splits,
-        on_route_change: RouteChange = _DEFAULTS.on_route_change,
-        on_nonfinite: NonFinite = _DEFAULTS.on_nonfinite,
-        deepmd_kit_arithmetic: bool = _DEFAULTS.deepmd_kit_arithmetic,
-        maximize: bool = _DEFAULTS.maximize,
-        foreach: bool | None = _DEFAULTS.foreach,
-        capturable: bool = _DEFAULTS.capturable,
-        differentiable: bool = _DEFAULTS.differentiable,
-        workspace: int = _DEFAULTS.workspace,
-        offload: bool = _DEFAULTS.offload,
-        offload_bytes: int = _DEFAULTS.offload_bytes,
-        replicas: Replicas | None = None,
-        sharded: ShardedSettings | None = None,
-        qk_clip: QKClip | None = None,
-    ) -> None:
-        defaults = group_defaults(locals())
-        self.on_route_change: RouteChange = on_route_change
-        self.on_nonfinite: NonFinite = on_nonfinite
-        self.workspace, self.offload_bytes = workspace, offload_bytes
-        self._host_memory = HostMemory(offload_bytes) if offload else None
-        self.replicas, self.sharded, self.qk_clip = replicas, sharded or ShardedSettings(), qk_clip
+    @takes(Arguments)
+    def __init__(self, given: Arguments) -> None:
+        self.on_route_change, self.on_nonfinite = given.on_route_change, given.on_nonfinite
+        self.workspace, self.offload_bytes = given.workspace, given.offload_bytes
+        self._host_memory = HostMemory(given.offload_bytes) if given.offload else None
+        self.replicas, self.sharded, self.qk_clip = given.replicas, given.sharded, given.qk_clip
         self._compiled = CompiledStep()
-        super().__init__(with_names(params, named_parameters), defaults)
+        super().__init__(with_names(given.params, given.named_parameters), group_defaults(given))
         self._route_parameters()
         warn_unmatched_patterns(self.param_groups)
 

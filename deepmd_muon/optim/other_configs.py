@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.optim.config import (
@@ -10,19 +11,15 @@ from deepmd_muon.optim.config import (
     AdamImplementation,
     HybridMuonConfig,
     MuonMode,
-    NonFinite,
-    Precision,
-    RouteChange,
+    MuonSettings,
     Scaling,
     Steps,
-    WeightLayout,
 )
-from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.setting import setting, setting_like
 
 
-@dataclasses.dataclass(frozen=True)
-class MuonConfig(Buildable):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuonConfig(MuonSettings, Buildable):
     """Settings of a plain Muon with AdamW for the rest, in the field's words; it is built as a `HybridMuon`.
 
     The defaults are those of the literature: Keller Jordan's five steps, no damping, two-dimensional weights only, and
@@ -34,12 +31,10 @@ class MuonConfig(Buildable):
     own_lr = 0.02
 
     momentum: float = setting_like(HybridMuonConfig, "momentum")
-    normuon: bool = setting_like(HybridMuonConfig, "normuon")
-    normuon_beta: float = setting_like(HybridMuonConfig, "normuon_beta")
-    cautious_decay: bool = setting_like(HybridMuonConfig, "cautious_decay")
-    rules: tuple[str, ...] = setting_like(HybridMuonConfig, "rules")
-    nesterov: bool = setting_like(HybridMuonConfig, "nesterov")
     weight_decay: float = setting_like(HybridMuonConfig, "weight_decay", 0.1)
+    muon_mode: MuonMode = setting_like(HybridMuonConfig, "muon_mode", "2d")
+    enable_gram: bool = setting_like(HybridMuonConfig, "enable_gram")
+    flash_muon: bool = setting_like(HybridMuonConfig, "flash_muon")
     scaling: Scaling = setting(
         "rectangular",
         doc=(
@@ -48,23 +43,13 @@ class MuonConfig(Buildable):
         ),
     )
     rms_coefficient: float = setting(0.2, above=0.0, doc="Coefficient of the 'match_rms' scaling.")
-    layout: WeightLayout = setting_like(HybridMuonConfig, "layout")
     schedule: str | Steps = setting_like(HybridMuonConfig, "schedule", "keller-jordan")
-    large_schedule: str | Steps | None = setting_like(HybridMuonConfig, "large_schedule")
-    large_matrix_dim: int = setting_like(HybridMuonConfig, "large_matrix_dim")
-    precision: Precision = setting_like(HybridMuonConfig, "precision")
-    enable_gram: bool = setting_like(HybridMuonConfig, "enable_gram")
-    flash_muon: bool = setting_like(HybridMuonConfig, "flash_muon")
-    muon_mode: MuonMode = setting_like(HybridMuonConfig, "muon_mode", "2d")
-    min_matrix_dim: int = setting_like(HybridMuonConfig, "min_matrix_dim")
     adam_lr_ratio: float = setting(
         1.0, above=0.0, doc="Learning rate of the AdamW route divided by that of the Muon route."
     )
     adam_betas: tuple[float, float] = setting((0.9, 0.95), minimum=0.0, below=1.0, doc="Decays of AdamW's moments.")
     adam_eps: float = setting_like(HybridMuonConfig, "adam_eps", 1e-8)
-    adam_implementation: AdamImplementation = setting_like(HybridMuonConfig, "adam_implementation")
-    adam_patterns: tuple[str, ...] = setting_like(HybridMuonConfig, "adam_patterns")
-    adamw_patterns: tuple[str, ...] | None = setting(
+    adamw_patterns: Sequence[str] | None = setting(
         None,
         doc=(
             "Matrices whose full name matches one of these shell patterns take the AdamW route, as all vectors do. "
@@ -73,13 +58,6 @@ class MuonConfig(Buildable):
             + "."
         ),
     )
-    expert_patterns: tuple[str, ...] = setting_like(HybridMuonConfig, "expert_patterns")
-    local_patterns: tuple[str, ...] = setting_like(HybridMuonConfig, "local_patterns")
-    splits: tuple[str, ...] = setting_like(HybridMuonConfig, "splits")
-    on_route_change: RouteChange = setting_like(HybridMuonConfig, "on_route_change")
-    on_nonfinite: NonFinite = setting_like(HybridMuonConfig, "on_nonfinite")
-    offload: bool = setting_like(HybridMuonConfig, "offload")
-    sharded: ShardedSettings = setting_like(HybridMuonConfig, "sharded")
 
 
 @dataclasses.dataclass(frozen=True)

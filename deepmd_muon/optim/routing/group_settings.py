@@ -5,35 +5,84 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.config import RENAMED_SETTINGS, HybridMuonConfig, Steps
+from deepmd_muon.optim.config import (
+    RENAMED_SETTINGS,
+    DeePMDSettings,
+    FurtherSettings,
+    HybridMuonConfig,
+    MuonMode,
+    Steps,
+)
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
 from deepmd_muon.optim.routing.rules import RouteTable, RoutingRules
 from deepmd_muon.optim.rules.registry import unknown_rules, unknown_rules_problem
-from deepmd_muon.setting import Mismatch, convert, setting
+from deepmd_muon.setting import check_settings, setting, setting_like
+
+Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments(HybridMuonConfig):
-    """The arguments of `HybridMuon`: the settings of its configuration, and those that only code sets."""
+class _ByPosition:
+    """The arguments that callers may give by position, in the order of deepmd-kit's constructor."""
 
-    lr: float = setting(5e-4, minimum=0.0, doc="Learning rate of the Muon route.")
-    maximize: bool = setting(False, doc="Maximize the objective instead of minimizing it.")
-    foreach: bool | None = setting(None, doc="False steps one parameter at a time.")
-    capturable: bool = setting(False, doc="Keep the learning rate on the parameters' device.")
-    differentiable: bool = setting(
-        False, choices=(False,), note="HybridMuon is not differentiable", doc="Differentiate through steps."
+    params: Params = setting(
+        doc="``model.named_parameters()``, or groups with their own settings; without names, rules on names are off."
     )
-    workspace: int = setting(80 * 2**20, minimum=1, doc="Bound on the parameter elements of a wave.")
-    offload_bytes: int = setting(64 * 2**20, minimum=1, doc="Bound on the bytes of a transfer batch.")
+    lr: float | Tensor = setting(
+        5e-4, minimum=0.0, doc="Learning rate of the Muon route; a 0-dim tensor is read on its device."
+    )
+    momentum: float = setting_like(HybridMuonConfig, "momentum")
+    weight_decay: float = setting_like(HybridMuonConfig, "weight_decay")
+    adam_betas: tuple[float, float] = setting(
+        (DeePMDSettings.adam_beta1, DeePMDSettings.adam_beta2),
+        minimum=0.0,
+        below=1.0,
+        doc="Decays of both moments on the Adam and AdamW routes.",
+    )
+    lr_adjust: float = setting_like(HybridMuonConfig, "lr_adjust")
+    lr_adjust_coeff: float = setting_like(HybridMuonConfig, "lr_adjust_coeff")
+    muon_mode: MuonMode = setting_like(HybridMuonConfig, "muon_mode")
+    named_parameters: Iterable[tuple[str, Tensor]] | None = setting(
+        None,
+        doc="(name, parameter) pairs that name unnamed `params`; a warning lists trainable ones missing from `params`.",
+    )
+    enable_gram: bool = setting_like(HybridMuonConfig, "enable_gram")
+    flash_muon: bool = setting_like(HybridMuonConfig, "flash_muon")
+    magma_muon: bool = setting_like(HybridMuonConfig, "magma_muon")
 
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupArguments(FurtherSettings, _ByPosition):  # the fields of the last base come first
+    """The arguments of `HybridMuon` that may stand in a parameter group, and what names its parameters."""
+
+    # Code may give schedules in more forms than an input.
+    schedule: AnySchedule = setting_like(HybridMuonConfig, "schedule")  # type: ignore[assignment]
+    large_schedule: AnySchedule | None = setting_like(HybridMuonConfig, "large_schedule")  # type: ignore[assignment]
+    foreach: bool | None = setting(
+        None, doc="False steps one parameter at a time, which is slow and needs least memory."
+    )
+    capturable: bool = setting(
+        False,
+        doc=(
+            "Keep the learning rate on the parameters' device, so that a step captured in a CUDA graph reads it there."
+        ),
+    )
+    maximize: bool = setting(False, doc="Maximize the objective instead of minimizing it.")
+
+
+Checked = TypeVar("Checked", bound=GroupArguments)
 
 # Settings that hold for all groups, and those that a group stores in another form.
 OF_ALL_GROUPS = {"on_route_change", "on_nonfinite", "offload", "sharded"}
@@ -55,25 +104,29 @@ _MORE_KEYS = ("params", "param_names", "name", *SCHEDULER_KEYS, "constructed")
 raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS))
 
 
-def check_group(given: dict[str, Any], defaults: Collection[str] | None = None) -> None:
-    """Check the constructor's arguments, or a parameter group, whose keys are then those of `defaults`.
-
-    `muon_mode` becomes lower case.
+def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
+    """Check a parameter group, whose keys should be those of `defaults`.
 
     Raises
     ------
     InvalidSettingError
         Naming every setting that is unknown, of a wrong type or out of its range.
     """
-    values = {field.name: given[field.name] for field in dataclasses.fields(Arguments) if field.name in given}
-    values |= {key: as_tuple(given[key]) for key in LISTS}
-    values["lr"], problems = _plain_lr(given["lr"])
-    problems += [] if defaults is None else _unknown_keys(given, defaults)
-    betas = convert(given["adam_betas"], tuple[float, float], exact=True)
-    if isinstance(betas, Mismatch):
-        problems.append(f"adam_betas: {betas.words}")
-    else:
-        values["adam_beta1"], values["adam_beta2"] = betas
+    names = (field.name for field in dataclasses.fields(GroupArguments))
+    given = {name: group[name] for name in names if name in group}
+    checked_arguments(GroupArguments, given, _unknown_keys(group, defaults))
+
+
+def checked_arguments(kind: type[Checked], given: Mapping[str, Any], problems: Sequence[str] = ()) -> Checked:
+    """Return arguments of HybridMuon as a dataclass, with lists as tuples.
+
+    Raises
+    ------
+    InvalidSettingError
+        With `problems`, and naming every setting that is of a wrong type or out of its range.
+    """
+    values = {**given, **{key: as_tuple(given[key]) for key in LISTS}}
+    problems = [*_problems_of_lr(given["lr"]), *problems]
     if values.get("sharded", ...) is None:
         del values["sharded"]
     for key in _SCHEDULES:
@@ -82,12 +135,12 @@ def check_group(given: dict[str, Any], defaults: Collection[str] | None = None) 
     if isinstance(values["rules"], tuple) and (missing := unknown_rules(values["rules"])):
         problems.append(unknown_rules_problem(missing))
     try:
-        Arguments(**values)
+        arguments = kind(**values)
     except InvalidSettingError as error:
         problems += error.problems
     if problems:
         raise InvalidSettingError(f"HybridMuon: {'; '.join(problems)}", problems)
-    given["muon_mode"] = given["muon_mode"].lower()
+    return arguments
 
 
 def _unknown_keys(group: Mapping[str, Any], defaults: Collection[str]) -> list[str]:
@@ -102,14 +155,15 @@ def _unknown_keys(group: Mapping[str, Any], defaults: Collection[str]) -> list[s
     return problems
 
 
-def _plain_lr(lr: Any) -> tuple[Any, list[str]]:
-    """Return a learning rate as the number to check, and the problems of a tensor."""
+def _problems_of_lr(lr: Any) -> list[str]:
+    """Return the problems of a learning rate that is a tensor."""
     if not isinstance(lr, Tensor):
-        return lr, []
+        return []
     if lr.numel() != 1 or not lr.is_floating_point():
-        return 0.0, [f"lr: a tensor must hold one real number; found {lr.dtype} of shape {tuple(lr.shape)}"]
+        return [f"lr: a tensor must hold one real number; found {lr.dtype} of shape {tuple(lr.shape)}"]
     # Reading a tensor on a GPU would wait for it.
-    return float(lr) if lr.device.type == "cpu" else 0.0, []
+    good = lr.device.type != "cpu" or 0 <= float(lr) < math.inf
+    return [] if good else [f"lr: must be a number >= 0; found {float(lr):g}"]
 
 
 def _plain_schedule(schedule: Any, key: str) -> tuple[Any, Sequence[str]]:
@@ -120,15 +174,14 @@ def _plain_schedule(schedule: Any, key: str) -> tuple[Any, Sequence[str]]:
         return HybridMuonConfig.schedule, error.problems
 
 
-def group_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Check the constructor's arguments; return a group's defaults as plain values that a state dict may hold."""
-    check_group(given)
-    schedules = {key: frozen_schedule(given[key], key) for key in _SCHEDULES}
+def group_defaults(given: GroupArguments) -> dict[str, Any]:
+    """Return the defaults of groups as plain values that a state dict may hold."""
+    values = vars(given)
     return {
-        **{key: given[key] for key in ("lr", "maximize", "foreach", "capturable", *_PLAIN_SETTINGS)},
-        **{key: list(as_tuple(given[key])) for key in LISTS},
-        "adam_betas": tuple(given["adam_betas"]),
-        **{key: [list(step) for step in x] if isinstance(x, tuple) else x for key, x in schedules.items()},
+        **{key: values[key] for key in ("lr", "maximize", "foreach", "capturable", *_PLAIN_SETTINGS)},
+        **{key: list(values[key]) for key in LISTS},
+        "adam_betas": tuple(given.adam_betas),
+        **{key: [list(s) for s in x] if isinstance(x := values[key], tuple) else x for key in _SCHEDULES},
     }
 
 
@@ -145,6 +198,7 @@ def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
         As `check_group`.
     """
     check_group(group, defaults)
+    group["muon_mode"] = group["muon_mode"].lower()
     lr, params = group["lr"], group["params"]
     # Reading a tensor on a GPU would wait for it.
     readable = not isinstance(lr, Tensor) or lr.device.type == "cpu"

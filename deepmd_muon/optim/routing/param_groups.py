@@ -15,7 +15,7 @@ from torch import Tensor
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, HybridMuonConfig
 from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.errors import InvalidParameterError
-from deepmd_muon.optim.routing.group_settings import PATTERNS, as_tuple, group_settings, rules_of
+from deepmd_muon.optim.routing.group_settings import PATTERNS, Params, as_tuple, group_settings, rules_of
 from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name, choose_route, is_local, unnamed
 from deepmd_muon.optim.routing.views import FusedSplit
 from deepmd_muon.optim.rules.registry import matrix_rules
@@ -50,10 +50,8 @@ class Group(NamedTuple):
         return lr
 
 
-Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
-
-# Stack level of the constructor's caller: the constructor's decorator is one of the frames.
-_CONSTRUCTOR = 4
+# Stack level of the constructor's caller: the constructor's two decorators are among the frames.
+_CONSTRUCTOR = 5
 
 
 def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[Any]:

@@ -30,11 +30,6 @@ class CautiousDecay(MatrixRule):
         """Return the rule that settings switch on, or None."""
         return cls() if settings.cautious_decay else None
 
-    @classmethod
-    def forms(cls) -> tuple[CautiousDecay, ...]:
-        """Return the rule with every set of state tensors that it may have."""
-        return (cls(),)
-
     def decays(self, weights: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
         """Return where weight and update do not have opposite signs."""
         # Signs, since the product of small numbers may round to zero.

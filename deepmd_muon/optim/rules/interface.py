@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.routing.views import MatrixView
+
+Rule = TypeVar("Rule", bound="MatrixRule")
 
 Extent = Literal["parameter", "blocks", "rows", "columns", "scalar"]
 
@@ -102,6 +105,16 @@ class MatrixRule:
 
     name: ClassVar[str]
     sums: ClassVar[int] = 0
+
+    @classmethod
+    def of(cls: type[Rule], settings: HybridMuonConfig) -> Rule | None:
+        """Return the rule that settings of this package switch on, or None."""
+        return None
+
+    @classmethod
+    def forms(cls: type[Rule]) -> tuple[Rule, ...]:
+        """Return the rule with every set of state tensors that settings of this package may give it."""
+        return (cls(),)
 
     def tensors(self) -> Mapping[str, StateTensor]:
         """Return the state tensors by key; keys are unique among all rules."""

@@ -230,11 +230,6 @@ class Magma(MatrixRule):
         """Return the rule that settings switch on, or None."""
         return cls() if settings.magma_muon else None
 
-    @classmethod
-    def forms(cls) -> tuple[Magma, ...]:
-        """Return the rule with every set of state tensors that it may have."""
-        return (cls(),)
-
     def tensors(self) -> Mapping[str, StateTensor]:
         """Return the score."""
         return {SCORE: StateTensor("blocks", "float32", SCORE_START)}

@@ -5,16 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable
+from importlib import import_module
 
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.errors import InvalidSettingError
-from deepmd_muon.optim.rules.cautious_decay import CautiousDecay
 from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
-from deepmd_muon.optim.rules.magma import Magma
-from deepmd_muon.optim.rules.normuon import NorMuon
+from deepmd_muon.optim.rules_config import RULES
+
+
+def _class_of(rule: str) -> type[MatrixRule]:
+    module, name = rule.split(":")
+    found: type[MatrixRule] = getattr(import_module(f"deepmd_muon.optim.rules.{module}"), name)
+    return found
+
 
 # The rules of this package in the order in which they act: each class tells what settings mean for it.
-_CLASSES = (Magma, NorMuon, CautiousDecay)
+_CLASSES = tuple(map(_class_of, RULES))
 _REGISTERED: dict[str, MatrixRule] = {}
 
 

@@ -117,14 +117,17 @@ def small_layer(dtype, device, style, curve):
     return RepflowLayer(repflow, activation(curve), dtype=dtype, stream=Stream(1)).to(device)
 
 
-def node_results(dtype, device="cpu", *, style="res_residual", atoms=3, force=True, curve=CURVE, derive=derivative):
-    """Return what `with_gradients` does, of the nodes of a layer."""
+def node_results(
+    dtype, device="cpu", *, style="res_residual", atoms=3, force=True, curve=CURVE, derive=derivative, terms=1
+):
+    """Return what `with_gradients` does, of the nodes of a layer with so many terms that are added as they are."""
     draw, layer = Draw(dtype, device), small_layer(dtype, device, style, curve)
-    x, m, moment = draw.leaf(atoms, 9), draw.leaf(atoms, 9), draw.leaf(atoms, 3, 15)
-    out = layer._nodes(x, m, moment, force=force)
+    x, plain, moment = draw.leaf(atoms, 9), [draw.leaf(atoms, 9) for _ in range(terms)], draw.leaf(atoms, 3, 15)
+    layer.n_residual.extend(draw.leaf(9) for _ in plain[1:])
+    out = layer._nodes(x, plain, moment, force=force)
     used = [layer.node_self_mlp, layer.node_sym_linear]
-    weights = [x, m, moment, *(p for part in used for p in part.parameters()), *layer.n_residual]
-    return with_gradients(draw, [out], [x, m, moment], weights, force=force, derive=derive)
+    weights = [x, *plain, moment, *(p for part in used for p in part.parameters()), *layer.n_residual]
+    return with_gradients(draw, [out], [x, *plain, moment], weights, force=force, derive=derive)
 
 
 def edge_sum_results(

@@ -33,7 +33,7 @@ def test_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout[-6000:]
-    assert int(passed[1]) == 130
+    assert int(passed[1]) == 131
 
 
 if INSIDE:
@@ -261,6 +261,12 @@ if INSIDE:
             monkeypatch.setattr(module, "fits", lambda *_: True)
             found = compute(torch.float64, style=style, force=force)
             assert distance(found, wanted) < 1e-13
+
+    def test_nodes_of_dpa3_take_further_terms(monkeypatch):
+        monkeypatch.setattr(nodes, "fits", lambda *_: False)
+        wanted = [x.detach() for x in node_results(torch.float64, terms=3)]
+        monkeypatch.setattr(nodes, "fits", lambda *_: True)
+        assert distance(node_results(torch.float64, terms=3), wanted) < 1e-13
 
     @pytest.mark.parametrize("precision", ["float64", "float32"])
     @pytest.mark.parametrize("corner", CORNERS)

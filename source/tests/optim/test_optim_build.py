@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import pydoc
 import subprocess
 import sys
 import warnings
@@ -44,9 +45,12 @@ def test_every_configuration_builds_from_a_model_alone(config, caplog):
     assert ("HybridMuon routing: " in report) == isinstance(optimizer, HybridMuon)
 
 
-def test_the_constructor_and_the_configuration_share_defaults():
+def test_the_constructor_and_the_configuration_share_defaults_and_texts():
     config = vars(HybridMuonConfig()).copy()
-    assert config.pop("sharded") == HybridMuon(make_model().named_parameters()).sharded
+    text = " ".join(pydoc.plain(pydoc.render_doc(HybridMuon)).replace("|", " ").split())
+    for field in dataclasses.fields(HybridMuonConfig):
+        if field.name not in ("adam_beta1", "adam_beta2"):
+            assert f"{field.name} {' '.join(setting_of(field).doc.split())}" in text
     config["adam_betas"] = (config.pop("adam_beta1"), config.pop("adam_beta2"))
     for name, parameter in inspect.signature(HybridMuon).parameters.items():
         if name in config:
@@ -143,7 +147,7 @@ def test_patterns_that_match_nothing_are_named_once():
             splits=["body.weight: rows 3", "qkv: rows 3"],
         )
     assert [str(warning.message) for warning in caught] == [
-        "no parameter matches adamw_patterns 'head.*', expert_patterns 'body.*', splits 'qkv: rows 3', adam_patterns "
+        "no parameter matches expert_patterns 'body.*', splits 'qkv: rows 3', adamw_patterns 'head.*', adam_patterns "
         "'*.wieght'; patterns must match a whole name, such as 'embed.weight'"
     ]
     assert caught[0].filename == __file__
@@ -169,16 +173,16 @@ def test_all_bad_settings_are_named_together():
 
 def test_the_constructor_and_groups_name_all_bad_settings_together():
     bad = {"lr": torch.ones(2), "momentum": -3, "muon_mode": "3d", "adam_betas": (0.9, None), "schedule": 5}
-    named = ["lr", "adam_betas", "schedule", "momentum", "muon_mode"]
+    named = ["adam_betas", "lr", "momentum", "muon_mode", "schedule"]
     optimizer = HybridMuon([("w", nn.Parameter(torch.ones(3, 3)))])
     with pytest.raises(InvalidSettingError) as error:
         optimizer.add_param_group({"params": [("v", nn.Parameter(torch.ones(3, 3)))], **bad})
-    assert [problem.split(":")[0] for problem in error.value.problems] == named
+    assert sorted(problem.split(":")[0] for problem in error.value.problems) == named
     bad.update(schedule="8+2", workspace=0, differentiable=True, sharded="yes")
-    named = ["lr", "adam_betas", "momentum", "muon_mode", "sharded", "differentiable", "workspace"]
+    named = ["adam_betas", "differentiable", "lr", "momentum", "muon_mode", "sharded", "workspace"]
     with pytest.raises(InvalidSettingError) as error:
         HybridMuon([("w", nn.Parameter(torch.ones(3, 3)))], **bad)
-    assert [problem.split(":")[0] for problem in error.value.problems] == named
+    assert sorted(problem.split(":")[0] for problem in error.value.problems) == named
     assert all(problem in str(error.value) for problem in error.value.problems)
 
 

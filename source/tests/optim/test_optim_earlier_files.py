@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -12,6 +13,7 @@ import torch
 from make_earlier_files import SETTINGS, TRAINING_DATA, make_groups, make_parameters, set_gradients, training_input
 
 from deepmd_muon.optim import HybridMuon
+from deepmd_muon.optim.rules_config import RuleSettings
 
 HERE = Path(__file__).parent
 
@@ -53,7 +55,7 @@ def test_an_earlier_state_loads_bitwise_and_steps_on():
         assert [here[key] for key in manifest] == [there[key] for key in manifest]
         added = {
             *("adam_eps", "adam_implementation", "vector_route", "large_schedule", "large_matrix_dim", "constructed"),
-            *("local_patterns", "rules", "normuon", "normuon_beta", "cautious_decay"),
+            *("local_patterns", *(field.name for field in dataclasses.fields(RuleSettings))),
         }
         assert here.keys() == there.keys() | added
     set_gradients(parameters, 3)

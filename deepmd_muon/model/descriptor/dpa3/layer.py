@@ -137,7 +137,7 @@ class RepflowLayer(torch.nn.Module):
                     reduced, angle = self._angles(features, graph, wanted, force=force)
                 branches.take(reduced, angle)
             message, update, moment = self._edges(features, graph, wanted, force=force)
-            node = self._nodes(features.node, message, moment, force=force)
+            node = self._nodes(features.node, [message], moment, force=force)
         if update is None:
             return Features(node, features.edge, features.angle)
         return Features(node, self._edge_features(features.edge, graph, update, reduced, force=force), angle)
@@ -155,15 +155,18 @@ class RepflowLayer(torch.nn.Module):
         message, update, moment = run(Edges(graph.neighbor, self.activation, n, graph.incoming), *given, force=force)
         return message, update, moment
 
-    def _nodes(self, node: torch.Tensor, message: torch.Tensor, moment: torch.Tensor, *, force: bool) -> torch.Tensor:
+    def _nodes(
+        self, node: torch.Tensor, plain: list[torch.Tensor], moment: torch.Tensor, *, force: bool
+    ) -> torch.Tensor:
+        """Return the nodes after the layer, from the terms that are added as they are, and H."""
         f = self.activation.value
         repflow = self.repflow
         if nodes.fits(node, self.activation):
-            carry, rho = _residual_weights(repflow.update_style, self.n_residual, node, 3)
+            carry, rho = _residual_weights(repflow.update_style, self.n_residual, node, 2 + len(plain))
             passes = nodes.Nodes(self.activation, carry, repflow.axis_neuron, repflow.e_dim)
             weights = (*self.node_self_mlp.tensors[:2], *self.node_sym_linear.tensors[:2])
             out: torch.Tensor
-            (out,) = run(passes, node, message, moment, *weights, *rho, force=force)
+            (out,) = run(passes, node, moment, *plain, *weights, *rho, force=force)
             return out
         symmetric = [
             torch.bmm(part[..., : repflow.axis_neuron].transpose(1, 2), part).flatten(1) / 3.0
@@ -172,7 +175,7 @@ class RepflowLayer(torch.nn.Module):
         updates = [
             f(_apply(self.node_self_mlp, node)),
             f(_apply(self.node_sym_linear, torch.cat(symmetric, 1))),
-            message,
+            *plain,
         ]
         return _residual_sum(repflow.update_style, node, updates, self.n_residual)
 

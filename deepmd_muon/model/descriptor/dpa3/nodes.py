@@ -4,7 +4,8 @@ From node features x, the message m of the edges and their moments H (see `edges
 
     G_ad = Σ_c H_ca·H_cd/3,   h₀ = x·W₀ + b₀,   h₁ = G·W₁ + b₁,   x′ = α·x + ρ₀∘f(h₀) + ρ₁∘f(h₁) + ρ₂∘m,
 
-G of H's columns from edges and from nodes apart. `layer` defines the result by torch's operations.
+G of H's columns from edges and from nodes apart. Further terms ρ₃∘v, … are treated as ρ₂∘m.
+`layer` defines the result by torch's operations.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def fits(x: torch.Tensor, activation: Activation) -> bool:
 class Nodes(FourPasses):
     """The operation of one layer.
 
-    Inputs: x and m `(atoms, n)`, H `(atoms, 3, columns)`, W₀, b₀, W₁, b₁, and ρ₀, ρ₁, ρ₂. Output: x′. Kept: G, h₀, h₁.
+    Inputs: x `(atoms, n)`, H `(atoms, 3, columns)`, m and further terms `(atoms, n)`, W₀, b₀, W₁, b₁, and all ρ.
+    Output: x′. Kept: G, h₀, h₁.
 
     Attributes
     ----------
@@ -58,43 +60,51 @@ class Nodes(FourPasses):
 
     def value(self, given: Any) -> tuple[Perhaps, Perhaps]:
         """See `FourPasses`."""
-        x, m, moment, w_0, b_0, w_1, b_1, *rho = given
+        x, moment, plain, (w_0, b_0, w_1, b_1), rho = _sorted(given)
         rows, symmetric = self.launches(moment, rho)
         squares = symmetric.value(moment)
         h = torch.addmm(b_0, x, w_0), torch.addmm(b_1, squares, w_1)
-        return (rows.value(x, m, h),), (squares, *h)
+        return (rows.value(x, plain, h),), (squares, *h)
 
     def adjoint(self, cotangents: Any, given: Any, kept: Any) -> tuple[Tensors, Perhaps]:
-        """Return the adjoints of x, m and H."""
-        (y_bar,), (_, _, moment, w_0, _, w_1, _, *rho), (_, *h) = cotangents, given, kept
+        """Return the adjoints of x, H, m and further terms."""
+        (y_bar,), (_, moment, _, (w_0, _, w_1, _), rho), (_, *h) = cotangents, _sorted(given), kept
         rows, symmetric = self.launches(moment, rho)
-        h_bar, m_bar = rows.adjoint(y_bar, h)
+        h_bar, plain_bar = rows.adjoint(y_bar, h)
         squares_bar = torch.mm(h_bar[1], w_1.t())
         x_bar = torch.addmm(y_bar, h_bar[0], w_0.t(), beta=self.carry)
         left = y_bar, *h_bar, squares_bar, *h, moment, w_0, w_1, *rho
-        return (x_bar, m_bar, symmetric.pull((moment, squares_bar))), left
+        return (x_bar, symmetric.pull((moment, squares_bar)), *plain_bar), left
 
     def tangent(self, tangents: Any, left: Any) -> tuple[Perhaps, Perhaps]:
-        """Return the derivative of x′; and ẋ, ṁ, Ḣ, those of both h and of G."""
-        (x_dot, m_dot, moment_dot), (*_, h_0, h_1, moment, w_0, w_1, rho_0, rho_1, rho_2) = tangents, left
-        rows, symmetric = self.launches(moment, (rho_0, rho_1, rho_2))
+        """Return the derivative of x′; and those of both h and of G, ẋ, Ḣ, ṁ, …."""
+        (x_dot, moment_dot, *plain_dot), (_, _, _, _, h_0, h_1, moment, w_0, w_1, *rho) = tangents, left
+        rows, symmetric = self.launches(moment, rho)
         squares_dot = symmetric.value(moment, moment_dot)
         h_dot = torch.mm(x_dot, w_0), torch.mm(squares_dot, w_1)
-        return (rows.tangent(x_dot, m_dot, h_dot, (h_0, h_1)),), (*tangents, *h_dot, squares_dot)
+        return (rows.tangent(x_dot, plain_dot, h_dot, (h_0, h_1)),), (*h_dot, squares_dot, *tangents)
 
     def gradient(self, cotangents: Any, given: Any, kept: Any, left: Any, moved: Any) -> Perhaps:
         """See `FourPasses`."""
-        (y,), (x, m, moment, w_0, _, w_1, _, *rho), (squares, *h) = cotangents, given, kept
+        (y,), (x, moment, plain, (w_0, _, w_1, _), rho), (squares, *h) = cotangents, _sorted(given), kept
         rows, symmetric = self.launches(moment, rho)
-        h_hat, m_hat, sums = rows.gradient(y, m, h, [] if moved is None else [left[0], moved[1], *moved[3:5]])
+        earlier = [] if moved is None else [left[0], *moved[:2], *moved[5:]]
+        h_hat, plain_hat, sums = rows.gradient(y, plain, h, earlier)
         squares_hat = torch.mm(h_hat[1], w_1.t())
         w_0_hat, w_1_hat = torch.mm(x.t(), h_hat[0]), torch.mm(squares.t(), h_hat[1])
         pairs = [(moment, squares_hat)]
         if moved is not None:
-            x_dot, _, moment_dot, _, _, squares_dot = moved
+            _, _, squares_dot, x_dot, moment_dot, *_ = moved
             _, h_0_bar, h_1_bar, squares_bar, *_ = left
             w_0_hat.addmm_(x_dot.t(), h_0_bar)
             w_1_hat.addmm_(squares_dot.t(), h_1_bar)
             pairs.append((moment_dot, squares_bar))
         x_hat = torch.addmm(y, h_hat[0], w_0.t(), beta=self.carry)
-        return x_hat, m_hat, symmetric.pull(*pairs), w_0_hat, sums[0], w_1_hat, sums[1], *sums[2:]
+        return x_hat, symmetric.pull(*pairs), *plain_hat, w_0_hat, sums[0], w_1_hat, sums[1], *sums[2:]
+
+
+def _sorted(given: Any) -> tuple[torch.Tensor, torch.Tensor, Tensors, Tensors, Tensors]:
+    """Return x, H, m and further terms, weights and biases, and ρ: two more than there are terms."""
+    x, moment, *rest = given
+    terms = (len(rest) - 6) // 2
+    return x, moment, rest[:terms], rest[terms : terms + 4], rest[terms + 4 :]

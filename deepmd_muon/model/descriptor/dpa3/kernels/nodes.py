@@ -26,20 +26,10 @@ def _place(count, width, block: tl.constexpr):
 
 
 @triton.jit
-def _weights(rho, column, real):
-    """Load ρ₀, ρ₁ and ρ₂."""
-    return (
-        tl.load(rho[0] + column, real, 0.0),
-        tl.load(rho[1] + column, real, 0.0),
-        tl.load(rho[2] + column, real, 0.0),
-    )
-
-
-@triton.jit
 def value_kernel(
     out,
     x,
-    m,
+    plain,
     h,
     rho,
     count,
@@ -49,33 +39,35 @@ def value_kernel(
     kind: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Store α·x + ρ₀∘f(h₀) + ρ₁∘f(h₁) + ρ₂∘m."""
+    """Store α·x + ρ₀∘f(h₀) + ρ₁∘f(h₁) and ρ∘m of each plain term m."""
     at, real, column = _place(count, width, block)
-    r = _weights(rho, column, real)
-    total = carry * tl.load(x + at, real, 0.0) + r[2] * tl.load(m + at, real, 0.0)
+    total = carry * tl.load(x + at, real, 0.0)
+    for number in tl.static_range(len(plain)):
+        total += tl.load(rho[2 + number] + column, real, 0.0) * tl.load(plain[number] + at, real, 0.0)
     for number in tl.static_range(2):
-        total += r[number] * curve(tl.load(h[number] + at, real, 0.0), kind, curve_of)[0]
+        total += tl.load(rho[number] + column, real, 0.0) * curve(tl.load(h[number] + at, real, 0.0), kind, curve_of)[0]
     tl.store(out + at, total, real)
 
 
 @triton.jit
 def adjoint_kernel(
-    h_bar, m_bar, y_bar, h, rho, count, width, curve_of: tl.constexpr, kind: tl.constexpr, block: tl.constexpr
+    h_bar, plain_bar, y_bar, h, rho, count, width, curve_of: tl.constexpr, kind: tl.constexpr, block: tl.constexpr
 ) -> None:
-    """Store ρ∘f′(h)·ȳ for both h, and ρ₂∘ȳ."""
+    """Store ρ∘f′(h)·ȳ for both h, and ρ∘ȳ for plain terms."""
     at, real, column = _place(count, width, block)
-    r, y = _weights(rho, column, real), tl.load(y_bar + at, real, 0.0)
-    tl.store(m_bar + at, r[2] * y, real)
+    y = tl.load(y_bar + at, real, 0.0)
+    for number in tl.static_range(len(plain_bar)):
+        tl.store(plain_bar[number] + at, tl.load(rho[2 + number] + column, real, 0.0) * y, real)
     for number in tl.static_range(2):
         slope = curve(tl.load(h[number] + at, real, 0.0), kind, curve_of)[1]
-        tl.store(h_bar[number] + at, r[number] * slope * y, real)
+        tl.store(h_bar[number] + at, tl.load(rho[number] + column, real, 0.0) * slope * y, real)
 
 
 @triton.jit
 def tangent_kernel(
     out,
     x_dot,
-    m_dot,
+    plain_dot,
     h_dot,
     h,
     rho,
@@ -88,20 +80,21 @@ def tangent_kernel(
 ) -> None:
     """Store the tangent of what `value_kernel` stores."""
     at, real, column = _place(count, width, block)
-    r = _weights(rho, column, real)
-    total = carry * tl.load(x_dot + at, real, 0.0) + r[2] * tl.load(m_dot + at, real, 0.0)
+    total = carry * tl.load(x_dot + at, real, 0.0)
+    for number in tl.static_range(len(plain_dot)):
+        total += tl.load(rho[2 + number] + column, real, 0.0) * tl.load(plain_dot[number] + at, real, 0.0)
     for number in tl.static_range(2):
         slope = curve(tl.load(h[number] + at, real, 0.0), kind, curve_of)[1]
-        total += r[number] * slope * tl.load(h_dot[number] + at, real, 0.0)
+        total += tl.load(rho[number] + column, real, 0.0) * slope * tl.load(h_dot[number] + at, real, 0.0)
     tl.store(out + at, total, real)
 
 
 @triton.jit
 def gradient_kernel(
     out,
-    m_hat,
+    plain_hat,
     y_hat,
-    m,
+    plain,
     h,
     earlier,
     rho,
@@ -112,26 +105,28 @@ def gradient_kernel(
     moving: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Store five matrices, ĥ of both h and the terms of the gradients of ρ, and m̂.
+    """Store ĥ of both h, the terms of the gradients of every ρ, and the gradients of plain terms.
 
-    `earlier` holds ȳ, ṁ and both ḣ where `moving`.
+    `earlier` holds ȳ, both ḣ and the tangents of plain terms where `moving`.
     """
     at, real, column = _place(count, width, block)
-    r, y = _weights(rho, column, real), tl.load(y_hat + at, real, 0.0)
-    tl.store(m_hat + at, r[2] * y, real)
-    of_rho = tl.load(m + at, real, 0.0) * y
+    y = tl.load(y_hat + at, real, 0.0)
     if moving:
         y_bar = tl.load(earlier[0] + at, real, 0.0)
-        of_rho += tl.load(earlier[1] + at, real, 0.0) * y_bar
-    tl.store(out + 4 * count + at, of_rho, real)
+    for number in tl.static_range(len(plain)):
+        tl.store(plain_hat[number] + at, tl.load(rho[2 + number] + column, real, 0.0) * y, real)
+        of_rho = tl.load(plain[number] + at, real, 0.0) * y
+        if moving:
+            of_rho += tl.load(earlier[3 + number] + at, real, 0.0) * y_bar
+        tl.store(out + (4 + number) * count + at, of_rho, real)
     for number in tl.static_range(2):
         value, slope, bend = curve(tl.load(h[number] + at, real, 0.0), kind, curve_of)
         of_h, of_rho = slope * y, value * y
         if moving:
-            moved = tl.load(earlier[2 + number] + at, real, 0.0) * y_bar
+            moved = tl.load(earlier[1 + number] + at, real, 0.0) * y_bar
             of_h += bend * moved
             of_rho += slope * moved
-        tl.store(out + number * count + at, r[number] * of_h, real)
+        tl.store(out + number * count + at, tl.load(rho[number] + column, real, 0.0) * of_h, real)
         tl.store(out + (2 + number) * count + at, of_rho, real)
 
 
@@ -215,7 +210,7 @@ class Rows:
     Parameters
     ----------
     rho
-        ρ₀, ρ₁, ρ₂.
+        ρ₀, ρ₁ of both h, and those of plain terms.
     carry
         α.
     kind, curve_of
@@ -227,48 +222,66 @@ class Rows:
         self._curve = {"curve_of": tuple(curve_of), "kind": kind}
         self._rho, self._carry = tuple(rho), carry
 
-    def value(self, x: torch.Tensor, m: torch.Tensor, h: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return α·x + ρ₀∘f(h₀) + ρ₁∘f(h₁) + ρ₂∘m."""
+    def value(self, x: torch.Tensor, plain: Sequence[torch.Tensor], h: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return α·x + ρ₀∘f(h₀) + ρ₁∘f(h₁) and ρ∘m of each plain term m."""
         out = torch.empty_like(x)
         value_kernel[_grid(x)](
-            out, x, m, tuple(h), self._rho, x.numel(), x.shape[1], self._carry, **self._curve, block=BLOCK
+            out, x, tuple(plain), tuple(h), self._rho, x.numel(), x.shape[1], self._carry, **self._curve, block=BLOCK
         )
         return out
 
-    def adjoint(self, y_bar: torch.Tensor, h: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the adjoints of both h in one tensor, and that of m."""
-        h_bar, m_bar = y_bar.new_empty(2, *y_bar.shape), torch.empty_like(y_bar)
+    def adjoint(self, y_bar: torch.Tensor, h: Sequence[torch.Tensor]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return the adjoints of both h in one tensor, and those of plain terms."""
+        h_bar, plain_bar = y_bar.new_empty(2, *y_bar.shape), tuple(torch.empty_like(y_bar) for _ in self._rho[2:])
         sizes = y_bar.numel(), y_bar.shape[1]
         adjoint_kernel[_grid(y_bar)](
-            tuple(h_bar), m_bar, y_bar, tuple(h), self._rho, *sizes, **self._curve, block=BLOCK
+            tuple(h_bar), plain_bar, y_bar, tuple(h), self._rho, *sizes, **self._curve, block=BLOCK
         )
-        return h_bar, m_bar
+        return h_bar, plain_bar
 
     def tangent(
-        self, x_dot: torch.Tensor, m_dot: torch.Tensor, h_dot: Sequence[torch.Tensor], h: Sequence[torch.Tensor]
+        self,
+        x_dot: torch.Tensor,
+        plain_dot: Sequence[torch.Tensor],
+        h_dot: Sequence[torch.Tensor],
+        h: Sequence[torch.Tensor],
     ) -> torch.Tensor:
         """Return the tangent of `value`."""
         out = torch.empty_like(x_dot)
         sizes = x_dot.numel(), x_dot.shape[1], self._carry
         tangent_kernel[_grid(x_dot)](
-            out, x_dot, m_dot, tuple(h_dot), tuple(h), self._rho, *sizes, **self._curve, block=BLOCK
+            out, x_dot, tuple(plain_dot), tuple(h_dot), tuple(h), self._rho, *sizes, **self._curve, block=BLOCK
         )
         return out
 
     def gradient(
-        self, y_hat: torch.Tensor, m: torch.Tensor, h: Sequence[torch.Tensor], earlier: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ĥ of both h, m̂, and sums over rows: of ĥ₀, ĥ₁ and of the terms of the gradients of ρ.
+        self,
+        y_hat: torch.Tensor,
+        plain: Sequence[torch.Tensor],
+        h: Sequence[torch.Tensor],
+        earlier: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return ĥ of both h, the gradients of plain terms, and sums over rows: of ĥ₀, ĥ₁ and for each ρ.
 
-        `earlier` holds ȳ, ṁ and both ḣ, or nothing.
+        `earlier` holds ȳ, both ḣ and the tangents of plain terms, or nothing.
         """
-        terms, m_hat = y_hat.new_empty(5, *y_hat.shape), torch.empty_like(y_hat)
+        terms, plain_hat = y_hat.new_empty(4 + len(plain), *y_hat.shape), tuple(map(torch.empty_like, plain))
         sizes, moving = (y_hat.numel(), y_hat.shape[1]), len(earlier) > 0
-        given = tuple(earlier) if moving else (y_hat,) * 4
+        given = tuple(earlier) if moving else (y_hat,) * (3 + len(plain))
         gradient_kernel[_grid(y_hat)](
-            terms, m_hat, y_hat, m, tuple(h), given, self._rho, *sizes, **self._curve, moving=moving, block=BLOCK
+            terms,
+            plain_hat,
+            y_hat,
+            tuple(plain),
+            tuple(h),
+            given,
+            self._rho,
+            *sizes,
+            **self._curve,
+            moving=moving,
+            block=BLOCK,
         )
-        return terms[:2], m_hat, terms.sum(1)
+        return terms[:2], plain_hat, terms.sum(1)
 
 
 class Symmetric:

@@ -1,0 +1,41 @@
+"""Settings of the update rules of the Muon route, and where each rule is. Does not import torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from deepmd_muon.setting import setting
+
+# Module and class of each rule in `deepmd_muon.optim.rules`, in the order in which they act.
+RULES = ("magma:Magma", "normuon:NorMuon", "cautious_decay:CautiousDecay")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleSettings:
+    """Settings of rules that every optimizer with a Muon route has; Magma's switch is among DeePMD's settings."""
+
+    normuon: bool = setting(
+        False,
+        doc=(
+            "NorMuon (arXiv:2510.05491): the update of each neuron of a matrix is divided by its running size, and the "
+            "matrix is rescaled to the norm it had. Neurons are columns where `layout` is 'in_out', else rows."
+        ),
+    )
+    normuon_beta: float = setting(
+        0.95, minimum=0.0, below=1.0, doc="Decay β₂ of the second moments of `normuon`, one per neuron."
+    )
+    cautious_decay: bool = setting(
+        False,
+        doc=(
+            "Cautious weight decay (arXiv:2510.12402) on the Muon route: a weight decays only where the update does "
+            "not move it away from zero."
+        ),
+    )
+    rules: Sequence[str] = setting(
+        (),
+        doc=(
+            "Further rules of the Muon route, by the names under which other packages have registered them (see "
+            "doc/add-an-update-rule.md), in the order in which they act."
+        ),
+    )
