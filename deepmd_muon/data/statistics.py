@@ -143,7 +143,7 @@ class StatFile:
         import h5py
 
         try:
-            # From version 1.10 on, HDF5 keeps checksums of its metadata; damaged older metadata can make it run for ever.
+            # From 1.10 on, HDF5 keeps checksums of its metadata. Damaged older metadata can make it run for ever.
             return h5py.File(path, mode, libver="v110")
         except OSError as error:
             message = f"stat_file {self.path} is not an HDF5 file ({error}); remove it or set another stat_file"

@@ -183,10 +183,8 @@ def check_result(run: Path, again: Path) -> list[str]:
     shutil.copy(paths[first], again)
     train(again, last, time.monotonic() + 3600, restart=paths[first].name)
     replayed = read_checkpoint(again / paths[last].name)
-    for key in ("model", "optimizer", "ema"):
-        if not same(replayed[key], content[key]):
-            problems.append(f"{key} of step {last} differs when the run continues from step {first}")
-    return problems
+    different = [key for key in ("model", "optimizer", "ema") if not same(replayed[key], content[key])]
+    return problems + [f"{key} of step {last} differs when the run continues from step {first}" for key in different]
 
 
 def soak(folder: Path, steps: int, lives: int, device: str, seconds: float = float("inf")) -> list[str]:

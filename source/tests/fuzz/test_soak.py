@@ -1,4 +1,4 @@
-"""A short soak: memory, handles and files of a training with restarts stay as they are, and a restart gives the same bits."""
+"""A short soak: memory, handles and files of a training with restarts stay, and a restart gives the same bits."""
 
 from __future__ import annotations
 
