@@ -33,7 +33,7 @@ class _Described:
     biased: list[str] | None
 
 
-def log_attributes(path: str, wanted: Sequence[str]) -> None:
+def log_attributes(path: str, wanted: Sequence[str], *, trust: bool = False) -> None:
     """Log attributes of the model in a checkpoint or frozen file, in deepmd-kit's order and words.
 
     Parameters
@@ -42,6 +42,8 @@ def log_attributes(path: str, wanted: Sequence[str]) -> None:
         The file; ".pt" or ".dcp" of a checkpoint may be left out.
     wanted
         Of `ATTRIBUTES`.
+    trust
+        Run a frozen file whatever operators it calls, see `Predictor`.
 
     Raises
     ------
@@ -56,7 +58,7 @@ def log_attributes(path: str, wanted: Sequence[str]) -> None:
     from deepmd_muon.infer.frozen import is_frozen
 
     with understood(path):
-        model = _frozen(path) if is_frozen(path) else _checkpoint(path)
+        model = _frozen(path, trust=trust) if is_frozen(path) else _checkpoint(path)
         if "model_dict" in model.section:
             raise HandOver("'show' for several tasks in one checkpoint")
         if "model-branch" in wanted:
@@ -81,10 +83,10 @@ def log_attributes(path: str, wanted: Sequence[str]) -> None:
         log.info(line)
 
 
-def _frozen(path: str) -> _Described:
+def _frozen(path: str, *, trust: bool) -> _Described:
     from deepmd_muon.infer.frozen import FrozenModel
 
-    frozen = FrozenModel(path, "cpu")
+    frozen = FrozenModel(path, "cpu", trust=trust)
     return _Described(frozen.model_section(), frozen.observed_types())
 
 

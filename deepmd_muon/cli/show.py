@@ -13,7 +13,7 @@ from typing import Any
 from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.attributes import ATTRIBUTES, log_attributes
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import choices
+from deepmd_muon.cli.handover import TRUST, check_compiled, choices
 
 HELP = "show how the optimizer treats every parameter, on one process or many, or draw a learning curve"
 
@@ -88,6 +88,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     assert isinstance(topic, _Topic)
     topic.file = parser.add_argument("file", metavar="FILE", nargs="+", help="input.json, model.ckpt.pt or lcurve.out")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     output = parser.add_argument(
         "-o", "--output", metavar="FILE", help=f"picture [{', '.join(f'{t}: {p}' for t, p in _PICTURES.items())}]"
     )
@@ -163,9 +164,10 @@ def _run_attributes(options: argparse.Namespace) -> int:
     from deepmd_muon.checkpoint_file.file import checkpoint_path
     from deepmd_muon.train.report import set_up_logging
 
+    check_compiled(options.topic, trust=options.trust)
     refuse_clashes(CommandError, {"-l": options.log_path}, {"the model": checkpoint_path(options.topic)})
     set_up_logging(options.log_level, options.log_path)
-    log_attributes(options.topic, options.file)
+    log_attributes(options.topic, options.file, trust=options.trust)
     return 0
 
 
@@ -184,15 +186,16 @@ def _input_routing(path: Path) -> str:
 
 def _checkpoint_routing(path: Path) -> str:
     """Return the routing that is recorded in a checkpoint."""
-    from deepmd_muon.checkpoint_file.file import read_checkpoint
+    from deepmd_muon.checkpoint_file.file import read_checkpoint, understood
     from deepmd_muon.optim.routing.rules import RouteTable
 
     checkpoint = read_checkpoint(path)
     if "optimizer" not in checkpoint:
         raise CommandError(f"{path} holds no optimizer state, so no routing is recorded in it")
-    groups = checkpoint["optimizer"]["param_groups"]
-    if not any("routes" in group or "lr_adjust" in group for group in groups):
-        return f"{path} holds the state of Adam or AdamW, which treat all parameters alike: there are no routes"
-    # Files list the empty parameters of deepmd-kit's model, too.
-    routing = RouteTable([entry for entry in RouteTable.from_manifest(groups) if 0 not in entry.shape])
-    return f"{routing}\n\n{routing.summary()}"
+    with understood(path):
+        groups = checkpoint["optimizer"]["param_groups"]
+        if not any("routes" in group or "lr_adjust" in group for group in groups):
+            return f"{path} holds the state of Adam or AdamW, which treat all parameters alike: there are no routes"
+        # Files list the empty parameters of deepmd-kit's model, too.
+        routing = RouteTable([entry for entry in RouteTable.from_manifest(groups) if 0 not in entry.shape])
+        return f"{routing}\n\n{routing.summary()}"

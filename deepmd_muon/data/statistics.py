@@ -6,7 +6,8 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,41 +93,68 @@ class StatFile:
         return hashlib.sha256(text.encode()).hexdigest()[:32], text
 
     def load(self, key: Mapping[str, object]) -> dict[str, np.ndarray] | None:
-        """Return the arrays kept under `key` (plain values that JSON can write), None when there are none."""
+        """Return the arrays kept under `key` (plain values that JSON can write), None when there are none.
+
+        Entries of releases that wrote no checksum count as none.
+        """
         if not self.path.is_file():
             return None
         name, _ = self._name(key)
-        with self._open(self.path, "r") as file:
-            try:
-                entry = file.get(f"{self.GROUP}/{name}")
-                return None if entry is None else {k: np.asarray(v[()]) for k, v in entry.items()}
-            except (OSError, KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
-                raise DataError(
-                    f"stat_file {self.path}: its entry {name} is damaged ({error}); remove the file"
-                ) from error
+        with self._understood(), self._open(self.path, "r") as file:
+            entry = file.get(f"{self.GROUP}/{name}")
+            if entry is None or "sha256" not in entry.attrs:
+                return None
+            arrays = {k: np.asarray(v[()]) for k, v in entry.items()}
+            if bytes(entry.attrs["sha256"]) != _digest(arrays).encode():
+                raise DataError(f"stat_file {self.path}: the checksum of entry {name} is another; remove the file")
+            return arrays
 
     def save(self, key: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> None:
-        """Keep arrays under `key`; replace those that are there."""
+        """Keep arrays of numbers under `key`; replace those that are there."""
         name, text = self._name(key)
+        arrays = {k: np.asarray(v, dtype=np.float64) for k, v in arrays.items()}
         make_folder_of(self.path)
         known = self.path.is_file()
         content = io.BytesIO(self.path.read_bytes() if known else b"")
-        with self._open(content, "r+" if known else "w") as file:
+        with self._understood(), self._open(content, "r+" if known else "w") as file:
             group = file.require_group(self.GROUP)
             if name in group:
                 del group[name]
             entry = group.create_group(name)
-            entry.attrs["key"] = text
+            # Of fixed length: others lie in a heap without checksums, in which the library can search for ever.
+            entry.attrs["key"] = np.bytes_(text)
+            entry.attrs["sha256"] = np.bytes_(_digest(arrays))
             for k, v in arrays.items():
-                entry[k] = np.asarray(v)
+                entry[k] = v
         with whole_file(self.path) as whole:
             whole.write(content.getbuffer())
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Report what h5py raises for a damaged file."""
+        try:
+            yield
+        except (OSError, LookupError, RuntimeError, TypeError, ValueError, AttributeError, MemoryError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"stat_file {self.path} is damaged ({error}); remove the file") from error
 
     def _open(self, path: Path | io.BytesIO, mode: str) -> h5py.File:
         import h5py
 
         try:
-            return h5py.File(path, mode)
+            # From 1.10 on, HDF5 keeps checksums of its metadata. Damaged older metadata can make it run for ever.
+            return h5py.File(path, mode, libver="v110")
         except OSError as error:
             message = f"stat_file {self.path} is not an HDF5 file ({error}); remove it or set another stat_file"
             raise DataError(message) from error
+
+
+def _digest(arrays: Mapping[str, np.ndarray]) -> str:
+    """Hash names, dtypes, shapes and values of arrays: HDF5 keeps no checksums of its own by default."""
+    found = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        found.update(f"{name} {array.dtype.str} {np.shape(arrays[name])}\n".encode())
+        found.update(array.tobytes())
+    return found.hexdigest()

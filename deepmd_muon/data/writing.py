@@ -16,6 +16,9 @@ from deepmd_muon.data.frames import LABELS, Frames
 from deepmd_muon.data.system import System
 from deepmd_muon.files import make_folder_of, named_file, whole_file, whole_folder
 
+# Bytes of a chunk of an HDF5 file: what is read and compared with its checksum for one frame of a small system.
+_CHUNK = 16384
+
 
 def write_npy(systems: Sequence[System], folder: Path) -> list[str]:
     """Write systems below a folder, which must be empty or absent; return their paths."""
@@ -46,11 +49,11 @@ def write_hdf5(systems: Sequence[System], path: Path) -> list[str]:
             group = file.require_group(name or "/")
             for inside, content in _contents(system):
                 if isinstance(content, np.ndarray):
-                    group[inside] = content
+                    _put_with_checksums(group, inside, content)
                 elif inside == "type_map.raw":
                     group.create_dataset(inside, data=content, dtype=h5py.string_dtype())
                 else:
-                    group[inside] = np.array(content, dtype=np.int32)
+                    _put_with_checksums(group, inside, np.array(content, dtype=np.int32))
             names.append(f"{path}#/{name}" if name else str(path))
     return names
 
@@ -92,11 +95,22 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
     return [str(path)]
 
 
+def _put_with_checksums(group: h5py.Group, name: str, values: np.ndarray) -> None:
+    """Store an array in chunks of whole rows, whose checksums HDF5 compares when it reads them."""
+    if not values.size:
+        group[name] = values
+        return
+    rows = max(1, _CHUNK // (values.nbytes // len(values)))
+    chunks = (min(len(values), rows), *values.shape[1:])
+    group.create_dataset(name, data=values, chunks=chunks, fletcher32=True)
+
+
 @contextmanager
 def _hdf5(path: Path) -> Iterator[h5py.File]:
     """Open a new HDF5 file in memory, which is written when it is complete."""
     content = io.BytesIO()  # the library's own writer crashes on a full disk
-    with h5py.File(content, "w") as file:
+    # From version 1.10 on, HDF5 keeps checksums of its metadata.
+    with h5py.File(content, "w", libver="v110") as file:
         yield file
     with whole_file(path) as whole:
         whole.write(content.getbuffer())

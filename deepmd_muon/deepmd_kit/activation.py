@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import ModuleType, TracebackType
 
 VARIABLE = "DEEPMD_MUON"
 # The trainers of `dp --pt` and `dp --pt-expt`.
@@ -37,6 +38,17 @@ def wanted(environment: Mapping[str, str]) -> bool:
 def activate() -> None:
     """Extend deepmd-kit's trainers when it imports them; deepmd-kit loads its plugins before."""
     sys.meta_path.insert(0, TrainerFinder())
+    sys.excepthook = functools.partial(_print_error, sys.excepthook)
+
+
+def _print_error(
+    others: Callable[..., object], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Print the message alone of a wrong input, ours or dargs's: deepmd-kit would show a traceback of both packages."""
+    if kind.__module__.partition(".")[0] in ("deepmd_muon", "dargs"):
+        print(f"dp: {error}", file=sys.stderr)
+    else:
+        others(kind, error, traceback)
 
 
 class TrainerFinder(importlib.abc.MetaPathFinder):

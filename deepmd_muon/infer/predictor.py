@@ -56,7 +56,13 @@ def _take_averages(model: EnergyModel, checkpoint: dict[str, dict[str, dict[str,
     averages = checkpoint["ema"]["model"]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(averages[name])
+            average = averages[name]
+            if average.shape != parameter.shape or not average.is_floating_point() or not average.isfinite().all():
+                raise CheckpointError(
+                    f"{path}: the average of {name} must be finite numbers of shape {tuple(parameter.shape)}; found "
+                    f"{average.dtype} of shape {tuple(average.shape)}: take another checkpoint, or the plain weights"
+                )
+            parameter.copy_(average)
 
 
 class Predictor:

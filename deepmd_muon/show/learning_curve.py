@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,7 +54,18 @@ def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         found = "a folder" if path.is_dir() else "no text"
         raise PictureError(f"{path} is {found}; give a learning curve, as lcurve.out") from error
     json_lines = path.suffix == ".jsonl"
-    rows = list(_json_rows(lines) if json_lines else _table_rows(lines))
+    rows, names = [], list[str]()
+    for number, line in enumerate(lines, 1):
+        if not json_lines and line.startswith("#"):
+            names = line[1:].split() if line.startswith("# step") else names
+            continue
+        try:
+            row = _json_row(line) if json_lines else _table_row(line, names)
+        except (ValueError, OverflowError, RecursionError) as error:
+            if number == len(lines):
+                continue  # cut short by a crash, or just being written
+            raise PictureError(f"{path}, line {number}: not a row of a learning curve; remove the line") from error
+        rows += [row] if row else []
     if not rows:
         wanted = "no complete line of JSON" if json_lines else "no row below a header '# step …'"
         raise PictureError(f"{path} holds {wanted}: it is not a learning curve, or the run has just begun")
@@ -62,23 +73,17 @@ def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     return {name: np.array([row.get(name, np.nan) for row in rows]) for name in columns}
 
 
-def _table_rows(lines: Sequence[str]) -> Iterator[dict[str, float]]:
-    names: list[str] = []
-    for line in lines:
-        if line.startswith("# step"):
-            names = line[1:].split()
-        elif names and not line.startswith("#") and len(fields := line.split()) == len(names):
-            yield dict(zip(names, map(float, fields), strict=True))
+def _table_row(line: str, names: Sequence[str]) -> dict[str, float]:
+    """Return the values of a row by column; nothing for a row that is cut short or has no header."""
+    fields = line.split()
+    return dict(zip(names, map(float, fields), strict=True)) if len(fields) == len(names) else {}
 
 
-def _json_rows(lines: Sequence[str]) -> Iterator[dict[str, float]]:
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # cut short by a crash
-        if isinstance(row, dict) and "step" in row:
-            yield {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
+def _json_row(line: str) -> dict[str, float]:
+    row = json.loads(line)
+    if not isinstance(row, dict) or "step" not in row:
+        return {}
+    return {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
 
 
 def plot_learning_curves(
@@ -150,7 +155,8 @@ def _draw(
         for data, style in (("val", {}), ("trn", {"alpha": 0.4, "linewidth": 0.9} if validated else {})):
             if _has(columns, f"{error}_{data}"):
                 _line(axes, x, columns[f"{error}_{data}"], color, _name(label, data, len(runs)), **style)
-        rate.plot(x, columns["lr"], color=color if len(runs) > 1 else "0.5", linewidth=0.8, linestyle=":")
+        if _has(columns, "lr"):
+            rate.plot(x, columns["lr"], color=color if len(runs) > 1 else "0.5", linewidth=0.8, linestyle=":")
     axes.set_title(_TITLES[quantity], fontsize="medium")
     axes.set_ylabel(f"{kind.upper()} [{_UNITS[quantity]}]")
     axes.set_xlabel("step" if against == "step" else "time [s]")

@@ -112,14 +112,15 @@ def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
 def _input_of(path: Path) -> Input:
     """Return the input, from a file or from a checkpoint."""
     from deepmd_muon.argcheck import load, normalize
-    from deepmd_muon.checkpoint_file.file import OWN_KEY, read_checkpoint
+    from deepmd_muon.checkpoint_file.file import OWN_KEY, read_checkpoint, understood
 
     if path.suffix not in (".pt", ".dcp"):
         return load(path)
     own = read_checkpoint(path).get(OWN_KEY)
     if own is None:
         raise ShowError(f"{path} comes from deepmd-kit and holds no settings; give the input file")
-    return normalize(json.loads(own["settings"]))
+    with understood(path):
+        return normalize(json.loads(own["settings"]))
 
 
 def _layout(ranks: int | None, stage: int, groups: int) -> Layout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # Characters of a line that counts atoms.
 _LONGEST_COUNT = 64
+# Endings of files that ASE decompresses.
+_COMPRESSED = (".gz", ".bz2", ".xz")
+# Numbers compress to a quarter or so, repeated frames to a hundredth; smaller contents fit in any memory [bytes].
+_MOST_COMPRESSED, _ALWAYS_FITS = 200, 64 << 20
 
 
 def read_ase(path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool = False) -> list[MemoryStore]:
@@ -56,6 +60,7 @@ def read_ase(path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool
             "pip install ase"
         ) from error
     try:
+        _check_size(path)
         kind = filetype(path)
         if kind in ("xyz", "extxyz"):
             _check_counts(path)
@@ -75,22 +80,42 @@ def read_ase(path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool
     return _stores(frames, chosen, path, keys or LabelKeys())
 
 
+def _check_size(path: str) -> None:
+    """Refuse a compressed file that no data compress to: it could fill the memory many times."""
+    if not path.endswith(_COMPRESSED):
+        return
+    most, found = max(_ALWAYS_FITS, _MOST_COMPRESSED * os.path.getsize(path)), 0
+    with _open(path) as file:
+        while content := file.read(1 << 20):
+            found += len(content)
+            if found > most:
+                raise SystemFormatError(
+                    path,
+                    "",
+                    f"more than {found >> 20} MiB are compressed into {os.path.getsize(path)} bytes, as in no set of "
+                    "data; decompress it if you trust it",
+                )
+
+
 def _check_counts(path: str) -> None:
     """Refuse an XYZ file whose counts of atoms go beyond its end: ASE's reader would read empty lines that often."""
-    if path.endswith((".gz", ".bz2", ".xz")):
-        return
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
+    with _open(path) as file:
         while (line := file.readline(_LONGEST_COUNT)).strip():
             count = int(line) if line.strip().isdigit() else 0
-            if count > size - file.tell():
-                raise SystemFormatError(
-                    path, "", f"a frame has {count} atoms by its first line, more than the file holds"
-                )
             if not count:
                 return  # vectors of a cell, or what ASE will complain of
             for _ in range(count + 1):
-                file.readline()
+                if not file.readline():
+                    raise SystemFormatError(
+                        path, "", f"a frame has {count} atoms by its first line, more than the file holds"
+                    )
+
+
+def _open(path: str) -> IO[bytes]:
+    from ase.io.formats import open_with_compression
+
+    opened: IO[bytes] = open_with_compression(path, "rb")
+    return opened
 
 
 def _converged(frames: Sequence[Atoms], converged: Sequence[bool], path: str) -> list[int]:

@@ -161,9 +161,8 @@ class RouteTable(Sequence[RouteEntry]):
                 )
             names = group.get("param_names") or [unnamed(number, i) for i in range(len(group["routes"]))]
             for name, shape, view, chosen in zip(names, group["shapes"], group["views"], group["routes"], strict=True):
-                entries.append(
-                    RouteEntry(canonical_name(name), _read_shape(shape), MatrixView.parse(view), chosen, "recorded")
-                )
+                entry = RouteEntry(canonical_name(name), _read_shape(shape), MatrixView.parse(view), chosen, "recorded")
+                entries.append(_checked(entry))
         return cls(entries)
 
     def manifest(self) -> dict[str, Any]:
@@ -175,6 +174,18 @@ class RouteTable(Sequence[RouteEntry]):
             # As text: torch's full state dicts lose empty lists, such as the shape of a scalar.
             "shapes": ["x".join(map(str, entry.shape)) for entry in self],
         }
+
+
+def _checked(entry: RouteEntry) -> RouteEntry:
+    """Return the entry of a manifest if its parts fit each other."""
+    view, numbers = entry.view, math.prod(entry.shape)
+    if entry.route not in ROUTES:
+        raise ForeignStateError(f"{entry.name} has route {str(entry.route)[:40]!r} in the manifest; known are {ROUTES}")
+    if min(entry.shape, default=1) < 0 or (view and view.batch * view.rows * view.columns != numbers):
+        raise ForeignStateError(f"{entry.name} has shape {entry.shape} in the manifest, which does not fit view {view}")
+    if entry.route == "muon" and view is None:
+        raise ForeignStateError(f"{entry.name} is on route muon in the manifest, without a matrix view")
+    return entry
 
 
 def _read_shape(saved: str | Sequence[int]) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepmd_muon.files import fresh_file, is_special, make_folder_of
+from deepmd_muon.files import fresh_file, make_folder_of
+from deepmd_muon.train.report.earlier_lines import earlier_lines
 
 
 class JsonLinesFile:
@@ -35,8 +36,8 @@ class JsonLinesFile:
         self.frequency = frequency
         path = Path(path)
         make_folder_of(path)
-        kept = _lines_until(path, start_step) if start_step and path.is_file() and not is_special(path) else []
-        before = float(json.loads(kept[-1]).get("time") or 0.0) if kept else 0.0
+        kept = earlier_lines(path, start_step, lambda line: _step_and_time(line)[0])
+        before = _step_and_time(kept[-1])[1] if kept else 0.0
         self._begin = time.perf_counter() - before
         self._file = fresh_file(path, "".join(f"{line}\n" for line in kept).encode())
 
@@ -54,14 +55,12 @@ class JsonLinesFile:
         self._file.close()
 
 
-def _lines_until(path: Path, last_step: int) -> list[str]:
-    """Return the lines of steps up to `last_step`; one that a crash cut short is dropped."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= last_step:
-            kept.append(line)
-    return kept
+def _step_and_time(line: str) -> tuple[int, float]:
+    """Return step and time [s] of a line; ValueError if it is damaged."""
+    record = json.loads(line)
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        raise ValueError("no record of a step")
+    seconds = record.get("time") or 0.0
+    if type(seconds) not in (int, float) or not 0.0 <= seconds < 1e15:
+        raise ValueError("no time")
+    return record["step"], float(seconds)

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepmd_muon.files import fresh_file, is_special, make_folder_of
+from deepmd_muon.files import fresh_file, make_folder_of
+from deepmd_muon.train.report.earlier_lines import earlier_lines, first_number
 
 _NOTE = "# If there is no available reference data, rmse_*_{val,trn} will print nan"
 
@@ -53,7 +54,7 @@ class LearningCurveFile:
         self.frequency = frequency
         path = Path(path)
         make_folder_of(path)
-        kept = _rows_until(path, start_step) if start_step and path.is_file() and not is_special(path) else []
+        kept = earlier_lines(path, start_step, first_number)
         headers = [line for line in kept if line.startswith("# step")]
         self._header = headers[-1] if headers else None
         self._file = fresh_file(path, "".join(line + "\n" for line in kept).encode())
@@ -74,15 +75,3 @@ class LearningCurveFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _rows_until(path: Path, last_step: int) -> list[str]:
-    """Return the lines of a learning curve up to `last_step`."""
-    kept: list[str] = []
-    # What follows the last line break was cut short by a crash.
-    complete = path.read_text(encoding="utf-8").rpartition("\n")[0]
-    for line in complete.splitlines():
-        fields = line.split()
-        if line.startswith("#") or (fields and fields[0].isdigit() and int(fields[0]) <= last_step):
-            kept.append(line)
-    return kept

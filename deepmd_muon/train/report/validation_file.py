@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deepmd_muon.files import fresh_file, is_special, make_folder_of, writing
+from deepmd_muon.train.report.earlier_lines import earlier_lines, first_number
 
 _UNITS = {"e": "meV/atom", "f": "meV/Å", "s": "meV/Å³", "v": "meV/atom"}
 _WIDTH = 18
@@ -30,16 +31,13 @@ class ValidationFile:
         make_folder_of(self._path)
         families = ("e", "f", "v" if metric.startswith("v") else "s")
         self._columns = [f"{family}:{kind}" for family in families for kind in ("mae", "rmse")]
-        lines: list[str] = []
-        if self._path.is_file() and not is_special(self._path):
-            if start_step:
-                lines = _lines_until(self._path, start_step)
-            elif self._path.stat().st_size:
-                number = 1
-                while (kept := self._path.with_name(f"{self._path.name}.{number}")).exists():
-                    number += 1
-                with writing(kept):
-                    self._path.rename(kept)
+        lines = earlier_lines(self._path, start_step, first_number)
+        if not start_step and self._path.is_file() and not is_special(self._path) and self._path.stat().st_size:
+            number = 1
+            while (kept := self._path.with_name(f"{self._path.name}.{number}")).exists():
+                number += 1
+            with writing(kept):
+                self._path.rename(kept)
         names = [f"{name.replace(':', '_').upper()}({_UNITS[name[0]]})" for name in self._columns]
         header = f"# {'step':>8s}" + "".join(f"   {name:>{_WIDTH}s}" for name in names)
         if header not in lines:
@@ -56,14 +54,3 @@ class ValidationFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _lines_until(path: Path, last_step: int) -> list[str]:
-    """Return the lines before the first row beyond `last_step`; a line that a crash has cut short is dropped."""
-    kept: list[str] = []
-    for line in path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines():
-        first = line.split()[:1]
-        if not line.startswith("#") and not (first and first[0].isdigit() and int(first[0]) <= last_step):
-            break
-        kept.append(line)
-    return kept

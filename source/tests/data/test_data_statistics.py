@@ -98,6 +98,20 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_changed_number_is_found_and_entries_without_checksum_are_not_used(tmp_path):
+    file = StatFile(tmp_path / "stat.hdf5")
+    file.save(KEY, {"mean": np.arange(3.0)})
+    with h5py.File(file.path, "r+") as content:
+        (entry,) = content["deepmd_muon"].values()
+        entry["mean"][1] = 1.5
+    with pytest.raises(DataError, match=r"stat\.hdf5.*checksum"):
+        file.load(KEY)
+    with h5py.File(file.path, "r+") as content:
+        (entry,) = content["deepmd_muon"].values()
+        del entry.attrs["sha256"]
+    assert file.load(KEY) is None
+
+
 def test_no_statistics_file(tmp_path):
     with pytest.raises(DataError, match="is a folder"):
         StatFile(tmp_path)

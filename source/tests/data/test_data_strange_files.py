@@ -1,5 +1,6 @@
 """Paths and files that once hung the reader of data: FIFOs, circles of links, counts beyond a file's end."""
 
+import gzip
 import os
 import shutil
 from pathlib import Path
@@ -51,3 +52,20 @@ def test_a_hexadecimal_number_beyond_what_python_prints(tmp_path):
     (tmp_path / "i.yaml").write_text("a: 0x" + "f" * 5000)
     with pytest.raises(InputError, match="6021 digits"):
         load(tmp_path / "i.yaml")
+
+
+def test_a_small_file_that_decompresses_to_very_much(tmp_path, monkeypatch):
+    path = tmp_path / "bomb.xyz.gz"
+    path.write_bytes(gzip.compress(b"1\n\nO 0 0 0\n" + b" " * (80 << 20), 1))
+    with pytest.raises(SystemFormatError, match=r"bomb.xyz.gz: more than \d+ MiB"):
+        open_systems(str(path))
+    monkeypatch.setattr("deepmd_muon.data.stores.ase_reading._ALWAYS_FITS", 0)
+    path.write_bytes(gzip.compress(b"2\n\nO 0 0 0\nO 0 0 1\n"))
+    assert open_systems(str(path))[0].natoms == 2
+
+
+def test_an_atom_count_of_a_compressed_file(tmp_path):
+    path = tmp_path / "s.xyz.gz"
+    path.write_bytes(gzip.compress(b"999999999\n\nO 0 0 0\n"))
+    with pytest.raises(SystemFormatError, match="999999999 atoms"):
+        open_systems(str(path))

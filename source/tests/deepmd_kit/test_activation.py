@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import configparser
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from forked import run_script
 
-from deepmd_muon.deepmd_kit.activation import ActivationError, wanted
+from deepmd_muon.argcheck import InputError, Problem
+from deepmd_muon.deepmd_kit.activation import ActivationError, activate, wanted
 from deepmd_muon.deepmd_kit.trainer import UnsupportedDeepmdKitError, extend
 
 ROOT = Path(__file__).parents[3]
@@ -80,6 +82,18 @@ def test_the_trainer_and_the_input_check_are_extended(look):
     assert classes == "False ['Trainer', 'HybridMuonTrainer', 'Trainer', 'object']"
     assert all(repr(key) in keys for key in ("magma_muon", "normuon_beta", "cautious_decay", "rules", "nesterov"))
     assert keys.count("'momentum'") == 1
+
+
+def test_a_wrong_input_ends_in_its_message_alone(monkeypatch, capsys):
+    others = []
+    monkeypatch.setattr(sys, "meta_path", [])
+    monkeypatch.setattr(sys, "excepthook", lambda *error: others.append(error[1]))
+    activate()
+    for error in (InputError([Problem("optimizer/schedule", "must be a schedule")]), KeyError("x")):
+        sys.excepthook(type(error), error, None)
+    assert "dp: " in (said := capsys.readouterr().err)
+    assert "optimizer/schedule" in said
+    assert [str(error) for error in others] == ["'x'"]
 
 
 def test_an_unknown_trainer_ends_in_a_clear_error():

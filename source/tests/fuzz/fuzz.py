@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import random
 import resource
 import sys
@@ -22,12 +23,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from doors import DOORS, Door
+from doors import (
+    CheckpointBytes,
+    CheckpointStructure,
+    DirectoryBytes,
+    DirectoryStructure,
+    Door,
+    FrozenBytes,
+    HDF5System,
+    Input,
+    Restart,
+    System,
+)
+from more_doors import Average, CompressedXYZ, ExtendedXYZ, HDF5Bytes, Reports, Shown, Statistics
 
 # A try may take this long [s of CPU time] and this much memory above the start [KiB].
 MOST_TIME, MOST_MEMORY = 5.0, 1 << 20
 # A message is one of these long at most: whoever reads it finds what is wrong [characters].
 LONGEST_MESSAGE = 20_000
+
+
+DOORS: dict[str, type[Door]] = {
+    "frozen": FrozenBytes,
+    "xyz": ExtendedXYZ,
+    "xyz-gz": CompressedXYZ,
+    "input": Input,
+    "system": System,
+    "hdf5": HDF5System,
+    "hdf5-bytes": HDF5Bytes,
+    "file": CheckpointBytes,
+    "directory": DirectoryBytes,
+    "structure": CheckpointStructure,
+    "directory-structure": DirectoryStructure,
+    "average": Average,
+    "restart": Restart,
+    "reports": Reports,
+    "statistics": Statistics,
+    "show": Shown,
+}
 
 
 @dataclass
@@ -96,6 +129,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="number of a single try")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logging.getLogger("deepmd_muon").setLevel(logging.ERROR)
     failed = 0
     for name in options.doors:
         with tempfile.TemporaryDirectory() as place:

@@ -12,11 +12,11 @@ import resource
 import numpy as np
 import pytest
 import torch
-from doors import DOORS, INPUT
-from fuzz import MOST_MEMORY, bounded_memory, fuzz, message_problem
+from doors import INPUT
+from fuzz import DOORS, MOST_MEMORY, bounded_memory, fuzz, message_problem
 from mutants import array_mutant, bytes_mutant, tree_mutant
 
-FEW = {"restart": 12, "directory": 40, "directory-structure": 40}
+FEW = {"restart": 12, "show": 30, "directory": 40, "directory-structure": 40}
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def check(folder, name, seed, tries):
         found = fuzz(door, seed, range(tries))
     assert found.failures == []
     assert found.read + found.refused == tries
-    assert found.refused > tries // 20
+    assert found.refused > tries // 20 or name == "reports"  # their damaged rows are left out
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < MOST_MEMORY
 
 

@@ -101,3 +101,12 @@ def test_what_is_no_learning_curve_is_refused(tmp_path):
     (tmp_path / "text.out").write_text("hello\n1 2 3\n")
     with pytest.raises(PictureError, match="holds no row below a header"):
         read_learning_curve(tmp_path / "text.out")
+
+
+def test_a_damaged_row_is_named_and_a_torn_one_is_left_out(tmp_path):
+    path = tmp_path / "lcurve.out"
+    path.write_text("# step rmse_e_trn lr\n1 0.5 0.1\n2 0.x 0.1\n3 0.3 0.1\n")
+    with pytest.raises(PictureError, match=r"lcurve.out, line 3"):
+        read_learning_curve(path)
+    path.write_text("# step rmse_e_trn lr\n1 0.5 0.1\n2 0.4 1e-")
+    assert read_learning_curve(path)["rmse_e_trn"].tolist() == [0.5]

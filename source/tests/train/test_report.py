@@ -101,6 +101,19 @@ def test_restart_drops_later_rows_and_a_torn_one_and_keeps_one_header():
     assert Path("lcurve.out").read_text(encoding="utf-8").count("# step") == 1
 
 
+def test_a_damaged_row_is_left_out_with_a_warning_at_a_restart(caplog):
+    curve = LearningCurveFile("lcurve.out", 100)
+    for step in (100, 200, 300, 400):
+        curve.step(step, 1e-3, {"rmse": 1.0}, {})
+    curve.close()
+    content = Path("lcurve.out").read_bytes().split(b"\n")
+    content[3] = content[3].replace(b"200", b"2\xff0")
+    Path("lcurve.out").write_bytes(b"\n".join(content))
+    LearningCurveFile("lcurve.out", 100, start_step=300).close()
+    assert Path("lcurve.out").read_bytes().split(b"\n") == [*content[:3], content[4], b""]
+    assert "lcurve.out: 1 damaged" in caplog.text
+
+
 def test_restart_with_other_columns_writes_their_header():
     curve = LearningCurveFile("lcurve.out", 100)
     curve.step(100, 1e-3, TRAIN, {})

@@ -1,0 +1,51 @@
+"""Lines of a report that an earlier part of the run has written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from deepmd_muon.files import is_special
+
+log = logging.getLogger(__name__)
+
+
+def earlier_lines(path: Path, last_step: int, step_of: Callable[[str], int]) -> list[str]:
+    """Return the lines that a restart keeps: the rows up to its step, each with the comments that follow it.
+
+    Parameters
+    ----------
+    path
+        The report; a device has no lines, and a missing file neither.
+    last_step
+        Steps done before the restart; 0 keeps nothing.
+    step_of
+        Returns the step of a row, or raises ValueError if the line is none. Such lines are left out with a warning.
+    """
+    if not last_step or not path.is_file() or is_special(path):
+        return []
+    kept: list[str] = []
+    damaged, keeping = 0, True
+    # What follows the last line break was cut short by a crash.
+    for raw in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            line = raw.decode()
+            if not line.startswith("#"):
+                keeping = step_of(line) <= last_step
+        except ValueError:
+            damaged += 1
+            continue
+        if keeping:
+            kept.append(line)
+    if damaged:
+        log.warning("%s: %d damaged lines are left out", path, damaged)
+    return kept
+
+
+def first_number(line: str) -> int:
+    """Return the step that a row of columns begins with."""
+    first = line.split(maxsplit=1)[:1]
+    if not first or not first[0].isdecimal():
+        raise ValueError("no row")
+    return int(first[0])
