@@ -13,6 +13,7 @@ import torch
 from deepmd_muon.argcheck import Input, TrainingDataSettings, TrainingSettings
 from deepmd_muon.argcheck.changes import changed_settings
 from deepmd_muon.data import (
+    Batch,
     DataError,
     DataLoader,
     NeighborCache,
@@ -272,14 +273,18 @@ def check_same_run(given: Input, train: list[System], valid: list[System], ranks
 def _compute(model: EnergyModel, data: Data) -> dict[str, np.ndarray]:
     counts, energies = [], []
 
-    def structures() -> Iterator[Structures]:
+    def batches() -> Iterator[Batch]:
         for batch in data.training.bounded_batches(model.settings.data_stat_nbatch, MOST_MEASURED):
             if batch.frames.energy is not None:
                 counts.append(batch.frames.type_counts(model.ntypes))
                 energies.append(batch.frames.energy)
-            yield Structures.of(batch.frames, batch.neighbors, model.ntypes)
+            yield batch
 
-    mean, stddev = environment_statistics(model, structures(), protection=model.settings.data_stat_protect)
+    sample = batches()
+    structures = (Structures.of(batch.frames, batch.neighbors, model.ntypes) for batch in sample)
+    mean, stddev = environment_statistics(model, structures, protection=model.settings.data_stat_protect)
+    for _ in sample:  # energies are wanted of descriptors that standardise nothing, too
+        pass
     arrays = {"mean": mean.numpy(), "stddev": stddev.numpy()}
     if energies:
         rcond = getattr(model.settings.fitting_net, "rcond", None)
