@@ -11,7 +11,8 @@ import numpy as np
 
 from deepmd_muon.data.system import System
 
-Item, Found = TypeVar("Item"), TypeVar("Found")
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 #: What reading a frame costs besides its atoms, in atoms.
 FRAME_COST = 24
@@ -96,7 +97,7 @@ def _drawn_counts(
             more = min(lacking, int(counts[k] - drawn[k]), -(-_FRAMES_OF_A_TYPE // len(members)))
             drawn[k] += more
             lacking -= more
-    return drawn
+    return np.asarray(drawn)
 
 
 def packed(

@@ -77,7 +77,7 @@ class _Group:
     types: np.ndarray
     pbc: bool
     mixed: bool
-    sets: dict[frozenset[str], list[int] | np.ndarray]
+    sets: dict[frozenset[str], list[int]]
     sampled: bool = False
 
 
@@ -256,7 +256,7 @@ class _Database:
                 yield from self._read_groups(numbers)
                 continue
             labels = frozenset[str]().union(*found[0].sets)
-            yield replace(found[0], mixed=True, sets={labels: numbers}, sampled=True)
+            yield replace(found[0], mixed=True, sets={labels: numbers.tolist()}, sampled=True)
 
     def _read_groups(self, numbers: np.ndarray) -> Iterator[_Group]:
         """Sort frames by reading them all."""
