@@ -89,8 +89,8 @@ class System:
 
     @property
     def uniform_labels(self) -> bool:
-        """Whether every frame has the same labels."""
-        return all(None not in files for files in self._files.values())
+        """Whether every frame is known to have the same labels."""
+        return not self._store.sampled and all(None not in files for files in self._files.values())
 
     # -- opening ---------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class System:
             mine = of_set == k
             rows = self._store.rows(path, local[mine], single=bool(self._counts[k] == 1))
             values = np.asarray(rows, dtype=np.float64).reshape(int(mine.sum()), -1)
-            if not np.isfinite(values).all():
+            if not self._store.sampled and not np.isfinite(values).all():
                 bad = local[mine][~np.isfinite(values).all(axis=1)]
                 raise SystemFormatError(self.name, path, f"value that is not finite in frame {bad[0]} of this set")
             if files[k] in ("coord.npy", "box.npy") and np.abs(values).max(initial=0.0) > MAX_LENGTH:

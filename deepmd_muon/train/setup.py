@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ import torch
 from deepmd_muon.argcheck import Input, TrainingDataSettings, TrainingSettings
 from deepmd_muon.argcheck.changes import changed_settings
 from deepmd_muon.data import (
+    Batch,
     DataError,
     DataLoader,
     NeighborCache,
@@ -23,9 +23,9 @@ from deepmd_muon.data import (
     data_fingerprint,
     energy_bias,
     neighbor_statistics,
-    worker_count,
 )
 from deepmd_muon.data.checks.digest import content_digest
+from deepmd_muon.data.sampling.samples import sample_frames
 from deepmd_muon.model import EnergyModel, ModelSettings, Structures
 from deepmd_muon.model.settings import changed
 from deepmd_muon.model.statistics import environment_statistics
@@ -45,6 +45,9 @@ _OF_A_MACHINE = frozenset(
         "profiling_file",
     )
 )
+#: Atoms at 6 Å (see `frame_costs`) of the frames in which neighbours are counted, a second of work; and of those
+#: behind the statistics of the environment and the energies.
+MOST_COUNTED, MOST_MEASURED = 5 << 14, 1 << 15
 # Neighbour lists of a training set are kept in memory up to this many bytes.
 CACHE_BYTES = 2 << 30
 
@@ -74,7 +77,7 @@ def resolve_sel(given: Input, systems: list[System], *, count: bool) -> tuple[In
     given
         The checked input.
     systems
-        Training data, every frame of which is looked at.
+        Training data; see `MOST_COUNTED` for how much of them is looked at.
     count
         False when neighbours are not to be counted (--skip-neighbor-stat).
 
@@ -106,7 +109,7 @@ def resolve_sel(given: Input, systems: list[System], *, count: bool) -> tuple[In
 
 
 def check_sel(model: EnergyModel, systems: list[System], cache: NeighborCache) -> NeighborStatistics:
-    """Count neighbours in every training frame, filling the cache, and warn when the model's `sel` is too small."""
+    """Count neighbours in training frames, filling the cache, and warn when the model's `sel` is too small."""
     found = _count_neighbors(systems, model.rcut, cache)
     most = found.max_neighbors if model.by_type else (found.max_total,)
     names = model.type_map if model.by_type else ("all types",)
@@ -123,10 +126,13 @@ def check_sel(model: EnergyModel, systems: list[System], cache: NeighborCache) -
 
 
 def _count_neighbors(systems: list[System], rcut: float, cache: NeighborCache | None) -> NeighborStatistics:
-    found = neighbor_statistics(systems, rcut, cache)
+    numbers = sample_frames(systems, MOST_COUNTED, rcut)
+    counted, total = sum(map(len, numbers)), sum(system.nframes for system in systems)
+    found = neighbor_statistics(systems, rcut, cache, numbers=numbers)
     log.info(
-        "neighbours within %g Å: at most %s per type; shortest distance %.3f Å",
+        "neighbours within %g Å%s: at most %s per type; shortest distance %.3f Å",
         rcut,
+        f" in {counted} of {total} frames" if counted < total else "",
         list(found.max_neighbors),
         found.min_distance,
     )
@@ -179,18 +185,8 @@ def number_of_steps(training: TrainingSettings, loader: DataLoader) -> int:
 
 def set_model_statistics(model: EnergyModel, data: Data, training: TrainingSettings) -> None:
     """Standardise the descriptor's input and set the energy bias, from samples of the data or from `stat_file`."""
-    settings = model.settings
-    key = {
-        "descriptor": settings.descriptor.statistics_key(),
-        "type_map": list(settings.type_map),
-        "data": data_fingerprint(data.training_systems),
-        "data_stat_nbatch": settings.data_stat_nbatch,
-        "data_stat_protect": settings.data_stat_protect,
-        "batch_sizes": list(data.training.batch_sizes),
-        "atom_ener": getattr(settings.fitting_net, "atom_ener", None),
-        "rcond": getattr(settings.fitting_net, "rcond", None),
-    }
     store = StatFile(training.stat_file) if training.stat_file else None
+    key = _statistics_key(model, data) if store else {}
     arrays = store.load(key) if store else None
     if arrays is None:
         arrays = _compute(model, data)
@@ -206,6 +202,21 @@ def set_model_statistics(model: EnergyModel, data: Data, training: TrainingSetti
         log.info("energy bias: %s", ", ".join(f"{name} {value:.6g} eV" for name, value in bias))
     else:
         log.warning("no training system has energies: the energy bias stays 0")
+
+
+def _statistics_key(model: EnergyModel, data: Data) -> dict[str, object]:
+    """Return what statistics depend on."""
+    settings = model.settings
+    return {
+        "descriptor": settings.descriptor.statistics_key(),
+        "type_map": list(settings.type_map),
+        "data": data_fingerprint(data.training_systems),
+        "data_stat_nbatch": settings.data_stat_nbatch,
+        "data_stat_protect": settings.data_stat_protect,
+        "batch_sizes": list(data.training.batch_sizes),
+        "atom_ener": getattr(settings.fitting_net, "atom_ener", None),
+        "rcond": getattr(settings.fitting_net, "rcond", None),
+    }
 
 
 def _check_statistics(arrays: Mapping[str, np.ndarray], ntypes: int, path: str) -> None:
@@ -260,22 +271,26 @@ def check_same_run(given: Input, train: list[System], valid: list[System], ranks
 
 
 def _compute(model: EnergyModel, data: Data) -> dict[str, np.ndarray]:
-    plans = data.training.sample_plans(model.settings.data_stat_nbatch)
-    with ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-statistics") as pool:
-        batches = list(pool.map(data.training.build, plans))
+    counts, energies = [], []
 
-    def structures() -> Iterator[Structures]:
-        for batch in batches:
-            yield Structures.of(batch.frames, batch.neighbors, model.ntypes)
+    def batches() -> Iterator[Batch]:
+        for batch in data.training.bounded_batches(model.settings.data_stat_nbatch, MOST_MEASURED):
+            if batch.frames.energy is not None:
+                counts.append(batch.frames.type_counts(model.ntypes))
+                energies.append(batch.frames.energy)
+            yield batch
 
-    mean, stddev = environment_statistics(model, structures(), protection=model.settings.data_stat_protect)
+    sample = batches()
+    structures = (Structures.of(batch.frames, batch.neighbors, model.ntypes) for batch in sample)
+    mean, stddev = environment_statistics(model, structures, protection=model.settings.data_stat_protect)
+    for _ in sample:  # energies are wanted of descriptors that standardise nothing, too
+        pass
     arrays = {"mean": mean.numpy(), "stddev": stddev.numpy()}
-    labelled = [batch.frames for batch in batches if batch.frames.energy is not None]
-    if labelled:
-        counts = np.concatenate([frames.type_counts(model.ntypes) for frames in labelled])
-        energies = np.concatenate([frames.energy for frames in labelled])
+    if energies:
         rcond = getattr(model.settings.fitting_net, "rcond", None)
-        arrays["energy_bias"] = energy_bias(counts, energies, fixed_energies(model.settings), rcond)
+        arrays["energy_bias"] = energy_bias(
+            np.concatenate(counts), np.concatenate(energies), fixed_energies(model.settings), rcond
+        )
     return arrays
 
 

@@ -37,6 +37,7 @@ from deepmd_muon.train.report.tensorboard import require_tensorboard
 from deepmd_muon.train.report.weights_and_biases import require_wandb
 from deepmd_muon.train.setup import (
     CACHE_BYTES,
+    MOST_MEASURED,
     Data,
     check_same_run,
     check_sel,
@@ -52,8 +53,8 @@ from deepmd_muon.train.validation.full_validation import best_prefix
 
 log = logging.getLogger(__name__)
 
-# Most batches in which the length of descriptors is measured, for which no system matters in particular.
-_MEASURED = 256
+# Atoms at 6 Å (see `frame_costs`) of frames in which the length of descriptors is measured.
+_MEASURED = 1 << 14
 # Values of --restart that stand for the newest checkpoint, if there is one.
 AUTOMATIC = ("auto", "latest")
 
@@ -280,8 +281,7 @@ def _suit_descriptors(given: Input, model: EnergyModel, data: Data, ranks: Ranks
         return given
 
     def batches() -> Iterator[Structures]:
-        plans = list(data.training.sample_plans(1))
-        for batch in map(data.training.build, plans[:: -(-len(plans) // _MEASURED)]):
+        for batch in data.training.bounded_batches(1, _MEASURED):
             yield Structures.of(batch.frames, batch.neighbors, model.ntypes, ranks.device)
 
     length = ranks.from_first("measuring descriptors", lambda: descriptor_length(model, batches()))
@@ -304,5 +304,5 @@ def _settle_energy_bias(model: EnergyModel, source: Source, data: Data) -> None:
     fixed = fixed_energies(model.settings)
     if fixed is not None:
         keep |= {name for name, value in zip(model.type_map, fixed, strict=True) if not math.isnan(value)}
-    batches = data.training.sample_batches(model.settings.data_stat_nbatch)
+    batches = data.training.bounded_batches(model.settings.data_stat_nbatch, MOST_MEASURED)
     fit_energy_bias(model, batches, keep=keep, rcond=getattr(model.settings.fitting_net, "rcond", None))

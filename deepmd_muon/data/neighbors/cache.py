@@ -162,9 +162,13 @@ def worker_count() -> int:
 
 
 def neighbor_statistics(
-    systems: Sequence[System], rcut: float, cache: NeighborCache | None = None, workers: int | None = None
+    systems: Sequence[System],
+    rcut: float,
+    cache: NeighborCache | None = None,
+    workers: int | None = None,
+    numbers: Sequence[np.ndarray] | None = None,
 ) -> NeighborStatistics:
-    """Go through every frame for the numbers that ``sel`` is chosen from.
+    """Go through frames for the numbers that ``sel`` is chosen from.
 
     Parameters
     ----------
@@ -176,6 +180,8 @@ def neighbor_statistics(
         Take lists from it and leave new ones in it; must have the same cutoff.
     workers : int, optional
         Threads (the search itself runs outside of Python's lock); see `worker_count`.
+    numbers : sequence of ndarray, optional
+        Frames of each system; all of them when left out.
 
     Raises
     ------
@@ -196,20 +202,24 @@ def neighbor_statistics(
             f"statistics are wanted for {rcut} Å and {ntypes} types"
         )
 
-    def chunk(job: tuple[System, int]) -> NeighborStatistics:
-        system, first = job
-        numbers = range(first, min(first + _chunk(system), system.nframes))
-        frames = system.frames(numbers)
-        _check_density(system, first, frames)
+    def chunk(job: tuple[System, np.ndarray]) -> NeighborStatistics:
+        system, chosen = job
+        frames = system.frames(chosen)
+        _check_density(system, chosen, frames)
         if cache is not None:
-            found = [cache.frame(system, number, frames, row).statistics for row, number in enumerate(numbers)]
+            found = [cache.frame(system, number, frames, row).statistics for row, number in enumerate(chosen.tolist())]
         else:
-            found = [_count(system, number, frames, row, rcut, ntypes) for row, number in enumerate(numbers)]
+            found = [_count(system, number, frames, row, rcut, ntypes) for row, number in enumerate(chosen.tolist())]
         return reduce(NeighborStatistics.merge, found)
 
     if workers is None:
         workers = worker_count()
-    jobs = [(system, first) for system in systems for first in range(0, system.nframes, _chunk(system))]
+    every = [np.arange(system.nframes) for system in systems] if numbers is None else numbers
+    jobs = [
+        (system, mine[first : first + _chunk(system)])
+        for system, mine in zip(systems, every, strict=True)
+        for first in range(0, len(mine), _chunk(system))
+    ]
     nothing = NeighborStatistics(np.inf, (0,) * ntypes, 0)
     with ThreadPoolExecutor(workers, thread_name_prefix="deepmd_muon-neighbors") as pool:
         return reduce(NeighborStatistics.merge, _logged(pool.map(chunk, jobs), len(jobs)), nothing)
@@ -232,7 +242,7 @@ def _logged(results: Iterable[NeighborStatistics], total: int) -> Iterator[Neigh
         yield result
 
 
-def _check_density(system: System, first: int, frames: Frames) -> None:
+def _check_density(system: System, numbers: np.ndarray, frames: Frames) -> None:
     """Refuse cells denser than any matter: counting would take minutes and much memory for a mistake in the units."""
     if frames.box is None:
         return
@@ -241,7 +251,7 @@ def _check_density(system: System, first: int, frames: Frames) -> None:
     densest = int(density.argmax())
     if density[densest] > _DENSEST and volume[densest] > 0:  # without a volume, counting says so
         raise NeighborError(
-            f"system {system.name}, frame {first + densest}: {density[densest]:.3g} atoms per Å³ (diamond has 0.18); "
+            f"system {system.name}, frame {numbers[densest]}: {density[densest]:.3g} atoms per Å³ (diamond has 0.18); "
             "box and coord must be in Å (nm would look like this)"
         )
 

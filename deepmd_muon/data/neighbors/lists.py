@@ -179,8 +179,8 @@ def build_neighbors(
     rcut : float
         Cutoff radius [Å].
     sel : sequence of int, optional
-        At most this many neighbours per type are kept, the nearest ones (their sum when not `by_type`);
-        None keeps all.
+        Of the ``sum(sel)`` nearest neighbours, at most this many per type are kept, the nearest ones (all of them when
+        not `by_type`), as in deepmd-kit; None keeps all.
     by_type : bool
         Group the columns by the neighbour's type.
     ntypes : int, optional
@@ -199,8 +199,26 @@ def build_neighbors(
         ntypes = len(sel) if sel is not None and by_type else int(atype.max(initial=-1)) + 1
     pairs = find_pairs(coord, box, atype, rcut)
     limits = group_limits(sel, by_type, ntypes)
+    found = pairs
+    if sel is not None and by_type:
+        pairs = _nearest(pairs, int(limits.sum()), rcut)
     counts = _count_inner(pairs, len(atype), [(short, min(most, limits[0])) for short, most in inner])
-    return _lay_out(pairs, len(atype), rcut, limits, by_type, ntypes, counts)
+    laid = _lay_out(pairs, len(atype), rcut, limits, by_type, ntypes, counts)
+    if pairs is found:
+        return laid
+    dropped = laid.dropped + len(found.i) - len(pairs.i)
+    return replace(laid, statistics=found.statistics(ntypes), dropped=dropped)
+
+
+def _nearest(pairs: Pairs, most: int, rcut: float) -> Pairs:
+    """Keep the `most` nearest neighbours of every atom, of whatever type, as deepmd-kit does before it counts types."""
+    counts = np.bincount(pairs.i)
+    if counts.max(initial=0) <= most:
+        return pairs
+    order = np.argsort(pairs.i + pairs.distance / (2.0 * rcut))
+    rank = np.arange(len(order)) - (np.cumsum(counts) - counts)[pairs.i[order]]
+    kept = np.sort(order[rank < most])
+    return replace(pairs, i=pairs.i[kept], j=pairs.j[kept], shift=pairs.shift[kept], distance=pairs.distance[kept])
 
 
 def _count_inner(pairs: Pairs, natoms: int, inner: Sequence[tuple[float, int]]) -> np.ndarray:

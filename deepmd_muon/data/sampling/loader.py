@@ -12,10 +12,11 @@ import numpy as np
 
 from deepmd_muon.data.errors import NeighborError, SamplingError
 from deepmd_muon.data.frames import Frames
-from deepmd_muon.data.neighbors.cache import NeighborCache, number_of_types
+from deepmd_muon.data.neighbors.cache import CHUNK_ATOMS, NeighborCache, number_of_types, worker_count
 from deepmd_muon.data.neighbors.lists import NeighborList, stack_neighbors
 from deepmd_muon.data.sampling.atom_budget import AtomBudgetSampler
 from deepmd_muon.data.sampling.sampler import BatchRule, Plan, Sampler, system_probabilities
+from deepmd_muon.data.sampling.samples import packed, read_ahead, sample_frames
 from deepmd_muon.data.system import System
 
 #: Name of a batch whose frames come from several systems.
@@ -247,6 +248,22 @@ class DataLoader:
         for k, size in enumerate(self.batch_sizes):
             for numbers in self._spread(k, nbatches * size, size):
                 yield Plan(((k, numbers),))
+
+    def bounded_batches(self, nbatches: int, most: float) -> Iterator[Batch]:
+        """Frames of `sample_batches`, at most so many, small systems together in a batch; for measuring the data.
+
+        Parameters
+        ----------
+        nbatches : int
+            Batches of each system that frames are taken of.
+        most : float
+            Bound on their cost, see `sample_frames`; what fits is taken whole.
+        """
+        wanted = [nbatches * size for size in self.batch_sizes]
+        candidates = [next(self._spread(k, number, number)) for k, number in enumerate(wanted)]
+        numbers = sample_frames(self.systems, most, self.cache.rcut, candidates)
+        plans = (Plan(tuple(part)) for part in packed(self.systems, numbers, CHUNK_ATOMS))
+        return read_ahead(self.build, plans, worker_count())
 
     # -- building --------------------------------------------------------------------------------------------
 

@@ -38,6 +38,8 @@ class _OpenHDF5:
 class HDF5Store:
     """A system as a group of an HDF5 file: the same names as datasets."""
 
+    sampled = False
+
     def __init__(self, file: str, group: str, handles: HandleCache) -> None:
         self.file = file
         self.group = group.strip("/")

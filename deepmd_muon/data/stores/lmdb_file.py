@@ -1,8 +1,8 @@
 """Reading the file of an LMDB database (data format 1, LMDB 0.9) without liblmdb.
 
 liblmdb maps the file and trusts it: a truncated or damaged copy ends the process with SIGBUS or SIGSEGV, and no process
-may open a file twice or use it after a fork. This reader goes through the tree once, checks every page against the size
-of the file, and reads values without mapping them.
+may open a file twice or use it after a fork. This reader goes down the tree for each key, checks every page against
+the size of the file, and reads values without mapping them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from deepmd_muon.data.errors import SystemFormatError
 from deepmd_muon.data.stores.storage import FileWatch, HandleCache, OpenFile
@@ -24,6 +24,18 @@ _HEADER = 16  # bytes of a page's header
 _NODE = 8  # bytes of a node's header
 _MAX_DEPTH = 32
 _NO_PAGE = (1 << 64) - 1
+# Pages of keys that stay in memory, 32 MiB: those of a million frames that have pages of their own.
+_KEPT_PAGES = 8192
+
+
+class _Node(NamedTuple):
+    """An entry of a page: three numbers whose meaning depends on the page, a key, and the byte behind it."""
+
+    low: int
+    high: int
+    flags: int
+    key: bytes
+    start: int
 
 
 @dataclass(frozen=True)
@@ -57,34 +69,52 @@ class LmdbFile:
         self.path = path
         self._handles = handles
         self._watch = FileWatch()
+        self._pages: dict[int, bytes] = {}
         self._watch.check(system, path)
         self._size = os.stat(path).st_size
         self._page_size, self._root, self._entries = self._read_meta()
 
-    def items(self) -> Iterator[tuple[bytes, Value]]:
-        """Yield every key of the main database with the place of its value, in the order of the keys."""
-        if self._root == _NO_PAGE:
-            return
-        seen: set[int] = set()
-        stack = [(self._root, 0)]
-        found = 0
-        while stack:
-            number, depth = stack.pop()
-            if number in seen or depth > _MAX_DEPTH:
-                raise self._damaged(f"page {number} is reached twice")
-            seen.add(number)
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave what is kept in memory behind."""
+        return {**self.__dict__, "_pages": {}}
+
+    @property
+    def entries(self) -> int:
+        """Number of keys, as the header says."""
+        return self._entries
+
+    def get(self, key: bytes) -> Value | None:
+        """Return the place of a key's value, None where there is no such key.
+
+        Raises
+        ------
+        SystemFormatError
+            When the pages on the way to it contradict each other.
+        """
+        number = self._root
+        if number == _NO_PAGE:
+            return None
+        for _ in range(_MAX_DEPTH):
             page = self._page(number)
             flags = struct.unpack_from("<H", page, 10)[0]
-            if flags & _BRANCH:
-                stack += [(child, depth + 1) for child in reversed(self._children(number, page))]
-            elif flags & _LEAF:
-                for item in self._leaf(number, page):
-                    found += 1
-                    yield item
-            else:
+            if not flags & (_BRANCH | _LEAF):
                 raise self._damaged(f"page {number} has flags {flags:#x}, expected a branch or a leaf")
-        if found != self._entries:
-            raise self._damaged(f"{found} keys found, its header says {self._entries}")
+            count = self._count(number, page)
+            # The last node whose key is not above `key`; the first one of a branch stands for all smaller keys.
+            low, high = (0, count) if flags & _BRANCH else (-1, count)
+            while high - low > 1:
+                middle = (low + high) // 2
+                if self._node(number, page, middle).key <= key:
+                    low = middle
+                else:
+                    high = middle
+            if low < 0 or count == 0:
+                return None
+            node = self._node(number, page, low)
+            if flags & _LEAF:
+                return self._value(number, page, node) if node.key == key else None
+            number = node.low | node.high << 16 | node.flags << 32
+        raise self._damaged(f"the tree is deeper than {_MAX_DEPTH} pages")
 
     def read(self, value: Value) -> bytes:
         """Return a value.
@@ -121,40 +151,43 @@ class LmdbFile:
         return page_size, root, entries, transaction
 
     def _page(self, number: int) -> bytes:
-        if number < 2:
-            raise self._damaged(f"a link to page {number}")
-        return self._bytes(number * self._page_size, self._page_size)
+        page = self._pages.get(number)
+        if page is None:
+            if number < 2:
+                raise self._damaged(f"a link to page {number}")
+            if len(self._pages) >= _KEPT_PAGES:
+                self._pages.clear()
+            page = self._pages[number] = self._bytes(number * self._page_size, self._page_size)
+        return page
 
-    def _nodes(self, number: int, page: bytes) -> Iterator[tuple[int, int, int, int, bytes]]:
-        """Yield offset, the three numbers and the key of the nodes of a page."""
+    def _count(self, number: int, page: bytes) -> int:
+        """Return the number of nodes of a page."""
         (lower,) = struct.unpack_from("<H", page, 12)
         if lower < _HEADER or lower > len(page) or lower % 2:
             raise self._damaged(f"page {number} says that its nodes end at byte {lower}")
-        for (offset,) in struct.iter_unpack("<H", page[_HEADER:lower]):
-            if offset < lower or offset + _NODE > len(page):
-                raise self._damaged(f"page {number} has a node at byte {offset}")
-            low, high, flags, key_size = struct.unpack_from("<HHHH", page, offset)
-            if offset + _NODE + key_size > len(page):
-                raise self._damaged(f"page {number} has a key of {key_size} bytes at byte {offset}")
-            yield offset, low, high, flags, page[offset + _NODE : offset + _NODE + key_size]
+        return int(lower - _HEADER) // 2
 
-    def _children(self, number: int, page: bytes) -> list[int]:
-        return [low | high << 16 | flags << 32 for _, low, high, flags, _ in self._nodes(number, page)]
+    def _node(self, number: int, page: bytes, index: int) -> _Node:
+        """Return a node of a page."""
+        (offset,) = struct.unpack_from("<H", page, _HEADER + 2 * index)
+        if offset < _HEADER or offset + _NODE > len(page):
+            raise self._damaged(f"page {number} has a node at byte {offset}")
+        low, high, flags, key_size = struct.unpack_from("<HHHH", page, offset)
+        if offset + _NODE + key_size > len(page):
+            raise self._damaged(f"page {number} has a key of {key_size} bytes at byte {offset}")
+        start = offset + _NODE + key_size
+        return _Node(low, high, flags, page[offset + _NODE : start], start)
 
-    def _leaf(self, number: int, page: bytes) -> Iterator[tuple[bytes, Value]]:
-        for offset, low, high, flags, key in self._nodes(number, page):
-            length = low | high << 16
-            start = offset + _NODE + len(key)
-            if flags & _OTHER_DATA:
-                raise self._problem(f"key {key!r} is a database of its own, which DeePMD's format does not have")
-            if not flags & _BIG_DATA:
-                if start + length > len(page):
-                    raise self._damaged(f"the value of {key!r} ends beyond page {number}")
-                yield key, Value(number * self._page_size + start, length)
-                continue
-            if start + 8 > len(page):
-                raise self._damaged(f"the value of {key!r} ends beyond page {number}")
-            yield key, self._overflow(key, struct.unpack_from("<Q", page, start)[0], length)
+    def _value(self, number: int, page: bytes, node: _Node) -> Value:
+        """Return the place of the value of a node of a leaf."""
+        length = node.low | node.high << 16
+        if node.flags & _OTHER_DATA:
+            raise self._problem(f"key {node.key!r} is a database of its own, which DeePMD's format does not have")
+        if node.start + (8 if node.flags & _BIG_DATA else length) > len(page):
+            raise self._damaged(f"the value of {node.key!r} ends beyond page {number}")
+        if not node.flags & _BIG_DATA:
+            return Value(number * self._page_size + node.start, length)
+        return self._overflow(node.key, struct.unpack_from("<Q", page, node.start)[0], length)
 
     def _overflow(self, key: bytes, number: int, length: int) -> Value:
         """Return the place of a value that has pages of its own."""

@@ -7,21 +7,24 @@ number in that format. A frame maps names to ``{type, shape, data}``: dtype, sha
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
-from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS
-from deepmd_muon.data.stores.lmdb_file import MAGIC, LmdbFile, Value
+from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS
+from deepmd_muon.data.stores.lmdb_file import MAGIC, LmdbFile
 from deepmd_muon.data.stores.storage import HandleCache
+
+log = logging.getLogger(__name__)
 
 METADATA = b"__metadata__"
 _NAMES = {"coords": "coord", "cells": "box", "energies": "energy", "forces": "force", "virials": "virial"}
@@ -30,6 +33,12 @@ _NAMES["atom_types"] = "atype"
 _KEY_FORMAT = re.compile(r"0?\d{0,2}d")
 #: Frames of one request that stay decoded, so that positions, cells and labels of a batch cost one decoding.
 _KEPT = 256
+# Threads whose last requests stay decoded.
+_THREADS = 64
+#: Databases of so many frames are read as a whole when they are opened, in about half a second.
+_READ_WHOLE = 8192
+# Frames of larger ones that are read then; two of each system at least.
+_LOOKED = 1024
 
 
 def is_lmdb(path: str) -> bool:
@@ -49,11 +58,27 @@ def data_file(path: str) -> str:
 
 @dataclass
 class _Group:
-    """Frames of one system, by the labels that they have."""
+    """Frames of one source system and number of atoms, with or without a cell.
 
-    types: bytes
-    mixed: bool = False
-    sets: dict[frozenset[str], list[Value]] = dataclasses.field(default_factory=dict)
+    Attributes
+    ----------
+    types
+        Of the first frame `(natoms,)`.
+    pbc
+        Whether they have a cell.
+    mixed
+        Whether types differ, or could.
+    sets
+        Numbers of the frames with the same labels, by these labels.
+    sampled
+        Whether only some frames were looked at, so that others may lack labels.
+    """
+
+    types: np.ndarray
+    pbc: bool
+    mixed: bool
+    sets: dict[frozenset[str], list[int]]
+    sampled: bool = False
 
 
 class LmdbStore:
@@ -63,44 +88,36 @@ class LmdbStore:
     ----------
     root
         Name of the system.
-    file
+    database
         The database.
-    types
-        Types of the first frame, (natoms,).
-    type_map
-        Element names, if the database has them.
-    sets
-        Places of the frames with the same labels, by these labels.
-    pbc, mixed
-        Whether the frames have a cell, and whether their types differ.
+    group
+        Which frames, and what is known of them.
+
+    Attributes
+    ----------
+    sampled
+        Whether labels are those of a sample of the frames; see `Store`.
     """
 
-    def __init__(
-        self,
-        root: str,
-        file: LmdbFile,
-        types: np.ndarray,
-        type_map: tuple[str, ...] | None,
-        sets: Mapping[frozenset[str], list[Value]],
-        *,
-        pbc: bool,
-        mixed: bool,
-    ) -> None:
+    def __init__(self, root: str, database: _Database, group: _Group) -> None:
         self._root = root
-        self._file = file
-        self._natoms = len(types)
-        self._words = {"type.raw": [str(max(0, t)) for t in types.tolist()]}
-        if type_map is not None:
-            self._words["type_map.raw"] = list(type_map)
-        if not pbc:
+        self._database = database
+        self._natoms = len(group.types)
+        self._pbc = group.pbc
+        self.sampled = group.sampled
+        self._words = {"type.raw": [str(max(0, t)) for t in group.types.tolist()]}
+        if database.meta.type_map is not None:
+            self._words["type_map.raw"] = list(database.meta.type_map)
+        if not group.pbc:
             self._words["nopbc"] = []
-        fixed = ("coord", *(("box",) if pbc else ()), *(("real_atom_types",) if mixed else ()))
-        self._sets = {f"set.{k:03d}": values for k, values in enumerate(sets.values())}
+        self._known = frozenset(("atype", "coord", "box")).union(*group.sets)
+        self._warned = False
+        fixed = ("coord", *(("box",) if group.pbc else ()), *(("real_atom_types",) if group.mixed else ()))
+        self._sets = {f"set.{k:03d}": np.asarray(numbers) for k, numbers in enumerate(group.sets.values())}
         self._names = {
             name: frozenset(f"{n}.npy" for n in (*fixed, *labels))
-            for name, labels in zip(self._sets, sets, strict=True)
+            for name, labels in zip(self._sets, group.sets, strict=True)
         }
-        self._last: tuple[str, bytes, list[dict[str, np.ndarray]]] | None = None
 
     @property
     def root(self) -> str:
@@ -126,21 +143,46 @@ class LmdbStore:
         return (len(self._sets[folder]), width)
 
     def rows(self, path: str, indices: np.ndarray, single: bool) -> np.ndarray:
-        """Rows of an array, which always has an axis of frames."""
+        """Rows of an array, which always has an axis of frames; NaN where a frame lacks a label."""
         folder, _, name = path.partition("/")
         name = "atype" if name == "real_atom_types.npy" else name.removesuffix(".npy")
-        last, key = self._last, indices.tobytes()
-        if last is not None and last[:2] == (folder, key):
-            return np.stack([frame[name] for frame in last[2]])
-        values = self._sets[folder]
-        if len(indices) > _KEPT:
-            return np.stack([self._frame(values[k])[name] for k in indices.tolist()])
-        frames = [self._frame(values[k]) for k in indices.tolist()]
-        self._last = (folder, key, frames)
-        return np.stack([frame[name] for frame in frames])
+        frames = self._database.frames(self._sets[folder][indices], self._check)
+        absent = np.full(_width(name, self._natoms), np.nan) if self.sampled and name in LABELS else None
+        return np.stack([frame[name] if absent is None else frame.get(name, absent) for frame in frames])
 
-    def _frame(self, value: Value) -> dict[str, np.ndarray]:
-        return decode_frame(self._root, f"byte {value.offset}", self._file.read(value))
+    def _check(self, number: int, frame: Mapping[str, np.ndarray]) -> None:
+        """Refuse a frame that is not what the metadata and other frames of its system say."""
+        if len(frame["atype"]) != self._natoms:
+            problem = f"has {len(frame['atype'])} atoms, but __metadata__ says {self._natoms}"
+        elif ("box" in frame) != self._pbc:
+            here, there = ("a cell", "none") if "box" in frame else ("no cell", "one")
+            problem = f"has {here}, but other frames of the same source and size have {there}"
+        else:
+            self._check_values(number, frame)
+            return
+        raise SystemFormatError(
+            self._root,
+            f"frame {number}",
+            f"{problem}; in __metadata__, frame_nlocs must be right and frame_system_ids must tell them apart",
+        )
+
+    def _check_values(self, number: int, frame: Mapping[str, np.ndarray]) -> None:
+        """Do of a frame that was not looked at before what `System` does of the others."""
+        if not self.sampled:
+            return
+        for name, values in frame.items():
+            if not np.isfinite(values).all():
+                raise SystemFormatError(self._root, f"frame {number}", f"{name}: value that is not finite")
+        unseen = frame.keys() - self._known
+        if unseen and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: frame %d has %s, which none of the frames has that were looked at when the database was opened: "
+                "left out",
+                self._root,
+                number,
+                ", ".join(sorted(unseen)),
+            )
 
 
 def _width(name: str, natoms: int) -> int:
@@ -152,8 +194,94 @@ def _width(name: str, natoms: int) -> int:
     return {"coord": 3 * natoms, "box": 9}.get(name, natoms)
 
 
+class _Database:
+    """A database whose frames are found and decoded when asked for."""
+
+    def __init__(self, path: str, handles: HandleCache) -> None:
+        self.path = path
+        self._file = LmdbFile(path, data_file(path), handles)
+        self.meta = _Metadata.read(self._file)
+        self._last: dict[int, tuple[bytes, list[dict[str, np.ndarray]]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave what is kept in memory behind."""
+        return {**self.__dict__, "_last": {}}
+
+    def frame(self, number: int) -> dict[str, np.ndarray]:
+        """Return a frame as `decode_frame` does."""
+        key = self.meta.key(number)
+        place = self._file.get(key)
+        if place is None:
+            raise SystemFormatError(self.path, f"frame {number}", f"key {key!r} is missing")
+        return decode_frame(self.path, f"frame {number}", self._file.read(place))
+
+    def frames(
+        self, numbers: np.ndarray, check: Callable[[int, Mapping[str, np.ndarray]], None]
+    ) -> Iterable[dict[str, np.ndarray]]:
+        """Return frames; those of a thread's last request stay decoded, for its positions, cells and labels."""
+        key, thread = numbers.tobytes(), threading.get_ident()
+        last = self._last.get(thread)
+        if last is not None and last[0] == key:
+            return last[1]
+
+        def checked() -> Iterator[dict[str, np.ndarray]]:
+            for number in numbers.tolist():
+                frame = self.frame(number)
+                check(number, frame)
+                yield frame
+
+        if len(numbers) > _KEPT:
+            return checked()
+        if len(self._last) >= _THREADS:  # those of threads that have ended
+            self._last.clear()
+        found = list(checked())
+        self._last[thread] = (key, found)
+        return found
+
+    def groups(self) -> Iterator[_Group]:
+        """Sort frames by source system, number of atoms and whether they have a cell, in the order of the first."""
+        meta = self.meta
+        if meta.nlocs is None or meta.nframes <= _READ_WHOLE:
+            yield from self._read_groups(np.arange(meta.nframes))
+            return
+        members = _equal([meta.nlocs] if meta.systems is None else [meta.systems, meta.nlocs])
+        looked = max(2, _LOOKED // len(members))
+        for numbers in members:
+            if len(numbers) <= looked:
+                yield from self._read_groups(numbers)
+                continue
+            some = numbers[np.linspace(0, len(numbers) - 1, looked).astype(int)]
+            found = list(self._read_groups(some))
+            if len(found) > 1:  # with and without a cell
+                yield from self._read_groups(numbers)
+                continue
+            labels = frozenset[str]().union(*found[0].sets)
+            yield replace(found[0], mixed=True, sets={labels: numbers.tolist()}, sampled=True)
+
+    def _read_groups(self, numbers: np.ndarray) -> Iterator[_Group]:
+        """Sort frames by reading them all."""
+        groups: dict[tuple[int, int, bool], _Group] = {}
+        for number in numbers.tolist():
+            frame = self.frame(number)
+            types, pbc = frame["atype"], "box" in frame
+            group = groups.setdefault((self.meta.system(number), len(types), pbc), _Group(types, pbc, False, {}))
+            group.mixed |= bool((types != group.types).any() or (types < 0).any())
+            group.sets.setdefault(frozenset(frame) - {"coord", "box", "atype"}, []).append(number)
+        yield from groups.values()
+
+
+def _equal(keys: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the positions of equal entries, in the order of the first ones."""
+    order = np.lexsort(keys[::-1])
+    changes = np.any([np.diff(key[order]) != 0 for key in keys], axis=0)
+    parts = np.split(order, np.flatnonzero(changes) + 1)  # each ascending: the sort is stable
+    return sorted(parts, key=lambda part: int(part[0]))
+
+
 def lmdb_stores(path: str, handles: HandleCache) -> Iterator[LmdbStore]:
-    """Read every frame once and sort them into systems: by source system, number of atoms and whether there is a cell.
+    """Sort the frames of a database into systems: by source system, number of atoms and whether there is a cell.
+
+    Of large databases the metadata say which frames belong together, and some frames of each system are read.
 
     Raises
     ------
@@ -166,24 +294,10 @@ def lmdb_stores(path: str, handles: HandleCache) -> Iterator[LmdbStore]:
     """
     if not os.path.exists(data_file(path)):
         raise SystemNotFoundError(f"system {path} does not exist (relative paths start at {os.getcwd()})")
-    file = LmdbFile(path, data_file(path), handles)
-    places = dict(file.items())
-    meta = _Metadata.read(file, places)
-    groups: dict[tuple[int, int, bool], _Group] = {}
-    for number in range(meta.nframes):
-        place = places.get(meta.key(number))
-        if place is None:
-            raise SystemFormatError(path, f"frame {number}", f"key {meta.key(number)!r} is missing")
-        frame = decode_frame(path, f"frame {number}", file.read(place))
-        types = np.ascontiguousarray(frame["atype"]).tobytes()
-        group = groups.setdefault((meta.system(number), len(frame["atype"]), "box" in frame), _Group(types))
-        group.mixed |= types != group.types or bool((frame["atype"] < 0).any())
-        labels = frozenset(frame) - {"coord", "box", "atype"}
-        group.sets.setdefault(labels, []).append(place)
-    for k, ((_, _, pbc), group) in enumerate(groups.items()):
-        name = path if len(groups) == 1 else f"{path}#{k}"
-        types_of_first = np.frombuffer(group.types, dtype=np.int64)
-        yield LmdbStore(name, file, types_of_first, meta.type_map, group.sets, pbc=pbc, mixed=group.mixed)
+    database = _Database(path, handles)
+    groups = list(database.groups())
+    for k, group in enumerate(groups):
+        yield LmdbStore(path if len(groups) == 1 else f"{path}#{k}", database, group)
 
 
 @dataclass(frozen=True)
@@ -193,39 +307,45 @@ class _Metadata:
     nframes: int
     key_format: str
     type_map: tuple[str, ...] | None
-    systems: tuple[int, ...] | None
+    systems: np.ndarray | None  # (nframes,)
+    nlocs: np.ndarray | None  # (nframes,)
 
     @classmethod
-    def read(cls, file: LmdbFile, places: Mapping[bytes, Value]) -> _Metadata:
-        if METADATA not in places:
+    def read(cls, file: LmdbFile) -> _Metadata:
+        place = file.get(METADATA)
+        if place is None:
             raise SystemFormatError(
                 file.system, "__metadata__", "missing: an LMDB database, but not in deepmd-kit's format"
             )
-        meta = _unpack(file.system, "__metadata__", file.read(places[METADATA]))
+        meta = _unpack(file.system, "__metadata__", file.read(place))
         nframes: Any = meta.get("nframes")
         form: Any = meta.get("frame_idx_fmt", "012d")
         type_map: Any = meta.get("type_map")
-        systems: Any = meta.get("frame_system_ids")
 
         def refuse(what: str, found: object) -> SystemFormatError:
             return SystemFormatError(file.system, "__metadata__", f"{what}, found {repr(found)[:60]}")
 
-        if not _is_count(nframes) or not 0 < nframes < len(places):
-            raise refuse(f"nframes must be the number of frames, 1 to {len(places) - 1}", nframes)
+        if not _is_count(nframes) or not 0 < nframes < file.entries:
+            raise refuse(f"nframes must be the number of frames, 1 to {file.entries - 1}", nframes)
         if not isinstance(form, str) or not _KEY_FORMAT.fullmatch(form):
             raise refuse('frame_idx_fmt must be a format such as "012d"', form)
         if type_map is not None and not (isinstance(type_map, list) and all(isinstance(t, str) for t in type_map)):
             raise refuse("type_map must be a list of element names", type_map)
-        if systems is not None and not (
-            isinstance(systems, list) and len(systems) == nframes and all(map(_is_count, systems))
-        ):
-            raise refuse(f"frame_system_ids must be {nframes} whole numbers", systems)
-        return cls(
-            nframes,
-            form,
-            None if type_map is None else tuple(type_map),
-            None if systems is None else tuple(systems),
-        )
+
+        def numbers(name: str, least: int) -> np.ndarray | None:
+            values = meta.get(name)
+            if values is None:
+                return None
+            try:
+                found = np.asarray(values)
+            except ValueError:  # lists of several lengths
+                found = np.zeros(0)
+            if found.shape != (nframes,) or found.dtype.kind not in "iu" or found.min() < least:
+                raise refuse(f"{name} must be {nframes} whole numbers of at least {least}", values)
+            return found.astype(np.int64)
+
+        systems, nlocs = numbers("frame_system_ids", 0), numbers("frame_nlocs", 1)
+        return cls(nframes, form, None if type_map is None else tuple(type_map), systems, nlocs)
 
     def key(self, number: int) -> bytes:
         """Key of a frame."""
@@ -233,7 +353,7 @@ class _Metadata:
 
     def system(self, number: int) -> int:
         """Source system of a frame."""
-        return 0 if self.systems is None else self.systems[number]
+        return 0 if self.systems is None else int(self.systems[number])
 
 
 def _is_count(value: object) -> bool:

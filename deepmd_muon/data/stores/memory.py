@@ -25,6 +25,8 @@ class MemoryStore:
         Whether the frames have a cell.
     """
 
+    sampled = False
+
     def __init__(self, root: str, symbols: Sequence[str], sets: Sequence[Arrays], *, pbc: bool) -> None:
         self._root = root
         names = sorted(set(symbols))

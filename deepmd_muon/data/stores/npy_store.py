@@ -71,6 +71,8 @@ class _Layout:
 class NpyStore:
     """A system as a folder of ``type.raw``, ``set.000/coord.npy`` and so on."""
 
+    sampled = False
+
     def __init__(self, root: str, handles: HandleCache) -> None:
         self._root = root
         self._handles = handles

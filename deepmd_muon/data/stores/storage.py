@@ -113,6 +113,13 @@ class Store(Protocol):
     def root(self) -> str:
         """Name of the system."""
 
+    @property
+    def sampled(self) -> bool:
+        """Whether only some frames were looked at: others may lack labels, and then their rows are NaN.
+
+        Such a store refuses other values that are not finite itself.
+        """
+
     def sets(self) -> list[str]:
         """Names of the ``set.*`` folders, sorted."""
 

@@ -57,7 +57,8 @@ class Request(NamedTuple):
     rcut
         Cut-off [Å].
     sel
-        Most neighbours kept, the nearest ones: for each type when `by_type`, else one number.
+        Most neighbours kept, the nearest ones: for each type when `by_type`, of the sum(sel) nearest ones; else one
+        number.
     by_type
         Group neighbours by their type.
     sort
@@ -128,6 +129,14 @@ def neighbors_within(
     square += (coord[:, 2][atoms] - z).square_()
     kind = types[atoms]
     there = there & (square < request.rcut * request.rcut) & (kind >= 0)
+    total = 0
+    for most in request.sel:
+        total += most
+    if request.by_type and there.numel() > 0 and int(there.sum(1).max()) > total:
+        # deepmd-kit keeps the nearest of all types before it counts types.
+        nearest = _nearest_columns(there, square, total)
+        kept = torch.zeros_like(there, dtype=torch.int64).scatter_add_(1, nearest.clamp(min=0), (nearest >= 0).long())
+        there = kept > 0
     columns: list[torch.Tensor] = []
     sections: list[int] = []
     for group in range(len(request.sel)):

@@ -14,7 +14,10 @@ from write_systems import make_arrays, write_npy
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, SystemFormatError, SystemNotFoundError, TypeMapError, open_systems
+from deepmd_muon.data.stores import lmdb_store
+from deepmd_muon.data.stores.lmdb_file import LmdbFile
 from deepmd_muon.data.stores.lmdb_store import METADATA
+from deepmd_muon.data.stores.storage import HandleCache
 
 lmdb = pytest.importorskip("lmdb")
 msgpack = pytest.importorskip("msgpack")
@@ -277,3 +280,90 @@ def test_deepmd_kit_reads_what_we_write_and_we_read_what_it_merges(tmp_path):
     assert row == len(theirs) == 5
     counts = sorted((system.natoms, system.nframes) for system in open_systems(merged, ["H", "O"]))
     assert counts == [(3, 2), (3, 2), (8, 3), (8, 3)]
+
+
+def sampled(tmp_path, monkeypatch, frames, looked=4, **metadata):
+    """Open a database as if it were a large one."""
+    path = database(tmp_path / "d.lmdb", frames, **metadata)
+    monkeypatch.setattr(lmdb_store, "_READ_WHOLE", 0)
+    monkeypatch.setattr(lmdb_store, "_LOOKED", looked)
+    return path, open_systems(path, ["O", "H"])
+
+
+def test_large_databases_open_from_their_metadata(tmp_path, monkeypatch):
+    kinds = [[0, 1, 1], [0, 1], [1, 0, 1]]
+    frames = [frame(kinds[k % 3], k) for k in range(90)]
+    ids, nlocs = [k % 2 for k in range(90)], [len(kinds[k % 3]) for k in range(90)]
+    whole = open_systems(database(tmp_path / "whole.lmdb", frames, frame_system_ids=ids, frame_nlocs=nlocs), ["O", "H"])
+    decoded_frames = []
+    original = lmdb_store.decode_frame
+    monkeypatch.setattr(lmdb_store, "decode_frame", lambda *a: decoded_frames.append(a) or original(*a))
+    _, systems = sampled(tmp_path, monkeypatch, frames, 8, frame_system_ids=ids, frame_nlocs=nlocs)
+    assert len(decoded_frames) == 8
+    assert [(s.nframes, s.natoms, s.pbc, s.labels) for s in systems] == [
+        (s.nframes, s.natoms, s.pbc, s.labels) for s in whole
+    ]
+    for ours, theirs in zip(systems, whole, strict=True):
+        assert not ours.uniform_labels
+        every = np.random.default_rng(0).permutation(ours.nframes)
+        a, b = ours.frames(every), theirs.frames(every)
+        for name in ("atype", "coord", "box", "energy", "force"):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+        assert a.virial is None
+
+
+def test_labels_that_some_frames_lack_are_absent_in_large_databases(tmp_path, monkeypatch):
+    virial = {"virials": array(np.arange(9.0))}
+    frames = [frame([0, 1], k, **(virial if k % 3 else {})) for k in range(30)]
+    _, (system,) = sampled(tmp_path, monkeypatch, frames, frame_nlocs=[2] * 30)
+    assert system.labels == {"energy", "force", "virial"}
+    assert system.frames(range(30)).present("virial").tolist() == [k % 3 > 0 for k in range(30)]
+    assert system.frames([0, 3]).present("energy").all()
+
+
+def test_a_large_database_with_and_without_cells_is_told_apart(tmp_path, monkeypatch):
+    frames = [frame([0, 1], k, cell=k < 15) for k in range(30)]
+    _, systems = sampled(tmp_path, monkeypatch, frames, frame_nlocs=[2] * 30)
+    assert [(s.nframes, s.pbc) for s in systems] == [(15, True), (15, False)]
+
+
+SURPRISES = {
+    "atoms": (frame([0, 1, 1]), "3 atoms"),
+    "cell": (frame([0, 1], cell=False), "no cell"),
+    "value": (frame([0, 1], forces=array(np.full((2, 3), np.nan))), "force"),
+}
+
+
+@pytest.mark.parametrize("case", SURPRISES)
+def test_frames_that_contradict_the_metadata_are_named_when_they_are_read(tmp_path, monkeypatch, case):
+    odd, word = SURPRISES[case]
+    frames = [frame([0, 1], k) for k in range(30)]
+    _, (system,) = sampled(tmp_path, monkeypatch, [*frames[:5], odd, *frames[6:]], frame_nlocs=[2] * 30)
+    assert system.frames([4, 6]).nframes == 2
+    with pytest.raises(SystemFormatError, match=word) as raised:
+        system.frames([4, 5])
+    assert raised.value.file.startswith("frame 5")
+
+
+def test_a_label_that_was_not_foreseen_is_reported(tmp_path, monkeypatch, caplog):
+    frames = [frame([0, 1], k, **({"virials": array(np.arange(9.0))} if k == 5 else {})) for k in range(30)]
+    _, (system,) = sampled(tmp_path, monkeypatch, frames, frame_nlocs=[2] * 30)
+    system.frames([4, 5])
+    system.frames([5])
+    assert [record.levelname for record in caplog.records if "virial" in record.getMessage()] == ["WARNING"]
+
+
+def test_frames_are_found_in_trees_of_several_levels(tmp_path):
+    """Keys of 30,000 frames fill three levels of pages."""
+    path = tmp_path / "deep.lmdb"
+    numbers = np.random.default_rng(1).permutation(30_000)
+    with lmdb.open(str(path), map_size=1 << 28) as environment, environment.begin(write=True) as transaction:
+        for k in numbers.tolist():
+            # Values of their own pages, empty ones and those beside the key.
+            transaction.put(format(k, "012d").encode(), b"%d" % k * (900 if k % 1000 == 0 else k % 3))
+    file = LmdbFile("deep", str(path / "data.mdb"), HandleCache())
+    assert file.entries == 30_000
+    for k in [*range(0, 30_000, 371), 0, 1000, 29_999]:
+        assert file.read(file.get(format(k, "012d").encode())) == b"%d" % k * (900 if k % 1000 == 0 else k % 3)
+    for key in (b"", b"0", b"000000030000", b"zzz", b"0000000000005"):
+        assert file.get(key) is None

@@ -376,3 +376,27 @@ def test_geometries_that_are_mistakes_name_the_atom(coord, box, named):
     """The first atom is padding."""
     with pytest.raises(NeighborError, match=named):
         find_pairs(np.array([[np.nan] * 3, *coord], dtype=float), box, np.array([-1, 0, 0]), 6.0)
+
+
+@pytest.mark.parametrize("sel", [(2, 9), (9, 2), (3, 3), (0, 5)])
+def test_a_cut_keeps_sel_of_each_type_among_the_nearest_of_all_types(sel):
+    """deepmd-kit's rule, written down atom by atom."""
+    rng = np.random.default_rng(3)
+    coord, box, atype = rng.uniform(0, 5, (12, 3)), np.eye(3) * 5.0 + np.tril(np.ones((3, 3)), -1), np.arange(12) % 2
+    every = build_neighbors(coord, box, atype, 4.0, None, True, 2)
+    cut = build_neighbors(coord, box, atype, 4.0, sel, True)
+
+    def listed(frame, atom):
+        shift = frame.shift[atom].astype(float) @ box
+        distance = np.linalg.norm(coord[frame.index[atom]] + shift - coord[atom], axis=1)
+        rows = zip(distance.tolist(), frame.index[atom].tolist(), strict=True)
+        return sorted(row for row in rows if row[1] >= 0)
+
+    total = 0
+    for atom in range(12):
+        nearest = listed(every, atom)[: sum(sel)]
+        wanted = sorted(row for t in (0, 1) for row in [r for r in nearest if atype[r[1]] == t][: sel[t]])
+        assert listed(cut, atom) == wanted
+        total += len(listed(every, atom)) - len(wanted)
+    assert cut.dropped == total > 0
+    assert cut.statistics == every.statistics
