@@ -1,4 +1,4 @@
-"""Names of elements, their order in type maps that come from data, and the radii of their atoms."""
+"""Names of elements, their order in type maps that come from data, the radii and masses of their atoms."""
 
 from __future__ import annotations
 
@@ -23,6 +23,21 @@ _RADII = (
 )
 #: Covalent radius of the elements up to curium [Å].
 COVALENT_RADII = dict(zip(_ELEMENTS.split(), map(float, _RADII.split()), strict=False))
+
+# Standard atomic weights [u] (IUPAC 2016, as in ASE); of elements without one, the mass of their longest-lived isotope.
+_MASSES = (
+    "1.008 4.0026 6.94 9.01218 10.81 12.011 14.007 15.999 18.9984 20.1797 22.9898 24.305 26.9815 28.085 30.9738 "
+    "32.06 35.45 39.948 39.0983 40.078 44.9559 47.867 50.9415 51.9961 54.938 55.845 58.9332 58.6934 63.546 "
+    "65.38 69.723 72.63 74.9216 78.971 79.904 83.798 85.4678 87.62 88.9058 91.224 92.9064 95.95 97.9072 101.07 "
+    "102.906 106.42 107.868 112.414 114.818 118.71 121.76 127.6 126.904 131.293 132.905 137.327 138.905 140.116 "
+    "140.908 144.242 144.913 150.36 151.964 157.25 158.925 162.5 164.93 167.259 168.934 173.054 174.967 178.49 "
+    "180.948 183.84 186.207 190.23 192.217 195.084 196.967 200.592 204.38 207.2 208.98 208.982 209.987 222.018 "
+    "223.02 226.025 227.028 232.038 231.036 238.029 237.048 244.064 243.061 247.07 247.07 251.08 252.083 "
+    "257.095 258.098 259.101 262.11 267.122 268.126 271.134 270.133 269.134 278.156 281.165 281.166 285.177 "
+    "286.182 289.19 289.194 293.204 293.208 294.214"
+)
+#: Atomic mass of every element [u].
+MASSES = dict(zip(_ELEMENTS.split(), map(float, _MASSES.split()), strict=True))
 
 
 def by_atomic_number(names: Iterable[str]) -> tuple[str, ...]:

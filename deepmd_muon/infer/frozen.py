@@ -128,19 +128,48 @@ class FrozenModel:
         given = ghosted.coord, atype[owner].astype(np.int64), ghosted.neighbor
         local = np.empty(len(atype), dtype=np.int64)
         local[owner[:nloc]] = np.arange(nloc)
-        arrays = [torch.from_numpy(array)[None].to(self.device) for array in (*given, local[owner])]
+        found = self.forward_lower(*(torch.from_numpy(array).to(self.device) for array in (*given, local[owner])))
         try:
-            with torch.enable_grad():  # a program may differentiate
-                found = self._program.forward_lower(*arrays)
-            values = {name: value[0].detach().to("cpu", torch.float64).numpy() for name, value in found.items()}
+            values = {name: value.to("cpu", torch.float64).numpy() for name, value in found.items()}
             out.energy[frame] = values["energy"].item()
             out.atom_energy[frame, owner[:nloc]] = values["atom_energy"][:, 0]
             out.virial[frame] = values["virial"]
             force = values["extended_force"]
             for axis in range(3):
                 out.force[frame, :, axis] = np.bincount(owner, weights=force[:, axis], minlength=len(atype))
+        except _PROGRAM_ERRORS as error:
+            raise self._strange(error) from error
+
+    def forward_lower(
+        self, coord: torch.Tensor, atype: torch.Tensor, neighbor: torch.Tensor, mapping: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Call the program for one system, as LAMMPS does.
+
+        Parameters
+        ----------
+        coord
+            Positions of the real atoms, then of their images `(nall, 3)` [Å], float64.
+        atype
+            Their types `(nall,)`, int64.
+        neighbor
+            All atoms within the cut-off of each real atom `(nloc, nnei)`, −1 in empty slots; more may be in it.
+        mapping
+            Real atom of each `(nall,)`, int64.
+
+        Raises
+        ------
+        CheckpointError
+            When the program fails.
+        """
+        try:
+            with torch.enable_grad():  # a program may differentiate
+                found = self._program.forward_lower(coord[None], atype[None], neighbor[None], mapping[None])
+            return {name: value[0].detach() for name, value in found.items()}
         except torch.OutOfMemoryError:
             raise
         except _PROGRAM_ERRORS as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            raise CheckpointError(f"{self._path} does not compute like a potential: {reason}") from error
+            raise self._strange(error) from error
+
+    def _strange(self, error: Exception) -> CheckpointError:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        return CheckpointError(f"{self._path} does not compute like a potential: {reason}")

@@ -61,7 +61,7 @@ def log_level() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the quick tests, and bring the longest files to the front."""
     for item in items:
-        apart = any(item.get_closest_marker(name) for name in ("slow", "gpu", "deepmd_kit", "lammps"))
+        apart = any(item.get_closest_marker(name) for name in ("slow", "gpu", "deepmd_kit", "lammps", "torch_sim"))
         if not apart and not item.name.startswith(NOT_QUICK) and _is_quick(item.path):
             item.add_marker(pytest.mark.quick)
     items.sort(key=lambda item: _place(item.path))

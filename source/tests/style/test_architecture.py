@@ -10,7 +10,20 @@ import pytest
 
 PACKAGE = Path(__file__).parents[3] / "deepmd_muon"
 ROOMS = (
-    *("argcheck", "checkpoint_file", "cli", "data", "deepmd_kit", "deploy", "infer", "loss", "model", "optim", "show"),
+    *(
+        "argcheck",
+        "checkpoint_file",
+        "cli",
+        "data",
+        "deepmd_kit",
+        "deploy",
+        "dynamics",
+        "infer",
+        "loss",
+        "model",
+        "optim",
+        "show",
+    ),
     "train",
 )
 # Which rooms a room may import from, beside itself.
@@ -21,6 +34,7 @@ ARROWS = {
     "data": set(),
     "deepmd_kit": {"argcheck", "optim"},
     "deploy": {"checkpoint_file", "infer", "model"},
+    "dynamics": {"checkpoint_file", "data", "infer", "model"},
     "infer": {"checkpoint_file", "data", "model"},
     "loss": {"model"},
     "model": {"checkpoint_file"},

@@ -1,0 +1,150 @@
+"""One force call for many structures: checkpoints and frozen files, with neighbour lists that are reused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.dynamics.errors import DynamicsError
+from deepmd_muon.dynamics.pairs import GhostLists, PairLists
+from deepmd_muon.infer.frozen import FrozenModel
+from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.model import EnergyModel
+
+
+@dataclass(frozen=True)
+class Forces:
+    """What a force call returns, float64 on the device.
+
+    Attributes
+    ----------
+    energy
+        `(nsystems,)` [eV].
+    force
+        `(nsystems, natoms, 3)` [eV/Å]; zero for padding.
+    virial
+        −volume·stress `(nsystems, 9)` [eV], row-major.
+    """
+
+    energy: torch.Tensor
+    force: torch.Tensor
+    virial: torch.Tensor
+
+
+class ForceField:
+    """A potential for the structures of one run; the next run, of other atoms, begins with `reset`.
+
+    Parameters
+    ----------
+    predictor
+        The potential and its device; `Predictor.batch_atoms` atoms are computed at once.
+    skin
+        Neighbour lists hold pairs up to the cut-off and this [Å]. They are built again when an atom has moved by half
+        of it. Results do not depend on it.
+    """
+
+    def __init__(self, predictor: Predictor, skin: float = 1.0) -> None:
+        if not skin >= 0.0:
+            raise DynamicsError(f"skin must be 0 Å or more; found {skin}")
+        self.predictor = predictor
+        self.skin = skin
+        self._lists: list[tuple[slice, PairLists | GhostLists]] = []
+        self._atype: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where positions have to be."""
+        return self.predictor.device
+
+    @property
+    def rcut(self) -> float:
+        """Cut-off radius [Å]."""
+        return float(self.predictor.model.rcut)
+
+    @property
+    def lists_built(self) -> int:
+        """Neighbour lists of single structures that were built since the last `reset`."""
+        return sum(lists.reused.built for _, lists in self._lists)
+
+    def reset(self) -> None:
+        """Forget all neighbour lists."""
+        self._lists, self._atype = [], None
+
+    def __call__(self, coord: torch.Tensor, box: torch.Tensor | None, atype: torch.Tensor) -> Forces:
+        """Evaluate structures; shapes as in `Systems`.
+
+        Raises
+        ------
+        NeighborError
+            When positions of a structure are not finite or two atoms lie at the same place; `frame` is its number.
+        """
+        if self._atype is None or self._atype.shape != atype.shape or not torch.equal(self._atype, atype):
+            self._prepare(atype)
+        parts = []
+        for rows, lists in self._lists:
+            part = coord[rows], None if box is None else box[rows]
+            try:
+                parts.append(
+                    self._of_model(lists, *part) if isinstance(lists, PairLists) else self._of_file(lists, *part)
+                )
+            except NeighborError as error:
+                frame = None if error.frame is None else rows.start + error.frame
+                raise NeighborError(error.problem, frame) from error
+        return Forces(*(torch.cat([getattr(part, name) for part in parts]) for name in ("energy", "force", "virial")))
+
+    def _prepare(self, atype: torch.Tensor) -> None:
+        model, nsystems = self.predictor.model, atype.shape[0]
+        if int(atype.max()) >= len(model.type_map):
+            raise DynamicsError(f"type {int(atype.max())} found, but the model has types {tuple(model.type_map)}")
+        count = max(1, self.predictor.batch_atoms // max(1, atype.shape[1]))
+        self._lists = []
+        for start in range(0, nsystems, count):
+            rows = slice(start, min(start + count, nsystems))
+            lists = (
+                GhostLists(model.rcut, atype[rows], self.skin)
+                if isinstance(model, FrozenModel)
+                else PairLists(model, atype[rows], self.skin)
+            )
+            self._lists.append((rows, lists))
+        self._atype = atype.clone()
+
+    def _of_model(self, lists: PairLists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
+        model = self.predictor.model
+        assert isinstance(model, EnergyModel)
+        with torch.no_grad():
+            output = model(lists.structures(coord, box), force=True, virial=True)
+        return Forces(*(output[name].detach().double() for name in ("energy", "force", "virial")))
+
+    def _of_file(self, lists: GhostLists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
+        """Evaluate the structures side by side as one system, and sum up what belongs to each."""
+        model = self.predictor.model
+        assert isinstance(model, FrozenModel)
+        union = lists.union(coord, box)
+        flat = coord.reshape(-1, 3)
+        extended = flat[union.owner] + union.offset
+        types = lists.reused.atype.reshape(-1)[union.owner]
+        found = model.forward_lower(extended, types, union.neighbor, union.mapping)
+        atomic, pull = found["atom_energy"].double()[:, 0], found["extended_force"].double()
+        energy = coord.new_zeros(len(coord)).index_add_(0, union.frame[: union.nloc], atomic)
+        force = torch.zeros_like(flat).index_add_(0, union.owner, pull).view_as(coord)
+        # −dE/dε: the energy depends on positions through differences only, so that any origin gives the same sum.
+        per_atom = (pull[:, :, None] * extended[:, None, :]).reshape(-1, 9)
+        virial = coord.new_zeros(len(coord), 9).index_add_(0, union.frame, per_atom)
+        return Forces(energy, force, virial)
+
+
+def load_force_field(path: str, *, device: str | None = None, trust: bool = False, skin: float = 1.0) -> ForceField:
+    """Return the force field of a checkpoint or frozen file.
+
+    Raises
+    ------
+    CheckpointError
+        When the file is not a potential.
+    """
+    predictor = Predictor(path, device=device, trust=trust)
+    if not predictor.type_map:
+        raise CheckpointError(f"{path} names no element")
+    return ForceField(predictor, skin)

@@ -1,0 +1,133 @@
+"""The state of many structures: positions, cells, types, masses and velocities as float64 tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from deepmd_muon.data import Frames
+from deepmd_muon.data.elements import MASSES
+from deepmd_muon.dynamics.errors import DynamicsError
+
+#: Boltzmann's constant [eV/K] (CODATA 2018).
+BOLTZMANN = 8.617333262e-5
+#: Acceleration [Å/fs²] of a mass of 1 u by a force of 1 eV/Å.
+ACCELERATION = 9.648533212e-3
+
+
+@dataclass(frozen=True)
+class Systems:
+    """Structures in rows of one length; shorter ones end with padding atoms of type −1.
+
+    Attributes
+    ----------
+    coord
+        Positions `(nsystems, natoms, 3)` [Å], float64, inside the cell or not.
+    box
+        Cell vectors as rows `(nsystems, 3, 3)` [Å], zeros for a structure without cell; None when none has one.
+    atype
+        Types `(nsystems, natoms)`, int64.
+    mass
+        Masses `(nsystems, natoms)` [u]; 1 for padding.
+    velocity
+        Velocities `(nsystems, natoms, 3)` [Å/fs]; zero for padding.
+    """
+
+    coord: torch.Tensor
+    box: torch.Tensor | None
+    atype: torch.Tensor
+    mass: torch.Tensor
+    velocity: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.coord.shape[0]
+
+    @property
+    def real(self) -> torch.Tensor:
+        """Which atoms are not padding, bool `(nsystems, natoms)`."""
+        return self.atype >= 0
+
+    @classmethod
+    def from_frames(
+        cls, frames: Frames, type_map: Sequence[str], device: torch.device | str = "cpu", masses: Sequence[float] = ()
+    ) -> Systems:
+        """Return structures at rest.
+
+        Parameters
+        ----------
+        frames
+            Positions, cells and types.
+        type_map
+            Element symbols of the types.
+        device
+            Where the tensors go.
+        masses
+            Masses of the types [u]; by default those of their elements.
+
+        Raises
+        ------
+        DynamicsError
+            When a type that occurs is not an element and has no mass, or when there is no atom.
+        """
+        if not frames.nframes or not (frames.atype >= 0).any():
+            raise DynamicsError("there is no structure with an atom to start from")
+        of_type = list(masses) or [MASSES.get(name, float("nan")) for name in type_map]
+        mass = np.where(frames.atype >= 0, np.array([*of_type, 1.0])[frames.atype], 1.0)
+        if np.isnan(mass).any():
+            unknown = sorted({type_map[t] for t in np.unique(frames.atype[np.isnan(mass)])})
+            raise DynamicsError(f"the types {', '.join(unknown)} are not elements: give their masses")
+        coord = torch.tensor(frames.coord, dtype=torch.float64, device=device)
+        return cls(
+            coord=coord,
+            box=None if frames.box is None else torch.tensor(frames.box, dtype=torch.float64, device=device),
+            atype=torch.tensor(frames.atype, dtype=torch.int64, device=device),
+            mass=torch.tensor(mass, dtype=torch.float64, device=device),
+            velocity=torch.zeros_like(coord),
+        )
+
+    def rows(self, rows: torch.Tensor) -> Systems:
+        """Return some of the structures, chosen by number or mask."""
+        box = None if self.box is None else self.box[rows]
+        return Systems(self.coord[rows], box, self.atype[rows], self.mass[rows], self.velocity[rows])
+
+    def heated(self, temperature: float | torch.Tensor, generator: torch.Generator) -> Systems:
+        """Return the structures with velocities of the Maxwell–Boltzmann distribution, their centres at rest.
+
+        Parameters
+        ----------
+        temperature
+            One for all, or one of each structure `(nsystems,)` [K].
+        generator
+            Source of random numbers on the CPU, so that a seed gives the same run on every device.
+        """
+        noise = torch.randn(self.coord.shape, generator=generator, dtype=torch.float64).to(self.coord.device)
+        kelvin = torch.as_tensor(temperature, dtype=torch.float64, device=self.coord.device).reshape(-1, 1)
+        spread = (BOLTZMANN * kelvin * ACCELERATION / self.mass).sqrt()
+        weight = torch.where(self.real, self.mass, 0.0)[..., None]
+        velocity = torch.where(self.real[..., None], spread[..., None] * noise, 0.0)
+        drift = (weight * velocity).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
+        # A single atom would have no motion left.
+        alone = (self.real.sum(1) < 2)[:, None, None]
+        velocity = velocity - torch.where(alone | ~self.real[..., None], 0.0, drift)
+        return replace(self, velocity=velocity)
+
+    @property
+    def kinetic(self) -> torch.Tensor:
+        """Kinetic energy `(nsystems,)` [eV]."""
+        return (0.5 / ACCELERATION) * (self.mass[..., None] * self.velocity.square()).sum((1, 2))
+
+    @property
+    def temperature(self) -> torch.Tensor:
+        """Kinetic temperature `(nsystems,)` [K]; three degrees of freedom an atom, less three of the centre at rest."""
+        atoms = self.real.sum(1)
+        return 2.0 * self.kinetic / (BOLTZMANN * (3 * atoms - 3).clamp(min=3))
+
+    def frames(self) -> Frames:
+        """Return positions, cells and types as arrays."""
+        box = None if self.box is None else self.box.cpu().numpy().copy()
+        return Frames(
+            atype=self.atype.cpu().numpy().astype(np.int32), coord=self.coord.detach().cpu().numpy().copy(), box=box
+        )

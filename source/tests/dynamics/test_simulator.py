@@ -1,0 +1,91 @@
+"""The batched force call equals the predictor at every step; dynamics and relaxations are physics."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import build
+
+from deepmd_muon.deploy.freeze import freeze
+from deepmd_muon.dynamics import ForceField, Langevin, Systems, relax, simulate
+from deepmd_muon.dynamics.errors import DynamicsError
+from deepmd_muon.dynamics.systems import BOLTZMANN
+from deepmd_muon.infer import Predictor
+
+
+@pytest.mark.parametrize("name", ["se_e2_a", "dpa3"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_forces_are_the_predictors_while_lists_are_reused(name, frozen, frames, generator, tmp_path):
+    model = build(name)
+    if frozen:
+        freeze(model, tmp_path / "model.pth")
+    predictor = Predictor(tmp_path / "model.pth" if frozen else model, device="cpu", batch_atoms=48)
+    systems = Systems.from_frames(frames, predictor.type_map)
+    force_field = ForceField(predictor, skin=0.8)
+    for _ in range(4):
+        found = force_field(systems.coord, systems.box, systems.atype)
+        expected = predictor.evaluate(systems.frames())
+        np.testing.assert_allclose(found.energy, expected.energy, rtol=1e-12)
+        np.testing.assert_allclose(found.force, expected.force, atol=1e-12)
+        np.testing.assert_allclose(found.virial, expected.virial, atol=1e-11)
+        noise = torch.randn(systems.coord.shape, generator=generator, dtype=torch.float64)
+        systems = replace(systems, coord=systems.coord + torch.where(systems.real[..., None], 0.05 * noise, 0.0))
+    assert 3 <= force_field.lists_built < 12
+
+
+def test_verlet_conserves_energy_to_second_order(frames, generator):
+    force_field = ForceField(Predictor(build("smooth"), device="cpu"))
+    systems = Systems.from_frames(frames.rows(slice(0, 2)), ("O", "H"), masses=(16.0, 1.0)).heated(300.0, generator)
+    spread = []
+    for time_step, steps in ((0.5, 16), (0.25, 32)):
+        total = torch.stack([s.total_energy for s in simulate(force_field, systems, steps, time_step, every=1)])
+        spread.append(np.ptp(total.numpy(), axis=0))
+    np.testing.assert_allclose(spread[1] / spread[0], 0.25, rtol=0.3)
+
+
+def test_langevin_reaches_each_copys_temperature(frames, generator):
+    force_field = ForceField(Predictor(build("smooth"), device="cpu"))
+    start = Systems.from_frames(frames.rows(slice(0, 1)), ("O", "H"))
+    copies = start.rows(torch.zeros(6, dtype=torch.int64))
+    wanted = torch.tensor([100.0] * 3 + [400.0] * 3)
+    thermostat = Langevin(wanted, friction=0.5)
+    run = simulate(force_field, copies.heated(wanted, generator), 120, 0.5, thermostat=thermostat, every=4)
+    found = [2.0 * snapshot.systems.kinetic / (BOLTZMANN * 3 * 24) for snapshot in run]
+    mean = torch.stack(found[5:]).mean(0)
+    assert mean[:3].mean() == pytest.approx(100.0, rel=0.15)
+    assert mean[3:].mean() == pytest.approx(400.0, rel=0.15)
+
+
+def test_a_lost_copy_is_named_and_the_others_go_on(frames, generator):
+    force_field = ForceField(Predictor(build("smooth"), device="cpu"))
+    systems = Systems.from_frames(frames, ("O", "H")).heated(100.0, generator)
+    alone = list(simulate(force_field, systems.rows(torch.tensor([0])), 4, 0.5))[-1]
+    systems.velocity[1, 5] = 10.0
+    systems.coord[2, 3] = float("nan")
+    snapshots = list(simulate(force_field, systems, 4, 0.5, every=1))
+    lost = {lost.copy: lost for snapshot in snapshots for lost in snapshot.lost}
+    assert lost[1].step == 1
+    assert lost[1].atom == 5
+    assert lost[2].step == 0
+    assert "finite" in lost[2].reason
+    assert snapshots[-1].copies.tolist() == [0]
+    np.testing.assert_allclose(snapshots[-1].systems.coord, alone.systems.coord, atol=1e-12)
+
+
+def test_relaxation_ends_at_small_forces(frames):
+    force_field = ForceField(Predictor(build("smooth"), device="cpu"))
+    systems = Systems.from_frames(frames, ("O", "H"))
+    first = force_field(systems.coord, systems.box, systems.atype)
+    threshold = 0.5 * float(first.force.square().sum(-1).amax(1).sqrt().min())
+    relaxed = relax(force_field, systems, fmax=threshold, steps=1000)
+    assert (relaxed.largest <= threshold).all()
+    assert (relaxed.forces.energy < first.energy).all()
+    assert relaxed.systems.coord[2, 12:].equal(systems.coord[2, 12:])
+
+
+def test_mistakes_have_their_error(frames):
+    with pytest.raises(DynamicsError, match="masses"):
+        Systems.from_frames(frames, ("O", "H_water"))
+    with pytest.raises(DynamicsError, match="time step"):
+        next(simulate(None, Systems.from_frames(frames, ("O", "H")), 1, 0.0))
