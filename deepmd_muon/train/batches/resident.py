@@ -254,8 +254,8 @@ class ResidentFeed:
 class _NumberTable:
     """Frame numbers of the next batches on the device, read one batch a step."""
 
-    def __init__(self, width: int, device: torch.device) -> None:
-        self._table = torch.zeros(_AHEAD, width, dtype=torch.int64, device=device)
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self._table = torch.zeros(rows, width, dtype=torch.int64, device=device)
         self._row = torch.zeros(1, dtype=torch.int64, device=device)
 
     def write(self, plans: Sequence[Plan], first: np.ndarray) -> None:
@@ -302,13 +302,15 @@ class ResidentBatches:
             self._group[members] = index
             self._first[members] = np.cumsum([0, *(system.nframes for system in systems[:-1])])
         sizes = [min(size, system.nframes) for size, system in zip(loader.batch_sizes, loader.systems, strict=True)]
-        self._numbers = _NumberTable(max(sizes), device)
+        each = loader.batches_per_step
+        self._rows = max(1, _AHEAD // each) * each  # the table is written between steps, not within one
+        self._numbers = _NumberTable(self._rows, max(sizes), device)
         self._plans: deque[Plan] = deque()
 
     def next(self) -> ResidentFeed:
         """Return the next batch."""
         if not self._plans:
-            self._plans.extend(self._loader.draw() for _ in range(_AHEAD))
+            self._plans.extend(self._loader.draw() for _ in range(self._rows))
             self._numbers.write(self._plans, self._first)
         ((number, frames),) = self._plans.popleft().parts
         self._loader.advance()
@@ -339,7 +341,7 @@ def why_not_resident(loader: DataLoader, budget: int, steps: int) -> str | None:
     if odd:
         return f"the frames of {odd[0]} differ in atoms or labels"
     frames = sum(system.nframes for system in loader.systems)
-    if frames > steps * max(loader.batch_sizes):
+    if frames > steps * loader.batches_per_step * max(loader.batch_sizes):
         return f"the run takes fewer than their {frames} frames"
     width = int(np.minimum(group_limits(loader.cache.sel, loader.cache.by_type, loader.cache.ntypes), 1 << 20).sum())
     needed = sum(resident_bytes(system, width) for system in loader.systems)
