@@ -163,7 +163,7 @@ class TrainingSettings(Section):
         None,
         minimum=0,
         alias=("stop_batch", "num_step", "num_steps", "numb_step"),
-        doc="Number of steps, one batch each. Excludes numb_epoch.",
+        doc="Number of steps, one batch each (or accumulate_grad_batches). Excludes numb_epoch.",
     )
     numb_epoch: float | None = setting(
         None,
@@ -172,6 +172,16 @@ class TrainingSettings(Section):
         doc=(
             "Length of the run in passes over the data, by all processes together: each system is expected to be seen "
             "at least this many times in full. Excludes numb_steps."
+        ),
+    )
+    accumulate_grad_batches: int = setting(
+        1,
+        minimum=1,
+        alias=("gradient_accumulation_steps",),
+        doc=(
+            "Batches of each process in one step, for batches that memory does not hold at once: the step takes the "
+            "mean of their gradients. Learning rate, average, numb_steps and all frequencies count steps; errors shown "
+            "are those of all batches of the step."
         ),
     )
     seed: int | None = setting(None, minimum=0, doc="Seed of the order of the data; left out, it is random.")
@@ -295,7 +305,7 @@ class TrainingSettings(Section):
         "change_bias_after_training": Foreign("a bias fitted after training", (False,)),
         "enable_profiler": Foreign("a profile in TensorBoard's form (see profiling)", (False,)),
         "stat_file_mode": Foreign("a stat_file that must be complete", ("update",)),
-        "acc_freq": Foreign("gradients summed over several steps", (1,)),
+        "acc_freq": Foreign("gradients summed over several steps (see accumulate_grad_batches)", (1,)),
         "neighbor_graph_method": Foreign("neighbour lists are built once on the host", ("auto",), inert=True),
         "mixed_precision": Foreign("TensorFlow's mixed precision (see the precision of descriptor and fitting_net)"),
         "model_prob": Foreign("multi-task training", ({},)),

@@ -154,7 +154,7 @@ def make_loaders(
 ) -> Data:
     """Make this rank's loaders of training and validation batches on one cache of neighbour lists."""
 
-    def loader(systems: list[System], section: TrainingDataSettings, *, prefetch: bool) -> DataLoader:
+    def loader(systems: list[System], section: TrainingDataSettings, each: int = 1, *, prefetch: bool) -> DataLoader:
         return DataLoader(
             systems,
             section.batch_size,
@@ -165,22 +165,24 @@ def make_loaders(
             prefetch=prefetch,
             rank=ranks.rank,
             world_size=ranks.size,
+            batches_per_step=each,
         )
 
     validation = training.validation_data
     return Data(
-        loader(train, training.training_data, prefetch=True),
+        loader(train, training.training_data, training.accumulate_grad_batches, prefetch=True),
         loader(valid, validation, prefetch=False) if validation else None,
         train,
     )
 
 
 def number_of_steps(training: TrainingSettings, loader: DataLoader) -> int:
-    """Return the length of the run in steps, from `numb_steps` or `numb_epoch`: a step takes one batch a rank."""
+    """Return the length of the run in steps, from `numb_steps` or `numb_epoch`."""
     if training.numb_steps is not None:
         return training.numb_steps
     assert training.numb_epoch is not None  # the input checker requires one of the two
-    return math.ceil(math.ceil(training.numb_epoch * loader.batches_per_epoch) / loader.world_size)
+    batches = math.ceil(training.numb_epoch * loader.batches_per_epoch)
+    return math.ceil(batches / (loader.world_size * loader.batches_per_step))
 
 
 def set_model_statistics(model: EnergyModel, data: Data, training: TrainingSettings) -> None:

@@ -24,8 +24,8 @@ from deepmd_muon.loss import build_loss, check_labels
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.optim import HybridMuon
+from deepmd_muon.train.batches.accumulated import StepSource, parts_of
 from deepmd_muon.train.batches.batch import TrainingBatch, to_device
-from deepmd_muon.train.batches.streamed import BatchSource
 from deepmd_muon.train.checkpoint.content import RunState
 from deepmd_muon.train.checkpoint.newest import newest_finite
 from deepmd_muon.train.checkpoint.saving import Checkpoints
@@ -45,7 +45,7 @@ from deepmd_muon.train.step.stepper import build_stepper
 from deepmd_muon.train.strategy import choose_strategy
 from deepmd_muon.train.validation.final_errors import error_table, frames_to_compare, parity_command
 from deepmd_muon.train.validation.full_validation import FullValidation, error_sums, full_errors
-from deepmd_muon.train.validation.validate import mean_metrics, metric_weights, validate
+from deepmd_muon.train.validation.validate import mean_metrics, metrics_by_batch, validate
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class Trainer:
         self._moment = Moment(doing, step, reads_data, between_steps)
         self.ranks.doing(doing, step)
 
-    def _steps(self, reports: Reports, batches: BatchSource) -> None:
+    def _steps(self, reports: Reports, batches: StepSource) -> None:
         """Go through the steps, reporting and saving on the way."""
         training = self.given.settings.training
         recent: list[tuple[Mapping[str, Tensor], Mapping[str, float]]] = []
@@ -233,7 +233,7 @@ class Trainer:
             self.step += 1
             due = reports.due(self.step)
             if training.disp_avg or due:
-                recent.append((metrics, metric_weights(self.loss, batch)))
+                recent += metrics_by_batch(self.loss, metrics, parts_of(batch))
             if due:
                 self._stepper.check(self.step)
                 several = len(recent) > 1 or self.ranks.size > 1

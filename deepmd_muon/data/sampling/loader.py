@@ -57,6 +57,8 @@ class DataLoader:
         Build one batch ahead in a thread.
     rank, world_size : int
         Which of the parallel readers this is.
+    batches_per_step : int
+        Batches that a reader needs at once: a position lies between such groups.
 
     Attributes
     ----------
@@ -88,6 +90,7 @@ class DataLoader:
         prefetch: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        batches_per_step: int = 1,
     ) -> None:
         if not 0 <= rank < world_size:
             raise SamplingError(f"rank {rank} is not one of {world_size}")
@@ -104,6 +107,7 @@ class DataLoader:
         self.cache = cache if cache is not None else _new_cache(self.systems, rcut, sel, by_type, cache_bytes)
         self.rank = rank
         self.world_size = world_size
+        self.batches_per_step = batches_per_step
         if seed is None:
             # 63 bits: more than enough, and a plain integer for everybody.
             seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1)
@@ -116,7 +120,7 @@ class DataLoader:
         else:
             mixed = rule.number if rule.kind == "mixed" else 0
             self._sampler = Sampler(nframes, self.batch_sizes, self.probabilities, seed, mixed, identity)
-        self._step = 0
+        self._step = self._taken = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepmd_muon-data") if prefetch else None
         self._ahead: Future[Batch] | None = None
 
@@ -152,11 +156,14 @@ class DataLoader:
         return plans[self.rank]
 
     def advance(self) -> None:
-        """Move the position that `state_dict` saves behind the next batch, which has been drawn."""
-        self._step += self.world_size
+        """Take the next batch, which has been drawn: the position moves when the last one of a step has been taken."""
+        self._taken += 1
+        if self._taken == self.batches_per_step:
+            self._step += self.world_size * self._taken
+            self._taken = 0
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the position after the last batch of `next`: plain values, equal on all ranks."""
+        """Return the position after the batches of whole steps: plain values, equal on all ranks."""
         return self._sampler.state_dict(self._step)
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
@@ -170,6 +177,7 @@ class DataLoader:
         """
         self._sampler.load_state_dict(state)
         self._step = self._sampler.step
+        self._taken = 0
         self._ahead = None
 
     @property
@@ -284,9 +292,7 @@ class DataLoader:
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
-            state = self.state_dict()
-            self._sampler.load_state_dict(state)
-            self._ahead = None
+            self.load_state_dict(self.state_dict())
 
 
 def _new_cache(

@@ -212,10 +212,10 @@ class ResidentFeed:
 class _NumberTable:
     """Frame numbers of the next batches on the device, read one batch a step; `missing` fills a batch up."""
 
-    def __init__(self, width: int, missing: int, device: torch.device) -> None:
+    def __init__(self, rows: int, width: int, missing: int, device: torch.device) -> None:
         self._missing = missing
         self._row = torch.zeros(1, dtype=torch.int64, device=device)
-        self._table = torch.zeros(_AHEAD, width, dtype=torch.int64, device=device)
+        self._table = torch.zeros(rows, width, dtype=torch.int64, device=device)
 
     def write(self, batches: Sequence[np.ndarray]) -> None:
         """Take the numbers of these batches, on the host."""
@@ -261,7 +261,9 @@ class ResidentBatches:
         self._inner = -(-inner // INNER_STEP) * INNER_STEP
         self._shapes = Shapes()
         self._gatherings: dict[Shape, Gathering] = {}
-        self._numbers = _NumberTable(loader.most_frames, self._store.nframes, device)
+        each = loader.batches_per_step
+        self._rows = max(1, _AHEAD // each) * each  # the table is written between steps, not within one
+        self._numbers = _NumberTable(self._rows, loader.most_frames, self._store.nframes, device)
         self._plans: deque[tuple[Plan, np.ndarray, Shape]] = deque()
         self._told = False
 
@@ -282,7 +284,7 @@ class ResidentBatches:
 
     def _draw(self) -> None:
         """Draw the next batches, and let the shapes hold them."""
-        plans = [self._loader.draw() for _ in range(_AHEAD)]
+        plans = [self._loader.draw() for _ in range(self._rows)]
         batches = [np.concatenate([n + self._store.offset[k] for k, n in plan.parts]) for plan in plans]
         wanted = [self._shape_of(numbers) for numbers in batches]
         self._shapes.learn(wanted)

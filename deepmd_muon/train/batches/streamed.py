@@ -153,6 +153,7 @@ class StreamedBatches:
         self._loader = loader
         self._ntypes = ntypes
         self._device = device
+        self._each, self._turn = loader.batches_per_step, 0  # the batches of a step must not share tensors
         cache = loader.cache
         self._limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
         self._static: dict[Hashable, TrainingBatch] = {}
@@ -166,12 +167,14 @@ class StreamedBatches:
         self._ahead = self._submit()
         self._loader.advance()
         layout: Hashable | None = layout_of(host)
-        static = self._static.get(layout)
+        key = (self._turn, layout)
+        self._turn = (self._turn + 1) % self._each
+        static = self._static.get(key)
         if static is None:
             static = map_tensors(host, lambda x: torch.empty_like(x, device=self._device))
-            if len(self._static) < MOST_LAYOUTS:
-                self._static[layout] = static
-        if layout not in self._static:
+            if len(self._static) < MOST_LAYOUTS * self._each:
+                self._static[key] = static
+        if key not in self._static:
             layout = None
         for target, source in zip(tensors_of(static), tensors_of(host), strict=True):
             target.copy_(source, non_blocking=True)

@@ -16,8 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 from torch import Tensor
 
-from deepmd_muon.train.batches.batch import TrainingBatch
-from deepmd_muon.train.batches.streamed import Feed
+from deepmd_muon.train.batches.accumulated import StepFeed, parts_of
 from deepmd_muon.train.step.guard import DeviceGuard
 from deepmd_muon.train.step.step import TrainingStep
 
@@ -116,20 +115,20 @@ class CapturedStep:
             # The first steps run eagerly on purpose; torch's Adam would warn of it.
             step.optimizer._warned_capturable_if_run_uncaptured = True
 
-    def __call__(self, feed: Feed, done: int) -> dict[str, Tensor]:
+    def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
         """Update the parameters once.
 
         Parameters
         ----------
         feed
-            The batch.
+            The batch, or several.
         done
             Updates made before this one.
 
         Returns
         -------
         dict
-            Metrics before the update, scalars on the device that the next step overwrites.
+            Metrics before the update, as `TrainingStep` returns them; the next step overwrites them.
         """
         self._rates.expect(done)
         self._guard.note(feed.system)
@@ -153,15 +152,17 @@ class CapturedStep:
             torch.cuda.synchronize()
             self._graphs.clear()
 
-    def _without_graph(self, feed: Feed) -> None:
+    def _without_graph(self, feed: StepFeed) -> None:
         """Take a step without a graph; record one, or compile its gradient first, if wanted."""
         layout, gradient = feed.layout, self._gradient
         met = layout in self._met
         if gradient is not None:
             gradient.expect(layout)
-        if met and layout is not None and gradient is not None and gradient.wants(layout):
-            self._on_side_stream(lambda: self._run(feed, gradient.compile))  # only captured steps are compiled
-            return
+            # Only captured steps are compiled.
+            if met and layout is not None and any(gradient.wants(part.layout) for part in parts_of(feed)):
+                with gradient.compiling():
+                    self._on_side_stream(lambda: self._run(feed))
+                return
         if self._wants_graph(layout):
             graph = self._captured(feed)
             if graph is not None:
@@ -172,13 +173,10 @@ class CapturedStep:
         else:
             self._run(feed)
 
-    def _run(self, feed: Feed, prepare: Callable[[TrainingBatch, Tensor], None] | None = None) -> None:
-        """Run the part of a step that a graph contains, all work on the device; `prepare` receives the batch first."""
+    def _run(self, feed: StepFeed) -> None:
+        """Run the part of a step that a graph contains, all work on the device."""
         self._rates.read()
-        batch = feed.read()
-        if prepare is not None:
-            prepare(batch, self._rates.lr_fraction)
-        metrics = self._step(batch, self._rates.lr, self._rates.lr_fraction)
+        metrics = self._step(feed.read(), self._rates.lr, self._rates.lr_fraction)
         values = torch.stack([value.double() for value in metrics.values()])
         if self._metrics is None:
             self._names, self._metrics = tuple(metrics), torch.empty_like(values)
@@ -198,7 +196,7 @@ class CapturedStep:
             return False
         return True
 
-    def _captured(self, feed: Feed) -> torch.cuda.CUDAGraph | None:
+    def _captured(self, feed: StepFeed) -> torch.cuda.CUDAGraph | None:
         """Record a step in a graph without running it; None, with one log line, where that fails."""
         graph = torch.cuda.CUDAGraph()
         try:

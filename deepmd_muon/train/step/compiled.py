@@ -94,20 +94,29 @@ class CompiledGradient:
         self._compiler = compiler or _inductor
         self._functions: dict[Hashable, _Function] = {}
         self._layout: Hashable | None = None
-        self._full = False
+        self._full = self._compiling = False
         self.failed: str | None = None
 
     def expect(self, layout: Hashable | None) -> None:
         """Say which layout the next batch has."""
         self._layout = layout
 
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compile, in a `with` block, the functions of all layouts that are wanted before they are called."""
+        self._compiling = True
+        try:
+            yield
+        finally:
+            self._compiling = False
+
     def forget(self) -> None:
         """Drop all functions: the model computes in another way from now on."""
         self._functions.clear()
 
-    def wants(self, layout: Hashable) -> bool:
+    def wants(self, layout: Hashable | None) -> bool:
         """Return whether the next batch of this layout should be compiled."""
-        if self.failed is not None or layout in self._functions:
+        if self.failed is not None or layout is None or layout in self._functions:
             return False
         if len(self._functions) == MOST_COMPILED:
             if not self._full:
@@ -117,7 +126,9 @@ class CompiledGradient:
         return True
 
     def __call__(self, batch: TrainingBatch, lr_fraction: float | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return loss and metrics of a batch, the gradients in the parameters' `grad`; see `differentiate`."""
+        """Return loss and metrics of a batch, the gradients added to the parameters' `grad`; see `differentiate`."""
+        if self._compiling and self.wants(self._layout):
+            self.compile(batch, lr_fraction)
         function = self._functions.get(self._layout)
         if function is None:
             return differentiate(self._model, self._loss, batch, lr_fraction)
@@ -126,10 +137,10 @@ class CompiledGradient:
         found = iter(others)
         metrics = {name: next(found) for name in function.metrics}
         for parameter, gradient in zip(function.with_gradient, found, strict=True):
-            parameter.grad = gradient
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return value, metrics
 
-    def compile(self, batch: TrainingBatch, lr_fraction: Tensor) -> None:
+    def compile(self, batch: TrainingBatch, lr_fraction: float | Tensor) -> None:
         """Compile the function for batches of the expected layout, given one of them.
 
         The batch's layout must have been differentiated plainly before: tables that are made once, at first use, must
@@ -158,7 +169,7 @@ class CompiledGradient:
         fraction = torch.as_tensor(lr_fraction, dtype=torch.float64)
         return [*model.parameters(), *model.buffers(), *tensors_of(batch), fraction]
 
-    def _trace(self, batch: TrainingBatch, lr_fraction: Tensor) -> tuple[torch.fx.GraphModule, _Function]:
+    def _trace(self, batch: TrainingBatch, lr_fraction: float | Tensor) -> tuple[torch.fx.GraphModule, _Function]:
         """Record the function as a graph of torch's operations without derivatives."""
         from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.loss import Loss
+from deepmd_muon.train.batches.accumulated import AccumulatedFeed
 from deepmd_muon.train.batches.batch import TrainingBatch
 from deepmd_muon.train.ema import Ema
+from deepmd_muon.train.ranks.ranks import local_part
 from deepmd_muon.train.step.compiled import CompiledGradient, differentiate
 from deepmd_muon.train.step.guard import Guard
 from deepmd_muon.train.strategy import Reduced, Strategy
@@ -48,13 +50,15 @@ class TrainingStep:
     gradient: CompiledGradient | None = None
     tf32: bool = False
 
-    def __call__(self, batch: TrainingBatch, lr: float | Tensor, lr_fraction: float | Tensor) -> dict[str, Tensor]:
+    def __call__(
+        self, batch: TrainingBatch | AccumulatedFeed, lr: float | Tensor, lr_fraction: float | Tensor
+    ) -> dict[str, Tensor]:
         """Update the parameters and their average once.
 
         Parameters
         ----------
         batch
-            Structures and labels on the model's device.
+            Structures and labels on the model's device; or several of them, the mean of whose gradients is taken.
         lr
             Learning rate of the update; a tensor is read on its device.
         lr_fraction
@@ -63,7 +67,7 @@ class TrainingStep:
         Returns
         -------
         dict
-            Metrics before the update, tensors on the device.
+            Metrics before the update, scalars on the device; `(nbatches,)` of several batches.
 
         Raises
         ------
@@ -72,11 +76,10 @@ class TrainingStep:
         """
         self.optimizer.zero_grad(set_to_none=True)
         with float32_products("high") if self.tf32 else contextlib.nullcontext():
-            if self.gradient is None:
-                sharded = self.strategy.cuts_parameters
-                value, metrics = differentiate(self.strategy.model, self.loss, batch, lr_fraction, sharded=sharded)
+            if isinstance(batch, AccumulatedFeed):
+                value, metrics = self._accumulate(batch, lr_fraction)
             else:
-                value, metrics = self.gradient(batch, lr_fraction)
+                value, metrics = self._differentiate(batch, lr_fraction)
         reduced = self.strategy.reduce(value)
         if self.guard.admits(reduced, lambda: ", ".join(self.strategy.ranks.gather_objects(batch.system))):
             self._clip(reduced)
@@ -86,6 +89,27 @@ class TrainingStep:
         if self.ema is not None:
             self.ema.update(self.guard.weight(1.0 - self.ema.decay))
         return metrics
+
+    def _differentiate(self, batch: TrainingBatch, lr_fraction: float | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return loss and metrics of a batch; add its gradients to the parameters' `grad`."""
+        if self.gradient is not None:
+            return self.gradient(batch, lr_fraction)
+        sharded = self.strategy.cuts_parameters
+        return differentiate(self.strategy.model, self.loss, batch, lr_fraction, sharded=sharded)
+
+    def _accumulate(self, feed: AccumulatedFeed, lr_fraction: float | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss and all metrics of several batches, the means of their gradients in `grad`."""
+        values: list[Tensor] = []
+        found: list[dict[str, Tensor]] = []
+        for part in feed.parts:
+            if self.gradient is not None:
+                self.gradient.expect(part.layout)
+            value, metrics = self._differentiate(part.read(), lr_fraction)
+            values.append(value)
+            found.append(metrics)
+        gradients = [local_part(p.grad) for p in self.strategy.model.parameters() if p.grad is not None]
+        torch._foreach_div_(gradients, float(len(values)))
+        return torch.stack(values).mean(), {name: torch.stack([each[name] for each in found]) for name in found[0]}
 
     def _clip(self, reduced: Reduced) -> None:
         """Scale a gradient that is longer than `max_norm` down to it."""

@@ -13,8 +13,9 @@ from deepmd_muon.argcheck import TrainingSettings
 from deepmd_muon.data import DataLoader
 from deepmd_muon.loss import Loss
 from deepmd_muon.optim import HybridMuon
+from deepmd_muon.train.batches.accumulated import AccumulatedBatches, StepFeed, StepSource
 from deepmd_muon.train.batches.resident import ResidentBatches, why_not_resident
-from deepmd_muon.train.batches.streamed import BatchSource, Feed, HostBatches, StreamedBatches
+from deepmd_muon.train.batches.streamed import BatchSource, HostBatches, StreamedBatches
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.step.captured import CapturedStep, RateTable
@@ -35,13 +36,13 @@ _RESIDENT_SHARE = 0.25
 class Stepper(Protocol):
     """Takes the steps of a run."""
 
-    def __call__(self, feed: Feed, done: int) -> dict[str, Tensor]:
+    def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
         """Update the parameters once, after `done` updates; return metrics from before the update."""
 
     def check(self, done: int) -> None:
         """Raise what steps have found and not yet raised, before anything is built on `done` updates."""
 
-    def open_batches(self, loader: DataLoader, ntypes: int) -> BatchSource:
+    def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
         """Return where the batches of a run come from."""
 
     def close(self) -> None:
@@ -66,7 +67,7 @@ class HostStepper:
         self._scalars = scalars
         self._device = device
 
-    def __call__(self, feed: Feed, done: int) -> dict[str, Tensor]:
+    def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
         """Update the parameters once; see `Stepper`."""
         return self._step(feed.read(), *self._scalars(done))
 
@@ -76,11 +77,11 @@ class HostStepper:
     def close(self) -> None:
         """Do nothing: a step leaves nothing behind."""
 
-    def open_batches(self, loader: DataLoader, ntypes: int) -> BatchSource:
+    def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
         """Return batches that are converted one by one; on a GPU those of `DeviceStepper`."""
         if self._device.type == "cuda":
             return _batches_on(self._device, loader, ntypes)
-        return HostBatches(loader, ntypes, self._device)
+        return _by_step(HostBatches(loader, ntypes, self._device), loader)
 
 
 class DeviceStepper:
@@ -113,7 +114,7 @@ class DeviceStepper:
         self._keep = keep_metrics
         self._fresh = True
 
-    def __call__(self, feed: Feed, done: int) -> dict[str, Tensor]:
+    def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
         """Update the parameters once; see `Stepper`."""
         if self._fresh:
             self._fresh = False
@@ -131,12 +132,17 @@ class DeviceStepper:
         """Drop what has been captured."""
         self._captured.close()
 
-    def open_batches(self, loader: DataLoader, ntypes: int) -> BatchSource:
+    def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
         """Return batches gathered from data on the device, or streamed there where the data cannot live there."""
         return _batches_on(self._device, loader, ntypes)
 
 
-def _batches_on(device: torch.device, loader: DataLoader, ntypes: int) -> BatchSource:
+def _by_step(source: BatchSource, loader: DataLoader) -> StepSource:
+    each = loader.batches_per_step
+    return source if each == 1 else AccumulatedBatches(source, each)
+
+
+def _batches_on(device: torch.device, loader: DataLoader, ntypes: int) -> StepSource:
     """Return batches gathered from data on the device, or streamed there where the data cannot live there."""
     budget = 1 << 30
     if device.type == "cuda":
@@ -144,9 +150,9 @@ def _batches_on(device: torch.device, loader: DataLoader, ntypes: int) -> BatchS
         budget = int(free * _RESIDENT_SHARE)
     reason = why_not_resident(loader, budget)
     if reason is None:
-        return ResidentBatches(loader, device)
+        return _by_step(ResidentBatches(loader, device), loader)
     log.info("training data are streamed to the device, not kept there: %s", reason)
-    return StreamedBatches(loader, ntypes, device)
+    return _by_step(StreamedBatches(loader, ntypes, device), loader)
 
 
 def build_stepper(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,25 @@ def metric_weights(loss: Loss, batch: TrainingBatch | Feed) -> dict[str, float]:
     """Return the weight of each metric of a batch in a mean over batches: the atoms of the frames that it compares."""
     weights = {term.metric: batch.labelled_atoms(term.labels) for term in loss.terms}
     return {**weights, "rmse": float(batch.atoms.sum())}
+
+
+def metrics_by_batch(
+    loss: Loss, metrics: Mapping[str, Tensor], feeds: Sequence[Feed]
+) -> list[tuple[Mapping[str, Tensor], Mapping[str, float]]]:
+    """Return the metrics of each batch of a step, and their weights, for `mean_metrics`.
+
+    Parameters
+    ----------
+    loss
+        As in training.
+    metrics
+        Scalars of one batch, `(nbatches,)` of several.
+    feeds
+        The batches.
+    """
+    columns = {name: values.reshape(len(feeds)).unbind() for name, values in metrics.items()}
+    rows = [{name: values[k] for name, values in columns.items()} for k in range(len(feeds))]
+    return [(row, metric_weights(loss, feed)) for row, feed in zip(rows, feeds, strict=True)]
 
 
 def mean_metrics(

@@ -51,7 +51,7 @@ def test_several_are_told_once_each(water):
 def test_a_key_of_deepmd_kit_is_told_with_advice(water):
     water["training"]["acc_freq"] = 4
     error = elsewhere(water)
-    assert error.elsewhere == "gradients summed over several steps"
+    assert error.elsewhere == "gradients summed over several steps (see accumulate_grad_batches)"
     assert "remove it or set 1" in str(error)
 
 

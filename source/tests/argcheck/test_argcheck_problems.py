@@ -29,7 +29,8 @@ def test_all_problems_at_once(water, problems):
         "optimizer/muon_mode": "must be one of '2d', 'flat', 'slice'; found '3d'",
         "optimizer/momentum": "must be >= 0; found -3",
         "training/acc_freq": (
-            "asks for gradients summed over several steps, which this package does not have; remove it or set 1"
+            "asks for gradients summed over several steps (see accumulate_grad_batches), which this package does not "
+            "have; remove it or set 1"
         ),
         "training/seed": "must be a whole number; found true",
         "training/num_steps": "means the same as 'numb_steps', which is given too; keep one of them",

@@ -401,6 +401,21 @@ def test_ranks_that_read_nothing_on_the_host_do_the_same(place):
     assert second[2][0].startswith("TrainingError: rank 0 has lost the others at step 3: rank 1 (process ")
 
 
+def test_two_ranks_that_accumulate_two_batches_equal_one_process_with_four(place):
+    """At every stage, on the host and as on GPUs; one process that accumulates four continues their run."""
+    two, four = {"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 4}
+    jobs = [Job(place / f"parts_{stage}", content(place, 1, stage, **two)) for stage in (0, 1, 3)]
+    jobs.append(Job(place / "parts_device", content(place, 1, **two), accident="on_device"))
+    ends = run_jobs(2, jobs)
+    assert ends == [["0"] * 2] * 4
+    check_equal(place, 4, [["0"] * 4] * 4, jobs)
+    half = str(jobs[0].folder / f"model.ckpt-{HALF}.pt")
+    alone(place / "parts_alone", content(place, 1, **four), restart=half)
+    found, wanted = (read_checkpoint(place / name / f"model.ckpt-{STEPS}.pt") for name in ("parts_alone", "parts_0"))
+    assert_same(found, wanted, 1e-10)
+    assert found["deepmd_muon"]["training_data"] == wanted["deepmd_muon"]["training_data"]
+
+
 def test_two_precisions_and_a_frozen_descriptor_at_stages_2_and_3(place):
     """Descriptor and fitting net are gathered and scattered apart from each other."""
     mixed, frozen = copy.deepcopy(content(place, 2)), copy.deepcopy(content(place, 2))
