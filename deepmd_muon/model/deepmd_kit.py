@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import ForeignModelError, ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
@@ -22,7 +23,6 @@ from deepmd_muon.model.translation import PLAIN, Translation
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import annotations_of
 
-SINGLE = "Default"  # the one branch of a model that is not multi-task
 PREFIX = f"model.{SINGLE}."
 OURS_ONLY = "only_deepmd_muon"  # key of `_extra_state`: why deepmd-kit cannot read the model
 UNKNOWN_DISTANCE = -1.0  # deepmd-kit's min_nbor_dist of a model that never saw its data's
