@@ -28,6 +28,9 @@ def json_schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Input of deepmd-muon",
         "description": summary(Settings),
+        "type": "object",
+        # For editors that complete keys; the values are described below.
+        "properties": {name: {"description": key.setting.doc} for name, key in tree(Settings).keys.items()},
         "if": several,
         "then": _several_models(extra),
         "else": _object(tree(Settings), extra),

@@ -9,9 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from deepmd_muon.argcheck.errors import Problem
-from deepmd_muon.model.branch_settings import ENTIRE, SHAREABLE, SINGLE, Shared
-from deepmd_muon.model.errors import ModelError
-from deepmd_muon.model.registry import DESCRIPTORS
+from deepmd_muon.model.branch_settings import ENTIRE, SHAREABLE, SINGLE, Shared, levels_of
 from deepmd_muon.setting import shown
 
 References = Mapping[str, Mapping[str, Shared]]
@@ -130,22 +128,13 @@ def _replace_names(found: Expanded, name: str, branch: dict[str, Any], pool: Map
             hint = f"did you mean {near[0]!r}?" if near else f"it has {_or(pool) or 'nothing'}"
             found.problem(where, f"names {key!r}, which is not in model/shared_dict; {hint}")
             continue
-        levels = _levels(part, pool[key])
+        levels = levels_of(part, pool[key])
         if colon and (not level.isdigit() or int(level) not in levels):
             found.problem(where, f"must share at level {' or '.join(map(str, levels))}; found {given!r}")
             level = ""
         branch[part] = copy.deepcopy(pool[key])
         found.origins[f"model/model_dict/{name}/{part}"] = f"model/shared_dict/{key}"
         found.references.setdefault(name, {})[part] = Shared(key, int(level or ENTIRE), given)
-
-
-def _levels(part: str, section: Any) -> tuple[int, ...]:
-    """Return the levels at which a part can be shared."""
-    try:
-        levels: tuple[int, ...] = DESCRIPTORS.settings_class(section["type"]).share_levels
-    except (KeyError, TypeError, ModelError):  # another kind, which the check or deepmd-kit will judge
-        return (ENTIRE, 1) if part == "descriptor" else (ENTIRE,)
-    return levels if part == "descriptor" else (ENTIRE,)
 
 
 def _check_sharing(found: Expanded, branches: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from deepmd_muon.model.registry import DESCRIPTORS
 from deepmd_muon.model.settings import ModelSettings
 from deepmd_muon.section import Foreign, Rule, Section, section
 from deepmd_muon.setting import setting
@@ -35,6 +36,18 @@ class Shared:
     key: str
     level: int
     given: str
+
+
+def levels_of(part: str, section: Any) -> tuple[int, ...]:
+    """Return the levels at which a part of a model can be shared, given its plain section."""
+    if part != "descriptor":
+        return (ENTIRE,)
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    name = DESCRIPTORS.aliases.get(kind, kind) if isinstance(kind, str) else ""
+    if name not in DESCRIPTORS.settings:
+        return (ENTIRE, 1)  # the check, or deepmd-kit, will judge it
+    levels: tuple[int, ...] = DESCRIPTORS.settings_class(name).share_levels
+    return levels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

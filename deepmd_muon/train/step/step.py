@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.loss import Loss
+from deepmd_muon.model import EnergyModel
 from deepmd_muon.train.batches.batch import TrainingBatch
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.step.compiled import CompiledGradient, differentiate
@@ -37,6 +38,8 @@ class TrainingStep:
         Computes loss and gradient where they are to be compiled; None for `differentiate`.
     tf32
         Multiply float32 matrices in TF32 on the way to the gradient.
+    model
+        The model of the step's branch where the strategy holds several; None for the strategy's.
     """
 
     strategy: Strategy
@@ -47,6 +50,7 @@ class TrainingStep:
     ema: Ema | None = None
     gradient: CompiledGradient | None = None
     tf32: bool = False
+    model: EnergyModel | None = None
 
     def __call__(self, batch: TrainingBatch, lr: float | Tensor, lr_fraction: float | Tensor) -> dict[str, Tensor]:
         """Update the parameters and their average once.
@@ -74,7 +78,9 @@ class TrainingStep:
         with float32_products("high") if self.tf32 else contextlib.nullcontext():
             if self.gradient is None:
                 sharded = self.strategy.cuts_parameters
-                value, metrics = differentiate(self.strategy.model, self.loss, batch, lr_fraction, sharded=sharded)
+                model = self.model or self.strategy.model
+                assert isinstance(model, EnergyModel)
+                value, metrics = differentiate(model, self.loss, batch, lr_fraction, sharded=sharded)
             else:
                 value, metrics = self.gradient(batch, lr_fraction)
         reduced = self.strategy.reduce(value)

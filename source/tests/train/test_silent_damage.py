@@ -24,6 +24,7 @@ from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
 from deepmd_muon.train.setup import check_same_run
 from deepmd_muon.train.step.guard import DeviceGuard, HostGuard, SkipCount
 from deepmd_muon.train.strategy.base import Reduced
+from deepmd_muon.train.systems import Systems
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 
@@ -135,18 +136,23 @@ def test_ranks_with_other_data_or_inputs_are_named(small_input):
         small_input(optimizer={"weight_decay": 0.5}, training={"numb_steps": 9, "stat_file": "elsewhere"})
     )
     a, b = (open_systems(str(EXAMPLE / part), ["Cu"]) for part in ("train", "valid"))
-    mine = (thaw(given.settings), content_digest(a), content_digest(b))
+    first, second = content_digest(a), content_digest(b)
+
+    def digests(training, validation):
+        return {"training/training_data": training, "training/validation_data": validation}
+
+    mine = (thaw(given.settings), digests(first, second))
 
     def check(*others):
-        check_same_run(given, a, b, Ranks(size=1 + len(others), others=others))
+        check_same_run(given, {"Default": Systems(a, b)}, Ranks(size=1 + len(others), others=others))
 
     check(mine, mine)
     with pytest.raises(TrainingError, match="training data of rank 2 are not those of rank 0"):
-        check(mine, (mine[0], mine[2], mine[2]))
+        check(mine, (mine[0], digests(second, second)))
     with pytest.raises(TrainingError, match="validation data of rank 1 are not those of rank 0"):
-        check((*mine[:2], mine[1]))
+        check((mine[0], digests(first, first)))
     with pytest.raises(TrainingError, match=r"rank 1 differs .* in optimizer/weight_decay, training/numb_steps: all"):
-        check((thaw(other.settings), *mine[1:]))
+        check((thaw(other.settings), mine[1]))
 
 
 def change_a_force(folder):

@@ -1,0 +1,268 @@
+"""Several models with shared parts in one run: what is shared, what is trained, restarts, files and commands."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import EXAMPLE
+
+from deepmd_muon.cli.main import main
+from deepmd_muon.data import open_systems
+from deepmd_muon.infer.predictor import Predictor, load_model
+from deepmd_muon.train import trainer
+
+DESCRIPTORS = {
+    "se_e2_a": {"sel": [44], "rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8], "axis_neuron": 3},
+    "dpa1": {"sel": 30, "rcut": 4.0, "rcut_smth": 2.0, "neuron": [4, 8], "axis_neuron": 2, "attn": 6, "attn_layer": 1},
+    "dpa3": {
+        "repflow": {
+            "n_dim": 6,
+            "e_dim": 5,
+            "a_dim": 4,
+            "nlayers": 1,
+            "e_rcut": 4.0,
+            "e_rcut_smth": 3.5,
+            "e_sel": 20,
+            "a_rcut": 3.0,
+            "a_rcut_smth": 2.5,
+            "a_sel": 10,
+        }
+    },
+}
+HOT, COLD = (str(EXAMPLE / "train" / name) for name in ("fcc32", "triclinic8"))
+DESCRIPTOR, FITTING = "atomic_model.descriptor.", "atomic_model.fitting_net."
+
+
+@pytest.fixture
+def two_branches(small_input):
+    """A function that gives an input with two branches on one descriptor, some keys of training changed."""
+
+    def make(kind="se_e2_a", *, level="", net=None, **training):
+        content = small_input()
+        loss, model = content.pop("loss"), content["model"]
+        shared = {"types": ["Cu"], "all": {"type": kind, **DESCRIPTORS[kind], "seed": 1}}
+        nets = [{**model["fitting_net"], "seed": seed} for seed in (2, 3)]
+        if net is not None:
+            shared["net"], nets = {**nets[0], **net}, ["net", "net"]
+        content["model"] = {
+            "data_stat_nbatch": 2,
+            "shared_dict": shared,
+            "model_dict": {
+                "hot": {"type_map": "types", "descriptor": "all", "fitting_net": nets[0]},
+                "cold": {"type_map": "types", "descriptor": f"all{level}", "fitting_net": nets[1]},
+            },
+        }
+        content["loss_dict"] = {"hot": loss, "cold": {**loss, "start_pref_e": 1.0, "limit_pref_e": 1.0}}
+        kept = {key: x for key, x in content["training"].items() if not key.endswith("_data")}
+        valid = {"systems": [str(EXAMPLE / "valid" / "fcc32")], "batch_size": 2}
+        data = {
+            "hot": {"training_data": {"systems": HOT, "batch_size": 2}, "validation_data": valid},
+            "cold": {"training_data": {"systems": COLD, "batch_size": 1}},
+        }
+        content["training"] = {**kept, "data_dict": data, "model_prob": {"hot": 2, "cold": 1}, **training}
+        return content
+
+    return make
+
+
+def branch(content, name):
+    """Return the tensors of a branch in a checkpoint, by their names in a single model."""
+    prefix = f"model.{name}."
+    found = {key.removeprefix(prefix): x for key, x in content["model"].items() if key.startswith(prefix)}
+    return {key: x for key, x in found.items() if x.numel()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def below(state, prefix):
+    return {key: x for key, x in state.items() if key.startswith(prefix)}
+
+
+@pytest.mark.parametrize("kind", DESCRIPTORS)
+def test_branches_share_the_descriptor_and_have_heads_of_their_own(two_branches, train, load, kind):
+    assert train(two_branches(kind, numb_steps=4, save_freq=4)) == 0
+    content = load()
+    hot, cold = branch(content, "hot"), branch(content, "cold")
+    assert same(below(hot, DESCRIPTOR), below(cold, DESCRIPTOR))
+    assert not same(below(hot, FITTING), below(cold, FITTING))
+    assert not torch.equal(hot["atomic_model.out_bias"], cold["atomic_model.out_bias"])
+    names = content["optimizer"]["param_groups"][0]["param_names"]
+    assert sum(DESCRIPTOR in name for name in names) == sum(name.startswith(f"hot.{DESCRIPTOR}") for name in names) > 0
+
+
+def test_level_1_shares_the_type_embedding_alone(two_branches, train, load):
+    assert train(two_branches("dpa1", level=":1", numb_steps=4, save_freq=4)) == 0
+    hot, cold = (below(branch(load(), name), DESCRIPTOR) for name in ("hot", "cold"))
+    equal = {key for key in hot if torch.equal(hot[key], cold[key])}
+    types = {key for key in hot if "type_embedding" in key}
+    assert types
+    assert types <= equal
+    assert not [key for key in equal - types if "matrix" in key]
+
+
+def test_a_shared_fitting_net_tells_branches_by_bias_and_case(two_branches, train, load):
+    assert train(two_branches(net={"dim_case_embd": 2}, numb_steps=4, save_freq=4)) == 0
+    hot, cold = (branch(load(), name) for name in ("hot", "cold"))
+    assert same(below(hot, f"{FITTING}filter_layers"), below(cold, f"{FITTING}filter_layers"))
+    assert hot[f"{FITTING}case_embd"].tolist() == [0.0, 1.0]  # rows by the order of names
+    assert cold[f"{FITTING}case_embd"].tolist() == [1.0, 0.0]
+    assert not torch.equal(hot["atomic_model.out_bias"], cold["atomic_model.out_bias"])
+
+
+def test_shared_statistics_are_those_of_all_data_together(two_branches, small_input, train, load):
+    assert train(two_branches(numb_steps=0)) == 0
+    both = branch(load(), "cold")[f"{DESCRIPTOR}sea.stddev"]
+    single = small_input(training={"numb_steps": 0, "save_ckpt": "one", "validation_data": None})
+    single["model"]["descriptor"] = {"type": "se_e2_a", **DESCRIPTORS["se_e2_a"], "seed": 1}
+    single["model"]["data_stat_nbatch"] = 2
+    single["training"]["training_data"] = {"systems": [HOT, COLD], "batch_size": [2, 1]}
+    assert train(single) == 0
+    torch.testing.assert_close(both, branch(load("one.pt"), "Default")[f"{DESCRIPTOR}sea.stddev"], rtol=0, atol=1e-14)
+
+
+def test_a_head_that_is_not_drawn_keeps_weights_and_momentum(two_branches, train, load):
+    content = two_branches(numb_steps=6, save_freq=3)
+    assert train(content) == 0
+    content["training"] |= {"model_prob": {"hot": 1, "cold": 0}, "save_ckpt": "hot", "numb_steps": 9}
+    assert train(content, restart="model.ckpt-6.pt") == 0
+    before, after = load("model.ckpt-6.pt"), load("hot-9.pt")
+    assert same(below(branch(before, "cold"), FITTING), below(branch(after, "cold"), FITTING))
+    assert not same(below(branch(before, "hot"), FITTING), below(branch(after, "hot"), FITTING))
+    assert not same(below(branch(before, "cold"), DESCRIPTOR), below(branch(after, "cold"), DESCRIPTOR))
+    states = []
+    for found in (before, after):
+        optimizer = found["optimizer"]
+        names = optimizer["param_groups"][0]["param_names"]
+        own = [i for i, name in enumerate(names) if name.startswith(f"cold.{FITTING}")]
+        states.append({names[i]: optimizer["state"][i] for i in own})
+    assert states[0]
+    for name, values in states[0].items():
+        present = states[1][name]
+        assert same(*({key: torch.as_tensor(x) for key, x in one.items()} for one in (values, present))), name
+
+
+@pytest.mark.parametrize(("kind", "optimizer"), [("se_e2_a", "HybridMuon"), ("dpa1", "Adam")])
+def test_restart_is_bitwise(two_branches, train, load, kind, optimizer):
+    content = two_branches(kind, numb_steps=9, save_freq=4, enable_ema=True)
+    content["optimizer"] = {"type": optimizer}
+    assert train(content) == 0
+    whole = load("model.ckpt-9.pt")
+    content["training"]["save_ckpt"] = "again"
+    assert train(content, restart="model.ckpt-4.pt") == 0
+    again = load("again-9.pt")
+    for name in ("hot", "cold"):
+        assert same(branch(whole, name), branch(again, name))
+    assert same(whole["ema"]["model"], again["ema"]["model"])
+    assert whole["deepmd_muon"]["tasks"] == again["deepmd_muon"]["tasks"]
+    assert whole["deepmd_muon"]["training_data"] == again["deepmd_muon"]["training_data"]
+    served = {name: state["step"] for name, state in whole["deepmd_muon"]["training_data"].items()}
+    assert sum(served.values()) == 9
+    assert min(served.values()) > 0
+
+
+def test_the_input_that_a_run_writes_is_that_run(two_branches, train, load):
+    assert train(two_branches(numb_steps=3, save_freq=3)) == 0
+    first = load()
+    out = json.loads(Path("out.json").read_text())
+    assert out["model"]["model_dict"]["cold"]["descriptor"] == "all"
+    out["training"]["save_ckpt"] = "again"
+    assert train(out, output="again.json") == 0
+    assert same(branch(first, "cold"), branch(load("again.pt"), "cold"))
+
+
+def test_an_automatic_sel_is_enough_for_all_branches(two_branches, train):
+    content = two_branches(numb_steps=0)
+    content["model"]["shared_dict"]["all"]["sel"] = "auto"
+    assert train(content) == 0
+    most = max(found for path in (HOT, COLD) for found in [neighbors(path)])
+    (sel,) = json.loads(Path("out.json").read_text())["model"]["shared_dict"]["all"]["sel"]
+    assert sel == (int(most * 1.1) + 3) // 4 * 4
+
+
+def neighbors(path):
+    from deepmd_muon.data import neighbor_statistics
+
+    return neighbor_statistics(open_systems(path, ["Cu"]), 4.5).max_total
+
+
+def test_reports_name_the_branches(two_branches, train):
+    assert train(two_branches(numb_steps=8, disp_freq=4, jsonl_file="run.jsonl")) == 0
+    lines = Path("lcurve.out").read_text().splitlines()
+    names = lines[0].split()[1:]
+    assert names[:3] == ["step", "rmse_val_hot", "rmse_trn_hot"]
+    assert "rmse_e_trn_cold" in names
+    assert "rmse_e_val_cold" not in names  # it has no validation data
+    rows = np.loadtxt("lcurve.out")
+    assert rows.shape == (3, len(names))
+    assert np.isfinite(rows[:, names.index("rmse_f_val_hot")]).all()
+    # Each row has the errors of the branches that were trained since the last one.
+    assert np.isfinite(rows[1:, [names.index("rmse_f_trn_hot"), names.index("rmse_f_trn_cold")]]).any(0).all()
+    record = json.loads(Path("run.jsonl").read_text().splitlines()[-1])
+    assert {"rmse_f_trn_hot", "rmse_f_val_hot", "rmse_f_trn_cold"} <= record.keys()
+
+
+def test_every_branch_has_its_best_checkpoint(two_branches, train, load):
+    content = two_branches(numb_steps=6)
+    data = content["training"]["data_dict"]
+    data["cold"]["validation_data"] = {"systems": str(EXAMPLE / "valid" / "triclinic8")}
+    content["validating"] = {"full_validation": True, "full_val_start": 0, "validation_freq": 2}
+    assert train(content) == 0
+    for name in ("hot", "cold"):
+        rows = np.loadtxt(f"val.{name}.log", comments="#")
+        best = int(rows[rows[:, 1].argmin(), 0])
+        assert Path(f"best.{name}.ckpt-{best}.t-1.pt").is_file()
+    infos = load()["model"]["_extra_state"]["train_infos"]["full_validation_of_branches"]
+    assert infos.keys() == {"hot", "cold"}
+
+
+@pytest.mark.parametrize("kind", DESCRIPTORS)
+def test_commands_take_a_branch(two_branches, train, caplog, kind):
+    assert train(two_branches(kind, numb_steps=3, enable_ema=True)) == 0
+    (system,) = open_systems(COLD, ["Cu"])
+    frames = system.frames(np.arange(2))
+    found = {name: Predictor("model.ckpt.pt", head=name).evaluate(frames).energy for name in ("hot", "cold")}
+    assert not np.allclose(found["hot"], found["cold"])
+    assert not np.allclose(Predictor("model.ckpt.pt", head="hot", ema=True).evaluate(frames).energy, found["hot"])
+    for name, energy in found.items():
+        assert main(["--pt", "freeze", "-c", "model.ckpt.pt", "-o", name, "--head", name, "-v", "ERROR"]) == 0
+        np.testing.assert_allclose(Predictor(f"{name}.pth").evaluate(frames).energy, energy, rtol=1e-12)
+    assert main(["--pt", "test", "-m", "model.ckpt.pt", "-s", COLD, "--head", "cold", "-n", "2", "-d", "of"]) == 0
+    np.testing.assert_allclose(np.loadtxt("of.e.out")[:, 1], found["cold"], rtol=1e-9)
+    assert main(["--pt", "change-bias", "model.ckpt.pt", "-b", "-1", "-o", "moved.pt", "--model-branch", "hot"]) == 0
+    assert float(load_model("moved.pt", head="hot").atomic_model.out_bias) == -1.0
+    assert float(load_model("moved.pt", head="cold").atomic_model.out_bias) != -1.0
+
+
+def test_epochs_of_branches_give_length_and_probabilities(two_branches, train, monkeypatch):
+    seen = []
+    original = trainer.length_and_probabilities
+    monkeypatch.setattr(trainer, "length_and_probabilities", lambda *parts: seen.append(original(*parts)) or seen[-1])
+    content = two_branches()
+    for key in ("numb_steps", "model_prob"):
+        del content["training"][key]
+    content["training"]["num_epoch_dict"] = {"hot": 0.25, "cold": 0.1}
+    assert train(content) == 0
+    (frames,) = {system.nframes for path in (HOT, COLD) for system in open_systems(path, ["Cu"])}
+    steps = {"hot": 0.25 * frames / 2, "cold": 0.1 * frames}
+    length, shares = seen[0]
+    assert length == sum(steps.values())
+    assert shares == pytest.approx({name: x / length for name, x in steps.items()})
+
+
+def test_kept_statistics_depend_on_the_data_of_all_that_share(two_branches, train, caplog):
+    content = two_branches(numb_steps=0)
+    for name, data in content["training"]["data_dict"].items():
+        data["stat_file"] = f"{name}.hdf5"
+    for expected in (0, 2):
+        caplog.clear()
+        assert train(content, log_level="INFO") == 0
+        assert len(re.findall("statistics come from", caplog.text)) == expected
+    content["training"]["data_dict"]["cold"]["training_data"]["batch_size"] = 3
+    caplog.clear()
+    assert train(content, log_level="INFO") == 0
+    assert "statistics come from" not in caplog.text
