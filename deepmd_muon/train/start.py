@@ -26,6 +26,7 @@ from deepmd_muon.model.settings import changed
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.train.batches.resident import find_neighbors_ahead
 from deepmd_muon.train.branches import RunBranch, build_of, length_and_probabilities, make_branches, seed_of
+from deepmd_muon.train.checkpoint.branch_state import for_branches
 from deepmd_muon.train.checkpoint.newest import followed, newest_checkpoint
 from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, keep_later, keep_others, remove_leftovers
 from deepmd_muon.train.checkpoint.source import Source, Way, read_sources
@@ -95,7 +96,7 @@ def run(
     finetune
         The same, and the energy bias is fitted to the training data first.
     model_branch
-        Branch of a multi-task checkpoint to take with `init_model` or `finetune`; see `Source.read`.
+        Branch of a multi-task checkpoint that a run of one model takes; see `read_sources`.
     skip_neighbor_stat
         Believe `sel` without counting neighbours.
     force_load
@@ -193,8 +194,14 @@ def _restart(trainer: Trainer, sources: Mapping[str, Source], ranks: Ranks) -> N
             f"type_map is not that of {source.path}, which the state of several branches cannot follow: start from its "
             "weights with --init-model"
         )
+    continued = {name: one.branch for name, one in sources.items()}
     with understood(source.path):
-        content = source.content
+        content = for_branches(source.content, trainer.model, trainer.optimizer, continued)
+        if content is not source.content and ranks.size > 1 and is_directory(source.path):
+            raise CheckpointError(
+                f"the branches of this input are not those of {source.path}, a directory whose state several processes "
+                "cannot rearrange: continue from a file, or start on one process"
+            )
         for name, move in moves.items():
             content = moved_content(content, trainer.branches[name].model, trainer.optimizer, move)
         trainer.restart(content, source.path)

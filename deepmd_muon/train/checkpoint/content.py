@@ -20,6 +20,7 @@ from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.train.branches import RunBranch, TaskOrder
+from deepmd_muon.train.checkpoint.branch_state import SHARED, shared_names
 from deepmd_muon.train.checkpoint.for_deepmd_kit import in_deepmd_kits_order, parameter_order
 from deepmd_muon.train.ema import Ema
 
@@ -76,7 +77,7 @@ class RunState:
                 "settings": json.dumps(self.given.normalized),
                 "torch_rng": torch.get_rng_state(),
                 **{key: self._of_each(values) for key, values in self._positions().items()},
-                **({"tasks": self.order.state_dict()} if isinstance(self.model, Branches) else {}),
+                **self._of_several(),
             },
         }
         if self.ema:
@@ -91,6 +92,12 @@ class RunState:
             "training_data": {name: one.training.state_dict() for name, one in data.items()},
             "validation_data": {n: one.validation.state_dict() if one.validation else {} for n, one in data.items()},
         }
+
+    def _of_several(self) -> dict[str, Any]:
+        """Return what is kept of several branches together."""
+        if not isinstance(self.model, Branches):
+            return {}
+        return {"tasks": self.order.state_dict(), SHARED: shared_names(self.model)}
 
     def _of_each(self, values: dict[str, Any]) -> Any:
         """Return values of all branches, of a single model its own."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import EXAMPLE
 
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
 from deepmd_muon.infer.predictor import Predictor, load_model
@@ -69,10 +70,10 @@ def two_branches(small_input):
 
 
 def branch(content, name):
-    """Return the tensors of a branch in a checkpoint, by their names in a single model."""
+    """Return weights and statistics of a branch in a checkpoint, by their names in a single model."""
     prefix = f"model.{name}."
     found = {key.removeprefix(prefix): x for key, x in content["model"].items() if key.startswith(prefix)}
-    return {key: x for key, x in found.items() if x.numel()}
+    return {key: x for key, x in found.items() if x.numel() and key != "min_nbor_dist"}
 
 
 def same(a, b):
@@ -179,7 +180,7 @@ def test_an_automatic_sel_is_enough_for_all_branches(two_branches, train):
     content = two_branches(numb_steps=0)
     content["model"]["shared_dict"]["all"]["sel"] = "auto"
     assert train(content) == 0
-    most = max(found for path in (HOT, COLD) for found in [neighbors(path)])
+    most = max(neighbors(path) for path in (HOT, COLD))
     (sel,) = json.loads(Path("out.json").read_text())["model"]["shared_dict"]["all"]["sel"]
     assert sel == (int(most * 1.1) + 3) // 4 * 4
 
@@ -266,3 +267,116 @@ def test_kept_statistics_depend_on_the_data_of_all_that_share(two_branches, trai
     caplog.clear()
     assert train(content, log_level="INFO") == 0
     assert "statistics come from" not in caplog.text
+
+
+def test_show_lists_the_branches(two_branches, train, capsys):
+    content = two_branches(numb_steps=1)
+    content["model"]["model_dict"]["cold"]["model_branch_alias"] = ["ice", "snow"]
+    assert train(content) == 0
+    assert main(["--pt", "show", "model.ckpt.pt", "model-branch", "type-map", "size", "observed-type"]) == 0
+    told = capsys.readouterr().err
+    assert "['hot', 'cold', 'RANDOM']" in told
+    assert "| cold         | ice, snow |" in told
+    assert "The type_map of branch hot is ['Cu']" in told
+    assert "cold: Observed types: ['Cu']" in told
+    single = load_model("model.ckpt.pt", head="snow")
+    assert f"total: {sum(p.numel() for p in single.parameters()):,}" in told
+
+
+def states(content):
+    """Return the optimizer state by name of the parameter."""
+    optimizer = content["optimizer"]
+    names = optimizer["param_groups"][0]["param_names"]
+    found = {name: optimizer["state"].get(index, {}) for index, name in enumerate(names)}
+    return {name: {key: torch.as_tensor(x) for key, x in values.items()} for name, values in found.items() if values}
+
+
+def without_steps(content, **training):
+    """Let a run end where it begins, so that its checkpoint holds what it has loaded."""
+    return {**content, "training": {**content["training"], "save_ckpt": "next/model", **training}}
+
+
+@pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
+def test_a_renamed_branch_keeps_its_state_and_place(two_branches, train, load, optimizer):
+    content = two_branches(numb_steps=6, enable_ema=True)
+    content["optimizer"] = {"type": optimizer}
+    assert train(content) == 0
+    before = load()
+    for section in (content["model"]["model_dict"], content["loss_dict"], content["training"]["data_dict"]):
+        section["warm"] = section.pop("hot")
+    content["training"]["model_prob"] = {"warm": 2, "cold": 1}
+    content["model"]["model_dict"]["warm"]["model_branch_alias"] = ["hot"]
+    assert train(without_steps(content), restart="model.ckpt-6.pt") == 0
+    after = load("next/model.pt")
+    assert same(branch(before, "hot"), branch(after, "warm"))
+    known = states(before)
+    for name, values in states(after).items():  # the shared descriptor is named after the first branch, now cold
+        former = name.replace("warm.", "hot.").replace(f"cold.{DESCRIPTOR}", f"hot.{DESCRIPTOR}")
+        assert same(known.pop(former), values), name
+    assert not known
+    average = {name.replace("warm.", "hot."): x for name, x in after["ema"]["model"].items() if x.numel()}
+    assert same({name: x for name, x in before["ema"]["model"].items() if x.numel()}, average)
+    positions = [content["deepmd_muon"]["training_data"] for content in (before, after)]
+    assert positions[0]["hot"]["step"] == positions[1]["warm"]["step"] > 0
+
+
+def test_an_added_branch_starts_anew_and_a_dropped_one_is_gone(two_branches, train, load, caplog):
+    content = two_branches(numb_steps=6)
+    assert train(content) == 0
+    before, first = load(), json.loads(json.dumps(content))
+    model = content["model"]["model_dict"]
+    model["new"] = {**model["hot"], "fitting_net": {**model["hot"]["fitting_net"], "seed": 9}}
+    content["loss_dict"]["new"] = content["loss_dict"]["hot"]
+    content["training"]["data_dict"]["new"] = content["training"]["data_dict"]["cold"]
+    content["training"]["model_prob"] = {"hot": 0, "cold": 0, "new": 1}
+    assert train(without_steps(content, numb_steps=8), restart="model.ckpt-6.pt") == 0
+    after = load("next/model.pt")
+    assert same(below(branch(after, "cold"), FITTING), below(branch(before, "cold"), FITTING))
+    assert same(below(branch(after, "new"), DESCRIPTOR), below(branch(after, "hot"), DESCRIPTOR))
+    found, known = states(after), states(before)
+    kept = {name for name in known if FITTING in name}
+    assert all(same(found[name], known[name]) for name in kept)
+    heads = {name for name in found if name.startswith(f"new.{FITTING}")}
+    steps = [int(found[name]["step"]) for name in heads if "step" in found[name]]
+    assert set(steps) == {2}
+    # Back to the two: the third one's state goes, the others' stays.
+    again = without_steps(first, numb_steps=8, save_ckpt="again/model")
+    assert train(again, restart="next/model-8.pt") == 0
+    for name, values in states(load("again/model.pt")).items():
+        assert same(values, found[name])
+
+
+@pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
+def test_from_one_model_to_several_and_back(two_branches, small_input, train, load, optimizer):
+    single = small_input(training={"numb_steps": 6, "save_ckpt": "one"})
+    single["model"]["descriptor"] = {"type": "se_e2_a", **DESCRIPTORS["se_e2_a"], "seed": 1}
+    single["optimizer"] = {"type": optimizer}
+    assert train(single) == 0
+    one = load("one.pt")
+    content = two_branches(numb_steps=6)
+    content["optimizer"] = {"type": optimizer}
+    content["model"]["model_dict"]["cold"]["finetune_head"] = "Default"  # cold continues it, hot is new
+    assert train(without_steps(content), restart="one-6.pt") == 0
+    both = load("next/model.pt")
+    assert same(branch(one, "Default"), branch(both, "cold"))
+    known, found = states(one), states(both)
+    assert len(found) == len(known)
+    for name, values in found.items():
+        assert same(known[name.partition(".")[2]], values), name
+    assert not [name for name in found if name.startswith(f"hot.{FITTING}")]
+    single["training"]["save_ckpt"] = "back/model"
+    assert train(single, restart="next/model-6.pt", model_branch="cold") == 0
+    back = load("back/model.pt")
+    assert same(branch(one, "Default"), branch(back, "Default"))
+    assert dict.fromkeys(states(back), 0) == dict.fromkeys(known, 0)
+    assert all(same(values, known[name]) for name, values in states(back).items())
+
+
+def test_a_checkpoint_without_these_branches_is_refused(two_branches, train):
+    content = two_branches(numb_steps=2, save_freq=2)
+    assert train(content) == 0
+    for section in (content["model"]["model_dict"], content["loss_dict"], content["training"]["data_dict"]):
+        section["a"], section["b"] = section.pop("hot"), section.pop("cold")
+    content["training"]["model_prob"] = {"a": 1, "b": 1}
+    with pytest.raises(CheckpointError, match="has the branches hot, cold, and this input none of them"):
+        train(content, restart="model.ckpt-2.pt")
