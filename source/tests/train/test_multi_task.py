@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import EXAMPLE
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
@@ -15,6 +14,7 @@ from deepmd_muon.data import open_systems
 from deepmd_muon.infer.predictor import Predictor, load_model
 from deepmd_muon.train import trainer
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 DESCRIPTORS = {
     "se_e2_a": {"sel": [44], "rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8], "axis_neuron": 3},
     "dpa1": {"sel": 30, "rcut": 4.0, "rcut_smth": 2.0, "neuron": [4, 8], "axis_neuron": 2, "attn": 6, "attn_layer": 1},
@@ -380,3 +380,27 @@ def test_a_checkpoint_without_these_branches_is_refused(two_branches, train):
     content["training"]["model_prob"] = {"a": 1, "b": 1}
     with pytest.raises(CheckpointError, match="has the branches hot, cold, and this input none of them"):
         train(content, restart="model.ckpt-2.pt")
+
+
+def test_the_routing_table_says_what_is_shared(two_branches, train, capsys):
+    content = two_branches(numb_steps=1)
+    assert train(content) == 0
+    count = len(list(load_model("model.ckpt.pt", head="hot").atomic_model.descriptor.parameters()))
+    for path in ("input.json", "model.ckpt.pt"):
+        assert main(["show", "routing", path]) == 0
+        table = capsys.readouterr().out
+        assert f"{count} parameters of hot are those of cold as well" in table
+        assert f"cold.{DESCRIPTOR}" not in table
+        assert f"cold.{FITTING}" in table
+
+
+def test_a_pattern_on_any_branch_finds_a_shared_parameter(two_branches, train, load):
+    content = two_branches(numb_steps=1)
+    content["optimizer"]["adam_patterns"] = ["cold.*descriptor*.layers.1.matrix", "cold.*fitting*.layers.0.*"]
+    assert train(content) == 0
+    (group,) = load()["optimizer"]["param_groups"]
+    routes = dict(zip(group["param_names"], group["routes"], strict=True))
+    name = f"{DESCRIPTOR}sea.filter_layers.networks.0.layers.1.matrix"
+    assert routes[f"hot.{name}"] == "adam"
+    net = f"{FITTING}filter_layers.networks.0.layers.0.matrix"
+    assert (routes[f"hot.{net}"], routes[f"cold.{net}"]) == ("muon", "adam")

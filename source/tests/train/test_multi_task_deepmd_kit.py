@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import EXAMPLE
-from test_multi_task import COLD, DESCRIPTORS, branch, two_branches  # noqa: F401 (a fixture)
+from test_multi_task import COLD, DESCRIPTORS, EXAMPLE, branch, two_branches  # noqa: F401 (a fixture)
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
