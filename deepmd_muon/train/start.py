@@ -253,7 +253,12 @@ def _complete_input(given: Input, sources: Mapping[str, Source], *, use_pretrain
         if branch.data.stat_file:
             StatFile(branch.data.stat_file)  # refuses a folder before the long work begins
         models[name] = model
-    return given.with_models(models)
+    given = given.with_models(models)
+    for names in descriptor_sections(given).values():
+        # A branch that starts anew shares what the script of another one says.
+        if use_pretrain_script and (scripted := next((name for name in names if name in sources), None)):
+            given = with_descriptor(given, names, given.branches[scripted].model.descriptor)
+    return given
 
 
 def _prepare(

@@ -404,3 +404,20 @@ def test_a_pattern_on_any_branch_finds_a_shared_parameter(two_branches, train, l
     assert routes[f"hot.{name}"] == "adam"
     net = f"{FITTING}filter_layers.networks.0.layers.0.matrix"
     assert (routes[f"hot.{net}"], routes[f"cold.{net}"]) == ("muon", "adam")
+
+
+def test_a_new_branch_shares_what_the_script_of_another_says(two_branches, train, load):
+    content = two_branches("dpa1", numb_steps=1)
+    assert train(content) == 0
+    model = content["model"]["model_dict"]
+    content["model"]["model_dict"] = {"new": model["cold"], "hot": model["hot"]}
+    content["model"]["shared_dict"]["all"] = {"type": "dpa1", "sel": "auto", "rcut": 4.0}
+    content["loss_dict"]["new"] = content["loss_dict"].pop("cold")
+    data = content["training"]["data_dict"]
+    data["new"] = data.pop("cold")
+    content["training"] |= {"model_prob": {"hot": 1, "new": 1}, "numb_steps": 0, "save_ckpt": "next"}
+    assert train(content, init_model="model.ckpt.pt", use_pretrain_script=True) == 0
+    out = json.loads(Path("out.json").read_text())
+    assert out["model"]["shared_dict"]["all"]["neuron"] == DESCRIPTORS["dpa1"]["neuron"]
+    before, after = load("model.ckpt-1.pt"), load("next.pt")
+    assert same(below(branch(before, "hot"), DESCRIPTOR), below(branch(after, "new"), DESCRIPTOR))
