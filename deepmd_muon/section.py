@@ -133,24 +133,44 @@ def section(default: Any = dataclasses.MISSING, *, doc: str, variants: Variants 
         Purpose of the section.
     variants
         The kinds it comes in; None when the annotation names a single dataclass.
+
+    Notes
+    -----
+    A field annotated ``Mapping[str, X]`` is an object of sections, whose names the input chooses.
     """
     metadata = {"setting": Setting(doc), "variants": variants}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def declared_like(settings: type, name: str) -> Any:
+    """Declare a dataclass field, setting or sub-section, exactly as another class does."""
+    declared: Any = settings
+    (field,) = (field for field in dataclasses.fields(declared) if field.name == name)
+    return dataclasses.field(default=field.default, metadata=field.metadata)
 
 
 def thaw(value: Any) -> Any:
     """Return settings as the plain objects of JSON."""
     if isinstance(value, tuple):
         return [thaw(element) for element in value]
+    if isinstance(value, Mapping):
+        return {name: thaw(inner) for name, inner in value.items()}
     if not dataclasses.is_dataclass(value):
         return value
     plain = {}
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
         variants: Variants | None = field.metadata.get("variants")
-        kind = {"type": variants.name_of(type(inner))} if variants and inner is not None else {}
-        plain[field.name] = {**kind, **thaw(inner)} if kind else thaw(inner)
+        if variants and isinstance(inner, Mapping):
+            plain[field.name] = {name: _tagged(one, variants) for name, one in inner.items()}
+        else:
+            plain[field.name] = _tagged(inner, variants) if variants and inner is not None else thaw(inner)
     return plain
+
+
+def _tagged(inner: Any, variants: Variants) -> dict[str, Any]:
+    """Return one of several kinds of a sub-section as plain objects."""
+    return {"type": variants.name_of(type(inner)), **thaw(inner)}
 
 
 T = TypeVar("T")

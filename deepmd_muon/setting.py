@@ -13,7 +13,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -85,8 +85,10 @@ class Setting:
     def problem(self, value: Any) -> str | None:
         """Describe in one phrase the problem of `value`, or return None.
 
-        Bounds, choices and pattern hold for a scalar and for every element of a list.
+        Bounds, choices and pattern hold for a scalar and for every element of a list or value of a map.
         """
+        if isinstance(value, Mapping):
+            return next((found for found in map(self.problem, value.values()) if found), None)
         if isinstance(value, (tuple, list)):
             empty = "must have at least one element; found an empty list" if self.nonempty and not value else None
             return empty or next((found for found in map(self.problem, value) if found), None)
@@ -204,7 +206,7 @@ class Mismatch:
         Expected type and found value in words, each with the indices that lead to it inside a list.
     """
 
-    faults: tuple[tuple[tuple[int, ...], str], ...]
+    faults: tuple[tuple[tuple[int | str, ...], str], ...]
 
     @property
     def words(self) -> str:
@@ -220,11 +222,15 @@ def convert(value: Any, annotation: Any, *, exact: bool = False) -> Any:
     number unless `exact`. A truth value is never a number; NaN and infinity are rejected. A Literal asks for the
     type of its members only: the setting's `choices` name them. Annotations of other kinds take any value.
     """
+    if annotation is Any:
+        return value
     members = alternatives_of(annotation)
     if len(members) > 1:
         return _convert_any(value, members, annotation, exact=exact)
     if typing.get_origin(annotation) is tuple:
         return _convert_list(value, annotation, exact=exact)
+    if typing.get_origin(annotation) is Mapping:
+        return _convert_map(value, annotation, exact=exact)
     fitted = _scalar(value, annotation, exact=exact)
     if fitted is None and not (value is None and annotation is type(None)):
         return _mismatch(value, annotation)
@@ -282,6 +288,21 @@ def _convert_list(value: Any, annotation: Any, *, exact: bool) -> Any:
     return Mismatch(faults) if faults else converted
 
 
+def _convert_map(value: Any, annotation: Any, *, exact: bool) -> Any:
+    """Return an object as a dict whose values are of the annotated type."""
+    if not isinstance(value, Mapping):
+        return _mismatch(value, annotation)
+    kind = typing.get_args(annotation)[1]
+    converted = {str(name): convert(inner, kind, exact=exact) for name, inner in value.items()}
+    faults = tuple(
+        ((name, *where), message)
+        for name, inner in converted.items()
+        if isinstance(inner, Mismatch)
+        for where, message in inner.faults
+    )
+    return Mismatch(faults) if faults else converted
+
+
 def _mismatch(value: Any, annotation: Any) -> Mismatch:
     return Mismatch((((), f"must be {describe(annotation)}; found {shown(value)}"),))
 
@@ -303,6 +324,9 @@ def describe(annotation: Any, *, plural: bool = False) -> str:
     kind = members[0] if members else type(None)
     if typing.get_origin(kind) is typing.Literal:
         return describe(type(typing.get_args(kind)[0]), plural=plural)
+    if typing.get_origin(kind) is Mapping:
+        inner = typing.get_args(kind)[1]
+        return "an object" if inner is Any else f"an object of {describe(inner, plural=True)}"
     if typing.get_origin(kind) is not tuple:
         return _NAMES[kind][plural] if kind in _NAMES else kind.__name__
     elements = typing.get_args(kind)

@@ -7,11 +7,18 @@ from deepmd_muon.argcheck.errors import DeepmdKitOnlyError, InputError, Problem
 from deepmd_muon.argcheck.learning_rate import CosineSettings, ExpSettings, LearningRateSettings, WSDSettings
 from deepmd_muon.argcheck.load import Input, dump, load, normalize
 from deepmd_muon.argcheck.settings import Settings
-from deepmd_muon.argcheck.training import TrainingDataSettings, TrainingSettings, ValidationDataSettings
+from deepmd_muon.argcheck.training import (
+    BranchDataSettings,
+    RunSettings,
+    TrainingDataSettings,
+    TrainingSettings,
+    ValidationDataSettings,
+)
 from deepmd_muon.argcheck.validating import ValidatingSettings
 from deepmd_muon.section import Section
 
 __all__ = [
+    "BranchDataSettings",
     "CosineSettings",
     "DeepmdKitOnlyError",
     "ExpSettings",
@@ -19,6 +26,7 @@ __all__ = [
     "InputError",
     "LearningRateSettings",
     "Problem",
+    "RunSettings",
     "Section",
     "Settings",
     "TrainingDataSettings",

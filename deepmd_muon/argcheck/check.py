@@ -63,7 +63,7 @@ def _freeze(found: Any) -> Any:
     """Build the dataclasses from the good values."""
     if isinstance(found, _Found):
         return found.section(**{name: _freeze(value) for name, value in found.values.items()})
-    return found
+    return {name: _freeze(value) for name, value in found.items()} if isinstance(found, dict) else found
 
 
 class _Walk:
@@ -148,6 +148,8 @@ class _Walk:
         """Return a value as the field's type, or `_WRONG` after reporting the problem."""
         if given is None and key.value is None:
             return None
+        if key.named:
+            return self.named(key, given, path)
         if key.is_section:
             found = self.section(key, given, path)
             return _WRONG if found is None else found
@@ -158,6 +160,15 @@ class _Walk:
         for where, message in faults:
             self.problem((*path, *map(str, where)), message)
         return _WRONG if faults else key.setting.folded(value)
+
+    def named(self, key: Key, given: Any, path: Path) -> Any:
+        """Check an object of sections; return their good values by name."""
+        if not isinstance(given, dict):
+            self.problem(path, f"must be an object with a section for each name; found {shown(given)}")
+            return _WRONG
+        names = [name for name in given if not _comment(name, path)]
+        found = {str(name): self.section(key, given[name], (*path, str(name))) for name in names}
+        return _WRONG if None in found.values() else found
 
     def rules(self, found: _Found, path: Path) -> None:
         """Report broken rules over several values, as far as those values are good themselves."""
@@ -172,7 +183,7 @@ class _Walk:
     def look(self, found: _Found, names: list[str], path: Path) -> Any:
         """Return the good value that a rule's path names, a section as its settings; `_WRONG` when it is not good."""
         value = _look(found, names)
-        if not isinstance(value, _Found):
+        if not isinstance(value, (_Found, dict)):
             return value
         place = "/".join((*path, *_spelled(found, names)))
         wrong = any(f"{problem.path}/".startswith(f"{place}/") for problem in self.problems)
@@ -214,9 +225,14 @@ def _where(place: Path, kind: str, path: Path) -> str:
     return f"{'/'.join(place)} with type {kind!r}" if place[:-1] == path else "/".join(place)
 
 
-def _broken_rules(setting: Setting, value: Any, where: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield the objections of a setting's own rules to a value or the elements of a list."""
-    if isinstance(value, tuple) and value:
+def _broken_rules(
+    setting: Setting, value: Any, where: tuple[int | str, ...]
+) -> Iterator[tuple[tuple[int | str, ...], str]]:
+    """Yield the objections of a setting's own rules to a value, the elements of a list or the values of a map."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _broken_rules(setting, inner, (*where, name))
+    elif isinstance(value, tuple) and value:
         for index, element in enumerate(value):
             yield from _broken_rules(setting, element, (*where, index))
     else:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from deepmd_muon.argcheck.json_schema import json_schema
 from deepmd_muon.argcheck.legacy import OLDER_SPELLINGS
 from deepmd_muon.argcheck.schema import Key, foreign_of, tree
-from deepmd_muon.argcheck.settings import Settings
+from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import Setting, describe
 
@@ -26,6 +26,16 @@ _INTRODUCTION = (
     "written as 1e6. Lengths are in Å, energies in eV.",
     "`dp train` writes the input with every default filled in to out.json; training from out.json is training from "
     "the input.",
+)
+
+
+_SEVERAL = (
+    "A section `model` with `model_dict` asks for several models, one for each branch, that are trained together and "
+    "may share parts. A step trains one branch. All other sections and keys are those of an input of one model; "
+    "`loss_dict` stands in the place of `loss`, and `training/data_dict` in that of the data. A branch may have any "
+    "name without . and /, except RANDOM and Default.",
+    "Each of `type_map`, `descriptor` and `fitting_net` of a branch is written out, or is the name of an entry of "
+    '`shared_dict`, as "name" or "name:level". Branches that share a part have one type map.',
 )
 
 
@@ -77,10 +87,36 @@ def _document() -> Iterator[_Block]:
     yield _Heading(1, "Input file")
     yield from map(_Paragraph, _INTRODUCTION)
     yield from _entries_of(tree(Settings), (), 1)
+    yield from _several_models()
     yield _Heading(2, "Older spellings")
     yield _Paragraph("These are accepted; each is translated with a notice that shows the new spelling.")
     for old, where, new in OLDER_SPELLINGS:
         yield _Entry(old, where, new)
+
+
+def _several_models() -> Iterator[_Block]:
+    """Yield what is different in an input of several models."""
+    several = tree(MultiTaskSettings)
+    yield _Heading(2, "Several models")
+    yield from map(_Paragraph, _SEVERAL)
+    branch, data = several.keys["model"].keys["model_dict"], several.keys["training"].keys["data_dict"]
+    one = tree(Settings).keys
+    for path, key, known in (
+        ("model", several.keys["model"], ()),
+        ("model/model_dict/<branch>", branch, [name for name in one["model"].keys if name != "type_map"]),
+        ("loss_dict/<branch>", several.keys["loss_dict"], ()),
+        ("training", several.keys["training"], [name for name in one["training"].keys if name != "numb_steps"]),
+        ("training/data_dict/<branch>", data, ()),
+    ):
+        yield _Heading(3, path)
+        yield _Paragraph(key.setting.doc)
+        if path.startswith("loss_dict"):
+            yield _Paragraph("The keys are those of section `loss`.")
+        for name, inner in key.keys.items():
+            if name in known or inner.named:
+                continue
+            same = f"as {'/'.join(('training', name))} of an input of one model"
+            yield _Entry(name, same if inner.is_section else "; ".join(_facts(inner)), inner.setting.doc)
 
 
 def _entries_of(key: Key, path: tuple[str, ...], level: int) -> Iterator[_Block]:

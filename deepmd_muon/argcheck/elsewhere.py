@@ -20,13 +20,9 @@ TYPES: dict[str, tuple[str, ...]] = {
     "loss": ("ener", "ener_hess", "dens", "ener_spin", "dos", "population", "property", "tensor"),
     "optimizer": ("Adam", "AdamW", "HybridMuon", "LKF", "AdaMuon"),
 }
-_MULTI_TASK = "multi-task training"
 # Keys that change what their whole section means.
 KEYS = {
     "nvnmd": "training for non-von-Neumann hardware",
-    "loss_dict": _MULTI_TASK,
-    "model/model_dict": _MULTI_TASK,
-    "training/data_dict": _MULTI_TASK,
     "model/spin": "atomic spins",
 }
 NUMBERS = {

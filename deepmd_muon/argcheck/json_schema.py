@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from deepmd_muon.argcheck.schema import Key, foreign_of, summary, tree
-from deepmd_muon.argcheck.settings import Settings
+from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
+from deepmd_muon.model.branch_settings import SHAREABLE
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import Setting, alternatives_of
 
@@ -20,12 +22,33 @@ def json_schema() -> dict[str, Any]:
     It knows keys, aliases, types, choices and ranges; rules over several keys and the older layouts that
     `normalize` translates are beyond it.
     """
+    extra = {"$schema": {"type": "string"}}
+    several = {"properties": {"model": {"required": ["model_dict"]}}, "required": ["model"]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Input of deepmd-muon",
         "description": summary(Settings),
-        **_object(tree(Settings), {"$schema": {"type": "string"}}),
+        "type": "object",
+        # For editors that complete keys; the values are described below.
+        "properties": {name: {"description": key.setting.doc} for name, key in tree(Settings).keys.items()},
+        "if": several,
+        "then": _several_models(extra),
+        "else": _object(tree(Settings), extra),
     }
+
+
+def _several_models(extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an input of several models."""
+    schema = _object(tree(MultiTaskSettings), extra)
+    model = schema["properties"]["model"]
+    branch = model["properties"]["model_dict"]["additionalProperties"]
+    shared = {"type": "string", "description": "Name of an entry of shared_dict, or name:level."}
+    for part in SHAREABLE:
+        branch["properties"][part] = {"anyOf": [shared, branch["properties"][part]]}
+    # What all branches have in common may stand above them.
+    del branch["required"]
+    model["properties"] = {**branch["properties"], **model["properties"]}
+    return schema
 
 
 def _object(key: Key, extra: dict[str, Any]) -> dict[str, Any]:
@@ -58,6 +81,8 @@ def _property(key: Key) -> dict[str, Any]:
         schema = _object(key, {})
     else:
         schema = _value(key.annotation, key.setting)
+    if key.named:
+        schema = {"type": "object", "patternProperties": {"^_": True}, "additionalProperties": schema}
     if key.is_section and key.value is None:
         schema = {"anyOf": [schema, {"type": "null"}]}
     default = {} if key.required or key.is_section else {"default": thaw(key.value)}
@@ -87,6 +112,9 @@ def _value(annotation: Any, setting: Setting) -> dict[str, Any]:
         return {"anyOf": [_value(alternative, setting) for alternative in alternatives]}
     if annotation is type(None):
         return {"type": "null"}
+    if typing.get_origin(annotation) is Mapping:
+        inside = typing.get_args(annotation)[1]
+        return {"type": "object", "additionalProperties": True if inside is Any else _value(inside, setting)}
     if typing.get_origin(annotation) is tuple:
         return _array(annotation, setting)
     if setting.choices is not None:

@@ -9,14 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepmd_muon.argcheck.check import check
+from deepmd_muon.argcheck.check import Checked, check
 from deepmd_muon.argcheck.elsewhere import only_in_deepmd_kit
 from deepmd_muon.argcheck.errors import DeepmdKitOnlyError, InputError, Problem
 from deepmd_muon.argcheck.files import read
 from deepmd_muon.argcheck.legacy import upgrade
+from deepmd_muon.argcheck.multi_task import Expanded, References, expand, fold, is_multi_task
 from deepmd_muon.argcheck.schema import tree
-from deepmd_muon.argcheck.settings import Settings
+from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
+from deepmd_muon.argcheck.training import BranchDataSettings
 from deepmd_muon.files import whole_file
+from deepmd_muon.loss.settings import LossSettings
+from deepmd_muon.model.branch_settings import SINGLE
+from deepmd_muon.model.settings import ModelSettings
 from deepmd_muon.optim.omitted_scales import OmittedScales, omitted_scales
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import shown
@@ -28,13 +33,32 @@ _NO_OPTIMIZER = (
 
 
 @dataclasses.dataclass(frozen=True)
+class Branch:
+    """One of the models that an input asks for.
+
+    Attributes
+    ----------
+    model, loss, data
+        Its settings.
+    model_path, data_path
+        Their sections, for messages.
+    """
+
+    model: ModelSettings
+    loss: LossSettings
+    data: BranchDataSettings
+    model_path: str
+    data_path: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Input:
     """An input that has passed every check.
 
     Attributes
     ----------
     settings
-        Everything it says, as frozen dataclasses.
+        Everything it says, as frozen dataclasses; of an input of several models with their shared parts written out.
     source
         Name of its file.
     notices
@@ -43,13 +67,42 @@ class Input:
         One line where the input leaves out the optimizer.
     scales
         The scales of HybridMuon that it omits; None where it omits none.
+    references
+        The parts that branches share; empty for an input of one model.
     """
 
-    settings: Settings
+    settings: Settings | MultiTaskSettings
     source: str = dataclasses.field(default="the input", compare=False)
     notices: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     scales: OmittedScales | None = None
+    references: References = dataclasses.field(default_factory=dict)
+
+    @property
+    def multi_task(self) -> bool:
+        """Whether it asks for several models."""
+        return isinstance(self.settings, MultiTaskSettings)
+
+    @property
+    def branches(self) -> dict[str, Branch]:
+        """The models that it asks for, by name; a single one is called "Default"."""
+        settings = self.settings
+        if isinstance(settings, Settings):
+            return {SINGLE: Branch(settings.model, settings.loss, settings.training, "model", "training")}
+        found = {}
+        for name, model in settings.model.model_dict.items():
+            data = settings.training.data_dict[name]
+            places = f"model/model_dict/{name}", f"training/data_dict/{name}"
+            found[name] = Branch(model.alone, settings.loss_dict[name], data, *places)
+        return found
+
+    def with_models(self, models: Mapping[str, ModelSettings]) -> Input:
+        """Return the input with other settings of the models of some branches."""
+        settings = self.settings
+        if isinstance(settings, Settings):
+            return self.changed(model=models.get(SINGLE, settings.model))
+        changed = {name: old.with_model(models.get(name, old)) for name, old in settings.model.model_dict.items()}
+        return self.changed(model=dataclasses.replace(settings.model, model_dict=changed))
 
     @property
     def normalized(self) -> dict[str, Any]:
@@ -58,7 +111,7 @@ class Input:
         This is what `out.json` holds; giving it back gives the same again.
         """
         plain: dict[str, Any] = thaw(self.settings)
-        return plain
+        return fold(plain, self.references) if self.multi_task else plain
 
     def changed(self, **sections: Any) -> Input:
         """Return the input with other settings of some sections."""
@@ -90,18 +143,26 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
     if not isinstance(data, Mapping):
         raise InputError([Problem("", f"must be an object with sections; found {shown(data)}")], source)
     upgraded = upgrade(dict(data))
-    checked = check(Settings, upgraded.data)
-    elsewhere = only_in_deepmd_kit(upgraded.data, tree(Settings))
-    found = [
-        dataclasses.replace(problem, path=upgraded.origin(problem.path)) for problem in elsewhere or checked.problems
-    ]
+    expanded = expand(upgraded.data) if is_multi_task(upgraded.data) else None
+    checked: Checked[Settings | MultiTaskSettings]
+    if expanded is None:
+        checked = check(Settings, upgraded.data)
+        elsewhere, found = only_in_deepmd_kit(upgraded.data, tree(Settings)), list(checked.problems)
+    else:
+        checked = check(MultiTaskSettings, expanded.data)
+        elsewhere, found = _only_in_deepmd_kit(expanded), expanded.told(checked.problems)
+    found = [dataclasses.replace(each, path=upgraded.origin(each.path)) for each in elsewhere or found]
     problems = found if elsewhere else [*upgraded.problems, *found]
     if problems and all(problem.elsewhere for problem in problems):
         raise DeepmdKitOnlyError(problems, source)
     if problems or checked.settings is None:
         raise InputError(problems, source)
     remarks = () if "optimizer" in upgraded.data else (_NO_OPTIMIZER,)
-    given = Input(checked.settings, source, (*upgraded.notices, *checked.notices), remarks)
+    notices = (*upgraded.notices, *checked.notices)
+    given = Input(checked.settings, source, notices, remarks)
+    if expanded is not None:
+        notices = tuple(dict.fromkeys((*upgraded.notices, *expanded.notices, *checked.notices)))
+        given = dataclasses.replace(given, notices=notices, references=expanded.references)
     scales = omitted_scales(
         checked.settings.optimizer,
         upgraded.data.get("optimizer", {}),
@@ -109,6 +170,21 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
         checked.settings.training.numb_steps,
     )
     return given.with_scales(scales) if scales else given
+
+
+def _only_in_deepmd_kit(expanded: Expanded) -> list[Problem]:
+    """Return what decides that an input of several models is deepmd-kit's alone, looking at each as at a single one."""
+    data, found = expanded.data, {}
+    branches = data["model"]["model_dict"]
+    for name, branch in branches.items() if isinstance(branches, dict) else ():
+        losses = data.get("loss_dict")
+        loss = losses.get(name) if isinstance(losses, dict) else None
+        for problem in only_in_deepmd_kit({**data, "model": branch, "loss": loss}, tree(Settings)):
+            section, slash, rest = problem.path.partition("/")
+            place = {"model": f"model/model_dict/{name}", "loss": f"loss_dict/{name}"}.get(section, section)
+            path = expanded.origin(place + slash + rest)
+            found[path] = dataclasses.replace(problem, path=path)
+    return list(found.values())
 
 
 def load(path: str | os.PathLike[str]) -> Input:

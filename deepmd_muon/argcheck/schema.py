@@ -33,6 +33,8 @@ class Key(Argument):
         The kinds of a sub-section.
     value : object
         Default of the field, `dataclasses.MISSING` when required.
+    named : bool
+        Whether the value is an object of such sections, whose names the input chooses.
     """
 
     setting: Setting
@@ -40,6 +42,7 @@ class Key(Argument):
     section: type | None
     variants: Variants | None
     value: Any
+    named: bool = False
 
     @property
     def is_section(self) -> bool:
@@ -66,6 +69,9 @@ def _key(field: dataclasses.Field[Any], annotation: Any) -> Key:
     """Build the argument of one dataclass field."""
     setting = setting_of(field, annotation)
     variants: Variants | None = field.metadata.get("variants")
+    inside = _of_names(annotation)
+    named = inside is not None and (variants is not None or dataclasses.is_dataclass(inside))
+    annotation = inside if named else annotation
     kinds = [a for a in alternatives_of(annotation) if dataclasses.is_dataclass(a)]
     nested = typing.cast("type", kinds[0]) if kinds and variants is None else None
     is_section = nested is not None or variants is not None
@@ -83,11 +89,17 @@ def _key(field: dataclasses.Field[Any], annotation: Any) -> Key:
         doc=setting.doc,
         extra_check=None if is_section else lambda value: setting.problem(value) is None,
         extra_check_errmsg="See the reference for its choices and bounds.",
+        repeat=named,
         **optional,
     )
     key.setting, key.annotation, key.value = setting, annotation, field.default
-    key.section, key.variants = nested, variants
+    key.section, key.variants, key.named = nested, variants, named
     return key
+
+
+def _of_names(annotation: Any) -> Any:
+    """Return the X of ``Mapping[str, X]``, None for other annotations."""
+    return typing.get_args(annotation)[1] if typing.get_origin(annotation) is Mapping else None
 
 
 def _dargs_types(annotation: Any, setting: Setting) -> Iterator[Any]:
@@ -97,6 +109,8 @@ def _dargs_types(annotation: Any, setting: Setting) -> Iterator[Any]:
             yield _list_type(kind)
             if setting.lone:
                 yield typing.get_args(kind)[0]
+        elif typing.get_origin(kind) is Mapping:
+            yield dict
         elif typing.get_origin(kind) is typing.Literal:
             yield from {type(choice) for choice in typing.get_args(kind)}
         else:

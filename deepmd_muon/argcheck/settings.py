@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 from deepmd_muon.argcheck.learning_rate import CosineSettings, ExpSettings, LearningRateSettings, WSDSettings
-from deepmd_muon.argcheck.training import TrainingSettings
+from deepmd_muon.argcheck.training import BranchDataSettings, MultiTaskTrainingSettings, TrainingSettings
 from deepmd_muon.argcheck.validating import ValidatingSettings
 from deepmd_muon.loss.ener.settings import EnerLossSettings
 from deepmd_muon.loss.registry import LOSSES
 from deepmd_muon.loss.settings import LossSettings, Quantity
+from deepmd_muon.model.branch_settings import MultiTaskModelSettings
 from deepmd_muon.model.settings import ModelSettings
 from deepmd_muon.optim.other_configs import OPTIMIZERS, AdamConfig, OptimizerConfig
-from deepmd_muon.section import Foreign, Rule, Section, Variants, section
+from deepmd_muon.section import Foreign, Rule, Section, Variants, declared_like, section
 
 
 def _warmup_fits(warmup_steps: int, numb_steps: int | None) -> str | None:
@@ -62,6 +64,41 @@ class Settings(Section):
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "nvnmd": Foreign("training for non-von-Neumann hardware"),
-        "loss_dict": Foreign("multi-task training"),
+        "loss_dict": Foreign("the losses of several models, of which the input has one", ({},)),
         "use_smooth": Foreign("the layout of DeePMD-kit 0.x inputs"),
+    }
+
+
+def _some_validation_data(full_validation: bool, data_dict: Mapping[str, BranchDataSettings]) -> str | None:
+    if full_validation and not any(data.validation_data for data in data_dict.values()):
+        return "needs validation_data of a branch in training/data_dict; add it or set false"
+    return None
+
+
+def _trained_metrics(metric: str, enabled: bool, losses: Mapping[str, LossSettings]) -> str | None:
+    found = ((name, _trained_metric(metric, enabled, loss)) for name, loss in losses.items())
+    return next((f"loss_dict/{name}: {problem}" for name, problem in found if problem), None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiTaskSettings(Section):
+    """Everything that input.json says where model has a model_dict: several models are trained together."""
+
+    model: MultiTaskModelSettings = section(doc="The models.")
+    learning_rate: LearningRateSettings = declared_like(Settings, "learning_rate")
+    loss_dict: Mapping[str, LossSettings] = section(
+        doc="The quantity that training minimises, for each branch.",
+        variants=Variants(LOSSES.settings, default="ener", alias=LOSSES.aliases),
+    )
+    optimizer: OptimizerConfig = declared_like(Settings, "optimizer")
+    training: MultiTaskTrainingSettings = section(doc="Data of each branch, length and outputs of the run.")
+    validating: ValidatingSettings = declared_like(Settings, "validating")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("learning_rate/warmup_steps", "training/numb_steps"), _warmup_fits),
+        Rule(("validating/full_validation", "training/data_dict"), _some_validation_data),
+        Rule(("validating/validation_metric", "validating/full_validation", "loss_dict"), _trained_metrics),
+    )
+    foreign: ClassVar[dict[str, Foreign]] = {
+        key: value for key, value in Settings.foreign.items() if key != "loss_dict"
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 from deepmd_muon.label_keys import LabelKeys
@@ -151,28 +152,32 @@ def _only_sharded(data_parallel_replicate_degree: int, zero_stage: int) -> str |
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingSettings(Section):
-    """Data, length and outputs of a run."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BranchDataSettings(Section):
+    """Data of one model."""
 
     training_data: TrainingDataSettings = section(doc="Systems that training draws its batches from.")
     validation_data: ValidationDataSettings | None = section(
         None, doc="Systems that the errors shown during training are measured on; none when left out."
     )
+    stat_file: str | None = setting(
+        None, doc="HDF5 file in which the statistics of the data are kept for the next run. No folder."
+    )
+
+    foreign: ClassVar[dict[str, Foreign]] = {
+        "stat_file_mode": Foreign("a stat_file that must be complete", ("update",)),
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSettings(Section):
+    """Length and outputs of a run, however many models it trains."""
+
     numb_steps: int | None = setting(
         None,
         minimum=0,
         alias=("stop_batch", "num_step", "num_steps", "numb_step"),
-        doc="Number of steps, one batch each (or accumulate_grad_batches). Excludes numb_epoch.",
-    )
-    numb_epoch: float | None = setting(
-        None,
-        above=0.0,
-        alias=("num_epoch", "num_epochs", "numb_epochs"),
-        doc=(
-            "Length of the run in passes over the data, by all processes together: each system is expected to be seen "
-            "at least this many times in full. Excludes numb_steps."
-        ),
+        doc="Number of steps, one batch each (or accumulate_grad_batches). Excludes a number of epochs.",
     )
     accumulate_grad_batches: int = setting(
         1,
@@ -211,9 +216,6 @@ class TrainingSettings(Section):
         ),
     )
     max_ckpt_keep: int = setting(5, minimum=1, doc="Number of checkpoints that are kept; older ones are deleted.")
-    stat_file: str | None = setting(
-        None, doc="HDF5 file in which the statistics of the data are kept for the next run. No folder."
-    )
     gradient_max_norm: float = setting(
         0.0, minimum=0.0, doc="Largest norm of the gradient; a longer one is scaled down to it. 0 leaves it alone."
     )
@@ -294,25 +296,98 @@ class TrainingSettings(Section):
         doc="Time after which a process that the others wait for is given up, and the run ends with an error [s].",
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("numb_steps", "numb_epoch"), _one_length),
-        Rule(("data_parallel_replicate_degree", "zero_stage"), _only_sharded),
-    )
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("data_parallel_replicate_degree", "zero_stage"), _only_sharded),)
     foreign: ClassVar[dict[str, Foreign]] = {
         "save_dir": Foreign("a folder of checkpoints apart from save_ckpt (write save_ckpt as folder/prefix)"),
         "ckpt_keep_ratio": Foreign("checkpoints kept in proportion to the run (see max_ckpt_keep)"),
         "ema_ckpt_keep": Foreign("a number of its own of averaged checkpoints (see max_ckpt_keep)"),
         "change_bias_after_training": Foreign("a bias fitted after training", (False,)),
         "enable_profiler": Foreign("a profile in TensorBoard's form (see profiling)", (False,)),
-        "stat_file_mode": Foreign("a stat_file that must be complete", ("update",)),
         "acc_freq": Foreign("gradients summed over several steps (see accumulate_grad_batches)", (1,)),
         "neighbor_graph_method": Foreign("neighbour lists are built once on the host", ("auto",), inert=True),
         "mixed_precision": Foreign("TensorFlow's mixed precision (see the precision of descriptor and fitting_net)"),
-        "model_prob": Foreign("multi-task training", ({},)),
-        "num_epoch_dict": Foreign("multi-task training", ({},)),
-        "data_dict": Foreign("multi-task training"),
         **dict.fromkeys(
             ("kf_blocksize", "kf_start_pref_e", "kf_limit_pref_e", "kf_start_pref_f", "kf_limit_pref_f"),
             Foreign("the Kalman filter optimizer"),
         ),
     }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingSettings(RunSettings, BranchDataSettings):
+    """Data, length and outputs of a run."""
+
+    numb_epoch: float | None = setting(
+        None,
+        above=0.0,
+        alias=("num_epoch", "num_epochs", "numb_epochs"),
+        doc=(
+            "Length of the run in passes over the data, by all processes together: each system is expected to be seen "
+            "at least this many times in full. Excludes numb_steps."
+        ),
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("numb_steps", "numb_epoch"), _one_length),
+        *RunSettings.rules,
+    )
+    foreign: ClassVar[dict[str, Foreign]] = {
+        **BranchDataSettings.foreign,
+        **RunSettings.foreign,
+        "model_prob": Foreign("the probabilities of several models, of which the input has one", ({},)),
+        "num_epoch_dict": Foreign("the epochs of several models, of which the input has one", ({},)),
+    }
+
+
+def _one_length_of_branches(
+    numb_steps: int | None, num_epoch_dict: Mapping[str, float] | None, model_prob: Mapping[str, float] | None
+) -> str | None:
+    if num_epoch_dict and numb_steps is not None:
+        return f"excludes num_epoch_dict; found {numb_steps} and num_epoch_dict, keep one of them"
+    if num_epoch_dict and model_prob:
+        return "is missing; model_prob belongs to it, and excludes num_epoch_dict: keep one of these two"
+    if not num_epoch_dict and numb_steps is None:
+        return "is missing; give numb_steps or num_epoch_dict"
+    return None
+
+
+def _some_probability(model_prob: Mapping[str, float] | None) -> str | None:
+    if model_prob and not any(model_prob.values()):
+        return "must have a probability above 0; found none"
+    return None
+
+
+def _whole_parameters(zero_stage: int) -> str | None:
+    if zero_stage > 1:
+        return f"must be 0 or 1 where several models share parts; found {zero_stage}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiTaskTrainingSettings(RunSettings):
+    """Data of each branch, length and outputs of a run."""
+
+    data_dict: Mapping[str, BranchDataSettings] = section(doc="Data of each branch, by its name.")
+    model_prob: Mapping[str, float] | None = setting(
+        None,
+        minimum=0.0,
+        doc=(
+            "Probability of each branch to train in a step; they need not sum to 1. Left out, it is in proportion to "
+            "the number of training systems."
+        ),
+    )
+    num_epoch_dict: Mapping[str, float] | None = setting(
+        None,
+        above=0.0,
+        doc=(
+            "Length of the run in passes over the data of each branch, which also gives the branches' probabilities. "
+            "Excludes numb_steps and model_prob."
+        ),
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("numb_steps", "num_epoch_dict", "model_prob"), _one_length_of_branches),
+        Rule(("model_prob",), _some_probability),
+        Rule(("zero_stage",), _whole_parameters),
+        *RunSettings.rules,
+    )

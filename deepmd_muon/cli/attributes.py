@@ -19,7 +19,7 @@ _UNOBSERVED = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class _Described:
-    """A single-task model in a file.
+    """A model in a file, or that of one branch.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ def log_attributes(path: str, wanted: Sequence[str], *, trust: bool = False) -> 
     Raises
     ------
     HandOver
-        When deepmd-kit alone can tell: several tasks, a serialization tree, the size of a model that we do not have.
+        When deepmd-kit alone can tell: a serialization tree, the size of a model that we do not have.
     CommandError
         When a model of one task is asked for its branches.
     """
@@ -60,7 +60,9 @@ def log_attributes(path: str, wanted: Sequence[str], *, trust: bool = False) -> 
     with understood(path):
         model = _frozen(path, trust=trust) if is_frozen(path) else _checkpoint(path)
         if "model_dict" in model.section:
-            raise HandOver("'show' for several tasks in one checkpoint")
+            for line in _lines_of_several(path, wanted):
+                log.info(line)
+            return
         if "model-branch" in wanted:
             raise CommandError(f"show model-branch needs a multi-task checkpoint; {path} holds a single model")
         lines = ["This is a singletask model"]
@@ -95,11 +97,59 @@ def _checkpoint(path: str) -> _Described:
     from deepmd_muon.model.deepmd_kit import PREFIX
 
     state = read_checkpoint(path, leave=("optimizer", "ema"))["model"]
-    section, bias = state["_extra_state"]["model_params"], state.get(f"{PREFIX}atomic_model.out_bias")
-    biased = None
-    if bias is not None:  # (1, ntypes, 1)
-        biased = [name for name, energy in zip(section["type_map"], bias[0], strict=True) if _differs(energy)]
-    return _Described(section, biased)
+    return _described(state, state["_extra_state"]["model_params"], PREFIX)
+
+
+def _described(state: Mapping[str, Any], section: Mapping[str, Any], prefix: str) -> _Described:
+    bias = state.get(f"{prefix}atomic_model.out_bias")
+    if bias is None:
+        return _Described(section, None)
+    # (1, ntypes, 1)
+    return _Described(
+        section, [name for name, energy in zip(section["type_map"], bias[0], strict=True) if _differs(energy)]
+    )
+
+
+def _lines_of_several(path: str, wanted: Sequence[str]) -> list[str]:
+    """Return the lines on a checkpoint of several branches."""
+    from deepmd_muon.checkpoint_file.file import read_checkpoint
+
+    state = read_checkpoint(path, leave=("optimizer", "ema"))["model"]
+    sections = state["_extra_state"]["model_params"]["model_dict"]
+    models = {name: _described(state, section, f"model.{name}.") for name, section in sections.items()}
+    lines = ["This is a multitask model"]
+    if "model-branch" in wanted:
+        names = [*sections, "RANDOM"]
+        lines.append(
+            f"Available model branches are {names}, where 'RANDOM' means using a randomly initialized fitting net."
+        )
+        rows = [(name, ", ".join(section.get("model_branch_alias") or ())) for name, section in sections.items()]
+        lines.append("Detailed information: \n" + _table([("Model Branch", "Alias"), *rows]))
+    shown = {"type-map": ("type_map", "type_map"), "descriptor": ("descriptor parameter", "descriptor")}
+    shown["fitting-net"] = ("fitting_net parameter", "fitting_net")
+    for attribute, (words, key) in shown.items():
+        if attribute in wanted:
+            lines += [f"The {words} of branch {name} is {section[key]}" for name, section in sections.items()]
+    if "size" in wanted:
+        (_, *sizes) = _size_lines(next(iter(sections.values())))
+        lines += ["Parameter counts for a single branch model:", *sizes]
+    if "observed-type" in wanted:
+        observed = {name: _observed(model, path) for name, model in models.items()}
+        lines.append("The observed types for each branch: ")
+        for name, found in observed.items():
+            lines += [f"{name}: Number of observed types: {len(found)} ", f"{name}: Observed types: {found} "]
+        every = list(dict.fromkeys(kind for found in observed.values() for kind in found))
+        lines.append(f"TOTAL number of observed types in the model: {len(every)} ")
+        lines.append(f"TOTAL observed types in the model: {every} ")
+    return lines
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows in a frame as deepmd-kit draws it."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
+    cells = ("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows)
+    return "\n".join([rule, *(f"{row}\n{rule}" for row in cells)])
 
 
 def _differs(energy: Any) -> bool:

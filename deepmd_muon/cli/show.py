@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -175,19 +176,22 @@ def _input_routing(path: Path) -> str:
     """Return the routing that training with this input would use; no data are read."""
     from deepmd_muon.argcheck import load
     from deepmd_muon.optim import HybridMuon
-    from deepmd_muon.show.plan import optimizer_of
+    from deepmd_muon.show.plan import model_of, optimizer_of
+    from deepmd_muon.train.checkpoint.branch_state import shared_names
 
-    optimizer = optimizer_of(load(path))
+    given = load(path)
+    optimizer = optimizer_of(given)
     if not isinstance(optimizer, HybridMuon):
         weights = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         return f"{type(optimizer).__name__} treats all {weights} weights alike: there are no routes"
-    return f"{optimizer.routing}\n\n{optimizer.routing.summary()}"
+    return f"{optimizer.routing}\n\n{optimizer.routing.summary()}{_sharing(shared_names(model_of(given)))}"
 
 
 def _checkpoint_routing(path: Path) -> str:
     """Return the routing that is recorded in a checkpoint."""
-    from deepmd_muon.checkpoint_file.file import read_checkpoint, understood
+    from deepmd_muon.checkpoint_file.file import OWN_KEY, read_checkpoint, understood
     from deepmd_muon.optim.routing.rules import RouteTable
+    from deepmd_muon.train.checkpoint.branch_state import SHARED
 
     checkpoint = read_checkpoint(path)
     if "optimizer" not in checkpoint:
@@ -198,4 +202,17 @@ def _checkpoint_routing(path: Path) -> str:
             return f"{path} holds the state of Adam or AdamW, which treat all parameters alike: there are no routes"
         # Files list the empty parameters of deepmd-kit's model, too.
         routing = RouteTable([entry for entry in RouteTable.from_manifest(groups) if 0 not in entry.shape])
-        return f"{routing}\n\n{routing.summary()}"
+        shared = checkpoint.get(OWN_KEY, {}).get(SHARED, {})
+        return f"{routing}\n\n{routing.summary()}{_sharing(shared)}"
+
+
+def _sharing(shared: Mapping[str, str]) -> str:
+    """Say which parameters of the table several branches share: each stands there once."""
+    further: dict[str, list[str]] = {}
+    for name, first in shared.items():
+        further.setdefault(first, []).append(name.partition(".")[0])
+    groups = Counter((first.partition(".")[0], *others) for first, others in further.items())
+    return "".join(
+        f"\n{count} parameters of {first} are those of {', '.join(others)} as well"
+        for (first, *others), count in groups.items()
+    )

@@ -155,7 +155,7 @@ def _report(errors: Errors, title: str) -> None:
 def _sections(options: argparse.Namespace) -> dict[str, TrainingDataSettings]:
     """Return the data sections of the input files that the options name, by the name of their series."""
     inputs = {"training": options.train_data, "validation": options.valid_data}
-    return {name: _section_of_input(Path(path), name) for name, path in inputs.items() if path}
+    return {name: _section_of_input(Path(path), name, options.head) for name, path in inputs.items() if path}
 
 
 def _paths(options: argparse.Namespace) -> list[str]:
@@ -177,12 +177,17 @@ def _open(options: argparse.Namespace, type_map: tuple[str, ...]) -> dict[str, l
     return series if len(series) > 1 else {"": next(iter(series.values()))}
 
 
-def _section_of_input(path: Path, name: str) -> TrainingDataSettings:
+def _section_of_input(path: Path, name: str, head: str | None) -> TrainingDataSettings:
     """Return a data section of an input file; its systems are relative to the file's folder, as in deepmd-kit."""
     from deepmd_muon.argcheck import load
 
-    training = load(path).settings.training
-    data = training.training_data if name == "training" else training.validation_data
+    given = load(path)
+    if given.multi_task and head not in given.branches:
+        found = "" if head is None else f"; found {head!r}"
+        names = ", ".join(given.branches)
+        raise CommandError(f"{path} has data of several branches ({names}): choose one with --head{found}")
+    branch = given.branches[head] if given.multi_task and head else next(iter(given.branches.values()))
+    data = branch.data.training_data if name == "training" else branch.data.validation_data
     if data is None:
-        raise CommandError(f"{path} has no validation data")
+        raise CommandError(f"{path} has no validation data{f' of {head}' if given.multi_task else ''}")
     return dataclasses.replace(data, systems=tuple(str(path.parent / system) for system in data.systems))

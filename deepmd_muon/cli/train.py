@@ -37,8 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-branch",
         metavar="NAME",
-        help="branch of a multi-task checkpoint (with --finetune or --init-model); without it, or with RANDOM, "
-        "--finetune takes the descriptor of the first branch and starts the fitting net anew",
+        help="branch of a multi-task checkpoint (with --finetune, --init-model or --restart); without it, or with "
+        "RANDOM, --finetune takes the descriptor of the first branch and starts the fitting net anew",
     )
     parser.add_argument(
         "--use-pretrain-script",
@@ -75,8 +75,10 @@ def run(options: argparse.Namespace) -> int:
     with garbage_collection_paused():
         from deepmd_muon.train import run as run_training
 
-    if options.model_branch and not (options.finetune or options.init_model):
-        raise CommandError("--model-branch names a branch of the checkpoint of --finetune or --init-model; give one")
+    if options.model_branch and not (options.finetune or options.init_model or options.restart):
+        raise CommandError(
+            "--model-branch names a branch of the checkpoint of --finetune, --init-model or --restart; give one"
+        )
     return run_training(
         given,
         output=options.output,

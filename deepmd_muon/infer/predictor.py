@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.frozen import FrozenModel, is_frozen
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.model import EnergyModel, Structures, build_model
-from deepmd_muon.model.deepmd_kit import from_deepmd_kit
+from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit
 
 
 def load_model(path: str | os.PathLike[str], *, ema: bool = False, head: str | None = None) -> EnergyModel:
@@ -46,17 +47,19 @@ def load_model(path: str | os.PathLike[str], *, ema: bool = False, head: str | N
         model = build_model(settings)
         model.load_state_dict(state)
         if ema:
-            _take_averages(model, checkpoint, path)
+            _take_averages(model, checkpoint, path, head)
     return model
 
 
-def _take_averages(model: EnergyModel, checkpoint: dict[str, dict[str, dict[str, torch.Tensor]]], path: Path) -> None:
+def _take_averages(model: EnergyModel, checkpoint: dict[str, Any], path: Path, head: str | None) -> None:
     if "ema" not in checkpoint:
         raise CheckpointError(f"{path} has no averaged weights; training.enable_ema was off in that run")
     averages = checkpoint["ema"]["model"]
+    branches = branches_of(checkpoint["model"])
+    prefix = f"{branches[head]}." if branches and head else ""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            average = averages[name]
+            average = averages[prefix + name]
             if average.shape != parameter.shape or not average.is_floating_point() or not average.isfinite().all():
                 raise CheckpointError(
                     f"{path}: the average of {name} must be finite numbers of shape {tuple(parameter.shape)}; found "

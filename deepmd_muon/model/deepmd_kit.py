@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.model.branch_settings import SINGLE
+from deepmd_muon.model.branches import Branches
+from deepmd_muon.model.branches import branches_of as branches_of_model
 from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import ForeignModelError, ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
@@ -22,7 +25,6 @@ from deepmd_muon.model.translation import PLAIN, Translation
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import annotations_of
 
-SINGLE = "Default"  # the one branch of a model that is not multi-task
 PREFIX = f"model.{SINGLE}."
 OURS_ONLY = "only_deepmd_muon"  # key of `_extra_state`: why deepmd-kit cannot read the model
 UNKNOWN_DISTANCE = -1.0  # deepmd-kit's min_nbor_dist of a model that never saw its data's
@@ -65,28 +67,46 @@ def ours_only(settings: ModelSettings) -> list[str]:
     return found
 
 
-def deepmd_kit_parameter_names(model: EnergyModel) -> list[str]:
+def deepmd_kit_parameter_names(model: EnergyModel | Branches) -> list[str]:
     """Return parameter names in the order of deepmd-kit's own `named_parameters`, without prefix.
 
-    An optimizer state of deepmd-kit counts parameters by position; empty `compress_…` parameters take part.
+    An optimizer state of deepmd-kit counts parameters by position; empty `compress_…` parameters take part. One that
+    several branches share counts once, under the name that it has in the first.
 
     Raises
     ------
     CheckpointError
         When deepmd-kit has no such model.
     """
-    reasons = ours_only(model.settings)
-    if reasons:
-        raise CheckpointError("deepmd-kit cannot read this model: " + "; ".join(reasons))
-    names = []
-    for part, translation in _translations(model.settings).items():
-        found = translation.parameters(getattr(model.atomic_model, part))
-        names += [f"atomic_model.{part}.{name}" for name in found]
+    if not isinstance(model, Branches):
+        return [name for name, _ in _parameters(model)]
+    names, seen = [], set()
+    for branch, one in model.items():
+        for name, what in _parameters(one):
+            if id(what) not in seen:
+                names.append(f"{branch}.{name}")
+        seen |= {id(what) for _, what in _parameters(one)}
     return names
 
 
+def _parameters(model: EnergyModel) -> list[tuple[str, torch.nn.Module | torch.Tensor]]:
+    """Return deepmd-kit's parameters of one model in its order: our own by name, of empty ones the part with them."""
+    reasons = ours_only(model.settings)
+    if reasons:
+        raise CheckpointError("deepmd-kit cannot read this model: " + "; ".join(reasons))
+    found: list[tuple[str, torch.nn.Module | torch.Tensor]] = []
+    for part, translation in _translations(model.settings).items():
+        module = getattr(model.atomic_model, part)
+        own = dict(module.named_parameters())
+        found += [(f"atomic_model.{part}.{name}", own.get(name, module)) for name in translation.parameters(module)]
+    return found
+
+
 def to_deepmd_kit(
-    model: EnergyModel, train_infos: Mapping[str, Any], *, min_nbor_dist: float = UNKNOWN_DISTANCE
+    model: EnergyModel | Branches,
+    train_infos: Mapping[str, Any],
+    *,
+    min_nbor_dist: float | Mapping[str, float] = UNKNOWN_DISTANCE,
 ) -> dict[str, Any]:
     """Return the `"model"` entry of a checkpoint that deepmd-kit 3.2 tests, freezes and trains on.
 
@@ -96,29 +116,43 @@ def to_deepmd_kit(
     Parameters
     ----------
     model
-        The model whose settings and values are taken; tensors are detached, not copied.
+        The model whose settings and values are taken, or those of several branches; tensors are detached, not copied.
     train_infos
         `lr` and 0-based `step`.
     min_nbor_dist
-        Smallest distance in the training data [Å]; model compression wants it.
+        Smallest distance in the training data [Å], of each branch if there are several; model compression wants it.
     """
-    own = {name: value.detach() for name, value in model.state_dict().items()}
-    state: dict[str, Any] = {f"{PREFIX}min_nbor_dist": torch.tensor(min_nbor_dist, dtype=torch.float64)}
-    for name, value in own.items():
-        state[PREFIX + name] = value
+    several = isinstance(model, Branches)
+    state: dict[str, Any] = {}
+    sections, reasons = {}, []
+    for name, one in branches_of_model(model).items():
+        distance = min_nbor_dist.get(name, UNKNOWN_DISTANCE) if isinstance(min_nbor_dist, Mapping) else min_nbor_dist
+        state |= _state_of_branch(one, f"model.{name}.", distance)
+        sections[name] = {**_ONLY_THEIRS, **thaw(one.settings)}
+        sections[name]["fitting_net"] = {**_ONLY_THEIR_FITTING, **sections[name]["fitting_net"]}
+        reasons += [f"{name}: {reason}" if several else reason for reason in ours_only(one.settings)]
+    if isinstance(model, Branches):
+        for name, section in sections.items():
+            section["model_branch_alias"] = list(model.aliases.get(name, ()))
+    params = {"model_dict": sections, "shared_dict": {}} if several else sections[SINGLE]
+    state["_extra_state"] = {"model_params": params, "train_infos": dict(train_infos)}
+    if reasons:
+        state["_extra_state"][OURS_ONLY] = reasons
+    return state
+
+
+def _state_of_branch(model: EnergyModel, prefix: str, min_nbor_dist: float) -> dict[str, torch.Tensor]:
+    """Return the tensors of one branch under deepmd-kit's names."""
+    state = {f"{prefix}min_nbor_dist": torch.tensor(min_nbor_dist, dtype=torch.float64)}
+    for name, value in model.state_dict().items():
+        state[prefix + name] = value.detach()
         if re.search(r"\.filter_layers(_strip)?\.networks\.", name):
-            state[PREFIX + name.replace(".networks.", "._networks.")] = value
+            state[prefix + name.replace(".networks.", "._networks.")] = value.detach()
     for part, translation in _translations(model.settings).items():
         module = getattr(model.atomic_model, part)
         for name in translation.empty(module):
             dtype = next(module.parameters()).dtype
-            state[f"{PREFIX}atomic_model.{part}.{name}"] = torch.zeros(0, dtype=dtype)
-    params = {**_ONLY_THEIRS, **thaw(model.settings)}
-    params["fitting_net"] = {**_ONLY_THEIR_FITTING, **params["fitting_net"]}
-    state["_extra_state"] = {"model_params": params, "train_infos": dict(train_infos)}
-    reasons = ours_only(model.settings)
-    if reasons:
-        state["_extra_state"][OURS_ONLY] = reasons
+            state[f"{prefix}atomic_model.{part}.{name}"] = torch.zeros(0, dtype=dtype)
     return state
 
 

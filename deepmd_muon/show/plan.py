@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from deepmd_muon.argcheck import Input
+    from deepmd_muon.model import EnergyModel
+    from deepmd_muon.model.branches import Branches
     from deepmd_muon.optim.sharded import Layout
 
 _HELD = (
@@ -87,21 +89,29 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
 
 def optimizer_of(given: Input) -> torch.optim.Optimizer:
     """Build the model and the optimizer of an input without looking at data."""
-    from deepmd_muon.data import NeighborStatistics
-    from deepmd_muon.model import build_model
     from deepmd_muon.train.optimizers import build_optimizer
 
-    settings = given.settings.model
-    if not settings.type_map:
-        raise ShowError(
-            "the input leaves out model/type_map, which only dp train takes from its data: name the types, or give the "
-            "out.json of the run"
-        )
-    # "auto" needs the data, and the number of neighbours is in no parameter's shape.
-    one = NeighborStatistics(math.inf, (1,) * len(settings.type_map), 1)
-    descriptor = settings.descriptor.with_counts(lambda rcut: one)
-    model = build_model(dataclasses.replace(settings, descriptor=descriptor))
-    return build_optimizer(given.settings.optimizer, model, given.settings.learning_rate.start_lr)
+    return build_optimizer(given.settings.optimizer, model_of(given), given.settings.learning_rate.start_lr)
+
+
+def model_of(given: Input) -> EnergyModel | Branches:
+    """Build the model of an input, or those of all branches, without looking at data."""
+    from deepmd_muon.data import NeighborStatistics
+    from deepmd_muon.train.branches import build_of
+
+    models = {}
+    for name, branch in given.branches.items():
+        settings = branch.model
+        if not settings.type_map:
+            raise ShowError(
+                "the input leaves out model/type_map, which only dp train takes from its data: name the types, or give "
+                "the out.json of the run"
+            )
+        # "auto" needs the data, and the number of neighbours is in no parameter's shape.
+        one = NeighborStatistics(math.inf, (1,) * len(settings.type_map), 1)
+        descriptor = settings.descriptor.with_counts(lambda rcut, found=one: found)  # type: ignore[misc]
+        models[name] = dataclasses.replace(settings, descriptor=descriptor)
+    return build_of(given.with_models(models))
 
 
 def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:

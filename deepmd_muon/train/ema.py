@@ -11,6 +11,7 @@ import torch
 
 from deepmd_muon.checkpoint_file.directory import read_into
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.branches import Branches, all_names, branches_of
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
 from deepmd_muon.train.ranks.ranks import local_part, shard_like
 
@@ -36,12 +37,18 @@ class Ema:
         Weight of the old average in each update, in [0, 1).
     """
 
-    def __init__(self, model: EnergyModel, decay: float = 0.999) -> None:
+    def __init__(self, model: EnergyModel | Branches, decay: float = 0.999) -> None:
         if not 0.0 <= decay < 1.0:
             raise EmaError(f"ema_decay must be in [0, 1); found {decay!r}")
         self.decay = decay
         # deepmd-kit's average lists some empty parameters that we do not have; it refuses a state without them.
-        self._stored_names = deepmd_kit_parameter_names(model)
+        # It stores what branches share once for each.
+        self._stored_names = [
+            f"{name}.{inner}" if isinstance(model, Branches) else inner
+            for name, one in branches_of(model).items()
+            for inner in deepmd_kit_parameter_names(one)
+        ]
+        self._first_names = {name: names[0] for names in all_names(model).values() for name in names}
         self._parameters: dict[str, torch.Tensor] = {
             name: p for name, p in model.named_parameters() if p.is_floating_point()
         }
@@ -76,7 +83,9 @@ class Ema:
         average = {name: tensor.detach().clone() for name, tensor in self._average.items()}
         return {
             "decay": self.decay,
-            "model": {name: average.get(name, torch.zeros(0)) for name in self._stored_names},
+            "model": {
+                name: average.get(self._first_names.get(name, name), torch.zeros(0)) for name in self._stored_names
+            },
             "validation_state": {},
         }
 
@@ -98,7 +107,7 @@ class Ema:
             When names or shapes differ from the model's.
         """
         stored = {name: tensor for name, tensor in state["model"].items() if tensor.numel()}
-        missing, unknown = self._average.keys() - stored.keys(), stored.keys() - self._average.keys()
+        missing, unknown = self._average.keys() - stored.keys(), stored.keys() - self._first_names.keys()
         if missing or unknown:
             raise EmaError(
                 f"the stored average is of another model: it lacks {len(missing)} of the parameters "
@@ -108,6 +117,7 @@ class Ema:
             if stored[name].shape != average.shape:
                 found, expected = tuple(stored[name].shape), tuple(average.shape)
                 raise EmaError(f"stored average of {name} has shape {found}; the model's is {expected}")
+        stored = {name: stored[name] for name in self._average}
         left = {name: torch.empty_like(self._average[name], dtype=x.dtype) for name, x in stored.items() if x.is_meta}
         if left and path is not None:
             read_into(path, {("ema", "model", name): x for name, x in left.items()})

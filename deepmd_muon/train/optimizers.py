@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import glob
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from deepmd_muon.model.branches import Branches, all_names
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.other_configs import MuonConfig, OptimizerConfig
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# Settings that are patterns on names of parameters; those of `splits` begin with one, and are taken as they are.
+_PATTERNS = ("adam_patterns", "adamw_patterns", "expert_patterns", "local_patterns")
 
 
 def build_optimizer(
@@ -29,13 +36,27 @@ def build_optimizer(
     take the same step on each. With `state_in_parts` each of them keeps a part of the optimizer's state.
 
     DeePMD's weights are stored (in, out), so `layout` 'auto' becomes 'in_out', except with deepmd-kit's own arithmetic,
-    which takes weights as stored.
+    which takes weights as stored. A parameter that several branches share has the name of each for patterns.
     """
     if not isinstance(config, HybridMuonConfig | MuonConfig):
         return config.build(model, lr, replicas if state_in_parts else None)
+    if isinstance(config, HybridMuonConfig) and isinstance(model, Branches):
+        found: dict[str, Any] = {key: _for_any_name(getattr(config, key), model) for key in _PATTERNS}
+        config = dataclasses.replace(config, **found)
     as_deepmd_kit = isinstance(config, HybridMuonConfig) and config.deepmd_kit_arithmetic
     if config.layout == "auto" and not as_deepmd_kit:
         config = dataclasses.replace(config, layout="in_out")
     if state_in_parts:
         config = dataclasses.replace(config, sharded=dataclasses.replace(config.sharded, state="sharded"))
     return config.build(model, lr, replicas)
+
+
+def _for_any_name(patterns: Sequence[str], model: Branches) -> tuple[str, ...]:
+    """Return patterns that match the first name of a shared parameter where the given ones match any of its names."""
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        matched = [names for names in all_names(model).values() if any(fnmatchcase(name, pattern) for name in names)]
+        others = [glob.escape(names[0]) for names in matched if not fnmatchcase(names[0], pattern)]
+        kept = [pattern] if len(others) < len(matched) or not matched else []
+        found.update(dict.fromkeys([*kept, *others]))
+    return tuple(found)

@@ -33,7 +33,7 @@ def check_outputs(
     """
     training, validating = given.settings.training, given.settings.validating
     outputs = {"-o": output, "-l": log_path, "training/jsonl_file": training.jsonl_file}
-    outputs |= {"training/stat_file": training.stat_file}
+    outputs |= {f"{branch.data_path}/stat_file": branch.data.stat_file for branch in given.branches.values()}
     if training.disp_training:
         outputs["training/disp_file"] = training.disp_file
     if validating.full_validation:
@@ -41,6 +41,10 @@ def check_outputs(
     link = Path(f"{training.save_ckpt}.pt")
     if not link.is_symlink():  # a link is what an earlier run has left
         outputs["training/save_ckpt"] = str(link)
-    sections = {"the training data": training.training_data, "the validation data": training.validation_data}
-    systems = {kind: section.systems for kind, section in sections.items() if section}
+    systems = {}
+    for name, branch in given.branches.items():
+        whose = f" of {name}" if given.multi_task else ""
+        systems[f"the training data{whose}"] = branch.data.training_data.systems
+        if branch.data.validation_data:
+            systems[f"the validation data{whose}"] = branch.data.validation_data.systems
     refuse_clashes(TrainingError, outputs, {"the input": input_path, "the checkpoint": checkpoint}, systems)

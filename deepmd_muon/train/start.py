@@ -7,9 +7,12 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import get_args
+
+import torch
 
 from deepmd_muon.argcheck import Input, dump
 from deepmd_muon.checkpoint_file.directory import is_directory
@@ -17,13 +20,15 @@ from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import OWN_KEY, checkpoint_path, understood
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.files import make_folder_of
-from deepmd_muon.model import EnergyModel, Structures, build_model
-from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
+from deepmd_muon.model import EnergyModel, Structures
+from deepmd_muon.model.branches import branches_of
 from deepmd_muon.model.settings import changed
 from deepmd_muon.model.statistics import descriptor_length
+from deepmd_muon.train.branches import RunBranch, build_of, make_branches, seed_of
+from deepmd_muon.train.checkpoint.branch_state import for_branches
 from deepmd_muon.train.checkpoint.newest import followed, newest_checkpoint
 from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, keep_later, keep_others, remove_leftovers
-from deepmd_muon.train.checkpoint.source import Source, Way
+from deepmd_muon.train.checkpoint.source import Source, Way, read_sources
 from deepmd_muon.train.checkpoint.type_map import moved_content
 from deepmd_muon.train.energy_bias import fit_energy_bias
 from deepmd_muon.train.errors import TrainingError
@@ -41,13 +46,14 @@ from deepmd_muon.train.setup import (
     Data,
     check_same_run,
     check_sel,
-    fixed_energies,
+    descriptor_sections,
     make_loaders,
     new_seed,
     resolve_sel,
-    set_model_statistics,
+    with_descriptor,
 )
-from deepmd_muon.train.systems import open_training_systems, warn_of_shared_frames
+from deepmd_muon.train.statistics import fixed_energies, set_model_statistics
+from deepmd_muon.train.systems import Systems, open_training_systems, warn_of_shared_frames
 from deepmd_muon.train.trainer import Trainer
 from deepmd_muon.train.validation.full_validation import best_prefix
 
@@ -90,7 +96,7 @@ def run(
     finetune
         The same, and the energy bias is fitted to the training data first.
     model_branch
-        Branch of a multi-task checkpoint to take with `init_model` or `finetune`; see `Source.read`.
+        Branch of a multi-task checkpoint that a run of one model takes; see `read_sources`.
     skip_neighbor_stat
         Believe `sel` without counting neighbours.
     force_load
@@ -128,7 +134,8 @@ def run(
         )
         stack.enter_context(explained(lambda: Moment("preparing"), lambda: checkpoint_path(found) if found else None))
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
-        others = (output, log_path, given.settings.validating.full_val_file)
+        others = [output, log_path, given.settings.validating.full_val_file]
+        others += [branch.data.stat_file for branch in given.branches.values()]
         best = best_prefix(given.settings.validating, training.save_ckpt)
         ranks.from_first("locking its files", lambda: stack.enter_context(held(training, given.source, best)))
         ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, others, best))
@@ -136,8 +143,9 @@ def run(
             restart = ranks.from_first("looking for a checkpoint", lambda: newest_checkpoint(training.save_ckpt))
         elif (named := restart) is not None:
             restart = ranks.from_first("looking for a checkpoint", lambda: followed(named, training.save_ckpt))
-        source = _read_source(ranks, restart=restart, init_model=init_model, finetune=finetune, branch=model_branch)
-        given = _keep_scales(given, source)
+        ways = {"restart": restart, "init_model": init_model, "finetune": finetune}
+        way, sources = _read_sources(given, ranks, branch=model_branch, **ways)
+        given = _keep_scales(given, way, sources)
         if ranks.first:  # the others learn of an error as of any that ends a rank
             for notice in given.notices:
                 log.warning("%s", notice)
@@ -146,56 +154,76 @@ def run(
             for remark in (*given.remarks, *kept):
                 log.info("%s", remark)
             _check_reports(given, output)
-        given = _complete_input(given, source, use_pretrain_script=use_pretrain_script)
+        given = _complete_input(given, sources, use_pretrain_script=use_pretrain_script)
         normalized = (Path(output), Path(output).read_bytes() if Path(output).is_file() else b"")
-        trainer = _prepare(given, source, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
-        if source and source.way == "restart":
-            _restart(trainer, source, ranks)
+        trainer = _prepare(given, sources, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
+        if way == "restart":
+            _restart(trainer, sources, ranks)
+            source = next(iter(sources.values()))
             ranks.from_first("keeping other files", lambda: _keep_files(trainer, source, normalized))
         else:
             ranks.from_first("keeping the files of an earlier run", lambda: keep_earlier(training, normalized))
         return trainer.run(begun)
 
 
-def _read_source(ranks: Ranks, *, branch: str | None, **named: str | None) -> Source | None:
-    """Read the checkpoint that the run starts from, by the way it is named; None for a run that starts afresh."""
+def _read_sources(
+    given: Input, ranks: Ranks, *, branch: str | None, **named: str | None
+) -> tuple[Way | None, dict[str, Source]]:
+    """Read the checkpoint that the run starts from, by the way it is named; nothing for a run that starts afresh."""
     for way in get_args(Way):
         if path := named[way]:
             # Of a directory, several ranks read optimizer state and average later, each its part.
             leave = ("optimizer", "ema") if way != "restart" or ranks.size > 1 else ()
-            return Source.read(path, way, branch, leave)
-    return None
+            return way, read_sources(given, path, way, branch, leave)
+    return None, {}
 
 
-def _restart(trainer: Trainer, source: Source, ranks: Ranks) -> None:
+def _restart(trainer: Trainer, sources: Mapping[str, Source], ranks: Ranks) -> None:
     """Continue the run of a checkpoint, with the rows of its types where this input has them."""
-    move = source.move_to(trainer.model.type_map)
-    if move and ranks.size > 1 and is_directory(source.path):
+    source = next(iter(sources.values()))
+    moves = {
+        name: move for name, one in sources.items() if (move := one.move_to(trainer.branches[name].model.type_map))
+    }
+    if moves and ranks.size > 1 and is_directory(source.path):
         raise CheckpointError(
             f"type_map is not that of {source.path}, a directory whose state several processes cannot rearrange: "
             "continue from a file, or start on one process"
         )
+    if moves and len(trainer.branches) > 1:
+        raise CheckpointError(
+            f"type_map is not that of {source.path}, which the state of several branches cannot follow: start from its "
+            "weights with --init-model"
+        )
+    continued = {name: one.branch for name, one in sources.items()}
     with understood(source.path):
-        content = moved_content(source.content, trainer.model, trainer.optimizer, move) if move else source.content
+        content = for_branches(source.content, trainer.model, trainer.optimizer, continued)
+        if content is not source.content and ranks.size > 1 and is_directory(source.path):
+            raise CheckpointError(
+                f"the branches of this input are not those of {source.path}, a directory whose state several processes "
+                "cannot rearrange: continue from a file, or start on one process"
+            )
+        for name, move in moves.items():
+            content = moved_content(content, trainer.branches[name].model, trainer.optimizer, move)
         trainer.restart(content, source.path)
 
 
 def _keep_files(trainer: Trainer, source: Source, normalized: tuple[Path, bytes]) -> None:
     """Keep the files of another run, or of later steps of this one, that a restart would overwrite."""
     training, validating = trainer.given.settings.training, trainer.given.settings.validating
-    best, validations = trainer.full_validation.best, validating.full_val_file if validating.full_validation else None
+    validations = validating.full_val_file if validating.full_validation else None
     own = source.content.get(OWN_KEY)
     continued = json.loads(own["settings"])["training"].get("save_ckpt") if own else None
     if keep_others(training, normalized, continued or str(source.path).rpartition("-")[0], validations):
-        best.keep_earlier()
+        trainer.validation.keep_earlier()
     elif keep_later(training, source.path, trainer.step, validations):
-        best.keep_earlier(after=trainer.step)
+        trainer.validation.keep_earlier(after=trainer.step)
 
 
-def _keep_scales(given: Input, source: Source | None) -> Input:
+def _keep_scales(given: Input, way: Way | None, sources: Mapping[str, Source]) -> Input:
     """Let a run that goes on keep its scales of HybridMuon where the input omits them."""
-    if given.scales is None or source is None or source.way != "restart":
+    if given.scales is None or way != "restart":
         return given
+    source = next(iter(sources.values()))
     with understood(source.path):
         groups = (source.content.get("optimizer") or {}).get("param_groups", [])
         saved = groups[0] if groups else {}
@@ -212,45 +240,98 @@ def _check_reports(given: Input, output: str) -> None:
         require_wandb()
 
 
-def _complete_input(given: Input, source: Source | None, *, use_pretrain_script: bool) -> Input:
+def _complete_input(given: Input, sources: Mapping[str, Source], *, use_pretrain_script: bool) -> Input:
     """Take what the input leaves to its checkpoint, and refuse a `stat_file` that cannot be written."""
-    model = given.settings.model
-    if source and not model.type_map:
-        model = changed(model, {"type_map": source.model.type_map}, "model")
-        log.info("model/type_map is left out and becomes %s, as in %s", list(model.type_map), source.path)
-    if source and use_pretrain_script:
-        model = source.script(model)
-    if given.settings.training.stat_file:
-        StatFile(given.settings.training.stat_file)  # refuses a folder before the long work begins
-    return given.changed(model=model)
+    models = {}
+    for name, branch in given.branches.items():
+        model, source = branch.model, sources.get(name)
+        if source and not model.type_map:
+            model = changed(model, {"type_map": source.model.type_map}, branch.model_path)
+            log.info("model/type_map is left out and becomes %s, as in %s", list(model.type_map), source.path)
+        if source and use_pretrain_script:
+            model = source.script(model)
+        if branch.data.stat_file:
+            StatFile(branch.data.stat_file)  # refuses a folder before the long work begins
+        models[name] = model
+    given = given.with_models(models)
+    for names in descriptor_sections(given).values():
+        # A branch that starts anew shares what the script of another one says.
+        if use_pretrain_script and (scripted := next((name for name in names if name in sources), None)):
+            given = with_descriptor(given, names, given.branches[scripted].model.descriptor)
+    return given
 
 
 def _prepare(
-    given: Input, source: Source | None, ranks: Ranks, output: str, *, count: bool, force_load: bool
+    given: Input, sources: dict[str, Source], ranks: Ranks, output: str, *, count: bool, force_load: bool
 ) -> Trainer:
-    """Open the data, build the model with its statistics or weights, and make the trainer."""
+    """Open the data, build the models with their statistics or weights, and make the trainer."""
     warm_up(ranks.device)
     if ranks.device.type == "cpu":
         keep_freed_memory()
-    given, train, valid = open_training_systems(given)
-    training, descriptor = given.settings.training, given.settings.model.descriptor
-    check_same_run(given, train, valid, ranks)
+    given, systems = open_training_systems(given)
+    check_same_run(given, systems, ranks)
     if ranks.first:
-        warn_of_shared_frames(train, valid)
-    if source and descriptor.needs_counts:
-        saved = source.model.descriptor
-        given = given.changed(model=changed(given.settings.model, {"descriptor": descriptor.with_counts_of(saved)}))
-        log.info("sel of model/descriptor becomes %s, as in %s", list(saved.neighbors().sel), source.path)
-    given, statistics = ranks.from_first("counting neighbours", lambda: resolve_sel(given, train, count=count))
-    if source:
-        source.check(given.settings.model, insist=force_load)
+        for opened in systems.values():
+            warn_of_shared_frames(opened.training, opened.validation)
+    given = _take_counts(given, sources)
+    given, statistics = ranks.from_first("counting neighbours", lambda: resolve_sel(given, systems, count=count))
+    for name, source in sources.items():
+        source.check(given.branches[name].model, insist=force_load)
     if ranks.first:
         dump(given.normalized, output)
 
-    model = build_model(given.settings.model)
-    cache = NeighborCache.of(model.neighbors, model.ntypes, CACHE_BYTES)
-    if statistics is None and count:
-        statistics = ranks.from_first("counting neighbours", lambda: check_sel(model, train, cache))
+    model = build_of(given)
+    caches = {
+        name: NeighborCache.of(one.neighbors, one.ntypes, CACHE_BYTES // len(given.branches))
+        for name, one in branches_of(model).items()
+    }
+    for name, one in branches_of(model).items():
+        if name not in statistics and count:
+            training, where = systems[name].training, given.branches[name].model_path
+            counted = partial(check_sel, one, training, caches[name], where)
+            statistics[name] = ranks.from_first("counting neighbours", counted)
+    _log_size(model, ranks)
+    chosen = given.settings.training.seed
+    seed = ranks.from_first("drawing a seed", new_seed) if chosen is None else chosen
+    data = _open_loaders(given, systems, caches, seed, ranks)
+    distances = {name: found.min_distance for name, found in statistics.items()}
+    continued = {name: source.branch for name, source in sources.items()}
+    branches = make_branches(given, model, data, distances, continued)
+    if any(_needs_statistics(sources.get(name), branch, force=force_load) for name, branch in branches.items()):
+        ranks.from_first("computing statistics", lambda: set_model_statistics(branches))
+    for name in reversed(sources):  # of parts that are shared now and were not, those of the first branch stay
+        sources[name].load_into(branches[name].model, force=force_load)
+    model.to(ranks.device)
+    for name, source in sources.items():
+        settle = partial(_settle_energy_bias, branches[name].model, source, data[name])
+        ranks.from_first("fitting the energy bias", settle)
+    ranks.copy_from_first(model)
+    given = _suit_descriptors(given, branches, ranks, output)
+    return Trainer(given, model, branches, seed, ranks)
+
+
+def _needs_statistics(source: Source | None, branch: RunBranch, *, force: bool) -> bool:
+    """Whether a branch takes something from the statistics of its data, because no checkpoint has it."""
+    if source is None or force or source.new_fitting:
+        return True
+    move = source.move_to(branch.model.type_map)
+    return bool(move and move.new)
+
+
+def _take_counts(given: Input, sources: Mapping[str, Source]) -> Input:
+    """Take numbers of neighbours that the input leaves to the data from the checkpoint."""
+    for where, names in descriptor_sections(given).items():
+        descriptor = given.branches[names[0]].model.descriptor
+        source = next((sources[name] for name in names if name in sources), None)
+        if source and descriptor.needs_counts:
+            taken = descriptor.with_counts_of(source.model.descriptor)
+            given = with_descriptor(given, names, taken)
+            log.info("sel of %s becomes %s, as in %s", where, list(taken.neighbors().sel), source.path)
+    return given
+
+
+def _log_size(model: torch.nn.Module, ranks: Ranks) -> None:
+    """Log the number of weights; refuse a model that cannot be trained."""
     if not any(p.requires_grad for p in model.parameters()):
         raise TrainingError("nothing is trainable: set trainable to true in model/descriptor or model/fitting_net")
     log.info(
@@ -259,33 +340,39 @@ def _prepare(
         sum(p.numel() for p in model.parameters()),
         ranks.device if ranks.size == 1 else f"{ranks.size} × {ranks.device.type}",
     )
-    seed = ranks.from_first("drawing a seed", new_seed) if training.seed is None else training.seed
-    data = make_loaders(train, valid, training, cache, seed, ranks)
-    move = source.move_to(model.type_map) if source else None
-    if source is None or force_load or source.new_fitting or (move and move.new):
-        ranks.from_first("computing statistics", lambda: set_model_statistics(model, data, training))
-    if source is not None:
-        source.load_into(model, force=force_load)
-    shortest = statistics.min_distance if statistics else UNKNOWN_DISTANCE
-    model = model.to(ranks.device)
-    if source is not None:
-        ranks.from_first("fitting the energy bias", lambda: _settle_energy_bias(model, source, data))
-    ranks.copy_from_first(model)
-    given = _suit_descriptors(given, model, data, ranks, output)
-    return Trainer(given, model, data, shortest, ranks)
 
 
-def _suit_descriptors(given: Input, model: EnergyModel, data: Data, ranks: Ranks, output: str) -> Input:
+def _open_loaders(
+    given: Input, systems: Mapping[str, Systems], caches: Mapping[str, NeighborCache], seed: int, ranks: Ranks
+) -> dict[str, Data]:
+    """Make this rank's loaders of every branch."""
+    return {
+        name: make_loaders(
+            systems[name].training,
+            systems[name].validation,
+            branch.data,
+            caches[name],
+            seed_of(seed, name),
+            ranks,
+            given.settings.training.accumulate_grad_batches,
+        )
+        for name, branch in given.branches.items()
+    }
+
+
+def _suit_descriptors(given: Input, branches: Mapping[str, RunBranch], ranks: Ranks, output: str) -> Input:
     """Lower the scales of HybridMuon that the input omits, and no checkpoint had, where descriptors are long."""
     if given.scales is None or given.scales.kept:
         return given
 
-    def batches() -> Iterator[Structures]:
-        for batch in data.training.bounded_batches(1, _MEASURED):
-            yield Structures.of(batch.frames, batch.neighbors, model.ntypes, ranks.device)
+    def batches(branch: RunBranch) -> Iterator[Structures]:
+        for batch in branch.data.training.bounded_batches(1, _MEASURED):
+            yield Structures.of(batch.frames, batch.neighbors, branch.model.ntypes, ranks.device)
 
-    length = ranks.from_first("measuring descriptors", lambda: descriptor_length(model, batches()))
-    suited = given.with_scales(given.scales.for_descriptors(length))
+    def longest() -> float:
+        return max(descriptor_length(branch.model, batches(branch)) for branch in branches.values())
+
+    suited = given.with_scales(given.scales.for_descriptors(ranks.from_first("measuring descriptors", longest)))
     assert suited.scales is not None
     if ranks.first:
         log.info("%s", suited.scales.notice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 
@@ -16,6 +17,19 @@ log = logging.getLogger(__name__)
 
 # Doubts about the data that are named at the usual log level.
 _MOST_SUSPICIONS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Systems:
+    """The systems of one branch."""
+
+    training: list[System]
+    validation: list[System]
+
+    @property
+    def all(self) -> list[System]:
+        """Both."""
+        return [*self.training, *self.validation]
 
 
 def open_section(section: TrainingDataSettings, type_map: Sequence[str] | None) -> list[System]:
@@ -37,13 +51,13 @@ def open_section(section: TrainingDataSettings, type_map: Sequence[str] | None) 
     )
 
 
-def open_training_systems(given: Input) -> tuple[Input, list[System], list[System]]:
-    """Open the systems of training and of validation data.
+def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
+    """Open the systems of training and of validation data of each branch.
 
     Returns
     -------
     tuple
-        The input, with the type map of the training data where it has none; training and validation systems, types
+        The input, with the type map of the training data where it has none; the systems of each branch, types
         translated to the model's.
 
     Raises
@@ -53,31 +67,36 @@ def open_training_systems(given: Input) -> tuple[Input, list[System], list[Syste
     TypeMapError
         When neither the input nor a system has element names.
     """
-    model, training = given.settings.model, given.settings.training
-    train = open_section(training.training_data, model.type_map)
-    if not model.type_map:
-        given = given.changed(model=changed(model, {"type_map": elements_of(train)}, "model"))
-        model = given.settings.model
-        train = [system.with_type_map(model.type_map) for system in train]
-        log.info("model/type_map is left out and becomes %s: the types of the training data", list(model.type_map))
-    valid = open_section(training.validation_data, model.type_map) if training.validation_data else []
-    for kind, systems in (("training", train), ("validation", valid)):
-        if systems:
-            _log_systems(kind, systems)
-            check_labels(systems)
-    found = suspicions([*train, *valid])
+    opened = {}
+    for name, branch in given.branches.items():
+        model = branch.model
+        train = open_section(branch.data.training_data, model.type_map)
+        if not model.type_map:
+            model = changed(model, {"type_map": elements_of(train)}, branch.model_path)
+            given = given.with_models({name: model})
+            train = [system.with_type_map(model.type_map) for system in train]
+            log.info("model/type_map is left out and becomes %s: the types of the training data", list(model.type_map))
+        section = branch.data.validation_data
+        opened[name] = Systems(train, open_section(section, model.type_map) if section else [])
+        of_branch = f" of {name}" if given.multi_task else ""
+        for kind, systems in (("training", opened[name].training), ("validation", opened[name].validation)):
+            if systems:
+                _log_systems(f"{kind} data{of_branch}", systems)
+                check_labels(systems)
+    every = {id(system): system for systems in opened.values() for system in systems.all}
+    found = suspicions([*every.values()])
     for number, suspicion in enumerate(found):
         log.log(logging.WARNING if number < _MOST_SUSPICIONS else logging.DEBUG, "data: %s", suspicion)
     if len(found) > _MOST_SUSPICIONS:
         log.warning("data: %d more suspicions; --log-level DEBUG names them", len(found) - _MOST_SUSPICIONS)
-    return given, train, valid
+    return given, opened
 
 
 def _log_systems(kind: str, systems: Sequence[System]) -> None:
     """Log what the data are: thousands of systems must not bury the rest of the log."""
     atoms = sorted({system.natoms for system in systems})
     log.info(
-        "%s data: %d system%s, %d frames of %s atoms, %d periodic, labels %s",
+        "%s: %d system%s, %d frames of %s atoms, %d periodic, labels %s",
         kind,
         len(systems),
         "s" * (len(systems) > 1),
@@ -87,7 +106,7 @@ def _log_systems(kind: str, systems: Sequence[System]) -> None:
         ", ".join(sorted(frozenset[str]().union(*(system.labels for system in systems)))) or "none",
     )
     for system in systems:
-        log.debug("%s data: %s", kind, system)
+        log.debug("%s: %s", kind, system)
 
 
 def warn_of_shared_frames(train: Sequence[System], valid: Sequence[System]) -> None:

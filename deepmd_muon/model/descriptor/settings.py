@@ -54,6 +54,8 @@ class DescriptorSettings(Section):
     """Base of the settings of a descriptor: its keys, and what follows from them before a module exists."""
 
     type: ClassVar[str]
+    share_levels: ClassVar[tuple[int, ...]] = (0,)
+    """Levels at which branches may share the descriptor: 0 all of it, 1 its `type_embedding`."""
     one_fitting_net: ClassVar[bool] = False
     """Whether the descriptor depends on the type of the centre, so that one fitting net serves all types."""
 

@@ -16,12 +16,17 @@ from deepmd_muon.argcheck.changes import report_changes
 from deepmd_muon.checkpoint_file.file import FORMAT_VERSION, OWN_KEY, checkpoint_path
 from deepmd_muon.data import SamplerStateError
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.branch_settings import SINGLE
+from deepmd_muon.model.branches import Branches
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+from deepmd_muon.train.branches import RunBranch, TaskOrder
+from deepmd_muon.train.checkpoint.branch_state import SHARED, shared_names
 from deepmd_muon.train.checkpoint.for_deepmd_kit import in_deepmd_kits_order, parameter_order
 from deepmd_muon.train.ema import Ema
-from deepmd_muon.train.setup import Data
 
 log = logging.getLogger(__name__)
+
+_LOADERS = ("training_data", "validation_data")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,20 +37,18 @@ class RunState:
     ----------
     given
         The checked input.
-    model, optimizer, data
+    model, optimizer, branches, order
         The parts themselves.
     ema
         The averaged parameters; None without.
-    min_nbor_dist
-        Shortest distance in the training data [Å], which deepmd-kit keeps in its checkpoints.
     """
 
     given: Input
-    model: EnergyModel
+    model: EnergyModel | Branches
     optimizer: torch.optim.Optimizer
-    data: Data
+    branches: Mapping[str, RunBranch]
+    order: TaskOrder
     ema: Ema | None
-    min_nbor_dist: float
 
     def content(self, step: int, lr: float, infos: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of a checkpoint, tensors laid out over the ranks as they are.
@@ -63,7 +66,7 @@ class RunState:
             "model": to_deepmd_kit(
                 self.model,
                 {**infos, "lr": lr, "step": step - 1},  # deepmd-kit counts from 0
-                min_nbor_dist=self.min_nbor_dist,
+                min_nbor_dist=self._of_each({name: one.min_nbor_dist for name, one in self.branches.items()}),
             ),
             "optimizer": in_deepmd_kits_order(
                 _with_plain_rates(self.optimizer.state_dict()), parameter_order(self.model)
@@ -73,14 +76,32 @@ class RunState:
                 "step": step,
                 "settings": json.dumps(self.given.normalized),
                 "torch_rng": torch.get_rng_state(),
-                "pieces": self.model.pieces,
-                "training_data": self.data.training.state_dict(),
-                "validation_data": self.data.validation.state_dict() if self.data.validation else {},
+                **{key: self._of_each(values) for key, values in self._positions().items()},
+                **self._of_several(),
             },
         }
         if self.ema:
             content["ema"] = self.ema.state_dict()
         return content
+
+    def _positions(self) -> dict[str, dict[str, Any]]:
+        """Return what is kept of each branch, by its name."""
+        data = {name: branch.data for name, branch in self.branches.items()}
+        return {
+            "pieces": {name: branch.model.pieces for name, branch in self.branches.items()},
+            "training_data": {name: one.training.state_dict() for name, one in data.items()},
+            "validation_data": {n: one.validation.state_dict() if one.validation else {} for n, one in data.items()},
+        }
+
+    def _of_several(self) -> dict[str, Any]:
+        """Return what is kept of several branches together."""
+        if not isinstance(self.model, Branches):
+            return {}
+        return {"tasks": self.order.state_dict(), SHARED: shared_names(self.model)}
+
+    def _of_each(self, values: dict[str, Any]) -> Any:
+        """Return values of all branches, of a single model its own."""
+        return values if isinstance(self.model, Branches) else values[SINGLE]
 
     def restore(self, content: Mapping[str, Any], source: Path) -> int:
         """Restore random numbers, data order and average; return the number of updates done.
@@ -114,17 +135,30 @@ class RunState:
     def _restore_own(self, own: Mapping[str, Any], source: Path) -> None:
         """Restore the part that only our checkpoints have: random numbers and data order; log changed settings."""
         torch.set_rng_state(own["torch_rng"])
-        if self.given.settings.training.interpolate_embedding:
-            self.model.pieces = int(own.get("pieces", 0))
         report_changes(json.loads(own["settings"]), self.given.normalized, source)
-        loaders = {"training_data": self.data.training, "validation_data": self.data.validation}
-        for name, loader in loaders.items():
-            if loader is None or not own[name]:
+        if isinstance(self.model, Branches) and "tasks" in own:
+            try:
+                self.order.load_state_dict(own["tasks"])
+            except SamplerStateError:
+                log.warning("branches or probabilities are not those of %s: their order starts anew", source)
+        saved = own if "tasks" in own else {key: {SINGLE: own.get(key)} for key in ("pieces", *_LOADERS)}
+        for name, branch in self.branches.items():
+            former = branch.continued if branch.continued in saved["training_data"] else name
+            self._restore_branch(branch, {key: saved[key].get(former) for key in ("pieces", *_LOADERS)}, source)
+
+    def _restore_branch(self, branch: RunBranch, saved: Mapping[str, Any], source: Path) -> None:
+        """Restore the order of a branch's data, and how its embedding nets are interpolated."""
+        if self.given.settings.training.interpolate_embedding:
+            branch.model.pieces = int(saved["pieces"] or 0)
+        for key, loader in zip(_LOADERS, (branch.data.training, branch.data.validation), strict=True):
+            if loader is None or not saved[key]:
                 continue
             try:
-                loader.load_state_dict(own[name])
+                loader.load_state_dict(saved[key])
             except SamplerStateError:
-                log.warning("%s is not that of %s: its order starts anew from training/seed", name, source)
+                log.warning(
+                    "%s%s is not that of %s: its order starts anew from training/seed", branch.prefix, key, source
+                )
 
 
 def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.branches import Branches
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
 from deepmd_muon.optim.routing.rules import canonical_name
 
@@ -14,7 +15,7 @@ from deepmd_muon.optim.routing.rules import canonical_name
 _EMPTY = {"routes": "frozen", "views": "", "shapes": "0"}
 
 
-def parameter_order(model: EnergyModel) -> Sequence[str]:
+def parameter_order(model: EnergyModel | Branches) -> Sequence[str]:
     """Return the parameters of deepmd-kit's model in its order; none where it has no such model."""
     try:
         return deepmd_kit_parameter_names(model)

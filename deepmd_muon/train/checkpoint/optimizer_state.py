@@ -11,6 +11,7 @@ import torch
 from deepmd_muon.checkpoint_file.directory import read_into
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.branches import Branches
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
 from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
@@ -22,7 +23,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, model: EnergyModel, content: Mapping[str, Any], source: Path
+    optimizer: torch.optim.Optimizer, model: EnergyModel | Branches, content: Mapping[str, Any], source: Path
 ) -> None:
     """Load the optimizer state of a checkpoint after checking that it belongs to this optimizer.
 
@@ -66,7 +67,7 @@ def load_optimizer_state(
         raise CheckpointError(f"{source}: {error}") from error
 
 
-def _with_names(state: Mapping[str, Any], model: EnergyModel) -> dict[str, Any]:
+def _with_names(state: Mapping[str, Any], model: EnergyModel | Branches) -> dict[str, Any]:
     """Attach names to deepmd-kit's Adam state, which is by position, empty parameters included."""
     groups = state["param_groups"]
     if len(groups) != 1 or {"routes", "param_names"} & groups[0].keys():
@@ -126,7 +127,7 @@ def _kinds(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, tuple[
     return {name: {key: (x.shape, x.dtype) for key, x in values.items()} for name, values in state.items()}
 
 
-def _load_adam_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: EnergyModel) -> None:
+def _load_adam_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: EnergyModel | Branches) -> None:
     """Load torch's Adam state; its own loading is by position, so names are compared first."""
     groups = state["param_groups"]
     if any("routes" in group for group in groups) or is_deepmd_kit(groups):

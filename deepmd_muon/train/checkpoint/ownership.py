@@ -21,7 +21,7 @@ from deepmd_muon.train.checkpoint.files import REMOVED, write_pointer
 from deepmd_muon.train.errors import TrainingError
 
 if TYPE_CHECKING:
-    from deepmd_muon.argcheck import TrainingSettings
+    from deepmd_muon.argcheck import RunSettings
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _LONGEST_SAVE = 3600.0
 
 
 @contextlib.contextmanager
-def held(training: TrainingSettings, input_path: str, best: Path | None = None) -> Iterator[None]:
+def held(training: RunSettings, input_path: str, best: Path | None = None) -> Iterator[None]:
     """Hold the checkpoints, the best ones and the learning curve of a run for the time of a `with` block.
 
     The lock is the system's, which releases it however the process ends; a file beside each says who holds it.
@@ -59,7 +59,7 @@ def held(training: TrainingSettings, input_path: str, best: Path | None = None) 
         yield
 
 
-def _curve(training: TrainingSettings) -> Path | None:
+def _curve(training: RunSettings) -> Path | None:
     path = Path(training.disp_file)
     return path if training.disp_training and not is_special(path) else None
 
@@ -110,7 +110,7 @@ def _open_locked(place: Path, path: Path, setting: str) -> int:
         os.close(handle)  # its holder has just removed it
 
 
-def remove_leftovers(training: TrainingSettings, outputs: Sequence[str | None] = (), best: Path | None = None) -> None:
+def remove_leftovers(training: RunSettings, outputs: Sequence[str | None] = (), best: Path | None = None) -> None:
     """Delete what runs of the same names that were killed while they wrote have left; call it while they are held.
 
     Parameters
@@ -118,7 +118,7 @@ def remove_leftovers(training: TrainingSettings, outputs: Sequence[str | None] =
     training
         The input's section, which names the files.
     outputs
-        Other files that the run writes whole: the normalised input, the log, the file of full validations.
+        Other files that the run writes whole: the normalised input, the log, files of full validations and statistics.
     best
         As of `held`.
     """
@@ -130,7 +130,7 @@ def remove_leftovers(training: TrainingSettings, outputs: Sequence[str | None] =
     if curve is not None:
         found += leftovers_of(curve)
     # Other runs may be writing these as well.
-    others = [Path(name) for name in (training.stat_file, training.jsonl_file, *outputs) if name is not None]
+    others = [Path(name) for name in (training.jsonl_file, *outputs) if name is not None]
     shared = [prefix.with_name("checkpoint"), prefix.with_name("try"), *others]
     left = [path for place in shared for path in leftovers_of(place)]
     mine = {_lock_of(path).name for path in (prefix, curve, best) if path is not None}
@@ -161,7 +161,7 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-def keep_earlier(training: TrainingSettings, normalized: tuple[Path, bytes] | None = None) -> None:
+def keep_earlier(training: RunSettings, normalized: tuple[Path, bytes] | None = None) -> None:
     """Give the files of an earlier run of the same names a number, before a fresh run writes its own.
 
     ``lcurve.out`` becomes ``lcurve.out.1``, ``model.ckpt-100.pt`` becomes ``model.ckpt.1-100.pt``; the first number
@@ -192,7 +192,7 @@ def keep_earlier(training: TrainingSettings, normalized: tuple[Path, bytes] | No
     log.info("kept the files of an earlier run as %s", ", ".join(names))
 
 
-def keep_later(training: TrainingSettings, source: Path, step: int, validations: str | None = None) -> bool:
+def keep_later(training: RunSettings, source: Path, step: int, validations: str | None = None) -> bool:
     """Give checkpoints beyond the one that a run continues a number: the run would overwrite them one by one.
 
     ``model.ckpt-100.pt`` becomes ``model.ckpt.1-100.pt``. The run will cut the reports at its first step, so they are
@@ -234,7 +234,7 @@ def keep_later(training: TrainingSettings, source: Path, step: int, validations:
 
 
 def keep_others(
-    training: TrainingSettings, normalized: tuple[Path, bytes], continued: str, validations: str | None = None
+    training: RunSettings, normalized: tuple[Path, bytes], continued: str, validations: str | None = None
 ) -> bool:
     """Give the reports of another run a number, before a run that continues would add its rows to them.
 
@@ -281,7 +281,7 @@ def _saved(prefix: Path) -> list[Path]:
     return sorted(path for path in _entries(prefix.parent) if own.fullmatch(path.name))
 
 
-def _reports(training: TrainingSettings, validations: str | None = None) -> list[Path]:
+def _reports(training: RunSettings, validations: str | None = None) -> list[Path]:
     others = [Path(name) for name in (training.jsonl_file, validations) if name is not None]
     return [path for path in (_curve(training), *others) if path is not None and not is_special(path)]
 

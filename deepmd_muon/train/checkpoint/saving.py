@@ -17,7 +17,7 @@ from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import Ranks, gather_whole
 
 if TYPE_CHECKING:
-    from deepmd_muon.argcheck import TrainingSettings
+    from deepmd_muon.argcheck import RunSettings
     from deepmd_muon.train.checkpoint.directories import DirectorySeries
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Checkpoints:
         On all ranks, when one that will write cannot.
     """
 
-    def __init__(self, training: TrainingSettings, ranks: Ranks) -> None:
+    def __init__(self, training: RunSettings, ranks: Ranks) -> None:
         prefix, keep = Path(training.save_ckpt), training.max_ckpt_keep
         ranks.from_first("making the folder of checkpoints", lambda: _require_writable(prefix.parent))
         self.files = FileSeries(prefix, keep)

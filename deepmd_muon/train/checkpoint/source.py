@@ -10,10 +10,13 @@ from typing import Any, Literal
 
 import torch
 
+from deepmd_muon.argcheck import Input
 from deepmd_muon.argcheck.changes import check_model_section
+from deepmd_muon.argcheck.settings import MultiTaskSettings
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit
 from deepmd_muon.model.settings import ModelSettings, changed
 from deepmd_muon.model.type_map import TypeMove, move_weights
@@ -43,6 +46,8 @@ class Source:
         How the run uses it.
     new_fitting
         Only the descriptor is taken; the fitting net starts anew.
+    branch
+        Its name among the branches of the checkpoint.
     """
 
     path: Path
@@ -51,38 +56,22 @@ class Source:
     weights: Mapping[str, torch.Tensor]
     way: Way
     new_fitting: bool = False
+    branch: str = SINGLE
 
     @classmethod
-    def read(cls, path: str | Path, way: Way, branch: str | None = None, leave: Collection[str] = ()) -> Source:
-        """Read a checkpoint of ours or of deepmd-kit.
-
-        Parameters
-        ----------
-        path, leave
-            As in `read_checkpoint`.
-        way
-            How the run uses it.
-        branch
-            Name or alias of a branch of a multi-task checkpoint. As in deepmd-kit, fine-tuning without one, or from
-            "RANDOM", takes the descriptor of the first branch and starts the fitting net anew.
+    def of(
+        cls, path: Path, content: Mapping[str, Any], way: Way, branch: str | None = None, new_fitting: bool = False
+    ) -> Source:
+        """Take the model of a branch out of a checkpoint's content.
 
         Raises
         ------
-        CheckpointError
-            When the file is not a checkpoint, or its model cannot be built here.
+        ForeignModelError
+            When it cannot be built here, or there is no such branch.
         """
-        path = checkpoint_path(path)
-        content = read_checkpoint(path, leave)
-        with understood(path):
-            new_fitting = False
-            if way == "finetune" and branch in (None, RANDOM):
-                branches = branches_of(content["model"])
-                new_fitting = bool(branches) or branch == RANDOM
-                branch = next(iter(branches), None)
-            settings, weights = from_deepmd_kit(content["model"], branch)
-        if new_fitting:
-            log.warning("%s gives its descriptor alone; the fitting net starts anew", path)
-        return cls(path, content, settings, weights, way, new_fitting)
+        settings, weights = from_deepmd_kit(content["model"], branch)
+        saved = branches_of(content["model"])
+        return cls(path, content, settings, weights, way, new_fitting, saved.get(branch or "", SINGLE))
 
     def move_to(self, type_map: Collection[str]) -> TypeMove | None:
         """Return where its types are in another type map; None for the same, or where networks belong to types."""
@@ -181,3 +170,96 @@ class Source:
             name: tensor for name, tensor in weights.items() if name in present and tensor.shape == present[name].shape
         }
         model.load_state_dict(fitting, strict=False)
+
+
+def read_sources(
+    given: Input, path: str | Path, way: Way, branch: str | None = None, leave: Collection[str] = ()
+) -> dict[str, Source]:
+    """Read a checkpoint of ours or of deepmd-kit, and find the model in it that each branch of a run continues.
+
+    Parameters
+    ----------
+    given
+        The checked input.
+    path, leave
+        As in `read_checkpoint`.
+    way
+        How the run uses it.
+    branch
+        Name or alias of a branch of a multi-task checkpoint, for a run of one model. As in deepmd-kit, fine-tuning
+        without one, or from "RANDOM", takes the descriptor of the first branch and starts the fitting net anew.
+
+    Returns
+    -------
+    dict
+        By name of the run's branches; those that start anew have none.
+
+    Raises
+    ------
+    CheckpointError
+        When the file is not a checkpoint, its model cannot be built here, or it has no branch that the run asks for.
+    """
+    path = checkpoint_path(path)
+    content = read_checkpoint(path, leave)
+    with understood(path):
+        if isinstance(given.settings, MultiTaskSettings):
+            if branch:
+                raise CheckpointError(
+                    "--model-branch names the branch for a run of one model; of several, each names its own: set "
+                    "finetune_head in model/model_dict"
+                )
+            chosen = _choose(given.settings, content["model"], path, way)
+        else:
+            chosen = {SINGLE: _chosen_for_one(content["model"], way, branch)}
+        found = {name: Source.of(path, content, *choice) for name, choice in chosen.items()}
+    for name, source in found.items():
+        if source.new_fitting:
+            whose = "" if name == SINGLE else f" of {name}"
+            log.warning("%s gives its descriptor alone; the fitting net%s starts anew", path, whose)
+    return found
+
+
+_Choice = tuple[Way, "str | None", bool]  # how a branch is used, its name in the checkpoint, whether the net is new
+
+
+def _chosen_for_one(state: Mapping[str, Any], way: Way, branch: str | None) -> _Choice:
+    if way != "finetune" or branch not in (None, RANDOM):
+        return way, branch, False
+    branches = branches_of(state)
+    return way, next(iter(branches), None), bool(branches) or branch == RANDOM
+
+
+def _choose(settings: MultiTaskSettings, state: Mapping[str, Any], path: Path, way: Way) -> dict[str, _Choice]:
+    """Choose the saved branch of each branch of a run, for fine-tuning as deepmd-kit does."""
+    saved = branches_of(state)
+    known: Mapping[str, str | None] = saved or {SINGLE: None}
+    chosen: dict[str, _Choice] = {}
+    for name, branch in settings.model.model_dict.items():
+        head = branch.finetune_head
+        if way == "finetune" and head not in (None, RANDOM):
+            if head not in known:
+                raise CheckpointError(
+                    f"model/model_dict/{name}/finetune_head is {head!r}, but {path} has the branches {', '.join(known)}"
+                )
+            chosen[name] = (way, known[head], False)
+        elif way == "finetune" and (head == RANDOM or name not in known.values()):
+            chosen[name] = (way, next(iter(known.values())), True)
+        elif way == "finetune":
+            chosen[name] = ("init_model", name, False)  # it goes on as it is, beside those that are fine-tuned
+        else:
+            names = [each for each in (name, *branch.model_branch_alias, head or "") if each in known]
+            if names:
+                chosen[name] = (way, known[names[0]], False)
+    if not chosen and not saved:
+        chosen = {next(iter(settings.model.model_dict)): (way, None, False)}
+    if not chosen:
+        raise CheckpointError(
+            f"{path} has the branches {', '.join(known)}, and this input none of them; where a branch has another name "
+            "now, list the former one in its model_branch_alias"
+        )
+    for name in settings.model.model_dict:
+        if name not in chosen:
+            log.warning("the branch %s starts anew: %s has no branch of this name", name, path)
+        elif (other := chosen[name][1]) != name:
+            log.info("the branch %s starts from %s of %s", name, other or "the model", path)
+    return chosen

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
+
+from deepmd_muon.train.report.columns import branch_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -26,6 +29,11 @@ def metrics_line(step: int, kind: str, metrics: Mapping[str, float], lr: float |
     if lr is not None:
         figures.append(f"lr = {lr:8.2e}")
     return f"Batch {step:7d}: {kind}: {', '.join(figures)}"
+
+
+def _metrics_of(branch: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of one branch under their own names."""
+    return {name.partition("/")[0]: value for name, value in metrics.items() if branch_of(name) == branch}
 
 
 def timing_line(step: int, total: float, each: float, remaining: float | None, now: datetime.datetime) -> str:
@@ -78,9 +86,13 @@ class ConsoleReport:
 
     def step(self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]) -> None:
         """Log the metrics of the 1-based `step`, and times."""
-        log.info(metrics_line(step, "trn", train, lr))
-        if valid:
-            log.info(metrics_line(step, "val", valid))
+        for branch in dict.fromkeys(map(branch_of, train)):
+            prefix = f"{branch}_" if branch else ""  # deepmd-kit's words
+            trained = _metrics_of(branch, train)
+            if not branch or not all(map(math.isnan, trained.values())):  # it may have had no step
+                log.info(metrics_line(step, f"{prefix}trn", trained, lr))
+            if found := _metrics_of(branch, valid):
+                log.info(metrics_line(step, f"{prefix}val", found))
         if self._timing:
             self._log_time(step)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deepmd_muon.files import fresh_file, make_folder_of
+from deepmd_muon.train.report.columns import column
 from deepmd_muon.train.report.earlier_lines import earlier_lines
 
 
@@ -46,7 +47,7 @@ class JsonLinesFile:
         record: dict[str, float | None] = {"step": step, "time": round(time.perf_counter() - self._begin, 3), "lr": lr}
         for ending, metrics in (("trn", train), ("val", valid)):
             for name, value in metrics.items():
-                record[f"{name}_{ending}"] = value if math.isfinite(value) else None
+                record[column(name, ending)] = value if math.isfinite(value) else None
         self._file.write(f"{json.dumps(record)}\n".encode())
         self._file.flush()
 

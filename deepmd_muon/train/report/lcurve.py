@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from deepmd_muon.files import fresh_file, make_folder_of
+from deepmd_muon.train.report.columns import branch_of, column, in_order
 from deepmd_muon.train.report.earlier_lines import earlier_lines, first_number
 
 _NOTE = "# If there is no available reference data, rmse_*_{val,trn} will print nan"
 
 
-def header(names: list[str], *, validation: bool) -> str:
-    """Return the header line: per metric a validation and a training column, or the training column alone."""
+def header(names: Sequence[str], validated: Collection[str]) -> str:
+    """Return the header line: per metric a training column, before it one of validation where it is `validated`."""
     columns = [
-        f"   {name + '_val':>11s} {name + '_trn':>11s}" if validation else f"   {name + '_trn':>11s}" for name in names
+        f"   {column(name, 'val'):>11s} {column(name, 'trn'):>11s}"
+        if name in validated
+        else f"   {column(name, 'trn'):>11s}"
+        for name in names
     ]
     return f"# {'step':5s}{''.join(columns)}   {'lr':8s}"
 
 
-def row(step: int, lr: float, names: list[str], train: Mapping[str, float], valid: Mapping[str, float] | None) -> str:
-    """Return one row; a metric that is not there is nan. `valid` is None in a file without validation."""
+def row(
+    step: int,
+    lr: float,
+    names: Sequence[str],
+    validated: Collection[str],
+    train: Mapping[str, float],
+    valid: Mapping[str, float],
+) -> str:
+    """Return one row in the columns of `header`; a metric that is not there is nan."""
     nan = float("nan")
     columns = [
-        f"   {train.get(name, nan):11.2e}"
-        if valid is None
-        else f"   {valid.get(name, nan):11.2e} {train.get(name, nan):11.2e}"
+        f"   {valid.get(name, nan):11.2e} {train.get(name, nan):11.2e}"
+        if name in validated
+        else f"   {train.get(name, nan):11.2e}"
         for name in names
     ]
     return f"{step:7d}{''.join(columns)}   {lr:8.1e}"
@@ -36,7 +47,8 @@ class LearningCurveFile:
     """Append a row of metrics at every reported step.
 
     The first row decides the columns: its training metrics in alphabetical order, and whether there is
-    validation. At a restart, rows beyond the restart step are dropped: each step stands in the file once.
+    validation, for each branch. At a restart, rows beyond the restart step are dropped: each step stands in the file
+    once.
 
     Parameters
     ----------
@@ -59,16 +71,18 @@ class LearningCurveFile:
         self._header = headers[-1] if headers else None
         self._file = fresh_file(path, "".join(line + "\n" for line in kept).encode())
         self._names: list[str] = []
-        self._validation = False
+        self._validated: list[str] = []
 
     def step(self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]) -> None:
         """Write the row of the 1-based `step` and flush it."""
         if not self._names:
-            self._names, self._validation = sorted(train), bool(valid)
-            wanted = header(self._names, validation=self._validation)
+            self._names = in_order(train)
+            branches = {branch_of(name) for name in valid}
+            self._validated = [name for name in self._names if branch_of(name) in branches]
+            wanted = header(self._names, self._validated)
             if wanted.rstrip() != (self._header or "").rstrip():
                 self._file.write(f"{wanted}\n{_NOTE}\n".encode())
-        line = row(step, lr, self._names, train, valid if self._validation else None)
+        line = row(step, lr, self._names, self._validated, train, valid)
         self._file.write(f"{line}\n".encode())
         self._file.flush()
 

@@ -14,7 +14,7 @@ from deepmd_muon.train.report.tensorboard import TensorBoardReport
 from deepmd_muon.train.report.weights_and_biases import WandbReport
 
 if TYPE_CHECKING:
-    from deepmd_muon.argcheck import TrainingSettings
+    from deepmd_muon.argcheck import RunSettings
 
 Metrics = Mapping[str, float]
 
@@ -94,7 +94,8 @@ class Reports:
         lr
             Learning rate of this step's update.
         train, valid
-            Metrics by DeePMD's names ("rmse", "rmse_e", "rmse_f", …); no `valid` without validation data.
+            Metrics by DeePMD's names ("rmse", "rmse_e", "rmse_f", …), of several branches as metric/branch; no `valid`
+            without validation data.
         """
         for report in self._reports:
             if _due(report, step):
@@ -124,7 +125,7 @@ class _Silent:
 
 
 def open_reports(
-    training: TrainingSettings,
+    training: RunSettings,
     *,
     num_steps: int,
     start_step: int = 0,

@@ -24,7 +24,7 @@ def require_tensorboard() -> None:
 
 
 class TensorBoardReport:
-    """Write training metrics and the learning rate as scalars `Default/<name>`.
+    """Write training metrics and the learning rate as scalars `Default/<name>`, of several branches `<branch>/<name>`.
 
     Parameters
     ----------
@@ -57,11 +57,17 @@ class TensorBoardReport:
         with writing(self._place):  # its thread's errors come with the next value
             self._writer.add_scalar("Default/lr", lr, step)
             for name, value in train.items():
-                self._writer.add_scalar(f"Default/{name}", value, step)
+                self._writer.add_scalar(_tag(name), value, step)
             for name, value in valid.items():
-                self._writer.add_scalar(f"Default/{name}_val", value, step)
+                self._writer.add_scalar(f"{_tag(name)}_val", value, step)
 
     def close(self) -> None:
         """Flush and close the event file."""
         with writing(self._place):
             self._writer.close()
+
+
+def _tag(name: str) -> str:
+    """Return deepmd-kit's tag of a metric: branch/metric."""
+    metric, _, branch = name.partition("/")
+    return f"{branch or 'Default'}/{metric}"

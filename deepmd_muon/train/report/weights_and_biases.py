@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from deepmd_muon.train.report.columns import column
+
 
 class WandbError(RuntimeError):
     """Weights & Biases was asked for and cannot be used."""
@@ -56,8 +58,8 @@ class WandbReport:
 
     def step(self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]) -> None:
         """Log the metrics of the 1-based `step`."""
-        metrics = {f"{name}_trn": value for name, value in train.items()}
-        metrics.update({f"{name}_val": value for name, value in valid.items()})
+        metrics = {column(name, "trn"): value for name, value in train.items()}
+        metrics.update({column(name, "val"): value for name, value in valid.items()})
         self._run.log({"lr": lr, **metrics}, step=step)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.loss import Loss
+from deepmd_muon.model import EnergyModel
 from deepmd_muon.train.batches.accumulated import AccumulatedFeed
 from deepmd_muon.train.batches.batch import TrainingBatch
 from deepmd_muon.train.ema import Ema
@@ -39,6 +40,8 @@ class TrainingStep:
         Computes loss and gradient where they are to be compiled; None for `differentiate`.
     tf32
         Multiply float32 matrices in TF32 on the way to the gradient.
+    model
+        The model of the step's branch where the strategy holds several; None for the strategy's.
     """
 
     strategy: Strategy
@@ -49,6 +52,7 @@ class TrainingStep:
     ema: Ema | None = None
     gradient: CompiledGradient | None = None
     tf32: bool = False
+    model: EnergyModel | None = None
 
     def __call__(
         self, batch: TrainingBatch | AccumulatedFeed, lr: float | Tensor, lr_fraction: float | Tensor
@@ -95,7 +99,9 @@ class TrainingStep:
         if self.gradient is not None:
             return self.gradient(batch, lr_fraction)
         sharded = self.strategy.cuts_parameters
-        return differentiate(self.strategy.model, self.loss, batch, lr_fraction, sharded=sharded)
+        model = self.model or self.strategy.model
+        assert isinstance(model, EnergyModel)
+        return differentiate(model, self.loss, batch, lr_fraction, sharded=sharded)
 
     def _accumulate(self, feed: AccumulatedFeed, lr_fraction: float | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss and all metrics of several batches, the means of their gradients in `grad`."""

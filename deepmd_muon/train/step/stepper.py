@@ -9,9 +9,11 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from deepmd_muon.argcheck import TrainingSettings
+from deepmd_muon.argcheck import RunSettings
 from deepmd_muon.data import DataLoader
 from deepmd_muon.loss import Loss
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.branches import Branches
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.train.batches.accumulated import AccumulatedBatches, StepFeed, StepSource
 from deepmd_muon.train.batches.resident import ResidentBatches, why_not_resident
@@ -160,8 +162,9 @@ def build_stepper(
     loss: Loss,
     optimizer: torch.optim.Optimizer,
     ema: Ema | None,
-    training: TrainingSettings,
+    training: RunSettings,
     scalars: Scalars,
+    model: EnergyModel | None = None,
 ) -> Stepper:
     """Make the stepper of a run.
 
@@ -173,6 +176,8 @@ def build_stepper(
         The input's section: `capture`, `enable_compile`, `enable_tf32`, `gradient_max_norm`, `disp_freq`, `disp_avg`.
     scalars
         The schedule.
+    model
+        The model of the branch that it steps, where the strategy holds several.
 
     Raises
     ------
@@ -181,6 +186,8 @@ def build_stepper(
     """
     device, policy = strategy.ranks.device, on_nonfinite(optimizer)
     obstacle = "there is no GPU" if device.type != "cuda" else strategy.reads_on_host
+    if isinstance(strategy.model, Branches):
+        obstacle = obstacle or "the run has several branches"
     if obstacle and training.capture == "on":
         raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto"')
     tf32 = training.enable_tf32 and device.type == "cuda"
@@ -197,10 +204,13 @@ def build_stepper(
             training.gradient_max_norm,
             ema,
             tf32=tf32,
+            model=model,
         )
         return HostStepper(step, scalars, device)
     guard = DeviceGuard(policy, optimizer, device, training.disp_freq, strategy.ranks.gather_objects)
     capture = training.capture != "off"
-    gradient = CompiledGradient(strategy.model, loss) if capture and training.enable_compile else None
-    step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema, gradient, tf32)
+    whole = model or strategy.model
+    assert isinstance(whole, EnergyModel)
+    gradient = CompiledGradient(whole, loss) if capture and training.enable_compile else None
+    step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema, gradient, tf32, model)
     return DeviceStepper(step, scalars, device, capture=capture, keep_metrics=training.disp_avg)

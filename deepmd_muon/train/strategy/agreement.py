@@ -14,6 +14,7 @@ from torch import Tensor
 from deepmd_muon.checkpoint_file.directory import is_directory
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.branches import Branches
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state, read_state_part
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.strategy.base import Strategy
@@ -24,7 +25,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class SeveralRanks(Strategy):
     """A strategy whose ranks sum loss and stop requests together with their gradients."""
 
-    def __init__(self, ranks: Ranks, model: EnergyModel) -> None:
+    def __init__(self, ranks: Ranks, model: EnergyModel | Branches) -> None:
         super().__init__(ranks, model)
         self._requested: int | None = None
 
@@ -45,7 +46,7 @@ class SeveralRanks(Strategy):
         optimizer: torch.optim.Optimizer,
         content: Mapping[str, Any],
         source: Path,
-        build_whole: Callable[[], tuple[EnergyModel, torch.optim.Optimizer]],
+        build_whole: Callable[[], tuple[EnergyModel | Branches, torch.optim.Optimizer]],
     ) -> None:
         """Load the part of the optimizer's state that this rank keeps; see `Strategy.load_optimizer_state`."""
         path = checkpoint_path(source)

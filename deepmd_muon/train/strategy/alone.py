@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.branches import Branches
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
 from deepmd_muon.train.strategy.base import Reduced, Strategy
 
@@ -22,7 +23,7 @@ class Alone(Strategy):
         optimizer: torch.optim.Optimizer,
         content: Mapping[str, Any],
         source: Path,
-        build_whole: Callable[[], tuple[EnergyModel, torch.optim.Optimizer]],
+        build_whole: Callable[[], tuple[EnergyModel | Branches, torch.optim.Optimizer]],
     ) -> None:
         """Load the optimizer's state; see `Strategy.load_optimizer_state`."""
         load_optimizer_state(optimizer, self.model, content, source)

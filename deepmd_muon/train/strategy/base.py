@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.branches import Branches
 from deepmd_muon.optim.other_configs import OptimizerConfig
 from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.ranks.ranks import Ranks
@@ -62,7 +63,7 @@ class Strategy(ABC):
     _replicas: DeviceMesh | None = None
     _state_in_parts = False
 
-    def __init__(self, ranks: Ranks, model: EnergyModel) -> None:
+    def __init__(self, ranks: Ranks, model: EnergyModel | Branches) -> None:
         self.ranks = ranks
         self.model = model
         self.stop_signal: int | None = None
@@ -77,7 +78,7 @@ class Strategy(ABC):
         optimizer: torch.optim.Optimizer,
         content: Mapping[str, Any],
         source: Path,
-        build_whole: Callable[[], tuple[EnergyModel, torch.optim.Optimizer]],
+        build_whole: Callable[[], tuple[EnergyModel | Branches, torch.optim.Optimizer]],
     ) -> None:
         """Load the optimizer's state from a checkpoint.
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from deepmd_muon.argcheck import TrainingSettings
+from deepmd_muon.argcheck import RunSettings
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.branches import Branches
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.strategy.alone import Alone
 from deepmd_muon.train.strategy.base import Strategy
 
 
-def choose_strategy(training: TrainingSettings, ranks: Ranks, model: EnergyModel) -> Strategy:
+def choose_strategy(training: RunSettings, ranks: Ranks, model: EnergyModel | Branches) -> Strategy:
     """Make the strategy that `zero_stage` and the number of processes ask for.
 
     Parameters
@@ -34,6 +35,7 @@ def choose_strategy(training: TrainingSettings, ranks: Ranks, model: EnergyModel
         from deepmd_muon.train.strategy.replicated import Replicated
 
         return Replicated(ranks, model, state_in_parts=stage == 1)
+    assert not isinstance(model, Branches)  # a rule of the input
     from deepmd_muon.train.strategy.fully_sharded import FullySharded, sharding_mesh
 
     mesh = sharding_mesh(ranks, training.data_parallel_replicate_degree)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.branches import Branches
 from deepmd_muon.optim.other_configs import OptimizerConfig
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.optimizers import build_optimizer
@@ -38,7 +39,7 @@ class Replicated(SeveralRanks):
         Whether each keeps a part of the optimizer's state (stage 1) instead of all of it (stage 0).
     """
 
-    def __init__(self, ranks: Ranks, model: EnergyModel, *, state_in_parts: bool = False) -> None:
+    def __init__(self, ranks: Ranks, model: EnergyModel | Branches, *, state_in_parts: bool = False) -> None:
         super().__init__(ranks, model)
         self._replicas = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("replicas",))
         self._state_in_parts = state_in_parts

@@ -15,10 +15,6 @@ from deepmd_muon.files import make_folder_of, whole_file, writing
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"best\.ckpt-([0-9]+)\.t-([0-9]+)\.pt")
-_LEFT = re.compile(r"\.best\.ckpt-[0-9]+\.t-[0-9]+\.[0-9a-f]{16}\.pt")
-_KEPT = re.compile(r"best\.ckpt\.([0-9]+)-.*")
-
 
 @dataclasses.dataclass
 class BestCheckpoints:
@@ -34,12 +30,15 @@ class BestCheckpoints:
         Name of the error that ranks them, such as "e:mae".
     records
         Error and step of the best, best first; of equal errors the earlier step.
+    name
+        Beginning of the files' names.
     """
 
     folder: Path
     keep: int
     metric: str
     records: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    name: str = "best.ckpt"
 
     def enter(self, step: int, error: float) -> bool:
         """Rank a step; return whether it is among the best."""
@@ -52,7 +51,7 @@ class BestCheckpoints:
     def path(self, step: int) -> Path:
         """Path of a step among the best."""
         rank = [record[1] for record in self.records].index(step) + 1
-        return self.folder / f"best.ckpt-{step}.t-{rank}.pt"
+        return self.folder / f"{self.name}-{step}.t-{rank}.pt"
 
     def save(self, step: int, content: Mapping[str, Any]) -> Path:
         """Write the checkpoint of a step among the best, and give the others their ranks."""
@@ -65,7 +64,7 @@ class BestCheckpoints:
     def tidy(self) -> None:
         """Rename the files to their ranks and delete those that are no longer among the best."""
         steps = {step for _, step in self.records}
-        found = {path: int(name[1]) for path in self._files() if (name := _NAME.fullmatch(path.name))}
+        found = {path: int(name[1]) for path in self._files() if (name := self._pattern.fullmatch(path.name))}
         for path, step in found.items():
             with writing(path):
                 if step not in steps or (path != self.path(step) and self.path(step) in found):
@@ -81,22 +80,29 @@ class BestCheckpoints:
         after
             Only those of later steps.
         """
-        earlier = [path for path in self._files() if (name := _NAME.fullmatch(path.name)) and int(name[1]) > after]
+        names = {path: self._pattern.fullmatch(path.name) for path in self._files()}
+        earlier = [path for path, name in names.items() if name and int(name[1]) > after]
         if not earlier:
             return
-        number = max((int(name[1]) for path in self._files() if (name := _KEPT.fullmatch(path.name))), default=0) + 1
+        kept = re.compile(rf"{re.escape(self.name)}\.([0-9]+)-.*")
+        number = max((int(name[1]) for path in self._files() if (name := kept.fullmatch(path.name))), default=0) + 1
         for path in earlier:
             with writing(path):
-                path.rename(path.with_name(path.name.replace("best.ckpt", f"best.ckpt.{number}", 1)))
-        log.info("kept the best checkpoints of an earlier run as %s", self.folder / f"best.ckpt.{number}-*")
+                path.rename(path.with_name(path.name.replace(self.name, f"{self.name}.{number}", 1)))
+        log.info("kept the best checkpoints of an earlier run as %s", self.folder / f"{self.name}.{number}-*")
+
+    @property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(rf"{re.escape(self.name)}-([0-9]+)\.t-([0-9]+)\.pt")
 
     def _files(self) -> list[Path]:
-        return sorted(self.folder.glob("best.ckpt*.pt"))
+        return sorted(self.folder.glob(f"{self.name}*.pt"))
 
     def remove_leftovers(self) -> None:
         """Delete what runs that were killed while they saved have left."""
-        for rest in self.folder.glob(".best.ckpt-*.pt"):
-            if _LEFT.fullmatch(rest.name):
+        left = re.compile(rf"\.{re.escape(self.name)}-[0-9]+\.t-[0-9]+\.[0-9a-f]{{16}}\.pt")
+        for rest in self.folder.glob(f".{self.name}-*.pt"):
+            if left.fullmatch(rest.name):
                 with writing(rest):
                     rest.unlink()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.checkpoint_file.file import OWN_KEY
+from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import Ranks, gather_whole
 from deepmd_muon.train.report.validation_file import ValidationFile
@@ -50,6 +51,8 @@ class FullValidation:
         Length of the run.
     ranks
         The processes of the run; rank 0 writes.
+    branch
+        Whose errors these are; files bear its name unless it is the only one.
 
     Attributes
     ----------
@@ -57,7 +60,9 @@ class FullValidation:
         The best checkpoints so far.
     """
 
-    def __init__(self, settings: ValidatingSettings, save_ckpt: str, num_steps: int, ranks: Ranks) -> None:
+    def __init__(
+        self, settings: ValidatingSettings, save_ckpt: str, num_steps: int, ranks: Ranks, branch: str = SINGLE
+    ) -> None:
         self._settings = settings
         self._ranks = ranks
         start = settings.full_val_start
@@ -65,7 +70,11 @@ class FullValidation:
         self._taken = 0
         self._enabled = settings.full_validation and start != 1
         folder = _best_folder(settings, save_ckpt)
-        self.best = BestCheckpoints(folder, settings.max_best_ckpt, settings.validation_metric.lower())
+        whose = "" if branch == SINGLE else f".{branch}"
+        name = f"best{whose}.ckpt"
+        self.best = BestCheckpoints(folder, settings.max_best_ckpt, settings.validation_metric.lower(), name=name)
+        path = Path(settings.full_val_file)
+        self._path = path.with_name(f"{path.stem}{whose}{path.suffix}")
         self._file: ValidationFile | None = None
 
     def begin(self, step: int, *, fresh: bool) -> None:
@@ -79,7 +88,7 @@ class FullValidation:
                 self.best.keep_earlier()
             elif self._settings.save_best and self.best.records:
                 self.best.tidy()
-            self._file = ValidationFile(self._settings.full_val_file, self.best.metric, start_step=step)
+            self._file = ValidationFile(self._path, self.best.metric, start_step=step)
 
         self._ranks.from_first("opening the file of full validations", settle)
 

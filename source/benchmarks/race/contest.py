@@ -20,9 +20,11 @@ from deepmd_muon.argcheck import Input, normalize
 from deepmd_muon.data import Batch, NeighborCache, System
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model import Structures, build_model
+from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.train.batches.batch import TrainingBatch, to_device
+from deepmd_muon.train.branches import make_branches
 from deepmd_muon.train.learning_rate import learning_rate
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.setup import (
@@ -30,8 +32,8 @@ from deepmd_muon.train.setup import (
     Data,
     make_loaders,
     resolve_sel,
-    set_model_statistics,
 )
+from deepmd_muon.train.statistics import set_model_statistics
 from deepmd_muon.train.step.stepper import build_stepper
 from deepmd_muon.train.strategy import choose_strategy
 from deepmd_muon.train.systems import open_section, open_training_systems
@@ -78,14 +80,15 @@ class Arena:
         self._content = input_of(name, model, train, seed=seed, steps=steps)
         self._length = 0.0
         given = self.checked({"type": "Adam"}, 1e-3)
-        given, self._train, _ = open_training_systems(given)
-        given, _ = resolve_sel(given, self._train, count=True)
+        given, systems = open_training_systems(given)
+        self._train = systems[SINGLE].training
+        given, _ = resolve_sel(given, systems, count=True)
         self._content["model"] = given.normalized["model"]
         first = build_model(given.settings.model)
         self._ntypes = first.ntypes
         self._cache = NeighborCache.of(first.neighbors, first.ntypes, CACHE_BYTES)
         data = self.data(given)
-        set_model_statistics(first, data, given.settings.training)
+        set_model_statistics(make_branches(given, first, {SINGLE: data}, {}, {}))
         self.weights = first.state_dict()
         samples = (Structures.of(x.frames, x.neighbors, first.ntypes) for x in data.training.sample_batches(1))
         self._length = descriptor_length(first, samples)

@@ -42,10 +42,19 @@ def test_each_section(water, section, value, what):
 
 
 def test_several_are_told_once_each(water):
-    water["model"] = {"model_dict": {"a": {}}, "shared_dict": {}}
-    water["loss_dict"] = {"a": {}}
+    branch = {"type_map": "types", "descriptor": "all", "fitting_net": {"type": "dos"}}
+    parts = {"types": ["O"], "all": {"type": "dpa2"}}
+    water["model"] = {"model_dict": {"a": branch, "b": branch}, "shared_dict": parts}
+    water["loss_dict"] = {"a": {}, "b": {"type": "tensor"}}
     water["optimizer"] = {"type": "LKF"}
-    assert elsewhere(water).elsewhere == "multi-task training and the optimizer 'LKF'"
+    error = elsewhere(water)
+    assert error.elsewhere.split(" and ") == [
+        *("the descriptor 'dpa2'", "the fitting net 'dos'", "the optimizer 'LKF'", "the loss 'tensor'"),
+    ]
+    assert [problem.path for problem in error.problems][:2] == [
+        "model/shared_dict/all/type",
+        "model/model_dict/a/fitting_net/type",
+    ]
 
 
 def test_a_key_of_deepmd_kit_is_told_with_advice(water):

@@ -46,7 +46,7 @@ ARROWS = {
 TORCH_FREE = {
     *("deepmd_muon.optim.config", "deepmd_muon.optim.other_configs", "deepmd_muon.optim.omitted_scales"),
     *("deepmd_muon.loss.settings", "deepmd_muon.loss.registry", "deepmd_muon.loss.ener.settings"),
-    *("deepmd_muon.model.settings", "deepmd_muon.checkpoint_file.errors"),
+    *("deepmd_muon.model.branch_settings", "deepmd_muon.model.settings", "deepmd_muon.checkpoint_file.errors"),
 }
 # Every room may import these, in this order; they import nothing else of the package.
 GROUND = ("setting", "section")

@@ -25,9 +25,9 @@ def on_device(monkeypatch):
     """A function after which runs take their steps as on a GPU, from resident or streamed data."""
 
     def switch(*, streamed=False):
-        def build(strategy, loss, optimizer, ema, training, scalars):
+        def build(strategy, loss, optimizer, ema, training, scalars, model=None):
             guard = DeviceGuard(on_nonfinite(optimizer), optimizer, CPU)
-            step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema)
+            step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema, model=model)
             return DeviceStepper(step, scalars, CPU, capture=False, keep_metrics=training.disp_avg)
 
         monkeypatch.setattr(trainer, "build_stepper", build)

@@ -80,7 +80,7 @@ def test_no_table_without_validation_data_or_after_a_signal(small_input, train, 
 
 
 def test_a_signal_during_the_comparison_ends_it(small_input, train, caplog, monkeypatch):
-    from deepmd_muon.train import trainer
+    from deepmd_muon.train.validation import run_validation
 
     compared = []
 
@@ -90,7 +90,7 @@ def test_a_signal_during_the_comparison_ends_it(small_input, train, caplog, monk
             os.kill(os.getpid(), signal.SIGINT)
         return [[0.0] * 12] * nrows
 
-    monkeypatch.setattr(trainer, "error_sums", stopped)
+    monkeypatch.setattr(run_validation, "error_sums", stopped)
     assert train(small_input(), log_level="INFO") == 128 + signal.SIGINT
     assert len(compared) == 1
     assert table(caplog) == []

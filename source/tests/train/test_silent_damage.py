@@ -16,7 +16,7 @@ import torch
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
-from deepmd_muon.data import DataError, open_systems
+from deepmd_muon.data import DataError, StatFile, open_systems
 from deepmd_muon.data.checks.digest import content_digest
 from deepmd_muon.section import thaw
 from deepmd_muon.train import NonFiniteError, TrainingError
@@ -24,6 +24,7 @@ from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
 from deepmd_muon.train.setup import check_same_run
 from deepmd_muon.train.step.guard import DeviceGuard, HostGuard, SkipCount
 from deepmd_muon.train.strategy.base import Reduced
+from deepmd_muon.train.systems import Systems
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 
@@ -80,11 +81,8 @@ def put(name, value):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (put("stddev", np.zeros((1, 4))), "stddev has values that are not above 0"),
-        (put("mean", np.full((1, 4), np.nan)), "mean has values that are not finite"),
-        (put("mean", np.zeros((2, 4))), r"mean is float64 of shape \(2, 4\)"),
-        (put("energy_bias", np.array([1 + 2j])), "energy_bias is complex128"),
-        (lambda entry: entry.pop("mean"), "mean is missing"),
+        (put("mean", np.full((1, 4), 0.1)), "checksum"),
+        (lambda entry: entry.pop("mean"), "checksum"),
         (put("mean", h5py.SoftLink("/none")), "is damaged"),
     ],
 )
@@ -92,6 +90,32 @@ def test_damaged_statistics_are_named(small_input, train, change, problem):
     content = small_input(training={"stat_file": "stat.hdf5", "numb_steps": 1})
     assert train(content) == 0
     spoil("stat.hdf5", change)
+    with pytest.raises(DataError, match=f"stat_file stat.hdf5.*{problem}"):
+        train(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("stddev", np.zeros((1, 4)), "stddev has values that are not above 0"),
+        ("mean", np.full((1, 4), np.nan), "mean has values that are not finite"),
+        ("mean", np.zeros((2, 4)), r"mean is float64 of shape \(2, 4\)"),
+        ("energy_bias", np.array([1 + 2j]), "energy_bias is complex128"),
+        ("mean", None, "mean is missing"),
+        ("median", np.zeros(1), "median is unknown"),
+    ],
+)
+def test_statistics_without_sense_are_named(monkeypatch, small_input, train, name, value, problem):
+    """A file whose checksums are right may still hold them."""
+    content = small_input(training={"stat_file": "stat.hdf5", "numb_steps": 1})
+    assert train(content) == 0
+    kept = StatFile.load
+
+    def load(self, key):
+        arrays = {**kept(self, key), name: value}
+        return {label: array for label, array in arrays.items() if array is not None}
+
+    monkeypatch.setattr(StatFile, "load", load)
     with pytest.raises(DataError, match=f"stat_file stat.hdf5.*{problem}"):
         train(content)
 
@@ -135,18 +159,23 @@ def test_ranks_with_other_data_or_inputs_are_named(small_input):
         small_input(optimizer={"weight_decay": 0.5}, training={"numb_steps": 9, "stat_file": "elsewhere"})
     )
     a, b = (open_systems(str(EXAMPLE / part), ["Cu"]) for part in ("train", "valid"))
-    mine = (thaw(given.settings), content_digest(a), content_digest(b))
+    first, second = content_digest(a), content_digest(b)
+
+    def digests(training, validation):
+        return {"training/training_data": training, "training/validation_data": validation}
+
+    mine = (thaw(given.settings), digests(first, second))
 
     def check(*others):
-        check_same_run(given, a, b, Ranks(size=1 + len(others), others=others))
+        check_same_run(given, {"Default": Systems(a, b)}, Ranks(size=1 + len(others), others=others))
 
     check(mine, mine)
     with pytest.raises(TrainingError, match="training data of rank 2 are not those of rank 0"):
-        check(mine, (mine[0], mine[2], mine[2]))
+        check(mine, (mine[0], digests(second, second)))
     with pytest.raises(TrainingError, match="validation data of rank 1 are not those of rank 0"):
-        check((*mine[:2], mine[1]))
+        check((mine[0], digests(first, first)))
     with pytest.raises(TrainingError, match=r"rank 1 differs .* in optimizer/weight_decay, training/numb_steps: all"):
-        check((thaw(other.settings), *mine[1:]))
+        check((thaw(other.settings), mine[1]))
 
 
 def change_a_force(folder):

@@ -412,7 +412,7 @@ def test_terms_without_labels_are_told_and_useless_systems_refused(small_input, 
 
 def test_reading_what_all_ranks_have_shown_is_marked_as_waiting(small_input, train, monkeypatch):
     """On a GPU it is there that a rank which is lost meanwhile is waited for."""
-    inside, seen, original = [], [], trainer._numbers
+    inside, seen, original = [], [], trainer.numbers
 
     @contextlib.contextmanager
     def waiting(ranks):
@@ -425,7 +425,8 @@ def test_reading_what_all_ranks_have_shown_is_marked_as_waiting(small_input, tra
         return original(metrics)
 
     monkeypatch.setattr(Ranks, "waiting", waiting)
-    monkeypatch.setattr(trainer, "_numbers", numbers)
+    monkeypatch.setattr(trainer, "numbers", numbers)
+    monkeypatch.setattr("deepmd_muon.train.validation.run_validation.numbers", numbers)
     assert train(small_input(training={"numb_steps": 2})) == 0
     assert len(seen) >= 2  # training and validation
     assert set(seen) == {1}

@@ -416,10 +416,10 @@ def on_device(rank):
 
     kept = trainer.build_stepper, Replicated._on_host, LateRequests.STEPS
 
-    def build(strategy, loss, optimizer, ema, training, scalars):
+    def build(strategy, loss, optimizer, ema, training, scalars, model):
         cpu = torch.device("cpu")
         guard = DeviceGuard(on_nonfinite(optimizer), optimizer, cpu, 1, strategy.ranks.gather_objects)
-        step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema)
+        step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema, model=model)
         return DeviceStepper(step, scalars, cpu, capture=False, keep_metrics=training.disp_avg)
 
     trainer.build_stepper, Replicated._on_host, LateRequests.STEPS = build, False, 2

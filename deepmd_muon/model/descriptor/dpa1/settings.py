@@ -31,6 +31,7 @@ TebdInputMode = Literal["concat", "strip"]
 class AttentionSettings(DescriptorSettings):
     """Settings of both forms of DPA-1."""
 
+    share_levels: ClassVar[tuple[int, ...]] = (0, 1)
     one_fitting_net: ClassVar[bool] = True
 
     sel: str | int | tuple[int, ...] = setting(

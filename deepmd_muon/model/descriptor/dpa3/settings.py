@@ -207,6 +207,7 @@ class DPA3Settings(DescriptorSettings):
     """Graph descriptor DPA-3: atoms, edges and angles that message each other over layers."""
 
     type: ClassVar[str] = "dpa3"
+    share_levels: ClassVar[tuple[int, ...]] = (0, 1)
     one_fitting_net: ClassVar[bool] = True
 
     repflow: RepflowSettings = section(doc="The layers of the graph.")

@@ -1,0 +1,145 @@
+"""Section `model` of several models that share parts; torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from deepmd_muon.model.registry import DESCRIPTORS
+from deepmd_muon.model.settings import ModelSettings
+from deepmd_muon.section import Foreign, Rule, Section, section
+from deepmd_muon.setting import setting
+
+SINGLE = "Default"
+"""Name of the one branch of a model that is not multi-task, in deepmd-kit's files too."""
+SHAREABLE = ("type_map", "descriptor", "fitting_net")
+"""Keys of a branch that may name an entry of model/shared_dict."""
+ENTIRE = 0
+"""Level at which a part is shared with all its weights; at level 1, of a descriptor, only `type_embedding` is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """A part of a branch that stands in model/shared_dict.
+
+    Attributes
+    ----------
+    key
+        Its name there.
+    level
+        How much of it the branch shares.
+    given
+        What the branch says, such as "key:1".
+    """
+
+    key: str
+    level: int
+    given: str
+
+
+def levels_of(part: str, section: Any) -> tuple[int, ...]:
+    """Return the levels at which a part of a model can be shared, given its plain section."""
+    if part != "descriptor":
+        return (ENTIRE,)
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    name = DESCRIPTORS.aliases.get(kind, kind) if isinstance(kind, str) else ""
+    if name not in DESCRIPTORS.settings:
+        return (ENTIRE, 1)  # the check, or deepmd-kit, will judge it
+    levels: tuple[int, ...] = DESCRIPTORS.settings_class(name).share_levels
+    return levels
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BranchModelSettings(ModelSettings):
+    """The model of one branch: a model, and what a multi-task run says of it.
+
+    Each of type_map, descriptor and fitting_net may be the name of an entry of model/shared_dict, or "name:level".
+    """
+
+    type_map: tuple[str, ...] = setting(nonempty=True, doc="Names of the types of atoms, such as ['O', 'H'].")
+    finetune_head: str | None = setting(
+        None,
+        doc=(
+            "Branch of the checkpoint of --finetune that this branch starts from; 'RANDOM' takes a descriptor and "
+            "starts the fitting net anew. Left out, a branch continues the one of its name, else it starts as 'RANDOM'."
+        ),
+    )
+    model_branch_alias: tuple[str, ...] = setting((), doc="Other names of the branch.")
+
+    foreign: ClassVar[dict[str, Foreign]] = {
+        key: value
+        for key, value in ModelSettings.foreign.items()
+        if key not in ("finetune_head", "model_branch_alias", "shared_dict")
+    }
+
+    @property
+    def alone(self) -> ModelSettings:
+        """The model without what belongs to a multi-task run."""
+        return ModelSettings(**_of_a_model(self))
+
+    def with_model(self, model: ModelSettings) -> BranchModelSettings:
+        """Return the branch with another model."""
+        return dataclasses.replace(self, **_of_a_model(model))
+
+
+def _of_a_model(settings: ModelSettings) -> dict[str, Any]:
+    """Return the values of all fields that a single model has."""
+    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(ModelSettings)}
+
+
+def _some_branch(model_dict: Mapping[str, BranchModelSettings]) -> str | None:
+    return None if model_dict else "must have a branch; found an empty object"
+
+
+def _one_protection(model_dict: Mapping[str, BranchModelSettings]) -> str | None:
+    found = {name: branch.data_stat_protect for name, branch in model_dict.items()}
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"{name} {value:g}" for name, value in found.items())
+        return f"must have one data_stat_protect for all branches; found {listed}"
+    return None
+
+
+def _a_row_for_each_branch(model_dict: Mapping[str, BranchModelSettings]) -> str | None:
+    found = {name: getattr(branch.fitting_net, "dim_case_embd", 0) for name, branch in model_dict.items()}
+    listed = ", ".join(f"{name} {value}" for name, value in found.items())
+    if len(set(found.values())) > 1:
+        return f"must have one fitting_net/dim_case_embd for all branches; found {listed}"
+    if 0 < max(found.values(), default=0) < len(found):
+        return f"must have a fitting_net/dim_case_embd of at least {len(found)}, the number of branches; found {listed}"
+    return None
+
+
+def _names_once(model_dict: Mapping[str, BranchModelSettings]) -> str | None:
+    taken = dict.fromkeys(model_dict, "the branch")
+    for name, branch in model_dict.items():
+        for alias in branch.model_branch_alias:
+            if alias in taken:
+                return f"has the alias {alias!r} of {name!r}, which is already a name of {taken[alias]} {alias!r}"
+            taken[alias] = f"{name!r} as"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiTaskModelSettings(Section):
+    """Several models that share parts, one for each branch.
+
+    Every key of a branch may stand here as well, for all branches that leave it out.
+    """
+
+    shared_dict: Mapping[str, Any] | None = setting(
+        None,
+        doc=(
+            "Type maps, descriptors and fitting nets by names, to which branches refer. Level 0, as in 'name' or "
+            "'name:0', shares all weights and the descriptor's statistics, of a fitting net all but the energy bias "
+            "and the row of dim_case_embd; 'name:1' shares the type embedding of a dpa1 or dpa3 descriptor alone."
+        ),
+    )
+    model_dict: Mapping[str, BranchModelSettings] = section(doc="The model of each branch, by its name.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("model_dict",), _some_branch),
+        Rule(("model_dict",), _one_protection),
+        Rule(("model_dict",), _a_row_for_each_branch),
+        Rule(("model_dict",), _names_once),
+    )

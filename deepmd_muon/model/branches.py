@@ -1,0 +1,123 @@
+"""Several energy models that share parts: a shared part is one module, and its parameters are in every branch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from deepmd_muon.model.branch_settings import ENTIRE, SINGLE, Shared
+from deepmd_muon.model.energy_model import EnergyModel, build_model
+from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.settings import ModelSettings
+
+
+class Branches(torch.nn.Module):
+    """Energy models by the names of their branches.
+
+    `named_parameters` lists a shared parameter once, under the first branch that has it; `state_dict` lists it under
+    all.
+
+    Parameters
+    ----------
+    models
+        The models.
+    aliases
+        Further names of branches.
+    """
+
+    def __init__(self, models: Mapping[str, EnergyModel], aliases: Mapping[str, Sequence[str]] | None = None) -> None:
+        super().__init__()
+        self.aliases = dict(aliases or {})
+        self._modules.update(models)  # any name: torch's own containers refuse those of their methods
+
+    def items(self) -> Iterator[tuple[str, EnergyModel]]:
+        """Yield the names of the branches and their models."""
+        yield from self._modules.items()  # type: ignore[misc]  # of this class only
+
+
+def branches_of(model: EnergyModel | Branches) -> dict[str, EnergyModel]:
+    """Return the models of all branches by name; a single model is the branch "Default"."""
+    return dict(model.items()) if isinstance(model, Branches) else {SINGLE: model}
+
+
+def all_names(model: EnergyModel | Branches) -> dict[torch.Tensor, list[str]]:
+    """Return every parameter with all names that it has, those of earlier branches first."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def build_branches(
+    models: Mapping[str, ModelSettings],
+    references: Mapping[str, Mapping[str, Shared]],
+    aliases: Mapping[str, Sequence[str]] | None = None,
+) -> EnergyModel | Branches:
+    """Build the models of all branches and let them share parts.
+
+    Parameters
+    ----------
+    models
+        The settings of each; the one model of a run that is not multi-task is called "Default".
+    references
+        By branch and part, which entry of model/shared_dict it is.
+    aliases
+        Further names of branches.
+
+    Returns
+    -------
+    EnergyModel or Branches
+        A single model as such.
+
+    Raises
+    ------
+    ModelError
+        When a model cannot be built, or a fitting net cannot be shared because descriptors differ in length.
+    """
+    built = {name: build_model(settings) for name, settings in models.items()}
+    if list(built) == [SINGLE]:
+        return built[SINGLE]
+    for part, links in _links(references):
+        (base, _), *others = sorted(links, key=lambda link: link[1])  # the first of those that share most
+        for name, level in others:
+            share = _share_descriptor if part == "descriptor" else _share_fitting
+            try:
+                share(built[name], built[base], level)
+            except ModelError as error:
+                raise ModelError(f"model/model_dict/{name}/{part} cannot be that of {base!r}: {error}") from error
+    rows = sorted(built)  # deepmd-kit's order
+    for name, model in built.items():
+        case = getattr(model.atomic_model.fitting_net, "case_embd", None)
+        if case is not None:
+            case[rows.index(name)] = 1.0
+    return Branches(built, aliases)
+
+
+def _links(references: Mapping[str, Mapping[str, Shared]]) -> Iterator[tuple[str, list[tuple[str, int]]]]:
+    """Yield the part that each entry of shared_dict stands for, with the branches that have it and their levels."""
+    found: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for name, parts in references.items():
+        for part, shared in parts.items():
+            if part != "type_map":
+                found.setdefault((part, shared.key), []).append((name, shared.level))
+    for (part, _), links in found.items():
+        yield part, links
+
+
+def _share_descriptor(model: EnergyModel, base: EnergyModel, level: int) -> None:
+    """Let a model take the descriptor of another one, or its type embedding."""
+    if level == ENTIRE:
+        model.atomic_model.descriptor = base.atomic_model.descriptor
+    else:
+        model.atomic_model.descriptor.type_embedding = base.atomic_model.descriptor.type_embedding
+
+
+def _share_fitting(model: EnergyModel, base: EnergyModel, level: int) -> None:
+    """Let a model take the weights of another one's fitting net; buffers, such as the energy bias, stay its own."""
+    own, other = model.atomic_model.fitting_net, base.atomic_model.fitting_net
+    shapes = [{name: p.shape for name, p in net.named_parameters()} for net in (own, other)]
+    if shapes[0] != shapes[1]:
+        raise ModelError("their weights differ in shape, because their descriptors differ in length")
+    own._modules.update(other._modules)
+    own._parameters.update(other._parameters)

@@ -1,0 +1,185 @@
+"""The branches of a run: one model with its loss and data each, and the order in which they are trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deepmd_muon.argcheck.settings import MultiTaskSettings
+from deepmd_muon.data.sampling.sampler import Sampler
+from deepmd_muon.loss import Loss, build_loss, check_labels
+from deepmd_muon.model.branch_settings import SINGLE
+from deepmd_muon.model.branches import branches_of, build_branches
+from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
+from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.setup import Data, number_of_steps
+
+if TYPE_CHECKING:
+    from deepmd_muon.argcheck import Input
+    from deepmd_muon.argcheck.load import Branch
+    from deepmd_muon.model import EnergyModel
+    from deepmd_muon.model.branches import Branches
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunBranch:
+    """One of the models that a run trains; the only one of a run that is not multi-task is called "Default".
+
+    Attributes
+    ----------
+    name
+        Its name.
+    settings
+        What the input says of it.
+    model, loss, data
+        The parts themselves; the model may share modules with others.
+    min_nbor_dist
+        Shortest distance in its training data [Å], which deepmd-kit keeps in its checkpoints.
+    continued
+        The branch of the checkpoint that it starts from; its own name without a checkpoint.
+    """
+
+    name: str
+    settings: Branch
+    model: EnergyModel
+    loss: Loss
+    data: Data
+    min_nbor_dist: float = UNKNOWN_DISTANCE
+    continued: str = SINGLE
+
+    @property
+    def prefix(self) -> str:
+        """Beginning of messages about it; empty where it is the only one."""
+        return "" if self.name == SINGLE else f"{self.name}: "
+
+    def metric_names(self) -> list[str]:
+        """Return the names of its metrics."""
+        return sorted({"rmse", *(term.metric for term in self.loss.terms)})
+
+    def named(self, metric: str) -> str:
+        """Return the name of one of its metrics among those of all branches: metric/branch."""
+        return metric if self.name == SINGLE else f"{metric}/{self.name}"
+
+
+def build_of(given: Input) -> EnergyModel | Branches:
+    """Build the models that an input describes, see `build_branches`."""
+    models = {name: branch.model for name, branch in given.branches.items()}
+    aliases = {}
+    if isinstance(given.settings, MultiTaskSettings):
+        aliases = {name: one.model_branch_alias for name, one in given.settings.model.model_dict.items()}
+    return build_branches(models, given.references, aliases)
+
+
+def make_branches(
+    given: Input,
+    model: EnergyModel | Branches,
+    data: Mapping[str, Data],
+    distances: Mapping[str, float],
+    continued: Mapping[str, str],
+) -> dict[str, RunBranch]:
+    """Put the parts of each branch together.
+
+    Parameters
+    ----------
+    given
+        The checked input.
+    model
+        Of all branches, see `build_branches`.
+    data, distances
+        Of each branch, by name.
+    continued
+        The branch of the checkpoint that a branch starts from.
+    """
+    models = branches_of(model)
+    found = {}
+    for name, settings in given.branches.items():
+        parts = models[name], build_loss(settings.loss), data[name], distances.get(name, UNKNOWN_DISTANCE)
+        found[name] = RunBranch(name, settings, *parts, continued.get(name, name))
+    return found
+
+
+def require_labels(branches: Mapping[str, RunBranch]) -> None:
+    """Warn of terms of the losses that no system has labels for; refuse systems that have none for any."""
+    errors = []
+    for branch in branches.values():
+        found = check_labels(branch.loss, branch.data.training_systems)
+        for warning in found.warnings:
+            log.warning("%s%s", branch.prefix, warning)
+        errors += [f"{branch.prefix}{error}" for error in found.errors]
+    if errors:
+        raise TrainingError("; ".join(errors))
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of the order of a branch's data; branches with the same data must not draw the same frames."""
+    if name == SINGLE:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1  # 63 bits
+
+
+def length_and_probabilities(given: Input, data: Mapping[str, Data]) -> tuple[int, dict[str, float]]:
+    """Return the length of the run in steps, of which each takes one batch a rank, and the branches' probabilities.
+
+    Parameters
+    ----------
+    given
+        The checked input, which has either `numb_steps` or a number of epochs.
+    data
+        Of each branch.
+    """
+    if not isinstance(given.settings, MultiTaskSettings):
+        return number_of_steps(given.settings.training, data[SINGLE].training), {SINGLE: 1.0}
+    several = given.settings.training
+    if several.num_epoch_dict:
+        loader = next(iter(data.values())).training
+        size = loader.world_size * loader.batches_per_step
+        batches = {name: part.training.batches_per_epoch for name, part in data.items()}
+        wanted = {name: several.num_epoch_dict[name] * count for name, count in batches.items()}
+        return math.ceil(math.ceil(math.fsum(wanted.values())) / size), _normalized(wanted)
+    assert several.numb_steps is not None
+    systems = {name: float(len(part.training_systems)) for name, part in data.items()}
+    return several.numb_steps, _normalized(several.model_prob or systems, [*data])
+
+
+def _normalized(weights: Mapping[str, float], names: list[str] | None = None) -> dict[str, float]:
+    total = math.fsum(weights.values())
+    return {name: weights[name] / total for name in names or weights}
+
+
+class TaskOrder:
+    """The branch of each step, the same on all ranks; its position in a checkpoint is one integer.
+
+    Parameters
+    ----------
+    probabilities
+        Of each branch.
+    seed
+        Of the order.
+    """
+
+    def __init__(self, probabilities: Mapping[str, float], seed: int) -> None:
+        self._names = tuple(probabilities)
+        weights = np.array([*probabilities.values()])
+        ones = (1,) * len(weights)
+        # A branch is drawn as a system with one frame is.
+        self._sampler = Sampler(ones, ones, weights, seed_of(seed, "order of tasks"), identity=repr(self._names))
+
+    def next(self) -> str:
+        """Return the branch of the next step."""
+        return self._names[self._sampler.next().parts[0][0]]
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the position; see `SavedOrder`."""
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """Go to a saved position of the same branches and probabilities; see `SavedOrder`."""
+        self._sampler.load_state_dict(dict(state))

@@ -1,0 +1,138 @@
+"""Continuing a run with other branches: optimizer state and averages follow the parameters, whatever their names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from deepmd_muon.checkpoint_file.file import OWN_KEY
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.branch_settings import SINGLE
+from deepmd_muon.model.branches import Branches, all_names
+from deepmd_muon.optim import HybridMuon
+from deepmd_muon.optim.routing.rules import canonical_name
+
+log = logging.getLogger(__name__)
+
+SHARED = "shared_parameters"
+"""Key below ours in a checkpoint: the first name of every parameter that has several."""
+_MANIFEST = ("routes", "views", "shapes")
+
+
+def shared_names(model: EnergyModel | Branches) -> dict[str, str]:
+    """Return, for every further name of a shared parameter, the name that optimizer state has."""
+    return {name: names[0] for names in all_names(model).values() for name in names[1:]}
+
+
+def for_branches(
+    content: Mapping[str, Any],
+    model: EnergyModel | Branches,
+    optimizer: torch.optim.Optimizer,
+    continued: Mapping[str, str],
+) -> Mapping[str, Any]:
+    """Return a checkpoint whose optimizer state and averages bear the names of the present parameters.
+
+    Parameters that the checkpoint does not have start without state, as in a fresh run; state of parameters that are
+    gone is dropped. A checkpoint with the present names comes back as it is, as does one without names.
+
+    Parameters
+    ----------
+    content
+        The checkpoint.
+    model
+        The present model, weights loaded.
+    optimizer
+        The run's.
+    continued
+        The saved branch that each branch starts from; those that start anew have none.
+    """
+    saved = content.get("optimizer") or {}
+    groups = saved.get("param_groups", [])
+    if len(groups) != 1 or "param_names" not in groups[0]:
+        return content
+    (group,) = groups
+    places = {canonical_name(name): place for place, name in enumerate(group["param_names"])}
+    names = {canonical_name(found[0]): [*map(canonical_name, found)] for found in all_names(model).values()}
+    kept = {name for name, place in places.items() if group["params"][place] in saved["state"]}
+    if names.keys() <= places.keys() and kept <= names.keys() and _same_names(continued):
+        return content
+    former = _Former(content, continued)
+    sources = {name: next((place for each in alike if (place := former.find(each)) in places), None)
+               for name, alike in names.items()}  # fmt: skip
+    moved = {**content, "optimizer": _moved_state(saved, sources, places, optimizer)}
+    if average := content.get("ema"):
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        found = {name: average["model"].get(former.name_of(name)) for name in parameters}
+        values = {name: parameters[name].detach() if x is None else x for name, x in found.items()}
+        moved["ema"] = {**average, "model": values}
+    fresh = [name for name, source in sources.items() if source is None]
+    gone = sorted(kept - {*sources.values()})
+    log.warning(
+        "optimizer state: %d parameters continue; %s", len(sources) - len(fresh), "; ".join(_told(fresh, gone)) or "all"
+    )
+    return moved
+
+
+def _same_names(continued: Mapping[str, str]) -> bool:
+    return all(name == former for name, former in continued.items())
+
+
+def _told(fresh: list[str], gone: list[str]) -> list[str]:
+    """Say which branches have parameters that start without state, and which state is dropped."""
+    told = []
+    for names, what in ((fresh, "start without state"), (gone, "are gone, and their state is dropped")):
+        if names:
+            branches = dict.fromkeys(name.partition(".")[0] for name in names)
+            told.append(f"{len(names)} {what} (of {', '.join(branches)})")
+    return told
+
+
+class _Former:
+    """Names of the present parameters in a checkpoint."""
+
+    def __init__(self, content: Mapping[str, Any], continued: Mapping[str, str]) -> None:
+        self._continued = continued
+        self._several = "model_dict" in content["model"]["_extra_state"]["model_params"]
+        self._first = content.get(OWN_KEY, {}).get(SHARED, {})
+
+    def name_of(self, name: str) -> str:
+        """Return the name of a present parameter in the checkpoint, "" where its branch starts anew."""
+        branch, _, rest = name.partition(".")
+        if SINGLE in self._continued:
+            branch, rest = SINGLE, name
+        former = self._continued.get(branch)
+        return "" if former is None else f"{former}.{rest}" if self._several else rest
+
+    def find(self, name: str) -> str:
+        """Return the name under which the checkpoint has its optimizer state."""
+        former = self.name_of(name)
+        return str(self._first.get(former, former))
+
+
+def _moved_state(
+    saved: Mapping[str, Any],
+    sources: Mapping[str, str | None],
+    places: Mapping[str, int],
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """Return an optimizer's state dict of the present parameters, each with the state of its source."""
+    (group,) = saved["param_groups"]
+    lists: dict[str, list[Any]] = {"params": list(range(len(sources))), "param_names": list(sources)}
+    if isinstance(optimizer, HybridMuon):
+        present = {entry.name: number for number, entry in enumerate(optimizer.routing)}
+        manifest = optimizer.routing.manifest()
+        for key in _MANIFEST:
+            if key in group:
+                lists[key] = [
+                    manifest[key][present[name]] if source is None else group[key][places[source]]
+                    for name, source in sources.items()
+                ]
+    state = {}
+    for number, source in enumerate(sources.values()):
+        values = {} if source is None else saved["state"].get(group["params"][places[source]], {})
+        if values:  # a copy: what was shared may have become two parameters
+            state[number] = {key: x.clone() if torch.is_tensor(x) else x for key, x in values.items()}
+    return {**saved, "state": state, "param_groups": [{**group, **lists}]}

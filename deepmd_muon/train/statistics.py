@@ -1,0 +1,128 @@
+"""Statistics of the training data in the models: standardised environments and energy biases."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from deepmd_muon.data import DataError, StatFile, data_fingerprint, energy_bias
+from deepmd_muon.model import ModelSettings, Structures
+from deepmd_muon.model.statistics import environment_statistics
+from deepmd_muon.train.branches import RunBranch
+from deepmd_muon.train.setup import MOST_MEASURED
+
+log = logging.getLogger(__name__)
+
+
+def set_model_statistics(branches: Mapping[str, RunBranch]) -> None:
+    """Standardise the descriptors' inputs and set the energy biases, from samples of the data or from `stat_file`.
+
+    A descriptor that several branches share is standardised by the samples of all of them, as one set of data; the
+    energy bias of each branch comes from its own data.
+    """
+    groups: dict[int, list[RunBranch]] = {}
+    for branch in branches.values():
+        groups.setdefault(id(branch.model.atomic_model.descriptor), []).append(branch)
+    for group in groups.values():
+        kept = [arrays for branch in group if (arrays := _kept_statistics(branch, group)) is not None]
+        found = kept if len(kept) == len(group) else _compute(group)
+        for branch, arrays in zip(group, found, strict=True):
+            if found is not kept and (path := branch.settings.data.stat_file):
+                StatFile(path).save(_key_of(branch, group), arrays)
+            _take_statistics(branch, arrays)
+
+
+def _take_statistics(branch: RunBranch, arrays: Mapping[str, np.ndarray]) -> None:
+    model = branch.model
+    model.set_statistics(torch.from_numpy(arrays["mean"]), torch.from_numpy(arrays["stddev"]))
+    if "energy_bias" in arrays:
+        model.set_energy_bias(torch.from_numpy(arrays["energy_bias"]))
+        bias = zip(model.type_map, arrays["energy_bias"].ravel(), strict=True)
+        log.info("%senergy bias: %s", branch.prefix, ", ".join(f"{name} {value:.6g} eV" for name, value in bias))
+    else:
+        log.warning("%sno training system has energies: the energy bias stays 0", branch.prefix)
+
+
+def _key_of(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str, object]:
+    """Return what statistics depend on: those of a branch, and the samples of others with the same descriptor."""
+    settings = branch.model.settings
+
+    def samples(one: RunBranch) -> dict[str, object]:
+        return {
+            "data": data_fingerprint(one.data.training_systems),
+            "data_stat_nbatch": one.model.settings.data_stat_nbatch,
+            "batch_sizes": list(one.data.training.batch_sizes),
+        }
+
+    return {
+        "descriptor": settings.descriptor.statistics_key(),
+        "type_map": list(settings.type_map),
+        "data_stat_protect": settings.data_stat_protect,
+        "atom_ener": getattr(settings.fitting_net, "atom_ener", None),
+        "rcond": getattr(settings.fitting_net, "rcond", None),
+        **samples(branch),
+        **({"shared_with": [samples(one) for one in group]} if len(group) > 1 else {}),
+    }
+
+
+def _kept_statistics(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str, np.ndarray] | None:
+    """Return the statistics that a branch's `stat_file` holds; None without any."""
+    path = branch.settings.data.stat_file
+    arrays = StatFile(path).load(_key_of(branch, group)) if path else None
+    if arrays is not None:
+        _check_statistics(arrays, branch.model.ntypes, str(path))
+        log.info("%sstatistics come from %s", branch.prefix, path)
+    return arrays
+
+
+def _check_statistics(arrays: Mapping[str, np.ndarray], ntypes: int, path: str) -> None:
+    """Refuse kept statistics of another shape or kind, which would end as a loss that is not finite."""
+    shapes = {"mean": (ntypes, 4), "stddev": (ntypes, 4), "energy_bias": (ntypes,)}
+    problems = [f"{name} is missing" for name in ("mean", "stddev") if name not in arrays]
+    for name, found in arrays.items():
+        if name not in shapes:
+            problems.append(f"{name} is unknown")
+        elif found.dtype.kind != "f" or found.size != math.prod(shapes[name]):
+            problems.append(f"{name} is {found.dtype} of shape {found.shape}, expected numbers of shape {shapes[name]}")
+        elif not np.isfinite(found).all():
+            problems.append(f"{name} has values that are not finite")
+        elif name == "stddev" and not (found > 0.0).all():
+            problems.append("stddev has values that are not above 0")
+    if problems:
+        raise DataError(f"stat_file {path} is damaged: {'; '.join(problems)}; remove it, or name another")
+
+
+def _compute(group: Sequence[RunBranch]) -> list[dict[str, np.ndarray]]:
+    """Return the statistics of branches with one descriptor."""
+    samples = [
+        list(branch.data.training.bounded_batches(branch.model.settings.data_stat_nbatch, MOST_MEASURED))
+        for branch in group
+    ]
+    model = group[0].model
+
+    def structures() -> Iterator[Structures]:
+        for batch in itertools.chain(*samples):
+            yield Structures.of(batch.frames, batch.neighbors, model.ntypes)
+
+    mean, stddev = environment_statistics(model, structures(), protection=model.settings.data_stat_protect)
+    found = [{"mean": mean.numpy(), "stddev": stddev.numpy()} for _ in group]
+    for branch, batches, arrays in zip(group, samples, found, strict=True):
+        labelled = [batch.frames for batch in batches if batch.frames.energy is not None]
+        if labelled:
+            settings = branch.model.settings
+            counts = np.concatenate([frames.type_counts(branch.model.ntypes) for frames in labelled])
+            energies = np.concatenate([frames.energy for frames in labelled])
+            rcond = getattr(settings.fitting_net, "rcond", None)
+            arrays["energy_bias"] = energy_bias(counts, energies, fixed_energies(settings), rcond)
+    return found
+
+
+def fixed_energies(settings: ModelSettings) -> np.ndarray | None:
+    """Return given vacuum energies `(ntypes,)` [eV] with NaN where there is none; None when all are free."""
+    given = getattr(settings.fitting_net, "atom_ener", None)
+    return np.array([math.nan if value is None else value for value in given]) if given else None

@@ -1,0 +1,165 @@
+"""Inputs of several models: names of shared parts, branches that do not fit together, and their normalised form."""
+
+import json
+
+import jsonschema
+import pytest
+
+from deepmd_muon.argcheck import normalize
+from deepmd_muon.argcheck.document import json_schema, reference
+from deepmd_muon.argcheck.schema import tree
+from deepmd_muon.argcheck.settings import MultiTaskSettings
+
+
+@pytest.fixture
+def several(water):
+    """The water example as two branches with one descriptor."""
+    model, training = water["model"], water["training"]
+    descriptor = {**model["descriptor"], "type": "dpa1", "sel": 30}
+    branch = {"type_map": "types", "descriptor": "all", "fitting_net": model["fitting_net"]}
+    data = {key: training.pop(key) for key in ("training_data", "validation_data", "stat_file")}
+    del descriptor["type_one_side"]
+    water["model"] = {
+        "data_stat_nbatch": 20,
+        "shared_dict": {"_comment": "", "types": model["type_map"], "all": descriptor},
+        "model_dict": {"hot": branch, "cold": {**branch, "descriptor": "all:1", "data_stat_nbatch": 5}},
+    }
+    water["loss_dict"] = {"hot": water["loss"], "cold": water.pop("loss")}
+    training |= {"data_dict": {"hot": data, "cold": data}, "model_prob": {"hot": 3, "cold": 1}}
+    return json.loads(json.dumps(water))
+
+
+def test_shared_parts_are_written_out_for_each_branch(several):
+    found = normalize(several)
+    hot, cold = found.branches["hot"].model, found.branches["cold"].model
+    assert hot.type_map == cold.type_map == ("O", "H")
+    assert hot.descriptor == cold.descriptor
+    assert hot.descriptor.neuron == (25, 50, 100)
+    assert (hot.data_stat_nbatch, cold.data_stat_nbatch) == (20, 5)
+    assert found.references["cold"]["descriptor"].level == 1
+    assert found.settings.training.model_prob == {"hot": 3.0, "cold": 1.0}
+
+
+def test_the_normalised_form_keeps_names_and_comes_back_the_same(several):
+    once = normalize(several)
+    assert once.normalized["model"]["model_dict"]["cold"]["descriptor"] == "all:1"
+    assert once.normalized["model"]["shared_dict"]["types"] == ["O", "H"]
+    twice = normalize(once.normalized)
+    assert twice.normalized == once.normalized
+    assert twice.settings == once.settings
+    assert twice.notices == ()
+    assert json.loads(json.dumps(once.normalized)) == once.normalized
+
+
+def test_the_schema_accepts_both_forms_and_refuses_a_misspelt_key(several):
+    validator = jsonschema.Draft202012Validator(json_schema())
+    assert list(validator.iter_errors(several)) == []
+    assert list(validator.iter_errors(normalize(several).normalized)) == []
+    several["model"]["model_dict"]["hot"]["descriptr"] = "all"
+    assert list(validator.iter_errors(several)) != []
+
+
+def test_every_key_of_several_models_is_in_the_reference():
+    keys = tree(MultiTaskSettings).keys
+    own = [*keys["model"].keys["model_dict"].keys, *keys["training"].keys, *keys["training"].keys["data_dict"].keys]
+    text = reference("md")
+    assert [name for name in own if name not in text] == []
+
+
+def test_all_problems_are_told_at_once_where_they_stand(several, problems):
+    model, training = several["model"], several["training"]
+    model["model_dict"]["hot"]["descriptor"] = "al"
+    model["model_dict"]["cold"]["descriptor"] = "all:2"
+    model["shared_dict"]["all"]["rcut"] = -1
+    model["data_stat_nbatch"] = 0
+    training |= {"model_prob": {"hot": -1, "warm": 1}, "numb_epoch": 2}
+    del training["data_dict"]["cold"], several["loss_dict"]["cold"]
+    several["loss"] = {}
+    found = problems(several)
+    assert set(found) == {
+        *("model/model_dict/hot/descriptor", "model/model_dict/cold/descriptor", "model/shared_dict/all/rcut"),
+        *("model/data_stat_nbatch", "training/model_prob/hot", "training/model_prob/cold", "training/model_prob/warm"),
+        *("training/data_dict/cold", "loss_dict/cold", "training/numb_epoch", "loss"),
+    }
+    assert "did you mean 'all'?" in found["model/model_dict/hot/descriptor"]
+    assert "level 0 or 1; found 'all:2'" in found["model/model_dict/cold/descriptor"]
+    assert "num_epoch_dict" in found["training/numb_epoch"]
+
+
+def other_map(several):
+    several["model"]["model_dict"]["cold"]["type_map"] = ["H", "O"]
+    return "model/model_dict/cold/type_map", "shares 'all': ['O', 'H']; found ['H', 'O']"
+
+
+def no_name(several):
+    several["model"]["model_dict"]["RANDOM"] = several["model"]["model_dict"].pop("cold")
+    return "model/model_dict/RANDOM", "is no name of a branch"
+
+
+def no_epochs(several):
+    several["training"]["num_epoch_dict"] = {"hot": 1, "cold": 1}
+    return "training/numb_steps", "excludes num_epoch_dict"
+
+
+def nothing_drawn(several):
+    several["training"]["model_prob"] = {"hot": 0, "cold": 0}
+    return "training/model_prob", "above 0"
+
+
+def two_protections(several):
+    several["model"]["model_dict"]["cold"]["data_stat_protect"] = 0.1
+    return "model/model_dict", "one data_stat_protect"
+
+
+def too_few_cases(several):
+    for branch in several["model"]["model_dict"].values():
+        branch["fitting_net"] = {"dim_case_embd": 1}
+    return "model/model_dict", "at least 2"
+
+
+def one_case(several):
+    several["model"]["model_dict"]["hot"]["fitting_net"] = {"dim_case_embd": 2}
+    return "model/model_dict", "hot 2, cold 0"
+
+
+def an_alias_twice(several):
+    several["model"]["model_dict"]["hot"]["model_branch_alias"] = ["cold"]
+    return "model/model_dict", "alias 'cold' of 'hot'"
+
+
+def level_of_a_fitting_net(several):
+    several["model"]["shared_dict"]["net"] = {"neuron": [4]}
+    several["model"]["model_dict"]["hot"]["fitting_net"] = "net:1"
+    return "model/model_dict/hot/fitting_net", "level 0; found 'net:1'"
+
+
+def no_validation_data(several):
+    for data in several["training"]["data_dict"].values():
+        del data["validation_data"]
+    several["validating"] = {"full_validation": True}
+    return "validating/full_validation", "validation_data of a branch"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(other_map, no_name, no_epochs, nothing_drawn, two_protections, too_few_cases, one_case, an_alias_twice),
+        *(level_of_a_fitting_net, no_validation_data),
+    ],
+)
+def test_what_does_not_fit_is_named(several, problems, change):
+    path, words = change(several)
+    assert words in problems(several)[path]
+
+
+def test_a_part_that_no_branch_has_is_left_out_with_a_notice(several):
+    several["model"]["shared_dict"]["idle"] = {}
+    found = normalize(several)
+    assert "idle" not in found.normalized["model"]["shared_dict"]
+    assert any("shared_dict/idle" in notice for notice in found.notices)
+
+
+@pytest.mark.parametrize("wrong", [[], "a", {"hot": 3}, {}])
+def test_anything_in_place_of_the_branches_is_an_input_error(several, problems, wrong):
+    several["model"]["model_dict"] = wrong
+    assert problems(several)

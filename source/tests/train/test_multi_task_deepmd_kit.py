@@ -1,0 +1,145 @@
+"""Several models here and in deepmd-kit 3.2.0: equal losses, and files that both continue (`pytest -m deepmd_kit`)."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_multi_task import COLD, DESCRIPTORS, EXAMPLE, branch, two_branches  # noqa: F401 (a fixture)
+
+from deepmd_muon.cli.main import main
+from deepmd_muon.data import open_systems
+from deepmd_muon.infer.predictor import Predictor
+
+pytestmark = [
+    pytest.mark.deepmd_kit,
+    pytest.mark.skipif(
+        not {"DEEPMD_KIT_DP", "DEEPMD_KIT_PYTHON"} <= os.environ.keys(),
+        reason="DEEPMD_KIT_DP and DEEPMD_KIT_PYTHON name no deepmd-kit",
+    ),
+]
+STEPS = 20
+
+
+def deepmd_kit(*words, program=("DEEPMD_KIT_DP", "--pt")):
+    command = [os.environ[program[0]], *program[1:], *words]
+    environment = {key: x for key, x in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**environment, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def write(content, name):
+    Path(name).write_text(json.dumps(content))
+    return name
+
+
+def one_frame(place, system, number):
+    """Copy a frame of a system, so that there is one order of the data only."""
+    source, folder = Path(system), Path(place)
+    (folder / "set.000").mkdir(parents=True)
+    for name in ("type.raw", "type_map.raw", "nopbc"):
+        if (source / name).exists():
+            shutil.copy(source / name, folder)
+    for path in (source / "set.000").glob("*.npy"):
+        np.save(folder / "set.000" / path.name, np.load(path)[number : number + 1])
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", DESCRIPTORS)
+def test_losses_are_equal_for_equal_weights_and_tasks(two_branches, train, load, kind):  # noqa: F811
+    content = two_branches(kind, net={"dim_case_embd": 2} if kind == "dpa1" else None, numb_steps=STEPS, disp_freq=1)
+    content["optimizer"] = {"type": "Adam"}
+    training = content["training"]
+    for number, data in enumerate(training["data_dict"].values()):
+        data.pop("validation_data", None)
+        data["training_data"] = {"systems": [one_frame(f"frame_{number}", COLD, number)], "batch_size": 1}
+    start = json.loads(json.dumps(content))
+    start["training"] |= {"numb_steps": 0, "save_ckpt": "start"}
+    assert train(start, skip_neighbor_stat=True) == 0
+    ours = json.loads(json.dumps(content))
+    ours["training"] |= {"jsonl_file": "ours.jsonl", "interpolate_embedding": False}
+    assert train(ours, init_model="start.pt", skip_neighbor_stat=True) == 0
+    rows = [json.loads(line) for line in Path("ours.jsonl").read_text().splitlines()]
+    tasks = [0 if row["rmse_f_trn_hot"] is not None else 1 for row in rows]
+    assert 0 < sum(tasks) < STEPS == len(tasks)
+    words = ["order.json", "theirs.json", "train", write(content, "kit.json"), "--init-model", "start.pt"]
+    write(tasks, "order.json")
+    script = str(Path(__file__).with_name("multi_task_in_deepmd_kit.py"))
+    deepmd_kit(*words, "--skip-neighbor-stat", program=("DEEPMD_KIT_PYTHON", script))
+    theirs = json.loads(Path("theirs.json").read_text())
+    assert len(theirs) == STEPS
+    for task, row, found in zip(tasks, rows, theirs, strict=True):
+        name = ("hot", "cold")[task]
+        assert row["lr"] == pytest.approx(found["lr"], rel=1e-12)
+        for error in ("rmse", "rmse_e", "rmse_f"):
+            assert row[f"{error}_trn_{name}"] == pytest.approx(found[name][error], rel=1e-6), (error, row["step"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "optimizer"),
+    [("se_e2_a", "", "HybridMuon"), ("dpa1", ":1", "Adam"), ("dpa3", "", "HybridMuon")],
+)
+def test_both_continue_what_the_other_saved(two_branches, train, load, kind, level, optimizer):  # noqa: F811
+    precision = "float32" if optimizer == "HybridMuon" else "float64"  # its HybridMuon restarts no float64 models
+    content = two_branches(kind, level=level, numb_steps=3, save_freq=3)
+    content["optimizer"] = {"type": optimizer, **({"lr_adjust_coeff": 0.18} if optimizer == "HybridMuon" else {})}
+    content["model"]["shared_dict"]["all"]["precision"] = precision
+    for model in content["model"]["model_dict"].values():
+        model["fitting_net"]["precision"] = precision
+    assert train(content, skip_neighbor_stat=True) == 0
+    tolerance = 1e-4 if precision == "float32" else 1e-9
+    (system,) = open_systems(COLD, ["Cu"])
+    frames = system.frames(np.arange(2))
+    for head in ("hot", "cold"):
+        deepmd_kit("test", "-m", "model.ckpt.pt", "-s", COLD, "--head", head, "-n", "2", "-d", head)
+        force = Predictor("model.ckpt.pt", head=head).evaluate(frames).force.reshape(-1, 3)
+        np.testing.assert_allclose(np.loadtxt(f"{head}.f.out")[:, 3:], force, atol=tolerance)
+    deepmd_kit("freeze", "-c", "model.ckpt.pt", "-o", "theirs.pth", "--head", "cold")
+    assert "'hot', 'cold', 'RANDOM'" in deepmd_kit("show", "model.ckpt.pt", "model-branch")
+    # Theirs on ours, ours on theirs.
+    content["training"] |= {"numb_steps": 6, "save_freq": 6}
+    deepmd_kit("train", write(content, "six.json"), "--restart", "model.ckpt-3.pt", "--skip-neighbor-stat")
+    content["training"] |= {"numb_steps": 8, "save_ckpt": "third"}
+    assert train(content, restart="model.ckpt-6.pt", skip_neighbor_stat=True) == 0
+    assert load("third.pt")["deepmd_muon"]["step"] == 8
+    steps = {int(x["step"]) for x in load("third.pt")["optimizer"]["state"].values() if "step" in x}
+    assert max(steps) <= 9  # it takes the third step again
+    content["training"] |= {"numb_steps": 2, "save_ckpt": "fine"}
+    deepmd_kit("train", write(content, "fine.json"), "--finetune", "third-8.pt", "--skip-neighbor-stat")
+    content["model"]["model_dict"]["hot"]["finetune_head"] = "cold"
+    content["training"] |= {"numb_steps": 0, "save_ckpt": "from_theirs"}
+    assert train(content, finetune="fine-2.pt", skip_neighbor_stat=True) == 0
+    before, after = load("fine-2.pt"), load("from_theirs.pt")
+    layers = "atomic_model.fitting_net.filter_layers"
+    taken = {name: x for name, x in branch(before, "cold").items() if name.startswith(layers)}
+    assert all(torch.equal(branch(after, name)[key], x) for name in ("hot", "cold") for key, x in taken.items())
+
+
+def test_one_model_takes_a_branch_as_deepmd_kit_does(two_branches, small_input, train, load):  # noqa: F811
+    content = two_branches(numb_steps=2, save_freq=2)
+    assert train(content) == 0
+    single = small_input(training={"numb_steps": 0, "validation_data": None})
+    single["model"]["descriptor"] = {"type": "se_e2_a", **DESCRIPTORS["se_e2_a"]}
+    single["model"]["data_stat_nbatch"] = 20  # all frames
+    single["training"]["training_data"]["systems"] = [str(EXAMPLE / "train" / "fcc32")]
+    del single["training"]["validation_data"]
+    found = []
+    for name in ("ours", "theirs"):
+        single["training"]["save_ckpt"] = name
+        words = [write(single, f"{name}.json"), "--finetune", "model.ckpt-2.pt", "--model-branch", "cold"]
+        if name == "ours":
+            assert main(["--pt", "train", *words, "--skip-neighbor-stat", "-v", "ERROR"]) == 0
+        else:
+            deepmd_kit("train", *words, "--skip-neighbor-stat")
+        found.append(branch(load(f"{name}-0.pt"), "Default"))
+    assert found[0].keys() <= found[1].keys()
+    del found[0]["atomic_model.out_std"]  # which no energy reads
+    for name, values in found[0].items():
+        torch.testing.assert_close(values, found[1][name], rtol=0, atol=1e-9, msg=name)
