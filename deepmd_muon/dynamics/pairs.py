@@ -159,6 +159,13 @@ class PairLists:
     ) -> Structures:
         """Sort pairs into rows of neighbours, nearest first in each group, as `data.neighbors.lists` does."""
         groups, nreal = len(self._limits), len(self._order)
+        if self._model.by_type:  # of all types, the nearest stay first
+            near = torch.argsort(square, stable=True)
+            near = near[torch.argsort(self._row[i[near]], stable=True)]
+            each = torch.bincount(self._row[i], minlength=nreal)
+            place = torch.arange(len(near), device=i.device) - (torch.cumsum(each, 0) - each)[self._row[i[near]]]
+            near = near[place < self._limits.sum()]
+            i, j, shift, square = i[near], j[near], shift[near], square[near]
         group = self._atype.reshape(-1)[j] if self._model.by_type else torch.zeros_like(j)
         slot = self._row[i] * groups + group
         sort = torch.argsort(square, stable=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from deepmd_muon.train.checkpoint.directories import DirectorySeries
 
 log = logging.getLogger(__name__)
+
+# Longest time that a rank waits for rank 0 to name a directory that is complete [s].
+_NAMING = 10.0
 
 
 class Checkpoints:
@@ -128,6 +132,10 @@ class Checkpoints:
             self.finish() if wait else self.poll()
         except Exception as error:
             log.warning("%s", error)
+        # Rank 0 gives a directory its name, and all ranks are to call the same one their last good checkpoint.
+        newest, patience = self.newest, time.monotonic() + _NAMING
+        while wait and newest is not None and not newest.exists() and time.monotonic() < patience:
+            time.sleep(0.02)
 
     @contextlib.contextmanager
     def being_written(self) -> Iterator[None]:
