@@ -93,7 +93,8 @@ def spline_coefficients(features: Callable[[torch.Tensor], torch.Tensor], step: 
         system += torch.diag(torch.full([size - abs(offset)], weight / 120.0, dtype=torch.float64), offset)
     inverse = torch.linalg.inv(system)[2 * MARGIN, MARGIN : size - MARGIN]
     samples = features((torch.arange(pieces + 5 + 2 * MARGIN, dtype=torch.float64) - 2 - MARGIN) * step)
-    return samples.unfold(0, 2 * MARGIN + 1, 1) @ inverse
+    coefficients: torch.Tensor = samples.unfold(0, 2 * MARGIN + 1, 1) @ inverse
+    return coefficients
 
 
 def _double(layer: Dense) -> Dense:
