@@ -65,7 +65,7 @@ def test_forces_and_energies_are_the_checkpoints(kind, ranks, folder):
     freeze(model, folder / "model.pth")
     thermo, frames = run_lammps(folder, "model.pth", ranks)
     assert len(frames) == len(thermo) == 5
-    calculator = DeepPotCalculator(model, device="cpu")
+    calculator = DeepPotCalculator(Predictor(model, device="cpu"))
     for row, frame in zip(thermo, frames, strict=True):
         forces = frame.get_forces()
         assert np.abs(forces).max() > 0.05
@@ -83,7 +83,7 @@ def test_a_compressed_file_gives_the_checkpoints_forces(ranks, folder):
     model = live_model(LARGER["se_e2_a"], seed=1)
     compress(model, folder / "model.pth", min_distance=1.2, extrapolate=1.0)
     thermo, frames = run_lammps(folder, "model.pth", ranks)
-    calculator = DeepPotCalculator(model, device="cpu")
+    calculator = DeepPotCalculator(Predictor(model, device="cpu"))
     for row, frame in zip(thermo, frames, strict=True):
         forces = frame.get_forces()
         assert np.abs(forces).max() > 0.05
