@@ -175,3 +175,16 @@ def test_other_descriptors_and_kinks_are_refused(tmp_path):
     freeze(build(LARGER["se_atten"] | {"seed": 1}), tmp_path / "a.pth")
     with pytest.raises(FreezeError, match="'se_atten' has no tables"):
         restored(tmp_path / "a.pth")
+
+
+def test_tensors_are_made_where_the_positions_are(close_frames):
+    """A tensor made without a device would be on "meta" here, and on the CPU in a program that runs on a GPU."""
+    program = Program(build(SE_E2_A), {}).eval()
+    program.descriptor = TabulatedSeE2A(program.descriptor, step=0.1, nearest=0.5)
+    coord, box, atype = (torch.from_numpy(part) for part in close_frames)
+    with pytest.warns(UserWarning, match="closer"):
+        expected = program(coord, atype, box)
+    with torch.device("meta"):
+        found = program(coord, atype, box)
+    for key, value in expected.items():
+        assert torch.equal(found[key], value)
