@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from deepmd_muon.clashes import refuse_clashes
+from deepmd_muon.cli.compress import write_compressed
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
 
@@ -30,6 +31,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", metavar="FILE", default="frozen_model", help="the file; .pth is added [%(default)s]"
     )
     parser.add_argument("--ema", action="store_true", help="take the averaged weights of the checkpoint")
+    parser.add_argument(
+        "--interpolate", action="store_true", help="tables for the embedding nets of se_e2_a, as dp compress makes them"
+    )
     parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
     for words, what in ((("-n", "--node-names"), "nodes"), (("-w", "--nvnmd-weight"), "NVNMD's file")):
         parser.add_argument(*words, metavar="NAME", action=DeepmdKitOption, help=f"{what}, for other backends")
@@ -44,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     output = output.with_suffix(".pth") if output.suffix in (".pth", ".pt") else Path(f"{output}.pth")
     from deepmd_muon.checkpoint_file.file import checkpoint_path
     from deepmd_muon.deploy.freeze import freeze
-    from deepmd_muon.infer.predictor import load_model
+    from deepmd_muon.infer.predictor import load_min_distance, load_model
     from deepmd_muon.model.errors import ForeignModelError
     from deepmd_muon.train.report import set_up_logging
 
@@ -56,7 +60,11 @@ def run(options: argparse.Namespace) -> int:
         model = load_model(checkpoint, ema=options.ema, head=options.head)
     except ForeignModelError as error:
         raise HandOver(f"this model ({error})") from error
-    difference = freeze(model, output)
+    min_distance = load_min_distance(checkpoint, head=options.head)
+    if options.interpolate:
+        write_compressed(model, output, checkpoint, min_distance=min_distance)
+        return 0
+    difference = freeze(model, output, min_distance=min_distance)
     log.info("%s written from %s", output, checkpoint)
     log.info("largest differences from the checkpoint on random structures: %s", difference)
     return 0

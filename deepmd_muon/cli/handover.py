@@ -127,25 +127,3 @@ def frozen_here(path: str | os.PathLike[str]) -> bool:
             return any(name.endswith(_PROGRAM) for name in archive.namelist())
     except (OSError, zipfile.BadZipFile):
         return False
-
-
-def refuse_compression(words: Sequence[str]) -> str | None:
-    """Return why deepmd-kit's `dp compress` cannot take the file that these words name; None where it may.
-
-    Parameters
-    ----------
-    words
-        The command line from the command on.
-    """
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("-i", "--input", nargs="?", default="frozen_model", const="frozen_model")
-    path = Path(parser.parse_known_args(words)[0].input)
-    path = path if path.suffix else path.with_suffix(".pth")
-    if not frozen_here(path):
-        return None
-    return (
-        f"{path} is a frozen model of deepmd-muon, which cannot be compressed: deepmd-kit's compress rebuilds the "
-        "model from the attribute model_def_script and from weights of deepmd-kit's names, and this file has neither. "
-        'Use it as it is (DP-GEN: "dp_compress": false), or freeze the checkpoint with deepmd-kit '
-        "(python -m deepmd --pt freeze) and compress that file"
-    )

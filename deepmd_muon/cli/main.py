@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from deepmd_muon import __version__
 from deepmd_muon.cli import (
     change_bias,
+    compress,
     convert_data,
     doc_train_input,
     freeze,
@@ -28,7 +29,7 @@ from deepmd_muon.cli import (
     train,
 )
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import HandOver, choices, hand_over, refuse_compression
+from deepmd_muon.cli.handover import HandOver, choices, hand_over
 from deepmd_muon.failures import failure_of
 from deepmd_muon.plugins import load_plugins
 
@@ -37,6 +38,7 @@ COMMANDS = {
     "train": train,
     "test": test,
     "freeze": freeze,
+    "compress": compress,
     "change-bias": change_bias,
     "model-devi": model_devi,
     "neighbor-stat": neighbor_stat,
@@ -89,9 +91,6 @@ def _run(words: list[str], backend: str | None, rest: list[str]) -> int:
         if backend not in (None, *_OURS):
             known = f"{choices(backend, (*_OURS, *_OTHERS))} (all but {' and '.join(_OURS)} are deepmd-kit's)"
             raise HandOver(f"the backend {backend!r}", "" if backend in _OTHERS else known)
-        if command == "compress" and (reason := refuse_compression(rest[rest.index(command) + 1 :])):
-            print(f"dp compress: {reason}", file=sys.stderr)
-            return 2
         if command is not None and command not in COMMANDS:
             raise HandOver(f"the command {command!r}", choices(command, tuple(COMMANDS)))
         parser = build_parser()
@@ -174,7 +173,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dp",
         description="Train and test DeePMD potentials with the HybridMuon optimizer.",
-        epilog="Other backends and commands (compress, gui, …) go to deepmd-kit.",
+        epilog="Other backends and commands (gui, …) go to deepmd-kit.",
     )
     parser.add_argument("--version", action="version", version=_version())
     backend = parser.add_mutually_exclusive_group()

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from deepmd_muon.infer.frozen_archive import MANIFEST, manifest_of
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, to_deepmd_kit
 from deepmd_muon.model.nn.networks import dtype_of
 
 log = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class Difference:
         return f"energy {self.energy:.1e} eV/atom, forces {self.force:.1e} eV/Å, virial {self.virial:.1e} eV/atom"
 
 
-def freeze(model: EnergyModel, output: str | os.PathLike[str]) -> Difference:
+def freeze(model: EnergyModel, output: str | os.PathLike[str], *, min_distance: float = UNKNOWN_DISTANCE) -> Difference:
     """Write a model as a frozen file, and compare the file with the model.
 
     Parameters
@@ -66,6 +65,8 @@ def freeze(model: EnergyModel, output: str | os.PathLike[str]) -> Difference:
         The model, on the CPU.
     output
         The file; it appears only after the comparison.
+    min_distance
+        Smallest distance in the training data [Å], for `dp compress`; negative when unknown.
 
     Returns
     -------
@@ -79,20 +80,12 @@ def freeze(model: EnergyModel, output: str | os.PathLike[str]) -> Difference:
     FreezeError
         When the file computes something else than the model.
     """
-    described = to_deepmd_kit(model, {})["_extra_state"]["model_params"]
-    program = Program(model, described).eval()
     output = Path(output)
     make_folder_of(output)
     with replacement(output) as temporary:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript: LAMMPS's plugin reads nothing else
-            scripted, plain = torch.jit.script(program), io.BytesIO()
-            torch.jit.save(scripted, plain)
-            with named_file(temporary, output) as file:
-                torch.jit.save(scripted, file, _extra_files={MANIFEST: manifest_of(plain.getvalue())})
+        save(program_of(model, min_distance), temporary, output)
         difference = compare(model, temporary)
-        precisions = {dtype_of(getattr(part, "precision", "default")) for part in _parts(model)}
-        allowed = max(TOLERANCE[precision] for precision in precisions)
+        allowed = max(TOLERANCE[precision] for precision in precisions_of(model))
         if not difference.relative <= allowed:
             raise FreezeError(
                 f"the frozen file differs from the checkpoint by {difference} (relative {difference.relative:.1e}, "
@@ -101,18 +94,37 @@ def freeze(model: EnergyModel, output: str | os.PathLike[str]) -> Difference:
     return difference
 
 
+def program_of(model: EnergyModel, min_distance: float = UNKNOWN_DISTANCE) -> Program:
+    """Return the program of a model."""
+    return Program(model, to_deepmd_kit(model, {})["_extra_state"]["model_params"], min_distance).eval()
+
+
+def save(program: Program, temporary: Path, output: Path) -> None:
+    """Write a program and the list of its parts to a file that errors call by the name `output`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript: LAMMPS's plugin reads nothing else
+        scripted, plain = torch.jit.script(program), io.BytesIO()
+        torch.jit.save(scripted, plain)
+        with named_file(temporary, output) as file:
+            torch.jit.save(scripted, file, _extra_files={MANIFEST: manifest_of(plain.getvalue())})
+
+
+def precisions_of(model: EnergyModel) -> set[torch.dtype]:
+    """Return the precisions of a model's parts."""
+    parts = model.settings.descriptor, model.settings.fitting_net
+    return {dtype_of(getattr(part, "precision", "default")) for part in parts}
+
+
 def compare(model: EnergyModel, path: str | os.PathLike[str], seed: int = 0) -> Difference:
     """Compare a frozen file with a model on random structures, periodic and not."""
     reference, frozen = Predictor(model, device="cpu"), Predictor(path, device="cpu")
     if frozen.type_map != reference.type_map:
         raise FreezeError(f"the file has types {frozen.type_map}, the checkpoint {reference.type_map}")
     random = np.random.default_rng(seed)
-    pairs = []
-    for number in range(STRUCTURES):
-        coord, box, atype = random_structure(random, model, periodic=number < STRUCTURES - 1)
-        one, other = (predictor.predict(coord, box, atype) for predictor in (reference, frozen))
-        pairs.append((_per_atom(one), _per_atom(other)))
-    return _largest(pairs)
+    structures = [random_structure(random, model, periodic=n < STRUCTURES - 1) for n in range(STRUCTURES)]
+    return difference_of(
+        [tuple(predictor.predict(*structure) for predictor in (reference, frozen)) for structure in structures]
+    )
 
 
 def random_structure(
@@ -130,17 +142,15 @@ def random_structure(
     return coord, box if periodic else None, random.integers(model.ntypes, size=len(coord))
 
 
-def _parts(model: EnergyModel) -> tuple[Any, Any]:
-    return model.settings.descriptor, model.settings.fitting_net
-
-
 def _per_atom(prediction: Prediction) -> dict[str, np.ndarray]:
     natoms = prediction.atom_energy.shape[1]
     values = {field.name: np.asarray(getattr(prediction, field.name)) for field in fields(prediction)}
     return values | {"energy": values["energy"] / natoms, "virial": values["virial"] / natoms}
 
 
-def _largest(pairs: Sequence[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]) -> Difference:
+def difference_of(predictions: Sequence[tuple[Prediction, ...]]) -> Difference:
+    """Return the largest difference between pairs of predictions; the scale of each kind is the first one's."""
+    pairs = [(_per_atom(one), _per_atom(other)) for one, other in predictions]
     found, relative = {}, 0.0
     for name in ("energy", "atom_energy", "force", "virial"):
         found[name] = max(float(np.abs(one[name] - other[name]).max()) for one, other in pairs)

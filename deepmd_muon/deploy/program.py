@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from deepmd_muon.deploy.images import all_pairs, with_images
+from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
@@ -82,6 +83,8 @@ class Program(torch.nn.Module):
         The trained model; its weights are copied.
     section
         The model section as deepmd-kit would have it; `DeepPot` reads it from the file.
+    min_distance
+        Smallest distance in the training data [Å]; `dp compress` reads it from the file.
 
     Raises
     ------
@@ -98,7 +101,7 @@ class Program(torch.nn.Module):
         descriptor: Any
         fitting_net: Any
 
-    def __init__(self, model: EnergyModel, section: dict[str, Any]) -> None:
+    def __init__(self, model: EnergyModel, section: dict[str, Any], min_distance: float = UNKNOWN_DISTANCE) -> None:
         super().__init__()
         own = model.atomic_model
         parts = []
@@ -114,7 +117,7 @@ class Program(torch.nn.Module):
         self.descriptor, self.fitting_net = parts
         self.type_map, self.rcut, self.sel = list(model.type_map), float(model.rcut), list(model.sel)
         self.ntypes = len(self.type_map)
-        self.section = json.dumps(section)
+        self.section, self.min_distance = json.dumps(section), min_distance
         self.register_buffer("bias", own.out_bias.detach()[0, :, 0].clone())
 
     @torch.jit.export
@@ -173,6 +176,11 @@ class Program(torch.nn.Module):
     def get_model_def_script(self) -> str:
         """Return the model section as JSON."""
         return self.section
+
+    @torch.jit.export
+    def get_min_nbor_dist(self) -> float:
+        """Return the smallest distance in the training data [Å], negative when unknown."""
+        return self.min_distance
 
     @torch.jit.export
     def get_observed_type_list(self) -> list[str]:

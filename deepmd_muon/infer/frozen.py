@@ -84,6 +84,11 @@ class FrozenModel:
                 f"{path} cannot be read as a frozen potential: cut-off {self.rcut:g} Å, types {self.type_map}"
             )
 
+    @property
+    def program(self) -> torch.jit.ScriptModule:
+        """The program in the file."""
+        return self._program
+
     def model_section(self) -> dict[str, Any]:
         """Return the model section as deepmd-kit writes it.
 

@@ -20,7 +20,7 @@ from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.frozen import FrozenModel, is_frozen
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.model import EnergyModel, Structures, build_model
-from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit
+from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit, min_distance_of
 
 
 def load_model(path: str | os.PathLike[str], *, ema: bool = False, head: str | None = None) -> EnergyModel:
@@ -49,6 +49,14 @@ def load_model(path: str | os.PathLike[str], *, ema: bool = False, head: str | N
         if ema:
             _take_averages(model, checkpoint, path, head)
     return model
+
+
+def load_min_distance(path: str | os.PathLike[str], *, head: str | None = None) -> float:
+    """Return the smallest distance in the training data of a checkpoint [Å], negative when it is unknown."""
+    path = checkpoint_path(path)
+    checkpoint = read_checkpoint(path)
+    with understood(path):
+        return min_distance_of(checkpoint["model"], head)
 
 
 def _take_averages(model: EnergyModel, checkpoint: dict[str, Any], path: Path, head: str | None) -> None:

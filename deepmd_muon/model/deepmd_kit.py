@@ -187,6 +187,12 @@ def branch_prefix(state_dict: Mapping[str, Any], branch: str | None = None) -> s
     return f"model.{_branch(state_dict, branch)[0]}."
 
 
+def min_distance_of(state_dict: Mapping[str, Any], branch: str | None = None) -> float:
+    """Return the smallest distance in a branch's training data [Å], negative when the checkpoint has none."""
+    found = state_dict.get(f"{branch_prefix(state_dict, branch)}min_nbor_dist")
+    return UNKNOWN_DISTANCE if found is None else float(found)
+
+
 def from_deepmd_kit(
     state_dict: Mapping[str, Any], branch: str | None = None
 ) -> tuple[ModelSettings, dict[str, torch.Tensor]]:

@@ -33,12 +33,15 @@ class Part:
         `Translation` between its state dict and deepmd-kit's; None when deepmd-kit has no such part.
     scripted
         Its form for frozen files, see `deepmd_muon.model.scripted.interface`; None when it cannot be frozen.
+    tabulated
+        Its form for compressed files, see there; None when it cannot be compressed.
     """
 
     settings: str | type
     module: str | type
     deepmd_kit: str | Any | None = None
     scripted: str | type | None = None
+    tabulated: str | type | None = None
 
 
 def _found(reference: Any) -> Any:
@@ -97,6 +100,10 @@ class Registry:
         """Return the class for frozen files, None when the part has none."""
         return _found(self._parts[self.name_of(settings)].scripted)
 
+    def tabulated(self, settings: Any) -> Any:
+        """Return the class for compressed files, None when the part has none."""
+        return _found(self._parts[self.name_of(settings)].tabulated)
+
     def settings_class(self, name: str) -> Any:
         """Return the settings class behind a name or an alias."""
         return self.settings[self.aliases.get(name, name)]
@@ -132,7 +139,14 @@ def _own(folder: str, settings: str, module: str, *, scripted: bool = False) -> 
 
 
 DESCRIPTORS = Registry("descriptor")
-DESCRIPTORS.register("se_e2_a", _own("descriptor.se_e2_a", "SeE2ASettings", "SeE2A", scripted=True), aliases=("se_a",))
+DESCRIPTORS.register(
+    "se_e2_a",
+    dataclasses.replace(
+        _own("descriptor.se_e2_a", "SeE2ASettings", "SeE2A", scripted=True),
+        tabulated="deepmd_muon.model.descriptor.se_e2_a.tabulated:TabulatedSeE2A",
+    ),
+    aliases=("se_a",),
+)
 DESCRIPTORS.register("dpa3", _own("descriptor.dpa3", "DPA3Settings", "DPA3", scripted=True))
 for _name, _settings, _aliases in (("se_atten", "DPA1Settings", ("dpa1",)), ("se_atten_v2", "SeAttenV2Settings", ())):
     DESCRIPTORS.register(_name, _own("descriptor.dpa1", _settings, "DPA1", scripted=True), aliases=_aliases)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 DESCRIPTORS: dict[str, Any] = json.loads(Path(__file__).with_name("water_models.json").read_text())["inference"]
+MIN_DISTANCE = 0.75  # in that water, rounded down [Å]; where deepmd-kit's fine tables end
 LATTICE = 3.105  # between molecules [Å]: 1 g/cm³
 
 # One process times all files of a route: in every round each takes its turn, with slightly moved atoms.
@@ -138,6 +139,7 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> None:
     from ase.io import write
 
     from deepmd_muon.argcheck import normalize
+    from deepmd_muon.deploy.compress import compress
     from deepmd_muon.deploy.freeze import freeze
     from deepmd_muon.model import build_model
     from deepmd_muon.model.deepmd_kit import to_deepmd_kit
@@ -156,8 +158,11 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> None:
     section = normalize(content).normalized["model"]
     model = build_model(section)
     model.set_statistics(torch.zeros(2, 4), torch.tensor([[0.2, 0.1, 0.1, 0.1], [0.3, 0.12, 0.12, 0.12]]))
-    torch.save({"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0})}, folder / "model.pt")
+    saved = to_deepmd_kit(model, {"lr": 1e-3, "step": 0}, min_nbor_dist=MIN_DISTANCE)
+    torch.save({"model": saved}, folder / "model.pt")
     freeze(model, folder / "ours.pth")
+    if options.compress:
+        print("ours, compressed:", compress(model, folder / "ours_compressed.pth", min_distance=MIN_DISTANCE))
     coord, box, atype = water(options.molecules)
     np.savez(folder / "water.npz", coord=coord, box=box, atype=atype)
     atoms = Atoms([("O", "H")[t] for t in atype], positions=coord, cell=box, pbc=True)
@@ -165,6 +170,9 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> None:
     write(folder / "water.data", atoms, format="lammps-data", specorder=["O", "H"], atom_style="atomic")
     if options.deepmd_kit:
         run([options.deepmd_kit, "-c", DEEPMD_KIT + "entry.freeze('model.pt', 'theirs.pth')"], folder, options)
+        if options.compress:
+            words = ["-m", "deepmd", "--pt", "compress", "-i", "theirs.pth", "-o", "theirs_compressed.pth"]
+            run([options.deepmd_kit, *words], folder, options)
 
 
 def run(words: list[str], folder: Path, options: argparse.Namespace, *, own: bool = False) -> str:
@@ -257,16 +265,20 @@ def main() -> None:
     parser.add_argument("--deepmd-kit", metavar="PYTHON", help="python of an environment with deepmd-kit")
     parser.add_argument("--deepmd-kit-path", metavar="PATH", default="", help="PYTHONPATH of that python")
     parser.add_argument("--lammps", metavar="LMP", help="LAMMPS with the DeePMD plugin")
+    parser.add_argument("--compress", action="store_true", help="time compressed files as well (se_e2_a)")
     parser.add_argument("--routes", nargs="+", choices=(*PROGRAMS, "LAMMPS"), default=[*PROGRAMS, "LAMMPS"])
     options = parser.parse_args()
     files = ["ours.pth", "theirs.pth"] if options.deepmd_kit else ["ours.pth"]
+    if options.compress:
+        files += [name.replace(".pth", "_compressed.pth") for name in files]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_inputs(options, folder)
         measured = Measured(folder, options)
         for route in options.routes:
             if route == "ASE, ours":
-                measured.by_python(route, ["model.pt", *files])
+                # deepmd-kit's compressed file needs its compiled operators.
+                measured.by_python(route, ["model.pt", *(name for name in files if name != "theirs_compressed.pth")])
             elif route == "LAMMPS" and options.lammps:
                 measured.by_lammps(files)
             elif route != "LAMMPS" and options.deepmd_kit:

@@ -10,6 +10,9 @@ A scripted descriptor is built as `cls(module)` and has
 - `describe(near: Near) -> tuple[Tensor, Tape]`, the descriptor `(ncentre, dim_out)` and whatever its pullback needs;
 - `pullback(adjoint, tape) -> Tensor`, dE/dr_ij `(ncentre, nnei, 3)` [eV/Å] from dE/dD.
 
+The compressed form of a scripted descriptor has the same and is built as `cls(scripted, step=…, nearest=…)`: with
+tables of its embedding nets of intervals `step` in their input, down to distances `nearest` [Å], exact below.
+
 A scripted fitting net is built as `cls(module)` and has
 
 - `energy_and_slope(descriptor, counts) -> tuple[Tensor, Tensor]`, energies of the centres `(ncentre,)` [eV], float64,

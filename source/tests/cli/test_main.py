@@ -94,7 +94,7 @@ def test_backend_of_the_environment_is_read_when_main_runs(monkeypatch, deepmd_k
         (["-b", "jax", "test", "-m", "x"], ["-b", "jax", "test", "-m", "x"]),
         (["--pt", "freeze", "-o", "x.pt2"], ["--pt", "freeze", "-o", "x.pt2"]),
         (["freeze", "-n", "A"], ["--pt", "freeze", "-n", "A"]),
-        (["--pt", "compress", "-i", "x.pth"], ["--pt", "compress", "-i", "x.pth"]),
+        (["--pt", "compress", "-i", "x.pb"], ["--pt", "compress", "-i", "x.pb"]),
         (["model-devi", "-m", "a.pb", "b.pb"], ["--pt", "model-devi", "-m", "a.pb", "b.pb"]),
         (["convert-from", "-i", "x.pb"], ["convert-from", "-i", "x.pb"]),
         (["train", "in.json", "-f", "base.pth"], ["--pt", "train", "in.json", "-f", "base.pth"]),
@@ -151,8 +151,8 @@ def test_without_deepmd_kit_such_an_input_is_refused_in_one_line(dpa4, no_deepmd
             f"did you mean 'train'? There are: {', '.join(COMMANDS)}",
         ),
         (
-            ["compress"],
-            "the command 'compress'",
+            ["gui"],
+            "the command 'gui'",
             f"There are: {', '.join(COMMANDS)}",
         ),
         (
@@ -207,31 +207,28 @@ def test_errors_of_deepmd_kit_itself_keep_their_traceback(deepmd_kit, monkeypatc
 
     monkeypatch.setattr(sys.modules["deepmd.main"], "main", fail)
     with pytest.raises(RuntimeError, match="of a model"):
-        main(["compress"])
+        main(["gui"])
 
 
-def test_our_frozen_files_are_not_handed_over_for_compression(tmp_path, monkeypatch, deepmd_kit, capsys):
-    """deepmd-kit's compress would end in a traceback; another file goes to it."""
+def test_only_deepmd_kits_frozen_files_are_handed_over(tmp_path, monkeypatch, deepmd_kit, capsys):
+    """deepmd-kit's compress and change-bias would end in a traceback on ours."""
     monkeypatch.chdir(tmp_path)
     for name, member in (("frozen_model.pth", "deepmd_muon/deploy/program"), ("theirs.pth", "deepmd/pt/model/model")):
         with zipfile.ZipFile(name, "w") as file:
             file.writestr(f"archive/code/__torch__/{member}.py", "")
-    for words in (["compress"], ["--pt", "compress", "-i", "frozen_model", "-o", "c.pth"], ["compress", "-i"]):
+    for words in (["compress"], ["--pt", "compress", "-i", "frozen_model", "-o", "c.pth"]):
         assert main(words) == 2
-        shown = capsys.readouterr().err
-        assert "frozen_model.pth" in shown
-        assert "model_def_script" in shown
-        assert '"dp_compress": false' in shown
-    assert deepmd_kit == []
-    assert main(["compress", "--input=theirs.pth"]) == 0
-    assert deepmd_kit == [["--pt", "compress", "--input=theirs.pth"]]
+        assert "frozen_model.pth cannot be read" in capsys.readouterr().err
     assert main(["change-bias", "frozen_model.pth", "-b", "1"]) == 2
     assert "frozen model" in capsys.readouterr().err
+    assert deepmd_kit == []
+    assert main(["compress", "--input=theirs.pth", "-t", "in.json"]) == 0
+    assert deepmd_kit == [["--pt", "compress", "--input=theirs.pth", "-t", "in.json"]]
 
 
 def test_status_of_deepmd_kit_is_returned(deepmd_kit, monkeypatch):
     monkeypatch.setattr(sys.modules["deepmd.main"], "main", lambda args: 3)
-    assert main(["compress"]) == 3
+    assert main(["gui"]) == 3
 
 
 def test_all_problems_of_an_input_and_no_traceback(tmp_path, capsys):

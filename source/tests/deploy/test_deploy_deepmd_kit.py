@@ -9,6 +9,7 @@ import torch
 from frozen_models import LARGER, build
 
 from deepmd_muon.cli.main import main
+from deepmd_muon.deploy.compress import compress
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
@@ -67,6 +68,17 @@ def test_deep_pot_takes_our_file_for_its_own(kind, folder, water_frames):
             np.testing.assert_allclose(found[f"ours.pth {backend} {key}"], expected, rtol=0, atol=1e-11, err_msg=key)
     expected = Predictor(model, device="cpu").predict(*water_frames)
     np.testing.assert_allclose(found["ours.pth auto force"], expected.force, rtol=0, atol=1e-12)
+
+
+def test_deep_pot_takes_our_compressed_file(folder, water_frames):
+    model = build(LARGER["se_e2_a"] | {"seed": 3})
+    compress(model, "ours.pth", min_distance=0.7)
+    subprocess.run([os.environ["DEEPMD_KIT_PYTHON"], "-c", EVALUATE, "ours.pth"], check=True)
+    found, expected = np.load("found.npz"), Predictor(model, device="cpu").predict(*water_frames)
+    for backend in ("auto", "native"):
+        np.testing.assert_allclose(found[f"ours.pth {backend} force"], expected.force, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(found[f"ours.pth {backend} energy"][:, 0], expected.energy, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(found[f"ours.pth {backend} virial"], expected.virial, rtol=0, atol=1e-5)
 
 
 def test_its_file_is_read_here(folder, water_frames):

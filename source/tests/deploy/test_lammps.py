@@ -12,6 +12,7 @@ import pytest
 import torch
 from frozen_models import LARGER, build
 
+from deepmd_muon.deploy.compress import compress
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.infer import DeepPotCalculator, Predictor
 
@@ -64,7 +65,7 @@ def test_forces_and_energies_are_the_checkpoints(kind, ranks, folder):
     freeze(model, folder / "model.pth")
     thermo, frames = run_lammps(folder, "model.pth", ranks)
     assert len(frames) == len(thermo) == 5
-    calculator = DeepPotCalculator(model, device="cpu")
+    calculator = DeepPotCalculator(Predictor(model, device="cpu"))
     for row, frame in zip(thermo, frames, strict=True):
         forces = frame.get_forces()
         assert np.abs(forces).max() > 0.05
@@ -74,6 +75,22 @@ def test_forces_and_energies_are_the_checkpoints(kind, ranks, folder):
     potential, total = thermo[:, 3], thermo[:, 4]
     assert np.ptp(potential) > 1e-3
     assert np.ptp(total) < 0.02 * np.ptp(potential)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_compressed_file_gives_the_checkpoints_forces(ranks, folder):
+    """Tables end at 1.2 Å, so that O–H pairs see the nets and others the tables; energy is conserved."""
+    model = live_model(LARGER["se_e2_a"], seed=1)
+    compress(model, folder / "model.pth", min_distance=1.2, extrapolate=1.0)
+    thermo, frames = run_lammps(folder, "model.pth", ranks)
+    calculator = DeepPotCalculator(Predictor(model, device="cpu"))
+    for row, frame in zip(thermo, frames, strict=True):
+        forces = frame.get_forces()
+        assert np.abs(forces).max() > 0.05
+        frame.calc = calculator
+        np.testing.assert_allclose(forces, frame.get_forces(), rtol=0, atol=1e-6)
+        np.testing.assert_allclose(row[3], frame.get_potential_energy(), rtol=1e-6)
+    assert np.ptp(thermo[:, 4]) < 0.02 * np.ptp(thermo[:, 3])
 
 
 def test_a_committee_reports_its_deviation(folder):

@@ -1,0 +1,118 @@
+"""`dp compress`: a frozen file with tables in place of embedding nets, from a checkpoint or a frozen file."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepmd_muon.clashes import refuse_clashes
+from deepmd_muon.cli.errors import CommandError
+from deepmd_muon.cli.handover import TRUST, HandOver, frozen_here
+
+if TYPE_CHECKING:
+    from deepmd_muon.model import EnergyModel
+
+HELP = "write a checkpoint or frozen file of se_e2_a as a faster file, with tables for its embedding nets"
+
+log = logging.getLogger(__name__)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options; names are deepmd-kit's, `--ema` and `--trust` are ours."""
+    parser.add_argument(
+        "-i",
+        "--input",
+        metavar="FILE",
+        default="frozen_model",
+        help="checkpoint (.pt), ours or deepmd-kit's, or frozen file of dp freeze; .pth is added [%(default)s]",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        default="frozen_model_compressed",
+        help="the file; .pth is added [%(default)s]",
+    )
+    parser.add_argument(
+        "-s",
+        "--step",
+        type=float,
+        metavar="STEP",
+        help="length of an interval in the input of the nets; by default, forces change by less than 1e-6 eV/Å",
+    )
+    parser.add_argument(
+        "-e",
+        "--extrapolate",
+        type=float,
+        default=2.0,
+        metavar="FACTOR",
+        help="tables end at the smallest distance of the training data over this, the nets serve below [%(default)s]",
+    )
+    parser.add_argument("--ema", action="store_true", help="take the averaged weights of the checkpoint")
+    parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
+    for words, name in (
+        (("-f", "--frequency"), "N"),
+        (("-c", "--checkpoint-folder"), "FOLDER"),
+        (("-t", "--training-script"), "FILE"),
+    ):
+        parser.add_argument(*words, metavar=name, help="of deepmd-kit, for its own files")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compress."""
+    source, output = Path(options.input), Path(options.output)
+    source = source if source.suffix else source.with_suffix(".pth")
+    if source.suffix not in (".pt", ".pth") or (
+        source.suffix == ".pth" and source.exists() and not frozen_here(source)
+    ):
+        raise HandOver(f"compression of {source}, a model of deepmd-kit's")
+    if not source.exists():
+        raise CommandError(f"there is no file {source}; name a checkpoint or a file of dp freeze with -i")
+    output = output if output.suffix == ".pth" else Path(f"{output}.pth")
+    _check(options, source)
+    from deepmd_muon.deploy.compress import restored
+    from deepmd_muon.infer.predictor import load_min_distance, load_model
+    from deepmd_muon.train.report import set_up_logging
+
+    refuse_clashes(CommandError, {"-o": output, "-l": options.log_path}, {"the model": source})
+    set_up_logging(options.log_level, options.log_path)
+    if source.suffix == ".pth":
+        model, min_distance = restored(source, trust=options.trust)
+    else:
+        model = load_model(source, ema=options.ema, head=options.head)
+        min_distance = load_min_distance(source, head=options.head)
+    settings = {"step": options.step, "extrapolate": options.extrapolate}
+    write_compressed(model, output, source, min_distance=min_distance, **settings)
+    return 0
+
+
+def _check(options: argparse.Namespace, source: Path) -> None:
+    """Refuse values and options that would have no effect."""
+    for name in ("step", "extrapolate"):
+        value = getattr(options, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise CommandError(f"--{name} must be a number above 0; found {value}")
+    for name in ("frequency", "checkpoint_folder", "training_script"):
+        if getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise CommandError(f"{option} has no effect on {source}, which holds all that is needed; leave it out")
+    if source.suffix == ".pth" and (options.ema or options.head):
+        raise CommandError(f"{source} holds one set of weights: --ema and --head need a checkpoint (-i model.pt)")
+
+
+def write_compressed(model: EnergyModel, output: Path, source: Path, *, min_distance: float, **settings: Any) -> None:
+    """Compress a model, and log what the tables change; `settings` go to `deploy.compress.compress`."""
+    from deepmd_muon.deploy.compress import ASSUMED_DISTANCE, compress
+
+    if min_distance <= 0:
+        log.info("%s does not name the smallest distance in its data: %g Å is assumed", source, ASSUMED_DISTANCE)
+    done = compress(model, output, min_distance=min_distance, **settings)
+    log.info("%s written from %s", output, source)
+    log.info("tables of step %g down to %.3g Å; the nets are evaluated at shorter distances", done.step, done.nearest)
+    log.info("largest differences from the model on random structures: %s", done.difference)
+    if done.difference.force > done.allowed:
+        log.warning("forces change by more than %.0e eV/Å: take a shorter --step, or leave it out", done.allowed)

@@ -1,0 +1,219 @@
+"""Compression: frozen files with tables in place of embedding nets, compared with the nets before they are written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.deploy.errors import FreezeError
+from deepmd_muon.deploy.freeze import (
+    STRUCTURES,
+    Difference,
+    difference_of,
+    precisions_of,
+    program_of,
+    random_structure,
+    save,
+)
+from deepmd_muon.deploy.program import Program
+from deepmd_muon.files import make_folder_of, replacement
+from deepmd_muon.infer.frozen import FrozenModel
+from deepmd_muon.infer.prediction import Prediction
+from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.model import EnergyModel, build_model
+from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, settings_of
+from deepmd_muon.model.fitting.ener.scripted import ScriptedEnergyFitting
+from deepmd_muon.model.registry import DESCRIPTORS
+from deepmd_muon.model.scripted.dense import Dense
+
+log = logging.getLogger(__name__)
+
+STEPS = tuple(0.4 * 0.5**k for k in range(7))
+"""Intervals to choose from, in the input of the nets."""
+
+EXTRAPOLATE = 2.0
+"""Default reach of the tables, over the largest 1/distance of the training data."""
+
+FORCE = 1e-6
+"""Most that a chosen step may change forces [eV/Å]."""
+
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
+"""What rounding adds to that, relative to the largest force."""
+
+ASSUMED_DISTANCE = 0.5  # [Å] where that of the data is unknown; bonds with hydrogen have 0.74 and more
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What `compress` wrote.
+
+    Attributes
+    ----------
+    difference
+        Between the file and the model on random structures, some with atoms at and below the smallest distance.
+    step
+        Interval of the tables in the input of the nets.
+    nearest
+        Distance where they end [Å].
+    allowed
+        Difference of forces up to which a step is chosen [eV/Å].
+    """
+
+    difference: Difference
+    step: float
+    nearest: float
+    allowed: float
+
+
+def compress(
+    model: EnergyModel,
+    output: str | os.PathLike[str],
+    *,
+    min_distance: float = UNKNOWN_DISTANCE,
+    step: float | None = None,
+    extrapolate: float = EXTRAPOLATE,
+) -> Compression:
+    """Write a model as a frozen file with tables in place of its embedding nets.
+
+    Parameters
+    ----------
+    model
+        The model, on the CPU.
+    output
+        The file; it appears only after the comparison.
+    min_distance
+        Smallest distance in the training data [Å]; when negative, 0.5 is taken.
+    step
+        Interval of the tables in the input of the nets; by default the longest of `STEPS` that changes forces by at
+        most `FORCE`.
+    extrapolate
+        The tables reach down to min_distance/extrapolate. The nets themselves are evaluated below.
+
+    Raises
+    ------
+    ModelError
+        When a part of the model cannot be frozen, or a table would be too large.
+    FreezeError
+        When the descriptor has no tables, or no step is fine enough.
+    """
+    tabulated, program = _table_of(model), program_of(model, min_distance)
+    own: Any = program.descriptor
+    closest = min_distance if min_distance > 0 else ASSUMED_DISTANCE
+    nearest = closest / extrapolate
+    random, reference = np.random.default_rng(0), Predictor(model, device="cpu")
+    structures = [_structure(random, model, number, closest) for number in range(STRUCTURES + 2)]
+    expected = [reference.predict(*structure) for structure in structures]
+    rounding = max(ROUNDING[precision] for precision in precisions_of(model))
+    allowed = FORCE + rounding * max(float(np.abs(one.force).max()) for one in expected)
+    for tried in STEPS if step is None else (step,):
+        program.descriptor = tabulated(own, step=tried, nearest=nearest)
+        found = [_evaluate(program, *structure) for structure in structures]
+        difference = difference_of(list(zip(expected, found, strict=True)))
+        log.debug("step %g: %s", tried, difference)
+        if difference.force <= allowed:
+            break
+    else:
+        if step is None or not difference.relative < 1e-2:
+            raise FreezeError(
+                f"tables of step {tried:g} change {difference}, where {allowed:.0e} eV/Å was allowed; nothing was "
+                "written: use dp freeze, whose file holds the nets (activations with a kink, like relu, need them)"
+            )
+    program.descriptor.told = False
+    output = Path(output)
+    make_folder_of(output)
+    with replacement(output) as temporary:
+        save(program, temporary, output)
+        frozen = Predictor(temporary, device="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of the structures with close atoms
+            written = difference_of([(e, frozen.predict(*s)) for e, s in zip(expected, structures, strict=True)])
+        if not written.force <= 2.0 * max(difference.force, allowed):
+            raise FreezeError(
+                f"the frozen file differs by {written}, the program in it by {difference}; nothing was written to "
+                f"{output}: report this with the input file"
+            )
+    return Compression(written, tried, nearest, allowed)
+
+
+def _table_of(model: EnergyModel) -> Any:
+    """Return the class of the compressed descriptor."""
+    found = DESCRIPTORS.tabulated(model.settings.descriptor)
+    if found is None:
+        kind = DESCRIPTORS.name_of(model.settings.descriptor)
+        raise FreezeError(f"the descriptor {kind!r} has no tables and cannot be compressed; se_e2_a can: use dp freeze")
+    return found
+
+
+def _structure(
+    random: np.random.Generator, model: EnergyModel, number: int, closest: float
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    """Return a random structure; all but the first have pairs at 0.4, 0.8, 1.2 … times the smallest distance."""
+    coord, box, atype = random_structure(random, model, periodic=number != 1)
+    direction = random.normal(size=3)
+    if number:
+        coord[-1] = coord[0] + 0.4 * number * closest * direction / np.linalg.norm(direction)
+    return coord, box, atype
+
+
+def _evaluate(program: Program, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray) -> Prediction:
+    cell = None if box is None else torch.from_numpy(box)[None]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", UserWarning)
+        found = program(torch.from_numpy(coord)[None], torch.from_numpy(atype)[None], cell)
+    values = {name: value.double().numpy() for name, value in found.items()}
+    return Prediction(values["energy"][:, 0], values["force"], values["virial"], values["atom_energy"][..., 0])
+
+
+def restored(path: str | os.PathLike[str], *, trust: bool = False) -> tuple[EnergyModel, float]:
+    """Return the model of a frozen file of this package, and the smallest distance in its data [Å], −1 when unknown.
+
+    Raises
+    ------
+    CheckpointError
+        When the file cannot be read.
+    FreezeError
+        When it holds another descriptor than se_e2_a.
+    """
+    program: Any = FrozenModel(path, "cpu", trust=trust).program
+    model = build_model(settings_of(json.loads(program.get_model_def_script())))
+    _table_of(model)
+    try:
+        with torch.no_grad():
+            _fill(model, program)
+    except (RuntimeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} does not hold the nets of its model section: {error}") from error
+    known = hasattr(program, "get_min_nbor_dist")  # not in older files
+    return model, float(program.get_min_nbor_dist()) if known else UNKNOWN_DISTANCE
+
+
+def _fill(model: EnergyModel, program: Any) -> None:
+    """Copy the values in a program into a model."""
+    own: Any = model.atomic_model
+    sea, net = own.descriptor.sea, own.fitting_net
+    for collection, saved in (
+        (sea.filter_layers, program.descriptor.nets),
+        (net.filter_layers, program.fitting_net.nets),
+    ):
+        for network, layers in zip(collection.networks, saved, strict=True):
+            for layer, values in zip(network.tensors, (Dense(*each) for each in layers), strict=True):
+                layer.matrix.copy_(values.matrix)
+                layer.bias.copy_(values.bias)
+                if layer.idt is not None:
+                    layer.idt.copy_(values.idt)
+    stddev = 1.0 / program.descriptor.scale
+    sea.stddev.copy_(stddev.unsqueeze(1).expand_as(sea.stddev))
+    sea.mean.copy_((-program.descriptor.empty_row * stddev).unsqueeze(1).expand_as(sea.mean))
+    own.out_bias[0, :, 0] = program.bias
+    if net.case_embd is not None:
+        net.case_embd.copy_(program.fitting_net.branch)
+    # A program subtracts the nets' values in vacuum from the bias.
+    net.bias_atom_e[:, 0] += program.fitting_net.bias - ScriptedEnergyFitting(net).bias
