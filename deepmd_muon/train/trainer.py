@@ -39,6 +39,7 @@ from deepmd_muon.train.process.warm_up import compile_kernels
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.ranks.watchdog import STEPPING, is_lost_connection
 from deepmd_muon.train.report import Reports, open_reports
+from deepmd_muon.train.report.throughput import Throughput
 from deepmd_muon.train.setup import Data, number_of_steps
 from deepmd_muon.train.step.interpolation_schedule import Tuning
 from deepmd_muon.train.step.stepper import build_stepper
@@ -103,6 +104,7 @@ class Trainer:
         self.step = self._first_step = 0
         self.source: Path | None = None
         self._moment = Moment("starting")
+        self._throughput = Throughput(self.ranks)
         parts = self.strategy, self.loss, self.optimizer, self.ema
         self._stepper = build_stepper(*parts, training, self._rate_and_fraction)
         # In TF32, a thread could change the precision of the first step's products.
@@ -184,7 +186,8 @@ class Trainer:
                     stack.callback(loader.close)
             self._now("opening its reports")
             steps = {"num_steps": self.num_steps, "start_step": self.step}
-            reports = open_reports(training, **steps, begun=begun, silent=not self.ranks.first)
+            silent, atoms = not self.ranks.first, lambda: self._throughput.atoms
+            reports = open_reports(training, **steps, begun=begun, silent=silent, atoms=atoms)
             stack.callback(reports.close)
             self.full_validation.begin(self.step, fresh=self.source is None)
             stack.callback(self.full_validation.close)
@@ -194,6 +197,11 @@ class Trainer:
             with torch.profiler.profile() if profiling else contextlib.nullcontext() as profile:
                 self._steps(reports, batches)
                 self._stepper.check(self.step)
+            if training.disp_training and training.time_training:
+                with self.ranks.waiting():
+                    told = self._throughput.describe()
+                if told is not None:
+                    log.info("%s", told)
             self._now("saving", self.step)
             self.checkpoints.complete(self.step, self._content)
             if profile is not None:
@@ -225,12 +233,14 @@ class Trainer:
         while self.step < self.num_steps and self.strategy.stop_signal is None:
             lr, fraction = self._rate_and_fraction(self.step)
             self._now("reading its batch", self.step + 1, reads_data=True, between_steps=True)
-            batch = batches.next()
+            with self._throughput.reading():
+                batch = batches.next()
             if self._tuning is not None:
                 self._tuning(self.step)
             self._now(STEPPING, self.step + 1)
             metrics = self._stepper(batch, self.step)
             self.step += 1
+            self._throughput.take(batch)
             due = reports.due(self.step)
             if training.disp_avg or due:
                 recent += metrics_by_batch(self.loss, metrics, parts_of(batch))
@@ -241,6 +251,7 @@ class Trainer:
                 recent.clear()
                 shown = self._validate(fraction) if reports.due_validation(self.step) else None
                 with self.ranks.waiting():  # on a GPU, reading them waits for the sum over ranks
+                    self._throughput.share()
                     found = _numbers(averaged)
                 self._now("reporting", self.step, between_steps=True)
                 reports.step(self.step, lr, found, shown)

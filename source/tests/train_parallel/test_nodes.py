@@ -140,6 +140,7 @@ def test_the_scripts_train_on_two_nodes(place, script):
     settings = {"PROCESSES_PER_NODE": "1", "DEVICE": "cpu", "PYTHONPATH": path}
     log = submit(script, folder, {"torchrun": torchrun, "python": python}, port=free_ports(1)[0], **settings)
     assert log.count("training done; the model is model.ckpt-6.pt") == 1
+    assert log.count("% in sums over ranks") == 1
 
     def on_three(folder, given, source):
         folder.mkdir()
