@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from deepmd_muon.argcheck import Input
     from deepmd_muon.model import EnergyModel
     from deepmd_muon.model.branches import Branches
-    from deepmd_muon.optim.sharded import Layout
+    from deepmd_muon.optim.sharded import Layout, Plan
 
 _HELD = (
-    "every rank holds everything",
+    "every rank holds everything; on GPUs each rank orthogonalizes all matrices itself, on CPUs as follows",
     "optimizer state in parts",
     "gradients, and parameters between steps, in parts",
     "parameters in parts between forward and backward pass too",
@@ -45,6 +45,19 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
     ShowError
         When the processes cannot be laid out so, or another optimizer than HybridMuon is asked for.
     """
+    given = _input_of(path)
+    training = given.settings.training
+    stage = training.zero_stage if stage is None else stage
+    if groups is None:
+        groups = training.data_parallel_replicate_degree if stage >= 2 else 1
+    plan = plan_of(given, ranks, stage, groups)
+    hybrid = f" in {groups} groups" if groups > 1 else ""
+    title = f"{ranks} ranks{hybrid}, zero_stage {stage}: {_HELD[stage]}"
+    return f"{title}\n{plan.describe(owners=owners)}"
+
+
+def plan_of(given: Input, ranks: int | None, stage: int, groups: int = 1) -> Plan:
+    """Return the plan of HybridMuon's step for an input; see `plan_page`."""
     from deepmd_muon.optim import HybridMuon
     from deepmd_muon.optim.polar.schedules import coefficients_of
     from deepmd_muon.optim.routing.group_settings import group_settings
@@ -52,11 +65,6 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
     from deepmd_muon.optim.sharded import PlannedParameter, make_plan
     from deepmd_muon.optim.sharded.layout import state_layout
 
-    given = _input_of(path)
-    training = given.settings.training
-    stage = training.zero_stage if stage is None else stage
-    if groups is None:
-        groups = training.data_parallel_replicate_degree if stage >= 2 else 1
     layout = _layout(ranks, stage, groups)
     optimizer = optimizer_of(given)
     if not isinstance(optimizer, HybridMuon):
@@ -81,10 +89,7 @@ def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | No
         for entry in optimizer.routing
         if entry.route == "muon" and entry.view is not None
     ]
-    plan = make_plan(planned, sharded)
-    hybrid = f" in {groups} groups" if groups > 1 else ""
-    title = f"{len(layout.ranks)} ranks{hybrid}, zero_stage {stage}: {_HELD[stage]}"
-    return f"{title}\n{plan.describe(owners=owners)}"
+    return make_plan(planned, sharded)
 
 
 def optimizer_of(given: Input) -> torch.optim.Optimizer:

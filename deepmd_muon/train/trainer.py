@@ -36,6 +36,7 @@ from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.ranks.watchdog import STEPPING, is_lost_connection
 from deepmd_muon.train.report import Reports, open_reports
 from deepmd_muon.train.report.metrics import RecentMetrics, numbers
+from deepmd_muon.train.report.throughput import Throughput
 from deepmd_muon.train.step.interpolation_schedule import Tuning
 from deepmd_muon.train.step.stepper import build_stepper
 from deepmd_muon.train.strategy import choose_strategy
@@ -98,6 +99,7 @@ class Trainer:
         self.step = self._first_step = 0
         self.source: Path | None = None
         self._moment = Moment("starting")
+        self._throughput = Throughput(self.ranks)
         self._steppers = {
             name: build_stepper(
                 self.strategy, branch.loss, self.optimizer, self.ema, training, self._rate_and_fraction, branch.model
@@ -177,7 +179,8 @@ class Trainer:
                         stack.callback(loader.close)
             self._now("opening its reports")
             steps = {"num_steps": self.num_steps, "start_step": self.step}
-            reports = open_reports(training, **steps, begun=begun, silent=not self.ranks.first)
+            silent, atoms = not self.ranks.first, lambda: self._throughput.atoms
+            reports = open_reports(training, **steps, begun=begun, silent=silent, atoms=atoms)
             stack.callback(reports.close)
             self.validation.begin(self.step, fresh=self.source is None)
             stack.callback(self.validation.close)
@@ -189,6 +192,11 @@ class Trainer:
             with torch.profiler.profile() if profiling else contextlib.nullcontext() as profile:
                 self._steps(reports, batches)
                 self._check()
+            if training.disp_training and training.time_training:
+                with self.ranks.waiting():
+                    told = self._throughput.describe()
+                if told is not None:
+                    log.info("%s", told)
             self._now("saving", self.step)
             self.checkpoints.complete(self.step, self._content)
             if profile is not None:
@@ -226,12 +234,14 @@ class Trainer:
             lr, fraction = self._rate_and_fraction(self.step)
             name = self._order.next()
             self._now("reading its batch", self.step + 1, reads_data=True, between_steps=True)
-            batch = batches[name].next()
+            with self._throughput.reading():
+                batch = batches[name].next()
             if name in self._tuning:
                 self._tuning[name](self.step)
             self._now(STEPPING, self.step + 1)
             metrics = self._steppers[name](batch, self.step)
             self.step += 1
+            self._throughput.take(batch)
             due = reports.due(self.step)
             recent.add(name, metrics, batch, due=due)
             if due:
@@ -239,6 +249,7 @@ class Trainer:
                 averaged = recent.take(self.ranks)
                 shown = self.validation.measure(fraction) if reports.due_validation(self.step) else None
                 with self.ranks.waiting():  # on a GPU, reading them waits for the sum over ranks
+                    self._throughput.share()
                     found = numbers(averaged)
                 self._now("reporting", self.step, between_steps=True)
                 reports.step(self.step, lr, found, shown)

@@ -34,6 +34,26 @@ _HELD: list[dist.Work] = []
 T = TypeVar("T")
 
 
+class Stopwatch:
+    """Adds up the time of `with` blocks.
+
+    Attributes
+    ----------
+    seconds
+        Their sum.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._begun = 0.0
+
+    def __enter__(self) -> None:
+        self._begun = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.monotonic() - self._begun
+
+
 @dataclasses.dataclass(frozen=True)
 class Ranks:
     """The processes that train one model together.
@@ -48,6 +68,8 @@ class Ranks:
         A rank that has not answered for this long is given up.
     watch
         Shares this process's activity with the others; None for a single process.
+    summing
+        Time in `sum`; over gloo it ends with the exchange, over NCCL with its launch.
     """
 
     device: torch.device
@@ -55,6 +77,7 @@ class Ranks:
     size: int = 1
     timeout: datetime.timedelta = TIMEOUT
     watch: Watch | None = None
+    summing: Stopwatch = dataclasses.field(default_factory=Stopwatch, compare=False)
 
     @property
     def first(self) -> bool:
@@ -123,7 +146,8 @@ class Ranks:
     def sum(self, values: Tensor) -> Tensor:
         """Add a tensor over all ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(values)
+            with self.summing:
+                dist.all_reduce(values)
         return values
 
     def copy_from_first(self, model: nn.Module) -> None:

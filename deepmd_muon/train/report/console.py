@@ -36,9 +36,16 @@ def _metrics_of(branch: str, metrics: Mapping[str, float]) -> dict[str, float]:
     return {name.partition("/")[0]: value for name, value in metrics.items() if branch_of(name) == branch}
 
 
-def timing_line(step: int, total: float, each: float, remaining: float | None, now: datetime.datetime) -> str:
-    """Return the line that says how long the command has run, how long a step takes and when the run will end [s]."""
+def timing_line(
+    step: int, total: float, each: float, remaining: float | None, now: datetime.datetime, atoms: float = 0.0
+) -> str:
+    """Return the line that says how long the command has run, how long a step takes and when the run will end [s].
+
+    `atoms` is the number of atoms in a second; 0 where it is not known.
+    """
     line = f"Batch {step:7d}: total wall time = {total:.2f} s, {each:.4f} s/batch"
+    if atoms:
+        line += f", {atoms:.4g} atoms/s"
     if remaining is None or not remaining < _LONGEST:
         return line
     left = datetime.timedelta(seconds=int(remaining))
@@ -60,6 +67,8 @@ class ConsoleReport:
         When the command began, as `clock` counts; now by default.
     clock
         Returns the time [s].
+    atoms
+        Returns the atoms of all batches so far; an interval without new ones shows none.
     """
 
     validates = True
@@ -73,8 +82,10 @@ class ConsoleReport:
         timing: bool = True,
         begun: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        atoms: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.frequency = frequency
+        self._atoms, self._last_atoms = atoms, atoms()
         self._num_steps = num_steps
         self._first = start_step
         self._timing = timing
@@ -113,13 +124,16 @@ class ConsoleReport:
         seconds, steps = now - self._last_time, max(1, step - self._last_step)
         remaining = None if self._opening else (self._num_steps - step) * seconds / steps
         self._last_line = now
+        done = self._atoms() - self._last_atoms
         if ends:
+            self._last_atoms += done
             if not self._opening:
                 self._timed_steps += steps
                 self._timed_seconds += seconds
             self._last_step, self._last_time = step, now
         local = datetime.datetime.now().astimezone()
-        log.info(timing_line(step, now - self._begun, seconds / steps, remaining, local))
+        rate = done / seconds if seconds > 0.0 else 0.0
+        log.info(timing_line(step, now - self._begun, seconds / steps, remaining, local, rate))
 
     def close(self) -> None:
         """Log the average time of a step."""

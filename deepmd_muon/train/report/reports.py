@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from deepmd_muon.train.report.console import ConsoleReport, ProgressLine
@@ -131,6 +131,7 @@ def open_reports(
     start_step: int = 0,
     begun: float | None = None,
     silent: bool = False,
+    atoms: Callable[[], float] = lambda: 0.0,
 ) -> Reports:
     """Open the reports that the input's `training` section asks for.
 
@@ -147,6 +148,8 @@ def open_reports(
         `time.monotonic()` when the command began; now by default.
     silent
         Write nothing, on a rank whose metrics another one reports; `due` answers as there.
+    atoms
+        Returns the atoms in all batches so far.
 
     Raises
     ------
@@ -166,7 +169,9 @@ def open_reports(
         )
     if training.disp_training:
         timing = training.time_training
-        console = ConsoleReport(training.disp_freq, num_steps, start_step=start_step, timing=timing, begun=begun)
+        console = ConsoleReport(
+            training.disp_freq, num_steps, start_step=start_step, timing=timing, begun=begun, atoms=atoms
+        )
         reports.append(console)
         reports.append(LearningCurveFile(training.disp_file, training.disp_freq, start_step=start_step))
     if training.jsonl_file is not None:

@@ -10,6 +10,7 @@ update each for itself, and read the requests to stop a few steps later, all of 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +22,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.optim.other_configs import OptimizerConfig
+from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.strategy.agreement import SIGNALS, SeveralRanks
 from deepmd_muon.train.strategy.base import Reduced
+
+log = logging.getLogger(__name__)
 
 
 class Replicated(SeveralRanks):
@@ -53,6 +57,11 @@ class Replicated(SeveralRanks):
         # HybridMuon shares work among replicas by exchanges that a graph cannot hold, and that take longer than the
         # work of a potential's matrices.
         replicas = self._replicas if self._on_host else None
+        if replicas is None and getattr(config, "sharded", ShardedSettings()) != ShardedSettings():
+            log.info(
+                "optimizer/sharded is ignored: at training/zero_stage 0 on GPUs every rank orthogonalizes all "
+                "matrices itself"
+            )
         return build_optimizer(config, self.model, lr, replicas=replicas, state_in_parts=self._state_in_parts)
 
     @property

@@ -48,7 +48,11 @@ def show(capsys, *words):
     ("words", "title", "layout"),
     [
         ([], "8 ranks in 2 groups, zero_stage 3", "mesh 2x4: Replicate, Shard(0)"),
-        (["--zero-stage", "0"], "8 ranks, zero_stage 0", "mesh 8: Replicate"),
+        (
+            ["--zero-stage", "0"],
+            "8 ranks, zero_stage 0: every rank holds everything; on GPUs each rank orthogonalizes all matrices itself",
+            "mesh 8: Replicate",
+        ),
         (["--zero-stage", "1"], "8 ranks, zero_stage 1", "mesh 8: Replicate"),
         (["--zero-stage", "2", "--hsdp", "4"], "8 ranks in 4 groups, zero_stage 2", "mesh 4x2: Replicate, Shard(0)"),
         (["--hsdp", "1"], "8 ranks, zero_stage 3", "mesh 8: Shard(0)"),

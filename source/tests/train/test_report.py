@@ -146,6 +146,7 @@ def test_log_lines():
     for unknown in (None, float("inf"), float("nan"), 1e20):  # the last ends after the calendar
         shown = timing_line(200, 12.34, 0.0567, unknown, now)
         assert shown == "Batch     200: total wall time = 12.34 s, 0.0567 s/batch"
+    assert timing_line(200, 12.34, 0.0567, None, now, 33862.4).endswith(" 0.0567 s/batch, 3.386e+04 atoms/s")
 
 
 @pytest.mark.parametrize(("start_step", "lines"), [(0, [1, 7, 13, 19, 25]), (500, [506, 512, 518, 524])])
@@ -167,6 +168,20 @@ def test_a_slow_run_shows_its_progress_every_half_minute(start_step, lines, capl
         assert (f"eta = {left}" in message) == (step != lines[0])  # the first interval predicts nothing
     console.close()
     assert len(caplog.messages) == len(lines) + (start_step == 0)  # no interval of metrics has ended
+
+
+def test_atoms_a_second_are_those_of_the_interval(caplog):
+    """400 atoms in 4 s; then no news of other ranks' atoms in a line after a silence, which ends no interval."""
+    caplog.set_level("INFO")
+    now, atoms = 1000.0, 50.0
+    console = ConsoleReport(10, 100, start_step=50, clock=lambda: now, atoms=lambda: atoms)
+    for step, after, total in ((60, 4.0, 450.0), (65, 40.0, 450.0), (70, 10.0, 950.0)):
+        now, atoms = now + after, total
+        if step % 10 == 0:
+            console.step(step, 1e-3, TRAIN, {})
+        console.advance(step)
+    shown = [message.partition("s/batch")[2].partition(", eta")[0] for message in caplog.messages if "wall" in message]
+    assert shown == [", 100 atoms/s", "", ", 10 atoms/s"]
 
 
 def test_without_timing_no_time_is_shown(caplog):

@@ -647,3 +647,20 @@ def test_torchrun_trains_and_logs_once(place, tmp_path):
     assert done.stderr.count("training done; the model is model.ckpt-2.pt") == 1
     assert done.stderr.count("optimizer/lr_adjust_coeff is not given") == 1
     assert read_checkpoint(tmp_path / "model.ckpt.pt")["deepmd_muon"]["step"] == 2
+
+
+def test_shared_settings_that_gpus_ignore_are_told(caplog):
+    """At stage 0 on GPUs every rank takes the whole step itself."""
+    from types import SimpleNamespace
+
+    from deepmd_muon.optim.config import HybridMuonConfig
+    from deepmd_muon.optim.sharded import ShardedSettings
+    from deepmd_muon.train.strategy.replicated import Replicated
+
+    model = torch.nn.Linear(8, 8)
+    rank = SimpleNamespace(_on_host=False, model=model, _replicas=None, _state_in_parts=False)
+    for sharded, told in ((ShardedSettings(), 0), (ShardedSettings(replication="spread"), 1)):
+        caplog.clear()
+        with caplog.at_level("INFO", "deepmd_muon"):
+            Replicated.build_optimizer(rank, HybridMuonConfig(sharded=sharded), 1e-3)
+        assert sum("optimizer/sharded is ignored" in message for message in caplog.messages) == told

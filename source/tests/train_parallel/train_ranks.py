@@ -117,7 +117,8 @@ def _environment(launcher, rank, world, port):
         # The meeting point is made of the step's nodes and the job's number.
         job = {"SLURM_JOB_ID": str(port - 15000), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
         return {**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": str(world)}
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    local = 0 if launcher == "nodes" else rank  # one process on each node
+    place = {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world)}
     return {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 

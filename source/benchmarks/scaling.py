@@ -1,0 +1,170 @@
+"""What a training step on 8 to 1,024 GPUs would take: a computation from measured steps, bytes and bandwidths.
+
+    python source/benchmarks/scaling.py [--network-gb 40] [--network-us 15] [--peer-us 2] [--gpus-per-node 8]
+
+Nobody has run these numbers of GPUs. Every GPU takes the same batch as one GPU does. The step of N GPUs at a stage is
+the measured step of two, plus what the formulas below give for N less what they give for two:
+
+all-reduce      of all gradients, first within a node, then over nodes, where each GPU sends its part through an adapter
+                of its own: 2 (g − 1)/g G/B + 2 (M − 1)/M G/(g b) + 2 log2(M) a. G: bytes of the gradients; g, M: GPUs
+                of a node, and nodes; B: bandwidth in a node; b, a: bandwidth and delay of the network
+gather, scatter half of that: FSDP2 scatters gradients once, and gathers parameters once (stage 2) or twice (stage 3)
+exchange        of HybridMuon's plan at stages 1 to 3: the largest number of bytes that a rank sends, through the slower
+                of both links, and for each of its exchanges a delay of every peer
+orthogonalize   the measured time of all matrices, times the share of the busiest rank; at stage 0 all of it
+
+B is measured: the step of two GPUs at stage 0, less that of one, is the time of their all-reduce with all that it
+brings. b, a and the delay of a peer are assumptions, which the options change. Left out: ranks whose batches cost more,
+reading data, and that a step of 1,024 frames is not worth 1,024 steps of one frame.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from training_step import make_input
+
+from deepmd_muon.argcheck import normalize
+from deepmd_muon.show.plan import optimizer_of, plan_of
+
+INPUTS = Path(__file__).with_name("scaling_inputs.json")
+GPUS = (8, 64, 256, 1024)
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Links between GPUs: an assumption.
+
+    Attributes
+    ----------
+    gpus
+        Of a node, each with an adapter of its own.
+    bandwidth
+        Of an adapter [bytes/s].
+    delay
+        Of a message between nodes [s].
+    peer
+        Time that one exchange takes for each peer [s].
+    """
+
+    gpus: int = 8
+    bandwidth: float = 4e10
+    delay: float = 1.5e-5
+    peer: float = 2e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A model's bytes and measured times.
+
+    Attributes
+    ----------
+    case
+        MODEL:PRECISION-bFRAMES, as in `several_gpus.py`.
+    size
+        Bytes of all gradients.
+    one, two
+        Measured steps of one GPU, and of two by stage [s].
+    orthogonalization
+        Measured time of all matrices on one GPU [s].
+    network
+        The links.
+    """
+
+    case: str
+    size: int
+    one: float
+    two: dict[int, float]
+    orthogonalization: float
+    network: Network
+
+    @property
+    def in_node(self) -> float:
+        """Bandwidth within a node, from one GPU and two [bytes/s]."""
+        return self.size / (self.two[0] - self.one)
+
+    def all_reduce(self, gpus: int) -> float:
+        """Return the time of an all-reduce of the gradients [s]."""
+        local = min(gpus, self.network.gpus)
+        nodes = gpus // local
+        seconds = 2 * (local - 1) / local * self.size / self.in_node
+        if nodes > 1:
+            seconds += 2 * (nodes - 1) / nodes * self.size / local / self.network.bandwidth
+            seconds += 2 * math.log2(nodes) * self.network.delay
+        return seconds
+
+    def optimizer(self, gpus: int, stage: int) -> float:
+        """Return the time of orthogonalizations and of the exchanges for them [s]."""
+        if stage == 0:
+            return self.orthogonalization
+        plan = plan_of(_input(self.case), gpus, stage)
+        link = self.in_node if gpus <= self.network.gpus else min(self.in_node, self.network.bandwidth)
+        seconds = 0.0
+        whole = sum(sum(domain.work.values()) for domain in plan.domains if domain.spread) or math.inf
+        for domain in plan.domains:
+            exchanges = sum(map(len, domain.exchanges().values()))
+            seconds += max(domain.sent(plan.settings).values()) / link + exchanges * (gpus - 1) * self.network.peer
+            seconds += max(domain.work.values()) / whole * self.orthogonalization
+        return seconds
+
+    def formula(self, gpus: int, stage: int) -> float:
+        """Return all that depends on the number of GPUs [s]."""
+        exchanged = {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.5}[stage]
+        return exchanged * self.all_reduce(gpus) + self.optimizer(gpus, stage)
+
+    def seconds(self, gpus: int, stage: int) -> float:
+        """Return the time of a step; measured for two GPUs, computed for others [s]."""
+        return self.two[stage] + self.formula(gpus, stage) - self.formula(2, stage)
+
+
+def _input(case: str) -> Any:
+    kind, sizes = case.split(":")
+    return normalize(make_input(kind, sizes, "HybridMuon", 1000, Path("water"), {}))
+
+
+def read_steps(network: Network, path: Path = INPUTS) -> list[Step]:
+    """Return the measured models; their bytes are counted from their parameters."""
+    steps = []
+    for case, times in json.loads(path.read_text())["ms a step, H200"].items():
+        parameters = [p for group in optimizer_of(_input(case)).param_groups for p in group["params"]]
+        two = {int(stage): 1e-3 * found["ms"] for stage, found in times["two"].items()}
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        own = 1e-3 * times["one"]["ms"], two, 1e-3 * times["orthogonalization"]["ms"]
+        steps.append(Step(case, size, *own, network))
+    return steps
+
+
+def table(steps: list[Step]) -> str:
+    """Return milliseconds a step and the share of linear scaling, as Markdown."""
+    heads = ["model", "stage", "1 GPU, measured", "2, measured", *(f"{gpus:,}, computed" for gpus in GPUS)]
+    rows = [heads, ["---"] * len(heads)]
+    for step in steps:
+        for stage, two in step.two.items():
+            times = [two, *(step.seconds(gpus, stage) for gpus in GPUS)]
+            shown = [f"{1e3 * seconds:.3g} ({step.one / seconds:.0%})" for seconds in times]
+            rows.append([step.case, str(stage), f"{1e3 * step.one:.3g}", *shown])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--network-gb", type=float, default=40.0, help="bandwidth of an adapter [GB/s]")
+    parser.add_argument("--network-us", type=float, default=15.0, help="delay of a message between nodes [µs]")
+    parser.add_argument("--peer-us", type=float, default=2.0, help="time of an exchange for each peer [µs]")
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    given = parser.parse_args()
+    network = Network(given.gpus_per_node, 1e9 * given.network_gb, 1e-6 * given.network_us, 1e-6 * given.peer_us)
+    steps = read_steps(network)
+    for step in steps:
+        print(f"{step.case}: {step.size / 1e6:.2f} MB of gradients, {step.in_node / 1e9:.0f} GB/s between two GPUs")
+    print(table(steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The computed steps on many GPUs: the formulas by hand, the measured steps in, and the table of the page out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def scaling(monkeypatch):
+    """Return the script as a module."""
+    monkeypatch.syspath_prepend(TOP / "source" / "benchmarks")
+    import scaling
+
+    return scaling
+
+
+def make_step(scaling, **changes):
+    """Return a step with gradients of 1 MB, 10 GB/s within nodes of four GPUs."""
+    network = scaling.Network(gpus=4, bandwidth=5e9, delay=1e-5, peer=1e-6)
+    step = scaling.Step("se_e2_a:f64-b1", 10**6, 1e-3, {0: 1.1e-3, 1: 2e-3}, 2e-4, network)
+    return dataclasses.replace(step, **changes)
+
+
+def test_the_all_reduce_follows_its_formula(scaling):
+    step = make_step(scaling)
+    assert step.in_node == pytest.approx(1e10)
+    assert step.all_reduce(2) == pytest.approx(1e-4)  # as measured
+    assert step.all_reduce(4) == pytest.approx(1.5e-4)
+    # Four nodes: each GPU sends a quarter of the gradients, in two passes of two messages.
+    assert step.all_reduce(16) == pytest.approx(1.5e-4 + 1.5 * 2.5e5 / 5e9 + 4e-5)
+
+
+def test_two_gpus_take_what_was_measured_and_stage_0_grows_by_the_all_reduce_alone(scaling):
+    step = make_step(scaling)
+    assert [step.seconds(2, stage) for stage in (0, 1)] == pytest.approx([1.1e-3, 2e-3])
+    assert step.seconds(16, 0) - step.seconds(2, 0) == pytest.approx(step.all_reduce(16) - step.all_reduce(2))
+
+
+def test_the_plan_shares_the_orthogonalizations(scaling):
+    """Without links that cost anything, stage 1 has the busiest rank's share of the work left."""
+    free = scaling.Network(gpus=64, bandwidth=math.inf, delay=0.0, peer=0.0)
+    step = make_step(scaling, network=free, two={0: 1e-3 + 1e-15})
+    plan = scaling.plan_of(scaling._input(step.case), 4, 1)
+    (domain,) = plan.domains
+    share = max(domain.work.values()) / sum(domain.work.values())
+    assert 0.25 <= share < 1.0
+    assert step.optimizer(4, 1) == pytest.approx(share * 2e-4, rel=1e-6)
+    assert step.optimizer(4, 0) == 2e-4
+
+
+def test_every_measured_input_has_a_date_and_a_source_that_exists(scaling):
+    for times in json.loads(scaling.INPUTS.read_text())["ms a step, H200"].values():
+        for found in (times["one"], *times["two"].values(), times["orthogonalization"]):
+            assert found["date"].startswith("2026-")
+            source = found["source"].partition(",")[0].partition(":")[0]
+            assert (TOP / source).exists() or "no raw output kept" in found["source"]
+
+
+def test_the_page_shows_what_the_script_computes(scaling):
+    page = (TOP / "doc" / "benchmarks" / "training_step.md").read_text()
+    assert scaling.table(scaling.read_steps(scaling.Network())) in page
