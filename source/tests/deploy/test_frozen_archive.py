@@ -197,10 +197,11 @@ def test_show_runs_a_strange_program_with_trust_only(tmp_path, capsys):
     bad = script(
         tmp_path / "bad.pth",
         "def get_model_def_script(self) -> str:\n"
-        f"  torch.from_file({str(victim)!r}, True, 4).fill_(1)\n"
-        "  return '{}'\n",
+        f"  y = torch.from_file({str(victim)!r}, True, 4)\n"
+        "  y.fill_(1)\n"
+        "  return '{}' if bool((y > 0).all()) else ''\n",  # a result that nobody uses would drop out
     )
-    assert main(["show", str(bad), "type-map"]) == 1
+    assert main(["show", str(bad), "type-map"]) == 2
     assert "--trust" in capsys.readouterr().err
     assert not victim.exists()
     main(["show", str(bad), "type-map", "--trust"])
