@@ -135,7 +135,7 @@ def _input_of(path: Path) -> Input:
     if own is None:
         raise ShowError(f"{path} comes from deepmd-kit and holds no settings; give the input file")
     with understood(path):
-        return normalize(json.loads(own["settings"]))
+        return normalize(json.loads(own["settings"]), str(path))
 
 
 def _layout(ranks: int | None, stage: int, groups: int) -> Layout:

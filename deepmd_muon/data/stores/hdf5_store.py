@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import h5py
 import numpy as np
@@ -66,11 +66,15 @@ class HDF5Store:
         """Read the entries of a dataset that stands for a text file: numbers, strings, or one text."""
         dataset = self._dataset(path)
         try:
+            if dataset.dtype.hasobject and (problem := _strings_problem(dataset, self.file)):
+                raise SystemFormatError(self.root, path, f"cannot be read: {problem}")
             values = [] if dataset.shape is None else np.atleast_1d(dataset[()]).ravel().tolist()
             return [word for v in values for word in (v.decode() if isinstance(v, bytes) else str(v)).split()]
         except UnicodeDecodeError as error:
             raise SystemFormatError(self.root, path, f"expected text in UTF-8: {error}") from error
         except _ERRORS as error:
+            if isinstance(error, SystemFormatError):
+                raise
             raise SystemFormatError(self.root, path, f"cannot be read: {_reason(error)}") from error
 
     def shape(self, path: str) -> tuple[int, ...]:
@@ -168,6 +172,54 @@ def _groups(root: h5py.File, start: str) -> list[str] | None:
 
     (root[start] if start else root).visititems(visit)
     return found
+
+
+def _strings_problem(dataset: h5py.Dataset, file: str) -> str | None:
+    """Say what is wrong with the heaps that hold a dataset's strings of variable length; None if they can be read.
+
+    HDF5 2.0 and earlier never end at free space of length 0, or when header and length of an object overflow. Heaps
+    carry no checksum. Those of compact or filtered datasets are not looked at: their addresses cannot be known.
+    """
+    if h5py.check_string_dtype(dataset.dtype) is None:
+        return "expected numbers or text"
+    offsets = [dataset.id.get_offset()]
+    if dataset.chunks:
+        chunks = [dataset.id.get_chunk_info(k) for k in range(dataset.id.get_num_chunks())]
+        offsets = [] if dataset.id.get_create_plist().get_nfilters() else [chunk.byte_offset for chunk in chunks]
+    count = int(np.prod(dataset.chunks or dataset.shape or (0,)))
+    with open(file, "rb") as content:
+        size = os.fstat(content.fileno()).st_size
+        heaps = set()
+        for offset in offsets:
+            if offset is not None:
+                content.seek(offset)
+                references = content.read(min(16 * count, size))
+                heaps |= {references[k + 4 : k + 12] for k in range(0, len(references) - 15, 16)}
+        for address in heaps:
+            place = int.from_bytes(address, "little")
+            if 0 < place < size and not _heap_ends(content, place + dataset.file.userblock_size, size):
+                return "the heap of its strings is damaged; copy the file again"
+    return None
+
+
+def _heap_ends(content: BinaryIO, place: int, size: int) -> bool:
+    """Go through a global heap (HDF5 file format, III.E) as the library does; False if an object leaves it."""
+    content.seek(place)
+    if content.read(4) != b"GCOL":
+        return False
+    content.seek(place + 8)
+    heap = content.read(min(int.from_bytes(content.read(8), "little"), size))[:-16]
+    at = 0
+    while at + 16 <= len(heap):
+        # Index, references and padding of 8 bytes, then the size; objects are padded to multiples of 8 bytes.
+        length = int.from_bytes(heap[at + 8 : at + 16], "little")
+        if not any(heap[at : at + 2]):  # free space, whose length counts its header
+            if length < 16:
+                return False
+            at += length
+        else:
+            at += 16 + -(-length // 8) * 8
+    return at <= len(heap)
 
 
 def _reason(error: Exception) -> str:

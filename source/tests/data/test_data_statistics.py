@@ -112,6 +112,28 @@ def test_a_changed_number_is_found_and_entries_without_checksum_are_not_used(tmp
     assert file.load(KEY) is None
 
 
+def test_entries_of_earlier_releases_are_computed_again(tmp_path):
+    file = StatFile(tmp_path / "stat.hdf5")
+    file.save(KEY, {"mean": np.arange(3.0)})
+    with h5py.File(file.path, "r+") as content:
+        (entry,) = content["deepmd_muon"].values()
+        entry.attrs["sha256"] = entry.attrs["sha256"].decode()  # of variable length, in a heap without checksums
+    assert file.load(KEY) is None
+    file.save(KEY, {"mean": np.arange(4.0)})
+    np.testing.assert_array_equal(file.load(KEY)["mean"], np.arange(4.0))
+
+
+def test_strings_in_place_of_numbers_are_not_read(tmp_path):
+    file = StatFile(tmp_path / "stat.hdf5")
+    file.save(KEY, {"mean": np.arange(3.0)})
+    with h5py.File(file.path, "r+") as content:
+        (entry,) = content["deepmd_muon"].values()
+        del entry["mean"]
+        entry["mean"] = ["a", "b"]
+    with pytest.raises(DataError, match=r"stat\.hdf5.*mean"):
+        file.load(KEY)
+
+
 def test_no_statistics_file(tmp_path):
     with pytest.raises(DataError, match="is a folder"):
         StatFile(tmp_path)

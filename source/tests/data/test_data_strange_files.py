@@ -5,6 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 from deepmd_muon.argcheck import InputError, load
@@ -69,3 +71,40 @@ def test_an_atom_count_of_a_compressed_file(tmp_path):
     path.write_bytes(gzip.compress(b"999999999\n\nO 0 0 0\n"))
     with pytest.raises(SystemFormatError, match="999999999 atoms"):
         open_systems(str(path))
+
+
+def _write_hdf5(path, **options):
+    with h5py.File(path, "w") as file:
+        file["type.raw"] = [0, 0]
+        file.create_dataset("type_map.raw", data=["Cu"], dtype=h5py.string_dtype(), **options)
+        file["set.000/coord.npy"], file["set.000/box.npy"] = np.arange(6.0)[None], 9 * np.eye(3).reshape(1, 9)
+        file["set.000/energy.npy"] = [-1.0]
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (1,)}, {"maxshape": (None,)}])
+@pytest.mark.parametrize("place", ["object", "free"])
+def test_a_damaged_heap_of_strings(tmp_path, options, place):
+    path = tmp_path / "s.hdf5"
+    _write_hdf5(path, **options)
+    (system,) = open_systems(str(path))
+    assert system.type_map == ("Cu",)
+    content = bytearray(path.read_bytes())
+    first = content.index(b"GCOL") + 16
+    # HDF5 2.0 never ends at either: the header and the length of an object overflow, or free space has no length.
+    if place == "object":
+        content[first + 8 : first + 16] = (2**64 - 16).to_bytes(8, "little")
+    else:
+        content[first : first + 16] = bytes(16)
+    path.write_bytes(content)
+    with pytest.raises(SystemFormatError, match=r"s\.hdf5.*type_map\.raw.*heap"):
+        open_systems(str(path))
+
+
+def test_filtered_and_strange_objects_in_hdf5(tmp_path):
+    _write_hdf5(tmp_path / "s.hdf5", chunks=(1,), compression="gzip")
+    assert open_systems(str(tmp_path / "s.hdf5"))[0].type_map == ("Cu",)
+    with h5py.File(tmp_path / "s.hdf5", "r+") as file:
+        del file["type.raw"]
+        file["type.raw"] = np.array([file.ref, file.ref], dtype=h5py.ref_dtype)
+    with pytest.raises(SystemFormatError, match="numbers or text"):
+        open_systems(str(tmp_path / "s.hdf5"))

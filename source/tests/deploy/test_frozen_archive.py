@@ -190,3 +190,33 @@ def test_compiled_packages_need_trust(tmp_path, capsys):
     check_compiled("model.pt2", trust=True)
     assert main(["test", "-m", "model.pt2", "-s", str(tmp_path)]) == 2
     assert "--trust" in capsys.readouterr().err
+
+
+def test_show_runs_a_strange_program_with_trust_only(tmp_path, capsys):
+    victim = tmp_path / "victim"
+    bad = script(
+        tmp_path / "bad.pth",
+        "def get_model_def_script(self) -> str:\n"
+        f"  y = torch.from_file({str(victim)!r}, True, 4)\n"
+        "  y.fill_(1)\n"
+        "  return '{}' if bool((y > 0).all()) else ''\n",  # a result that nobody uses would drop out
+    )
+    assert main(["show", str(bad), "type-map"]) == 2
+    assert "--trust" in capsys.readouterr().err
+    assert not victim.exists()
+    main(["show", str(bad), "type-map", "--trust"])
+    assert "--trust" not in capsys.readouterr().err
+    assert victim.exists()
+
+
+def test_show_needs_trust_for_compiled_packages(tmp_path, capsys):
+    (tmp_path / "model.pt2").write_bytes(b"PK")
+    assert main(["show", str(tmp_path / "model.pt2"), "type-map"]) == 2
+    assert "--trust" in capsys.readouterr().err
+
+
+def test_show_of_our_frozen_file_needs_no_trust(frozen, caplog):
+    for words in ([], ["--trust"]):
+        caplog.clear()
+        assert main(["show", str(frozen), "type-map", *words]) == 0
+        assert any("type_map is" in record.message for record in caplog.records)

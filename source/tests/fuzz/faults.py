@@ -109,7 +109,9 @@ class Disk:
             again = name == "write" and call == self.calls[-1]  # a row of writes counts as one
             self.calls += [] if again else [call]
             done, (error, lasting, _) = len(self.calls), self.fault.partition(" ")
-        if (done == self.fail_at and not again) or (lasting and done >= self.fail_at > 0):
+        # Python repeats a write after EINTR until it succeeds, so that only its first call may fail.
+        lasts = lasting and not (again and error == "EINTR")
+        if (done == self.fail_at and not again) or (lasts and done >= self.fail_at > 0):
             number = getattr(errno, error)
             raise OSError(number, os.strerror(number), place)
 

@@ -9,6 +9,7 @@ from faults import KINDS, run_faults
 CASES = [
     ("file", r"replace model\.ckpt\.pt", 3, ("ENOSPC", "EACCES lasting")),
     ("best", r"write (lcurve\.out|log\.jsonl)", 13, ("EIO",)),
+    ("file", r"write (lcurve\.out|train\.log)", 13, ("EINTR lasting",)),
     ("best", r"replace (val\.log|best\.ckpt-9.*)", 1, ("ESTALE lasting",)),
 ]
 
