@@ -88,3 +88,8 @@ def parity_command(source: str, checkpoint: Path) -> str | None:
         return None
     words = ["dp", "--pt", "test", "-m", str(checkpoint), "--valid-data", Path(source).name, "--plot", "parity.png"]
     return shlex.join(words)
+
+
+def check_command(checkpoint: Path, systems: Sequence[str]) -> str:
+    """Return the command that checks the stability of dynamics near the training data, its first system."""
+    return shlex.join(["dp", "--pt", "check", str(checkpoint), "-s", systems[0], "-o", "check.png"])
