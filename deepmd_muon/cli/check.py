@@ -9,7 +9,7 @@ from pathlib import Path
 from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import TRUST, HandOver, check_compiled
-from deepmd_muon.cli.systems import add_label_options, open_listed
+from deepmd_muon.cli.systems import add_label_options, open_listed, section_of_input
 
 HELP = "check whether dynamics with models can be trusted near their data: coverage, scans, short dynamics"
 
@@ -21,7 +21,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "could be checked."
     )
     parser.add_argument("MODEL", nargs="+", help="checkpoints or frozen files; several are compared as well")
-    parser.add_argument("-s", "--system", required=True, metavar="DATA", help="training data: a system, or many")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument(
+        "-s", "--system", nargs="+", metavar="DATA", help="training data: systems, or folders or files of"
+    )
+    data.add_argument("--train-data", metavar="INPUT", help="the training data of an input file")
     parser.add_argument(
         "-t", "--temperature", type=float, metavar="K", help="of the dynamics [1.5 times that of the data, by forces]"
     )
@@ -53,10 +57,13 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.stability.curves import Verdict
     from deepmd_muon.stability.report import text_of, values_of
     from deepmd_muon.train.report import set_up_logging
+    from deepmd_muon.train.systems import open_section
 
-    models = {f"the model {name}": checkpoint_path(name) for name in options.MODEL}
+    section = section_of_input(Path(options.train_data), "training") if options.train_data else None
+    models = {"--train-data": options.train_data}
+    models |= {f"the model {name}": checkpoint_path(name) for name in options.MODEL}
     outputs = {"--json": options.json, "-o": options.output, "-l": options.log_path}
-    refuse_clashes(CommandError, outputs, models, {"the data": [options.system]})
+    refuse_clashes(CommandError, outputs, models, {"the data": options.system if section is None else section.systems})
     settings = CheckSettings(
         options.temperature, options.time_step, options.time, options.copies, options.probes, options.seed
     )
@@ -75,7 +82,8 @@ def run(options: argparse.Namespace) -> int:
     for name, predictor in zip(options.MODEL, predictors, strict=True):
         if predictor.type_map != type_map:
             raise CommandError(f"{name} has types {predictor.type_map}, {options.MODEL[0]} has {type_map}")
-    check = check_models(options.MODEL, predictors, open_listed(options.system, type_map, options), settings)
+    systems = open_section(section, type_map) if section else open_listed(options.system, type_map, options)
+    check = check_models(options.MODEL, predictors, systems, settings)
     print("\n".join(text_of(check)))
     if options.json:
         make_folder_of(Path(options.json))

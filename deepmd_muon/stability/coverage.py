@@ -86,7 +86,7 @@ def sampled(systems: Sequence[System], most_atoms: int = _MOST_ATOMS) -> Iterato
     share = most_atoms / max(1, sum(system.nframes * system.natoms for system in systems))
     for system in systems:
         count = min(system.nframes, max(1, int(system.nframes * share)))
-        numbers = np.unique(np.linspace(0, system.nframes - 1, count).astype(int)) if count else []
+        numbers = np.unique(np.linspace(0, max(0, system.nframes - 1), count).astype(int))
         for number in numbers:
             yield system, int(number), system.frames([int(number)])
 

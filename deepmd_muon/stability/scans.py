@@ -88,7 +88,7 @@ def scan_dimers(predictor: Predictor, coverage: Coverage, kt: float, *, in_data:
         coord = np.zeros((len(distance), 2, 3))
         coord[:, 1, 0] = distance
         frames = Frames(atype=np.tile(np.array(pair, dtype=np.int32), (len(distance), 1)), coord=coord)
-        outside = coverage.outside(*(np.full(len(distance), t) for t in pair), distance)
+        outside = coverage.outside(np.full(len(distance), pair[0]), np.full(len(distance), pair[1]), distance)
         path = _Path(pair, "dimer", distance, frames, np.array([True, False]), np.array([1.0, 0.0, 0.0]), outside)
         curve = _curve(predictor, path, kt)
         if not in_data:

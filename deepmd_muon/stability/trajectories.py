@@ -99,7 +99,7 @@ class Trajectories:
 def starts(systems: Sequence[System], copies: int, seed: int) -> Frames:
     """Return frames of the data to start from, without labels, in random order; some twice if there are too few."""
     mean = sum(system.natoms for system in systems) / len(systems)
-    frames = [replace(frame, **dict.fromkeys(frame.labels)) for _, _, frame in sampled(systems, int(4 * copies * mean))]
+    frames = [Frames(frame.atype, frame.coord, frame.box) for _, _, frame in sampled(systems, int(4 * copies * mean))]
     order = np.random.default_rng(seed).permutation(len(frames))
     return Frames.concatenate([frames[order[k % len(order)]] for k in range(copies)])
 

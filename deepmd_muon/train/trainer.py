@@ -43,7 +43,7 @@ from deepmd_muon.train.setup import Data, number_of_steps
 from deepmd_muon.train.step.interpolation_schedule import Tuning
 from deepmd_muon.train.step.stepper import build_stepper
 from deepmd_muon.train.strategy import choose_strategy
-from deepmd_muon.train.validation.final_errors import error_table, frames_to_compare, parity_command
+from deepmd_muon.train.validation.final_errors import check_command, error_table, frames_to_compare, parity_command
 from deepmd_muon.train.validation.full_validation import FullValidation, error_sums, full_errors
 from deepmd_muon.train.validation.validate import mean_metrics, metric_weights, validate
 
@@ -172,6 +172,8 @@ class Trainer:
             log.warning("stopped by %s after step %d; continue with --restart %s", name, self.step, newest)
             return 128 + number
         log.info("training done; the model is %s", newest)
+        if command := check_command(self.given.source, Path(f"{self.given.settings.training.save_ckpt}.pt")):
+            log.info("check that dynamics with it are stable: %s", command)
         return 0
 
     def _go_through_steps(self, begun: float | None) -> None:

@@ -90,6 +90,9 @@ def parity_command(source: str, checkpoint: Path) -> str | None:
     return shlex.join(words)
 
 
-def check_command(checkpoint: Path, systems: Sequence[str]) -> str:
-    """Return the command that checks the stability of dynamics near the training data, its first system."""
-    return shlex.join(["dp", "--pt", "check", str(checkpoint), "-s", systems[0], "-o", "check.png"])
+def check_command(source: str, checkpoint: Path) -> str | None:
+    """Return the command that checks dynamics near the training data; None as in `parity_command`."""
+    if parity_command(source, checkpoint) is None:
+        return None
+    words = ["dp", "--pt", "check", str(checkpoint), "--train-data", Path(source).name, "-o", "check.png"]
+    return shlex.join(words)

@@ -141,6 +141,38 @@ def test_models_that_differ_off_the_data_do_not_agree(argon, tmp_path):
     assert verdicts(found["models"][0])["agreement"] == "holds"
 
 
+def test_molecules_move_as_a_whole_and_atoms_within_them_alone(tmp_path):
+    from deepmd_muon.data import Frames
+    from deepmd_muon.stability.scans import scan_in_place
+
+    (tmp_path / "w" / "set.000").mkdir(parents=True)
+    (tmp_path / "w" / "nopbc").touch()
+    (tmp_path / "w" / "type_map.raw").write_text("O\nH\n")
+    (tmp_path / "w" / "type.raw").write_text("0\n1\n1\n" * 2)
+    molecule = np.array([[0.0, 0.0, 0.0], [0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]])
+    coord = np.concatenate([molecule, molecule + np.array([0.0, 0.0, 2.9])])
+    np.save(tmp_path / "w" / "set.000" / "coord.npy", coord.reshape(1, -1))
+    systems = open_systems(str(tmp_path / "w"), ["O", "H"])
+    coverage = coverage_of(systems, ["O", "H"], 4.0)
+    moved = []
+
+    class Still:
+        def evaluate(self, frames: Frames):
+            moved.append((np.abs(frames.coord[-1] - frames.coord[0]).max(axis=1) > 0).sum())
+            zero = np.zeros(frames.nframes)
+            return type("Found", (), {"energy": zero, "force": np.zeros_like(frames.coord)})()
+
+    curves = scan_in_place(Still(), coverage, systems, 0.03, probes=1, seed=0)
+    kinds = {(coverage.name(curve.pair), curve.kind) for curve in curves}
+    between, within = "between molecules", "within a molecule"
+    assert kinds == {("O-O", between), ("O-H", between), ("H-H", between), ("O-H", within), ("H-H", within)}
+    assert {count for count, curve in zip(moved, curves, strict=True) if curve.kind == between} == {3}
+    assert {count for count, curve in zip(moved, curves, strict=True) if curve.kind == within} == {1}
+    inwards = [curve for curve in curves if curve.distance[-1] < curve.distance[0]]
+    assert len(inwards) == 5
+    assert all(0.5 <= curve.distance[-1] < 0.55 for curve in inwards)
+
+
 def test_spoiled_weights_are_an_error(argon, tmp_path, capsys):
     assert check(argon, tmp_path, ["nan"]) == (2, {})
     assert "not finite" in capsys.readouterr().err
@@ -178,6 +210,30 @@ def test_coverage_knows_gaps(argon):
     distance = np.array([2.0, 3.9, 5.5])
     np.testing.assert_array_equal(coverage.outside(types, types, distance), [True, False, False])
     assert coverage.density[0] == pytest.approx(1.66054 * 27 * 39.948 / 11.7**3, rel=1e-3)
+
+
+def test_forces_of_thermal_data_tell_their_temperature(argon):
+    """kT is stiffness times mean square displacement in harmonic wells."""
+    from deepmd_muon.dynamics.forces import Forces
+    from deepmd_muon.dynamics.systems import BOLTZMANN
+    from deepmd_muon.stability.trajectories import estimate_temperature
+
+    systems = open_systems(str(argon / "data"), ["Ar"])
+    coord = torch.tensor(systems[0].frames(range(12)).coord)
+    sites = coord.mean(0)
+    spread = float((coord - sites).square().mean())
+
+    class Wells:
+        predictor = type("Named", (), {"type_map": ("Ar",)})()
+        device = torch.device("cpu")
+
+        def reset(self):
+            pass
+
+        def __call__(self, coord, box, atype):
+            return Forces(coord.new_zeros(len(coord)), -2.0 * (coord - sites), coord.new_zeros(len(coord), 9))
+
+    assert estimate_temperature(Wells(), systems) == pytest.approx(2.0 * spread / BOLTZMANN, rel=0.1)
 
 
 def curve(energy, slope, outside_below, kt=0.03):

@@ -48,6 +48,7 @@ COMMANDS = {
     "test": (f"test -m FILE -s {VALID} -n 1", {**NO_CHECKPOINT, "frozen.pth": None}),
     "test --ema": (f"test -m FILE -s {VALID} -n 1 --ema", {**NO_CHECKPOINT, "frozen.pth": "--ema"}),
     "model-devi": (f"model-devi -m FILE frozen.pth -s {VALID}", {**NO_CHECKPOINT, "frozen.pth": None}),
+    "check": (f"check FILE -s {VALID} --time 0.001 --copies 1 --probes 1", {**NO_CHECKPOINT, "frozen.pth": None}),
     "freeze": ("freeze -c FILE -o other.pth", {**NO_CHECKPOINT, ".": None}),
     "change-bias": ("change-bias FILE -b 0.5 -o changed.pt", NO_CHECKPOINT),
     "neighbor-stat": ("neighbor-stat -s FILE -r 3", NO_DATA),
