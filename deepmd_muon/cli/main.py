@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from deepmd_muon import __version__
 from deepmd_muon.cli import (
     change_bias,
+    check,
     compress,
     convert_data,
     doc_train_input,
@@ -41,6 +42,7 @@ COMMANDS = {
     "compress": compress,
     "change-bias": change_bias,
     "model-devi": model_devi,
+    "check": check,
     "neighbor-stat": neighbor_stat,
     "convert-data": convert_data,
     "doc-train-input": doc_train_input,

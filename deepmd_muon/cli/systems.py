@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from deepmd_muon.cli.errors import CommandError
 
 if TYPE_CHECKING:
+    from deepmd_muon.argcheck.training import TrainingDataSettings
     from deepmd_muon.data import System
 
 
@@ -50,3 +52,19 @@ def listed_systems(path: str) -> list[str]:
         raise CommandError(f"there is no list of systems {path}")
     names = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     return [name for name in names if name and not name.startswith("#")]
+
+
+def section_of_input(path: Path, name: str, head: str | None = None) -> TrainingDataSettings:
+    """Return a data section of an input file; its systems are relative to the file's folder, as in deepmd-kit."""
+    from deepmd_muon.argcheck import load
+
+    given = load(path)
+    if given.multi_task and head not in given.branches:
+        found = "" if head is None else f"; found {head!r}"
+        names = ", ".join(given.branches)
+        raise CommandError(f"{path} has data of several branches ({names}): choose one with --head{found}")
+    branch = given.branches[head] if given.multi_task and head else next(iter(given.branches.values()))
+    data = branch.data.training_data if name == "training" else branch.data.validation_data
+    if data is None:
+        raise CommandError(f"{path} has no validation data{f' of {head}' if given.multi_task else ''}")
+    return dataclasses.replace(data, systems=tuple(str(path.parent / system) for system in data.systems))

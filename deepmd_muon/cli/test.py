@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import TRUST, HandOver, check_compiled
-from deepmd_muon.cli.systems import add_label_options, listed_systems, open_listed
+from deepmd_muon.cli.systems import add_label_options, listed_systems, open_listed, section_of_input
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck.training import TrainingDataSettings
@@ -155,7 +154,7 @@ def _report(errors: Errors, title: str) -> None:
 def _sections(options: argparse.Namespace) -> dict[str, TrainingDataSettings]:
     """Return the data sections of the input files that the options name, by the name of their series."""
     inputs = {"training": options.train_data, "validation": options.valid_data}
-    return {name: _section_of_input(Path(path), name, options.head) for name, path in inputs.items() if path}
+    return {name: section_of_input(Path(path), name, options.head) for name, path in inputs.items() if path}
 
 
 def _paths(options: argparse.Namespace) -> list[str]:
@@ -175,19 +174,3 @@ def _open(options: argparse.Namespace, type_map: tuple[str, ...]) -> dict[str, l
     if not series:
         return {"": open_listed(_paths(options), type_map, options)}
     return series if len(series) > 1 else {"": next(iter(series.values()))}
-
-
-def _section_of_input(path: Path, name: str, head: str | None) -> TrainingDataSettings:
-    """Return a data section of an input file; its systems are relative to the file's folder, as in deepmd-kit."""
-    from deepmd_muon.argcheck import load
-
-    given = load(path)
-    if given.multi_task and head not in given.branches:
-        found = "" if head is None else f"; found {head!r}"
-        names = ", ".join(given.branches)
-        raise CommandError(f"{path} has data of several branches ({names}): choose one with --head{found}")
-    branch = given.branches[head] if given.multi_task and head else next(iter(given.branches.values()))
-    data = branch.data.training_data if name == "training" else branch.data.validation_data
-    if data is None:
-        raise CommandError(f"{path} has no validation data{f' of {head}' if given.multi_task else ''}")
-    return dataclasses.replace(data, systems=tuple(str(path.parent / system) for system in data.systems))

@@ -40,6 +40,7 @@ from deepmd_muon.train.report.throughput import Throughput
 from deepmd_muon.train.step.interpolation_schedule import Tuning
 from deepmd_muon.train.step.stepper import build_stepper
 from deepmd_muon.train.strategy import choose_strategy
+from deepmd_muon.train.validation.final_errors import check_command
 from deepmd_muon.train.validation.run_validation import Validation
 
 log = logging.getLogger(__name__)
@@ -166,6 +167,9 @@ class Trainer:
             log.warning("stopped by %s after step %d; continue with --restart %s", name, self.step, newest)
             return 128 + number
         log.info("training done; the model is %s", newest)
+        checkpoint = Path(f"{self.given.settings.training.save_ckpt}.pt")
+        if len(self.branches) == 1 and (command := check_command(self.given.source, checkpoint)):
+            log.info("check that dynamics with it are stable: %s", command)
         return 0
 
     def _go_through_steps(self, begun: float | None) -> None:

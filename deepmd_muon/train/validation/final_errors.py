@@ -88,3 +88,11 @@ def parity_command(source: str, checkpoint: Path) -> str | None:
         return None
     words = ["dp", "--pt", "test", "-m", str(checkpoint), "--valid-data", Path(source).name, "--plot", "parity.png"]
     return shlex.join(words)
+
+
+def check_command(source: str, checkpoint: Path) -> str | None:
+    """Return the command that checks dynamics near the training data; None as in `parity_command`."""
+    if parity_command(source, checkpoint) is None:
+        return None
+    words = ["dp", "--pt", "check", str(checkpoint), "--train-data", Path(source).name, "-o", "check.png"]
+    return shlex.join(words)

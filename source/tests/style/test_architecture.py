@@ -23,6 +23,7 @@ ROOMS = (
         "model",
         "optim",
         "show",
+        "stability",
     ),
     "train",
 )
@@ -30,7 +31,9 @@ ROOMS = (
 ARROWS = {
     "argcheck": {"checkpoint_file", "loss", "model", "optim"},
     "checkpoint_file": set(),
-    "cli": {"argcheck", "checkpoint_file", "data", "deploy", "infer", "model", "optim", "show", "train"},
+    "cli": {
+        *("argcheck", "checkpoint_file", "data", "deploy", "infer", "model", "optim", "show", "stability", "train"),
+    },
     "data": set(),
     "deepmd_kit": {"argcheck", "optim"},
     "deploy": {"checkpoint_file", "infer", "model"},
@@ -39,7 +42,8 @@ ARROWS = {
     "loss": {"model"},
     "model": {"checkpoint_file"},
     "optim": set(),
-    "show": {"argcheck", "checkpoint_file", "data", "infer", "model", "optim", "train"},
+    "show": {"argcheck", "checkpoint_file", "data", "infer", "model", "optim", "stability", "train"},
+    "stability": {"data", "dynamics", "infer"},
     "train": {"argcheck", "checkpoint_file", "data", "loss", "model", "optim"},
 }
 # Of other rooms, the input check may read only settings and errors, which do not import torch.

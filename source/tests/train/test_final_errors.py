@@ -34,7 +34,7 @@ def test_the_table_has_the_errors_of_dp_test_and_its_command_draws_it(
 ):
     monkeypatch.setattr("deepmd_muon.train.validation.final_errors._FEWEST_FRAMES", 30)
     assert train(small_input(), log_level="INFO", restart="model.ckpt-10.pt") == 0
-    title, head, *rows, command, done = table(caplog)
+    title, head, *rows, command, done, check = table(caplog)
     assert "all 30 frames" in title
     assert head.split() == ["system", "frames", "energy", "[meV/atom]", "force", "[meV/Å]", "virial", "[meV/atom]"]
     predictor, total, expected = Predictor("model.ckpt.pt"), {}, []
@@ -58,6 +58,10 @@ def test_the_table_has_the_errors_of_dp_test_and_its_command_draws_it(
     words = shlex.split(command.partition(": ")[2])
     assert main(words[1:]) == 0
     assert Path("parity.png").stat().st_size > 1000
+    words = shlex.split(check.partition(": ")[2])
+    assert words[2:5] == ["check", "model.ckpt.pt", "--train-data"]
+    assert main([*words[1:], "--time", "0.002", "--copies", "1", "--probes", "1"]) in (0, 1)
+    assert Path("check.png").stat().st_size > 1000
 
 
 def test_no_table_without_validation_data_or_after_a_signal(small_input, train, caplog, monkeypatch):
@@ -101,7 +105,7 @@ def test_a_restart_of_a_finished_run_shows_the_same_table(small_input, train, fi
     again = table(caplog)
     caplog.clear()
     assert train(small_input(), log_level="INFO", restart="model.ckpt-5.pt") == 0
-    assert table(caplog)[:-2] == again[:-2] != []
+    assert table(caplog)[:-3] == again[:-3] != []
     assert "a sample of 9 of 30 frames" in again[0]
 
 

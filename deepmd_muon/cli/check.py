@@ -1,0 +1,96 @@
+"""`dp check`: whether dynamics with a potential can be trusted near its data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from deepmd_muon.clashes import refuse_clashes
+from deepmd_muon.cli.errors import CommandError
+from deepmd_muon.cli.handover import TRUST, HandOver, check_compiled
+from deepmd_muon.cli.systems import add_label_options, open_listed, section_of_input
+
+HELP = "check whether dynamics with models can be trusted near their data: coverage, scans, short dynamics"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.epilog = (
+        "The exit status is 0 when no item fails (with --strict: when all hold), 1 when one fails, and 2 when nothing "
+        "could be checked."
+    )
+    parser.add_argument("MODEL", nargs="+", help="checkpoints or frozen files; several are compared as well")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument(
+        "-s", "--system", nargs="+", metavar="DATA", help="training data: systems, or folders or files of"
+    )
+    data.add_argument("--train-data", metavar="INPUT", help="the training data of an input file")
+    parser.add_argument(
+        "-t", "--temperature", type=float, metavar="K", help="of the dynamics [1.5 times that of the data, by forces]"
+    )
+    parser.add_argument("--time", type=float, default=0.5, metavar="PS", help="length of the dynamics [%(default)s]")
+    parser.add_argument("--time-step", type=float, metavar="FS", help="[0.5 where an atom is light, else 1]")
+    parser.add_argument("--copies", type=int, metavar="N", help="structures followed [4 to 16, on a GPU 64]")
+    parser.add_argument("--probes", type=int, default=3, metavar="N", help="scans of each pair and kind [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of frames and velocities [%(default)s]")
+    parser.add_argument("--strict", action="store_true", help="exit status 1 for doubtful items, too")
+    parser.add_argument("--json", metavar="FILE", help="write all that was found, curves included")
+    parser.add_argument("-o", "--output", metavar="FILE", help="draw scans and dynamics (.png, .pdf, …)")
+    parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of multi-task checkpoints")
+    parser.add_argument("--ema", action="store_true", help="use the averaged weights of the checkpoints")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
+    add_label_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check, print the report and write the files."""
+    for name in options.MODEL:
+        check_compiled(name, trust=options.trust)
+        if Path(name).suffix in (".pb", ".pt2", ".dp", ".yaml", ".savedmodel", ".hlo"):
+            raise HandOver(f"the model format {Path(name).suffix}")
+    from deepmd_muon.checkpoint_file.file import checkpoint_path
+    from deepmd_muon.files import make_folder_of, whole_file
+    from deepmd_muon.infer.predictor import Predictor
+    from deepmd_muon.model.errors import ForeignModelError
+    from deepmd_muon.stability.check import CheckSettings, check_models
+    from deepmd_muon.stability.curves import Verdict
+    from deepmd_muon.stability.report import text_of, values_of
+    from deepmd_muon.train.report import set_up_logging
+    from deepmd_muon.train.systems import open_section
+
+    section = section_of_input(Path(options.train_data), "training") if options.train_data else None
+    models = {"--train-data": options.train_data}
+    models |= {f"the model {name}": checkpoint_path(name) for name in options.MODEL}
+    outputs = {"--json": options.json, "-o": options.output, "-l": options.log_path}
+    refuse_clashes(CommandError, outputs, models, {"the data": options.system if section is None else section.systems})
+    settings = CheckSettings(
+        options.temperature, options.time_step, options.time, options.copies, options.probes, options.seed
+    )
+    if options.output:
+        from deepmd_muon.show.picture import check_ending
+
+        check_ending(Path(options.output))
+    set_up_logging(options.log_level, options.log_path)
+    try:
+        predictors = [
+            Predictor(name, ema=options.ema, head=options.head, trust=options.trust) for name in options.MODEL
+        ]
+    except ForeignModelError as error:
+        raise HandOver(f"this model ({error})") from error
+    type_map = predictors[0].type_map
+    for name, predictor in zip(options.MODEL, predictors, strict=True):
+        if predictor.type_map != type_map:
+            raise CommandError(f"{name} has types {predictor.type_map}, {options.MODEL[0]} has {type_map}")
+    systems = open_section(section, type_map) if section else open_listed(options.system, type_map, options)
+    check = check_models(options.MODEL, predictors, systems, settings)
+    print("\n".join(text_of(check)))
+    if options.json:
+        make_folder_of(Path(options.json))
+        with whole_file(Path(options.json)) as file:
+            file.write(json.dumps(values_of(check), allow_nan=False).encode())
+    if options.output:
+        from deepmd_muon.show.stability import draw_check
+
+        draw_check(check, Path(options.output))
+    return int(check.verdict >= (Verdict.doubtful if options.strict else Verdict.fails))

@@ -1,0 +1,65 @@
+"""The picture of `dp check`: scans and dynamics, one row a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from deepmd_muon.show.picture import write
+from deepmd_muon.stability.check import Check, ModelCheck
+from deepmd_muon.stability.coverage import Coverage
+
+# Energies beyond these are cut off [eV].
+_LOWEST, _HIGHEST = -4.0, 6.0
+
+
+def draw_check(check: Check, path: Path) -> None:
+    """Draw and write the picture; distances that the data do not hold are dotted."""
+    figure = Figure(figsize=(14.0, 3.4 * len(check.models)), layout="constrained")
+    rows = figure.subplots(len(check.models), 4, squeeze=False)
+    for axes, model in zip(rows, check.models, strict=True):
+        axes[0].set_ylabel(f"{model.model}: {model.verdict.name}\nenergy [eV]", fontsize="small")
+        _scans(axes[0], check.coverage, model, "dimers", dimers=True)
+        _scans(axes[1], check.coverage, model, "moved in place", dimers=False)
+        _dynamics(axes[2], axes[3], model)
+    write(figure, path)
+
+
+def _scans(axes: Any, coverage: Coverage, model: ModelCheck, title: str, *, dimers: bool) -> None:
+    for number, pair in enumerate(coverage.pairs):
+        label: str | None = coverage.name(pair)
+        for curve in model.curves:
+            if set(curve.pair) != set(pair) or (curve.kind == "dimer") != dimers:
+                continue
+            color = f"C{number % 10}"
+            known = np.where(curve.outside, np.nan, curve.energy)
+            axes.plot(curve.distance, curve.energy, color=color, linestyle=":", linewidth=0.9)
+            axes.plot(curve.distance, known, color=color, linewidth=1.2, label=label)
+            label = None
+            for feature in curve.features:
+                if feature.verdict:
+                    at = curve.energy[np.abs(curve.distance - feature.distance).argmin()]
+                    axes.plot(feature.distance, np.clip(at, _LOWEST, _HIGHEST), "v", color=color, markersize=5)
+    axes.set_ylim(_LOWEST, _HIGHEST)
+    axes.set_title(title, fontsize="medium")
+    axes.set_xlabel("distance [Å]; dotted: not in the data")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="x-small")
+
+
+def _dynamics(heat: Any, closeness: Any, model: ModelCheck) -> None:
+    run = model.dynamics
+    heat.plot(run.times, np.array(run.heat), linewidth=0.8)
+    heat.axhline(run.temperature, color="0.5", linestyle=":", linewidth=0.8)
+    heat.set_title("temperature [K]", fontsize="medium")
+    closeness.plot(run.times, np.array(run.closeness), linewidth=0.8)
+    closeness.axhline(1.0, color="0.5", linestyle=":", linewidth=0.8)
+    closeness.set_title("closest distance / the data's", fontsize="medium")
+    for blow_up in run.blow_ups:
+        for axes in (heat, closeness):
+            axes.axvline(blow_up.time, color="tab:red", linewidth=0.8)
+    for axes in (heat, closeness):
+        axes.set_xlabel("time [ps]")

@@ -1,0 +1,267 @@
+"""`dp check` on pair potentials that are frozen by hand: one that holds, one with a hole, one that collapses."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from deepmd_muon.cli.main import main
+from deepmd_muon.data import open_systems
+from deepmd_muon.stability.coverage import coverage_of
+from deepmd_muon.stability.curves import Verdict, features_of
+
+
+class Pairwise(torch.nn.Module):
+    """Lennard-Jones argon with a Gaussian well at some distance, and a softer core if asked for."""
+
+    def __init__(self, well: float, at: float, soft: float, scale: float):
+        super().__init__()
+        self.well, self.at, self.soft, self.scale = well, at, soft, scale
+
+    @torch.jit.export
+    def get_rcut(self) -> float:
+        return 6.0
+
+    @torch.jit.export
+    def get_type_map(self) -> list[str]:
+        return ["Ar"]
+
+    @torch.jit.export
+    def forward_lower(
+        self, coord: torch.Tensor, atype: torch.Tensor, nlist: torch.Tensor, mapping: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        own = nlist.shape[1]
+        x, table = coord[0], nlist[0]
+        there = table >= 0
+        vector = x[table.clamp(min=0)] - x[:own, None]
+        r = torch.where(there, vector.square().sum(-1), torch.ones_like(vector[..., 0])).sqrt()
+        inside = there & (r < 6.0)
+        cut = (1.0 - (r / 6.0).square()).clamp(min=0.0)
+        s = 3.4 / (r.pow(6) + self.soft).pow(1.0 / 6.0)
+        base = 0.04 * (s.pow(12) - s.pow(6))
+        d_base = 0.04 * (12.0 * s.pow(12) - 6.0 * s.pow(6)) * (-r.pow(5) / (r.pow(6) + self.soft))
+        gauss = -self.well * torch.exp(-((r - self.at) / 0.2).square())
+        d_gauss = gauss * (-2.0 * (r - self.at) / 0.04)
+        u = (base + gauss) * cut.pow(2) * self.scale
+        d = ((d_base + d_gauss) * cut.pow(2) - (base + gauss) * 2.0 * cut * 2.0 * r / 36.0) * self.scale
+        zero = torch.zeros_like(u)
+        energy = 0.5 * torch.where(inside, u, zero)
+        pull = 0.5 * torch.where(inside, d / r, zero)[..., None] * vector
+        force = torch.zeros_like(x)
+        force[:own] += pull.sum(1)
+        force = force.index_add(0, table.clamp(min=0).reshape(-1), -pull.reshape(-1, 3))
+        atom = energy.sum(1)
+        return {
+            "energy": atom.sum().reshape(1, 1),
+            "atom_energy": atom[None, :, None],
+            "extended_force": force[None],
+            "virial": torch.zeros(1, 9, dtype=x.dtype),
+        }
+
+
+POTENTIALS = {
+    "holds": (0.0, 2.0, 0.0, 1.0),
+    "hole": (10.0, 1.9, 4000.0, 1.0),
+    "collapses": (3.0, 3.2, 0.0, 1.0),
+    "nan": (0.0, 2.0, 0.0, float("nan")),
+}
+FAST = ["--time", "0.2", "--time-step", "4", "--copies", "3", "--probes", "2", "--temperature", "80"]
+
+
+@pytest.fixture(scope="module")
+def argon(tmp_path_factory):
+    """Data: 27 atoms near the sites of a cubic lattice; and the potentials."""
+    folder = tmp_path_factory.mktemp("argon")
+    (folder / "data" / "set.000").mkdir(parents=True)
+    random = np.random.default_rng(5)
+    sites = np.stack(np.meshgrid(*[np.arange(3) * 3.9] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
+    coord = sites + random.normal(scale=0.2, size=(12, 27, 3))
+    (folder / "data" / "type_map.raw").write_text("Ar\n")
+    (folder / "data" / "type.raw").write_text("0\n" * 27)
+    np.save(folder / "data" / "set.000" / "coord.npy", coord.reshape(12, -1))
+    np.save(folder / "data" / "set.000" / "box.npy", np.tile(11.7 * np.eye(3).reshape(-1), (12, 1)))
+    for name, values in POTENTIALS.items():
+        torch.jit.script(Pairwise(*values)).save(str(folder / f"{name}.pth"))
+    return folder
+
+
+def check(argon, tmp_path, names, *words):
+    models = [str(argon / f"{name}.pth") for name in names]
+    file = tmp_path / "check.json"
+    status = main(["check", *models, "-s", str(argon / "data"), *FAST, "--json", str(file), *words])
+    return status, json.loads(file.read_text()) if file.exists() else {}
+
+
+def verdicts(model):
+    return {item["name"]: item["verdict"] for item in model["items"]}
+
+
+def test_a_sound_potential_holds(argon, tmp_path, capsys):
+    status, found = check(argon, tmp_path, ["holds"], "--strict", "-o", str(tmp_path / "check.png"))
+    assert status == 0
+    (model,) = found["models"]
+    assert verdicts(model) == dict.fromkeys(("coverage", "scans", "dimers", "dynamics"), "holds")
+    assert model["dynamics"]["followed"] == pytest.approx(0.6)
+    assert abs(model["dynamics"]["drift"]) < 1e-3
+    assert (tmp_path / "check.png").read_bytes().startswith(b"\x89PNG")
+    assert "HOLDS" in capsys.readouterr().out
+
+
+def test_a_hole_is_listed_with_place_and_depth(argon, tmp_path, capsys):
+    status, found = check(argon, tmp_path, ["hole"])
+    assert status == 1
+    (model,) = found["models"]
+    assert verdicts(model)["scans"] == "fails"
+    # Alone, a dimer says less.
+    assert verdicts(model)["dimers"] == "doubtful"
+    holes = [f for scan in model["scans"] for f in scan["features"] if f["kind"] == "hole"]
+    assert holes
+    for hole in holes:
+        assert hole["distance"] == pytest.approx(1.9, abs=0.3)
+        assert hole["depth"] > 5.0
+    assert "hole" in capsys.readouterr().out
+
+
+def test_a_blow_up_has_time_and_atom(argon, tmp_path):
+    status, found = check(argon, tmp_path, ["collapses"])
+    assert status == 1
+    (model,) = found["models"]
+    assert verdicts(model)["dynamics"] == "fails"
+    blow_ups = model["dynamics"]["blow_ups"]
+    assert {event["copy"] for event in blow_ups} == {0, 1, 2}
+    assert all(0.0 < event["time"] <= 0.2 and event["element"] == "Ar" for event in blow_ups)
+
+
+def test_models_that_differ_off_the_data_do_not_agree(argon, tmp_path):
+    status, found = check(argon, tmp_path, ["holds", "hole"])
+    assert status == 1
+    assert [model["verdict"] for model in found["models"]] == ["holds", "fails"]
+    assert verdicts(found["models"][0])["agreement"] == "holds"
+
+
+def test_molecules_move_as_a_whole_and_atoms_within_them_alone(tmp_path):
+    from deepmd_muon.data import Frames
+    from deepmd_muon.stability.scans import scan_in_place
+
+    (tmp_path / "w" / "set.000").mkdir(parents=True)
+    (tmp_path / "w" / "nopbc").touch()
+    (tmp_path / "w" / "type_map.raw").write_text("O\nH\n")
+    (tmp_path / "w" / "type.raw").write_text("0\n1\n1\n" * 2)
+    molecule = np.array([[0.0, 0.0, 0.0], [0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]])
+    coord = np.concatenate([molecule, molecule + np.array([0.0, 0.0, 2.9])])
+    np.save(tmp_path / "w" / "set.000" / "coord.npy", coord.reshape(1, -1))
+    systems = open_systems(str(tmp_path / "w"), ["O", "H"])
+    coverage = coverage_of(systems, ["O", "H"], 4.0)
+    moved = []
+
+    class Still:
+        def evaluate(self, frames: Frames):
+            moved.append((np.abs(frames.coord[-1] - frames.coord[0]).max(axis=1) > 0).sum())
+            zero = np.zeros(frames.nframes)
+            return type("Found", (), {"energy": zero, "force": np.zeros_like(frames.coord)})()
+
+    curves = scan_in_place(Still(), coverage, systems, 0.03, probes=1, seed=0)
+    kinds = {(coverage.name(curve.pair), curve.kind) for curve in curves}
+    between, within = "between molecules", "within a molecule"
+    assert kinds == {("O-O", between), ("O-H", between), ("H-H", between), ("O-H", within), ("H-H", within)}
+    assert {count for count, curve in zip(moved, curves, strict=True) if curve.kind == between} == {3}
+    assert {count for count, curve in zip(moved, curves, strict=True) if curve.kind == within} == {1}
+    inwards = [curve for curve in curves if curve.distance[-1] < curve.distance[0]]
+    assert len(inwards) == 5
+    assert all(0.5 <= curve.distance[-1] < 0.55 for curve in inwards)
+
+
+def test_spoiled_weights_are_an_error(argon, tmp_path, capsys):
+    assert check(argon, tmp_path, ["nan"]) == (2, {})
+    assert "not finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda d: (d / "type_map.raw").write_text("Xe\n"), "Xe"),
+        (lambda d: np.save(d / "set.000" / "coord.npy", np.full((12, 81), np.nan)), "finite"),
+        (lambda d: np.save(d / "set.000" / "coord.npy", np.zeros((12, 81))), "same place"),
+        (lambda d: [np.save(d / "set.000" / f"{n}.npy", np.zeros((0, k))) for n, k in (("coord", 81), ("box", 9))], ""),
+    ],
+)
+def test_data_that_cannot_be_checked_are_an_error(argon, tmp_path, capsys, change, word):
+    shutil.copytree(argon / "data", tmp_path / "data")
+    change(tmp_path / "data")
+    assert main(["check", str(argon / "holds.pth"), "-s", str(tmp_path / "data"), *FAST]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("dp check: ")
+    assert word in message
+
+
+def test_numbers_that_make_no_sense_are_refused(argon, capsys):
+    words = ["check", str(argon / "holds.pth"), "-s", str(argon / "data"), "--temperature", "-3"]
+    assert main(words) == 2
+    assert "--temperature" in capsys.readouterr().err
+
+
+def test_coverage_knows_gaps(argon):
+    coverage = coverage_of(open_systems(str(argon / "data"), ["Ar"]), ["Ar"], 6.0)
+    assert coverage.pairs == [(0, 0)]
+    assert 2.5 < coverage.shortest[0, 0] < 3.5
+    types = np.zeros(3, dtype=int)
+    distance = np.array([2.0, 3.9, 5.5])
+    np.testing.assert_array_equal(coverage.outside(types, types, distance), [True, False, False])
+    assert coverage.density[0] == pytest.approx(1.66054 * 27 * 39.948 / 11.7**3, rel=1e-3)
+
+
+def test_forces_of_thermal_data_tell_their_temperature(argon):
+    """kT is stiffness times mean square displacement in harmonic wells."""
+    from deepmd_muon.dynamics.forces import Forces
+    from deepmd_muon.dynamics.systems import BOLTZMANN
+    from deepmd_muon.stability.trajectories import estimate_temperature
+
+    systems = open_systems(str(argon / "data"), ["Ar"])
+    coord = torch.tensor(systems[0].frames(range(12)).coord)
+    sites = coord.mean(0)
+    spread = float((coord - sites).square().mean())
+
+    class Wells:
+        predictor = type("Named", (), {"type_map": ("Ar",)})()
+        device = torch.device("cpu")
+
+        def reset(self):
+            pass
+
+        def __call__(self, coord, box, atype):
+            return Forces(coord.new_zeros(len(coord)), -2.0 * (coord - sites), coord.new_zeros(len(coord), 9))
+
+    assert estimate_temperature(Wells(), systems) == pytest.approx(2.0 * spread / BOLTZMANN, rel=0.1)
+
+
+def curve(energy, slope, outside_below, kt=0.03):
+    distance = np.arange(3.0, 0.5, -0.02)
+    return features_of(distance, energy(distance), slope(distance), distance < outside_below, kt)
+
+
+def test_features_of_simple_curves():
+    wall = (lambda d: 30.0 * np.exp(-3.0 * d), lambda d: -90.0 * np.exp(-3.0 * d))
+    assert curve(*wall, 2.0) == []
+    (flat,) = curve(lambda d: 0.0 * d, lambda d: 0.0 * d, 2.0)
+    assert (flat.kind, flat.verdict) == ("no repulsion", Verdict.fails)
+    step = (lambda d: wall[0](d) + 0.3 * (d < 2.5), wall[1])
+    (kink,) = [f for f in curve(*step, 2.0) if f.kind == "kink"]
+    assert kink.distance == pytest.approx(2.5, abs=0.03)
+    assert kink.depth == pytest.approx(0.3, abs=0.02)
+    (bad,) = curve(lambda d: np.where(d < 1.0, np.nan, 0.0), lambda d: 0.0 * d, 2.0)
+    assert bad.kind == "not finite"
+
+
+@pytest.mark.parametrize(("height", "verdict"), [(0.2, Verdict.fails), (0.7, Verdict.doubtful), (3.0, Verdict.holds)])
+def test_a_hole_counts_by_the_barrier_before_it(height, verdict):
+    def energy(d):
+        return height * np.exp(-(((d - 1.8) / 0.2) ** 2)) - 6.0 * np.exp(-(((d - 1.0) / 0.2) ** 2)) + 1e-3 * d**-10
+
+    def slope(d):
+        return (energy(d + 1e-5) - energy(d - 1e-5)) / 2e-5
+
+    (hole,) = curve(energy, slope, 2.0)
+    assert (hole.kind, hole.verdict) == ("hole", verdict)
+    assert hole.barrier == pytest.approx(height, abs=0.05)
