@@ -14,9 +14,10 @@ import torch
 
 from deepmd_muon.argcheck import Input
 from deepmd_muon.argcheck.changes import report_rate
+from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import OWN_KEY
-from deepmd_muon.files import WriteError, is_special, replacement
+from deepmd_muon.files import WriteError, is_special, replacement, whole_file
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.optim import HybridMuon
@@ -24,6 +25,7 @@ from deepmd_muon.train.batches.accumulated import StepSource
 from deepmd_muon.train.branches import RunBranch, TaskOrder, build_of, length_and_probabilities, require_labels
 from deepmd_muon.train.checkpoint.content import RunState
 from deepmd_muon.train.checkpoint.newest import newest_finite
+from deepmd_muon.train.checkpoint.ownership import exported_path
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import NonFiniteError
@@ -203,8 +205,22 @@ class Trainer:
                     log.info("%s", told)
             self._now("saving", self.step)
             self.checkpoints.complete(self.step, self._content)
+            self._export()
             if profile is not None:
                 _write_trace(profile, Path(training.profiling_file))
+
+    def _export(self) -> None:
+        """Write the branch of `export_branch` as a checkpoint of one model."""
+        training = self.given.settings.training
+        path = exported_path(training)
+        if path is None or not self.ranks.first:
+            return
+        assert isinstance(training, MultiTaskTrainingSettings)
+        assert training.export_branch is not None
+        content = self._state.alone(training.export_branch, self.step, self.rate(max(0, self.step - 1)))
+        with self.checkpoints.being_written(), whole_file(path) as file:
+            torch.save(content, file)
+        log.info("the model of the branch %s alone is %s", training.export_branch, path)
 
     def _rescue(self, error: Exception) -> None:
         """Save work that an error would lose: a directory under way, and the last step if the error came after it."""

@@ -84,6 +84,28 @@ class RunState:
             content["ema"] = self.ema.state_dict()
         return content
 
+    def alone(self, name: str, step: int, lr: float) -> dict[str, Any]:
+        """Return the keys of a checkpoint of one branch as a single model, without what a restart needs.
+
+        Parameters
+        ----------
+        name
+            The branch.
+        step, lr
+            As of `content`.
+        """
+        branch = self.branches[name]
+        infos = {"lr": lr, "step": step - 1}
+        content: dict[str, Any] = {
+            "model": to_deepmd_kit(branch.model, infos, min_nbor_dist=branch.min_nbor_dist),
+            "optimizer": {"state": {}, "param_groups": []},
+        }
+        if self.ema:
+            average = self.ema.state_dict()
+            own = {key: average["model"][f"{name}.{key}"] for key, _ in branch.model.named_parameters()}
+            content["ema"] = {**average, "model": own}
+        return content
+
     def _positions(self) -> dict[str, dict[str, Any]]:
         """Return what is kept of each branch, by its name."""
         data = {name: branch.data for name, branch in self.branches.items()}
