@@ -32,7 +32,7 @@ class ReplaySettings(Section):
     )
     validation_data: ValidationDataSettings | None = section(
         None,
-        doc="Data of the checkpoint's kind, whose errors are shown during training. 'pseudo' holds some of its own out.",
+        doc="Data of the checkpoint's kind, whose errors the run shows. 'pseudo' holds some of its structures out.",
     )
     frames: int = setting(
         300, minimum=10, doc="Structures that 'pseudo' draws and labels; a tenth of them are held out for validation."

@@ -390,6 +390,13 @@ class MultiTaskTrainingSettings(RunSettings):
             "Excludes numb_steps and model_prob."
         ),
     )
+    stratified: bool = setting(
+        False,
+        doc=(
+            "Let the processes of one step train different branches, each about as many as its probability says, "
+            "instead of one branch a step. A part is trained by the mean gradient of the processes whose branch has it."
+        ),
+    )
     export_branch: str | None = setting(
         None,
         doc=(

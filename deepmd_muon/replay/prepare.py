@@ -14,7 +14,7 @@ import numpy as np
 from deepmd_muon.argcheck import Input, Settings, ValidationDataSettings
 from deepmd_muon.argcheck.replay import check_replay, replayed_section, with_replay
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
-from deepmd_muon.data import Frames, TypeMapError, open_systems
+from deepmd_muon.data import Frames, System, TypeMapError, open_systems
 from deepmd_muon.data.writing import write_hdf5
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit
@@ -109,19 +109,30 @@ def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[
 def _starts(settings: Settings, checkpoint: ModelSettings) -> Frames:
     """Choose structures of the training data that the checkpoint knows all elements of."""
     section, replay = settings.training.training_data, settings.replay
-    systems = []
-    own = settings.model.type_map or None
-    options = {"patterns": section.rglob_patterns, "keep_unconverged": section.keep_unconverged}
-    unknown: TypeMapError | None = None
-    for system in open_systems(section.systems, own, section.label_keys, **options):
-        try:
-            systems.append(system.with_types(checkpoint.type_map))
-        except TypeMapError as error:
-            unknown = error
+    found = open_systems(
+        section.systems,
+        settings.model.type_map or None,
+        section.label_keys,
+        section.rglob_patterns,
+        keep_unconverged=section.keep_unconverged,
+    )
+    systems = [known for system in found if (known := _with_types(system, checkpoint.type_map)) is not None]
     if not systems:
-        raise ReplayError(f"the checkpoint has not all elements of any system of the training data: {unknown}")
+        raise ReplayError(
+            f"every system of the training data has elements beside those of the checkpoint "
+            f"({', '.join(checkpoint.type_map)}), so that it can draw none like them: replay data that it was trained "
+            "on (--replay DATA)"
+        )
     seed = settings.training.seed or 0
     return choose_starts(systems, -(-replay.frames // KEPT), seed)
+
+
+def _with_types(system: System, type_map: Sequence[str]) -> System | None:
+    """Return a system with other types; None where it has an element that they lack."""
+    try:
+        return system.with_types(type_map)
+    except TypeMapError:
+        return None
 
 
 def _write(predictor: Predictor, starts: Frames, settings: Settings, places: tuple[Path, Path]) -> None:

@@ -19,7 +19,7 @@ from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
-from deepmd_muon.train.branches import RunBranch, TaskOrder
+from deepmd_muon.train.branches import RunBranch, StratifiedOrder, TaskOrder
 from deepmd_muon.train.checkpoint.branch_state import SHARED, shared_names
 from deepmd_muon.train.checkpoint.for_deepmd_kit import in_deepmd_kits_order, parameter_order
 from deepmd_muon.train.ema import Ema
@@ -47,7 +47,7 @@ class RunState:
     model: EnergyModel | Branches
     optimizer: torch.optim.Optimizer
     branches: Mapping[str, RunBranch]
-    order: TaskOrder
+    order: TaskOrder | StratifiedOrder
     ema: Ema | None
 
     def content(self, step: int, lr: float, infos: Mapping[str, Any]) -> dict[str, Any]:

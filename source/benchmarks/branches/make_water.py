@@ -62,8 +62,8 @@ def main() -> None:
             write_npy(args.out / name, system)
             energy, force = system.energy / MOLECULES, system.force
             print(
-                f"{name}: {len(energy)} frames, {energy.mean():.4f} eV/molecule, force {np.sqrt((force**2).mean()):.3f} "
-                f"eV/Å RMS and {np.abs(force).max():.2f} largest",
+                f"{name}: {len(energy)} frames, {energy.mean():.4f} eV/molecule, "
+                f"force {np.sqrt((force**2).mean()):.3f} eV/Å RMS and {np.abs(force).max():.2f} largest",
                 flush=True,
             )
 

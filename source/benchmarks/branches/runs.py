@@ -1,4 +1,4 @@
-"""Common parts of the experiments with branches: inputs on water, runs of ``dp train``, and errors of what they wrote."""
+"""Common parts of the experiments with branches: inputs on water, runs of ``dp train``, errors of their potentials."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Two branches on water at two levels of theory, against two single-task runs of the same budget.
 
-``python two_levels.py --data branches-data --work WORK --json FILE``, after ``make_water.py``. The single-task runs take
-as many steps each as the two branches on average, so that the budgets are equal. The GFN2 branch has few frames at one
+``python two_levels.py --data branches-data --work WORK --json FILE``, after ``make_water.py``. Each single-task run has
+half the steps of the run with two branches, so that the budgets are equal. The GFN2 branch has few frames at one
 temperature; the GFN1 branch has 240 at two.
 """
 
@@ -55,10 +55,11 @@ def report(found: dict[str, dict[str, dict[str, list[dict[str, float]]]]]) -> st
     rows = []
     for level, places in found.items():
         for place, of_run in places.items():
-            cells = [f"{mean(of_run[run], key):.1f}" for key in ("force", "energy_spread") for run in ("single", "both")]
+            quantities = [(key, run) for key in ("force", "energy_spread") for run in ("single", "both")]
+            cells = [f"{mean(of_run[run], key):.1f}" for key, run in quantities]
             ratio = mean(of_run["both"], "force") / mean(of_run["single"], "force")
             rows.append([level, place, *cells[:2], f"{ratio:.2f}", *cells[2:]])
-    header = ["level", "frames", "force, single", "force, two branches", "ratio", "energy, single", "energy, two branches"]
+    header = ["level", "frames", "force, single", "force, branches", "ratio", "energy, single", "energy, branches"]
     return table(header, rows)
 
 

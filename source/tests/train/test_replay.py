@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from deepmd_muon.argcheck import InputError, load
-from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
 from deepmd_muon.infer.predictor import Predictor
@@ -144,7 +143,7 @@ def test_the_model_alone_is_that_of_the_branch(finetuning):
     assert main(["--pt", "test", "-m", "model.ckpt.finetuned.pt", "-s", NEW, "-n", "2", "-v", "ERROR"]) == 0
     # It can be fine-tuned again, and an earlier one is kept.
     assert finetune(finetuning, replay=(OLD,)) == 0
-    assert Path("model.ckpt.finetuned.pt.1").is_file()
+    assert len(list(Path().glob("model.ckpt.finetuned.pt.[0-9]"))) == 1
     Path("model.ckpt.finetuned.pt").rename("old.pt")
     assert finetune(finetuning, replay=(OLD,)) == 0
 
