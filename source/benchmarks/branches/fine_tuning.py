@@ -55,12 +55,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder that make_clusters.py wrote")
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs; those that exist are kept")
     parser.add_argument("--json", type=Path, required=True, help="receives errors and verdicts")
-    parser.add_argument("--steps", type=int, default=400, help="steps on the new data")
+    parser.add_argument("--steps", type=int, default=150, help="steps on the new data")
     args = parser.parse_args()
     data, work = args.data.resolve(), args.work.resolve()
     before, new = str(data / "gfn1" / "train"), str(data / "dense" / "train")
     # The GFN1 run of two_levels.py, where it is there.
-    old = train(work / "gfn1_1", single_input([before], steps=1500, seed=1))
+    old = train(work / "gfn1_1", single_input([before], steps=800, seed=1))
     potentials = {"before": old}
     for name, (replay, settings, trainable) in RUNS.items():
         content = fine_tuning_input(new, settings, steps=(1 + bool(replay)) * args.steps, trainable=trainable)

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder that make_clusters.py wrote")
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs; those that exist are kept")
     parser.add_argument("--json", type=Path, required=True, help="receives all errors")
-    parser.add_argument("--steps", type=int, default=1500, help="steps of a single-task run")
+    parser.add_argument("--steps", type=int, default=800, help="steps of a single-task run")
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()
     data = args.data.resolve()
