@@ -16,9 +16,7 @@ time of an atom that over the mean atoms of a batch.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -136,11 +134,11 @@ def atoms_of_a_batch(systems: list[str], names: list[str], batch: int | str) -> 
     return float(np.mean([sum(loader.systems[k].natoms * len(n) for k, n in plan.parts) for plan in plans]))
 
 
-def first_line(log: str) -> float:
-    """Return when the first line of training errors was written, as seconds since the epoch."""
-    stamp = re.search(r"\[([-\d]+ [:\d]+,\d+)\].*batch +\d+:", log, re.IGNORECASE)
-    assert stamp is not None
-    return datetime.datetime.strptime(stamp[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()  # local, as the log
+def first_row(place: Path) -> float:
+    """Return when the first row of JSON was written, as seconds since the epoch; rows count from the run's begin."""
+    path = place / "steps.jsonl"
+    times = [row["time"] for row in map(json.loads, path.read_text().splitlines()) if "time" in row]
+    return path.stat().st_mtime - float(times[-1]) + float(times[0])
 
 
 def time_case(case: str, data: Path, folder: Path, steps: int) -> dict[str, Any]:
@@ -166,7 +164,7 @@ def time_case(case: str, data: Path, folder: Path, steps: int) -> dict[str, Any]
         "atoms a batch": round(atoms, 1),
         "µs an atom": round(1e3 * step / atoms, 3),
         "run [s]": round(time.time() - begun, 1),
-        "to the first line [s]": round(first_line(log) - begun, 1),
+        "to the first row [s]": round(first_row(place) - begun, 1),
         "notes": [line[-170:] for line in log.splitlines() if any(word in line for word in words)],
     }
 
