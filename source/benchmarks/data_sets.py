@@ -5,11 +5,12 @@
 WATER holds DeePMD's example systems (192 atoms). A case is SET:MODEL:PRECISION-bBATCH. Sets:
 
 - `framesN`: the frames of WATER repeated until there are N, each displaced by 0.02 Å; `lmdbN` the same in LMDB
+- `systemsN`: so many folders of 10 frames of 48 atoms of that density
 - `passingN`: the same as `framesN`, trained as if the device had no room for them
 - `sizes400`: 400 systems of 12 to 180 atoms with the density of water; `uniformN`: systems of N such atoms
 - `molecules10000`: so many compositions of ten elements with 2 to 110 atoms, without cells; `moleculeN`: N atoms each
 
-Labels of the last two are random. A figure is the median over the intervals of 100 steps after the first three, the
+Labels of all but water's frames are random. A figure is the median over the intervals of 100 steps after the first three, the
 time of an atom that over the mean atoms of a batch.
 """
 
@@ -89,9 +90,9 @@ def write_system(root: Path, types: np.ndarray, names: list[str], frames: int, s
     return str(root)
 
 
-def water(root: Path, natoms: int) -> str:
-    """Write 20 frames of so many atoms, a third of them oxygen."""
-    return write_system(root, (np.arange(natoms) % 3 > 0).astype(int), ["O", "H"], 20, 2.15, cell=True)
+def water(root: Path, natoms: int, frames: int = 20) -> str:
+    """Write frames of so many atoms, a third of them oxygen."""
+    return write_system(root, (np.arange(natoms) % 3 > 0).astype(int), ["O", "H"], frames, 2.15, cell=True)
 
 
 def write_set(root: Path, name: str, data: Path) -> tuple[list[str], list[str]]:
@@ -111,6 +112,8 @@ def write_set(root: Path, name: str, data: Path) -> tuple[list[str], list[str]]:
         elif name == "sizes400":
             sizes = np.linspace(4, 60, 400).round().astype(int) * 3
             systems = [water(root / f"s{k}", n) for k, n in enumerate(sizes)]
+        elif name.startswith("systems"):
+            systems = [water(root / f"s{k}", 48, frames=10) for k in range(count)]
         elif name.startswith("uniform"):
             systems = [water(root / f"s{k}", count) for k in range(20)]
         else:
