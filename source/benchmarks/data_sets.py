@@ -10,8 +10,8 @@ WATER holds DeePMD's example systems (192 atoms). A case is SET:MODEL:PRECISION-
 - `sizes400`: 400 systems of 12 to 180 atoms with the density of water; `uniformN`: systems of N such atoms
 - `molecules10000`: so many compositions of ten elements with 2 to 110 atoms, without cells; `moleculeN`: N atoms each
 
-Labels of all but water's frames are random. A figure is the median over the intervals of 100 steps after the first three, the
-time of an atom that over the mean atoms of a batch.
+Labels of all but water's frames are random. A figure is the median over the intervals of 100 steps after the first
+three, the time of an atom that over the mean atoms of a batch.
 """
 
 from __future__ import annotations
