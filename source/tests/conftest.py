@@ -37,7 +37,12 @@ QUICK = (
     *("train/test_learning_rate.py", "train/test_ema.py", "train/test_report.py"),
 )
 # Tests in these files that take long: pre-commit checks types, and the others start processes that import torch.
-NOT_QUICK = ("test_types_fit", "test_code_of_the_extension_page_runs", "test_importing_")
+NOT_QUICK = (
+    "test_types_fit",
+    "test_code_of_the_extension_page_runs",
+    "test_parts_of_the_extension_page",
+    "test_importing_",
+)
 # The longest files come first, in this order, so that parallel workers end together.
 LONGEST = (
     *("train_parallel/*.py", "optim_sharded/test_sharded_step.py", "optim/test_kernels.py"),
