@@ -12,6 +12,7 @@ from deepmd_muon.data.errors import (
     SystemNotFoundError,
     TypeMapError,
 )
+from deepmd_muon.data.formats import register_format
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.neighbors.cache import NeighborCache, neighbor_statistics, worker_count
 from deepmd_muon.data.neighbors.lists import (
@@ -31,6 +32,7 @@ from deepmd_muon.data.statistics import (
     data_fingerprint,
     energy_bias,
 )
+from deepmd_muon.data.stores.memory import MemoryStore
 from deepmd_muon.data.system import System
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "DataLoader",
     "FrameNeighbors",
     "Frames",
+    "MemoryStore",
     "NeighborCache",
     "NeighborError",
     "NeighborList",
@@ -59,6 +62,7 @@ __all__ = [
     "group_limits",
     "neighbor_statistics",
     "open_systems",
+    "register_format",
     "stack_neighbors",
     "system_probabilities",
     "widen_sections",
