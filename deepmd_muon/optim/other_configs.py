@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from deepmd_muon.optim.buildable import Buildable
+from deepmd_muon.optim.buildable import Buildable, MuonBuildable
 from deepmd_muon.optim.config import (
     DEFAULT_ADAMW_PATTERNS,
     AdamImplementation,
@@ -15,11 +15,13 @@ from deepmd_muon.optim.config import (
     Scaling,
     Steps,
 )
+from deepmd_muon.optim.words import understand_words
 from deepmd_muon.setting import setting, setting_like
 
 
+@understand_words
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MuonConfig(MuonSettings, Buildable):
+class MuonConfig(MuonSettings, MuonBuildable):
     """Settings of a plain Muon with AdamW for the rest, in the field's words; it is built as a `HybridMuon`.
 
     The defaults are those of the literature: Keller Jordan's five steps, no damping, two-dimensional weights only, and
@@ -60,6 +62,7 @@ class MuonConfig(MuonSettings, Buildable):
     )
 
 
+@understand_words
 @dataclasses.dataclass(frozen=True)
 class AdamConfig(Buildable):
     """Settings of `torch.optim.Adam` with DeePMD's key names; the decay is an L2 term in the gradient."""
@@ -71,6 +74,7 @@ class AdamConfig(Buildable):
     adam_implementation: AdamImplementation = setting("fused", doc="torch's implementation of the step.")
 
 
+@understand_words
 @dataclasses.dataclass(frozen=True)
 class AdamWConfig(AdamConfig):
     """Settings of `torch.optim.AdamW` with DeePMD's key names; the decay is decoupled."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Settings that are patterns on names of parameters; those of `splits` begin with one, and are taken as they are.
-_PATTERNS = ("adam_patterns", "adamw_patterns", "expert_patterns", "local_patterns")
+_PATTERNS = ("adam_patterns", "adamw_patterns", "muon_patterns", "expert_patterns", "local_patterns")
 
 
 def build_optimizer(

@@ -63,3 +63,12 @@ def _added(module: nn.Module) -> Iterator[Tensor]:
     for name, p in module.named_parameters(recurse=False):
         if (p.ndim > 2 and p.shape[0] == 1) or _ADDED.match(leaf_name(name)):
             yield p
+
+
+def convolutions(model: nn.Module) -> dict[str, int]:
+    """Return the weights of a model's convolution modules by canonical name, each with its number of groups."""
+    groups: dict[Tensor, int] = {}
+    for module in model.modules():
+        if isinstance(module, nn.modules.conv._ConvNd):
+            groups[module.weight] = module.groups
+    return {canonical_name(name): groups[p] for name, p in model.named_parameters() if p in groups}

@@ -198,3 +198,9 @@ def matrix_view(shape: tuple[int, ...], mode: MuonMode) -> MatrixView | None:
     if mode == "flat":
         return MatrixView(1, math.prod(effective[:-1]), effective[-1])
     return MatrixView(math.prod(effective[:-2]), effective[-2], effective[-1])
+
+
+def kernel_view(shape: tuple[int, ...]) -> MatrixView | None:
+    """Return a convolution kernel (out, in, …) as one matrix (out, in · …); None where it has one row or column."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    return MatrixView(1, rows, columns) if rows > 1 and columns > 1 else None
