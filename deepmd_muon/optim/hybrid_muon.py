@@ -267,13 +267,15 @@ class HybridMuon(QuickOptimizer):
         `on_route_change` decides: 'error' raises; 'reset' discards that parameter's state; 'migrate' keeps what means
         the same on both routes (`deepmd_muon.optim.state.migrate` lists it). State of rules that are off is dropped.
         One warning per parameter reports the outcome. States of deepmd-kit's HybridMuon load too; a route that differs
-        because its version chose routes differently is migrated under every policy.
+        because its version chose routes differently is migrated under every policy. So do states of torch.optim.Adam,
+        AdamW and Muon, and of other Muons (`deepmd_muon.optim.state.others`); `deepmd_muon.optim.import_state` joins
+        those of several optimizers and names their parameters. States without names load by position.
 
         Parameters
         ----------
         state_dict
             What `state_dict` returned, in this or another process; or a state dict of deepmd-kit's HybridMuon, whose
-            parameters `deepmd_muon.optim.name_deepmd_kit_state` can name where their order differs.
+            parameters `deepmd_muon.optim.name_deepmd_kit_state` can name where their order differs; or another Muon's.
 
         Raises
         ------

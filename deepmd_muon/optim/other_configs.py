@@ -16,7 +16,7 @@ from deepmd_muon.optim.config import (
     Steps,
 )
 from deepmd_muon.optim.words import understand_words
-from deepmd_muon.setting import setting, setting_like
+from deepmd_muon.setting import InvalidSettingError, setting, setting_like
 
 
 @understand_words
@@ -83,10 +83,35 @@ class AdamWConfig(AdamConfig):
     weight_decay: float = setting(0.0, minimum=0.0, doc="Decoupled weight decay λ: p ← p (1 − lr λ).")
 
 
-OptimizerConfig = HybridMuonConfig | MuonConfig | AdamConfig | AdamWConfig
-OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
+# By the value of the key `type` in the section `optimizer`; `register_optimizer` adds to it.
+OPTIMIZERS: dict[str, type[Buildable]] = {
     "HybridMuon": HybridMuonConfig,
     "Muon": MuonConfig,
     "Adam": AdamConfig,
     "AdamW": AdamWConfig,
 }
+
+
+def register_optimizer(name: str, settings: type[Buildable]) -> None:
+    """Make an optimizer available as section `optimizer` of type `name`; registering a class again replaces it.
+
+    Parameters
+    ----------
+    name
+        Value of the key `type`.
+    settings
+        Frozen dataclass derived from `deepmd_muon.optim.Buildable`, with fields declared by
+        `deepmd_muon.setting.setting`. Its method `build` is that of `OptimizerSettings`, and gives the optimizer
+        ``model.named_parameters()``.
+
+    Raises
+    ------
+    InvalidSettingError
+        When the name is another class's, or the class is no such dataclass.
+    """
+    before = OPTIMIZERS.get(name)
+    if before is not None and (before.__module__, before.__qualname__) != (settings.__module__, settings.__qualname__):
+        raise InvalidSettingError(f"register_optimizer: {name!r} is the name of {before.__qualname__}; choose another")
+    if not dataclasses.is_dataclass(settings) or not issubclass(settings, Buildable):
+        raise InvalidSettingError(f"register_optimizer: {settings!r} must be a dataclass derived from Buildable")
+    OPTIMIZERS[name] = settings

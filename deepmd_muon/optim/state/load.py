@@ -26,6 +26,7 @@ from deepmd_muon.optim.rules.interface import Extent, MatrixRule
 from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, owner_of, tensors_of, unknown_rules
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit, read_deepmd_kit
 from deepmd_muon.optim.state.migrate import SavedParameter, migrate
+from deepmd_muon.optim.state.others import is_another_muon, read_another_muon
 from deepmd_muon.optim.state.schema import STATE_OF_ROUTE, known_tensors, state_tensors
 
 log = logging.getLogger(__name__)
@@ -169,6 +170,8 @@ def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: Rout
         settings = [group.settings for _, _, group in _parameters(present)]
         rules = [RoutingRules(each.muon_mode, each.min_matrix_dim) for each in settings]
         return read_deepmd_kit(groups, state, routing, rules)
+    if is_another_muon(groups):
+        return read_another_muon(groups, state, routing)
     if all({"betas", "param_names"} <= group.keys() for group in groups):
         return _read_adam(groups, state, routing)
     raise ForeignStateError(
@@ -266,7 +269,7 @@ def _likely_optimizer(state: Mapping[Any, Mapping[str, Any]]) -> str:
     if "exp_avg" in keys:
         return "Adam or AdamW"
     if "momentum_buffer" in keys:
-        return "SGD with momentum or a plain Muon"
+        return "SGD with momentum"
     return "another optimizer"
 
 
@@ -375,6 +378,9 @@ def restored_groups(
     InvalidSettingError
         When a saved value is out of its range.
     """
+    if is_another_muon(groups):
+        log.info("the state is another Muon's: its learning rates and settings are not taken over")
+        return [{} for _ in param_groups]
     if len(groups) != len(param_groups):
         log.info(
             "the state was saved with %d parameter groups and there are now %d: learning rates and settings are not "

@@ -30,6 +30,7 @@ def rules_of_views():
         {"muon_mode": "flat"},
         {"muon_mode": "2d", "expert_patterns": ["w0", "w1"]},
         {"splits": ["w0: rows 2", "w1: columns 1+3+8", "w2: columns 3"]},
+        {"conv_patterns": ["w0", "w1"], "splits": ["w0: rows 2"]},
     )
     small = ShardedSettings(bucket_bytes=1, slots=2, replication="spread")
     for view in views:
