@@ -9,6 +9,7 @@ from deepmd_muon.optim.buildable import import_builders_with
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.buildable import Buildable
+    from deepmd_muon.optim.clip_gradients import clip_adam_grad_norm_
     from deepmd_muon.optim.config import HybridMuonConfig
     from deepmd_muon.optim.errors import (
         CaptureError,
@@ -56,6 +57,7 @@ _MODULES = {
     "SCHEDULES": "polar",
     "Schedule": "polar",
     "StateTensor": "rules.interface",
+    "clip_adam_grad_norm_": "clip_gradients",
     "describe_kernels": "polar.dispatch:describe",
     "name_deepmd_kit_state": "state.deepmd_kit",
     "orthogonalize": "polar",
@@ -87,6 +89,7 @@ __all__ = [
     "RoutingRules",
     "Schedule",
     "StateTensor",
+    "clip_adam_grad_norm_",
     "describe_kernels",
     "import_state",
     "name_deepmd_kit_state",

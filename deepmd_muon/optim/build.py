@@ -16,7 +16,7 @@ from deepmd_muon.optim.buildable import register_builder
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, AdamImplementation, HybridMuonConfig
 from deepmd_muon.optim.hybrid_muon import HybridMuon
 from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
-from deepmd_muon.optim.routing.modules import convolutions, tables_and_heads
+from deepmd_muon.optim.routing.modules import convolutions, declared_splits, tables_and_heads
 from deepmd_muon.optim.routing.views import FusedSplit
 from deepmd_muon.optim.torch_hooks import Adam, AdamW
 
@@ -59,7 +59,7 @@ def build_muon(
     settings = {**vars(config), "qk_clip": qk_clip}
     settings["lr_adjust_coeff"] = settings.pop("rms_coefficient")
     if config.adamw_patterns is None:
-        fused = [FusedSplit.parse(split).pattern for split in config.splits]
+        fused = [FusedSplit.parse(split).pattern for split in (*config.splits, *declared_splits(model))]
         settings["adamw_patterns"] = _patterns_of(model, (*config.expert_patterns, *config.muon_patterns, *fused))
     return _hybrid_muon(model, lr, replicas, {**settings, "magma_muon": False, "vector_route": "adamw"})
 
@@ -88,6 +88,7 @@ def _kernels_of(model: nn.Module, splits: Sequence[str]) -> dict[str, Any]:
 def _hybrid_muon(
     model: nn.Module, lr: float | Tensor, replicas: Replicas | None, settings: dict[str, Any]
 ) -> HybridMuon:
+    settings["splits"] = (*settings["splits"], *declared_splits(model))
     if settings["conv_patterns"] is None:
         settings |= _kernels_of(model, settings["splits"])
     with warnings.catch_warnings(record=True) as caught:

@@ -35,13 +35,14 @@ SCHEDULES = (
 # Parameters that `MuonConfig` excludes from Muon by default. Unlike a user's own patterns, they may match nothing.
 DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight")
 
-# "*.in_proj.matrix: columns 64+64+32" or "*.qkv.weight: rows 3".
-SPLIT_PATTERN = r"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>\d+(\+\d+)*)"
+# "*.in_proj.matrix: columns 64+64+32", "*.qkv.weight: rows 3", "*.q_b.weight: rows (128+64)*16+rest".
+_SPLIT_TERM = r"(?:(?:\d+|\(\d+(?:\+\d+)*\))(?:\*\d+)?|rest)"
+SPLIT_PATTERN = rf"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>{_SPLIT_TERM}(?:\+{_SPLIT_TERM})*)"
 
 _SCHEDULE_PATTERN = "|".join(map(re.escape, SCHEDULES))
 _SCHEDULE_SYNTAX = "one of " + ", ".join(map(repr, SCHEDULES)) + " or a list of triples"
 
-SPLIT_SYNTAX = "of the form 'PATTERN: rows 3' or 'PATTERN: columns 64+64+32'"
+SPLIT_SYNTAX = "of the form 'PATTERN: rows 3', 'PATTERN: columns 64+64+32' or 'PATTERN: rows (128+64)*16+rest'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,8 +228,10 @@ class MuonSettings(RuleSettings):
         forms=SPLIT_SYNTAX,
         doc=(
             "Fused weights, one entry each: a shell pattern on full names, then 'rows' or 'columns' of the matrix as "
-            "stored, then a number of equal parts or the sizes of the parts. Every part is orthogonalized separately. "
-            "Example: ``*.in_proj.matrix: columns 3``."
+            "stored, then a number of equal parts or the sizes of the parts, in which '*' repeats and 'rest' is what "
+            "is left. Every part is orthogonalized separately. Examples: ``*.in_proj.matrix: columns 3``, "
+            "``*.q_b_proj.weight: rows (128+64)*16``, ``*.kv_a_proj.weight: rows 512+rest``. `build` adds those that "
+            "the modules of its model declare (doc/optimizer.md)."
         ),
     )
     on_route_change: RouteChange = setting(

@@ -25,7 +25,7 @@ from deepmd_muon.optim.routing.param_groups import (
     warn_unmatched_patterns,
     with_names,
 )
-from deepmd_muon.optim.routing.rules import RouteTable
+from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, is_local
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded.planned import plan_of_one_process
 from deepmd_muon.optim.state.host_memory import HostMemory
@@ -151,6 +151,12 @@ class HybridMuon(QuickOptimizer):
 
     def _groups(self) -> list[Group]:
         return self._routing.groups(self.param_groups)
+
+    def routed_parameters(self) -> list[tuple[Tensor, RouteEntry, bool]]:
+        """Return every parameter with its route, and whether it belongs to this rank alone (`local_patterns`)."""
+        self._reroute_if_changed()
+        pairs = [(p, entry, group.settings) for group in self._groups() for p, entry in group.routed]
+        return [(p, e, spec_of(p) is None and is_local(e.name, settings)) for p, e, settings in pairs]
 
     def _holder_of(self, p: Tensor) -> ShardedParameter | None:
         return None if self._sharded is None else self._sharded.sharding_of(p)
