@@ -219,6 +219,15 @@ class RunSettings(Section):
     gradient_max_norm: float = setting(
         0.0, minimum=0.0, doc="Largest norm of the gradient; a longer one is scaled down to it. 0 leaves it alone."
     )
+    adam_gradient_max_norm: float = setting(
+        0.0,
+        minimum=0.0,
+        doc=(
+            "Largest norm of the gradients of HybridMuon's Adam and AdamW routes alone; longer ones are scaled down to "
+            "it. The size of a Muon update does not depend on that of its gradient. With another optimizer all "
+            "gradients count. 0 leaves them alone."
+        ),
+    )
     enable_ema: bool = setting(False, doc="Keep an exponential average of the parameters and save it, too.")
     ema_decay: float = setting(
         0.999, minimum=0.0, below=1.0, doc="Decay d of the average: average ← d·average + (1 − d)·parameter."

@@ -173,7 +173,8 @@ def build_stepper(
     strategy, loss, optimizer, ema
         The objects that a step uses.
     training
-        The input's section: `capture`, `enable_compile`, `enable_tf32`, `gradient_max_norm`, `disp_freq`, `disp_avg`.
+        The input's section: `capture`, `enable_compile`, `enable_tf32`, `gradient_max_norm`,
+        `adam_gradient_max_norm`, `disp_freq`, `disp_avg`.
     scalars
         The schedule.
     model
@@ -205,6 +206,7 @@ def build_stepper(
             ema,
             tf32=tf32,
             model=model,
+            adam_max_norm=training.adam_gradient_max_norm,
         )
         return HostStepper(step, scalars, device)
     guard = DeviceGuard(policy, optimizer, device, training.disp_freq, strategy.ranks.gather_objects)
@@ -212,5 +214,6 @@ def build_stepper(
     whole = model or strategy.model
     assert isinstance(whole, EnergyModel)
     gradient = CompiledGradient(whole, loss) if capture and training.enable_compile else None
-    step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema, gradient, tf32, model)
+    norms = training.gradient_max_norm, training.adam_gradient_max_norm
+    step = TrainingStep(strategy, loss, optimizer, guard, norms[0], ema, gradient, tf32, model, norms[1])
     return DeviceStepper(step, scalars, device, capture=capture, keep_metrics=training.disp_avg)
