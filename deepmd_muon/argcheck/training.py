@@ -129,11 +129,12 @@ class ValidationDataSettings(TrainingDataSettings):
         minimum=1,
         maximum=1_000_000,
         alias=("numb_batch",),
-        pattern="all",
-        forms='a whole number or "all"',
+        pattern="all|sample",
+        forms='a whole number, "all" or "sample"',
         doc=(
             "Batches that the shown validation errors are averaged over, those of all processes together; 'all' takes "
-            "every frame once."
+            "every frame once, 'sample' the same frames each time, spread evenly over the systems: all up to a third "
+            "of disp_freq (at least 10), else so many."
         ),
     )
 
