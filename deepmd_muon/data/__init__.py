@@ -25,7 +25,7 @@ from deepmd_muon.data.neighbors.lists import (
     widen_sections,
 )
 from deepmd_muon.data.opening import open_systems, with_common_types
-from deepmd_muon.data.sampling.loader import Batch, DataLoader
+from deepmd_muon.data.sampling.loader import Batch, DataLoader, Seats
 from deepmd_muon.data.sampling.sampler import BatchRule, Plan, Sampler, system_probabilities
 from deepmd_muon.data.statistics import (
     StatFile,
@@ -51,6 +51,7 @@ __all__ = [
     "Sampler",
     "SamplerStateError",
     "SamplingError",
+    "Seats",
     "StatFile",
     "System",
     "SystemFormatError",

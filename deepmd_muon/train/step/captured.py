@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 from torch import Tensor
 
+from deepmd_muon.model import EnergyModel
 from deepmd_muon.train.batches.accumulated import StepFeed, parts_of
 from deepmd_muon.train.step.guard import DeviceGuard
 from deepmd_muon.train.step.step import TrainingStep
@@ -74,6 +75,17 @@ class RateTable:
         self._row.add_(1)
 
 
+class GraphMemory:
+    """The stream that graphs of a run are captured on, and their common pool of memory.
+
+    Graphs that replay one after the other may share a pool: each overwrites what the others left.
+    """
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+
+
 class CapturedStep:
     """A training step that waits for nothing, captured where it can be.
 
@@ -83,8 +95,8 @@ class CapturedStep:
         With a `DeviceGuard`.
     rates
         The schedule.
-    capture
-        Whether to capture; False calls the same function eagerly.
+    memory
+        Where graphs are captured; None calls the same function eagerly.
 
     Attributes
     ----------
@@ -94,12 +106,12 @@ class CapturedStep:
         Why steps run eagerly although they were to be captured; None while they need not.
     """
 
-    def __init__(self, step: TrainingStep, rates: RateTable, *, capture: bool) -> None:
+    def __init__(self, step: TrainingStep, rates: RateTable, memory: GraphMemory | None) -> None:
         assert isinstance(step.guard, DeviceGuard)
         self._step = step
         self._guard = step.guard
         self._rates = rates
-        self._capture = capture
+        self._memory = memory
         self._gradient = step.gradient
         self._met: set[Hashable] = set()
         self._graphs: dict[Hashable | None, torch.cuda.CUDAGraph] = {}
@@ -108,12 +120,13 @@ class CapturedStep:
         self._full = False
         self._names: tuple[str, ...] = ()
         self._metrics: Tensor | None = None
-        self._pieces = step.strategy.model.pieces
+        model = step.model or step.strategy.model
+        assert isinstance(model, EnergyModel)
+        self._model = model
+        self._pieces = self._model.pieces
         self.recorded = 0
         self.eager_reason: str | None = None
-        if capture:
-            self._stream = torch.cuda.Stream()
-            self._pool = torch.cuda.graph_pool_handle()
+        if memory is not None:
             for group in step.optimizer.param_groups:
                 group["capturable"] = True
             # The first steps run eagerly on purpose; torch's Adam would warn of it.
@@ -136,8 +149,8 @@ class CapturedStep:
         """
         self._rates.expect(done)
         self._guard.note(feed.system)
-        if self._pieces != self._step.strategy.model.pieces:  # a graph holds launches of other kernels
-            self._pieces = self._step.strategy.model.pieces
+        if self._pieces != self._model.pieces:  # a graph holds launches of other kernels
+            self._pieces = self._model.pieces
             self._graphs.clear()
             self._met.clear()
             if self._gradient is not None:
@@ -174,7 +187,7 @@ class CapturedStep:
             if graph is not None:
                 graph.replay()
                 return
-        if self._capture:
+        if self._memory is not None:
             self._on_side_stream(lambda: self._run(feed))
         else:
             self._run(feed)
@@ -190,7 +203,7 @@ class CapturedStep:
 
     def _wants_graph(self, layout: Hashable | None) -> bool:
         """Return whether this step is to be captured: from the second batch of a layout on, while there is room."""
-        if not self._capture or self.eager_reason is not None or layout is None:
+        if self._memory is None or self.eager_reason is not None or layout is None:
             return False
         if len(self._graphs) == MOST_GRAPHS and not self._drop_unused():
             if not self._full:
@@ -214,6 +227,7 @@ class CapturedStep:
 
     def _captured(self, feed: StepFeed) -> torch.cuda.CUDAGraph | None:
         """Record a step in a graph without running it; None, with one log line, where that fails."""
+        assert self._memory is not None
         graph = torch.cuda.CUDAGraph()
         try:
             # The outer context returns to this stream whatever happens. thread_local: the thread that prepares batches
@@ -221,7 +235,7 @@ class CapturedStep:
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),
                 own_blas_workspaces(),
-                torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, self._memory.pool, self._memory.stream, capture_error_mode="thread_local"),
             ):
                 self._run(feed)
         except Exception as error:  # whatever a driver, a compiler or a module raises must not end a training run
@@ -235,11 +249,12 @@ class CapturedStep:
 
     def _on_side_stream(self, launch: Callable[[], None]) -> None:
         """Launch on the stream of captures, after earlier and before later work of the current stream."""
-        here = torch.cuda.current_stream()
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
+        assert self._memory is not None
+        here, aside = torch.cuda.current_stream(), self._memory.stream
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
             launch()
-        here.wait_stream(self._stream)
+        here.wait_stream(aside)
 
 
 @contextlib.contextmanager
