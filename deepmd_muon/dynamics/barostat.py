@@ -42,16 +42,13 @@ class Barostat:
 
     def rows(self, mask: torch.Tensor) -> Barostat:
         """Return the barostat of some of the structures."""
-        kept = {
-            name: value[mask.cpu()]
-            for name in ("pressure", "temperature")
-            if isinstance(value := getattr(self, name), torch.Tensor)
-        }
-        return replace(self, **kept)
+        pressure, temperature = (
+            value[mask.cpu()] if isinstance(value, torch.Tensor) else value
+            for value in (self.pressure, self.temperature)
+        )
+        return replace(self, pressure=pressure, temperature=temperature)
 
-    def rescaled(
-        self, systems: Systems, virial: torch.Tensor, time_step: float, generator: torch.Generator
-    ) -> Systems:
+    def rescaled(self, systems: Systems, virial: torch.Tensor, time_step: float, generator: torch.Generator) -> Systems:
         """Return the structures with new cells, positions and velocities, after `every` steps.
 
         Parameters
