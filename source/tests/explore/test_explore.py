@@ -272,3 +272,21 @@ def test_the_reference_page_is_that_of_the_settings():
 
     page = Path(__file__).parents[3] / "doc" / "explore-reference.md"
     assert page.read_text() == reference_of(ExploreSettings, "Input of dp explore", "md")
+
+
+def test_the_example_is_accepted_and_is_that_of_the_tutorial():
+    from pathlib import Path
+
+    from deepmd_muon.explore.loop import load_settings
+    from deepmd_muon.explore.training import BaseInput
+
+    top = Path(__file__).parents[3]
+    place = top / "examples" / "water_explore"
+    settings = load_settings(place / "explore.json")
+    own, new = BaseInput(place / settings.input).systems((), ("O", "H"))
+    assert (len(own), new) == (3, [])
+    page = (top / "doc" / "tutorials" / "stable-water.md").read_text()
+    shown = json.loads(page.split("```json\n")[1].split("```")[0])
+    assert shown == {
+        key: value for key, value in json.loads((place / "explore.json").read_text()).items() if key[0] != "_"
+    }
