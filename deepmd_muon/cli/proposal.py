@@ -112,12 +112,25 @@ class Proposal:
     to_write: dict[Path, list[System]]
 
     def write(self, output: Path) -> None:
-        """Write the split systems and the input."""
+        """Write the split systems and the input.
+
+        Raises
+        ------
+        CommandError
+            When the input cannot name a system, because its path is no UTF-8.
+        """
+        try:
+            text = (json.dumps(self.content, indent=2, ensure_ascii=False) + "\n").encode()
+        except UnicodeEncodeError as error:
+            wrong = os.fsencode(error.object[error.start : error.end])
+            raise CommandError(
+                f"a path of the data is no UTF-8 ({wrong!r}): an input cannot name it; rename it"
+            ) from error
         for folder, systems in self.to_write.items():
             write_npy(systems, folder)
         make_folder_of(output)
         with whole_file(output) as file:
-            file.write((json.dumps(self.content, indent=2, ensure_ascii=False) + "\n").encode())
+            file.write(text)
 
     def report(self) -> str:
         """Return what was found and chosen as tables."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from xml.etree import ElementTree
 
 # ASE's readers begin and end a frame at the same lines.
 _FRAME_ENDS = "FREE ENERGIE OF THE ION-ELECTRON SYSTEM"
@@ -59,6 +58,8 @@ def _of_vasprun(path: str) -> list[bool]:
 
     found: list[bool] = []
     most, loops = 0, 0
+    from xml.etree import ElementTree  # 15 ms of every start, and few data are VASP's
+
     with open_with_compression(path, "rb") as file:
         try:
             for _, element in ElementTree.iterparse(file):
