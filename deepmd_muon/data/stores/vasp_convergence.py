@@ -54,12 +54,12 @@ def _of_outcar(path: str) -> list[bool]:
 
 
 def _of_vasprun(path: str) -> list[bool]:
+    from xml.etree import ElementTree  # takes 15 ms, and few data are VASP's
+
     from ase.io.formats import open_with_compression
 
     found: list[bool] = []
     most, loops = 0, 0
-    from xml.etree import ElementTree  # 15 ms of every start, and few data are VASP's
-
     with open_with_compression(path, "rb") as file:
         try:
             for _, element in ElementTree.iterparse(file):
