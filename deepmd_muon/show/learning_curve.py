@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from deepmd_muon.files import regular_text
 from deepmd_muon.show.errors import PictureError
 from deepmd_muon.show.palette import colors_of
 from deepmd_muon.show.picture import check_ending, write
@@ -49,9 +51,11 @@ def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     if not path.exists():
         raise PictureError(f"there is no learning curve {path}")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (UnicodeDecodeError, IsADirectoryError) as error:
-        found = "a folder" if path.is_dir() else "no text"
+        lines = regular_text(path).splitlines()
+    except OSError as error:
+        if path.is_file() and error.errno != errno.EINVAL:
+            raise
+        found = "a folder" if path.is_dir() else error.strerror
         raise PictureError(f"{path} is {found}; give a learning curve, as lcurve.out") from error
     json_lines = path.suffix == ".jsonl"
     rows, names = [], list[str]()
