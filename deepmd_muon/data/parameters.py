@@ -23,6 +23,11 @@ class Parameters(NamedTuple):
     default_fparam: tuple[float, ...] | None = None
     partial: bool = False
 
+    @property
+    def required(self) -> bool:
+        """Whether a prediction needs values that nobody but the caller has."""
+        return self.aparam > 0 or (self.fparam > 0 and self.default_fparam is None)
+
     @classmethod
     def of(cls, fitting_net: Any) -> Parameters:
         """Return what a fitting net with these settings reads; nothing if it does not know of parameters."""

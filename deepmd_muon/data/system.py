@@ -42,6 +42,8 @@ class System:
         True when each frame has its own types (``real_atom_types.npy``).
     labels : frozenset of str
         Labels that at least one set has; frames of the other sets hold NaN there.
+    parameters : Parameters
+        The frame and atomic parameters that frames carry; none unless asked for, see `with_parameters`.
 
     Raises
     ------
@@ -68,10 +70,10 @@ class System:
         self._atype = self._apply_translation(types, "type.raw") if not self.mixed else None
         self._files = self._find_labels(contents)
         self.labels = frozenset(self._files)
-        self._parameters = {
+        self._parameter_files = {
             name: [f"{name}.npy" if f"{name}.npy" in names else None for names in contents] for name in PARAMETERS
         }
-        self._wanted = Parameters()
+        self.parameters = Parameters()
         counts = [self._check_set(k, names) for k, names in enumerate(contents)]
         self.nframes = sum(counts)
         if self.nframes == 0:
@@ -91,7 +93,7 @@ class System:
     def with_types(self, type_map: Sequence[str]) -> System:
         """Return the same system with types that index `type_map`; errors are those of the class."""
         found = System(self._store, type_map)
-        found._wanted = self._wanted
+        found.parameters = self.parameters
         return found
 
     def with_parameters(self, wanted: Parameters) -> System:
@@ -104,7 +106,7 @@ class System:
         """
         for name, width in (("fparam", wanted.fparam), ("aparam", wanted.aparam)):
             optional = wanted.partial or (name == "fparam" and wanted.default_fparam is not None)
-            for folder, file, nframes in zip(self._sets, self._parameters[name], self._counts.tolist(), strict=True):
+            for folder, file, nframes in zip(self._sets, self._parameter_files[name], self._counts.tolist(), strict=True):
                 if width and file is None and not optional:
                     hint = ", and fitting_net/default_fparam is not set" if name == "fparam" else ""
                     raise SystemFormatError(self.name, f"{folder}/{name}.npy", f"missing{hint}")
@@ -112,13 +114,13 @@ class System:
                     values = width if name == "fparam" else width * self.natoms
                     self._check_shape(f"{folder}/{file}", nframes, values)
         found = copy.copy(self)
-        found._wanted = wanted
+        found.parameters = wanted
         return found
 
     def with_own_parameters(self) -> System:
         """Return the same system, whose frames carry all parameters that its files have; NaN in sets without."""
         widths = dict.fromkeys(PARAMETERS, 0)
-        for name, files in self._parameters.items():
+        for name, files in self._parameter_files.items():
             for folder, file, nframes in zip(self._sets, files, self._counts.tolist(), strict=True):
                 if file is not None and not widths[name]:
                     values = int(np.prod(self._store.shape(f"{folder}/{file}"))) // nframes
@@ -267,15 +269,15 @@ class System:
             atype=self.types(wanted),
             coord=self._read(["coord.npy"] * every_set, wanted).reshape(n, atoms, 3),
             box=self._read(["box.npy"] * every_set, wanted).reshape(n, 3, 3) if self.pbc else None,
-            fparam=self._frame_parameters(wanted) if self._wanted.fparam else None,
-            aparam=self._atomic_parameters(wanted) if self._wanted.aparam else None,
+            fparam=self._frame_parameters(wanted) if self.parameters.fparam else None,
+            aparam=self._atomic_parameters(wanted) if self.parameters.aparam else None,
             **labels,
         )
 
     def _frame_parameters(self, indices: np.ndarray) -> np.ndarray:
         """Frame parameters of some frames, (nframes, numb_fparam), the default where a frame has none."""
-        values = self._values_of("fparam", indices, self._wanted.fparam)
-        default = self._wanted.default_fparam
+        values = self._values_of("fparam", indices, self.parameters.fparam)
+        default = self.parameters.default_fparam
         if default is not None:
             return np.where(np.isnan(values), np.array(default), values)
         self._refuse_missing("fparam", values)
@@ -283,20 +285,20 @@ class System:
 
     def _atomic_parameters(self, indices: np.ndarray) -> np.ndarray:
         """Atomic parameters of some frames, (nframes, natoms, numb_aparam)."""
-        values = self._values_of("aparam", indices, self._wanted.aparam * self.natoms)
+        values = self._values_of("aparam", indices, self.parameters.aparam * self.natoms)
         self._refuse_missing("aparam", values)
-        return values.reshape(len(indices), self.natoms, self._wanted.aparam)
+        return values.reshape(len(indices), self.natoms, self.parameters.aparam)
 
     def _values_of(self, name: str, indices: np.ndarray, width: int) -> np.ndarray:
         """Parameters of some frames, (nframes, width); NaN where a set has none."""
-        files = self._parameters[name]
+        files = self._parameter_files[name]
         if all(files[k] is None for k in np.unique(self._set_of(indices + self._first))):
             return np.full((len(indices), width), np.nan)
         return self._read(files, indices)
 
     def _refuse_missing(self, name: str, values: np.ndarray) -> None:
         """Raise where a store that was looked at in part lacks parameters after all."""
-        if not self._wanted.partial and np.isnan(values).any():
+        if not self.parameters.partial and np.isnan(values).any():
             raise SystemFormatError(self.name, name, "missing in some frames")
 
     def types(self, indices: np.ndarray) -> np.ndarray:
@@ -377,8 +379,8 @@ class System:
         if "energy" in self.labels:
             digest.update(self._read(self._files["energy"], every).tobytes())
         for values in (
-            self._frame_parameters(every) if self._wanted.fparam else None,
-            self._atomic_parameters(every[[0, -1]]) if self._wanted.aparam else None,
+            self._frame_parameters(every) if self.parameters.fparam else None,
+            self._atomic_parameters(every[[0, -1]]) if self.parameters.aparam else None,
         ):
             digest.update(b"" if values is None else values.tobytes())
         return digest.hexdigest()

@@ -80,6 +80,8 @@ class FrameStore:
         Of all frames; None where none is periodic.
     of_frames, of_atoms
         Labels by name, `(nframes + 1, width)` and `(natoms of all, width)`; zeros where a frame has none.
+    fparam, aparam
+        Frame parameters `(nframes + 1, numb_fparam)` and atomic parameters `(natoms of all, numb_aparam)`, or None.
     found
         Which frames have a label `(nframes + 1,)`, by name.
 
@@ -107,6 +109,10 @@ class FrameStore:
 
         self.of_frames = {name: zeros(nframes + 1, width) for name, width in FRAME_LABELS.items() if name in labels}
         self.of_atoms = {name: zeros(places, width) for name, width in ATOM_LABELS.items() if name in labels}
+        # All systems carry the same parameters, or none.
+        wanted = systems[0].parameters
+        self.fparam = zeros(nframes + 1, wanted.fparam) if wanted.fparam else None
+        self.aparam = zeros(places, wanted.aparam) if wanted.aparam else None
         self.coord = zeros(places, 3)
         self.atype = zeros(places, dtype=torch.int64)
         self.first = zeros(nframes + 1, dtype=torch.int64)
@@ -146,6 +152,11 @@ class FrameStore:
             self.atype[mine] = torch.from_numpy(atype[real].astype(np.int64)).to(self._device)
             self.coord[mine] = torch.from_numpy(coord[real]).to(self._device)
             self._take_labels(frames, order, real, here, mine)
+            if self.fparam is not None and frames.fparam is not None:
+                self.fparam[here] = torch.from_numpy(frames.fparam).to(self._device)
+            if self.aparam is not None and frames.aparam is not None:
+                values = np.take_along_axis(frames.aparam, order[..., None], 1)
+                self.aparam[mine] = torch.from_numpy(values[real]).to(self._device)
             cells = None
             self._refuse_impossible(system, chunk, frames)
             if self.cells is not None and system.pbc:
@@ -262,5 +273,6 @@ def store_bytes(systems: Sequence[System]) -> int:
     for system in systems:
         atoms = sum(width for name, width in ATOM_LABELS.items() if name in system.labels)
         frames = sum(width for name, width in FRAME_LABELS.items() if name in system.labels)
+        atoms, frames = atoms + system.parameters.aparam, frames + system.parameters.fparam
         total += system.nframes * 8 * (system.natoms * (4 + atoms) + frames + 24 * system.pbc + 2)
     return total

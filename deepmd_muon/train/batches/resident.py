@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -133,6 +133,7 @@ class Gathering:
             filled=self._filled,
             inner=self._inner,
         )
+        structures = replace(structures, **self._parameters(numbers, source, real))
         labels = self._labels(numbers, source, real)
         return TrainingBatch(structures, labels, real, feed.system, feed.atoms, feed.present)
 
@@ -143,6 +144,15 @@ class Gathering:
             return found
         found = torch.where(real.unsqueeze(2), found, 0.0)
         return torch.nn.functional.pad(found, (0, 0, 0, 0, 0, self._spare)) if spare else found
+
+    def _parameters(self, numbers: Tensor, source: Tensor, real: Tensor | None) -> dict[str, Tensor]:
+        """Return `fparam` and `aparam` of `Structures`, zero where there is no atom."""
+        found, spare = {}, 0 if real is None else self._spare
+        if self._store.fparam is not None:
+            found["fparam"] = torch.nn.functional.pad(self._store.fparam.index_select(0, numbers), (0, 0, 0, spare))
+        if self._store.aparam is not None:
+            found["aparam"] = self._of_atoms(self._store.aparam, source, real, spare=True)
+        return found
 
     def _sorted(self, kinds: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return place and frame of every sorted atom, `(nsorted,)`."""
