@@ -282,10 +282,10 @@ class Program(torch.nn.Module):
             `virial (nframes, 9)` and, if asked for, `extended_virial (nframes, nall, 9)` [eV]; energies float64, the
             others in the precision of the positions.
         """
-        parameters = self._parameters(nlist, fparam, aparam)
+        parameters = self._parameter_rows(nlist, fparam, aparam)
         return self._evaluate(extended_coord, extended_atype, nlist, mapping, parameters, do_atomic_virial, comm_dict)
 
-    def _parameters(
+    def _parameter_rows(
         self, nlist: torch.Tensor, fparam: torch.Tensor | None, aparam: torch.Tensor | None
     ) -> torch.Tensor:
         """Return frame and atomic parameters of every local atom `(nframes·nloc, numb_fparam + numb_aparam)`."""
@@ -372,7 +372,7 @@ class Program(torch.nn.Module):
         charge_spin: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return what `forward_lower` returns under the names of deepmd-kit's Python, always with virials of atoms."""
-        parameters = self._parameters(nlist, fparam, aparam)
+        parameters = self._parameter_rows(nlist, fparam, aparam)
         found = self._evaluate(extended_coord, extended_atype, nlist, mapping, parameters, True, None)
         return {
             "energy": found["atom_energy"],
@@ -428,7 +428,7 @@ class Program(torch.nn.Module):
             nlist = all_pairs(own, natoms, self.rcut)
             of_frame = None if fparam is None else fparam.reshape([nframes, -1])[frame]
             of_atoms = None if aparam is None else aparam.reshape([nframes, natoms, -1])[frame]
-            parameters = self._parameters(nlist[None], of_frame, of_atoms)
+            parameters = self._parameter_rows(nlist[None], of_frame, of_atoms)
             found = self._evaluate(own[None], kind[None], nlist[None], owner[None], parameters, do_atomic_virial, None)
             part = {"energy": found["energy"], "atom_energy": found["atom_energy"], "virial": found["virial"]}
             part["force"] = torch.zeros_like(own[:natoms]).index_add(0, owner, found["extended_force"][0]).unsqueeze(0)

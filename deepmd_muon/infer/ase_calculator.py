@@ -106,7 +106,7 @@ class DeepPotCalculator(Calculator):
         atoms = self.atoms  # the copy that ASE compares with at the next call
         assert atoms is not None
         cell = self._cell(atoms)
-        self._used = self._parameters(atoms)
+        self._used = self._given(atoms)
         found = [each.predict(atoms.positions, cell, _types(atoms, each), *self._used) for each in self.predictors]
         every = {
             "energy": np.stack([prediction.energy[0] for prediction in found]),
@@ -126,11 +126,11 @@ class DeepPotCalculator(Calculator):
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
         """Return what has changed since the last calculation, parameters included, which ASE does not look at."""
         changes: list[str] = super().check_state(atoms, tol)
-        if self._used and not all(map(_same, self._used, self._parameters(atoms))):
+        if self._used and not all(map(_same, self._used, self._given(atoms))):
             changes.append("parameters")
         return changes
 
-    def _parameters(self, atoms: Atoms) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def _given(self, atoms: Atoms) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return frame and atomic parameters, None where the models read none or nobody gives any."""
         wanted = common_parameters(self.predictors)
         fparam = atoms.info.get("fparam", self.fparam) if wanted.fparam else None
