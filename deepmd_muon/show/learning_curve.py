@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from deepmd_muon.show.errors import PictureError
+from deepmd_muon.show.palette import colors_of
 from deepmd_muon.show.picture import check_ending, write
 
 Against = Literal["step", "time"]
@@ -21,7 +22,6 @@ _UNITS = {"e": "eV/atom", "f": "eV/Å", "v": "eV/atom"}
 _TITLES = {"e": "Energy", "f": "Force", "v": "Virial"}
 # Columns without "_trn" or "_val"; a loss of absolute errors writes mae_ columns.
 _ERRORS = tuple(f"{kind}_{quantity}" for quantity in _TITLES for kind in ("rmse", "mae"))
-_COLORS = ("#1f6fb4", "#d1651a", "#2d8a57", "#8a5aa8", "#b8323f", "#6b6b6b")
 # Rows up to which every one gets a marker.
 _SPARSE = 40
 
@@ -149,7 +149,7 @@ def _draw(
     rate = axes.twinx()
     axes.set_zorder(rate.get_zorder() + 1)  # errors over rates
     axes.patch.set_visible(False)
-    for columns, label, color in zip(runs, labels, _COLORS * len(runs), strict=False):
+    for columns, label, color in zip(runs, labels, colors_of(labels), strict=True):
         x = columns[against]
         validated = _has(columns, f"{error}_val")
         for data, style in (("val", {}), ("trn", {"alpha": 0.4, "linewidth": 0.9} if validated else {})):

@@ -230,7 +230,8 @@ def _of_coverage(coverage: Coverage, dynamics: Trajectories) -> Item:
         reason = f"{len(far)} of {dynamics.copies} copies reached distances that no frame has, the first "
         reason += f"{first_gap.pair} at {first_gap.distance:.2f} Å after {first_gap.time:.2f} ps"
         return Item("coverage", Verdict.doubtful, reason, "label frames of these dynamics and train on them")
-    return Item("coverage", Verdict.holds, f"dynamics stayed near the data; {gone} copies left it a little: {seen}")
+    left = f"; {gone} of {dynamics.copies} copies left them a little" if gone else ""
+    return Item("coverage", Verdict.holds, f"dynamics stayed near the data{left}: {seen}")
 
 
 def _of_scans(coverage: Coverage, curves: Sequence[Curve]) -> list[Item]:
