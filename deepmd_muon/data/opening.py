@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from deepmd_muon.data.elements import by_atomic_number
-from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError, TypeMapError
+from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
 from deepmd_muon.data.formats import reader_of
 from deepmd_muon.data.parameters import Parameters
 from deepmd_muon.data.stores.ase_reading import read_ase
@@ -164,12 +164,7 @@ def with_parameters(systems: Sequence[System], wanted: Parameters) -> list[Syste
     """
     if not (wanted.fparam or wanted.aparam):
         return list(systems)
-    found, problems = [], []
-    for system in systems:
-        try:
-            found.append(system.with_parameters(wanted))
-        except SystemFormatError as error:
-            problems.append(str(error))
+    problems = [problem for system in systems if (problem := system.problem_with(wanted)) is not None]
     if problems:
         more = f"\n  and {len(problems) - _MOST_LISTED} more" if len(problems) > _MOST_LISTED else ""
         listed = "\n  ".join(problems[:_MOST_LISTED])
@@ -177,7 +172,7 @@ def with_parameters(systems: Sequence[System], wanted: Parameters) -> list[Syste
             f"the model reads {wanted.fparam} frame parameters (numb_fparam) and {wanted.aparam} of each atom "
             f"(numb_aparam), which {len(problems)} of {len(systems)} systems do not have:\n  {listed}{more}"
         )
-    return found
+    return [system.with_parameters(wanted) for system in systems]
 
 
 def _expanded(path: str) -> list[str]:

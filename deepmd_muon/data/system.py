@@ -104,18 +104,30 @@ class System:
         SystemFormatError
             When a set lacks a file that `wanted` needs, or one has another number of values.
         """
-        for name, width in (("fparam", wanted.fparam), ("aparam", wanted.aparam)):
-            optional = wanted.partial or (name == "fparam" and wanted.default_fparam is not None)
-            for folder, file, nframes in zip(self._sets, self._parameter_files[name], self._counts.tolist(), strict=True):
-                if width and file is None and not optional:
-                    hint = ", and fitting_net/default_fparam is not set" if name == "fparam" else ""
-                    raise SystemFormatError(self.name, f"{folder}/{name}.npy", f"missing{hint}")
-                if width and file is not None:
-                    values = width if name == "fparam" else width * self.natoms
-                    self._check_shape(f"{folder}/{file}", nframes, values)
+        self._check_parameters(wanted)
         found = copy.copy(self)
         found.parameters = wanted
         return found
+
+    def problem_with(self, wanted: Parameters) -> str | None:
+        """Return what `with_parameters` would raise, as text; None if the system has what is wanted."""
+        try:
+            self.with_parameters(wanted)
+        except SystemFormatError as error:
+            return str(error)
+        return None
+
+    def _check_parameters(self, wanted: Parameters) -> None:
+        for name, width in (("fparam", wanted.fparam), ("aparam", wanted.aparam)):
+            optional = wanted.partial or (name == "fparam" and wanted.default_fparam is not None)
+            sets = zip(self._sets, self._parameter_files[name], self._counts.tolist(), strict=True)
+            for folder, file, nframes in sets if width else ():
+                if file is not None:
+                    values = width if name == "fparam" else width * self.natoms
+                    self._check_shape(f"{folder}/{file}", nframes, values)
+                elif not optional:
+                    hint = ", and fitting_net/default_fparam is not set" if name == "fparam" else ""
+                    raise SystemFormatError(self.name, f"{folder}/{name}.npy", f"missing{hint}")
 
     def with_own_parameters(self) -> System:
         """Return the same system, whose frames carry all parameters that its files have; NaN in sets without."""

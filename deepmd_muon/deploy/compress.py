@@ -117,7 +117,7 @@ def compress(
     allowed = FORCE + rounding * max(float(np.abs(one.force).max()) for one in expected)
     for tried in STEPS if step is None else (step,):
         program.descriptor = tabulated(own, step=tried, nearest=nearest)
-        found = [_evaluate(program, *structure) for structure in structures]
+        found = [_evaluate(program, structure) for structure in structures]
         difference = difference_of(list(zip(expected, found, strict=True)))
         log.debug("step %g: %s", tried, difference)
         if difference.force <= allowed:
@@ -163,9 +163,9 @@ def _structure(random: np.random.Generator, model: EnergyModel, number: int, clo
     return structure
 
 
-def _evaluate(program: Program, *structure: np.ndarray | None) -> Prediction:
+def _evaluate(program: Program, structure: Structure) -> Prediction:
     coord, atype, box, fparam, aparam = (
-        None if array is None else torch.from_numpy(array)[None] for array in Structure(*structure).for_program()
+        None if array is None else torch.from_numpy(array)[None] for array in structure.for_program()
     )
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", UserWarning)

@@ -32,8 +32,8 @@ class DeepPotCalculator(Calculator):
     """Energy [eV], forces [eV/Å], stress [eV/Å³] and atomic energies [eV] of a potential, for ASE.
 
     Where the model reads frame or atomic parameters, they come from `fparam` and `aparam` in `atoms.info`, as in
-    deepmd-kit; atomic ones also from an array `aparam` of the atoms; else from the arguments below. Results are computed
-    anew when these values change.
+    deepmd-kit; atomic ones also from an array `aparam` of the atoms; else from the arguments below. Results are
+    computed anew when these values change.
 
     A system that is periodic along some axes only is computed in a cell that is widened along the others, so far
     that no atom sees an image there. Stress is for systems with three periodic axes.
@@ -58,8 +58,8 @@ class DeepPotCalculator(Calculator):
     trust
         As in `Predictor`, when `model` is a path.
     fparam, aparam
-        Frame parameters (numb_fparam,) and atomic parameters (natoms, numb_aparam) or (numb_aparam,) of atoms that carry
-        none.
+        Frame parameters (numb_fparam,) and atomic parameters (natoms, numb_aparam) or (numb_aparam,) of atoms that
+        carry none.
     **kwargs
         Options of ASE's `Calculator`.
     """

@@ -86,7 +86,7 @@ class ModelSettings(Section):
     atom_exclude_types: tuple[int, ...] = setting(
         (),
         minimum=0,
-        doc="Types, by index, whose atoms have no energy. They remain neighbours of the others, and forces act on them.",
+        doc="Types, by index, whose atoms have no energy. They remain neighbours of others, and forces act on them.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -4,9 +4,9 @@ Run it with a Python that has deepmd-kit and its PyTorch backend::
 
     python source/tests/model/make_parameter_fixtures.py
 
-It writes `parameters.pt.gz` beside itself: for every case the checkpoint state dict of a small model with the statistics
-and energy bias that deepmd-kit computes of the structures, and its energies, forces, virials; gradients of the ener loss
-and the loss of 20 steps of Adam for some. It loads with `weights_only=True`.
+It writes `parameters.pt.gz` beside itself: for every case the checkpoint state dict of a small model with the
+statistics and energy bias that deepmd-kit computes of the structures, and its energies, forces, virials; gradients of
+the ener loss and the loss of 20 steps of Adam for some. It loads with `weights_only=True`.
 """
 
 from __future__ import annotations

@@ -64,7 +64,9 @@ def test_same_numbers(name, kind):
     model = load(name)
     out = model(batch_for(model, kind))
     for key, value in expected.items():
-        torch.testing.assert_close(out[key].detach(), value, rtol=1e-10, atol=1e-10, msg=lambda text: f"{key}: {text}")
+        torch.testing.assert_close(
+            out[key].detach(), value, rtol=1e-10, atol=1e-10, msg=lambda text, k=key: f"{k}: {text}"
+        )
     assert expected["force"].abs().max() > 1e-3
 
 
@@ -239,7 +241,7 @@ def test_a_default_needs_a_value_for_each_parameter():
     section = {"type_map": ["O", "H"], "descriptor": {"type": "se_e2_a", "sel": [4, 4]}, "fitting_net": fitting}
     with pytest.raises(ModelError, match="each of the 2 frame parameters"):
         build_model(section)
-    with pytest.raises(ModelError, match="pair_exclude_types.*type 2"):
+    with pytest.raises(ModelError, match=r"pair_exclude_types.*type 2"):
         build_model({**section, "fitting_net": {}, "pair_exclude_types": [[0, 2]]})
-    with pytest.raises(ModelError, match="atom_exclude_types.*type 5"):
+    with pytest.raises(ModelError, match=r"atom_exclude_types.*type 5"):
         build_model({**section, "fitting_net": {}, "atom_exclude_types": [5]})

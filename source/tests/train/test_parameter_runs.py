@@ -85,7 +85,9 @@ def test_statistics_and_energy_bias_are_deepmd_kits(kind, systems, train, load):
     names = [key for key in expected if key.endswith(("_avg", "_inv_std", "out_bias", ".mean", ".stddev"))]
     assert len(names) == 7
     for key in names:
-        torch.testing.assert_close(found[key], expected[key], rtol=1e-9, atol=1e-11, msg=lambda text, k=key: f"{k} {text}")
+        torch.testing.assert_close(
+            found[key], expected[key], rtol=1e-9, atol=1e-11, msg=lambda text, k=key: f"{k} {text}"
+        )
     excluded = found["model.Default.atomic_model.out_bias"][0, 1]
     assert excluded.abs() < 1e-12
     assert train(content | {"training": content["training"] | {"save_ckpt": "again"}}, skip_neighbor_stat=True) == 0
@@ -170,7 +172,19 @@ def test_commands_use_the_parameters_of_the_data(systems, train, capsys):
         assert main(["--pt", "test", "-m", model, "-s", systems[0], "-d", f"of-{model}", "-v", "ERROR"]) == 0
         table = np.loadtxt(f"of-{model}.e.out")
         np.testing.assert_allclose(table[:, 1], expected.energy, rtol=1e-9)
-    words = ["--pt", "model-devi", "-m", "model.ckpt.pt", "frozen.pth", "-s", systems[0], "-o", "devi.out", "-v", "ERROR"]
+    words = [
+        "--pt",
+        "model-devi",
+        "-m",
+        "model.ckpt.pt",
+        "frozen.pth",
+        "-s",
+        systems[0],
+        "-o",
+        "devi.out",
+        "-v",
+        "ERROR",
+    ]
     assert main(words) == 0
     assert np.abs(np.loadtxt("devi.out")[:, 1:]).max() < 1e-6
     every = str(Path(systems[0]).parent)

@@ -1,4 +1,4 @@
-"""Parameters and excluded types with deepmd-kit 3.2.0 itself, both ways. Run with DEEPMD_KIT_DP: pytest -m deepmd_kit."""
+"""Parameters and excluded types with deepmd-kit 3.2.0 itself, both ways: DEEPMD_KIT_DP=… pytest -m deepmd_kit."""
 
 import json
 import os

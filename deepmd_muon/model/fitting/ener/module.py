@@ -215,8 +215,8 @@ class EnergyFitting(torch.nn.Module):
         for name, number in (("fparam", settings.numb_fparam), ("aparam", settings.numb_aparam)):
             self.register_buffer(f"{name}_avg", torch.zeros(number, dtype=self.dtype) if number else None)
             self.register_buffer(f"{name}_inv_std", torch.ones(number, dtype=self.dtype) if number else None)
-        default = settings.default_fparam
-        self.register_buffer("default_fparam_tensor", None if default is None else torch.tensor(default, dtype=self.dtype))
+        default = None if settings.default_fparam is None else torch.tensor(settings.default_fparam, dtype=self.dtype)
+        self.register_buffer("default_fparam_tensor", default)
         self.dim_in = dim_in
         self.numb_parameters = settings.numb_fparam + settings.numb_aparam
         self.filter_layers = NetworkCollection(
@@ -341,7 +341,9 @@ class EnergyFitting(torch.nn.Module):
 def _check_parameters(name: str, values: torch.Tensor | None, number: int, whose: str) -> None:
     if values is None or values.shape[-1] != number:
         found = "none" if values is None else str(values.shape[-1])
-        raise ModelError(f"the model reads {number} parameters {whose} ({name}, fitting_net/numb_{name}); found {found}")
+        raise ModelError(
+            f"the model reads {number} parameters {whose} ({name}, fitting_net/numb_{name}); found {found}"
+        )
 
 
 def _vacuum(atom_ener: Sequence[float | None], ntypes: int) -> tuple[float | None, ...]:

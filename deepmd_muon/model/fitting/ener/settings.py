@@ -54,8 +54,8 @@ class EnerSettings(Section):
         0,
         minimum=0,
         doc=(
-            "Number of frame parameters: values that all atoms of a frame share, such as an electronic temperature. The "
-            "net reads them beside the descriptor; systems hold them in set.*/fparam.npy (nframes, numb_fparam)."
+            "Number of frame parameters: values that all atoms of a frame share, such as an electronic temperature. "
+            "The net reads them beside the descriptor; systems hold them in set.*/fparam.npy (nframes, numb_fparam)."
         ),
     )
     numb_aparam: int = setting(
