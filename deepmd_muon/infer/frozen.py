@@ -218,8 +218,7 @@ class FrozenModel:
 
 def _parameters_of(program: torch.jit.ScriptModule) -> Parameters:
     """Return the parameters that a program reads."""
-    numbers = [int(getattr(program, f"get_dim_{name}")()) for name in ("fparam", "aparam")]
     default = None
     if hasattr(program, "has_default_fparam") and program.has_default_fparam():
         default = tuple(program.get_default_fparam().double().cpu().tolist())
-    return Parameters(*numbers, default)
+    return Parameters(int(program.get_dim_fparam()), int(program.get_dim_aparam()), default)
