@@ -11,6 +11,7 @@ from pathlib import Path
 
 from deepmd_muon.data.elements import by_atomic_number
 from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
+from deepmd_muon.data.formats import reader_of
 from deepmd_muon.data.stores.ase_reading import read_ase
 from deepmd_muon.data.stores.lmdb_store import is_lmdb, lmdb_stores
 from deepmd_muon.data.stores.npy_store import npy_stores, real_folders
@@ -36,7 +37,8 @@ def open_systems(
     paths : str or iterable of str
         Each is a system folder; a folder above systems (searched for ``type.raw``, sorted); an HDF5 file (all
         systems in it); ``file.hdf5#/group`` (that system, or all systems below the group); an LMDB database
-        (``data.lmdb``); any other file that ASE reads, e.g. extended XYZ; or a pattern with ``*``, ``?`` or ``[…]`` of
+        (``data.lmdb``); a path whose ending is registered (`register_format`); any other file that ASE reads, e.g.
+        extended XYZ; or a pattern with ``*``, ``?`` or ``[…]`` of
         such paths (``**`` crosses folders).
     type_map : sequence of str, optional
         Element names that types shall index.
@@ -192,7 +194,11 @@ def _stores(path: str, handles: HandleCache, read: Callable[[str], Iterable[Stor
     place = path.partition("#")[0] if not os.path.exists(path) else path
     if os.path.exists(place) and not os.path.isfile(place) and not os.path.isdir(place):
         raise SystemNotFoundError(f"system {path} is a device or FIFO; give a folder or a regular file")
-    if is_lmdb(path) or path.endswith(".lmdb"):
+    if (registered := reader_of(path)) is not None:
+        if not os.path.exists(path):
+            raise SystemNotFoundError(f"system {path} does not exist")
+        yield from registered(path)
+    elif is_lmdb(path) or path.endswith(".lmdb"):
         yield from lmdb_stores(path, handles)
     elif "#" in path or os.path.isfile(path):
         yield from _stores_in_file(path, handles, read)

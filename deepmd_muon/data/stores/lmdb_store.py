@@ -31,8 +31,8 @@ _NAMES = {"coords": "coord", "cells": "box", "energies": "energy", "forces": "fo
 _NAMES["atom_types"] = "atype"
 #: A key format such as "012d"; anything wider would be a way to fill the memory.
 _KEY_FORMAT = re.compile(r"0?\d{0,2}d")
-#: Frames of one request that stay decoded, so that positions, cells and labels of a batch cost one decoding.
-_KEPT = 256
+#: Atoms of one request whose frames stay decoded, so that positions, cells and labels of a batch cost one decoding.
+_KEPT = 1 << 17
 # Threads whose last requests stay decoded.
 _THREADS = 64
 #: Databases of so many frames are read as a whole when they are opened, in about half a second.
@@ -146,7 +146,8 @@ class LmdbStore:
         """Rows of an array, which always has an axis of frames; NaN where a frame lacks a label."""
         folder, _, name = path.partition("/")
         name = "atype" if name == "real_atom_types.npy" else name.removesuffix(".npy")
-        frames = self._database.frames(self._sets[folder][indices], self._check)
+        numbers = self._sets[folder][indices]
+        frames = self._database.frames(numbers, self._check, keep=len(numbers) * self._natoms <= _KEPT)
         absent = np.full(_width(name, self._natoms), np.nan) if self.sampled and name in LABELS else None
         return np.stack([frame[name] if absent is None else frame.get(name, absent) for frame in frames])
 
@@ -216,9 +217,9 @@ class _Database:
         return decode_frame(self.path, f"frame {number}", self._file.read(place))
 
     def frames(
-        self, numbers: np.ndarray, check: Callable[[int, Mapping[str, np.ndarray]], None]
+        self, numbers: np.ndarray, check: Callable[[int, Mapping[str, np.ndarray]], None], *, keep: bool
     ) -> Iterable[dict[str, np.ndarray]]:
-        """Return frames; those of a thread's last request stay decoded, for its positions, cells and labels."""
+        """Return frames; those of a thread's last request may stay decoded, for its positions, cells and labels."""
         key, thread = numbers.tobytes(), threading.get_ident()
         last = self._last.get(thread)
         if last is not None and last[0] == key:
@@ -230,7 +231,7 @@ class _Database:
                 check(number, frame)
                 yield frame
 
-        if len(numbers) > _KEPT:
+        if not keep:
             return checked()
         if len(self._last) >= _THREADS:  # those of threads that have ended
             self._last.clear()

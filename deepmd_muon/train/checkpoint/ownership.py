@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
 from deepmd_muon.failures import is_disk_failure
 from deepmd_muon.files import WriteError, is_special, leftovers_of, make_folder_of, replace_link, whole_file, writing
 from deepmd_muon.train.checkpoint.files import REMOVED, write_pointer
@@ -283,7 +284,15 @@ def _saved(prefix: Path) -> list[Path]:
 
 def _reports(training: RunSettings, validations: str | None = None) -> list[Path]:
     others = [Path(name) for name in (training.jsonl_file, validations) if name is not None]
+    if exported := exported_path(training):
+        others.append(exported)
     return [path for path in (_curve(training), *others) if path is not None and not is_special(path)]
+
+
+def exported_path(training: RunSettings) -> Path | None:
+    """Return the checkpoint of one branch that a run writes at its end; None where it writes none."""
+    branch = training.export_branch if isinstance(training, MultiTaskTrainingSettings) else None
+    return None if branch is None else Path(f"{training.save_ckpt}.{branch}.pt")
 
 
 def _not_empty(reports: Sequence[Path]) -> list[Path]:

@@ -1,7 +1,9 @@
 """README and pages are true: code runs, links lead somewhere, commands are the ones CI runs."""
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,12 +25,20 @@ def test_readme_has_the_two_commands():
     assert "pytest" in commands[1]
 
 
-@pytest.mark.parametrize("page", ["extending.md", "change-a-descriptor.md"])
-def test_code_of_the_extension_pages_runs(tmp_path, page):
+def test_code_of_the_extension_page_runs(tmp_path):
     # In a process of its own: what it registers would stay.
-    (tmp_path / "page.py").write_text("\n".join(blocks(TOP / "doc" / page, "python")))
+    (tmp_path / "page.py").write_text("\n".join(blocks(TOP / "doc" / "change-a-descriptor.md", "python")))
     done = run_script("page.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_parts_of_the_extension_page_pass_their_conformance_tests(tmp_path):
+    (tmp_path / "test_page.py").write_text("\n".join(blocks(TOP / "doc" / "extending.md", "python")))
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", "test_page.py"]
+    environment = {**os.environ, "DEVICE": "cpu", "PYTHONPATH": str(TOP)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "27 passed" in done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(TOP)))

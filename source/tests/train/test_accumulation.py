@@ -88,7 +88,7 @@ def test_the_gradient_is_that_of_one_batch_with_all_frames(small_input, compiled
 def on_device(monkeypatch, streamed):
     """Let runs take their steps as on a GPU."""
 
-    def build(strategy, loss, optimizer, ema, training, scalars, model=None):
+    def build(strategy, loss, optimizer, ema, training, scalars, model=None, parts=None):
         guard = DeviceGuard(on_nonfinite(optimizer), optimizer, CPU)
         step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema)
         return DeviceStepper(step, scalars, CPU, capture=False, keep_metrics=training.disp_avg)

@@ -90,15 +90,23 @@ def apply_dense(layer: Dense, x: torch.Tensor) -> torch.Tensor:
 
 
 def update_nodes(
-    act: Act, weights: LayerWeights, node: torch.Tensor, message: torch.Tensor, moments: list[torch.Tensor], axis: int
+    act: Act,
+    weights: LayerWeights,
+    node: torch.Tensor,
+    plain: list[torch.Tensor],
+    moments: list[torch.Tensor],
+    axis: int,
 ) -> torch.Tensor:
-    """Return the nodes after a layer from their message and H of edges and neighbours `(ncentre, 3, width)`."""
+    """Return the nodes after a layer.
+
+    `plain` holds the terms that are added as they are, `moments` H of edges and neighbours `(ncentre, 3, width)`.
+    """
     symmetric = [torch.bmm(part[..., :axis].transpose(1, 2), part).flatten(1) / 3.0 for part in moments]
     updates = [
         value_of(act, apply_dense(weights.node_self, node)),
         value_of(act, apply_dense(weights.node_symmetric, torch.cat(symmetric, 1))),
-        message,
     ]
+    updates.extend(plain)
     return add_updates(weights.node_residual, node, updates)
 
 
@@ -197,7 +205,7 @@ class ScriptedDPA3(torch.nn.Module):
             across = graph.direction.transpose(1, 2)
             moments = [torch.bmm(across, edge), torch.bmm(across, gathered[..., features:])]
             old = node
-            node = update_nodes(self.act, weights, node, message, moments, self.axis)
+            node = update_nodes(self.act, weights, node, [message], moments, self.axis)
             if features > self.n_dim:
                 updates = [y[..., self.n_dim :]]
                 if self.with_angles:
