@@ -30,6 +30,7 @@ def single_input(systems: Sequence[str], *, steps: int, seed: int, start_lr: flo
     content: dict[str, Any] = json.loads((EXAMPLE / "input.json").read_text())
     content["model"]["descriptor"] |= {"seed": seed, "sel": [28, 56]}  # also enough at 1.2 g/cm³
     content["model"]["fitting_net"]["seed"] = seed
+    content["learning_rate"]["stop_lr"] = 1e-6  # whatever the example has: published figures were measured with it
     if start_lr is not None:
         content["learning_rate"]["start_lr"] = start_lr
     training = {"training_data": {"systems": [*systems], "batch_size": 1}, "numb_steps": steps, "seed": seed}
