@@ -15,7 +15,8 @@ from deepmd_muon.loss.registry import LOSSES
 from deepmd_muon.loss.settings import LossSettings, Quantity
 from deepmd_muon.model.branch_settings import MultiTaskModelSettings
 from deepmd_muon.model.settings import ModelSettings
-from deepmd_muon.optim.other_configs import OPTIMIZERS, AdamConfig, OptimizerConfig
+from deepmd_muon.optim.buildable import Buildable
+from deepmd_muon.optim.other_configs import OPTIMIZERS, AdamConfig
 from deepmd_muon.section import Foreign, Rule, Section, Variants, declared_like, section
 
 
@@ -50,7 +51,7 @@ class Settings(Section):
         doc="The quantity that training minimises.",
         variants=Variants(LOSSES.settings, default="ener", alias=LOSSES.aliases),
     )
-    optimizer: OptimizerConfig = section(
+    optimizer: Buildable = section(
         AdamConfig(), doc="The optimizer, which updates the parameters.", variants=Variants(OPTIMIZERS, default="Adam")
     )
     training: TrainingSettings = section(doc="Data, length and outputs of the run.")
@@ -94,7 +95,7 @@ class MultiTaskSettings(Section):
         doc="The quantity that training minimises, for each branch.",
         variants=Variants(LOSSES.settings, default="ener", alias=LOSSES.aliases),
     )
-    optimizer: OptimizerConfig = declared_like(Settings, "optimizer")
+    optimizer: Buildable = declared_like(Settings, "optimizer")
     training: MultiTaskTrainingSettings = section(doc="Data of each branch, length and outputs of the run.")
     validating: ValidatingSettings = declared_like(Settings, "validating")
 

@@ -129,11 +129,12 @@ class ValidationDataSettings(TrainingDataSettings):
         minimum=1,
         maximum=1_000_000,
         alias=("numb_batch",),
-        pattern="all",
-        forms='a whole number or "all"',
+        pattern="all|sample",
+        forms='a whole number, "all" or "sample"',
         doc=(
             "Batches that the shown validation errors are averaged over, those of all processes together; 'all' takes "
-            "every frame once."
+            "every frame once, 'sample' the same frames each time, spread evenly over the systems: all up to a third "
+            "of disp_freq (at least 10), else so many."
         ),
     )
 
@@ -218,6 +219,15 @@ class RunSettings(Section):
     max_ckpt_keep: int = setting(5, minimum=1, doc="Number of checkpoints that are kept; older ones are deleted.")
     gradient_max_norm: float = setting(
         0.0, minimum=0.0, doc="Largest norm of the gradient; a longer one is scaled down to it. 0 leaves it alone."
+    )
+    adam_gradient_max_norm: float = setting(
+        0.0,
+        minimum=0.0,
+        doc=(
+            "Largest norm of the gradients of HybridMuon's Adam and AdamW routes alone; longer ones are scaled down to "
+            "it. The size of a Muon update does not depend on that of its gradient. With another optimizer all "
+            "gradients count. 0 leaves them alone."
+        ),
     )
     enable_ema: bool = setting(False, doc="Keep an exponential average of the parameters and save it, too.")
     ema_decay: float = setting(

@@ -23,8 +23,10 @@ from deepmd_muon.train.step.step import TrainingStep
 
 log = logging.getLogger(__name__)
 
-#: Graphs that are kept at most; batches of further layouts are stepped eagerly.
+#: Graphs that are kept at most; batches of further layouts are stepped eagerly while all are in use.
 MOST_GRAPHS = 32
+# Steps after which a graph that was not replayed makes room for another.
+_UNUSED = 4096
 # Steps whose learning rates are copied to the device at once.
 _RATES = 1024
 
@@ -113,6 +115,8 @@ class CapturedStep:
         self._gradient = step.gradient
         self._met: set[Hashable] = set()
         self._graphs: dict[Hashable | None, torch.cuda.CUDAGraph] = {}
+        self._used: dict[Hashable | None, int] = {}
+        self._steps = 0
         self._full = False
         self._names: tuple[str, ...] = ()
         self._metrics: Tensor | None = None
@@ -151,8 +155,10 @@ class CapturedStep:
             self._met.clear()
             if self._gradient is not None:
                 self._gradient.forget()
+        self._steps += 1
         graph = self._graphs.get(feed.layout)
         if graph is not None:
+            self._used[feed.layout] = self._steps
             graph.replay()
         else:
             self._without_graph(feed)
@@ -199,7 +205,7 @@ class CapturedStep:
         """Return whether this step is to be captured: from the second batch of a layout on, while there is room."""
         if self._memory is None or self.eager_reason is not None or layout is None:
             return False
-        if len(self._graphs) == MOST_GRAPHS:
+        if len(self._graphs) == MOST_GRAPHS and not self._drop_unused():
             if not self._full:
                 self._full = True
                 log.info("batches have more than %d layouts: further ones are stepped without a graph", MOST_GRAPHS)
@@ -207,6 +213,16 @@ class CapturedStep:
         if layout not in self._met:
             self._met.add(layout)
             return False
+        return True
+
+    def _drop_unused(self) -> bool:
+        """Drop the graph that was not replayed for longest, if that is long; return whether there is room."""
+        oldest = min(self._graphs, key=lambda layout: self._used[layout])
+        if self._steps - self._used[oldest] < _UNUSED:
+            return False
+        torch.cuda.synchronize()
+        del self._graphs[oldest], self._used[oldest]
+        self._met.discard(oldest)
         return True
 
     def _captured(self, feed: StepFeed) -> torch.cuda.CUDAGraph | None:
@@ -227,7 +243,7 @@ class CapturedStep:
             self.eager_reason = reason
             log.warning("training steps are launched one kernel at a time, because they cannot be captured: %s", reason)
             return None
-        self._graphs[feed.layout] = graph
+        self._graphs[feed.layout], self._used[feed.layout] = graph, self._steps
         self.recorded += 1
         return graph
 

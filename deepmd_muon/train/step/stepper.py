@@ -16,7 +16,7 @@ from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.train.batches.accumulated import AccumulatedBatches, StepFeed, StepSource
-from deepmd_muon.train.batches.resident import ResidentBatches, why_not_resident
+from deepmd_muon.train.batches.resident import ResidentBatches, why_not_on_device
 from deepmd_muon.train.batches.streamed import BatchSource, HostBatches, StreamedBatches
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import TrainingError
@@ -168,7 +168,7 @@ class DeviceStepper:
         self._captured.close()
 
     def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
-        """Return batches gathered from data on the device, or streamed there where the data cannot live there."""
+        """Return batches gathered on the device, or made on the host where the device cannot make them."""
         return _batches_on(self._device, loader, ntypes)
 
 
@@ -178,15 +178,15 @@ def _by_step(source: BatchSource, loader: DataLoader) -> StepSource:
 
 
 def _batches_on(device: torch.device, loader: DataLoader, ntypes: int) -> StepSource:
-    """Return batches gathered from data on the device, or streamed there where the data cannot live there."""
+    """Return batches gathered on the device, or made on the host where the device cannot make them."""
     budget = 1 << 30
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         budget = int(free * _RESIDENT_SHARE)
-    reason = why_not_resident(loader, budget)
+    reason = why_not_on_device(loader)
     if reason is None:
-        return _by_step(ResidentBatches(loader, device), loader)
-    log.info("training data are streamed to the device, not kept there: %s", reason)
+        return _by_step(ResidentBatches(loader, device, budget), loader)
+    log.info("batches are made on the host and copied to the device: %s", reason)
     return _by_step(StreamedBatches(loader, ntypes, device), loader)
 
 
@@ -207,7 +207,8 @@ def build_stepper(
     strategy, loss, optimizer, ema
         The objects that a step uses.
     training
-        The input's section: `capture`, `enable_compile`, `enable_tf32`, `gradient_max_norm`, `disp_freq`, `disp_avg`.
+        The input's section: `capture`, `enable_compile`, `enable_tf32`, `gradient_max_norm`,
+        `adam_gradient_max_norm`, `disp_freq`, `disp_avg`.
     scalars
         The schedule.
     model
@@ -239,6 +240,7 @@ def build_stepper(
             ema,
             tf32=tf32,
             model=model,
+            adam_max_norm=training.adam_gradient_max_norm,
         )
         return HostStepper(step, scalars, device)
     parts = parts or DeviceParts()
@@ -249,5 +251,6 @@ def build_stepper(
     whole = model or strategy.model
     assert isinstance(whole, EnergyModel)
     gradient = CompiledGradient(whole, loss) if capture and training.enable_compile else None
-    step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema, gradient, tf32, model)
+    norms = training.gradient_max_norm, training.adam_gradient_max_norm
+    step = TrainingStep(strategy, loss, optimizer, guard, norms[0], ema, gradient, tf32, model, norms[1])
     return DeviceStepper(step, scalars, device, capture=capture, keep_metrics=training.disp_avg, parts=parts)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
-from deepmd_muon.optim.other_configs import OptimizerConfig
+from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.optimizers import build_optimizer
@@ -59,7 +59,7 @@ class Replicated(SeveralRanks):
         self._late = LateRequests(ranks)
         self._trained: dict[EnergyModel | None, frozenset[int]] = {}
 
-    def build_optimizer(self, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+    def build_optimizer(self, config: Buildable, lr: float) -> torch.optim.Optimizer:
         """Make the run's optimizer."""
         # HybridMuon shares work among replicas by exchanges that a graph cannot hold, and that take longer than the
         # work of a potential's matrices.

@@ -95,7 +95,7 @@ def on_device(monkeypatch, streamed):
 
     monkeypatch.setattr(trainer, "build_stepper", build)
     why = "a test wants it" if streamed else None
-    monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_resident", lambda *args: why)
+    monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_on_device", lambda *args: why)
 
 
 def assert_same(first, second, tolerance):

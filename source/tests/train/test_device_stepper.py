@@ -27,12 +27,13 @@ def on_device(monkeypatch):
     def switch(*, streamed=False):
         def build(strategy, loss, optimizer, ema, training, scalars, model=None, parts=None):
             guard = parts.guard = parts.guard or DeviceGuard(on_nonfinite(optimizer), optimizer, CPU)
-            step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema, model=model)
+            norms = {"max_norm": training.gradient_max_norm, "adam_max_norm": training.adam_gradient_max_norm}
+            step = TrainingStep(strategy, loss, optimizer, guard, ema=ema, model=model, **norms)
             return DeviceStepper(step, scalars, CPU, capture=False, keep_metrics=training.disp_avg, parts=parts)
 
         monkeypatch.setattr(trainer, "build_stepper", build)
         if streamed:
-            monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_resident", lambda *args: "a test wants it")
+            monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_on_device", lambda *args: "a test wants it")
 
     return switch
 
@@ -62,6 +63,7 @@ def test_weights_are_those_of_steps_that_read_on_the_host(small_input, train, lo
         optimizer={"type": optimizer},
         training={"enable_ema": True, "ema_decay": 0.9, "gradient_max_norm": 5.0, "disp_avg": True},
     )
+    content["training"]["adam_gradient_max_norm"] = 1.0
     train(content)
     host, curve = load(), np.loadtxt("lcurve.out", comments="#")
     on_device(streamed=streamed)
