@@ -217,6 +217,7 @@ def test_plain_fine_tuning_warns(finetuning, train, caplog):
 
 def test_obstacles_are_reported_together(finetuning):
     finetuning["training"] |= {"numb_epoch": 1, "zero_stage": 2}
+    finetuning["replay"]["share_fitting_net"] = False
     del finetuning["training"]["numb_steps"]
     finetuning["model"]["descriptor"]["trainable"] = False
     Path("input.json").write_text(json.dumps(finetuning))
