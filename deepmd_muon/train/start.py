@@ -179,8 +179,8 @@ def _warn_of_forgetting(given: Input, sources: Mapping[str, Source]) -> None:
     if source is None or source.way != "finetune" or source.new_fitting or len(given.branches) > 1:
         return
     log.warning(
-        "fine-tuning on new data alone forgets what %s knows: errors on other structures grow, short dynamics may "
-        "become unstable; --replay DATA or --replay pseudo keeps it (doc/fine-tuning.md)",
+        "fine-tuning on new data alone forgets what %s knows: errors on other structures grow; "
+        "--replay DATA or --replay pseudo keeps most of it (doc/fine-tuning.md)",
         source.path,
     )
 

@@ -44,7 +44,8 @@ def check(checkpoint: Path, data: tuple[str, ...]) -> dict[str, str]:
     """Return the verdicts of ``dp check`` on a potential near some data, and its reasons."""
     report = checkpoint.with_name(f"{checkpoint.name}.check.json")
     if not report.exists():
-        command = [sys.executable, "-m", "deepmd_muon", "check", str(checkpoint), "-s", *data, "--json", str(report)]
+        command = [sys.executable, "-m", "deepmd_muon", "check", str(checkpoint), "-s", *data]
+        command += ["--time", "0.25", "--json", str(report)]
         subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     (model,) = json.loads(report.read_text())["models"]
     return {item["name"]: f"{item['verdict']}: {item['reason']}" for item in model["items"]}
