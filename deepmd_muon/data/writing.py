@@ -62,6 +62,7 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
     """Write all frames of all systems into one extended XYZ file, with stress in ASE's sign; return its path."""
     from ase import Atoms
     from ase.calculators.singlepoint import SinglePointCalculator
+    from ase.data import atomic_numbers
     from ase.io import write
 
     if path.exists():
@@ -71,6 +72,8 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
     for system in systems:
         if system.type_map is None:
             raise DataError(f"system {system.name} has no type_map.raw, so its elements are unknown; give --type-map")
+        if unknown := [name for name in system.type_map if name not in atomic_numbers]:
+            raise DataError(f"system {system.name}: {', '.join(unknown)} is not an element, as extended XYZ needs it")
         frames = system.with_own_parameters().frames(np.arange(system.nframes))
         present = {label: frames.present(label) for label in ("energy", "force", "virial", *PARAMETERS)}
         for k in range(frames.nframes):

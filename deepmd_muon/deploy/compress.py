@@ -150,7 +150,9 @@ def _table_of(model: EnergyModel) -> Any:
     found = DESCRIPTORS.tabulated(model.settings.descriptor)
     if found is None:
         kind = DESCRIPTORS.name_of(model.settings.descriptor)
-        raise FreezeError(f"the descriptor {kind!r} has no tables and cannot be compressed; se_e2_a can: use dp freeze")
+        raise FreezeError(
+            f"the descriptor {kind!r} has no tables and cannot be compressed; se_e2_a and DPA-1 can: use dp freeze"
+        )
     return found
 
 
@@ -182,11 +184,16 @@ def restored(path: str | os.PathLike[str], *, trust: bool = False) -> tuple[Ener
     CheckpointError
         When the file cannot be read.
     FreezeError
-        When it holds another descriptor than se_e2_a.
+        When it does not hold the nets of its descriptor: files of DPA-1 hold the results of the nets of types alone.
     """
     program: Any = FrozenModel(path, "cpu", trust=trust).program
     model = build_model(settings_of(json.loads(program.get_model_def_script())))
     _table_of(model)
+    if not hasattr(program.descriptor, "nets"):
+        kind = DESCRIPTORS.name_of(model.settings.descriptor)
+        raise FreezeError(
+            f"{path} does not hold all nets of {kind!r}: give the checkpoint, dp compress -i model.ckpt.pt"
+        )
     try:
         with torch.no_grad():
             _fill(model, program)

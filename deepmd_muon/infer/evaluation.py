@@ -72,6 +72,6 @@ def evaluate_system(
             reference = replace(reference, atom_ener=None)
         for run in reference.runs():
             part = reference.rows(run)
-            with naming(system.name, numbers[run]):
+            with naming(system.name, numbers[run], part):
                 prediction = predictor.evaluate(part)
             yield ComparedFrames(system.name, part, prediction)

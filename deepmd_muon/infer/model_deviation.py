@@ -198,6 +198,7 @@ def system_deviation(
         numbers = np.arange(start, min(start + count, system.nframes))
         frames = system.frames(numbers)
         for run in frames.runs():
-            with naming(system.name, numbers[run]):
-                found = model_deviation(predictors, frames.rows(run), settings)
+            part = frames.rows(run)
+            with naming(system.name, numbers[run], part):
+                found = model_deviation(predictors, part, settings)
             yield found

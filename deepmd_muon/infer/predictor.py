@@ -243,9 +243,16 @@ class Predictor:
 
 
 @contextmanager
-def naming(system: str, numbers: np.ndarray) -> Iterator[None]:
-    """Name the system of a frame whose neighbours cannot be found, and its number `numbers[k]` there."""
+def naming(system: str, numbers: np.ndarray, frames: Frames) -> Iterator[None]:
+    """Name the system of a frame whose neighbours cannot be found, and its number `numbers[k]` there.
+
+    A cell of zeros is such a frame: `Predictor.predict` takes it as none, but a system without a cell says `nopbc`.
+    """
     try:
+        if frames.box is not None and not (some := frames.box.any(axis=(1, 2))).all():
+            raise NeighborError(
+                "the cell has volume 0 Å³; a system without a cell needs a file nopbc", int(some.argmin())
+            )
         yield
     except NeighborError as error:
         if error.frame is None:
