@@ -24,8 +24,9 @@ from deepmd_muon.data.neighbors.lists import (
     stack_neighbors,
     widen_sections,
 )
-from deepmd_muon.data.opening import open_systems, with_common_types
-from deepmd_muon.data.sampling.loader import Batch, DataLoader
+from deepmd_muon.data.opening import open_systems, with_common_types, with_parameters
+from deepmd_muon.data.parameters import Parameters
+from deepmd_muon.data.sampling.loader import Batch, DataLoader, Seats
 from deepmd_muon.data.sampling.sampler import BatchRule, Plan, Sampler, system_probabilities
 from deepmd_muon.data.statistics import (
     StatFile,
@@ -47,10 +48,12 @@ __all__ = [
     "NeighborError",
     "NeighborList",
     "NeighborStatistics",
+    "Parameters",
     "Plan",
     "Sampler",
     "SamplerStateError",
     "SamplingError",
+    "Seats",
     "StatFile",
     "System",
     "SystemFormatError",
@@ -67,5 +70,6 @@ __all__ = [
     "system_probabilities",
     "widen_sections",
     "with_common_types",
+    "with_parameters",
     "worker_count",
 ]

@@ -33,8 +33,6 @@ _PARTS = {"descriptor": DESCRIPTORS, "fitting_net": FITTING_NETS}
 # Keys that deepmd-kit's argument check adds to a model section; its builder reads some of them without a default.
 _ONLY_THEIRS: dict[str, Any] = {
     "data_bias_nsample": 10,
-    "pair_exclude_types": [],
-    "atom_exclude_types": [],
     "preset_out_bias": None,
     "srtab_add_bias": True,
     "model_branch_alias": [],
@@ -44,7 +42,6 @@ _ONLY_THEIRS: dict[str, Any] = {
     "bridging_r_outer": 0.8,
 }
 _ONLY_THEIR_FITTING: dict[str, Any] = {
-    "default_fparam": None,
     "use_aparam_as_mask": False,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from deepmd_muon.files import regular_text
 from deepmd_muon.show.errors import PictureError
+from deepmd_muon.show.palette import colors_of
 from deepmd_muon.show.picture import check_ending, write
 
 Against = Literal["step", "time"]
@@ -21,7 +24,6 @@ _UNITS = {"e": "eV/atom", "f": "eV/Å", "v": "eV/atom"}
 _TITLES = {"e": "Energy", "f": "Force", "v": "Virial"}
 # Columns without "_trn" or "_val"; a loss of absolute errors writes mae_ columns.
 _ERRORS = tuple(f"{kind}_{quantity}" for quantity in _TITLES for kind in ("rmse", "mae"))
-_COLORS = ("#1f6fb4", "#d1651a", "#2d8a57", "#8a5aa8", "#b8323f", "#6b6b6b")
 # Rows up to which every one gets a marker.
 _SPARSE = 40
 
@@ -49,9 +51,11 @@ def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     if not path.exists():
         raise PictureError(f"there is no learning curve {path}")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (UnicodeDecodeError, IsADirectoryError) as error:
-        found = "a folder" if path.is_dir() else "no text"
+        lines = regular_text(path).splitlines()
+    except OSError as error:
+        if path.is_file() and error.errno != errno.EINVAL:
+            raise
+        found = "a folder" if path.is_dir() else error.strerror
         raise PictureError(f"{path} is {found}; give a learning curve, as lcurve.out") from error
     json_lines = path.suffix == ".jsonl"
     rows, names = [], list[str]()
@@ -149,7 +153,7 @@ def _draw(
     rate = axes.twinx()
     axes.set_zorder(rate.get_zorder() + 1)  # errors over rates
     axes.patch.set_visible(False)
-    for columns, label, color in zip(runs, labels, _COLORS * len(runs), strict=False):
+    for columns, label, color in zip(runs, labels, colors_of(labels), strict=True):
         x = columns[against]
         validated = _has(columns, f"{error}_val")
         for data, style in (("val", {}), ("trn", {"alpha": 0.4, "linewidth": 0.9} if validated else {})):
