@@ -114,14 +114,23 @@ class Proposal:
     to_write: dict[Path, list[System]]
 
     def write(self, outputs: Sequence[Path]) -> None:
-        """Write the split systems and an input for each model; models differ in their seeds."""
+        """Write the split systems and an input for each model; models differ in their seeds.
+
+        Raises
+        ------
+        CommandError
+            When the input cannot name a system, because its path is no UTF-8.
+        """
+        texts = []
+        for seed, output in enumerate(outputs, 1):
+            content = _with_seed(self.content, seed, os.path.relpath(".", output.parent) if seed > 1 else ".")
+            texts.append(_encoded(json.dumps(content, indent=2, ensure_ascii=False) + "\n"))
         for folder, systems in self.to_write.items():
             write_npy(systems, folder)
-        for seed, output in enumerate(outputs, 1):
+        for text, output in zip(texts, outputs, strict=True):
             make_folder_of(output)
             with whole_file(output) as file:
-                content = _with_seed(self.content, seed, os.path.relpath(".", output.parent) if seed > 1 else ".")
-                file.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+                file.write(text)
 
     def report(self) -> str:
         """Return what was found and chosen as tables."""
@@ -135,6 +144,15 @@ class Proposal:
         lines = [*_table(rows), *([f"and {more} more systems"] if more > 0 else []), ""]
         lines += _table([("key", "value", "reason"), *((c.key, c.value, c.reason) for c in self.choices)])
         return "\n".join([*lines, "", *(f"warning: {warning}" for warning in self.warnings)])
+
+
+def _encoded(text: str) -> bytes:
+    """Return a text in UTF-8; bytes of paths that are none stand in it as half surrogate pairs."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        wrong = os.fsencode(error.object[error.start : error.end])
+        raise CommandError(f"a path of the data is no UTF-8 ({wrong!r}): an input cannot name it; rename it") from error
 
 
 def _with_seed(content: dict[str, Any], seed: int, top: str) -> dict[str, Any]:

@@ -137,11 +137,12 @@ def run(
         )
         stack.enter_context(explained(lambda: Moment("preparing"), lambda: checkpoint_path(found) if found else None))
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
-        others = [output, log_path, given.settings.validating.full_val_file]
-        others += [branch.data.stat_file for branch in given.branches.values()]
-        best = best_prefix(given.settings.validating, training.save_ckpt)
-        ranks.from_first("locking its files", lambda: stack.enter_context(held(training, given.source, best)))
-        ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, others, best))
+        others = [output, log_path, *(branch.data.stat_file for branch in given.branches.values())]
+        validating = given.settings.validating
+        validations = validating.full_val_file if validating.full_validation else None
+        shared = best_prefix(validating, training.save_ckpt), validations
+        ranks.from_first("locking its files", lambda: stack.enter_context(held(training, given.source, *shared)))
+        ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, others, *shared))
         if restart in AUTOMATIC:
             restart = ranks.from_first("looking for a checkpoint", lambda: newest_checkpoint(training.save_ckpt))
         elif (named := restart) is not None:
