@@ -12,6 +12,7 @@ from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
+from deepmd_muon.model.short_range import ALPHA, PairTable, edge_slope
 from deepmd_muon.model.structures import Structures
 from deepmd_muon.setting import InvalidSettingError
 
@@ -45,6 +46,8 @@ class EnergyModel(torch.nn.Module):
         The neighbour list it reads.
     ntypes
         Number of types.
+    short_range
+        The table of `use_srtab`, None without one.
     """
 
     def __init__(self, settings: ModelSettings, seed: int | Sequence[int] | None = None) -> None:
@@ -54,6 +57,12 @@ class EnergyModel(torch.nn.Module):
         self.ntypes = len(self.type_map)
         self.neighbors = settings.descriptor.neighbors()
         self.atomic_model = AtomicModel(settings, seed)
+        self.short_range: PairTable | None = None
+        if settings.use_srtab is not None:
+            assert settings.sw_rmin is not None
+            assert settings.sw_rmax is not None
+            switch, alpha = (settings.sw_rmin, settings.sw_rmax), settings.smin_alpha or ALPHA
+            self.short_range = PairTable(settings.use_srtab, self.ntypes, self.neighbors.rcut, switch, alpha)
 
     @property
     def rcut(self) -> float:
@@ -93,6 +102,10 @@ class EnergyModel(torch.nn.Module):
         model = self.atomic_model
         described: Described = model.descriptor(structures, edges, force=force)
         sorted_energy, adjoint = model.fitting_net(described.descriptor, structures.type_counts, force=force)
+        blend, network_energy = None, sorted_energy
+        if self.short_range is not None:
+            blend = self.short_range(edges, structures.sorted_type, neighbor_types(structures))
+            sorted_energy = (1.0 - blend.weight) * network_energy + blend.weight * blend.energy
         sorted_energy = sorted_energy + model.out_bias[0, :, 0][structures.sorted_type]
         shape = structures.atype.shape
         atom_energy = sorted_energy.new_zeros(shape.numel()).index_copy_(0, structures.order, sorted_energy)
@@ -102,7 +115,11 @@ class EnergyModel(torch.nn.Module):
             return out
         assert described.pullback is not None
         assert adjoint is not None
-        slope = described.pullback(adjoint)
+        if blend is None:
+            slope = described.pullback(adjoint)
+        else:
+            share = (1.0 - blend.weight).unsqueeze(1).to(adjoint.dtype)
+            slope = described.pullback(share * adjoint) + edge_slope(blend, network_energy, edges)
         out["force"] = _forces(structures, slope)
         if virial:
             out["virial"] = _virial(structures, slope, edges)
@@ -162,6 +179,12 @@ class EnergyModel(torch.nn.Module):
             raise ModelError(f"the model needs {wanted} neighbour sections, found {len(structures.sections)}")
         if len(structures.type_counts) != self.ntypes:
             raise ModelError(f"the model has {self.ntypes} types, the batch {len(structures.type_counts)}")
+
+
+def neighbor_types(structures: Structures) -> torch.Tensor:
+    """Return the type of each neighbour `(nreal, nnei)`, −1 in empty slots."""
+    types = structures.atype.reshape(-1)[structures.neighbor.clamp(min=0)]
+    return torch.where(structures.neighbor >= 0, types, -1)
 
 
 def edge_vectors(structures: Structures) -> torch.Tensor:

@@ -48,8 +48,8 @@ def test_two_rounds_train_on_labelled_structures_of_their_own_dynamics(copper, e
         str(copper / "explore" / f"round_{number}" / "labelled.xyz") for number in (1, 2)
     ]
     assert content["training"]["training_data"]["auto_prob"].startswith("prob_sys_size;0:3:0.7;3:")
-    # Step and state of the rounds before are kept: 40 steps, then 30 in each round.
-    assert torch.load(model / "model.ckpt.pt", weights_only=True)["model"]["_extra_state"]["train_infos"]["step"] == 100
+    # Steps of the rounds before are kept: 40, then 30 in each round; the count in the file begins at 0.
+    assert torch.load(model / "model.ckpt.pt", weights_only=True)["model"]["_extra_state"]["train_infos"]["step"] == 99
 
 
 def _data(folder):
