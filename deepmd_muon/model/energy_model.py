@@ -104,6 +104,8 @@ class EnergyModel(torch.nn.Module):
         sorted_energy, adjoint = model.fitting_net(described.descriptor, structures.type_counts, force=force)
         blend, network_energy = None, sorted_energy
         if self.short_range is not None:
+            if self.short_range.problem:
+                raise ModelError(self.short_range.problem)
             blend = self.short_range(edges, structures.sorted_type, neighbor_types(structures))
             sorted_energy = (1.0 - blend.weight) * network_energy + blend.weight * blend.energy
         sorted_energy = sorted_energy + model.out_bias[0, :, 0][structures.sorted_type]

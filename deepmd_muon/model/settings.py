@@ -92,7 +92,7 @@ class ModelSettings(Section):
         None,
         doc=(
             "File of a tabulated pair potential that replaces the network where atoms come close, such as ZBL (dp "
-            "zbl-table). Each row has a distance [Å] and the energies [eV] of the pairs of types 0-0, 0-1, …, 1-1, …"
+            "zbl). Each row has a distance [Å] and the energies [eV] of the pairs of types 0-0, 0-1, …, 1-1, …"
         ),
     )
     smin_alpha: float | None = setting(
