@@ -31,8 +31,8 @@ ROOM_TEMPERATURE = 300.0
 # Ratios of a distance to the shortest of the data: below the first dynamics left the data, below the second far. Hotter
 # atoms come closer in a sound potential, too: bonds of 300 K by 3 % at 450 K.
 _CLOSER, _FAR_CLOSER = 0.9, 0.75
-# Angles beyond those of the data [degrees].
-_WIDER = 10.0
+#: Angles farther beyond those of the data are new [degrees].
+WIDER = 10.0
 # Change of the total energy of an atom [kT].
 _DRIFT, _WILD_DRIFT = 0.05, 0.5
 # Models disagree more on their dynamics than on the data by this factor and this force [eV/Å].
@@ -252,9 +252,9 @@ def _of_angles(angles: Angles, dynamics: Trajectories) -> Item:
     low, high = dynamics.angles.smallest[triple], dynamics.angles.largest[triple]
     known = f"{angles.smallest[triple]:.0f} to {angles.largest[triple]:.0f}"
     reason = f"{angles.name(triple)} came to {low:.0f} to {high:.0f}°, {known}° in the data"
-    if excess > _WIDER:
+    if excess > WIDER:
         return Item("angles", Verdict.doubtful, reason, "label frames of these dynamics and train on them")
-    return Item("angles", Verdict.holds, f"near neighbours stayed within {_WIDER:g}° of the data: {reason}")
+    return Item("angles", Verdict.holds, f"near neighbours stayed within {WIDER:g}° of the data: {reason}")
 
 
 def _of_scans(coverage: Coverage, curves: Sequence[Curve]) -> list[Item]:
