@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from deepmd_muon.argcheck.errors import Problem
-from deepmd_muon.optim.config import RENAMED_SETTINGS
+from deepmd_muon.optim.words import RENAMED_SETTINGS
 from deepmd_muon.setting import shown
 
 _DATA_KEYS = ("systems", "set_prefix", "batch_size", "auto_prob", "auto_prob_style", "sys_probs", "sys_weights")

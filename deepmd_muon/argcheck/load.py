@@ -119,7 +119,8 @@ class Input:
 
     def with_scales(self, scales: OmittedScales) -> Input:
         """Return the input whose optimizer takes these scales."""
-        optimizer = dataclasses.replace(self.settings.optimizer, **scales.values)
+        config: Any = self.settings.optimizer
+        optimizer = dataclasses.replace(config, **scales.values)
         return dataclasses.replace(self.changed(optimizer=optimizer), scales=scales)
 
 

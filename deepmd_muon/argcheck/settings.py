@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from deepmd_muon.argcheck.learning_rate import CosineSettings, ExpSettings, LearningRateSettings, WSDSettings
+from deepmd_muon.argcheck.replay_settings import ReplaySettings
 from deepmd_muon.argcheck.training import BranchDataSettings, MultiTaskTrainingSettings, TrainingSettings
 from deepmd_muon.argcheck.validating import ValidatingSettings
 from deepmd_muon.loss.ener.settings import EnerLossSettings
@@ -14,7 +15,8 @@ from deepmd_muon.loss.registry import LOSSES
 from deepmd_muon.loss.settings import LossSettings, Quantity
 from deepmd_muon.model.branch_settings import MultiTaskModelSettings
 from deepmd_muon.model.settings import ModelSettings
-from deepmd_muon.optim.other_configs import OPTIMIZERS, AdamConfig, OptimizerConfig
+from deepmd_muon.optim.buildable import Buildable
+from deepmd_muon.optim.other_configs import OPTIMIZERS, AdamConfig
 from deepmd_muon.section import Foreign, Rule, Section, Variants, declared_like, section
 
 
@@ -49,12 +51,15 @@ class Settings(Section):
         doc="The quantity that training minimises.",
         variants=Variants(LOSSES.settings, default="ener", alias=LOSSES.aliases),
     )
-    optimizer: OptimizerConfig = section(
+    optimizer: Buildable = section(
         AdamConfig(), doc="The optimizer, which updates the parameters.", variants=Variants(OPTIMIZERS, default="Adam")
     )
     training: TrainingSettings = section(doc="Data, length and outputs of the run.")
     validating: ValidatingSettings = section(
         ValidatingSettings(), doc="Passes over all validation data during training."
+    )
+    replay: ReplaySettings = section(
+        ReplaySettings(), doc="Fine-tuning with `--finetune FILE --replay DATA|pseudo`; other runs ignore it."
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -90,7 +95,7 @@ class MultiTaskSettings(Section):
         doc="The quantity that training minimises, for each branch.",
         variants=Variants(LOSSES.settings, default="ener", alias=LOSSES.aliases),
     )
-    optimizer: OptimizerConfig = declared_like(Settings, "optimizer")
+    optimizer: Buildable = declared_like(Settings, "optimizer")
     training: MultiTaskTrainingSettings = section(doc="Data of each branch, length and outputs of the run.")
     validating: ValidatingSettings = declared_like(Settings, "validating")
 

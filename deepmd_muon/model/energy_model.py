@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from deepmd_muon.model.descriptor.interface import Described, Interpolated, Recomputing, Standardised
 from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
@@ -48,7 +50,14 @@ class EnergyModel(torch.nn.Module):
         Number of types.
     short_range
         The table of `use_srtab`, None without one.
+    excluded
+        Which pairs of types are not neighbours, bool `(ntypes, ntypes)`; None where all are.
+    counted
+        1 for types whose atoms have an energy, 0 for others `(ntypes,)`; None where all have.
     """
+
+    excluded: torch.Tensor | None
+    counted: torch.Tensor | None
 
     def __init__(self, settings: ModelSettings, seed: int | Sequence[int] | None = None) -> None:
         super().__init__()
@@ -63,6 +72,14 @@ class EnergyModel(torch.nn.Module):
             assert settings.sw_rmax is not None
             switch, alpha = (settings.sw_rmin, settings.sw_rmax), settings.smin_alpha or ALPHA
             self.short_range = PairTable(settings.use_srtab, self.ntypes, self.neighbors.rcut, switch, alpha)
+        pairs, atoms = settings.pair_exclude_types, settings.atom_exclude_types
+        excluded = torch.zeros(self.ntypes, self.ntypes, dtype=torch.bool)
+        for one, other in pairs:
+            excluded[one, other] = excluded[other, one] = True
+        counted = torch.ones(self.ntypes, dtype=torch.float64)
+        counted[list(atoms)] = 0.0
+        self.register_buffer("excluded", excluded if pairs else None, persistent=False)
+        self.register_buffer("counted", counted if atoms else None, persistent=False)
 
     @property
     def rcut(self) -> float:
@@ -98,17 +115,11 @@ class EnergyModel(torch.nn.Module):
             `force (nframes, natoms, 3)` = −dE/dR and `virial (nframes, 9)` = −Σ dE/dr_ij ⊗ r_ij, all float64.
         """
         self._check(structures)
+        structures = self.seen(structures)
         edges = edge_vectors(structures)
         model = self.atomic_model
         described: Described = model.descriptor(structures, edges, force=force)
-        sorted_energy, adjoint = model.fitting_net(described.descriptor, structures.type_counts, force=force)
-        blend, network_energy = None, sorted_energy
-        if self.short_range is not None:
-            if self.short_range.problem:
-                raise ModelError(self.short_range.problem)
-            blend = self.short_range(edges, structures.sorted_type, neighbor_types(structures))
-            sorted_energy = (1.0 - blend.weight) * network_energy + blend.weight * blend.energy
-        sorted_energy = sorted_energy + model.out_bias[0, :, 0][structures.sorted_type]
+        sorted_energy, adjoint, table_slope = self._fit(structures, described.descriptor, edges, force=force)
         shape = structures.atype.shape
         atom_energy = sorted_energy.new_zeros(shape.numel()).index_copy_(0, structures.order, sorted_energy)
         atom_energy = atom_energy.view(shape)
@@ -117,15 +128,53 @@ class EnergyModel(torch.nn.Module):
             return out
         assert described.pullback is not None
         assert adjoint is not None
-        if blend is None:
-            slope = described.pullback(adjoint)
-        else:
-            share = (1.0 - blend.weight).unsqueeze(1).to(adjoint.dtype)
-            slope = described.pullback(share * adjoint) + edge_slope(blend, network_energy, edges)
+        slope = described.pullback(adjoint)
+        if table_slope is not None:
+            slope = slope + table_slope
         out["force"] = _forces(structures, slope)
         if virial:
             out["virial"] = _virial(structures, slope, edges)
         return out
+
+    def _fit(
+        self, structures: Structures, descriptor: torch.Tensor, edges: torch.Tensor, *, force: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return the energy of every sorted atom, bias included, its derivative by the descriptor, and the table's.
+
+        The table adds the last to dE/dr_ij `(nreal, nnei, 3)`; it is None without a table or without forces.
+        """
+        net, given = self.atomic_model.fitting_net, {}
+        if isinstance(net, Conditioned) and (parameters := net.parameters_of(structures)) is not None:
+            given["parameters"] = parameters
+        energy, adjoint = net(descriptor, structures.type_counts, force=force, **given)
+        slope = None
+        if self.short_range is not None:
+            if self.short_range.problem:
+                raise ModelError(self.short_range.problem)
+            blend = self.short_range(edges, structures.sorted_type, neighbor_types(structures))
+            share = 1.0 - blend.weight
+            if adjoint is not None:
+                slope = edge_slope(blend, energy, edges)
+                adjoint = share.unsqueeze(1).to(adjoint.dtype) * adjoint
+            energy = share * energy + blend.weight * blend.energy
+        energy = energy + self.atomic_model.out_bias[0, :, 0][structures.sorted_type]
+        if self.counted is None:
+            return energy, adjoint, slope
+        weight = self.counted[structures.sorted_type]
+        if adjoint is not None:
+            adjoint = adjoint * weight.unsqueeze(1).to(adjoint.dtype)
+        return energy * weight, adjoint, None if slope is None else slope * weight.view(-1, 1, 1)
+
+    def seen(self, structures: Structures) -> Structures:
+        """Return the batch with empty slots in place of neighbours of an excluded pair of types.
+
+        The slots stay where they are: as in deepmd-kit, `sel` counts excluded neighbours.
+        """
+        if self.excluded is None:
+            return structures
+        kind = structures.atype.view(-1)[structures.neighbor.clamp(min=0)].clamp(min=0)
+        hidden = self.excluded[structures.sorted_type.unsqueeze(1), kind]
+        return dataclasses.replace(structures, neighbor=structures.neighbor.masked_fill(hidden, -1))
 
     @property
     def pieces(self) -> int:
@@ -156,7 +205,8 @@ class EnergyModel(torch.nn.Module):
         """Choose `pieces` for the present weights and batches like these; it waits for the device."""
         descriptor = self.atomic_model.descriptor
         if isinstance(descriptor, Interpolated):
-            found = [descriptor.pieces_for(batch, edge_vectors(batch)) for batch in batches]
+            seen = (self.seen(batch) for batch in batches)
+            found = [descriptor.pieces_for(batch, edge_vectors(batch)) for batch in seen]
             descriptor.pieces = max(found) if found and all(found) else 0
 
     def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from deepmd_muon.optim.buildable import import_builders_with
 
 if TYPE_CHECKING:
+    from deepmd_muon.optim.buildable import Buildable
+    from deepmd_muon.optim.clip_gradients import clip_adam_grad_norm_
     from deepmd_muon.optim.config import HybridMuonConfig
     from deepmd_muon.optim.errors import (
         CaptureError,
@@ -21,16 +23,18 @@ if TYPE_CHECKING:
         RoutingMismatchError,
     )
     from deepmd_muon.optim.hybrid_muon import HybridMuon
-    from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
+    from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig, register_optimizer
     from deepmd_muon.optim.polar import SCHEDULES, Schedule, orthogonalize
     from deepmd_muon.optim.polar.dispatch import describe as describe_kernels
     from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, RoutingRules
     from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
     from deepmd_muon.optim.rules.registry import register_rule
     from deepmd_muon.optim.state.deepmd_kit import name_deepmd_kit_state
+    from deepmd_muon.optim.state.others import import_state
 
 _MODULES = {
     "AdamConfig": "other_configs",
+    "Buildable": "buildable",
     "AdamWConfig": "other_configs",
     "CaptureError": "errors",
     "ForeignStateError": "errors",
@@ -42,6 +46,7 @@ _MODULES = {
     "InvalidShapeError": "errors",
     "MatrixRule": "rules.interface",
     "MuonConfig": "other_configs",
+    "import_state": "state.others",
     "NonFiniteGradientError": "errors",
     "QKClip": "qk_clip",
     "QKClipError": "errors",
@@ -52,9 +57,11 @@ _MODULES = {
     "SCHEDULES": "polar",
     "Schedule": "polar",
     "StateTensor": "rules.interface",
+    "clip_adam_grad_norm_": "clip_gradients",
     "describe_kernels": "polar.dispatch:describe",
     "name_deepmd_kit_state": "state.deepmd_kit",
     "orthogonalize": "polar",
+    "register_optimizer": "other_configs",
     "register_rule": "rules.registry",
 }
 
@@ -62,6 +69,7 @@ __all__ = [
     "SCHEDULES",
     "AdamConfig",
     "AdamWConfig",
+    "Buildable",
     "CaptureError",
     "ForeignStateError",
     "HybridMuon",
@@ -81,9 +89,12 @@ __all__ = [
     "RoutingRules",
     "Schedule",
     "StateTensor",
+    "clip_adam_grad_norm_",
     "describe_kernels",
+    "import_state",
     "name_deepmd_kit_state",
     "orthogonalize",
+    "register_optimizer",
     "register_rule",
 ]
 

@@ -16,12 +16,13 @@ from deepmd_muon.optim.buildable import register_builder
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, AdamImplementation, HybridMuonConfig
 from deepmd_muon.optim.hybrid_muon import HybridMuon
 from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
-from deepmd_muon.optim.routing.modules import tables_and_heads
+from deepmd_muon.optim.routing.modules import convolutions, declared_splits, tables_and_heads
 from deepmd_muon.optim.routing.views import FusedSplit
 from deepmd_muon.optim.torch_hooks import Adam, AdamW
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.buildable import Replicas
+    from deepmd_muon.optim.qk_clip.layers import QKClip
 
 log = logging.getLogger(__name__)
 
@@ -34,24 +35,32 @@ _IMPLEMENTATIONS: dict[AdamImplementation, dict[str, bool]] = {
 
 @register_builder(HybridMuonConfig)
 def build_hybrid_muon(
-    config: HybridMuonConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
+    config: HybridMuonConfig,
+    model: nn.Module,
+    lr: float | Tensor,
+    replicas: Replicas | None = None,
+    qk_clip: QKClip | None = None,
 ) -> HybridMuon:
     """Make a HybridMuon for every named parameter of `model`, the frozen ones included."""
-    settings = dict(vars(config))
+    settings = {**vars(config), "qk_clip": qk_clip}
     settings["adam_betas"] = (settings.pop("adam_beta1"), settings.pop("adam_beta2"))
     return _hybrid_muon(model, lr, replicas, settings)
 
 
 @register_builder(MuonConfig)
 def build_muon(
-    config: MuonConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
+    config: MuonConfig,
+    model: nn.Module,
+    lr: float | Tensor,
+    replicas: Replicas | None = None,
+    qk_clip: QKClip | None = None,
 ) -> HybridMuon:
     """Make a plain Muon, AdamW for the rest, for every named parameter of `model`."""
-    settings = dict(vars(config))
+    settings = {**vars(config), "qk_clip": qk_clip}
     settings["lr_adjust_coeff"] = settings.pop("rms_coefficient")
     if config.adamw_patterns is None:
-        fused = [FusedSplit.parse(split).pattern for split in config.splits]
-        settings["adamw_patterns"] = _patterns_of(model, (*config.expert_patterns, *fused))
+        fused = [FusedSplit.parse(split).pattern for split in (*config.splits, *declared_splits(model))]
+        settings["adamw_patterns"] = _patterns_of(model, (*config.expert_patterns, *config.muon_patterns, *fused))
     return _hybrid_muon(model, lr, replicas, {**settings, "magma_muon": False, "vector_route": "adamw"})
 
 
@@ -67,9 +76,21 @@ def _patterns_of(model: nn.Module, matrices: Sequence[str]) -> tuple[str, ...]:
     return (*DEFAULT_ADAMW_PATTERNS, *map(glob.escape, found))
 
 
+def _kernels_of(model: nn.Module, splits: Sequence[str]) -> dict[str, Any]:
+    """Return patterns for the weights of a model's convolutions, and how those of grouped ones are split."""
+    found = {glob.escape(name): groups for name, groups in convolutions(model).items()}
+    if found:
+        log.info("matrices (out, in times kernel) of convolutions: %s", ", ".join(convolutions(model)))
+    grouped = [f"{pattern}: rows {groups}" for pattern, groups in found.items() if groups > 1]
+    return {"conv_patterns": tuple(found), "splits": (*splits, *grouped)}
+
+
 def _hybrid_muon(
     model: nn.Module, lr: float | Tensor, replicas: Replicas | None, settings: dict[str, Any]
 ) -> HybridMuon:
+    settings["splits"] = (*settings["splits"], *declared_splits(model))
+    if settings["conv_patterns"] is None:
+        settings |= _kernels_of(model, settings["splits"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = HybridMuon(model.named_parameters(), lr, replicas=replicas, **settings)

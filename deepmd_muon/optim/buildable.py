@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from deepmd_muon.optim.hybrid_muon import HybridMuon
+    from deepmd_muon.optim.qk_clip.layers import QKClip
+
     Replicas = DeviceMesh | ProcessGroup
 
 Builder = TypeVar("Builder", bound="Callable[..., Any]")
@@ -73,3 +76,27 @@ class Buildable:
     def build(self, model: nn.Module, lr: float | Tensor | None = None, replicas: Replicas | None = None) -> Optimizer:
         """Make this optimizer for the named parameters of `model`; see `OptimizerSettings`."""
         return _builder_of(self)(self, model, self.own_lr if lr is None else lr, replicas)
+
+
+class MuonBuildable(Buildable):
+    """A configuration that is built as a `HybridMuon`."""
+
+    def build(
+        self,
+        model: nn.Module,
+        lr: float | Tensor | None = None,
+        replicas: Replicas | None = None,
+        qk_clip: QKClip | None = None,
+    ) -> HybridMuon:
+        """Make this optimizer for the named parameters of `model`; see `OptimizerSettings`.
+
+        Parameters
+        ----------
+        model, lr, replicas
+            As in `OptimizerSettings.build`.
+        qk_clip
+            Attention layers whose logits stay below a threshold; see `deepmd_muon.optim.qk_clip`.
+        """
+        built: Any = _builder_of(self)(self, model, self.own_lr if lr is None else lr, replicas, qk_clip)
+        optimizer: HybridMuon = built
+        return optimizer

@@ -6,16 +6,15 @@ This module does not import torch, so that the input checker can read it; the `b
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
-from deepmd_muon.optim.buildable import Buildable
-from deepmd_muon.optim.errors import InvalidSettingError
+from deepmd_muon.optim.buildable import MuonBuildable
 from deepmd_muon.optim.rules_config import RuleSettings
 from deepmd_muon.optim.sharded_config import ShardedSettings
+from deepmd_muon.optim.words import understand_words
 from deepmd_muon.setting import setting
 
 MuonMode = Literal["2d", "flat", "slice"]
@@ -36,36 +35,14 @@ SCHEDULES = (
 # Parameters that `MuonConfig` excludes from Muon by default. Unlike a user's own patterns, they may match nothing.
 DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight")
 
-# "*.in_proj.matrix: columns 64+64+32" or "*.qkv.weight: rows 3".
-SPLIT_PATTERN = r"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>\d+(\+\d+)*)"
+# "*.in_proj.matrix: columns 64+64+32", "*.qkv.weight: rows 3", "*.q_b.weight: rows (128+64)*16+rest".
+_SPLIT_TERM = r"(?:(?:\d+|\(\d+(?:\+\d+)*\))(?:\*\d+)?|rest)"
+SPLIT_PATTERN = rf"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>{_SPLIT_TERM}(?:\+{_SPLIT_TERM})*)"
 
 _SCHEDULE_PATTERN = "|".join(map(re.escape, SCHEDULES))
 _SCHEDULE_SYNTAX = "one of " + ", ".join(map(repr, SCHEDULES)) + " or a list of triples"
 
-SPLIT_SYNTAX = "of the form 'PATTERN: rows 3' or 'PATTERN: columns 64+64+32'"
-
-# Keys of HybridMuon's first version, each with its replacement.
-RENAMED_SETTINGS = {
-    "muon_2d_only": 'muon_mode: "2d" for true, "flat" for false',
-    "min_2d_dim": "min_matrix_dim",
-    "muon_min_2d_dim": "min_matrix_dim",
-}
-
-T = TypeVar("T")
-
-
-def reject_renamed_settings(cls: type[T]) -> type[T]:
-    """Decorate a class that takes HybridMuon's settings as keywords, so that renamed ones raise InvalidSettingError."""
-    init = cls.__init__
-
-    @functools.wraps(init)
-    def checked(self: T, *args: Any, **kwargs: Any) -> None:
-        if given := [f"{key} is now {new}" for key, new in RENAMED_SETTINGS.items() if key in kwargs]:
-            raise InvalidSettingError(f"{cls.__name__}: {'; '.join(given)}")
-        init(self, *args, **kwargs)
-
-    cls.__init__ = checked  # type: ignore[method-assign, assignment]  # same arguments as `init`
-    return cls
+SPLIT_SYNTAX = "of the form 'PATTERN: rows 3', 'PATTERN: columns 64+64+32' or 'PATTERN: rows (128+64)*16+rest'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +156,7 @@ class MuonSettings(RuleSettings):
         forms=_SCHEDULE_SYNTAX,
         nonempty=True,
         doc=(
-            "Coefficients of the Newton–Schulz iteration (see doc/optimizer.md): a name, or one triple [a, b, c] per "
+            "Coefficients of the Newton–Schulz iteration (doc/polar-factor.md): a name, or one triple [a, b, c] per "
             "step σ ← a σ + b σ³ + c σ⁵."
         ),
     )
@@ -215,6 +192,21 @@ class MuonSettings(RuleSettings):
     adam_patterns: Sequence[str] = setting(
         (), doc="Parameters whose full name matches one of these shell patterns take the Adam route."
     )
+    muon_patterns: Sequence[str] = setting(
+        (),
+        doc=(
+            "Parameters whose full name matches one of these shell patterns take the Muon route, before every other "
+            "rule, if they have two dimensions above 1. '*' also matches parameters without names."
+        ),
+    )
+    conv_patterns: Sequence[str] | None = setting(
+        None,
+        doc=(
+            "Convolution kernels (out, in, height, width), or of one or three such dimensions, by shell patterns on "
+            "full names. Each is one matrix (out, in·height·width), whatever muon_mode says. null: `build` finds the "
+            "convolution modules of its model, and divides the weights of grouped convolutions by groups."
+        ),
+    )
     expert_patterns: Sequence[str] = setting(
         (),
         doc=(
@@ -236,8 +228,10 @@ class MuonSettings(RuleSettings):
         forms=SPLIT_SYNTAX,
         doc=(
             "Fused weights, one entry each: a shell pattern on full names, then 'rows' or 'columns' of the matrix as "
-            "stored, then a number of equal parts or the sizes of the parts. Every part is orthogonalized separately. "
-            "Example: ``*.in_proj.matrix: columns 3``."
+            "stored, then a number of equal parts or the sizes of the parts, in which '*' repeats and 'rest' is what "
+            "is left. Every part is orthogonalized separately. Examples: ``*.in_proj.matrix: columns 3``, "
+            "``*.q_b_proj.weight: rows (128+64)*16``, ``*.kv_a_proj.weight: rows 512+rest``. `build` adds those that "
+            "the modules of its model declare (doc/optimizer.md)."
         ),
     )
     on_route_change: RouteChange = setting(
@@ -295,9 +289,9 @@ class FurtherSettings(MuonSettings):
     )
 
 
-@reject_renamed_settings
+@understand_words
 @dataclasses.dataclass(frozen=True)
-class HybridMuonConfig(FurtherSettings, DeePMDSettings, Buildable):  # the fields of the last base come first
+class HybridMuonConfig(FurtherSettings, DeePMDSettings, MuonBuildable):  # the fields of the last base come first
     """Settings of `HybridMuon`; the first ten keys are DeePMD's, with the defaults of deepmd-kit 3.2.0."""
 
     own_lr = 5e-4

@@ -12,27 +12,29 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.arguments import Arguments, documented, takes
-from deepmd_muon.optim.config import reject_renamed_settings
 from deepmd_muon.optim.cuda import refuse_unsafe_capture
 from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.qk_clip.clip import Logits, checked_logits, clip_heads, clipper
-from deepmd_muon.optim.routing.group_settings import complete_group, group_defaults
+from deepmd_muon.optim.routing.group_settings import complete_group, group_defaults, words_of_group
 from deepmd_muon.optim.routing.param_groups import (
     Group,
     Routing,
     check_parameters,
     log_parameters,
+    warn_of_kernels,
     warn_unmatched_patterns,
     with_names,
 )
-from deepmd_muon.optim.routing.rules import RouteTable
+from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, is_local
 from deepmd_muon.optim.sharded.plan import Plan
+from deepmd_muon.optim.sharded.planned import plan_of_one_process
 from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.load import apply_restored, drop_unused, load_state, place_state_tensor, restored_groups
 from deepmd_muon.optim.state.replaced import move_state
 from deepmd_muon.optim.state.schema import complete_rules
 from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.torch_hooks import QuickOptimizer, profiled_on_demand, read_by_grad_scaler
+from deepmd_muon.optim.words import understand_words
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.sharded.params import ShardedParameter
@@ -42,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 @documented(Arguments)
-@reject_renamed_settings
+@understand_words
 class HybridMuon(QuickOptimizer):
     r"""Muon for matrices, Adam for vectors and biases, AdamW for tensors that `muon_mode` does not see as matrices.
 
@@ -95,9 +97,15 @@ class HybridMuon(QuickOptimizer):
         super().__init__(with_names(given.params, given.named_parameters), group_defaults(given))
         self._route_parameters()
         warn_unmatched_patterns(self.param_groups)
+        warn_of_kernels(self._groups())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own settings; a setting left out takes the constructor's value."""
+        """Add parameters with their own settings; a setting left out takes the constructor's value.
+
+        Other optimizers' words (`deepmd_muon.optim.words`) are translated. Other keys stay in the group and its state
+        dict; nothing here reads them.
+        """
+        param_group = words_of_group(param_group, self.defaults)
         self._compiled.raise_deferred()
         with warnings.catch_warnings():
             # torch only warns of duplicates; they are refused by name below.
@@ -129,7 +137,8 @@ class HybridMuon(QuickOptimizer):
         routing.write_manifests(self.param_groups)
         if routing.table != self.routing and log.isEnabledFor(logging.DEBUG):
             log_parameters(groups, self.replicas)
-            log.debug("%s", sharded.plan.describe() if sharded else "one process takes the whole step")
+            plan = sharded.plan if sharded else plan_of_one_process(groups, self.sharded)
+            log.debug("%s", plan.describe())
         self._routing, self.routing = routing, routing.table
         self._clipper, self._sharded = clip, sharded
         drop_unused(self.state, groups)
@@ -143,13 +152,19 @@ class HybridMuon(QuickOptimizer):
     def _groups(self) -> list[Group]:
         return self._routing.groups(self.param_groups)
 
+    def routed_parameters(self) -> list[tuple[Tensor, RouteEntry, bool]]:
+        """Return every parameter with its route, and whether it belongs to this rank alone (`local_patterns`)."""
+        self._reroute_if_changed()
+        pairs = [(p, entry, group.settings) for group in self._groups() for p, entry in group.routed]
+        return [(p, e, spec_of(p) is None and is_local(e.name, settings)) for p, e, settings in pairs]
+
     def _holder_of(self, p: Tensor) -> ShardedParameter | None:
         return None if self._sharded is None else self._sharded.sharding_of(p)
 
     @property
     def plan(self) -> Plan:
-        """The plan of the sharded step: which rank orthogonalizes which matrix; `plan.describe()` prints it."""
-        return self._sharded.plan if self._sharded else Plan((), self.sharded, ())
+        """Which rank orthogonalizes which matrix, also on one process; `plan.describe()` prints it with its FLOPs."""
+        return self._sharded.plan if self._sharded else plan_of_one_process(self._groups(), self.sharded)
 
     def fresh_state(self) -> dict[str, dict[str, Tensor]]:
         """Return newly initialised state, by name and in its layout, of the parameters that live on several ranks."""
@@ -258,13 +273,15 @@ class HybridMuon(QuickOptimizer):
         `on_route_change` decides: 'error' raises; 'reset' discards that parameter's state; 'migrate' keeps what means
         the same on both routes (`deepmd_muon.optim.state.migrate` lists it). State of rules that are off is dropped.
         One warning per parameter reports the outcome. States of deepmd-kit's HybridMuon load too; a route that differs
-        because its version chose routes differently is migrated under every policy.
+        because its version chose routes differently is migrated under every policy. So do states of torch.optim.Adam,
+        AdamW and Muon, and of other Muons (`deepmd_muon.optim.state.others`); `deepmd_muon.optim.import_state` joins
+        those of several optimizers and names their parameters. States without names load by position.
 
         Parameters
         ----------
         state_dict
             What `state_dict` returned, in this or another process; or a state dict of deepmd-kit's HybridMuon, whose
-            parameters `deepmd_muon.optim.name_deepmd_kit_state` can name where their order differs.
+            parameters `deepmd_muon.optim.name_deepmd_kit_state` can name where their order differs; or another Muon's.
 
         Raises
         ------

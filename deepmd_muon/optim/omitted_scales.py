@@ -10,8 +10,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.other_configs import OptimizerConfig
 
 # `lr_adjust_coeff`. Times `_ADAM_RATE` it is the largest root-mean-square step of a matrix entry, start_lr ·
 # lr_adjust_coeff, that an input may omit. After 3000 steps within 9 % of the best on five sets; on four after 30,000
@@ -89,7 +89,7 @@ class OmittedScales:
 
 
 def omitted_scales(
-    config: OptimizerConfig, given: Collection[str], start_lr: float, numb_steps: int | None
+    config: Buildable, given: Collection[str], start_lr: float, numb_steps: int | None
 ) -> OmittedScales | None:
     """Choose the scales that an input omits; None where it omits none, or deepmd-kit's default holds.
 

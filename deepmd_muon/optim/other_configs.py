@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from deepmd_muon.optim.buildable import Buildable
+from deepmd_muon.optim.buildable import Buildable, MuonBuildable
 from deepmd_muon.optim.config import (
     DEFAULT_ADAMW_PATTERNS,
     AdamImplementation,
@@ -15,11 +15,13 @@ from deepmd_muon.optim.config import (
     Scaling,
     Steps,
 )
-from deepmd_muon.setting import setting, setting_like
+from deepmd_muon.optim.words import understand_words
+from deepmd_muon.setting import InvalidSettingError, setting, setting_like
 
 
+@understand_words
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MuonConfig(MuonSettings, Buildable):
+class MuonConfig(MuonSettings, MuonBuildable):
     """Settings of a plain Muon with AdamW for the rest, in the field's words; it is built as a `HybridMuon`.
 
     The defaults are those of the literature: Keller Jordan's five steps, no damping, two-dimensional weights only, and
@@ -60,6 +62,7 @@ class MuonConfig(MuonSettings, Buildable):
     )
 
 
+@understand_words
 @dataclasses.dataclass(frozen=True)
 class AdamConfig(Buildable):
     """Settings of `torch.optim.Adam` with DeePMD's key names; the decay is an L2 term in the gradient."""
@@ -71,6 +74,7 @@ class AdamConfig(Buildable):
     adam_implementation: AdamImplementation = setting("fused", doc="torch's implementation of the step.")
 
 
+@understand_words
 @dataclasses.dataclass(frozen=True)
 class AdamWConfig(AdamConfig):
     """Settings of `torch.optim.AdamW` with DeePMD's key names; the decay is decoupled."""
@@ -79,10 +83,35 @@ class AdamWConfig(AdamConfig):
     weight_decay: float = setting(0.0, minimum=0.0, doc="Decoupled weight decay λ: p ← p (1 − lr λ).")
 
 
-OptimizerConfig = HybridMuonConfig | MuonConfig | AdamConfig | AdamWConfig
-OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
+# By the value of the key `type` in the section `optimizer`; `register_optimizer` adds to it.
+OPTIMIZERS: dict[str, type[Buildable]] = {
     "HybridMuon": HybridMuonConfig,
     "Muon": MuonConfig,
     "Adam": AdamConfig,
     "AdamW": AdamWConfig,
 }
+
+
+def register_optimizer(name: str, settings: type[Buildable]) -> None:
+    """Make an optimizer available as section `optimizer` of type `name`; registering a class again replaces it.
+
+    Parameters
+    ----------
+    name
+        Value of the key `type`.
+    settings
+        Frozen dataclass derived from `deepmd_muon.optim.Buildable`, with fields declared by
+        `deepmd_muon.setting.setting`. Its method `build` is that of `OptimizerSettings`, and gives the optimizer
+        ``model.named_parameters()``.
+
+    Raises
+    ------
+    InvalidSettingError
+        When the name is another class's, or the class is no such dataclass.
+    """
+    before = OPTIMIZERS.get(name)
+    if before is not None and (before.__module__, before.__qualname__) != (settings.__module__, settings.__qualname__):
+        raise InvalidSettingError(f"register_optimizer: {name!r} is the name of {before.__qualname__}; choose another")
+    if not dataclasses.is_dataclass(settings) or not issubclass(settings, Buildable):
+        raise InvalidSettingError(f"register_optimizer: {settings!r} must be a dataclass derived from Buildable")
+    OPTIMIZERS[name] = settings

@@ -12,18 +12,20 @@ import torch
 from torch import nn
 
 from deepmd_muon.model.branches import Branches, all_names
+from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.other_configs import MuonConfig, OptimizerConfig
+from deepmd_muon.optim.other_configs import MuonConfig
+from deepmd_muon.setting import InvalidSettingError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Settings that are patterns on names of parameters; those of `splits` begin with one, and are taken as they are.
-_PATTERNS = ("adam_patterns", "adamw_patterns", "expert_patterns", "local_patterns")
+_PATTERNS = ("adam_patterns", "adamw_patterns", "muon_patterns", "expert_patterns", "local_patterns")
 
 
 def build_optimizer(
-    config: OptimizerConfig,
+    config: Buildable,
     model: nn.Module,
     lr: float,
     *,
@@ -39,7 +41,13 @@ def build_optimizer(
     which takes weights as stored. A parameter that several branches share has the name of each for patterns.
     """
     if not isinstance(config, HybridMuonConfig | MuonConfig):
-        return config.build(model, lr, replicas if state_in_parts else None)
+        optimizer = config.build(model, lr, replicas if state_in_parts else None)
+        if not all("param_names" in group for group in optimizer.param_groups):
+            raise InvalidSettingError(
+                f"optimizer: {type(config).__name__}.build made {type(optimizer).__name__} without names of "
+                "parameters, which checkpoints need; give it model.named_parameters()"
+            )
+        return optimizer
     if isinstance(config, HybridMuonConfig) and isinstance(model, Branches):
         found: dict[str, Any] = {key: _for_any_name(getattr(config, key), model) for key in _PATTERNS}
         config = dataclasses.replace(config, **found)

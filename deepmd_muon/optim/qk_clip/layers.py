@@ -124,7 +124,10 @@ class FusedQKV:
         return [*queries, HeadRows(self.weight, "key", count, key, group * query, stride)]
 
     def _head_sizes(self, length: int, parts: tuple[int, ...], heads: int, key_heads: int) -> tuple[int, int]:
-        """Return the rows of a query head and of a key head in q | k | v of a length, split into these parts."""
+        """Return the rows of a query head and of a key head in q | k | v of a length, split into these parts.
+
+        Parts may be q, k and v, or heads, or divide equal heads further.
+        """
         if len(parts) <= 1:
             query = key = _per_head(self, self.weight, length, heads + 2 * key_heads)
         elif len(parts) == 3:
@@ -133,6 +136,10 @@ class FusedQKV:
                 _per_head(self, self.weight, parts[1], key_heads),
             )
         else:
+            size, left = divmod(length, heads + 2 * key_heads)
+            ends = {0, *itertools.accumulate(parts)}
+            if not left and ends >= {*range(0, (heads + key_heads + 1) * size, size)}:
+                return size, size  # parts within heads, such as those with and without position
             query, key, value = parts[0], parts[min(heads, len(parts) - 1)], parts[-1]
             if parts != (query,) * heads + (key,) * key_heads + (value,) * key_heads:
                 raise QKClipError(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import (
-    RENAMED_SETTINGS,
     DeePMDSettings,
     FurtherSettings,
     HybridMuonConfig,
@@ -25,6 +24,7 @@ from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
 from deepmd_muon.optim.routing.rules import RouteTable, RoutingRules
 from deepmd_muon.optim.rules.registry import unknown_rules, unknown_rules_problem
+from deepmd_muon.optim.words import WORDS, nearest, translated
 from deepmd_muon.setting import check_settings, setting, setting_like
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -89,7 +89,7 @@ OF_ALL_GROUPS = {"on_route_change", "on_nonfinite", "offload", "sharded"}
 _SCHEDULES = ("schedule", "large_schedule")
 _OTHER_FORM = {"adam_beta1", "adam_beta2", *_SCHEDULES}
 _FIELDS = [f for f in dataclasses.fields(HybridMuonConfig) if f.name not in OF_ALL_GROUPS | _OTHER_FORM]
-LISTS = tuple(field.name for field in _FIELDS if isinstance(field.default, tuple))
+LISTS = tuple(field.name for field in _FIELDS if isinstance(field.default, tuple) or field.name == "conv_patterns")
 PATTERNS = tuple(key for key in LISTS if key != "rules")
 _PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in LISTS)
 # Keys that torch's schedulers add to groups.
@@ -100,6 +100,7 @@ SCHEDULED_SETTINGS = (
 )
 # Other keys of a new group: parameters, a label for loggers, those of schedulers, and those of a copied group.
 _MORE_KEYS = ("params", "param_names", "name", *SCHEDULER_KEYS, "constructed")
+_KNOWN_KEYS = {*(field.name for field in dataclasses.fields(GroupArguments)), *_MORE_KEYS, *RouteTable(()).manifest()}
 # The settings of a group as its dict stores them; comparing these is faster than comparing dataclasses.
 raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS))
 
@@ -143,15 +144,42 @@ def checked_arguments(kind: type[Checked], given: Mapping[str, Any], problems: S
     return arguments
 
 
+def words_of_group(group: Any, defaults: Mapping[str, Any]) -> Any:
+    """Return a new parameter group with other optimizers' words translated; anything else than a dict as it is.
+
+    Raises
+    ------
+    InvalidSettingError
+        Naming every word that cannot be translated, and every setting that is of a wrong type or out of its range.
+    """
+    if not isinstance(group, dict):
+        return group  # torch names the problem
+    try:
+        new = translated(group, {*defaults, *_MORE_KEYS})
+    except InvalidSettingError as error:
+        problems = list(error.problems)
+        try:
+            known = {key: group[key] for key in group.keys() & defaults.keys()}
+            check_group({"params": (), **defaults, **known}, defaults)
+        except InvalidSettingError as values:
+            problems += values.problems
+        raise InvalidSettingError(f"HybridMuon: {'; '.join(problems)}", problems) from None
+    if new.get("differentiable") is False:  # a key of torch's groups
+        del new["differentiable"]
+    return new if new.keys() != group.keys() else group
+
+
+def own_keys(group: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a group that are the user's own: neither settings nor words nor what the optimizer keeps."""
+    return group.keys() - _KNOWN_KEYS - WORDS
+
+
 def _unknown_keys(group: Mapping[str, Any], defaults: Collection[str]) -> list[str]:
-    """Return a problem for the keys of a parameter group that no code reads."""
-    known = {*defaults, *_MORE_KEYS, *RouteTable(()).manifest()}
-    unknown = [key for key in group if key not in known]
-    problems = [f"{key} is now {RENAMED_SETTINGS[key]}" for key in unknown if key in RENAMED_SETTINGS]
-    if others := ", ".join(repr(key) for key in unknown if key not in RENAMED_SETTINGS):
-        problems.append(
-            f"{others}: unknown in a parameter group; known are {', '.join(sorted(('params', 'name', *defaults)))}"
-        )
+    """Return a problem for each key of a parameter group that is a misspelled setting; others are the user's own."""
+    settings = ("params", *defaults)
+    misspelled = {key: near for key in sorted(own_keys(group)) if (near := nearest(str(key), settings))}
+    problems = [f"{key!r}: unknown in a parameter group; did you mean {near!r}?" for key, near in misspelled.items()]
+    problems += [f"{key}: holds for all groups; give it to HybridMuon" for key in sorted(OF_ALL_GROUPS & group.keys())]
     return problems
 
 
@@ -179,7 +207,7 @@ def group_defaults(given: GroupArguments) -> dict[str, Any]:
     values = vars(given)
     return {
         **{key: values[key] for key in ("lr", "maximize", "foreach", "capturable", *_PLAIN_SETTINGS)},
-        **{key: list(values[key]) for key in LISTS},
+        **{key: x if (x := values[key]) is None else list(x) for key in LISTS},
         "adam_betas": tuple(given.adam_betas),
         **{key: [list(s) for s in x] if isinstance(x := values[key], tuple) else x for key in _SCHEDULES},
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from deepmd_muon.optim.errors import InvalidShapeError
 from deepmd_muon.optim.routing.rules import canonical_name, leaf_name
 from deepmd_muon.optim.routing.views import effective_shape
 
@@ -63,3 +65,36 @@ def _added(module: nn.Module) -> Iterator[Tensor]:
     for name, p in module.named_parameters(recurse=False):
         if (p.ndim > 2 and p.shape[0] == 1) or _ADDED.match(leaf_name(name)):
             yield p
+
+
+def convolutions(model: nn.Module) -> dict[str, int]:
+    """Return the weights of a model's convolution modules by canonical name, each with its number of groups."""
+    groups: dict[Tensor, int] = {}
+    for module in model.modules():
+        if isinstance(module, nn.modules.conv._ConvNd):
+            groups[module.weight] = module.groups
+    return {canonical_name(name): groups[p] for name, p in model.named_parameters() if p in groups}
+
+
+def declared_splits(model: nn.Module) -> list[str]:
+    """Return the splits that modules declare, as entries of the setting `splits` on canonical names.
+
+    A module declares them in its attribute ``muon_splits``: a mapping from the names of its own parameters to what
+    stands behind the pattern in the setting, such as ``{"weight": "rows (128+64)*16"}``.
+
+    Raises
+    ------
+    InvalidShapeError
+        When a module declares a split of a parameter that it has not.
+    """
+    found: dict[Tensor, str] = {}
+    for place, module in model.named_modules():
+        for name, split in getattr(module, "muon_splits", {}).items():
+            p = getattr(module, name, None)
+            if not isinstance(p, nn.Parameter):
+                raise InvalidShapeError(
+                    f"{place or type(module).__name__}: muon_splits names {name!r}, no parameter of it"
+                )
+            found[p] = split
+    names = {p: canonical_name(name) for name, p in model.named_parameters()}
+    return [f"{glob.escape(names[p])}: {split}" for p, split in found.items()]

@@ -52,6 +52,8 @@ class Group(NamedTuple):
 
 # Stack level of the constructor's caller: the constructor's two decorators are among the frames.
 _CONSTRUCTOR = 5
+# A weight of four or more dimensions counts as a kernel up to this height and width, and from so many of them.
+_LARGEST_KERNEL, _MANY = 7, 16
 
 
 def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[Any]:
@@ -149,9 +151,10 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
         names = [canonical_name(name) for name in group.get("param_names", ())]
         deep = [name for name, p in zip(names, group["params"], strict=False) if p.ndim > 2]
         for key in PATTERNS:
-            for text in as_tuple(group[key]) if names else ():
+            for text in as_tuple(group[key]) or () if names else ():
                 pattern = FusedSplit.parse(text).pattern if key == "splits" else text
-                hit = any(fnmatchcase(name, pattern) for name in (deep if key == "expert_patterns" else names))
+                these = deep if key in ("expert_patterns", "conv_patterns") and pattern != "*" else names
+                hit = any(fnmatchcase(name, pattern) for name in these)
                 used[key, text] = used.get((key, text), number < new) or hit
     idle = [f"{key} {text!r}" for (key, text), hit in used.items() if not hit and text not in DEFAULT_ADAMW_PATTERNS]
     if idle:
@@ -160,6 +163,29 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
             f"no parameter matches {', '.join(idle)}; patterns must match a whole name, such as {example!r}",
             stacklevel=3 if new else _CONSTRUCTOR,
         )
+
+
+def warn_of_kernels(groups: Sequence[Group]) -> None:
+    """Warn of parameters that look like convolution kernels and are many small matrices."""
+    open_groups = [group for group in groups if group.values["conv_patterns"] is None]
+    found = [entry for group in open_groups for _, entry in group.routed if _looks_like_kernel(entry)]
+    if found:
+        first, view = found[0], found[0].view
+        assert view is not None
+        warnings.warn(
+            f"{first.name!r} of shape {first.shape} is seen as {view.batch} matrices of {view.rows}x{view.columns}"
+            + (f", and {len(found) - 1} more parameters like it" if len(found) > 1 else "")
+            + ". If it is the kernel of a convolution, build the optimizer from the model, "
+            "HybridMuonConfig().build(model), or name it in conv_patterns; conv_patterns=[] keeps the small matrices",
+            stacklevel=_CONSTRUCTOR,
+        )
+
+
+def _looks_like_kernel(entry: RouteEntry) -> bool:
+    view = entry.view
+    if view is None or len(entry.shape) < 4:
+        return False
+    return view.rows == view.columns <= _LARGEST_KERNEL and view.batch >= _MANY
 
 
 class Routing:

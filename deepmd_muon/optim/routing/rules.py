@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 
 from deepmd_muon.optim.config import HybridMuonConfig, MuonMode, VectorRoute
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.routing.views import FusedSplit, MatrixView, effective_shape, matrix_view
+from deepmd_muon.optim.routing.views import FusedSplit, MatrixView, effective_shape, kernel_view, matrix_view
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,11 @@ class RoutingRules:
     min_matrix_dim, vector_route
         Matrices whose smaller dimension is below this, vectors and biases take that route.
     adam_patterns, adamw_patterns
-        Shell patterns on full names, tried before every other rule.
+        Shell patterns on full names, tried before every other rule but the next.
+    muon_patterns
+        Shell patterns on full names, tried first.
+    conv_patterns
+        Shell patterns on full names of convolution kernels.
     expert_patterns
         Shell patterns on full names of parameters whose first dimension counts experts.
     splits
@@ -52,11 +56,14 @@ class RoutingRules:
     adamw_patterns: tuple[str, ...] = ()
     expert_patterns: tuple[str, ...] = ()
     splits: tuple[str, ...] = ()
+    muon_patterns: tuple[str, ...] = ()
+    conv_patterns: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, settings: HybridMuonConfig) -> RoutingRules:
         """Return the rules among the optimizer's settings."""
-        return cls(*(getattr(settings, field.name) for field in dataclasses.fields(cls)))
+        values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)}
+        return cls(**{**values, "conv_patterns": values["conv_patterns"] or ()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,41 +254,58 @@ def choose_route(
 
 
 def _matching(name: str, patterns: Sequence[str]) -> str | None:
-    """Return the first shell pattern that a name matches; an empty name matches none."""
-    return next((pattern for pattern in patterns if name and fnmatchcase(name, pattern)), None)
+    """Return the first shell pattern that a name matches; an empty name matches '*' alone."""
+    return next((pattern for pattern in patterns if pattern == "*" or (name and fnmatchcase(name, pattern))), None)
 
 
 def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> tuple[Route, MatrixView | None, str]:
     """Apply the rules in DeePMD's order; the user's own patterns come first."""
-    leaf = leaf_name(name)
-    if pattern := _matching(name, rules.adam_patterns):
-        return "adam", None, f"matches adam_patterns {pattern!r}"
-    if pattern := _matching(name, rules.adamw_patterns):
-        return "adamw", None, f"matches adamw_patterns {pattern!r}"
-    if leaf == "b" or "bias" in leaf:
-        return rules.vector_route, None, f"leaf {leaf!r} is a bias"
-    if leaf.startswith("adam_"):
-        return "adam", None, f"leaf {leaf!r} selects Adam"
-    if leaf.startswith("adamw_"):
-        return "adamw", None, f"leaf {leaf!r} selects AdamW"
+    forced = _matching(name, rules.muon_patterns)
+    if forced is None and (chosen := _by_name(name, rules)):
+        return chosen[0], None, chosen[1]
     expert = _matching(name, rules.expert_patterns) if len(shape) > 2 else None
     each = shape[1:] if expert else shape
     rank = len(effective_shape(each))
     whose = " of each expert" if expert else ""
     if rank < 2:
         return rules.vector_route, None, f"effective rank {rank}{whose}"
-    view = matrix_view(each, rules.muon_mode)
+    kernel = _matching(name, rules.conv_patterns) if len(shape) > 2 and not expert else None
+    view = kernel_view(shape) if kernel else matrix_view(each, rules.muon_mode)
+    if view is None and kernel:
+        return rules.vector_route, None, f"kernel {kernel!r} with one row or column"
+    if view is None and forced is not None:
+        view = matrix_view(each, "slice")
     if view is None:
         return "adamw", None, f"effective rank {rank}{whose} has no matrix view in mode {rules.muon_mode!r}"
     if expert:
         view = dataclasses.replace(view, batch=shape[0] * view.batch)
-    reason = f"{f'experts {expert!r}, each a ' if expert else ''}matrix in mode {rules.muon_mode!r}"
+    what = f"kernel {kernel!r} as a matrix" if kernel else f"matrix in mode {rules.muon_mode!r}"
+    reason = f"matches muon_patterns {forced!r}, " if forced is not None else ""
+    reason += f"{f'experts {expert!r}, each a ' if expert else ''}{what}"
     for split in map(FusedSplit.parse, rules.splits):
         if _matching(name, [split.pattern]):
             view = split.apply(view, name)
             reason += f", split {split.pattern!r}"
             break
-    if view.min_dim < rules.min_matrix_dim:
+    if kernel and view.min_dim == 1:
+        return rules.vector_route, None, f"kernel {kernel!r} of one channel each"
+    if view.min_dim < rules.min_matrix_dim and forced is None:
         reason = f"smaller dimension {view.min_dim} is below min_matrix_dim {rules.min_matrix_dim}"
         return rules.vector_route, None, reason
     return "muon", view, reason
+
+
+def _by_name(name: str, rules: RoutingRules) -> tuple[Route, str] | None:
+    """Return the route that a name alone decides, with the reason."""
+    leaf = leaf_name(name)
+    if pattern := _matching(name, rules.adam_patterns):
+        return "adam", f"matches adam_patterns {pattern!r}"
+    if pattern := _matching(name, rules.adamw_patterns):
+        return "adamw", f"matches adamw_patterns {pattern!r}"
+    if leaf == "b" or "bias" in leaf:
+        return rules.vector_route, f"leaf {leaf!r} is a bias"
+    if leaf.startswith("adam_"):
+        return "adam", f"leaf {leaf!r} selects Adam"
+    if leaf.startswith("adamw_"):
+        return "adamw", f"leaf {leaf!r} selects AdamW"
+    return None

@@ -11,11 +11,12 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.config import SPLIT_PATTERN, MuonMode
+from deepmd_muon.optim.config import SPLIT_PATTERN, SPLIT_SYNTAX, MuonMode
 from deepmd_muon.optim.errors import InvalidShapeError
 
 Axis = Literal["rows", "columns"]
 
+_REST = -1
 _VIEW_FORM = re.compile(r"(\d+)x(\d+)x(\d+)(?: (rows|columns) (\d+(?:\+\d+)*))?")
 
 
@@ -143,22 +144,50 @@ class MatrixView:
 
 @dataclasses.dataclass(frozen=True)
 class FusedSplit:
-    """How a fused weight is split: into `count` equal parts, or parts of the given sizes."""
+    """How a fused weight is split.
+
+    Attributes
+    ----------
+    pattern
+        Shell pattern on full names.
+    axis
+        Whether rows or columns are split.
+    sizes
+        Of the parts; −1 stands for the rest. Empty for equal parts.
+    count
+        Number of parts.
+    words
+        The sizes as the setting has them.
+    """
 
     pattern: str
     axis: Axis
     sizes: tuple[int, ...]
     count: int
+    words: str
 
     @classmethod
     def parse(cls, text: str) -> FusedSplit:
-        """Read the form of the setting `splits`, e.g. ``*.qkv.weight: rows 3`` or ``*.mlp: columns 64+32``."""
+        """Read the form of the setting `splits`, e.g. ``*.qkv.weight: rows 3`` or ``*.q_b: rows (128+64)*16+rest``.
+
+        Raises
+        ------
+        InvalidShapeError
+            When the text has another form, or 'rest' stands in it twice.
+        """
         found = re.fullmatch(SPLIT_PATTERN, text)
-        if not found:
-            raise InvalidShapeError(f"a split looks like 'PATTERN: rows 3' or 'PATTERN: columns 64+32'; found {text!r}")
-        numbers = tuple(map(int, found["sizes"].split("+")))
-        count = numbers[0] if len(numbers) == 1 else len(numbers)
-        return cls(found["pattern"], cast("Axis", found["axis"]), numbers if len(numbers) > 1 else (), count)
+        if not found or found["sizes"].count("rest") > 1:
+            once = " with one 'rest'" if found else ""
+            raise InvalidShapeError(f"a split must be {SPLIT_SYNTAX}{once}; found {text!r}")
+        words, axis = found["sizes"], cast("Axis", found["axis"])
+        if words.isdigit():
+            return cls(found["pattern"], axis, (), int(words), f"{words} equal parts")
+        sizes: list[int] = []
+        for term in re.findall(r"\([^)]*\)(?:\*\d+)?|[^+()]+", words):
+            inner, _, times = term.partition("*")
+            numbers = [_REST if number == "rest" else int(number) for number in inner.strip("()").split("+")]
+            sizes += numbers * int(times or 1)
+        return cls(found["pattern"], axis, tuple(sizes), len(sizes), words)
 
     def apply(self, view: MatrixView, name: str) -> MatrixView:
         """Return the view divided into blocks.
@@ -166,13 +195,16 @@ class FusedSplit:
         Raises
         ------
         InvalidShapeError
-            When the sizes do not add up to the dimension, or equal parts do not divide it.
+            When the sizes do not add up to the dimension, leave no rest, or equal parts do not divide it.
         """
         length = view.rows if self.axis == "rows" else view.columns
-        sizes = self.sizes or (length // max(1, self.count),) * self.count
+        left = length - sum(size for size in self.sizes if size != _REST)
+        sizes = (
+            tuple(left if size == _REST else size for size in self.sizes)
+            or (length // max(1, self.count),) * self.count
+        )
         if sum(sizes) != length or min(sizes, default=0) < 1:
-            wanted = "+".join(map(str, self.sizes)) if self.sizes else f"{self.count} equal parts"
-            raise InvalidShapeError(f"{name}: {length} {self.axis} of view {view} cannot be split into {wanted}")
+            raise InvalidShapeError(f"{name}: {length} {self.axis} of view {view} cannot be split into {self.words}")
         return dataclasses.replace(view, axis=self.axis, sizes=sizes)
 
 
@@ -198,3 +230,9 @@ def matrix_view(shape: tuple[int, ...], mode: MuonMode) -> MatrixView | None:
     if mode == "flat":
         return MatrixView(1, math.prod(effective[:-1]), effective[-1])
     return MatrixView(math.prod(effective[:-2]), effective[-2], effective[-1])
+
+
+def kernel_view(shape: tuple[int, ...]) -> MatrixView | None:
+    """Return a convolution kernel (out, in, …) as one matrix (out, in · …); None where it has one row or column."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    return MatrixView(1, rows, columns) if rows > 1 and columns > 1 else None

@@ -232,6 +232,8 @@ class Plan:
     def describe(self, *, owners: bool = False) -> str:
         """Return the plan as text: balance, bytes and collectives of every domain; with `owners` every block."""
         lines = []
+        if len(self.domains) == 1 and len(self.domains[0].ranks) == 1 and not owners:
+            return _describe_one_process(self)
         if self.settings.exchange == "reference" and self.domains:
             lines.append("exchange 'reference' gathers everything on every rank; with 'owners':")
         for number, domain in enumerate(self.domains):
@@ -242,7 +244,7 @@ class Plan:
             work = sum(sum(domain.work.values()) for domain in self.domains)
             sent = sum(sum(domain.sent(self.settings).values()) for domain in self.domains)
             lines.append(f"a step on all ranks: {work:.4g} FLOPs, {sent:.4g} bytes sent")
-        return "\n".join(lines) or "no parameter of the Muon route is sharded or replicated"
+        return "\n".join(lines) or "no matrices to orthogonalize"
 
 
 def make_plan(parameters: Sequence[PlannedParameter], settings: ShardedSettings | None = None) -> Plan:
@@ -357,6 +359,19 @@ def _domain(
     rules = tuple(dict.fromkeys(rule for i in positions for rule in parameters[i].rules))
     work_here = {rank: balance.loads[rank] - loads[rank] for rank in ranks}
     return Domain(ranks, tuple(positions), itemsize, rules, spread, tuple(jobs), count, work_here)
+
+
+def _describe_one_process(plan: Plan) -> str:
+    """Return the matrices of each shape and the FLOPs that they take, the most expensive first."""
+    flops: Counter[tuple[int, int]] = Counter()
+    count: Counter[tuple[int, int]] = Counter()
+    for p in plan.parameters:
+        for rows, columns in p.view.block_shapes:
+            count[rows, columns] += p.view.batch
+            flops[rows, columns] += p.view.batch * newton_schulz_flops(rows, columns, p.steps, gram=p.gram)
+    lines = [f"one process: {len(plan.parameters)} parameters, {sum(count.values())} matrices"]
+    lines += [f"  {count[m, n]} of {m}x{n}: {work:.4g} FLOPs" for (m, n), work in flops.most_common()]
+    return "\n".join([*lines, f"a step: {sum(flops.values()):.4g} FLOPs"])
 
 
 def _describe_domain(plan: Plan, domain: Domain) -> str:

@@ -9,9 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTransportError
-from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import is_local
 from deepmd_muon.optim.rules.registry import matrix_rules
@@ -27,7 +25,8 @@ from deepmd_muon.optim.sharded.params import (
     state_sharding,
 )
 from deepmd_muon.optim.sharded.pipeline import Pipeline, PipelineStep
-from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
+from deepmd_muon.optim.sharded.plan import make_plan
+from deepmd_muon.optim.sharded.planned import planned_parameter
 from deepmd_muon.optim.sharded.presence import ComparedParameter, GradientPresence
 from deepmd_muon.optim.sharded.process_groups import check_agreement, group_of
 from deepmd_muon.optim.sharded.reference import reference_step
@@ -36,7 +35,6 @@ from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.schema import State, complete_state
 from deepmd_muon.optim.step import RoutedParams
-from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.gradients import StepControl
 
 
@@ -92,7 +90,19 @@ class ShardedStep:
         self._here = {param.p for param in sharded_params}
         self._device = sharded_params[0].device
         self._muon = [param for param in sharded_params if param.entry.route == "muon"]
-        self.plan = make_plan([_planned(param, groups[param.group].settings) for param in self._muon], settings)
+        self.plan = make_plan(
+            [
+                planned_parameter(
+                    param.entry,
+                    param.p.dtype,
+                    groups[param.group].settings,
+                    param.layout,
+                    param.sharding.layout if param.sharding else None,
+                )
+                for param in self._muon
+            ],
+            settings,
+        )
         # Replicas that repeat the work take the single-process step, with all its fast paths, once their plans agree.
         plain = not any(isinstance(param.p, DTensor) for param in sharded_params)
         sharding = any(param.sharding is not None for param in sharded_params)
@@ -236,19 +246,3 @@ class ShardedStep:
         known = [tuple(sorted(param.layout.ranks)) for param in self._sharded_params]
         late = False if everywhere else None
         return GradientPresence(compared, known, self._device, late=late, columns=self._columns)
-
-
-def _planned(param: ShardedParameter, settings: HybridMuonConfig) -> PlannedParameter:
-    entry = param.entry
-    assert entry.view is not None
-    return PlannedParameter(
-        entry.name,
-        entry.shape,
-        entry.view,
-        param.layout,
-        itemsize=moment_dtype(param.p.dtype).itemsize,
-        rules=matrix_rules(settings),
-        steps=len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0]))),
-        gram=settings.enable_gram,
-        state_layout=param.sharding.layout if param.sharding else None,
-    )

@@ -5,6 +5,7 @@ Nothing here changes the optimizer: `load_state` returns the new state, and the 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -18,13 +19,14 @@ from torch import Tensor
 from deepmd_muon.optim.config import HybridMuonConfig, RouteChange
 from deepmd_muon.optim.dtensors import full_tensor, spec_of
 from deepmd_muon.optim.errors import ForeignStateError, InvalidSettingError, RoutingMismatchError
-from deepmd_muon.optim.routing.group_settings import SCHEDULED_SETTINGS, SCHEDULER_KEYS, group_settings
+from deepmd_muon.optim.routing.group_settings import SCHEDULED_SETTINGS, SCHEDULER_KEYS, group_settings, own_keys
 from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name
+from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name, choose_route
 from deepmd_muon.optim.rules.interface import Extent, MatrixRule
 from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, owner_of, tensors_of, unknown_rules
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit, read_deepmd_kit
 from deepmd_muon.optim.state.migrate import SavedParameter, migrate
+from deepmd_muon.optim.state.others import is_another_muon, read_another_muon
 from deepmd_muon.optim.state.schema import STATE_OF_ROUTE, known_tensors, state_tensors
 
 log = logging.getLogger(__name__)
@@ -161,23 +163,54 @@ def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: Rout
             f"not an optimizer state dict: it must hold 'state' and 'param_groups'; found keys {list(state_dict)[:5]}"
             + "; torch flattened it (flatten_optimizer_state_dict): load it by set_optimizer_state_dict" * flattened
         )
-    groups, state = state_dict["param_groups"], state_dict["state"]
+    groups, state = _with_names(state_dict["param_groups"], present), state_dict["state"]
     if all("routes" in group for group in groups):
-        return _read_own(groups, state)
+        return _read_own(groups, state, present)
     if is_deepmd_kit(groups):
         settings = [group.settings for _, _, group in _parameters(present)]
         rules = [RoutingRules(each.muon_mode, each.min_matrix_dim) for each in settings]
         return read_deepmd_kit(groups, state, routing, rules)
+    if is_another_muon(groups):
+        return read_another_muon(groups, state, routing)
     if all({"betas", "param_names"} <= group.keys() for group in groups):
         return _read_adam(groups, state, routing)
     raise ForeignStateError(
         f"the optimizer state looks like that of {_likely_optimizer(state)}: it has no routing manifest, and is not an "
-        "Adam state with names of parameters, so it cannot be loaded"
+        "Adam state with names of parameters or with as many as here in every group, so it cannot be loaded"
     )
 
 
-def _read_own(groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> dict[str, SavedParameter]:
+def _with_names(groups: Sequence[Mapping[str, Any]], present: Sequence[Group]) -> Sequence[Mapping[str, Any]]:
+    """Return saved groups with the names of the present parameters, in order, where either side has no names.
+
+    torch's optimizers load by position; it is safe where groups have equal sizes.
+    """
+    named = all("param_names" in group for group in groups) and all("param_names" in group.values for group in present)
+    by_number = all(isinstance(key, int) for group in groups for key in group["params"])
+    if named or not by_number or [len(g["params"]) for g in groups] != [len(group.routed) for group in present]:
+        return groups
+    names = [[entry.name for _, entry in group.routed] for group in present]
+    return [{**group, "param_names": own} for group, own in zip(groups, names, strict=True)]
+
+
+def _explained_by_kernels(
+    saved: RouteEntry, group: Mapping[str, Any], present: tuple[RouteEntry, Group] | None
+) -> bool:
+    """Whether a version without `conv_patterns` saved a kernel whose view is one matrix now."""
+    if "conv_patterns" in group or present is None:
+        return False
+    rules = RoutingRules.of(present[1].settings)
+    if choose_route(saved.name, saved.shape, dataclasses.replace(rules, splits=())).placement == saved.placement:
+        return False
+    before = dataclasses.replace(rules, conv_patterns=(), splits=())
+    return choose_route(saved.name, saved.shape, before).placement == saved.placement
+
+
+def _read_own(
+    groups: Sequence[Mapping[str, Any]], state: Mapping[Any, dict[str, Any]], present: Sequence[Group]
+) -> dict[str, SavedParameter]:
     """Read a state dict with a manifest; its parameter keys are numbers, or names from torch.distributed."""
+    known = {entry.name: (entry, group) for _, entry, group in _parameters(present)}
     table = RouteTable.from_manifest(groups)
     keys = [key for group in groups for key in group["params"]]
     by_name = {canonical_name(key): key for key in keys if isinstance(key, str)}
@@ -196,7 +229,8 @@ def _read_own(groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]])
             missing = {key for key, value in values.items() if isinstance(value, dict)}  # see _FLATTENED
             kept = {key: value for key, value in values.items() if key not in missing.union(_POWERS)}
             left_out = bool(missing) and entry.route != "frozen"
-            found[entry.name] = SavedParameter(entry, kept, left_out=left_out, rules=rules)
+            explained = _explained_by_kernels(entry, group, known.get(entry.name))
+            found[entry.name] = SavedParameter(entry, kept, explained, left_out=left_out, rules=rules)
     return found
 
 
@@ -235,7 +269,7 @@ def _likely_optimizer(state: Mapping[Any, Mapping[str, Any]]) -> str:
     if "exp_avg" in keys:
         return "Adam or AdamW"
     if "momentum_buffer" in keys:
-        return "SGD with momentum or a plain Muon"
+        return "SGD with momentum"
     return "another optimizer"
 
 
@@ -344,6 +378,9 @@ def restored_groups(
     InvalidSettingError
         When a saved value is out of its range.
     """
+    if is_another_muon(groups):
+        log.info("the state is another Muon's: its learning rates and settings are not taken over")
+        return [{} for _ in param_groups]
     if len(groups) != len(param_groups):
         log.info(
             "the state was saved with %d parameter groups and there are now %d: learning rates and settings are not "
@@ -368,6 +405,8 @@ def _restored(number: int, present: Mapping[str, Any], saved: Mapping[str, Any])
         # A scheduler constructed after the load starts from the present setting, not from the saved one.
         values["initial_lr"] = present.get("initial_lr", float(present["lr"]))
     values |= {key: saved[key] for key in SCHEDULED_SETTINGS if key in same and key in saved}
+    if "routes" in saved:  # not a group of another optimizer
+        values |= {key: saved[key] for key in own_keys(saved)}
     if "adam_betas" in values:
         values["adam_betas"] = tuple(values["adam_betas"])
     for key in sorted(set(present) & set(saved) - _NOT_SETTINGS):

@@ -55,7 +55,9 @@ def load_optimizer_state(
         raise CheckpointError(f"{source}: its optimizer state is empty after {done()} steps; {advice}")
     try:
         if not isinstance(optimizer, HybridMuon):
-            _load_adam_state(optimizer, state, model)
+            if not isinstance(optimizer, torch.optim.Adam):
+                _check_kind(optimizer, state)
+            _load_by_name(optimizer, state, model)
         elif is_deepmd_kit(state["param_groups"]) and "routes" not in state["param_groups"][0]:
             names = deepmd_kit_parameter_names(model)
             optimizer.load_state_dict(name_deepmd_kit_state(state, names, done()))
@@ -97,6 +99,8 @@ def read_state_part(optimizer: torch.optim.Optimizer, content: Mapping[str, Any]
         been changed otherwise, and the state is to be read whole.
     """
     saved = content.get("optimizer")
+    if not isinstance(optimizer, HybridMuon | torch.optim.Adam):
+        return False
     if not saved or len(saved["param_groups"]) != 1 or "param_names" not in saved["param_groups"][0]:
         return False
     saved = in_own_order(saved, [canonical_name(n) for each in optimizer.param_groups for n in each["param_names"]])
@@ -127,8 +131,18 @@ def _kinds(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, tuple[
     return {name: {key: (x.shape, x.dtype) for key, x in values.items()} for name, values in state.items()}
 
 
-def _load_adam_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: EnergyModel | Branches) -> None:
-    """Load torch's Adam state; its own loading is by position, so names are compared first."""
+def _check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Refuse the state of another optimizer, whose groups have other keys, for an optimizer of another package."""
+    for present, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        missing = sorted(present.keys() - saved.keys() - {"initial_lr"})
+        if missing:
+            raise ForeignStateError(
+                f"the optimizer state is not that of {type(optimizer).__name__}: its groups lack {', '.join(missing)}"
+            )
+
+
+def _load_by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: EnergyModel | Branches) -> None:
+    """Load the state of Adam or of another package's optimizer; torch's loading is by position, so names come first."""
     groups = state["param_groups"]
     if any("routes" in group for group in groups) or is_deepmd_kit(groups):
         raise ForeignStateError(f"the optimizer state is HybridMuon's, the input asks for {type(optimizer).__name__}")
@@ -146,7 +160,7 @@ def _load_adam_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any],
     key_of = dict(zip(saved, keys, strict=True))
     values = {i: state["state"][key_of[name]] for i, name in enumerate(present) if key_of[name] in state["state"]}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, state_of in values.items():
+    for i, state_of in values.items() if isinstance(optimizer, torch.optim.Adam) else ():
         for key, shape in (("step", torch.Size()), *((key, parameters[i].shape) for key in _MOMENTS)):
             found = torch.as_tensor(state_of.get(key, ())).shape
             if found != shape and (key != "step" or found.numel() != 1):

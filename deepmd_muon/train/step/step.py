@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.optim import clip_adam_grad_norm_
 from deepmd_muon.train.batches.accumulated import AccumulatedFeed
 from deepmd_muon.train.batches.batch import TrainingBatch
 from deepmd_muon.train.ema import Ema
@@ -42,6 +43,8 @@ class TrainingStep:
         Multiply float32 matrices in TF32 on the way to the gradient.
     model
         The model of the step's branch where the strategy holds several; None for the strategy's.
+    adam_max_norm
+        Largest norm of the gradients of HybridMuon's Adam routes, after `max_norm`; 0 for no limit.
     """
 
     strategy: Strategy
@@ -53,6 +56,7 @@ class TrainingStep:
     gradient: CompiledGradient | None = None
     tf32: bool = False
     model: EnergyModel | None = None
+    adam_max_norm: float = 0.0
 
     def __call__(
         self, batch: TrainingBatch | AccumulatedFeed, lr: float | Tensor, lr_fraction: float | Tensor
@@ -84,7 +88,7 @@ class TrainingStep:
                 value, metrics = self._accumulate(batch, lr_fraction)
             else:
                 value, metrics = self._differentiate(batch, lr_fraction)
-        reduced = self.strategy.reduce(value)
+        reduced = self.strategy.reduce(value, self.model)
         if self.guard.admits(reduced, lambda: ", ".join(self.strategy.ranks.gather_objects(batch.system))):
             self._clip(reduced)
             for group in self.optimizer.param_groups:
@@ -118,9 +122,11 @@ class TrainingStep:
         return torch.stack(values).mean(), {name: torch.stack([each[name] for each in found]) for name in found[0]}
 
     def _clip(self, reduced: Reduced) -> None:
-        """Scale a gradient that is longer than `max_norm` down to it."""
+        """Scale gradients that are longer than `max_norm` or `adam_max_norm` down to it."""
         if self.max_norm > 0:
             torch._foreach_mul_(reduced.gradients, (self.max_norm / (reduced.norm + 1e-6)).clamp(max=1.0))
+        if self.adam_max_norm > 0:
+            clip_adam_grad_norm_(self.optimizer, self.adam_max_norm)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
-from deepmd_muon.optim.other_configs import OptimizerConfig
+from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.ranks.ranks import Ranks
 
@@ -68,7 +68,7 @@ class Strategy(ABC):
         self.model = model
         self.stop_signal: int | None = None
 
-    def build_optimizer(self, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+    def build_optimizer(self, config: Buildable, lr: float) -> torch.optim.Optimizer:
         """Make the run's optimizer, on this rank's parts where parameters are cut."""
         return build_optimizer(config, self.model, lr, replicas=self._replicas, state_in_parts=self._state_in_parts)
 
@@ -95,13 +95,15 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def reduce(self, loss: Tensor) -> Reduced:
+    def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:
         """Combine gradients and loss of all ranks after the backward pass.
 
         Parameters
         ----------
         loss
             Of this rank's batch.
+        branch
+            The model that the step trains, where there are several.
         """
 
     @abstractmethod

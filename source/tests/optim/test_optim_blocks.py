@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from polar_oracle import oracle
 from torch import nn
 
-from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidShapeError, RoutingRules
+from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidShapeError, MuonConfig, RoutingRules
 from deepmd_muon.optim.config import update_scale
 from deepmd_muon.optim.routing.rules import choose_route
 from deepmd_muon.optim.routing.views import FusedSplit, MatrixView
@@ -48,6 +50,10 @@ def test_the_first_dimension_of_an_expert_weight_counts_experts(shape, mode, exp
         ("*.qkv: columns 3", "1x64x96 columns 32+32+32"),
         ("*.qkv: columns 64+16+16", "1x64x96 columns 64+16+16"),
         ("*.qkv: rows 2", "1x64x96 rows 32+32"),
+        ("*.qkv: columns (16+8)*4", "1x64x96 columns " + "+".join(["16+8"] * 4)),
+        ("*.qkv: columns 8*4+(3+5)*2+rest", "1x64x96 columns 8+8+8+8+3+5+3+5+48"),
+        ("*.qkv: rows rest+40", "1x64x96 rows 24+40"),
+        ("*.qkv: rows 16*4", "1x64x96 rows 16+16+16+16"),
         ("other: rows 2", "1x64x96"),
     ],
 )
@@ -66,6 +72,10 @@ def test_the_smallest_block_decides_about_min_matrix_dim():
         ("w: columns 5", r"w: 96 columns of view 1x64x96 cannot be split into 5 equal parts"),
         ("w: rows 60+5", r"w: 64 rows of view 1x64x96 cannot be split into 60\+5"),
         ("w: rows 0", "cannot be split into 0 equal parts"),
+        ("w: rows (20+12)*3", r"64 rows of view 1x64x96 cannot be split into \(20\+12\)\*3"),
+        ("w: rows 64+rest", r"cannot be split into 64\+rest"),
+        ("w: rows 0+64", r"cannot be split into 0\+64"),
+        ("w: rows rest+8+rest", "with one 'rest'; found"),
     ],
 )
 def test_splits_that_do_not_fit_are_refused_by_name(split, message):
@@ -74,8 +84,50 @@ def test_splits_that_do_not_fit_are_refused_by_name(split, message):
 
 
 def test_splits_of_another_form_are_refused():
-    with pytest.raises(ValueError, match="splits: must be of the form 'PATTERN: rows 3'"):
-        HybridMuonConfig(splits=("w = 3",))
+    for split in ("w = 3", "w: rows (3+4", "w: rows 3*", "w: rows rest*2", "w: rows ((3+4)*2)*2"):
+        with pytest.raises(ValueError, match="splits: must be of the form 'PATTERN: rows 3'"):
+            HybridMuonConfig(splits=(split,))
+
+
+class Latent(nn.Module):
+    """A query projection that knows its heads: rows with and without position."""
+
+    muon_splits: ClassVar = {"weight": "rows (4+2)*3"}
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(random(18, 8))
+
+
+@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig])
+def test_modules_declare_their_splits(config):
+    model = nn.Sequential(Latent(), nn.Linear(3, 3))
+    views = [str(entry.view) for entry in config().build(model).routing if entry.view]
+    assert views == ["1x18x8 rows 4+2+4+2+4+2", "1x3x3"]
+    own = config(splits=["0.weight: rows 3"]).build(model)  # the user's come first
+    assert str(own.routing[0].view) == "1x18x8 rows 6+6+6"
+    wrong = nn.Linear(3, 3)
+    wrong.muon_splits = {"wieght": "rows 3"}
+    with pytest.raises(InvalidShapeError, match="0: muon_splits names 'wieght', no parameter of it"):
+        config().build(nn.Sequential(wrong))
+
+
+def test_uneven_parts_restart_bitwise():
+    models = [nn.Sequential(Latent()) for _ in range(2)]
+    optimizers = [HybridMuonConfig(normuon=True).build(model, 0.1) for model in models]
+
+    def train(i, steps):
+        for step in steps:
+            models[i][0].weight.grad = random(18, 8, seed=step)
+            optimizers[i].step()
+
+    train(0, (1, 2))
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    train(0, (3, 4))
+    train(1, (3, 4))
+    assert torch.equal(models[0][0].weight, models[1][0].weight)
+    assert optimizers[1].state[models[1][0].weight]["magma_score"].shape == (6,)
 
 
 views = st.builds(

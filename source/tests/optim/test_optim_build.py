@@ -103,7 +103,8 @@ def test_a_plain_muon_takes_what_hybrid_muon_takes():
 
 @pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig, AdamConfig, AdamWConfig])
 def test_every_configuration_is_built_alike(config):
-    assert inspect.signature(config.build) == inspect.signature(OptimizerSettings.build)
+    wanted = list(inspect.signature(OptimizerSettings.build).parameters.values())
+    assert list(inspect.signature(config.build).parameters.values())[: len(wanted)] == wanted
     own = {HybridMuonConfig: 5e-4, MuonConfig: 0.02}.get(config, 1e-3)
     assert config().build(make_model()).param_groups[0]["lr"] == own
 

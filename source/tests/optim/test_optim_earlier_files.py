@@ -55,7 +55,8 @@ def test_an_earlier_state_loads_bitwise_and_steps_on():
         assert [here[key] for key in manifest] == [there[key] for key in manifest]
         added = {
             *("adam_eps", "adam_implementation", "vector_route", "large_schedule", "large_matrix_dim", "constructed"),
-            *("local_patterns", *(field.name for field in dataclasses.fields(RuleSettings))),
+            *("local_patterns", "muon_patterns", "conv_patterns"),
+            *(field.name for field in dataclasses.fields(RuleSettings)),
         }
         assert here.keys() == there.keys() | added
     set_gradients(parameters, 3)

@@ -92,7 +92,17 @@ def test_latent_attention():
     assert torch.equal(after["kv_a.weight"], before["kv_a.weight"])
 
 
-@pytest.mark.parametrize("splits", [[], ["qkv.*: rows 24+8+8"], ["qkv.*: rows 10"], ["qkv.*: columns 2"]])
+@pytest.mark.parametrize(
+    "splits",
+    [
+        [],
+        ["qkv.*: rows 24+8+8"],
+        ["qkv.*: rows 10"],
+        ["qkv.*: columns 2"],
+        ["qkv.*: rows (3+1)*8+rest"],
+        ["qkv.*: rows (1+1+2)*10"],
+    ],
+)
 def test_fused_weights_are_scaled_in_their_parts(splits):
     layer = FusedQKV("attn", "qkv.weight", HEADS, KEY_HEADS)
     params = parameters(**{"qkv.weight": (40, WIDTH), "qkv.bias": (40,)})

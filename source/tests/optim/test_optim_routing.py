@@ -91,7 +91,8 @@ def test_patterns_come_first_and_see_the_whole_name():
 
 
 def test_without_a_name_only_shapes_count():
-    assert route(None, (4, 5), adam_patterns=("*",)) == ("muon", "1x4x5")
+    assert route(None, (4, 5), adam_patterns=("a*",)) == ("muon", "1x4x5")
+    assert route(None, (4, 5), adam_patterns=("*",)) == ("adam", "")
     assert route(None, (5,)) == ("adam", "")
 
 
@@ -279,15 +280,21 @@ def test_routing_settings_of_a_group_changed_later_are_honoured(caplog):
 
 def test_unknown_keys_of_a_group_are_refused_with_the_known_ones():
     w, v = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(4))
-    bad = {"params": [("w", w)], "use_muon": True, "muon_2d_only": True, "betas": (0.9, 0.95), "momentum": 2.0}
+    bad = {"params": [("w", w)], "muon_2d_only": True, "use_muon": 2, "adamw_params": [], "momentum": 2.0}
     with pytest.raises(InvalidSettingError) as error:
         HybridMuon([bad])
     assert [problem[:30] for problem in error.value.problems] == [
         "muon_2d_only is now muon_mode:",
-        "'use_muon', 'betas': unknown i",
+        "adamw_params: give all paramet",
+        "use_muon: must be one of true,",
         "momentum: must be < 1; found 2",
     ]
-    assert all(known in str(error.value) for known in ("adam_betas", "adamw_patterns", "min_matrix_dim"))
+    with pytest.raises(
+        InvalidSettingError, match="'weight_decy': unknown in a parameter group; did you mean 'weight_decay'"
+    ):
+        HybridMuon([{"params": [("w", w)], "weight_decy": 0.1}])
+    with pytest.raises(InvalidSettingError, match="on_nonfinite: holds for all groups"):
+        HybridMuon([{"params": [("w", w)], "on_nonfinite": "skip"}])
     optimizer = HybridMuon([{"params": [("w", w)], "name": "body"}], 0.1)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 6, cycle_momentum=False)
     optimizer.add_param_group({**optimizer.param_groups[0], "params": [("v", v)], "param_names": ["v"]})

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from deepmd_muon.optim import HybridMuon
+from deepmd_muon.optim import HybridMuon, clip_adam_grad_norm_
 from deepmd_muon.optim.dtensors import full_tensor
 from deepmd_muon.optim.sharded import ShardedSettings
 
@@ -212,4 +212,23 @@ def replaced_parameters():
         torch.testing.assert_close(p, q, rtol=0, atol=1e-8)
 
 
-CASES = [("models", fsdp2_models), ("replaced parameters", replaced_parameters)]
+def clipped_adam_gradients():
+    """The norm and the gradients of one process: parameters cut by FSDP, and replicas."""
+    for way in ("fsdp", "hsdp", "ddp") if dist.get_world_size() % 2 == 0 else ("fsdp",):
+        one, first = wrapped("alone")
+        many, second = wrapped(way)
+        x = drawn(torch.Generator("cpu").manual_seed(3), (8, 6), torch.float32)
+        for model in (one, many):
+            (model(x) - x[:, :3]).square().mean().backward()
+        norms = [clip_adam_grad_norm_(optimizer, 0.01) for optimizer in (first, second)]
+        torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
+        assert norms[0] > 0.02
+        for p, q in zip(one.parameters(), many.parameters(), strict=True):
+            torch.testing.assert_close(full_tensor(q.grad), p.grad, rtol=1e-4, atol=1e-7)
+
+
+CASES = [
+    ("models", fsdp2_models),
+    ("replaced parameters", replaced_parameters),
+    ("clipped Adam gradients", clipped_adam_gradients),
+]

@@ -29,7 +29,8 @@ def rules_of_views():
     views = (
         {"muon_mode": "flat"},
         {"muon_mode": "2d", "expert_patterns": ["w0", "w1"]},
-        {"splits": ["w0: rows 2", "w1: columns 1+3+8", "w2: columns 3"]},
+        {"splits": ["w0: rows (1+2)*2+rest", "w1: columns rest+3+8", "w2: columns 1*2+rest"]},
+        {"conv_patterns": ["w0", "w1"], "splits": ["w0: rows 2"]},
     )
     small = ShardedSettings(bucket_bytes=1, slots=2, replication="spread")
     for view in views:

@@ -289,7 +289,7 @@ def test_describe_says_who_and_how_much():
     assert "collectives a step: 1 to the owners, 1 back" in text
     assert "rank 0: w block 0 (8x6), bucket 0" in text
     assert "rank 1: v block 0 (4x4), bucket 0" in text
-    assert make_plan([]).describe() == "no parameter of the Muon route is sharded or replicated"
+    assert make_plan([]).describe() == "no matrices to orthogonalize"
 
 
 def test_settings_are_checked():

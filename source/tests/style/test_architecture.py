@@ -25,6 +25,7 @@ ROOMS = (
         "optim",
         "show",
         "stability",
+        "testing",
     ),
     "train",
 )
@@ -47,6 +48,7 @@ ARROWS = {
     "optim": set(),
     "show": {"argcheck", "checkpoint_file", "data", "infer", "model", "optim", "stability", "train"},
     "stability": {"data", "dynamics", "infer"},
+    "testing": {"argcheck", "checkpoint_file", "data", "deploy", "infer", "loss", "model", "train"},
     "train": {"argcheck", "checkpoint_file", "data", "loss", "model", "optim"},
 }
 # Of other rooms, the input check may read only settings and errors, which do not import torch.

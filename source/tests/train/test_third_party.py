@@ -13,11 +13,15 @@ import torch
 from deepmd_muon import plugins
 from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.argcheck.document import reference
+from deepmd_muon.argcheck.json_schema import json_schema
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.infer import Predictor
 from deepmd_muon.loss import LossSettings, Term, register_loss
 from deepmd_muon.loss.registry import LOSSES
 from deepmd_muon.model import Described, DescriptorSettings, NeighborRequest, register_descriptor
 from deepmd_muon.model.registry import DESCRIPTORS
+from deepmd_muon.optim import Buildable, InvalidSettingError, register_optimizer
+from deepmd_muon.optim.other_configs import OPTIMIZERS
 from deepmd_muon.setting import setting
 
 
@@ -78,11 +82,34 @@ class LogCosh:
         return loss, {"mae_f": error.abs().mean().detach(), "rmse": loss.detach().sqrt()}
 
 
+@dataclasses.dataclass(frozen=True)
+class SignSettings(Buildable):
+    """Momentum of which only the signs count."""
+
+    decay: float = setting(0.9, minimum=0.0, below=1.0, doc="Decay of the momentum, β of the average.")
+
+    def build(self, model, lr=None, replicas=None):
+        return SignedMomentum(model.named_parameters(), {"lr": lr or 1e-3, "decay": self.decay})
+
+
+class SignedMomentum(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.lerp_(p.grad, 1 - group["decay"])
+                    p.sub_(momentum.sign(), alpha=group["lr"])
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _registered():
     register_descriptor("coordination", settings=CoordinationSettings, module=Coordination)
     register_loss("log_cosh", settings=LogCoshSettings, module=LogCosh)
+    register_optimizer("SignedMomentum", SignSettings)
     yield
+    del OPTIMIZERS["SignedMomentum"]
     del DESCRIPTORS._parts["coordination"]  # other tests of this process look at the package as it comes
     del LOSSES._parts["log_cosh"]
 
@@ -130,6 +157,36 @@ def test_a_loss_trains_validates_and_restarts(small_input, train, load):
     assert train(content, restart="model.ckpt-5.pt") == 0
     again = load("model.ckpt-10.pt")["model"]
     assert all(torch.equal(value, again[name]) for name, value in whole.items() if isinstance(value, torch.Tensor))
+
+
+def test_an_optimizer_trains_and_restarts(small_input, train, load):
+    content = small_input()
+    content["optimizer"] = {"type": "SignedMomentum", "decay": 0.8}
+    assert train(content) == 0
+    whole = load("model.ckpt-10.pt")
+    assert json.loads(Path("out.json").read_text())["optimizer"] == {"type": "SignedMomentum", "decay": 0.8}
+    assert {key for state in whole["optimizer"]["state"].values() for key in state} == {"momentum"}
+    assert train(content, restart="model.ckpt-5.pt") == 0
+    again = load("model.ckpt-10.pt")["model"]
+    assert all(torch.equal(x, again[name]) for name, x in whole["model"].items() if isinstance(x, torch.Tensor))
+    content["optimizer"] = {"type": "Adam"}
+    assert train(content) == 0
+    content["optimizer"] = {"type": "SignedMomentum"}
+    with pytest.raises(CheckpointError, match="is not that of SignedMomentum: its groups lack decay"):
+        train(content, restart="model.ckpt-5.pt")
+
+
+def test_an_optimizer_is_checked_and_documented_like_the_others(small_input):
+    content = small_input()
+    content["optimizer"] = {"type": "SignedMomentum", "decay": 1.0, "dekay": 1}
+    with pytest.raises(InputError) as caught:
+        normalize(content)
+    assert {problem.path for problem in caught.value.problems} == {"optimizer/decay", "optimizer/dekay"}
+    assert "Decay of the momentum, β of the average." in reference("text")
+    assert "SignedMomentum" in json.dumps(json_schema())
+    for name, settings in (("Adam", SignSettings), ("mine", SignedMomentum)):
+        with pytest.raises(InvalidSettingError, match="register_optimizer"):
+            register_optimizer(name, settings)
 
 
 def test_a_loss_is_checked_like_the_others(small_input):

@@ -18,7 +18,7 @@ from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model.statistics import descriptor_length
-from deepmd_muon.optim import RouteTable, omitted_scales
+from deepmd_muon.optim import HybridMuon, RouteTable, omitted_scales
 from deepmd_muon.train import NonFiniteError, RunError, TrainingError, trainer
 from deepmd_muon.train.checkpoint.newest import newest_checkpoint
 from deepmd_muon.train.ranks.ranks import Ranks
@@ -613,3 +613,21 @@ def test_a_sel_that_is_too_small_is_answered_with_one_that_is_not(small_input, t
     content["model"]["descriptor"]["sel"] = enough
     assert train(content) == 0
     assert "most neighbours found" not in caplog.text
+
+
+def test_the_gradients_of_the_adam_routes_are_clipped_alone(small_input, train, monkeypatch):
+    content = small_input(optimizer={"type": "HybridMuon"}, training={"adam_gradient_max_norm": 1e-3})
+    norms = {"muon": [], "adam": []}
+    step = HybridMuon.step
+
+    def spy(self, *given, **named):
+        for route, found in norms.items():
+            grads = [p.grad for p, entry, _ in self.routed_parameters() if entry.route == route]
+            found.append(torch.nn.utils.get_total_norm(grads).item())
+        return step(self, *given, **named)
+
+    monkeypatch.setattr(HybridMuon, "step", spy)
+    train(content)
+    assert len(norms["adam"]) == 10
+    assert max(norms["adam"]) <= 1e-3 * (1 + 1e-6)
+    assert min(norms["muon"]) > 2e-3

@@ -1,0 +1,83 @@
+"""Gradient clipping that suits Muon: by the norm of the gradients of the Adam routes alone.
+
+The size of a Muon update does not depend on the size of its gradient. In the norm of all gradients those of large
+matrices dominate: clipping by it shortens the steps of the Adam routes when a matrix has a long gradient.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.dtensors import local_of, spec_of
+from deepmd_muon.optim.hybrid_muon import HybridMuon
+
+_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+@torch.no_grad()
+def clip_adam_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+    """Scale the gradients of the Adam and AdamW routes in place so that their norm is at most `max_norm`.
+
+    Call it where ``torch.nn.utils.clip_grad_norm_`` stands, after the backward pass and, with a gradient scaler, after
+    ``scaler.unscale_``. The host reads nothing, so that a captured step may contain it.
+
+    Parameters
+    ----------
+    optimizer
+        A `HybridMuon`, whose Muon route is left alone. Of another optimizer all gradients count and are scaled.
+    max_norm
+        Largest Euclidean norm.
+
+    Returns
+    -------
+    Tensor
+        The norm before, a scalar; 0 without gradients. On several ranks all must call this together. They get the same
+        norm, except for plain parameters of `local_patterns`: each rank measures and scales its own by themselves, and
+        they do not count in the result.
+    """
+    shared, local = [], []
+    for p, is_own in _adam_parameters(optimizer):
+        if p.grad is not None:
+            (local if is_own else shared).append(p.grad)
+    if local:
+        _scale(local, _norm(local), max_norm)
+    if not shared:
+        return torch.zeros(())
+    norm = _norm(shared)
+    _scale(shared, norm, max_norm)
+    return norm
+
+
+def _adam_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, bool]]:
+    """Return the parameters of the Adam routes, and whether each belongs to this rank alone."""
+    if not isinstance(optimizer, HybridMuon):
+        return [(p, False) for group in optimizer.param_groups for p in group["params"]]
+    return [(p, own) for p, entry, own in optimizer.routed_parameters() if entry.route in ("adam", "adamw")]
+
+
+def _norm(grads: Sequence[Tensor]) -> Tensor:
+    """Return the norm of gradients, those of DTensors over all their elements."""
+    by_layout: dict[Hashable, list[Tensor]] = defaultdict(list)
+    for g in grads:
+        spec: Any = spec_of(g)
+        by_layout[None if spec is None else (spec.mesh, spec.placements)].append(g)
+    norms = []
+    for alike in by_layout.values():
+        norm: Any = torch.nn.utils.get_total_norm(alike)
+        norms.append(norm.full_tensor() if spec_of(norm) is not None else norm)
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+def _scale(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Multiply gradients of any device by what brings their norm down to `max_norm`, or by 1."""
+    factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for g in map(local_of, grads):
+        by_device[g.device].append(g)
+    for device, alike in by_device.items():
+        torch._foreach_mul_(alike, factor.to(device, non_blocking=True))

@@ -1,0 +1,145 @@
+"""Convolution kernels as matrices (out, in times kernel): routes, steps, states of before, restart."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from deepmd_muon.optim import HybridMuon, HybridMuonConfig, MuonConfig
+
+PLAIN = {"magma_muon": False, "scaling": "none", "weight_decay": 0.0, "nesterov": False}
+
+
+class ConvNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.grouped = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.pointwise = nn.Conv2d(8, 6, 1)
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2)
+        self.line = nn.Conv1d(4, 5, 3)
+        self.volume = nn.Conv3d(2, 4, 2)
+        self.fc = nn.Linear(5, 2)
+
+    def forward(self, x):
+        x = torch.tanh(self.pointwise(self.depthwise(self.grouped(self.stem(x)))))
+        x = self.line(self.up(x).mean(3)).mean(2)
+        return self.fc(x) + self.volume.weight.sum()
+
+
+def train(model, optimizer, steps=2, start=0):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return ConvNet()
+
+
+@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig])
+def test_build_finds_the_convolutions_of_a_model(config):
+    routing = config().build(make()).routing
+    weights = {entry.name.split(".")[0]: entry.placement for entry in routing if entry.name.endswith("weight")}
+    assert weights == {
+        "stem": "muon 1x8x27",
+        "grouped": "muon 1x8x36 rows 4+4",
+        "depthwise": "adam" if config is HybridMuonConfig else "adamw",
+        "pointwise": "muon 1x6x8",
+        "up": "muon 1x6x16",
+        "line": "muon 1x5x12",
+        "volume": "muon 1x4x16",
+        "fc": "muon 1x2x5",
+    }
+
+
+def test_a_kernel_steps_along_the_polar_factor_of_its_matrix():
+    model = make()
+    optimizer = HybridMuonConfig(**PLAIN, precision="float64", schedule=[(1.875, -1.25, 0.375)] * 40).build(model, 0.1)
+    before = copy.deepcopy(model)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    for name, parts in (("stem", 1), ("grouped", 2), ("pointwise", 1), ("up", 1), ("line", 1)):
+        p, old = getattr(model, name).weight, getattr(before, name).weight
+        gradient = p.grad.flatten(1).double()
+        polar = []
+        for block in gradient.chunk(parts):
+            u, _, v = torch.linalg.svd(block, full_matrices=False)
+            polar.append(u @ v)
+        expected = old.double() - 0.1 * torch.cat(polar).view(p.shape)
+        torch.testing.assert_close(p.double(), expected, atol=1e-4, rtol=0)
+
+
+def test_the_view_can_be_declined_or_chosen_by_name():
+    model = make()
+    found = {e.name: e.placement for e in HybridMuonConfig(conv_patterns=[]).build(model).routing}
+    assert (found["stem.weight"], found["line.weight"]) == ("muon 24x3x3", "muon 5x4x3")
+    assert {e.route for e in MuonConfig(conv_patterns=[]).build(model).routing if "stem" in e.name} == {"adamw"}
+    named = HybridMuon(model.named_parameters(), conv_patterns=["*"]).routing
+    assert {e.name: str(e.view) for e in named if e.name in ("stem.weight", "fc.weight")} == {
+        "stem.weight": "1x8x27",
+        "fc.weight": "1x2x5",
+    }
+
+
+def test_kernels_that_become_many_small_matrices_are_warned_about():
+    model = nn.Conv2d(16, 16, 3)
+    with pytest.warns(UserWarning, match=r"'weight' of shape \(16, 16, 3, 3\) is seen as 256 matrices of 3x3"):
+        HybridMuon(model.named_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HybridMuon(model.named_parameters(), conv_patterns=[])
+
+
+def test_training_goes_on_bitwise_from_a_state_dict():
+    model, twin = make(), make(1)
+    optimizer = HybridMuonConfig(normuon=True).build(model, 0.02)
+    train(model, optimizer)
+    twin.load_state_dict(model.state_dict())
+    other = HybridMuonConfig(normuon=True).build(twin, 0.02)
+    other.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 2, 5)
+    train(twin, other, 2, 5)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig])
+def test_states_of_before_the_view_are_migrated_under_every_policy(config, caplog):
+    model = make()
+    first = config(conv_patterns=[]).build(model)
+    train(model, first)
+    saved = copy.deepcopy(first.state_dict())
+    for group in saved["param_groups"]:
+        del group["conv_patterns"]  # the key of the version that brought the view
+    then = config(on_route_change="error").build(model)
+    then.load_state_dict(saved)
+    p = model.stem.weight
+    if config is HybridMuonConfig:
+        assert torch.equal(then.state[p]["momentum_buffer"], first.state[p]["momentum_buffer"])
+        score = first.state[p]["magma_score"].double().mean()
+        torch.testing.assert_close(then.state[p]["magma_score"].double(), score.view(1), atol=1e-6, rtol=0)
+    else:  # three dimensions in mode '2d' took AdamW
+        expected = first.state[p]["exp_avg"] / (1 - 0.9**2)
+        assert torch.equal(then.state[p]["momentum_buffer"], expected)
+    assert "stem.weight" in caplog.text
+    train(model, then)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_memory_formats_take_the_same_step(channels_last):
+    model, twin = make(), make()
+    if channels_last:
+        twin.stem.weight.data = twin.stem.weight.data.contiguous(memory_format=torch.channels_last)
+    for each in (model, twin):
+        train(each, HybridMuonConfig().build(each, 0.02), 3)
+    torch.testing.assert_close(model.stem.weight, twin.stem.weight, atol=1e-5, rtol=1e-5)
