@@ -61,7 +61,7 @@ def _data(folder):
     return read(folder / "data.xyz", ":")
 
 
-@pytest.mark.parametrize("stage", ["labels", "training", "check"])
+@pytest.mark.parametrize("stage", ["labels", "training", pytest.param("check", marks=pytest.mark.slow)])
 def test_a_command_that_was_killed_goes_on(copper, explore, monkeypatch, stage):
     from deepmd_muon.explore import labelling, loop, training
 
@@ -156,6 +156,7 @@ def test_labels_that_were_made_outlive_a_labeller_that_fails(copper, explore, ca
     assert all("did not converge" in line for line in failed)
 
 
+@pytest.mark.slow
 def test_several_models_choose_by_deviation_and_are_all_trained(copper, explore, trained):
     content = json.loads((copper / "input.json").read_text())
     content["model"]["fitting_net"]["seed"] = 5
