@@ -33,18 +33,27 @@ MOST_COMPILED = 8
 
 
 def differentiate(
-    model: EnergyModel, loss: Loss, batch: TrainingBatch, lr_fraction: float | Tensor, *, sharded: bool = False
+    model: EnergyModel,
+    loss: Loss,
+    batch: TrainingBatch,
+    lr_fraction: float | Tensor,
+    *,
+    sharded: bool = False,
+    trained: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and metrics of a batch, the gradients in the parameters' `grad`.
 
     Edges are leaves of the graph as well (`describe_by_autograd`); their second derivatives are not computed unless the
-    model is `sharded`, when other tensors stand for its parameters.
+    model is `sharded`, when other tensors stand for its parameters. `trained` spares a walk through the modules for the
+    parameters that have gradients.
     """
     structures = batch.structures
     prediction = model(structures, force=loss.needs_force, virial=loss.needs_virial)
     mask = batch.counted(model.counted)
     value, metrics = loss(batch.compared(prediction), batch.labels, lr_fraction, structures.natoms, mask)
-    value.backward(inputs=None if sharded else [p for p in model.parameters() if p.requires_grad] or None)
+    if trained is None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+    value.backward(inputs=None if sharded else trained or None)
     return value.detach(), metrics
 
 
