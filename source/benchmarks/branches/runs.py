@@ -27,8 +27,8 @@ def single_input(systems: Sequence[str], *, steps: int, seed: int, start_lr: flo
     content: dict[str, Any] = json.loads((EXAMPLE / "input.json").read_text())
     content["model"]["descriptor"] |= {"seed": seed, "sel": [12, 24]}  # every atom of twelve molecules
     content["model"]["fitting_net"]["seed"] = seed
-    content["loss"] |= {"start_pref_v": 0.0, "limit_pref_v": 0.0}
     content["learning_rate"]["stop_lr"] = 1e-6  # whatever the example has: published figures were measured with it
+    content["loss"] |= {"start_pref_v": 0.0, "limit_pref_v": 0.0}
     if start_lr is not None:
         content["learning_rate"]["start_lr"] = start_lr
     training = {"training_data": {"systems": [*systems], "batch_size": BATCH}, "numb_steps": steps, "seed": seed}
