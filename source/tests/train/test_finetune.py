@@ -10,8 +10,9 @@ from finetune_data import FIXTURE, PREFIX, TABLE, an_input, write_files, write_i
 from deepmd_muon.argcheck import load
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
-from deepmd_muon.model import ForeignModelError, ModelError, build_model
+from deepmd_muon.model import ModelError, build_model
 from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit, to_deepmd_kit
+from deepmd_muon.model.errors import BranchError
 from deepmd_muon.model.nn.type_embedding import identity
 from deepmd_muon.model.type_map import TypeMove, move_weights
 from deepmd_muon.section import thaw
@@ -192,9 +193,9 @@ def test_branches_and_their_refusals():
     state = FIXTURE["branches"]
     assert list(branches_of(state))[:2] == ["water", "metal"]
     for branch in (None, "steel"):
-        with pytest.raises(ForeignModelError, match="water, metal"):
+        with pytest.raises(BranchError, match="water, metal"):
             from_deepmd_kit(state, branch)
-    with pytest.raises(ForeignModelError, match="single"):
+    with pytest.raises(BranchError, match="single"):
         from_deepmd_kit(FIXTURE["finetuned"]["named"], "water")
 
 
