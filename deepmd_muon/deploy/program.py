@@ -21,7 +21,7 @@ from deepmd_muon.model.short_range import edge_slope
 
 
 class Sums(NamedTuple):
-    """What centres add up to.
+    """The sums over centres.
 
     Attributes
     ----------

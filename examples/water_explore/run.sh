@@ -3,6 +3,6 @@
 # A second call goes on where the first one was stopped.
 set -e
 cd "$(dirname "$0")"
-test -e rounds || dp --pt train train.json --restart auto
-dp --pt check model.ckpt.pt --train-data train.json || echo "the check fails: go on with dp explore"
+test -e model.ckpt.pt || dp --pt train input.json
+dp --pt check model.ckpt.pt --train-data input.json || echo "the check fails: go on with dp explore"
 dp explore explore.json

@@ -51,10 +51,23 @@ class TrainingBatch:
         return float(self.atoms[np.logical_and.reduce([self.present[name] for name in needed])].sum())
 
     def compared(self, prediction: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what labels are compared with: without frames that only fill a shape up, which come last."""
+        """Return the predictions to compare with labels: without the last frames, which only fill a shape up."""
         if self.mask is None or len(self.mask) == self.structures.nframes:
             return prediction
         return {name: values[: len(self.mask)] for name, values in prediction.items()}
+
+    def counted(self, types: Tensor | None) -> Tensor | None:
+        """Return which atoms count in the loss `(nframes, natoms)`, as in deepmd-kit: real ones of types with energy.
+
+        Parameters
+        ----------
+        types
+            `EnergyModel.counted`.
+        """
+        if types is None:
+            return self.mask
+        atype = self.structures.atype if self.mask is None else self.structures.atype[: len(self.mask)]
+        return (atype >= 0) & (types[atype.clamp(min=0)] > 0.0)
 
 
 def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:

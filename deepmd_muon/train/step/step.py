@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -103,9 +104,19 @@ class TrainingStep:
         if self.gradient is not None:
             return self.gradient(batch, lr_fraction)
         sharded = self.strategy.cuts_parameters
+        trained = None if sharded else self._trained
+        return differentiate(self._model, self.loss, batch, lr_fraction, sharded=sharded, trained=trained)
+
+    @property
+    def _model(self) -> EnergyModel:
         model = self.model or self.strategy.model
         assert isinstance(model, EnergyModel)
-        return differentiate(model, self.loss, batch, lr_fraction, sharded=sharded)
+        return model
+
+    @functools.cached_property
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """The parameters with gradients; a walk through the modules would take a hundredth of a small step."""
+        return [p for p in self._model.parameters() if p.requires_grad]
 
     def _accumulate(self, feed: AccumulatedFeed, lr_fraction: float | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss and all metrics of several batches, the means of their gradients in `grad`."""

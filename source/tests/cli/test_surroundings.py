@@ -1,6 +1,7 @@
 """What surrounds a command: the number of threads, ranks, and the current folder."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -56,6 +57,8 @@ def test_a_folder_whose_name_is_no_utf8(tmp_path, monkeypatch, capfd):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
     folder.mkdir()
     monkeypatch.chdir(folder)
+    # What pytest captures of a log passes between its processes in UTF-8.
+    monkeypatch.setattr(logging.getLogger("deepmd_muon"), "propagate", False)
     shutil.copytree(EXAMPLE / "data/valid", "data")
     content = json.loads((EXAMPLE / "input.json").read_text())
     content["training"] |= {"training_data": {"systems": ["data/*"], "batch_size": 1}, "numb_steps": 1}
