@@ -257,3 +257,20 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         os.close(handle)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     return os.fdopen(handle, "rb")
+
+
+def regular_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a regular file.
+
+    Raises
+    ------
+    OSError
+        When it cannot be read, is no regular file or no UTF-8.
+    """
+    with open_regular(path) as file:
+        try:
+            return file.read().decode()
+        except UnicodeDecodeError as error:
+            raise OSError(
+                errno.EINVAL, f"no text in UTF-8 ({error.reason} at byte {error.start})", str(path)
+            ) from error

@@ -6,12 +6,12 @@ import dataclasses
 import json
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal
 
 from deepmd_muon.argcheck.json_schema import json_schema
 from deepmd_muon.argcheck.legacy import OLDER_SPELLINGS
-from deepmd_muon.argcheck.schema import Key, foreign_of, tree
+from deepmd_muon.argcheck.schema import Key, foreign_of, summary, tree
 from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import Setting, describe
@@ -75,10 +75,20 @@ def reference(format: Format = "rst") -> str:
     ValueError
         When the format is none of these.
     """
+    return _written(_document(), format)
+
+
+def reference_of(section: type, title: str, format: Format = "rst") -> str:
+    """Return the reference of another command's input, whose root is the dataclass `section`."""
+    blocks = [_Heading(1, title), _Paragraph(summary(section)), *_entries_of(tree(section), (), 1)]
+    return _written(blocks, format)
+
+
+def _written(blocks_of: Iterable[_Block], format: Format) -> str:
     writers: dict[str, Callable[[_Block], str]] = {"rst": _rst, "md": _markdown, "text": _text}
     if format not in writers:
         raise ValueError(f"format must be one of {', '.join(writers)}; found {format!r}")
-    blocks = [writers[format](block) for block in _document()]
+    blocks = [writers[format](block) for block in blocks_of]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(blocks)).strip("\n") + "\n"
 
 

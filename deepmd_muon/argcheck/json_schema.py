@@ -37,6 +37,12 @@ def json_schema() -> dict[str, Any]:
     }
 
 
+def json_schema_of(section: type, title: str) -> dict[str, Any]:
+    """Return the JSON Schema of another command's input, whose root is the dataclass `section`."""
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, "description": summary(section)}
+    return head | _object(tree(section), {"$schema": {"type": "string"}})
+
+
 def _several_models(extra: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of an input of several models."""
     schema = _object(tree(MultiTaskSettings), extra)

@@ -18,6 +18,7 @@ References = Mapping[str, Mapping[str, Shared]]
 # Keys that an input of one model has in other places, and their counterparts.
 _OF_ONE_MODEL = {
     "loss": "loss_dict",
+    "replay": "training/data_dict/<branch>",
     "training/training_data": "training/data_dict/<branch>/training_data",
     "training/validation_data": "training/data_dict/<branch>/validation_data",
     "training/stat_file": "training/data_dict/<branch>/stat_file",

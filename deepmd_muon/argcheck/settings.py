@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from deepmd_muon.argcheck.learning_rate import CosineSettings, ExpSettings, LearningRateSettings, WSDSettings
+from deepmd_muon.argcheck.replay_settings import ReplaySettings
 from deepmd_muon.argcheck.training import BranchDataSettings, MultiTaskTrainingSettings, TrainingSettings
 from deepmd_muon.argcheck.validating import ValidatingSettings
 from deepmd_muon.loss.ener.settings import EnerLossSettings
@@ -56,6 +57,9 @@ class Settings(Section):
     training: TrainingSettings = section(doc="Data, length and outputs of the run.")
     validating: ValidatingSettings = section(
         ValidatingSettings(), doc="Passes over all validation data during training."
+    )
+    replay: ReplaySettings = section(
+        ReplaySettings(), doc="Fine-tuning with `--finetune FILE --replay DATA|pseudo`; other runs ignore it."
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

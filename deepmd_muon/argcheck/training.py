@@ -129,11 +129,12 @@ class ValidationDataSettings(TrainingDataSettings):
         minimum=1,
         maximum=1_000_000,
         alias=("numb_batch",),
-        pattern="all",
-        forms='a whole number or "all"',
+        pattern="all|sample",
+        forms='a whole number, "all" or "sample"',
         doc=(
             "Batches that the shown validation errors are averaged over, those of all processes together; 'all' takes "
-            "every frame once."
+            "every frame once, 'sample' the same frames each time, spread evenly over the systems: all up to a third "
+            "of disp_freq (at least 10), else so many."
         ),
     )
 
@@ -366,6 +367,12 @@ def _some_probability(model_prob: Mapping[str, float] | None) -> str | None:
     return None
 
 
+def _known_branch(export_branch: str | None, data_dict: Mapping[str, BranchDataSettings]) -> str | None:
+    if export_branch is not None and export_branch not in data_dict:
+        return f"must be one of the branches {', '.join(data_dict)}; found {export_branch!r}"
+    return None
+
+
 def _whole_parameters(zero_stage: int) -> str | None:
     if zero_stage > 1:
         return f"must be 0 or 1 where several models share parts; found {zero_stage}"
@@ -393,10 +400,25 @@ class MultiTaskTrainingSettings(RunSettings):
             "Excludes numb_steps and model_prob."
         ),
     )
+    stratified: bool = setting(
+        False,
+        doc=(
+            "Let the processes of one step train different branches, each about as many as its probability says, "
+            "instead of one branch a step. A part is trained by the mean gradient of the processes whose branch has it."
+        ),
+    )
+    export_branch: str | None = setting(
+        None,
+        doc=(
+            "Branch whose model is also written alone when the run ends, as SAVE_CKPT.BRANCH.pt: a checkpoint of one "
+            "model, without optimizer state."
+        ),
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("numb_steps", "num_epoch_dict", "model_prob"), _one_length_of_branches),
         Rule(("model_prob",), _some_probability),
         Rule(("zero_stage",), _whole_parameters),
+        Rule(("export_branch", "data_dict"), _known_branch),
         *RunSettings.rules,
     )

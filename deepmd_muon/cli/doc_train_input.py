@@ -26,17 +26,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const="json_schema",
         help="the same as --out-type json_schema, for editors that check a file while it is written",
     )
+    parser.add_argument("--explore", action="store_true", help="the input of dp explore instead of dp train")
     parser.add_argument("--multi-task", nargs=0, action=DeepmdKitOption, help="reference of multi-task training")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the reference."""
-    if options.out_type == "json_schema":
-        from deepmd_muon.argcheck.json_schema import json_schema
+    from deepmd_muon.argcheck.document import reference, reference_of
+    from deepmd_muon.argcheck.json_schema import json_schema, json_schema_of
 
+    if options.explore:
+        from deepmd_muon.explore.settings import ExploreSettings
+
+        if options.out_type == "json_schema":
+            print(json.dumps(json_schema_of(ExploreSettings, "Input of dp explore"), indent=2, ensure_ascii=False))
+        else:
+            print(reference_of(ExploreSettings, "Input of dp explore", options.out_type), end="")
+    elif options.out_type == "json_schema":
         print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
     else:
-        from deepmd_muon.argcheck.document import reference
-
         print(reference(options.out_type), end="")
     return 0

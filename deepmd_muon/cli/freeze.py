@@ -10,6 +10,7 @@ from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.compress import write_compressed
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
+from deepmd_muon.files import regular_text
 
 HELP = "write the model of a checkpoint as a file for LAMMPS, deepmd-kit and dp test"
 
@@ -32,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ema", action="store_true", help="take the averaged weights of the checkpoint")
     parser.add_argument(
-        "--interpolate", action="store_true", help="tables for the embedding nets of se_e2_a, as dp compress makes them"
+        "--interpolate", action="store_true", help="tables for embedding nets, as dp compress makes them"
     )
     parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
     for words, what in ((("-n", "--node-names"), "nodes"), (("-w", "--nvnmd-weight"), "NVNMD's file")):
@@ -77,4 +78,7 @@ def _checkpoint(path: Path) -> Path:
         return path
     if not pointer.is_file():
         raise CommandError(f"{path} holds no file 'checkpoint' that names the latest one; give the checkpoint with -c")
-    return path / pointer.read_text(encoding="utf-8").strip()
+    try:
+        return path / regular_text(pointer).strip()
+    except OSError as error:
+        raise CommandError(f"{pointer} cannot be read: {error.strerror}; give the checkpoint with -c") from error

@@ -27,6 +27,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-t", "--type-map", nargs="+", metavar="ELEMENT", help="types; by default those of the data")
     parser.add_argument("-o", "--output", default="input.json", metavar="FILE", help="the input [%(default)s]")
     parser.add_argument(
+        "--models",
+        type=int,
+        default=1,
+        metavar="N",
+        help="also write model-2/FILE to model-N/FILE: the same with other seeds, to measure uncertainty",
+    )
+    parser.add_argument(
         "--split-folder", default="split", metavar="FOLDER", help="where split data are written [%(default)s]"
     )
     add_label_options(parser)
@@ -42,10 +49,13 @@ def run(options: argparse.Namespace) -> int:
     set_up_logging(options.log_level, options.log_path)
     if not 0.0 < options.valid_share < 1.0:
         raise CommandError(f"--valid-share must be between 0 and 1; found {options.valid_share:g}")
+    if not 1 <= options.models <= _MOST_MODELS:
+        raise CommandError(f"--models must be between 1 and {_MOST_MODELS}; found {options.models}")
     output, folder = Path(options.output), Path(options.split_folder)
-    for place in (output, folder):
+    others = [output.parent / f"model-{k}" / output.name for k in range(2, options.models + 1)]
+    for place in (output, *others, folder):
         if place.exists():
-            raise CommandError(f"{place} exists; remove it or give another name ({_option_of(place == output)})")
+            raise CommandError(f"{place} exists; remove it or give another name ({_option_of(place != folder)})")
     wishes = Wishes(
         data=tuple(options.DATA),
         valid_data=tuple(options.valid_data or ()),
@@ -59,12 +69,15 @@ def run(options: argparse.Namespace) -> int:
         folder=folder,
     )
     proposal = propose(wishes, lambda paths: open_listed(paths, wishes.type_map, options))
-    proposal.write(output)
+    proposal.write([output, *others])
     print(proposal.report())
     print(f"written: {output}; train with: dp --pt train {output}")
+    for other in others:
+        print(f"written: {other}; train with: (cd {other.parent} && dp --pt train {other.name})")
     return 0
 
 
+_MOST_MODELS = 100
 _LABELS = ("energy", "force", "virial", "stress")
 
 

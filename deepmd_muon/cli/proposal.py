@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,7 @@ _DESCRIPTORS: dict[str, dict[str, Any]] = {
 }
 _PREFACTORS = {"energy": ("e", 0.02, 1), "force": ("f", 1000, 1), "virial": ("v", 0.02, 1)}
 _SHOWN = 20  # systems listed
+_ROWS = 40  # of the learning curve, at least
 
 
 @dataclass(frozen=True)
@@ -111,13 +113,24 @@ class Proposal:
     warnings: list[str]
     to_write: dict[Path, list[System]]
 
-    def write(self, output: Path) -> None:
-        """Write the split systems and the input."""
+    def write(self, outputs: Sequence[Path]) -> None:
+        """Write the split systems and an input for each model; models differ in their seeds.
+
+        Raises
+        ------
+        CommandError
+            When the input cannot name a system, because its path is no UTF-8.
+        """
+        texts = []
+        for seed, output in enumerate(outputs, 1):
+            content = _with_seed(self.content, seed, os.path.relpath(".", output.parent) if seed > 1 else ".")
+            texts.append(_encoded(json.dumps(content, indent=2, ensure_ascii=False) + "\n"))
         for folder, systems in self.to_write.items():
             write_npy(systems, folder)
-        make_folder_of(output)
-        with whole_file(output) as file:
-            file.write((json.dumps(self.content, indent=2, ensure_ascii=False) + "\n").encode())
+        for text, output in zip(texts, outputs, strict=True):
+            make_folder_of(output)
+            with whole_file(output) as file:
+                file.write(text)
 
     def report(self) -> str:
         """Return what was found and chosen as tables."""
@@ -131,6 +144,27 @@ class Proposal:
         lines = [*_table(rows), *([f"and {more} more systems"] if more > 0 else []), ""]
         lines += _table([("key", "value", "reason"), *((c.key, c.value, c.reason) for c in self.choices)])
         return "\n".join([*lines, "", *(f"warning: {warning}" for warning in self.warnings)])
+
+
+def _encoded(text: str) -> bytes:
+    """Return a text in UTF-8; bytes of paths that are none stand in it as half surrogate pairs."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        wrong = os.fsencode(error.object[error.start : error.end])
+        raise CommandError(f"a path of the data is no UTF-8 ({wrong!r}): an input cannot name it; rename it") from error
+
+
+def _with_seed(content: dict[str, Any], seed: int, top: str) -> dict[str, Any]:
+    """Return an input of other first weights and another order of the data; from its folder `top` leads here."""
+    content = copy.deepcopy(content)
+    for section in (content["model"]["descriptor"], content["model"]["fitting_net"], content["training"]):
+        section["seed"] = seed
+    for kind in ("training_data", "validation_data"):
+        if kind in content["training"]:
+            data = content["training"][kind]
+            data["systems"] = [system if top == "." else os.path.join(top, system) for system in data["systems"]]
+    return content
 
 
 def propose(wishes: Wishes, open_data: Callable[[Sequence[str]], list[System]]) -> Proposal:
@@ -288,9 +322,9 @@ def _content(
         loss |= {f"start_pref_{term}": start if there else 0, f"limit_pref_{term}": limit if there else 0}
     training: dict[str, Any] = {"training_data": data("training")}
     if places["validation"]:
-        training["validation_data"] = {**data("validation"), "numb_btch": 10}
+        training["validation_data"] = {**data("validation"), "numb_btch": "sample"}
     training |= {**comment("training/numb_steps"), "numb_steps": wishes.steps, "seed": 1}
-    training |= {"disp_freq": max(1, min(100, wishes.steps // 10)), "save_freq": 1000}
+    training |= {"disp_freq": max(1, min(100, wishes.steps // _ROWS)), "save_freq": 1000}
     return {
         "_comment": "written by dp init; keys that start with _ are comments",
         "model": {

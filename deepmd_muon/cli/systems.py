@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepmd_muon.cli.errors import CommandError
+from deepmd_muon.files import regular_text
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck.training import TrainingDataSettings
@@ -46,11 +47,14 @@ def listed_systems(path: str) -> list[str]:
     Raises
     ------
     CommandError
-        When there is no such file.
+        When there is no such file, or it is no text.
     """
     if not Path(path).exists():
         raise CommandError(f"there is no list of systems {path}")
-    names = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    try:
+        names = [line.strip() for line in regular_text(path).splitlines()]
+    except OSError as error:
+        raise CommandError(f"the list of systems {path} cannot be read: {error.strerror}") from error
     return [name for name in names if name and not name.startswith("#")]
 
 

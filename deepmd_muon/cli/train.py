@@ -41,6 +41,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "RANDOM, --finetune takes the descriptor of the first branch and starts the fitting net anew",
     )
     parser.add_argument(
+        "--replay",
+        nargs="+",
+        metavar="DATA",
+        help="with --finetune: train a second branch beside the input's data, on data that the checkpoint was trained "
+        "on, or on structures that it draws and labels itself (pseudo); section replay of INPUT has the settings",
+    )
+    parser.add_argument(
         "--use-pretrain-script",
         action="store_true",
         help="take the model section from the checkpoint instead of INPUT; with --finetune, descriptor and fitting net",
@@ -79,8 +86,20 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(
             "--model-branch names a branch of the checkpoint of --finetune, --init-model or --restart; give one"
         )
+    make_data = None
+    if options.replay:
+        from deepmd_muon.replay.prepare import prepare
+
+        if not options.finetune:
+            raise CommandError(
+                "--replay goes with --finetune CKPT; a run with replay continues from the out.json that it wrote: "
+                "dp --pt train out.json --restart CKPT"
+            )
+        prepared = prepare(given, options.finetune, options.model_branch, options.replay)
+        given, make_data, options.model_branch = prepared.given, prepared.make_data, None
     return run_training(
         given,
+        make_data=make_data,
         output=options.output,
         restart=options.restart,
         init_model=options.init_model,

@@ -12,6 +12,7 @@ from deepmd_muon.data.errors import (
     SystemNotFoundError,
     TypeMapError,
 )
+from deepmd_muon.data.formats import register_format
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.neighbors.cache import NeighborCache, neighbor_statistics, worker_count
 from deepmd_muon.data.neighbors.lists import (
@@ -23,14 +24,16 @@ from deepmd_muon.data.neighbors.lists import (
     stack_neighbors,
     widen_sections,
 )
-from deepmd_muon.data.opening import open_systems, with_common_types
-from deepmd_muon.data.sampling.loader import Batch, DataLoader
+from deepmd_muon.data.opening import open_systems, with_common_types, with_parameters
+from deepmd_muon.data.parameters import Parameters
+from deepmd_muon.data.sampling.loader import Batch, DataLoader, Seats
 from deepmd_muon.data.sampling.sampler import BatchRule, Plan, Sampler, system_probabilities
 from deepmd_muon.data.statistics import (
     StatFile,
     data_fingerprint,
     energy_bias,
 )
+from deepmd_muon.data.stores.memory import MemoryStore
 from deepmd_muon.data.system import System
 
 __all__ = [
@@ -40,14 +43,17 @@ __all__ = [
     "DataLoader",
     "FrameNeighbors",
     "Frames",
+    "MemoryStore",
     "NeighborCache",
     "NeighborError",
     "NeighborList",
     "NeighborStatistics",
+    "Parameters",
     "Plan",
     "Sampler",
     "SamplerStateError",
     "SamplingError",
+    "Seats",
     "StatFile",
     "System",
     "SystemFormatError",
@@ -59,9 +65,11 @@ __all__ = [
     "group_limits",
     "neighbor_statistics",
     "open_systems",
+    "register_format",
     "stack_neighbors",
     "system_probabilities",
     "widen_sections",
     "with_common_types",
+    "with_parameters",
     "worker_count",
 ]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from deepmd_muon.data.elements import by_atomic_number
 from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
+from deepmd_muon.data.formats import reader_of
+from deepmd_muon.data.parameters import Parameters
 from deepmd_muon.data.stores.ase_reading import read_ase
 from deepmd_muon.data.stores.lmdb_store import is_lmdb, lmdb_stores
 from deepmd_muon.data.stores.npy_store import npy_stores, real_folders
@@ -19,6 +21,9 @@ from deepmd_muon.data.system import System
 from deepmd_muon.label_keys import LabelKeys
 
 log = logging.getLogger(__name__)
+
+# Systems with wrong parameters that one message lists.
+_MOST_LISTED = 10
 
 
 def open_systems(
@@ -36,7 +41,8 @@ def open_systems(
     paths : str or iterable of str
         Each is a system folder; a folder above systems (searched for ``type.raw``, sorted); an HDF5 file (all
         systems in it); ``file.hdf5#/group`` (that system, or all systems below the group); an LMDB database
-        (``data.lmdb``); any other file that ASE reads, e.g. extended XYZ; or a pattern with ``*``, ``?`` or ``[…]`` of
+        (``data.lmdb``); a path whose ending is registered (`register_format`); any other file that ASE reads, e.g.
+        extended XYZ; or a pattern with ``*``, ``?`` or ``[…]`` of
         such paths (``**`` crosses folders).
     type_map : sequence of str, optional
         Element names that types shall index.
@@ -141,6 +147,34 @@ def check_labels(systems: Sequence[System]) -> None:
         log.warning("%s: no labels", name)
 
 
+def with_parameters(systems: Sequence[System], wanted: Parameters) -> list[System]:
+    """Return systems whose frames carry the parameters that a model reads.
+
+    Parameters
+    ----------
+    systems
+        The data.
+    wanted
+        The parameters; all zero returns the systems as they are.
+
+    Raises
+    ------
+    DataError
+        Listing every system and file that is missing or of another width.
+    """
+    if not (wanted.fparam or wanted.aparam):
+        return list(systems)
+    problems = [problem for system in systems if (problem := system.problem_with(wanted)) is not None]
+    if problems:
+        more = f"\n  and {len(problems) - _MOST_LISTED} more" if len(problems) > _MOST_LISTED else ""
+        listed = "\n  ".join(problems[:_MOST_LISTED])
+        raise DataError(
+            f"the model reads {wanted.fparam} frame parameters (numb_fparam) and {wanted.aparam} of each atom "
+            f"(numb_aparam), which {len(problems)} of {len(systems)} systems do not have:\n  {listed}{more}"
+        )
+    return [system.with_parameters(wanted) for system in systems]
+
+
 def _expanded(path: str) -> list[str]:
     """Return the paths that fit a pattern, sorted; a path that exists stands for itself."""
     if not glob.has_magic(path) or os.path.exists(path.partition("#")[0]):
@@ -192,7 +226,11 @@ def _stores(path: str, handles: HandleCache, read: Callable[[str], Iterable[Stor
     place = path.partition("#")[0] if not os.path.exists(path) else path
     if os.path.exists(place) and not os.path.isfile(place) and not os.path.isdir(place):
         raise SystemNotFoundError(f"system {path} is a device or FIFO; give a folder or a regular file")
-    if is_lmdb(path) or path.endswith(".lmdb"):
+    if (registered := reader_of(path)) is not None:
+        if not os.path.exists(path):
+            raise SystemNotFoundError(f"system {path} does not exist")
+        yield from registered(path)
+    elif is_lmdb(path) or path.endswith(".lmdb"):
         yield from lmdb_stores(path, handles)
     elif "#" in path or os.path.isfile(path):
         yield from _stores_in_file(path, handles, read)

@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepmd_muon.dynamics.barostat import Barostat
     from deepmd_muon.dynamics.forces import ForceField
     from deepmd_muon.dynamics.integrators import Langevin, Lost, Snapshot, simulate
     from deepmd_muon.dynamics.relaxation import Relaxed, relax
     from deepmd_muon.dynamics.systems import Systems
 
 _PLACES = {
+    "Barostat": "barostat",
     "ForceField": "forces",
     **dict.fromkeys(("Langevin", "Lost", "Snapshot", "simulate"), "integrators"),
     **dict.fromkeys(("Relaxed", "relax"), "relaxation"),
     "Systems": "systems",
 }
-__all__ = ["ForceField", "Langevin", "Lost", "Relaxed", "Snapshot", "Systems", "relax", "simulate"]
+__all__ = ["Barostat", "ForceField", "Langevin", "Lost", "Relaxed", "Snapshot", "Systems", "relax", "simulate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -49,6 +49,11 @@ class ForceField:
     def __init__(self, predictor: Predictor, skin: float = 1.0) -> None:
         if not skin >= 0.0:
             raise DynamicsError(f"skin must be 0 Å or more; found {skin}")
+        if predictor.parameters.required:
+            raise DynamicsError(
+                "the model reads frame or atomic parameters (numb_fparam, numb_aparam), and a ForceField has no values "
+                "for them: use DeepPotCalculator, or give the model a default_fparam"
+            )
         self.predictor = predictor
         self.skin = skin
         self._lists: list[tuple[slice, PairLists | GhostLists]] = []

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.dynamics.barostat import Barostat, is_positive
 from deepmd_muon.dynamics.errors import DynamicsError
 from deepmd_muon.dynamics.forces import ForceField, Forces
 from deepmd_muon.dynamics.systems import ACCELERATION, BOLTZMANN, Systems
@@ -96,6 +97,7 @@ class _Run:
         self.lost: list[Lost] = []
         self.step = 0
         self.thermostat: Langevin | None = None
+        self.barostat: Barostat | None = None
         self.forces = self._evaluated()
 
     def drop(self, gone: torch.Tensor, atoms: torch.Tensor, reason: str) -> None:
@@ -111,6 +113,7 @@ class _Run:
             self.forces = Forces(found.energy[mask], found.force[mask], found.virial[mask])
         if self.thermostat is not None and isinstance(self.thermostat.temperature, torch.Tensor):
             self.thermostat = replace(self.thermostat, temperature=self.thermostat.temperature[mask.cpu()])
+        self.barostat = self.barostat and self.barostat.rows(mask)
         self.copies = self.copies[mask]
         self.force_field.reset()
 
@@ -183,6 +186,9 @@ class _Run:
             self.move(0.5 * time_step)
         self.forces = self._evaluated()
         self.kick(0.5 * time_step)
+        if self.barostat is not None and self.step % self.barostat.every == 0 and len(self.systems):
+            self.systems = self.barostat.rescaled(self.systems, self.forces.virial, time_step, self.generator)
+            self.forces = self._evaluated()
 
 
 def simulate(
@@ -192,6 +198,7 @@ def simulate(
     time_step: float,
     *,
     thermostat: Langevin | None = None,
+    barostat: Barostat | None = None,
     every: int = 10,
     seed: int = 0,
 ) -> Iterator[Snapshot]:
@@ -215,6 +222,8 @@ def simulate(
         Time step [fs].
     thermostat
         None for constant energy.
+    barostat
+        None for constant cells; else it needs a thermostat.
     every
         Steps between snapshots; the last step is always one.
     seed
@@ -230,9 +239,14 @@ def simulate(
             f"a run needs a time step above 0 fs, 0 steps or more and a snapshot every 1 step or more; found "
             f"{time_step} fs, {steps} and {every}"
         )
+    if barostat is not None and (thermostat is None or not is_positive(barostat)):
+        raise DynamicsError(
+            "constant pressure needs a thermostat, and a relaxation time, a compressibility and an interval above 0; "
+            f"found {thermostat} and {barostat}"
+        )
     force_field.reset()
     run = _Run(force_field, systems, torch.Generator().manual_seed(seed))
-    run.thermostat = thermostat
+    run.thermostat, run.barostat = thermostat, barostat
     yield run.snapshot()
     while run.step < steps and len(run.systems):
         run.advance(time_step)

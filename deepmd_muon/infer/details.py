@@ -60,7 +60,8 @@ class DetailFiles:
         names = [f"{source}_{column}" for source in ("data", "pred") for column in columns]
         path = self.paths(self._prefix)[_KINDS.index(kind)]
         begun = kind in self._begun
-        header = "" if self._begun.get(kind) == title else f"{title}: {' '.join(names)}"
+        heading = f"{title}: {' '.join(names)}".encode(errors="backslashreplace").decode()  # of paths that are no UTF-8
+        header = "" if self._begun.get(kind) == title else heading
         self._begun[kind] = title
         with append_to(path) if begun else fresh_file(path) as file:
             np.savetxt(file, rows, header=header, encoding="utf-8")

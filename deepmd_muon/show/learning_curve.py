@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +14,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from deepmd_muon.files import regular_text
 from deepmd_muon.show.errors import PictureError
+from deepmd_muon.show.palette import colors_of
 from deepmd_muon.show.picture import check_ending, write
 
 Against = Literal["step", "time"]
@@ -21,7 +25,8 @@ _UNITS = {"e": "eV/atom", "f": "eV/Å", "v": "eV/atom"}
 _TITLES = {"e": "Energy", "f": "Force", "v": "Virial"}
 # Columns without "_trn" or "_val"; a loss of absolute errors writes mae_ columns.
 _ERRORS = tuple(f"{kind}_{quantity}" for quantity in _TITLES for kind in ("rmse", "mae"))
-_COLORS = ("#1f6fb4", "#d1651a", "#2d8a57", "#8a5aa8", "#b8323f", "#6b6b6b")
+# Multi-task runs write a column of each branch.
+_OF_BRANCH = re.compile(r"(?P<error>(rmse|mae)(_[a-z]+)*_(val|trn))_(?P<branch>.+)")
 # Rows up to which every one gets a marker.
 _SPARSE = 40
 
@@ -49,9 +54,11 @@ def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     if not path.exists():
         raise PictureError(f"there is no learning curve {path}")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (UnicodeDecodeError, IsADirectoryError) as error:
-        found = "a folder" if path.is_dir() else "no text"
+        lines = regular_text(path).splitlines()
+    except OSError as error:
+        if path.is_file() and error.errno != errno.EINVAL:
+            raise
+        found = "a folder" if path.is_dir() else error.strerror
         raise PictureError(f"{path} is {found}; give a learning curve, as lcurve.out") from error
     json_lines = path.suffix == ".jsonl"
     rows, names = [], list[str]()
@@ -121,6 +128,11 @@ def plot_learning_curves(
             raise PictureError(
                 f"{path} has no column {against!r}: lcurve.out keeps no time; set training/jsonl_file and draw its file"
             )
+    several = len(runs) > 1
+    branches = [
+        part for run, label in zip(runs, labels, strict=True) for part in _branches(run, label if several else "")
+    ]
+    runs, labels = [columns for columns, _ in branches], [label for _, label in branches]
     drawn = [error for error in _ERRORS if any(_has(columns, f"{error}_trn") for columns in runs)]
     if not drawn:
         raise PictureError(f"no errors of energy, force or virial in {', '.join(map(str, paths))}")
@@ -129,6 +141,18 @@ def plot_learning_curves(
         _draw(axes, error, runs, labels, against, last=number == len(drawn) - 1)
     _legend(figure, rows=len(runs))
     write(figure, picture)
+
+
+def _branches(columns: dict[str, np.ndarray], label: str) -> list[tuple[dict[str, np.ndarray], str]]:
+    """Return the curves of each branch of a multi-task run and their names; of any other run its own."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    common = {name: x for name, x in columns.items() if not _OF_BRANCH.fullmatch(name)}
+    for name, x in columns.items():
+        if parts := _OF_BRANCH.fullmatch(name):
+            found.setdefault(parts["branch"], dict(common))[parts["error"]] = x
+    if not found:
+        return [(columns, label)]
+    return [(own, f"{label}, {branch}" if label else branch) for branch, own in found.items()]
 
 
 def _labels(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -149,7 +173,7 @@ def _draw(
     rate = axes.twinx()
     axes.set_zorder(rate.get_zorder() + 1)  # errors over rates
     axes.patch.set_visible(False)
-    for columns, label, color in zip(runs, labels, _COLORS * len(runs), strict=False):
+    for columns, label, color in zip(runs, labels, colors_of(labels), strict=True):
         x = columns[against]
         validated = _has(columns, f"{error}_val")
         for data, style in (("val", {}), ("trn", {"alpha": 0.4, "linewidth": 0.9} if validated else {})):

@@ -15,6 +15,7 @@ from deepmd_muon.data import Frames
 from deepmd_muon.infer.metrics import ErrorSum
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.show.errors import PictureError
+from deepmd_muon.show.palette import SERIES
 from deepmd_muon.show.picture import check_ending, write
 
 # Title, unit, words of the axis.
@@ -25,7 +26,7 @@ _PANELS = {
 }
 # With more points than this, a panel shades their density instead of drawing each.
 _DENSE = 3000
-_COLORS = ("#1f6fb4", "#d1651a", "#2d8a57", "#8a5aa8")
+_COLORS = SERIES[:4]
 
 
 @dataclass

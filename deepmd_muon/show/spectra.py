@@ -13,13 +13,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from deepmd_muon.show.errors import PictureError
+from deepmd_muon.show.palette import OPTIMIZERS
 from deepmd_muon.show.picture import check_ending, write
 
 #: A singular value counts towards the rank from this share of the matrix's Frobenius norm on: what lies below is
 #: rounding noise in 16 bits.
 SHARE = 1e-3
 
-_COLORS = {"muon": "#1f6fb4", "adam": "#d1651a", "adamw": "#2d8a57"}
+_COLORS = {"muon": OPTIMIZERS["HybridMuon"], "adam": OPTIMIZERS["Adam"], "adamw": OPTIMIZERS["AdamW"]}
 # Shades of matrices, from the first to the last of the model.
 _DARKEST, _LIGHTEST = 0.9, 0.35
 

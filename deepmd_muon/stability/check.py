@@ -122,10 +122,17 @@ def check_models(
     Raises
     ------
     StabilityError
-        When the data hold nothing to check, or a model predicts numbers that are not finite for them.
+        When the data hold nothing to check, or a model predicts numbers that are not finite for them, or needs frame or
+        atomic parameters.
     NeighborError
         When neighbours of a frame cannot be found.
     """
+    for name, predictor in zip(names, predictors, strict=True):
+        if predictor.parameters.required:
+            raise StabilityError(
+                f"{name} reads frame or atomic parameters (numb_fparam, numb_aparam), which scans and dynamics have no "
+                "values for: dp check takes models without them, or with a default_fparam"
+            )
     type_map = predictors[0].type_map
     coverage = coverage_of(systems, type_map, max(float(predictor.model.rcut) for predictor in predictors))
     some = starts(systems, 8, settings.seed)
@@ -223,7 +230,8 @@ def _of_coverage(coverage: Coverage, dynamics: Trajectories) -> Item:
         reason = f"{len(far)} of {dynamics.copies} copies reached distances that no frame has, the first "
         reason += f"{first_gap.pair} at {first_gap.distance:.2f} Å after {first_gap.time:.2f} ps"
         return Item("coverage", Verdict.doubtful, reason, "label frames of these dynamics and train on them")
-    return Item("coverage", Verdict.holds, f"dynamics stayed near the data; {gone} copies left it a little: {seen}")
+    left = f"; {gone} of {dynamics.copies} copies left them a little" if gone else ""
+    return Item("coverage", Verdict.holds, f"dynamics stayed near the data{left}: {seen}")
 
 
 def _of_scans(coverage: Coverage, curves: Sequence[Curve]) -> list[Item]:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from deepmd_muon.argcheck.settings import MultiTaskSettings
-from deepmd_muon.data.sampling.sampler import Sampler
+from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
+from deepmd_muon.data import DataLoader, Seats
+from deepmd_muon.data.sampling.sampler import CHOICE_BLOCK, Sampler, SavedOrder
 from deepmd_muon.loss import Loss, build_loss, check_labels
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.branches import branches_of, build_branches
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.setup import Data, number_of_steps
 
 if TYPE_CHECKING:
@@ -154,6 +158,16 @@ def _normalized(weights: Mapping[str, float], names: list[str] | None = None) ->
     return {name: weights[name] / total for name in names or weights}
 
 
+def task_order(
+    given: Input, probabilities: Mapping[str, float], seed: int, ranks: Ranks
+) -> TaskOrder | StratifiedOrder:
+    """Return the order of a run's branches, see `MultiTaskTrainingSettings.stratified`."""
+    training = given.settings.training
+    if isinstance(training, MultiTaskTrainingSettings) and training.stratified:
+        return StratifiedOrder(probabilities, seed, ranks.rank, ranks.size)
+    return TaskOrder(probabilities, seed)
+
+
 class TaskOrder:
     """The branch of each step, the same on all ranks; its position in a checkpoint is one integer.
 
@@ -172,6 +186,9 @@ class TaskOrder:
         # A branch is drawn as a system with one frame is.
         self._sampler = Sampler(ones, ones, weights, seed_of(seed, "order of tasks"), identity=repr(self._names))
 
+    def deal(self, loaders: Mapping[str, DataLoader]) -> None:
+        """Arrange how the batches of each branch are dealt out to the ranks: all take one in its steps."""
+
     def next(self) -> str:
         """Return the branch of the next step."""
         return self._names[self._sampler.next().parts[0][0]]
@@ -183,3 +200,69 @@ class TaskOrder:
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """Go to a saved position of the same branches and probabilities; see `SavedOrder`."""
         self._sampler.load_state_dict(dict(state))
+
+
+class StratifiedOrder(SavedOrder):
+    """The branch of each rank in each step.
+
+    Systematic sampling: N ranks stand 1/N apart on the unit interval, which the probabilities cut into branches, and
+    one random number a step shifts all of them. So a branch of probability p has ⌊N·p⌋ or ⌈N·p⌉ ranks, on average N·p.
+    The ranks rotate, so that each meets every branch. A position is a step and holds for any number of ranks.
+
+    Parameters
+    ----------
+    probabilities
+        Of each branch.
+    seed
+        Of the order.
+    rank, size
+        This rank, and the number of ranks.
+    """
+
+    def __init__(self, probabilities: Mapping[str, float], seed: int, rank: int, size: int) -> None:
+        self._names = tuple(probabilities)
+        self._ends = np.cumsum([*probabilities.values()])
+        # Rounding must not leave a gap at the end, nor draw a branch of probability zero there.
+        self._ends[np.flatnonzero([*probabilities.values()])[-1] :] = 1.0
+        self.seed, self.step = seed_of(seed, "stratified order"), 0
+        self._identity = repr(("stratified", [*probabilities.items()]))
+        self._rank, self._size = rank, size
+        self._block: tuple[int, np.ndarray] | None = None
+        self._loaders: Mapping[str, DataLoader] = {}
+
+    def next(self) -> str:
+        """Return the branch that this rank trains in the next step."""
+        branches = self._branches(self.step)
+        self.step += 1
+        for name, loader in self._loaders.items():
+            loader.begin_step(self._seats(branches, name))
+        return branches[self._rank]
+
+    def deal(self, loaders: Mapping[str, DataLoader]) -> None:
+        """Arrange how the batches of each branch are dealt out to the ranks; after a position has been restored."""
+        self._loaders = loaders
+        for name, loader in loaders.items():
+            loader.seat(self._all_seats(name, self.step))
+
+    def _all_seats(self, name: str, step: int) -> Iterator[Seats]:
+        """Yield the seats of a branch in every step from one on; those of this thread's look-ahead alone."""
+        ahead = StratifiedOrder.__new__(StratifiedOrder)  # a block of random numbers of its own
+        ahead.__dict__ |= {**self.__dict__, "_block": None, "_loaders": {}}
+        for number in itertools.count(step):
+            yield ahead._seats(ahead._branches(number), name)
+
+    def _seats(self, branches: list[str], name: str) -> Seats:
+        there = [rank for rank, branch in enumerate(branches) if branch == name]
+        return Seats(len(there), there.index(self._rank) if self._rank in there else None)
+
+    def _branches(self, step: int) -> list[str]:
+        """Return the branch of every rank in a step."""
+        block, row = divmod(step, CHOICE_BLOCK)
+        if self._block is None or self._block[0] != block:
+            draws = np.random.Generator(np.random.PCG64([self.seed, 0, block])).random(CHOICE_BLOCK)
+            self._block = block, draws
+        places = ((np.arange(self._size) + step) % self._size + self._block[1][row]) / self._size
+        return [self._names[k] for k in np.searchsorted(self._ends, places, side="right").tolist()]
+
+    def _forget(self) -> None:
+        self._block = None

@@ -36,6 +36,10 @@ def check_outputs(
     outputs |= {f"{branch.data_path}/stat_file": branch.data.stat_file for branch in given.branches.values()}
     if training.disp_training:
         outputs["training/disp_file"] = training.disp_file
+    if training.profiling:
+        outputs["training/profiling_file"] = training.profiling_file
+    # The text file that names the newest checkpoint.
+    outputs["the run's file checkpoint"] = str(Path(training.save_ckpt).with_name("checkpoint"))
     if validating.full_validation:
         outputs["validating/full_val_file"] = validating.full_val_file
     link = Path(f"{training.save_ckpt}.pt")

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -76,6 +76,7 @@ def run(
     skip_neighbor_stat: bool = False,
     force_load: bool = False,
     use_pretrain_script: bool = False,
+    make_data: Callable[[], None] | None = None,
     log_level: int | str = "INFO",
     log_path: str | None = None,
     begun: float | None = None,
@@ -103,6 +104,8 @@ def run(
         Load what fits of the checkpoint and start the other parameters anew.
     use_pretrain_script
         Take section `model` from the checkpoint; with `finetune`, its descriptor and fitting net.
+    make_data
+        Writes data that the input names and that do not exist yet; rank 0 calls it before data are opened.
     log_level, log_path
         See `set_up_logging`.
     begun
@@ -134,11 +137,12 @@ def run(
         )
         stack.enter_context(explained(lambda: Moment("preparing"), lambda: checkpoint_path(found) if found else None))
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
-        others = [output, log_path, given.settings.validating.full_val_file]
-        others += [branch.data.stat_file for branch in given.branches.values()]
-        best = best_prefix(given.settings.validating, training.save_ckpt)
-        ranks.from_first("locking its files", lambda: stack.enter_context(held(training, given.source, best)))
-        ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, others, best))
+        others = [output, log_path, *(branch.data.stat_file for branch in given.branches.values())]
+        validating = given.settings.validating
+        validations = validating.full_val_file if validating.full_validation else None
+        shared = best_prefix(validating, training.save_ckpt), validations
+        ranks.from_first("locking its files", lambda: stack.enter_context(held(training, given.source, *shared)))
+        ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, others, *shared))
         if restart in AUTOMATIC:
             restart = ranks.from_first("looking for a checkpoint", lambda: newest_checkpoint(training.save_ckpt))
         elif (named := restart) is not None:
@@ -154,7 +158,10 @@ def run(
             for remark in (*given.remarks, *kept):
                 log.info("%s", remark)
             _check_reports(given, output)
+            _warn_of_forgetting(given, sources)
         given = _complete_input(given, sources, use_pretrain_script=use_pretrain_script)
+        if make_data is not None:
+            ranks.from_first("drawing structures to replay", make_data)
         normalized = (Path(output), Path(output).read_bytes() if Path(output).is_file() else b"")
         trainer = _prepare(given, sources, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
         if way == "restart":
@@ -164,6 +171,18 @@ def run(
         else:
             ranks.from_first("keeping the files of an earlier run", lambda: keep_earlier(training, normalized))
         return trainer.run(begun)
+
+
+def _warn_of_forgetting(given: Input, sources: Mapping[str, Source]) -> None:
+    """Warn where a model is fine-tuned and nothing keeps the old one: no other branch trains on its parts."""
+    source = next(iter(sources.values()), None)
+    if source is None or source.way != "finetune" or source.new_fitting or len(given.branches) > 1:
+        return
+    log.warning(
+        "fine-tuning on new data alone forgets what %s knows: errors on other structures grow, short dynamics may "
+        "become unstable; --replay DATA or --replay pseudo keeps it (doc/fine-tuning.md)",
+        source.path,
+    )
 
 
 def _read_sources(

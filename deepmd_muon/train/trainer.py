@@ -14,16 +14,25 @@ import torch
 
 from deepmd_muon.argcheck import Input
 from deepmd_muon.argcheck.changes import report_rate
+from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import OWN_KEY
-from deepmd_muon.files import WriteError, is_special, replacement
+from deepmd_muon.files import WriteError, is_special, replacement, whole_file
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.train.batches.accumulated import StepSource
-from deepmd_muon.train.branches import RunBranch, TaskOrder, build_of, length_and_probabilities, require_labels
+from deepmd_muon.train.branches import (
+    RunBranch,
+    StratifiedOrder,
+    build_of,
+    length_and_probabilities,
+    require_labels,
+    task_order,
+)
 from deepmd_muon.train.checkpoint.content import RunState
 from deepmd_muon.train.checkpoint.newest import newest_finite
+from deepmd_muon.train.checkpoint.ownership import exported_path
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import NonFiniteError
@@ -38,7 +47,7 @@ from deepmd_muon.train.report import Reports, open_reports
 from deepmd_muon.train.report.metrics import RecentMetrics, numbers
 from deepmd_muon.train.report.throughput import Throughput
 from deepmd_muon.train.step.interpolation_schedule import Tuning
-from deepmd_muon.train.step.stepper import build_stepper
+from deepmd_muon.train.step.stepper import DeviceParts, build_stepper
 from deepmd_muon.train.strategy import choose_strategy
 from deepmd_muon.train.validation.final_errors import check_command
 from deepmd_muon.train.validation.run_validation import Validation
@@ -90,7 +99,7 @@ class Trainer:
         require_labels(branches)
         self._device = next(model.parameters()).device
         self.ranks = ranks or Ranks(self._device)
-        self._order = TaskOrder(shares, seed)
+        self._order = task_order(given, shares, seed, self.ranks)
         with self.ranks.together("laying out the model"):
             self.strategy = choose_strategy(training, self.ranks, model)
             self.optimizer = self.strategy.build_optimizer(settings.optimizer, self.rate(0))
@@ -101,9 +110,10 @@ class Trainer:
         self.source: Path | None = None
         self._moment = Moment("starting")
         self._throughput = Throughput(self.ranks)
+        parts, shared = (self.strategy, self.optimizer, self.ema), DeviceParts()
         self._steppers = {
             name: build_stepper(
-                self.strategy, branch.loss, self.optimizer, self.ema, training, self._rate_and_fraction, branch.model
+                parts[0], branch.loss, *parts[1:], training, self._rate_and_fraction, branch.model, shared
             )
             for name, branch in branches.items()
         }
@@ -189,6 +199,7 @@ class Trainer:
             self.validation.begin(self.step, fresh=self.source is None)
             stack.callback(self.validation.close)
             batches = {}
+            self._order.deal({name: branch.data.training for name, branch in self.branches.items()})
             for name, branch in self.branches.items():
                 batches[name] = self._steppers[name].open_batches(branch.data.training, branch.model.ntypes)
                 stack.callback(batches[name].close)
@@ -203,8 +214,22 @@ class Trainer:
                     log.info("%s", told)
             self._now("saving", self.step)
             self.checkpoints.complete(self.step, self._content)
+            self._export()
             if profile is not None:
                 _write_trace(profile, Path(training.profiling_file))
+
+    def _export(self) -> None:
+        """Write the branch of `export_branch` as a checkpoint of one model."""
+        training = self.given.settings.training
+        path = exported_path(training)
+        if path is None or not self.ranks.first:
+            return
+        assert isinstance(training, MultiTaskTrainingSettings)
+        assert training.export_branch is not None
+        content = self._state.alone(training.export_branch, self.step, self.rate(max(0, self.step - 1)))
+        with self.checkpoints.being_written(), whole_file(path) as file:
+            torch.save(content, file)
+        log.info("the model of the branch %s alone is %s", training.export_branch, path)
 
     def _rescue(self, error: Exception) -> None:
         """Save work that an error would lose: a directory under way, and the last step if the error came after it."""
@@ -232,7 +257,9 @@ class Trainer:
     def _steps(self, reports: Reports, batches: Mapping[str, StepSource]) -> None:
         """Go through the steps, reporting and saving on the way."""
         training = self.given.settings.training
-        recent = RecentMetrics(self.branches, averaged=training.disp_avg)
+        recent = RecentMetrics(
+            self.branches, averaged=training.disp_avg, stratified=isinstance(self._order, StratifiedOrder)
+        )
         dropped = False
         while self.step < self.num_steps and self.strategy.stop_signal is None:
             lr, fraction = self._rate_and_fraction(self.step)

@@ -178,15 +178,17 @@ def sample(molecules: int, temperature: float, frames: int, seed: int, density: 
     return snapshots
 
 
-def xtb(accuracy: float) -> Calculator:
-    """Return a new GFN1-xTB calculator; tblite samples the Brillouin zone at Γ only."""
+def xtb(accuracy: float, method: str = "GFN1-xTB") -> Calculator:
+    """Return a new calculator of GFN1-xTB or GFN2-xTB; tblite samples the Brillouin zone at Γ only."""
     from tblite.ase import TBLite
 
-    return TBLite(method="GFN1-xTB", accuracy=accuracy, verbosity=0)
+    return TBLite(method=method, accuracy=accuracy, verbosity=0)
 
 
-def labelled(snapshot: Atoms, temperature: float, xtb_steps: int, seed: Sequence[int]) -> Atoms:
-    """Return a copy with float32 positions, centred in the box, and GFN1-xTB labels for exactly these.
+def labelled(
+    snapshot: Atoms, temperature: float, xtb_steps: int, seed: Sequence[int], method: str = "GFN1-xTB"
+) -> Atoms:
+    """Return a copy with float32 positions, centred in the box, and xTB labels for exactly these.
 
     Parameters
     ----------
@@ -194,17 +196,19 @@ def labelled(snapshot: Atoms, temperature: float, xtb_steps: int, seed: Sequence
         A configuration and the temperature [K] it was drawn at.
     xtb_steps, seed
         Steps of xTB dynamics to move it by first, and the seed of their noise.
+    method
+        "GFN1-xTB" or "GFN2-xTB".
     """
     frame = snapshot.copy()
     if xtb_steps:
         rng = np.random.default_rng(seed)
-        frame.calc = xtb(XTB_ACCURACY)
+        frame.calc = xtb(XTB_ACCURACY, method)
         set_momenta(frame, temperature, rng)
         dynamics(frame, temperature, rng).run(xtb_steps)
     # the centre wanders freely in Langevin dynamics, and float32 is finest near zero
     centred = frame.positions - frame.positions.mean(axis=0) + 0.5 * np.diagonal(frame.cell.array)
     frame.positions = centred.astype(np.float32).astype(np.float64)
-    calculator = xtb(LABEL_ACCURACY)
+    calculator = xtb(LABEL_ACCURACY, method)
     calculator.calculate(frame)
     results = {name: calculator.results[name] for name in ("energy", "forces", "stress")}
     frame.calc = SinglePointCalculator(frame, **results)

@@ -4,18 +4,22 @@
 
 WATER holds DeePMD's example systems (192 atoms). A case is SET:MODEL:PRECISION-bBATCH. Sets:
 
-- `framesN`: the frames of WATER repeated until there are N, each displaced by 0.02 Å
+- `framesN`: the frames of WATER repeated until there are N, each displaced by 0.02 Å; `lmdbN` the same in LMDB
+- `systemsN`: so many folders of 10 frames of 48 atoms of that density
+- `passingN`: the same as `framesN`, trained as if the device had no room for them
 - `sizes400`: 400 systems of 12 to 180 atoms with the density of water; `uniformN`: systems of N such atoms
-- `molecules`: 10,000 compositions of ten elements with 2 to 110 atoms, without cells; `moleculeN`: N atoms each
+- `molecules10000`: so many compositions of ten elements with 2 to 110 atoms, without cells; `moleculeN`: N atoms each
 
-Labels of the last two are random. A figure is the median over the intervals of 100 steps after the first three, the
-time of an atom that over the mean atoms of a batch.
+Labels of all but water's frames are random. A figure is the median over the intervals of 100 steps after the first
+three, the time of an atom that over the mean atoms of a batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,11 +31,19 @@ from training_step import make_input
 
 ELEMENTS = ["H", "C", "N", "O", "F", "P", "S", "Cl", "Br", "I"]
 SHARES = np.array([0.48, 0.32, 0.07, 0.08, 0.01, 0.005, 0.02, 0.01, 0.004, 0.001])
+WITHOUT_ROOM = """
+import sys
+from deepmd_muon.cli.main import main
+from deepmd_muon.train.step import stepper
+stepper._RESIDENT_SHARE = 0.0
+sys.exit(main())
+"""
 CASES = [
     *(f"frames{n}:se_e2_a:f64-b{b}" for n in (320, 20000) for b in (1, 8, 32)),
+    *(f"{kind}:se_e2_a:f64-b{b}" for kind in ("frames1000000", "passing1000000", "lmdb200000") for b in (1, 8, 32)),
     *("uniform96:se_e2_a:f64-b1", "sizes400:se_e2_a:f64-b1"),
     *("uniform128:se_e2_a:f64-b2", "sizes400:se_e2_a:f64-bauto:256", "sizes400:se_e2_a:f64-bmix:256"),
-    *("molecule56:dpa3:f32-b9", "molecules:dpa3:f32-bmix:512"),
+    *("molecule56:dpa3:f32-b9", "molecules10000:dpa3:f32-bmix:512"),
 ]
 
 
@@ -78,9 +90,9 @@ def write_system(root: Path, types: np.ndarray, names: list[str], frames: int, s
     return str(root)
 
 
-def water(root: Path, natoms: int) -> str:
-    """Write 20 frames of so many atoms, a third of them oxygen."""
-    return write_system(root, (np.arange(natoms) % 3 > 0).astype(int), ["O", "H"], 20, 2.15, cell=True)
+def water(root: Path, natoms: int, frames: int = 20) -> str:
+    """Write frames of so many atoms, a third of them oxygen."""
+    return write_system(root, (np.arange(natoms) % 3 > 0).astype(int), ["O", "H"], frames, 2.15, cell=True)
 
 
 def write_set(root: Path, name: str, data: Path) -> tuple[list[str], list[str]]:
@@ -90,15 +102,22 @@ def write_set(root: Path, name: str, data: Path) -> tuple[list[str], list[str]]:
         root.mkdir()
         rng = np.random.default_rng(1)
         names = ELEMENTS if name.startswith("molecule") else ["O", "H"]
-        if name.startswith("frames"):
-            systems = write_frames(root / "water", data, int(name[6:]))
+        count = int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))
+        if name.startswith(("frames", "passing")):
+            systems = write_frames(root / "water", data, count)
+        elif name.startswith("lmdb"):
+            folder, database = write_frames(root / "water", data, count)[0], root / "water.lmdb"
+            subprocess.run([sys.executable, "-m", "deepmd_muon", "convert-data", folder, str(database)], check=True)
+            systems = [str(database)]
         elif name == "sizes400":
             sizes = np.linspace(4, 60, 400).round().astype(int) * 3
             systems = [water(root / f"s{k}", n) for k, n in enumerate(sizes)]
+        elif name.startswith("systems"):
+            systems = [water(root / f"s{k}", 48, frames=10) for k in range(count)]
         elif name.startswith("uniform"):
-            systems = [water(root / f"s{k}", int(name[7:])) for k in range(20)]
+            systems = [water(root / f"s{k}", count) for k in range(20)]
         else:
-            many = range(2, 111) if name == "molecules" else [int(name[8:])]
+            many = range(2, 111) if name == "molecules10000" else [count]
             rows = [rng.choice(len(ELEMENTS), (10_000 // len(many), n), p=SHARES) for n in many]
             systems = [
                 write_system(root / f"m{types.shape[1]}", types, ELEMENTS, len(types), 1.6, cell=False)
@@ -118,6 +137,13 @@ def atoms_of_a_batch(systems: list[str], names: list[str], batch: int | str) -> 
     return float(np.mean([sum(loader.systems[k].natoms * len(n) for k, n in plan.parts) for plan in plans]))
 
 
+def first_row(place: Path) -> float:
+    """Return when the first row of JSON was written, as seconds since the epoch; rows count from the run's begin."""
+    path = place / "steps.jsonl"
+    times = [row["time"] for row in map(json.loads, path.read_text().splitlines()) if "time" in row]
+    return path.stat().st_mtime - float(times[-1]) + float(times[0])
+
+
 def time_case(case: str, data: Path, folder: Path, steps: int) -> dict[str, Any]:
     """Run a case."""
     name, kind, sizes = case.split(":", 2)
@@ -130,16 +156,18 @@ def time_case(case: str, data: Path, folder: Path, steps: int) -> dict[str, Any]
     content["model"]["type_map"] = names
     place = folder / case.replace(":", "_")
     begun = time.time()
-    log = train(place, content, 1)
+    program = ("-c", WITHOUT_ROOM) if name.startswith("passing") else ("-m", "deepmd_muon")
+    log = train(place, content, 1, program=program)
     atoms = atoms_of_a_batch(systems, names, count)
     step = milliseconds(place)
-    words = ("graph", "device", "eager", "launched", "streamed")
+    words = ("graph", "device", "eager", "launched", "waited")
     return {
         "case": case,
         "ms a step": round(step, 3),
         "atoms a batch": round(atoms, 1),
         "µs an atom": round(1e3 * step / atoms, 3),
         "run [s]": round(time.time() - begun, 1),
+        "to the first row [s]": round(first_row(place) - begun, 1),
         "notes": [line[-170:] for line in log.splitlines() if any(word in line for word in words)],
     }
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of doc/optimizer.md: what becomes of singular values, and noise by schedule and precision.
+"""Draw the pictures of doc/polar-factor.md: what becomes of singular values, and noise by schedule and precision.
 
 python source/benchmarks/draw_optimizer.py --momenta source/tests/optim/force_field_momenta.pt --out doc/images
 """
@@ -17,6 +17,10 @@ from orthogonalize_quality import decompose, measure, ways
 
 from deepmd_muon.optim.polar import SCHEDULES, orthogonalize
 from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
+from deepmd_muon.show.palette import OPTIMIZERS
+
+# Other implementations by the names of `orthogonalize_quality.ways`.
+PEERS = {"deepmd-kit": "deepmd-kit's HybridMuon", "torch.optim.Muon": "torch.optim.Muon"}
 
 
 def draw_schedules(file: Path) -> None:
@@ -26,7 +30,8 @@ def draw_schedules(file: Path) -> None:
     for name, schedule in SCHEDULES.items():
         axes.semilogx(sigma, schedule(sigma), label=f"{name} ({len(schedule.coefficients)} steps)")
     axes.axhline(1.0, color="gray", linewidth=0.5)
-    axes.set(xlabel="singular value / Frobenius norm, before", ylabel="after", ylim=(0, 1.3))
+    axes.set(xlabel="singular value of the momentum / its Frobenius norm", ylabel="singular value of the update")
+    axes.set_ylim(0, 1.3)
     figure.legend(loc="outside right center", frameon=False)
     figure.savefig(file, dpi=110)
 
@@ -43,25 +48,30 @@ def draw_spectra(name: str, x: torch.Tensor, file: Path) -> None:
     }
     for (label, o), style in zip(updates.items(), ("-", "--", ":"), strict=True):
         axes.semilogy(torch.linalg.svdvals(o.double()).clamp_min(1e-12), style, label=label)
-    axes.set(xlabel="index", ylabel="singular value", ylim=(1e-9, 3), title=f"{name}, {x.shape[0]}×{x.shape[1]}")
-    axes.title.set_fontsize(8)
-    axes.legend(frameon=False, fontsize=8)
+    axes.set(xlabel="number of the singular value", ylabel="singular value (no unit)", ylim=(1e-9, 3))
+    axes.set_title(f"{name}, {x.shape[0]}×{x.shape[1]}", fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     figure.savefig(file, dpi=110)
 
 
 def draw_noise(name: str, x: torch.Tensor, file: Path) -> None:
     """Draw the noise fraction of every way to orthogonalize one momentum."""
-    labels, values, decomposition = [], [], decompose(x[None])
+    labels, values, colors, decomposition = [], [], [], decompose(x[None])
     for schedule_name, precision, form, schedule, run in ways(square=x.shape[0] == x.shape[1]):
         noise = measure(decomposition, run(x[None]), schedule)[0]
-        peer = "" if form.startswith(("standard", "Gram")) else f" — {form}"
-        labels.append(f"{schedule_name}, {precision}{peer or (', Gram' if form.startswith('Gram') else '')}")
+        labels.append(f"{schedule_name}, {precision}{', Gram' if form.startswith('Gram') else ''}")
+        peer = next((title for start, title in PEERS.items() if form.startswith(start)), "HybridMuon")
         values.append(max(noise, 1e-9))
+        colors.append(OPTIMIZERS[peer])
     figure, axes = plt.subplots(figsize=(6.6, 4.6), layout="constrained")
-    colors = ["#6b6b6b" if "—" in label else "#d1651a" for label in labels]  # ours as in `dp show lcurve`
-    axes.barh(labels[::-1], values[::-1], color=colors[::-1], log=True)
+    axes.barh(range(len(labels)), values, color=colors, log=True)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
     axes.axvline(0.01, color="gray", linestyle="--")
-    axes.set(xlabel="noise fraction of the update", xlim=(1e-9, 2))
+    axes.set(xlabel="noise fraction of the update (no unit; at least 1e-9 is drawn)", xlim=(3e-10, 2))
+    drawn = [title for title, color in OPTIMIZERS.items() if color in colors]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=OPTIMIZERS[title]) for title in drawn]
+    figure.legend(handles, drawn, loc="outside lower center", ncols=len(drawn), frameon=False, fontsize=8)
     figure.suptitle(f"{name}, {x.shape[0]}×{x.shape[1]}", fontsize=8)
     axes.tick_params(axis="y", labelsize=7)
     figure.savefig(file, dpi=110)

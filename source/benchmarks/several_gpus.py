@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,17 @@ INTERVAL = 100
 STEPS = {"se_e2_a": 3000, "dpa1": 1000, "dpa3": 1000}
 
 
-def train(folder: Path, content: dict[str, Any], gpus: int, *options: str) -> str:
+def train(
+    folder: Path,
+    content: dict[str, Any],
+    gpus: int,
+    *options: str,
+    program: Sequence[str] = ("-m", "deepmd_muon"),
+) -> str:
     """Train on so many GPUs; return the log."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "input.json").write_text(json.dumps(content))
-    command = ["-m", "deepmd_muon", "--pt", "train", "input.json", "--skip-neighbor-stat", *options]
+    command = [*program, "--pt", "train", "input.json", "--skip-neighbor-stat", *options]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)] if gpus > 1 else []
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

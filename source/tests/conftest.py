@@ -37,10 +37,15 @@ QUICK = (
     *("train/test_learning_rate.py", "train/test_ema.py", "train/test_report.py"),
 )
 # Tests in these files that take long: pre-commit checks types, and the others start processes that import torch.
-NOT_QUICK = ("test_types_fit", "test_code_of_the_extension_page_runs", "test_importing_")
+NOT_QUICK = (
+    "test_types_fit",
+    "test_code_of_the_extension_page_runs",
+    "test_parts_of_the_extension_page",
+    "test_importing_",
+)
 # The longest files come first, in this order, so that parallel workers end together.
 LONGEST = (
-    *("train_parallel/*.py", "optim_sharded/test_sharded_step.py", "optim/test_kernels_interpreter.py"),
+    *("train_parallel/*.py", "optim_sharded/test_sharded_step.py", "optim/test_kernels.py"),
     *("doc/*.py", "style/test_lint.py", "model/test_model_kernels.py", "train/test_trainer.py", "model/test_dpa3.py"),
     *("examples/test_moe_transformer.py", "fuzz/test_kills.py", "optim/test_optim_build.py", "train/*.py"),
     *("model/*.py", "benchmarks/test_race.py", "consistent/*.py", "deploy/test_freeze.py", "examples/*.py"),

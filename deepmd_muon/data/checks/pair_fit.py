@@ -25,6 +25,8 @@ _RIDGE = 1e-6
 _SMALLEST = 1e-3
 #: Pairs that one system may cost: those of atoms times images times frames.
 MOST_PAIRS = 3_000_000
+# Pairs that are compared at once: few enough for the caches, enough to make Python's share small.
+_AT_ONCE = 30_000
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,14 @@ def _pairs_of(frames: Frames, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
         shifts = np.stack(grid, axis=-1).reshape(-1, 3) @ box
     own = np.arange(len(real))
     parts = []
-    for shift in shifts:
-        vectors = apart + shift
-        squared = np.einsum("ijc,ijc->ij", vectors, vectors)
-        if not shift.any():
-            squared[own, own] = np.inf
-        i, j = np.nonzero(squared < RCUT**2)
-        parts.append((real[i], real[j], vectors[i, j]))
+    many = max(1, _AT_ONCE // max(1, len(real) ** 2))
+    for some in (shifts[first : first + many] for first in range(0, len(shifts), many)):
+        vectors = apart + some[:, None, None]
+        squared = np.einsum("sijc,sijc->sij", vectors, vectors)
+        for zero in np.flatnonzero(~some.any(axis=1)):
+            squared[zero, own, own] = np.inf
+        s, i, j = np.nonzero(squared < RCUT**2)
+        parts.append((real[i], real[j], vectors[s, i, j]))
     i, j, vector = (np.concatenate(part) for part in zip(*parts, strict=True))
     return i, j, vector
 

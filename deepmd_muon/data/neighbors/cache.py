@@ -247,9 +247,10 @@ def _check_density(system: System, numbers: np.ndarray, frames: Frames) -> None:
     if frames.box is None:
         return
     volume = np.abs(np.linalg.det(frames.box))
-    density = (frames.atype >= 0).sum(axis=1) / np.maximum(volume, np.finfo(np.float64).tiny)
+    number = (frames.atype >= 0).sum(axis=1)
+    density = np.divide(number, volume, out=np.zeros(len(volume)), where=volume > 1e-300)  # 0: counting says so
     densest = int(density.argmax())
-    if density[densest] > _DENSEST and volume[densest] > 0:  # without a volume, counting says so
+    if density[densest] > _DENSEST:
         raise NeighborError(
             f"system {system.name}, frame {numbers[densest]}: {density[densest]:.3g} atoms per Å³ (diamond has 0.18); "
             "box and coord must be in Å (nm would look like this)"

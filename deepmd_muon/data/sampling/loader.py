@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,21 @@ class Batch:
     frames: Frames
     neighbors: NeighborList
     system: str
+
+
+class Seats(NamedTuple):
+    """The ranks that take a batch in a step.
+
+    Attributes
+    ----------
+    number
+        How many there are.
+    mine
+        Place of this rank among them; None where it takes no batch.
+    """
+
+    number: int
+    mine: int | None
 
 
 class DataLoader:
@@ -121,6 +137,8 @@ class DataLoader:
             mixed = rule.number if rule.kind == "mixed" else 0
             self._sampler = Sampler(nframes, self.batch_sizes, self.probabilities, seed, mixed, identity)
         self._step = self._taken = 0
+        self._seats: Iterator[Seats] = itertools.repeat(Seats(world_size, rank))
+        self._present = world_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepmd_muon-data") if prefetch else None
         self._ahead: Future[Batch] | None = None
 
@@ -152,15 +170,34 @@ class DataLoader:
 
     def draw(self) -> Plan:
         """Draw the next batch of this rank without reading its frames, any number ahead of `advance`."""
-        plans = [self._sampler.next() for _ in range(self.world_size)]
-        return plans[self.rank]
+        while True:
+            number, mine = next(self._seats)
+            plans = [self._sampler.next() for _ in range(number)]
+            if mine is not None:
+                return plans[mine]
 
     def advance(self) -> None:
         """Take the next batch, which has been drawn: the position moves when the last one of a step has been taken."""
         self._taken += 1
         if self._taken == self.batches_per_step:
-            self._step += self.world_size * self._taken
+            self._step += self._present * self._taken
             self._taken = 0
+
+    def seat(self, seats: Iterator[Seats]) -> None:
+        """Deal out batches by these seats from here on, before the first draw; by default all ranks have one always.
+
+        Parameters
+        ----------
+        seats
+            Of each step; it is read as far ahead as batches are drawn.
+        """
+        self._seats = itertools.chain.from_iterable(itertools.repeat(each, self.batches_per_step) for each in seats)
+
+    def begin_step(self, seats: Seats) -> None:
+        """Note the seats of the step that begins: the position moves now where this rank has none."""
+        self._present = seats.number
+        if seats.mine is None:
+            self._step += seats.number * self.batches_per_step
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the position after the batches of whole steps: plain values, equal on all ranks."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
-from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS
+from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, PARAMETERS
 from deepmd_muon.data.stores.lmdb_file import MAGIC, LmdbFile
 from deepmd_muon.data.stores.storage import HandleCache
 
@@ -31,8 +31,8 @@ _NAMES = {"coords": "coord", "cells": "box", "energies": "energy", "forces": "fo
 _NAMES["atom_types"] = "atype"
 #: A key format such as "012d"; anything wider would be a way to fill the memory.
 _KEY_FORMAT = re.compile(r"0?\d{0,2}d")
-#: Frames of one request that stay decoded, so that positions, cells and labels of a batch cost one decoding.
-_KEPT = 256
+#: Atoms of one request whose frames stay decoded, so that positions, cells and labels of a batch cost one decoding.
+_KEPT = 1 << 17
 # Threads whose last requests stay decoded.
 _THREADS = 64
 #: Databases of so many frames are read as a whole when they are opened, in about half a second.
@@ -111,6 +111,7 @@ class LmdbStore:
         if not group.pbc:
             self._words["nopbc"] = []
         self._known = frozenset(("atype", "coord", "box")).union(*group.sets)
+        self._widths: dict[tuple[str, str], int] = {}
         self._warned = False
         fixed = ("coord", *(("box",) if group.pbc else ()), *(("real_atom_types",) if group.mixed else ()))
         self._sets = {f"set.{k:03d}": np.asarray(numbers) for k, numbers in enumerate(group.sets.values())}
@@ -138,17 +139,32 @@ class LmdbStore:
 
     def shape(self, path: str) -> tuple[int, ...]:
         """Shape of an array."""
-        folder, _, name = path.partition("/")
-        width = _width(name.removesuffix(".npy"), self._natoms)
+        folder, _, file = path.partition("/")
+        name = file.removesuffix(".npy")
+        width = self._parameter_width(folder, name) if name in PARAMETERS else _width(name, self._natoms)
         return (len(self._sets[folder]), width)
+
+    def _parameter_width(self, folder: str, name: str) -> int:
+        """Values of a parameter in the first frame of a set that has it."""
+        if (folder, name) not in self._widths:
+            found = (self._database.frame(int(number)).get(name) for number in self._sets[folder])
+            self._widths[folder, name] = next((values.size for values in found if values is not None), 0)
+        return self._widths[folder, name]
 
     def rows(self, path: str, indices: np.ndarray, single: bool) -> np.ndarray:
         """Rows of an array, which always has an axis of frames; NaN where a frame lacks a label."""
         folder, _, name = path.partition("/")
         name = "atype" if name == "real_atom_types.npy" else name.removesuffix(".npy")
-        frames = self._database.frames(self._sets[folder][indices], self._check)
-        absent = np.full(_width(name, self._natoms), np.nan) if self.sampled and name in LABELS else None
-        return np.stack([frame[name] if absent is None else frame.get(name, absent) for frame in frames])
+        numbers = self._sets[folder][indices]
+        frames = self._database.frames(numbers, self._check, keep=len(numbers) * self._natoms <= _KEPT)
+        if name not in LABELS and name not in PARAMETERS:
+            return np.stack([frame[name] for frame in frames])
+        width = self.shape(path)[1]
+        absent = {name: np.full(width, np.nan)} if self.sampled else {}
+        found = [{**absent, **frame}[name] for frame in frames]
+        if wrong := next((values.size for values in found if values.size != width), None):
+            raise SystemFormatError(self._root, name, f"one frame has {width} values, another {wrong}")
+        return np.stack(found)
 
     def _check(self, number: int, frame: Mapping[str, np.ndarray]) -> None:
         """Refuse a frame that is not what the metadata and other frames of its system say."""
@@ -216,9 +232,9 @@ class _Database:
         return decode_frame(self.path, f"frame {number}", self._file.read(place))
 
     def frames(
-        self, numbers: np.ndarray, check: Callable[[int, Mapping[str, np.ndarray]], None]
+        self, numbers: np.ndarray, check: Callable[[int, Mapping[str, np.ndarray]], None], *, keep: bool
     ) -> Iterable[dict[str, np.ndarray]]:
-        """Return frames; those of a thread's last request stay decoded, for its positions, cells and labels."""
+        """Return frames; those of a thread's last request may stay decoded, for its positions, cells and labels."""
         key, thread = numbers.tobytes(), threading.get_ident()
         last = self._last.get(thread)
         if last is not None and last[0] == key:
@@ -230,7 +246,7 @@ class _Database:
                 check(number, frame)
                 yield frame
 
-        if len(numbers) > _KEPT:
+        if not keep:
             return checked()
         if len(self._last) >= _THREADS:  # those of threads that have ended
             self._last.clear()
@@ -364,7 +380,7 @@ def _is_count(value: object) -> bool:
 def _canonical(name: str) -> str | None:
     """Return a field's name as npy files have it, "find_…" for a flag, and None for unread fields."""
     name = _NAMES.get(name, re.sub(r"^(find_)?atomic_", r"\1atom_", name))
-    known = ("atype", "coord", "box", *FRAME_LABELS, *ATOM_LABELS)
+    known = ("atype", "coord", "box", *FRAME_LABELS, *ATOM_LABELS, *PARAMETERS)
     return name if name in known or name.startswith("find_") else None
 
 
@@ -430,7 +446,10 @@ def decode_frame(system: str, where: str, raw: bytes) -> dict[str, np.ndarray]:
     for name in absent & (frame.keys() - {"atype", "coord"}):
         del frame[name]
     for name, array in frame.items():
-        if array.size != (width := _width(name, len(types))):
+        width = _width(name, len(types))
+        if name in PARAMETERS:
+            width = array.size if name == "fparam" else max(1, array.size // len(types)) * len(types)
+        if array.size != width:
             problem = f"{name}: expected {width} values for {len(types)} atoms, found {array.size}"
             raise SystemFormatError(system, where, problem)
     return frame

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from xml.etree import ElementTree
 
 # ASE's readers begin and end a frame at the same lines.
 _FRAME_ENDS = "FREE ENERGIE OF THE ION-ELECTRON SYSTEM"
@@ -55,6 +54,8 @@ def _of_outcar(path: str) -> list[bool]:
 
 
 def _of_vasprun(path: str) -> list[bool]:
+    from xml.etree import ElementTree  # takes 15 ms, and few data are VASP's
+
     from ase.io.formats import open_with_compression
 
     found: list[bool] = []

@@ -39,11 +39,15 @@ class FusedError(RuntimeError):
 
 
 class FusedStepCache:
-    """The fused steps of an optimizer, kept by the first parameter of each wave."""
+    """The fused steps of an optimizer, one for each list of parameters that has been stepped together.
+
+    The branches of a multi-task model have different lists that begin with the same shared parameters. Each keeps its
+    step: a captured graph reads the tables of one, and nothing can make new tables during a capture.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[Tensor, FusedMuon] = {}
-        self._made: Counter[Tensor] = Counter()
+        self._known: dict[tuple[int, ...], FusedMuon] = {}
+        self._made: Counter[tuple[int, ...]] = Counter()
         self._captured: list[FusedMuon] = []  # captured graphs read their tables as long as the optimizer exists
 
     def step(
@@ -73,7 +77,8 @@ class FusedStepCache:
             return False
         lr = float(lr) if isinstance(lr, Tensor) and not lr.is_cuda else lr  # does not synchronize
         variant = Variant(dtype, maximize, control.skip is not None, control.scale is not None)
-        known = self._known.get(params[0])
+        key = tuple(map(id, params))
+        known = self._known.get(key)
         if known is None:
             compile_kernels(tuple(views), params[0].device, params[0].dtype, variant, settings)
         if not _works(params[0].device, params[0].dtype, variant, bool(scores), settings.nesterov):
@@ -82,9 +87,9 @@ class FusedStepCache:
             if not all(x.is_contiguous() and x.dtype == params[0].dtype for x in (*params, *buffers)):
                 return False
             # If tensors move repeatedly, recording costs more than it saves.
-            self._made[params[0]] += 1
-            recording = self._made[params[0]] <= _MAX_RECORDINGS
-            known = self._known[params[0]] = FusedMuon(params, buffers, scores, views, settings, recording=recording)
+            self._made[key] += 1
+            recording = self._made[key] <= _MAX_RECORDINGS
+            known = self._known[key] = FusedMuon(params, buffers, scores, views, settings, recording=recording)
         if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
             self._captured.append(known)
         if not all(map(Tensor.is_contiguous, grads)):

@@ -1,266 +1,304 @@
-"""Frames of all training systems on a device, one after the other: positions, cells, types and labels."""
+"""Frames of training systems on a device, one after the other: positions, cells, types and labels.
+
+Data that fit their budget stay: each frame has a slot of its own, and is read once, before a batch needs it. Other
+data pass through: the frames of the next batches fill the slots anew. A chunk of frames is uploaded and its neighbours
+are counted on a stream of its own, so that steps which have been launched go on meanwhile.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import contextlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deepmd_muon.data import Frames, NeighborCache, System, worker_count
+from deepmd_muon.data import NeighborCache, NeighborError, System
 from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS
-from deepmd_muon.data.neighbors.far_atoms import MAX_LENGTH
 from deepmd_muon.data.neighbors.lists import SAME_PLACE
-from deepmd_muon.model.neighbors.atoms import Atoms, Cells
+from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS, Atoms, Cells
 from deepmd_muon.model.neighbors.search import count_neighbors
+from deepmd_muon.train.batches.frame_reader import Chunk
 
-# Atoms that are read at once, and reads that wait for the device.
-_CHUNK_ATOMS = 1 << 16
-_WAITING = 16
-
-
-@dataclass(frozen=True)
-class Composition:
-    """What frames of one composition have in common.
-
-    Attributes
-    ----------
-    counts
-        Atoms of each type `(ntypes,)`.
-    periodic
-        Whether the frames have cells.
-    neighbors, total
-        Most neighbours of an atom: of each type `(ntypes,)`, and of all types.
-    inner
-        Most neighbours within each shorter cut-off `(ninner,)`.
-    """
-
-    counts: np.ndarray
-    periodic: bool
-    neighbors: np.ndarray
-    total: int
-    inner: np.ndarray
+_T = TypeVar("_T")
 
 
 class FrameStore:
-    """All frames of some systems on a device, the atoms of each sorted by type.
+    """Frames of some systems on a device, the atoms of each sorted by type.
 
-    A last frame without atoms and labels stands for none.
+    A last slot without atoms and labels stands for a missing frame.
 
     Parameters
     ----------
     systems
-        Read once, here.
+        Where the frames are.
     cache
         Says which neighbours the model reads, for their counts.
     device
         Where the tensors live.
+    room
+        Frames and atoms that pass through; None keeps all.
 
     Attributes
     ----------
-    compositions
-        Of the frames.
-    group, natoms
-        Composition and number of atoms of every frame `(nframes + 1,)`, on the host.
-    present
-        Which frames have each label `(nframes + 1,)`, on the host; without labels that no frame has.
     offset
-        Number of the first frame of each system.
+        Number of the first frame of each system `(nsystems + 1,)`.
+    group, natoms
+        Composition and atoms of every frame `(nframes,)`, on the host, once it has been read.
+    present
+        Which frames have each label `(nframes,)`, on the host; without labels that no system has.
+    of_kind, periodic
+        Atoms of each type `(ncompositions, ntypes)`, and which compositions have cells `(ncompositions,)`.
+    most
+        Most neighbours of an atom that frames of a composition have shown: of each type, of all types, and within
+        each shorter cut-off `(ncompositions, ntypes + 1 + ninner)`.
+    missing
+        The last slot.
     coord, atype
-        Positions `(natoms of all, 3)` [Å] and types of all atoms.
-    first, kinds
-        First atom and composition of every frame `(nframes + 1,)`.
-    counts, starts
-        Atoms of each type, and how many atoms stand before them, of every composition `(ncompositions, ntypes)`.
+        Positions [Å] and types of all atoms.
+    first, sizes, counts
+        First atom, atoms, and atoms of each type of every slot, `(nslots + 1,)` and `(nslots + 1, ntypes)`.
     cells
-        Of all frames; None where none is periodic.
+        Of all slots; None where no system is periodic.
     of_frames, of_atoms
-        Labels by name, `(nframes + 1, width)` and `(natoms of all, width)`; zeros where a frame has none.
+        Labels by name, `(nslots + 1, width)` and `(natoms of all, width)`; zeros where a frame has none.
+    parameters
+        What frames carry of "fparam" `(nslots + 1, numb_fparam)` and "aparam" `(natoms of all, numb_aparam)`.
     found
-        Which frames have a label `(nframes + 1,)`, by name.
-
-    Raises
-    ------
-    NeighborError
-        When two atoms lie at the same place, or a cell or position is impossible; names frame and system.
+        Which slots have a label `(nslots + 1,)`, by name.
     """
 
-    def __init__(self, systems: Sequence[System], cache: NeighborCache, device: torch.device) -> None:
-        self._cache = cache
-        self._device = device
-        self.offset = np.cumsum([0, *(system.nframes for system in systems)])
-        nframes = int(self.offset[-1])
-        self.nframes = nframes
-        self.group = np.zeros(nframes + 1, dtype=np.int64)
-        self.natoms = np.zeros(nframes + 1, dtype=np.int64)
+    def __init__(
+        self,
+        systems: Sequence[System],
+        cache: NeighborCache,
+        device: torch.device,
+        room: tuple[int, int] | None = None,
+    ) -> None:
+        self._systems, self._cache, self._device = systems, cache, device
+        sizes = np.array([system.nframes for system in systems], dtype=np.int64)
+        widths = np.array([system.natoms for system in systems], dtype=np.int64)
+        self.offset = np.concatenate([[0], sizes.cumsum()])
+        self._base = np.concatenate([[0], (sizes * widths).cumsum()])
+        self._widths = widths
+        self.nframes = int(self.offset[-1])
+        self.stays = room is None
+        slots, places = (self.nframes, int(self._base[-1])) if room is None else room
+        ntypes = cache.ntypes
         labels = sorted({name for system in systems for name in system.labels}, key=[*LABELS].index)
-        self.present = {name: np.zeros(nframes + 1, dtype=bool) for name in labels}
+
+        self.group = np.full(self.nframes, -1, dtype=np.int32)
+        self.natoms = np.zeros(self.nframes, dtype=np.int32)
+        self.present = {name: np.zeros(self.nframes, dtype=bool) for name in labels}
+        self.of_kind = np.zeros((0, ntypes), dtype=np.int64)
+        self.periodic = np.zeros(0, dtype=bool)
+        self.most = np.zeros((0, ntypes + 1 + len(cache.inner)), dtype=np.int64)
         self._kinds: dict[tuple[bytes, bool], int] = {}
-        places = sum(_atoms_of(system) for system in systems)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.of_frames = {name: zeros(nframes + 1, width) for name, width in FRAME_LABELS.items() if name in labels}
-        self.of_atoms = {name: zeros(places, width) for name, width in ATOM_LABELS.items() if name in labels}
+        self.missing = slots
         self.coord = zeros(places, 3)
         self.atype = zeros(places, dtype=torch.int64)
-        self.first = zeros(nframes + 1, dtype=torch.int64)
+        self.first = zeros(slots + 1, dtype=torch.int64)
+        self.sizes = zeros(slots + 1, dtype=torch.int64)
+        self.counts = zeros(slots + 1, ntypes, dtype=torch.int32)
+        self.of_frames = {name: zeros(slots + 1, width) for name, width in FRAME_LABELS.items() if name in labels}
+        self.of_atoms = {name: zeros(places, width) for name, width in ATOM_LABELS.items() if name in labels}
+        self.found = {name: zeros(slots + 1, dtype=torch.bool) for name in labels}
+        wanted = systems[0].parameters  # those of all
+        shapes = {"fparam": (slots + 1, wanted.fparam), "aparam": (places, wanted.aparam)}
+        self.parameters = {name: zeros(*shape) for name, shape in shapes.items() if shape[1]}
         self.cells: Cells | None = None
         if any(system.pbc for system in systems):
-            # Those of frames without a cell move nothing.
-            images = torch.ones(nframes + 1, 3, dtype=torch.int32, device=device)
-            self.cells = Cells(zeros(nframes + 1, 3, 3), zeros(nframes + 1, 3, 3), zeros(nframes + 1, 3), images)
-        # Most neighbours of an atom of each frame: of each type, of all, within shorter cut-offs.
-        self._most = zeros(nframes, cache.ntypes + 1 + len(cache.inner), dtype=torch.int32)
-        self._nearest = zeros(nframes)
-        self._read(systems)
-        self._refuse_same_places(systems)
-        self.group[-1] = self._kind_of(np.zeros(cache.ntypes, dtype=np.int64), periodic=False)
-        self.kinds = torch.from_numpy(self.group).to(device)
-        self.compositions = self._compositions()
-        counts = np.stack([kind.counts for kind in self.compositions])
-        self.counts = torch.from_numpy(counts).to(device)
-        self.starts = torch.from_numpy(counts.cumsum(1) - counts).to(device)
-        self.found = {name: torch.from_numpy(flags).to(device) for name, flags in self.present.items()}
+            images = torch.ones(slots + 1, 3, dtype=torch.int32, device=device)
+            self.cells = Cells(zeros(slots + 1, 3, 3), zeros(slots + 1, 3, 3), zeros(slots + 1, 3), images)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def _read(self, systems: Sequence[System]) -> None:
-        """Copy all frames to the device, in order; threads read ahead of it."""
-        done = 0
-        for number, chunk, frames in _read_ahead(systems):
-            system = systems[number]
-            order = np.argsort(np.where(frames.atype < 0, 1 << 30, frames.atype), axis=1, kind="stable")
-            atype = np.take_along_axis(frames.atype, order, 1)
-            natoms = (atype >= 0).sum(1)
-            here = slice(int(self.offset[number] + chunk[0]), int(self.offset[number] + chunk[-1]) + 1)
-            self.natoms[here] = natoms
-            self.first[here] = torch.from_numpy(done + natoms.cumsum() - natoms).to(self._device)
-            mine = slice(done, done + int(natoms.sum()))
-            done = mine.stop
-            real = atype >= 0
-            coord = np.take_along_axis(frames.coord, order[..., None], 1)
-            self.atype[mine] = torch.from_numpy(atype[real].astype(np.int64)).to(self._device)
-            self.coord[mine] = torch.from_numpy(coord[real]).to(self._device)
-            self._take_labels(frames, order, real, here, mine)
-            cells = None
-            self._refuse_impossible(system, chunk, frames)
-            if self.cells is not None and system.pbc:
-                box = torch.from_numpy(np.asarray(frames.box, dtype=np.float64))
-                cells = Cells.of(box.to(self._device), self._cache.rcut)
-                for target, source in zip(self.cells, cells, strict=True):
-                    target[here] = source
-            self._count(coord, atype, natoms, cells, here)
-            kinds, inverse = np.unique(frames.type_counts(self._cache.ntypes), axis=0, return_inverse=True)
-            numbers = np.array([self._kind_of(kind, periodic=system.pbc) for kind in kinds])
-            self.group[here] = numbers[inverse.reshape(-1)]
+    def take(self, chunks: Sequence[Chunk]) -> None:
+        """Write frames into their slots; where data pass through, over all that was there.
 
-    def _take_labels(self, frames: Frames, order: np.ndarray, real: np.ndarray, here: slice, mine: slice) -> None:
-        for name, present in self.present.items():
-            present[here] = frames.present(name)
-            values = getattr(frames, name)
-            if values is None:
-                continue
-            values = np.where(present[here].reshape(-1, *(1,) * (values.ndim - 1)), values, 0.0)
-            if name in self.of_frames:
-                self.of_frames[name][here] = torch.from_numpy(values.reshape(len(values), -1)).to(self._device)
+        Raises
+        ------
+        NeighborError
+            When two atoms lie at the same place, a cell or position is impossible, or an atom has more neighbours than
+            the search on a device takes; names frame and system.
+        """
+        slot = place = 0
+        for chunk in chunks:
+            for number in chunk.doubtful:
+                self._refuse(int(number))
+            if self.stays:
+                slots, first = chunk.numbers, self._place_of(chunk.numbers)
             else:
-                values = np.take_along_axis(values.reshape(*order.shape, -1), order[..., None], 1)
-                self.of_atoms[name][mine] = torch.from_numpy(values[real]).to(self._device)
+                slots = slot + np.arange(len(chunk.numbers))
+                first = place + chunk.natoms.cumsum() - chunk.natoms
+                slot, place = slot + len(slots), place + len(chunk.atype)
+            with self._beside():
+                values = self._upload(chunk, slots, first)
+            self._write(values)
 
-    def _count(
-        self, coord: np.ndarray, atype: np.ndarray, natoms: np.ndarray, cells: Cells | None, here: slice
-    ) -> None:
-        """Count the neighbours of some frames."""
-        nframes, width = atype.shape
-        sizes = torch.from_numpy(natoms).to(self._device)
-        places = torch.arange(nframes * width, device=self._device)
-        frame = torch.where(places % width < sizes.repeat_interleave(width), places // width, nframes)
-        atoms = Atoms(
-            torch.from_numpy(coord.reshape(-1, 3)).to(self._device),
-            torch.from_numpy(atype.reshape(-1).astype(np.int64)).to(self._device),
-            sizes,
-            width,
-            cells,
-        )
-        radii = [self._cache.rcut, *(short for short, _ in self._cache.inner)]
-        of_types, shorter, nearest = count_neighbors(atoms, places, frame, radii, self._cache.ntypes)
-        most = torch.cat([of_types, of_types.sum(1, keepdim=True), shorter], 1)
-        self._most[here] = most.view(nframes, width, -1).amax(1).int()
-        self._nearest[here] = nearest.view(nframes, width).amin(1)
+    def slots_of(self, numbers: np.ndarray, taken: np.ndarray) -> np.ndarray:
+        """Return the slots of frames; `taken` are those of the last `take`, in rising order."""
+        return numbers if self.stays else np.searchsorted(taken, numbers)
 
-    def _kind_of(self, counts: np.ndarray, *, periodic: bool) -> int:
-        """Return the number of a composition."""
-        return self._kinds.setdefault((counts.astype(np.int64).tobytes(), periodic), len(self._kinds))
+    def move(self, values: np.ndarray, target: Tensor) -> None:
+        """Copy an array of the host to a tensor, after all launched work; the host does not wait for that work."""
+        with self._beside():
+            moved = torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+        target.copy_(self._kept(moved))
 
-    def _compositions(self) -> list[Composition]:
-        """Return all compositions with what their frames need."""
-        ntypes, width = self._cache.ntypes, self._most.shape[1]
-        index = self.kinds[:-1].unsqueeze(1).expand(-1, width)
-        most = self._most.new_zeros(len(self._kinds), width).scatter_reduce(0, index, self._most, "amax").cpu().numpy()
-        return [
-            Composition(
-                np.frombuffer(key, dtype=np.int64).copy(), periodic, row[:ntypes], int(row[ntypes]), row[ntypes + 1 :]
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Launch on a stream of its own; work of the present stream follows it."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """Let the allocator keep a tensor of the other stream until the present one has read it."""
+        if self._stream is not None:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+        return tensor
+
+    def _place_of(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the first atom of frames that stay."""
+        owners = np.searchsorted(self.offset, numbers, side="right") - 1
+        places: np.ndarray = self._base[owners] + (numbers - self.offset[owners]) * self._widths[owners]
+        return places
+
+    def _upload(self, chunk: Chunk, slots: np.ndarray, first: np.ndarray) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Copy a chunk to the device and count its neighbours; return targets, rows and values for `_write`."""
+
+        def moved(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+        starts = chunk.natoms.cumsum() - chunk.natoms
+        within = np.arange(len(chunk.atype)) - np.repeat(starts, chunk.natoms)
+        rows, atoms = moved(slots), moved(np.repeat(first, chunk.natoms) + within)
+        coord, atype, sizes = moved(chunk.coord), moved(chunk.atype), moved(chunk.natoms.astype(np.int64))
+        values = [(self.coord, atoms, coord), (self.atype, atoms, atype), (self.sizes, rows, sizes)]
+        values += [(self.first, rows, moved(first)), (self.counts, rows, moved(chunk.counts.astype(np.int32)))]
+        for name, present in self.present.items():
+            flags = chunk.present.get(name, np.zeros(len(slots), dtype=bool))
+            present[chunk.numbers] = flags
+            values.append((self.found[name], rows, moved(flags)))
+            target, where = (self.of_frames, rows) if name in FRAME_LABELS else (self.of_atoms, atoms)
+            label = chunk.labels.get(name)
+            width = {**FRAME_LABELS, **ATOM_LABELS}[name]
+            values.append((target[name], where, coord.new_zeros(len(where), width) if label is None else moved(label)))
+        for name, given in chunk.parameters.items():
+            values.append((self.parameters[name], rows if name == "fparam" else atoms, moved(given)))
+        cells = None
+        if self.cells is not None:
+            cells = self._cells_of(chunk)
+            values += [(target, rows, source) for target, source in zip(self.cells, cells, strict=True)]
+        self._count(chunk, Atoms(coord, atype, sizes, 0, cells))
+        return values
+
+    def _write(self, values: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        for target, rows, source in values:
+            self._kept(rows)
+            target.index_copy_(0, rows, self._kept(source))
+
+    def _cells_of(self, chunk: Chunk) -> Cells:
+        """Return the cells of frames; those of frames without one move nothing."""
+        vectors = np.zeros((len(chunk.numbers), 3, 3)) if chunk.box is None else chunk.box
+        vectors = np.where(chunk.periodic[:, None, None], vectors, np.eye(3))
+        cells = Cells.of(torch.from_numpy(vectors).to(self._device), self._cache.rcut)
+        periodic = torch.from_numpy(chunk.periodic).to(self._device).unsqueeze(1)
+        box, inverse = (torch.where(periodic.unsqueeze(2), x, 0.0) for x in (cells.box, cells.inverse))
+        return Cells(box, inverse, torch.where(periodic, cells.reach, 0.0), torch.where(periodic, cells.images, 1))
+
+    def _count(self, chunk: Chunk, packed: Atoms) -> None:
+        """Count the neighbours of a chunk, and learn what its compositions need; waits for the count."""
+        ntypes = self._cache.ntypes
+        most = np.zeros((len(chunk.numbers), self.most.shape[1]), dtype=np.int64)
+        least = np.full(len(chunk.numbers), np.inf)
+        # Frames of similar sizes together: each is padded to the largest.
+        sizes = np.frexp(chunk.natoms)[1]
+        for size in np.unique(sizes[chunk.natoms > 0]):
+            rows = np.flatnonzero(sizes == size)
+            most[rows], least[rows] = self._counted(chunk, packed, rows)
+        for row in np.flatnonzero(least < SAME_PLACE**2)[:1]:
+            self._refuse(int(chunk.numbers[row]))
+        if most[:, ntypes].max(initial=0) > MOST_NEIGHBORS:
+            row = int(most[:, ntypes].argmax())
+            system, number = self._frame(int(chunk.numbers[row]))
+            raise NeighborError(
+                f"{system.name}: frame {number}: an atom has {most[row, ntypes]} neighbours within "
+                f"{self._cache.rcut} Å, and training on a GPU takes at most {MOST_NEIGHBORS}: "
+                "look at the positions, or use a smaller cut-off"
             )
-            for (key, periodic), row in zip(self._kinds, most.astype(np.int64), strict=True)
-        ]
+        self._learn(chunk, most)
 
-    def _refuse_same_places(self, systems: Sequence[System]) -> None:
-        """Raise what the search on the host raises where two atoms lie at the same place."""
-        wrong = torch.nonzero(self._nearest < SAME_PLACE**2)[:1]
-        if len(wrong):
-            frame = int(wrong[0, 0])
-            number = int(np.searchsorted(self.offset, frame, side="right")) - 1
-            system, row = systems[number], frame - int(self.offset[number])
-            self._cache.frame(system, row, system.frames([row]), 0)
+    def _counted(self, chunk: Chunk, packed: Atoms, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Count the neighbours of some frames of a chunk.
 
-    def _refuse_impossible(self, system: System, chunk: np.ndarray, frames: Frames) -> None:
-        """Raise what the search on the host raises of frames that look impossible."""
-        size = np.abs(frames.coord).max(axis=(1, 2), initial=0.0)
-        odd = ~(size <= MAX_LENGTH)
-        if system.pbc and frames.box is not None:
-            volume, length = np.abs(np.linalg.det(frames.box)), np.abs(frames.box).max(axis=(1, 2))
-            odd |= ~((volume > 1e-6 * length**3) & (length <= MAX_LENGTH))
-        for row in np.flatnonzero(odd):
-            self._cache.frame(system, int(chunk[row]), frames, int(row))
+        Returns
+        -------
+        tuple
+            Most of an atom, as a row of `most` `(nrows, …)`, and the least squared distance `(nrows,)` [Å²].
+        """
+        natoms, width = chunk.natoms[rows], int(chunk.natoms[rows].max())
+        frame = np.repeat(np.arange(len(rows)), natoms)
+        within = np.arange(len(frame)) - np.repeat(natoms.cumsum() - natoms, natoms)
+        source = np.repeat((chunk.natoms.cumsum() - chunk.natoms)[rows], natoms) + within
+        here, source_, owner = (
+            torch.from_numpy(values).to(self._device) for values in (frame * width + within, source, frame)
+        )
+        coord = packed.coord.new_zeros(len(rows) * width, 3).index_copy_(0, here, packed.coord[source_])
+        atype = packed.atype.new_full((len(rows) * width,), -1).index_copy_(0, here, packed.atype[source_])
+        numbers = torch.from_numpy(rows).to(self._device)
+        cells = None if packed.cells is None else packed.cells.select(numbers)
+        atoms = Atoms(coord, atype, packed.counts[numbers], width, cells)
+        radii = [self._cache.rcut, *(short for short, _ in self._cache.inner)]
+        of_types, shorter, nearest = count_neighbors(atoms, here, owner, radii, self._cache.ntypes)
+        counted = torch.cat([of_types, of_types.sum(1, keepdim=True), shorter], 1).long()
+        index = owner.unsqueeze(1).expand_as(counted)
+        most = counted.new_zeros(len(rows), counted.shape[1]).scatter_reduce(0, index, counted, "amax")
+        least = nearest.new_full((len(rows),), torch.inf).scatter_reduce(0, owner, nearest, "amin")
+        return most.cpu().numpy(), least.cpu().numpy()
+
+    def _learn(self, chunk: Chunk, most: np.ndarray) -> None:
+        """Remember composition, size and neighbours of frames."""
+        rows = np.concatenate([chunk.counts, chunk.periodic[:, None]], axis=1)
+        kinds, inverse = np.unique(rows, axis=0, return_inverse=True)
+        known = len(self._kinds)
+        numbers = np.array(
+            [self._kinds.setdefault((kind[:-1].tobytes(), bool(kind[-1])), len(self._kinds)) for kind in kinds]
+        )
+        new = kinds[numbers >= known]
+        self.of_kind = np.concatenate([self.of_kind, new[:, :-1]])
+        self.periodic = np.concatenate([self.periodic, new[:, -1] > 0])
+        self.most = np.concatenate([self.most, np.zeros((len(new), self.most.shape[1]), dtype=np.int64)])
+        group = numbers[inverse.reshape(-1)]
+        self.group[chunk.numbers] = group
+        self.natoms[chunk.numbers] = chunk.natoms
+        np.maximum.at(self.most, group, most)
+
+    def _frame(self, number: int) -> tuple[System, int]:
+        owner = int(np.searchsorted(self.offset, number, side="right")) - 1
+        return self._systems[owner], number - int(self.offset[owner])
+
+    def _refuse(self, number: int) -> None:
+        """Raise what the search on the host raises of a frame."""
+        system, row = self._frame(number)
+        self._cache.frame(system, row, system.frames([row]), 0)
 
 
-def _atoms_of(system: System) -> int:
-    """Count the atoms of all frames, padding left out."""
-    if not system.mixed:
-        return int((system.types(np.arange(1)) >= 0).sum()) * system.nframes
-    return sum(int((system.types(chunk) >= 0).sum()) for chunk in _chunks(system))
-
-
-def _chunks(system: System) -> Iterator[np.ndarray]:
-    """Yield the numbers of all frames, some at a time."""
-    size = max(1, _CHUNK_ATOMS // max(1, system.natoms))
-    for first in range(0, system.nframes, size):
-        yield np.arange(first, min(first + size, system.nframes))
-
-
-def _read_ahead(systems: Sequence[System]) -> Iterator[tuple[int, np.ndarray, Frames]]:
-    """Yield all frames in order with the number of their system; threads read some of them ahead."""
-    with ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-frames") as pool:
-        waiting: deque[tuple[int, np.ndarray, Future[Frames]]] = deque()
-        for number, system in enumerate(systems):
-            for chunk in _chunks(system):
-                waiting.append((number, chunk, pool.submit(system.frames, chunk)))
-                if len(waiting) > _WAITING:
-                    first = waiting.popleft()
-                    yield first[0], first[1], first[2].result()
-        for left, chunk, frames in waiting:
-            yield left, chunk, frames.result()
-
-
-def store_bytes(systems: Sequence[System]) -> int:
-    """Estimate the memory of systems on a device [bytes]."""
-    total = 0
-    for system in systems:
-        atoms = sum(width for name, width in ATOM_LABELS.items() if name in system.labels)
-        frames = sum(width for name, width in FRAME_LABELS.items() if name in system.labels)
-        total += system.nframes * 8 * (system.natoms * (4 + atoms) + frames + 24 * system.pbc + 2)
-    return total
+def store_bytes(systems: Sequence[System], ntypes: int) -> int:
+    """Return the memory of all frames of systems on a device [bytes]."""
+    labels = {name for system in systems for name in system.labels}
+    wanted = systems[0].parameters
+    atom = 4 + wanted.aparam + sum(width for name, width in ATOM_LABELS.items() if name in labels)
+    frame = 2 + wanted.fparam + 0.5 * ntypes + 0.125 * len(labels)
+    frame += sum(width for name, width in FRAME_LABELS.items() if name in labels)
+    frame += 22.5 * any(system.pbc for system in systems)
+    return int(8 * sum(system.nframes * (system.natoms * atom + frame) for system in systems))

@@ -33,6 +33,8 @@ class Shape:
         Labels that a frame has, and those of them that a frame may lack.
     group
         The composition of all frames, where they have the same and fill the shape; None for others.
+    capacity
+        Neighbours of an atom that the search sorts, before `sel` cuts them.
     """
 
     frames: int
@@ -44,6 +46,7 @@ class Shape:
     labels: frozenset[str] = frozenset()
     partial: frozenset[str] = frozenset()
     group: int | None = None
+    capacity: int = 16
 
     @property
     def cost(self) -> float:
@@ -58,10 +61,14 @@ class Shape:
         """Return whether batches of another shape fit in."""
         if self == other:
             return True
-        if self.group is not None:
+        if self.group is not None and not self._differs_in_neighbors(other):
             return False
         room = all(a >= b for a, b in zip(self._numbers, other._numbers, strict=True))
-        return room and self.joined(other) == replace(self, group=None)
+        return room and self.joined(other) == self
+
+    def _differs_in_neighbors(self, other: Shape) -> bool:
+        """Return whether another shape is of the same composition, and differs in room for neighbours at most."""
+        return replace(other, widths=self.widths, inner=self.inner, capacity=self.capacity) == self
 
     def joined(self, other: Shape) -> Shape:
         """Return the least shape that holds both."""
@@ -76,6 +83,8 @@ class Shape:
             self.periodic or other.periodic,
             labels,
             partial if self.frames == other.frames else labels,
+            self.group if self._differs_in_neighbors(other) else None,
+            max(self.capacity, other.capacity),
         )
 
 
@@ -94,7 +103,14 @@ class Shapes:
         weights: dict[Shape, int] = dict.fromkeys(self._shapes, 0)
         for shape in wanted:
             weights[shape] = weights.get(shape, 0) + 1
-        self._shapes = merge(weights, MOST_SHAPES)
+        # A composition that has shown more neighbours than before needs its former shape no more.
+        grown = {
+            shape
+            for shape in self._shapes
+            for one in new
+            if shape.group is not None and one.group == shape.group and one.holds(shape)
+        }
+        self._shapes = merge({shape: n for shape, n in weights.items() if shape not in grown}, MOST_SHAPES)
         self._of.clear()
 
     def of(self, wanted: Shape) -> Shape:

@@ -19,7 +19,7 @@ from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
-from deepmd_muon.train.branches import RunBranch, TaskOrder
+from deepmd_muon.train.branches import RunBranch, StratifiedOrder, TaskOrder
 from deepmd_muon.train.checkpoint.branch_state import SHARED, shared_names
 from deepmd_muon.train.checkpoint.for_deepmd_kit import in_deepmd_kits_order, parameter_order
 from deepmd_muon.train.ema import Ema
@@ -47,7 +47,7 @@ class RunState:
     model: EnergyModel | Branches
     optimizer: torch.optim.Optimizer
     branches: Mapping[str, RunBranch]
-    order: TaskOrder
+    order: TaskOrder | StratifiedOrder
     ema: Ema | None
 
     def content(self, step: int, lr: float, infos: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +82,28 @@ class RunState:
         }
         if self.ema:
             content["ema"] = self.ema.state_dict()
+        return content
+
+    def alone(self, name: str, step: int, lr: float) -> dict[str, Any]:
+        """Return the keys of a checkpoint of one branch as a single model, without what a restart needs.
+
+        Parameters
+        ----------
+        name
+            The branch.
+        step, lr
+            As of `content`.
+        """
+        branch = self.branches[name]
+        infos = {"lr": lr, "step": step - 1}
+        content: dict[str, Any] = {
+            "model": to_deepmd_kit(branch.model, infos, min_nbor_dist=branch.min_nbor_dist),
+            "optimizer": {"state": {}, "param_groups": []},
+        }
+        if self.ema:
+            average = self.ema.state_dict()
+            own = {key: average["model"][f"{name}.{key}"] for key, _ in branch.model.named_parameters()}
+            content["ema"] = {**average, "model": own}
         return content
 
     def _positions(self) -> dict[str, dict[str, Any]]:

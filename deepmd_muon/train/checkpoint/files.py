@@ -100,4 +100,4 @@ class FileSeries:
 def write_pointer(folder: Path, name: str) -> None:
     """Write deepmd-kit's text file ``checkpoint``, which names the newest one."""
     with whole_file(folder / "checkpoint") as file:
-        file.write(f"{name}\n".encode())
+        file.write(os.fsencode(f"{name}\n"))

@@ -15,8 +15,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
 from deepmd_muon.failures import is_disk_failure
-from deepmd_muon.files import WriteError, is_special, leftovers_of, make_folder_of, replace_link, whole_file, writing
+from deepmd_muon.files import (
+    WriteError,
+    is_special,
+    leftovers_of,
+    make_folder_of,
+    regular_text,
+    replace_link,
+    whole_file,
+    writing,
+)
 from deepmd_muon.train.checkpoint.files import REMOVED, write_pointer
 from deepmd_muon.train.errors import TrainingError
 
@@ -32,19 +42,23 @@ _LONGEST_SAVE = 3600.0
 
 
 @contextlib.contextmanager
-def held(training: RunSettings, input_path: str, best: Path | None = None) -> Iterator[None]:
-    """Hold the checkpoints, the best ones and the learning curve of a run for the time of a `with` block.
+def held(
+    training: RunSettings, input_path: str, best: Path | None = None, validations: str | None = None
+) -> Iterator[None]:
+    """Hold the checkpoints, the best ones and the reports of a run for the time of a `with` block.
 
     The lock is the system's, which releases it however the process ends; a file beside each says who holds it.
 
     Parameters
     ----------
     training
-        The input's section: `save_ckpt` and `disp_file` count.
+        The input's section: `save_ckpt`, `disp_file` and `jsonl_file` count.
     input_path
         The input file, for the message to others.
     best
         Prefix of the best checkpoints, whose names all runs share: two in one folder would delete each other's.
+    validations
+        The file of full validations.
 
     Raises
     ------
@@ -52,11 +66,24 @@ def held(training: RunSettings, input_path: str, best: Path | None = None) -> It
         When another run holds them.
     """
     with contextlib.ExitStack() as stack:
-        names = ("training/save_ckpt", "training/disp_file", "validating/save_best_dir")
-        for setting, path in zip(names, (Path(training.save_ckpt), _curve(training), best), strict=True):
-            if path is not None:
-                stack.enter_context(_lock(path, setting, input_path))
+        for path, setting in _places(training, best, validations).items():
+            stack.enter_context(_lock(path, setting, input_path))
         yield
+
+
+def _places(training: RunSettings, best: Path | None, validations: str | None) -> dict[Path, str]:
+    """Return what one run at a time may write, and the setting that names each."""
+    prefix = Path(training.save_ckpt)
+    named = {
+        "training/save_ckpt": prefix,
+        "training/disp_file": _curve(training),
+        "training/jsonl_file": training.jsonl_file,
+        "validating/full_val_file": validations,
+        "validating/save_best_dir": best,
+    }
+    places = {Path(path): setting for setting, path in named.items() if path is not None and not is_special(Path(path))}
+    # deepmd-kit's text file names the newest checkpoint of a folder, whatever `save_ckpt` is.
+    return places | {prefix.with_name("checkpoint"): "training/save_ckpt"}
 
 
 def _curve(training: RunSettings) -> Path | None:
@@ -74,14 +101,14 @@ def _lock(path: Path, setting: str, input_path: str) -> Iterator[None]:
     except WriteError as error:
         if is_disk_failure(error):
             raise
-        what = "the learning curve" if setting.endswith("disp_file") else "checkpoints"
+        what = "reports" if setting.endswith("file") else "checkpoints"
         raise TrainingError(f"{setting}: cannot write {what} to {path.parent}: {error.strerror}") from error
     try:
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         who = f"process {os.getpid()} on {socket.gethostname()}, started {started} with {os.path.abspath(input_path)}"
         with writing(place):
             os.truncate(handle, 0)
-            os.pwrite(handle, who.encode(), 0)
+            os.pwrite(handle, os.fsencode(who), 0)
         yield
     finally:
         with contextlib.suppress(OSError):  # the next run takes the file as it is
@@ -99,7 +126,8 @@ def _open_locked(place: Path, path: Path, setting: str) -> int:
             who = os.pread(handle, 1000, 0).decode(errors="replace") or "another run"
             os.close(handle)
             raise TrainingError(
-                f"{setting}: {path} is being written by {who}; wait until it ends, or give this run another name"
+                f"{setting}: {path} is being written by {who}; wait until it ends, or give this run another "
+                f"{'folder' if path.name == 'checkpoint' else 'name'}"
             ) from error
         except OSError as error:  # a file system without locks
             log.warning("%s cannot be locked (%s): see that no other run writes it", path, error.strerror)
@@ -110,7 +138,12 @@ def _open_locked(place: Path, path: Path, setting: str) -> int:
         os.close(handle)  # its holder has just removed it
 
 
-def remove_leftovers(training: RunSettings, outputs: Sequence[str | None] = (), best: Path | None = None) -> None:
+def remove_leftovers(
+    training: RunSettings,
+    outputs: Sequence[str | None] = (),
+    best: Path | None = None,
+    validations: str | None = None,
+) -> None:
     """Delete what runs of the same names that were killed while they wrote have left; call it while they are held.
 
     Parameters
@@ -118,8 +151,8 @@ def remove_leftovers(training: RunSettings, outputs: Sequence[str | None] = (), 
     training
         The input's section, which names the files.
     outputs
-        Other files that the run writes whole: the normalised input, the log, files of full validations and statistics.
-    best
+        Other files that the run writes whole: the normalised input, the log, files of statistics.
+    best, validations
         As of `held`.
     """
     prefix, curve = Path(training.save_ckpt), _curve(training)
@@ -130,10 +163,10 @@ def remove_leftovers(training: RunSettings, outputs: Sequence[str | None] = (), 
     if curve is not None:
         found += leftovers_of(curve)
     # Other runs may be writing these as well.
-    others = [Path(name) for name in (training.jsonl_file, *outputs) if name is not None]
+    others = [Path(name) for name in (training.jsonl_file, validations, *outputs) if name is not None]
     shared = [prefix.with_name("checkpoint"), prefix.with_name("try"), *others]
     left = [path for place in shared for path in leftovers_of(place)]
-    mine = {_lock_of(path).name for path in (prefix, curve, best) if path is not None}
+    mine = {_lock_of(path).name for path in _places(training, best, validations)}
     found += [path for path in left if _age(path) > _LONGEST_SAVE or not _locks(path.parent) - mine]
     for rest in found:
         with writing(rest):
@@ -283,7 +316,15 @@ def _saved(prefix: Path) -> list[Path]:
 
 def _reports(training: RunSettings, validations: str | None = None) -> list[Path]:
     others = [Path(name) for name in (training.jsonl_file, validations) if name is not None]
+    if exported := exported_path(training):
+        others.append(exported)
     return [path for path in (_curve(training), *others) if path is not None and not is_special(path)]
+
+
+def exported_path(training: RunSettings) -> Path | None:
+    """Return the checkpoint of one branch that a run writes at its end; None where it writes none."""
+    branch = training.export_branch if isinstance(training, MultiTaskTrainingSettings) else None
+    return None if branch is None else Path(f"{training.save_ckpt}.{branch}.pt")
 
 
 def _not_empty(reports: Sequence[Path]) -> list[Path]:
@@ -318,8 +359,8 @@ def _free_number(prefix: Path, reports: Sequence[Path]) -> int:
 
 def _rename_in_pointer(folder: Path, renamed: dict[str, str]) -> None:
     """Let the text file ``checkpoint`` name a kept checkpoint by its new name."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        name = (folder / "checkpoint").read_text(encoding="utf-8").strip()
+    with contextlib.suppress(OSError):
+        name = regular_text(folder / "checkpoint").strip()
         if name in renamed:
             write_pointer(folder, renamed[name])
 

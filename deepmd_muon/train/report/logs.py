@@ -100,7 +100,7 @@ def set_up_logging(
         handlers[0].setLevel(logging.WARNING)
     if path is not None and not rank:
         make_folder_of(Path(path))
-        file = _FileHandler(io.TextIOWrapper(fresh_file(Path(path)), encoding="utf-8"))
+        file = _FileHandler(io.TextIOWrapper(fresh_file(Path(path)), encoding="utf-8", errors="backslashreplace"))
         file.setFormatter(logging.Formatter(_FILE.format(rank=prefix)))
         handlers.append(file)
     for handler in handlers:

@@ -26,11 +26,14 @@ class RecentMetrics:
         The branches of the run.
     averaged
         Whether steps are averaged.
+    stratified
+        Whether a rank may have had no step of a branch that others have trained.
     """
 
-    def __init__(self, branches: Mapping[str, RunBranch], *, averaged: bool) -> None:
+    def __init__(self, branches: Mapping[str, RunBranch], *, averaged: bool, stratified: bool = False) -> None:
         self._branches = branches
         self._averaged = averaged
+        self._stratified = stratified
         self._recent: dict[str, list[tuple[Mapping[str, Tensor], Mapping[str, float]]]] = {}
 
     def add(self, name: str, metrics: Mapping[str, Tensor], batch: StepFeed, *, due: bool) -> None:
@@ -46,6 +49,9 @@ class RecentMetrics:
         for name, branch in self._branches.items():
             recent = self._recent.get(name, [])
             values = {metric: torch.tensor(torch.nan) for metric in branch.metric_names()}
+            if not recent and self._stratified and ranks.size > 1:
+                nothing = {metric: torch.zeros((), device=ranks.device) for metric in values}
+                recent = [(nothing, dict.fromkeys(values, 0.0))]
             if recent:
                 several = len(recent) > 1 or ranks.size > 1
                 values = mean_metrics(recent, ranks.sum) if several else dict(recent[0][0])

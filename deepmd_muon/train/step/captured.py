@@ -16,14 +16,17 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 from torch import Tensor
 
+from deepmd_muon.model import EnergyModel
 from deepmd_muon.train.batches.accumulated import StepFeed, parts_of
 from deepmd_muon.train.step.guard import DeviceGuard
 from deepmd_muon.train.step.step import TrainingStep
 
 log = logging.getLogger(__name__)
 
-#: Graphs that are kept at most; batches of further layouts are stepped eagerly.
+#: Graphs that are kept at most; batches of further layouts are stepped eagerly while all are in use.
 MOST_GRAPHS = 32
+# Steps after which a graph that was not replayed makes room for another.
+_UNUSED = 4096
 # Steps whose learning rates are copied to the device at once.
 _RATES = 1024
 
@@ -72,6 +75,17 @@ class RateTable:
         self._row.add_(1)
 
 
+class GraphMemory:
+    """The stream that graphs of a run are captured on, and their common pool of memory.
+
+    Graphs that replay one after the other may share a pool: each overwrites what the others left.
+    """
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+
+
 class CapturedStep:
     """A training step that waits for nothing, captured where it can be.
 
@@ -81,8 +95,8 @@ class CapturedStep:
         With a `DeviceGuard`.
     rates
         The schedule.
-    capture
-        Whether to capture; False calls the same function eagerly.
+    memory
+        Where graphs are captured; None calls the same function eagerly.
 
     Attributes
     ----------
@@ -92,24 +106,27 @@ class CapturedStep:
         Why steps run eagerly although they were to be captured; None while they need not.
     """
 
-    def __init__(self, step: TrainingStep, rates: RateTable, *, capture: bool) -> None:
+    def __init__(self, step: TrainingStep, rates: RateTable, memory: GraphMemory | None) -> None:
         assert isinstance(step.guard, DeviceGuard)
         self._step = step
         self._guard = step.guard
         self._rates = rates
-        self._capture = capture
+        self._memory = memory
         self._gradient = step.gradient
         self._met: set[Hashable] = set()
         self._graphs: dict[Hashable | None, torch.cuda.CUDAGraph] = {}
+        self._used: dict[Hashable | None, int] = {}
+        self._steps = 0
         self._full = False
         self._names: tuple[str, ...] = ()
         self._metrics: Tensor | None = None
-        self._pieces = step.strategy.model.pieces
+        model = step.model or step.strategy.model
+        assert isinstance(model, EnergyModel)
+        self._model = model
+        self._pieces = self._model.pieces
         self.recorded = 0
         self.eager_reason: str | None = None
-        if capture:
-            self._stream = torch.cuda.Stream()
-            self._pool = torch.cuda.graph_pool_handle()
+        if memory is not None:
             for group in step.optimizer.param_groups:
                 group["capturable"] = True
             # The first steps run eagerly on purpose; torch's Adam would warn of it.
@@ -132,14 +149,16 @@ class CapturedStep:
         """
         self._rates.expect(done)
         self._guard.note(feed.system)
-        if self._pieces != self._step.strategy.model.pieces:  # a graph holds launches of other kernels
-            self._pieces = self._step.strategy.model.pieces
+        if self._pieces != self._model.pieces:  # a graph holds launches of other kernels
+            self._pieces = self._model.pieces
             self._graphs.clear()
             self._met.clear()
             if self._gradient is not None:
                 self._gradient.forget()
+        self._steps += 1
         graph = self._graphs.get(feed.layout)
         if graph is not None:
+            self._used[feed.layout] = self._steps
             graph.replay()
         else:
             self._without_graph(feed)
@@ -168,7 +187,7 @@ class CapturedStep:
             if graph is not None:
                 graph.replay()
                 return
-        if self._capture:
+        if self._memory is not None:
             self._on_side_stream(lambda: self._run(feed))
         else:
             self._run(feed)
@@ -184,9 +203,9 @@ class CapturedStep:
 
     def _wants_graph(self, layout: Hashable | None) -> bool:
         """Return whether this step is to be captured: from the second batch of a layout on, while there is room."""
-        if not self._capture or self.eager_reason is not None or layout is None:
+        if self._memory is None or self.eager_reason is not None or layout is None:
             return False
-        if len(self._graphs) == MOST_GRAPHS:
+        if len(self._graphs) == MOST_GRAPHS and not self._drop_unused():
             if not self._full:
                 self._full = True
                 log.info("batches have more than %d layouts: further ones are stepped without a graph", MOST_GRAPHS)
@@ -196,8 +215,19 @@ class CapturedStep:
             return False
         return True
 
+    def _drop_unused(self) -> bool:
+        """Drop the graph that was not replayed for longest, if that is long; return whether there is room."""
+        oldest = min(self._graphs, key=lambda layout: self._used[layout])
+        if self._steps - self._used[oldest] < _UNUSED:
+            return False
+        torch.cuda.synchronize()
+        del self._graphs[oldest], self._used[oldest]
+        self._met.discard(oldest)
+        return True
+
     def _captured(self, feed: StepFeed) -> torch.cuda.CUDAGraph | None:
         """Record a step in a graph without running it; None, with one log line, where that fails."""
+        assert self._memory is not None
         graph = torch.cuda.CUDAGraph()
         try:
             # The outer context returns to this stream whatever happens. thread_local: the thread that prepares batches
@@ -205,7 +235,7 @@ class CapturedStep:
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),
                 own_blas_workspaces(),
-                torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, self._memory.pool, self._memory.stream, capture_error_mode="thread_local"),
             ):
                 self._run(feed)
         except Exception as error:  # whatever a driver, a compiler or a module raises must not end a training run
@@ -213,17 +243,18 @@ class CapturedStep:
             self.eager_reason = reason
             log.warning("training steps are launched one kernel at a time, because they cannot be captured: %s", reason)
             return None
-        self._graphs[feed.layout] = graph
+        self._graphs[feed.layout], self._used[feed.layout] = graph, self._steps
         self.recorded += 1
         return graph
 
     def _on_side_stream(self, launch: Callable[[], None]) -> None:
         """Launch on the stream of captures, after earlier and before later work of the current stream."""
-        here = torch.cuda.current_stream()
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
+        assert self._memory is not None
+        here, aside = torch.cuda.current_stream(), self._memory.stream
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
             launch()
-        here.wait_stream(self._stream)
+        here.wait_stream(aside)
 
 
 @contextlib.contextmanager

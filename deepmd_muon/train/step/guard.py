@@ -185,7 +185,12 @@ class DeviceGuard(Guard):
         optimizer.found_inf = self.skip  # type: ignore[attr-defined]  # torch's protocol for gradient scalers
         self._record = torch.zeros(len(get_args(self._FIELDS)), dtype=torch.float64, device=device)
         self._systems: list[str] = []
-        self._begun = 0
+        self._begun: int | None = None
+
+    def expect(self, done: int) -> None:
+        """Before a step: count from here on if nothing has been counted yet; `done` updates have been made."""
+        if self._begun is None:
+            self.begin(done)
 
     def begin(self, done: int) -> None:
         """Count steps from here on: `done` updates have been made."""
@@ -226,7 +231,7 @@ class DeviceGuard(Guard):
     def check(self, done: int) -> None:
         """Read the record, one transfer; see `Guard.check`."""
         seen, count, first, loss, norm = self._record.tolist()
-        systems, begun = list(self._systems), self._begun
+        systems, begun = list(self._systems), self._begun or 0
         self.begin(done)
         if not count:
             self._skipped.add(round(seen), 0, done)

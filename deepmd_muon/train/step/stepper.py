@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
@@ -13,14 +14,13 @@ from deepmd_muon.argcheck import RunSettings
 from deepmd_muon.data import DataLoader
 from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.model.branches import Branches
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.train.batches.accumulated import AccumulatedBatches, StepFeed, StepSource
-from deepmd_muon.train.batches.resident import ResidentBatches, why_not_resident
+from deepmd_muon.train.batches.resident import ResidentBatches, why_not_on_device
 from deepmd_muon.train.batches.streamed import BatchSource, HostBatches, StreamedBatches
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.step.captured import CapturedStep, RateTable
+from deepmd_muon.train.step.captured import CapturedStep, GraphMemory, RateTable
 from deepmd_muon.train.step.compiled import CompiledGradient
 from deepmd_muon.train.step.guard import DeviceGuard, HostGuard, on_nonfinite
 from deepmd_muon.train.step.step import TrainingStep
@@ -86,6 +86,32 @@ class HostStepper:
         return _by_step(HostBatches(loader, ntypes, self._device), loader)
 
 
+@dataclasses.dataclass
+class DeviceParts:
+    """Parts of steps that wait for nothing, which the branches of a run share: made for the first of them.
+
+    Attributes
+    ----------
+    guard
+        Counts the steps of all branches, and freezes all parameters after a bad one.
+    rates
+        The schedule on the device; every step of any branch reads its next row.
+    memory
+        Of the captured graphs.
+    """
+
+    guard: DeviceGuard | None = None
+    rates: RateTable | None = None
+    memory: GraphMemory | None = None
+
+    def rates_for(self, scalars: Scalars, optimizer: torch.optim.Optimizer, device: torch.device) -> RateTable:
+        """Return the schedule for an optimizer."""
+        # torch's fused Adam reads no other dtype.
+        dtype = torch.float64 if isinstance(optimizer, HybridMuon) else torch.float32
+        self.rates = self.rates or RateTable(scalars, dtype, device)
+        return self.rates
+
+
 class DeviceStepper:
     """Waits for nothing in a step, and captures it where it may.
 
@@ -101,26 +127,33 @@ class DeviceStepper:
         Whether to capture.
     keep_metrics
         Return metrics that the next step does not overwrite.
+    parts
+        Shared with the steppers of other branches; its guard is that of `step`.
     """
 
     def __init__(
-        self, step: TrainingStep, scalars: Scalars, device: torch.device, *, capture: bool, keep_metrics: bool = False
+        self,
+        step: TrainingStep,
+        scalars: Scalars,
+        device: torch.device,
+        *,
+        capture: bool,
+        keep_metrics: bool = False,
+        parts: DeviceParts | None = None,
     ) -> None:
         assert isinstance(step.guard, DeviceGuard)
-        # torch's fused Adam reads no other dtype.
-        dtype = torch.float64 if isinstance(step.optimizer, HybridMuon) else torch.float32
+        parts = parts or DeviceParts(step.guard)
+        if capture:
+            parts.memory = parts.memory or GraphMemory()
         self._guard = step.guard
         self._strategy = step.strategy
-        self._captured = CapturedStep(step, RateTable(scalars, dtype, device), capture=capture)
+        self._captured = CapturedStep(step, parts.rates_for(scalars, step.optimizer, device), parts.memory)
         self._device = device
         self._keep = keep_metrics
-        self._fresh = True
 
     def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
         """Update the parameters once; see `Stepper`."""
-        if self._fresh:
-            self._fresh = False
-            self._guard.begin(done)
+        self._guard.expect(done)
         metrics = self._captured(feed, done)
         self._strategy.launched()
         return {name: value.clone() for name, value in metrics.items()} if self._keep else metrics
@@ -135,7 +168,7 @@ class DeviceStepper:
         self._captured.close()
 
     def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
-        """Return batches gathered from data on the device, or streamed there where the data cannot live there."""
+        """Return batches gathered on the device, or made on the host where the device cannot make them."""
         return _batches_on(self._device, loader, ntypes)
 
 
@@ -145,15 +178,15 @@ def _by_step(source: BatchSource, loader: DataLoader) -> StepSource:
 
 
 def _batches_on(device: torch.device, loader: DataLoader, ntypes: int) -> StepSource:
-    """Return batches gathered from data on the device, or streamed there where the data cannot live there."""
+    """Return batches gathered on the device, or made on the host where the device cannot make them."""
     budget = 1 << 30
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         budget = int(free * _RESIDENT_SHARE)
-    reason = why_not_resident(loader, budget)
+    reason = why_not_on_device(loader)
     if reason is None:
-        return _by_step(ResidentBatches(loader, device), loader)
-    log.info("training data are streamed to the device, not kept there: %s", reason)
+        return _by_step(ResidentBatches(loader, device, budget), loader)
+    log.info("batches are made on the host and copied to the device: %s", reason)
     return _by_step(StreamedBatches(loader, ntypes, device), loader)
 
 
@@ -165,6 +198,7 @@ def build_stepper(
     training: RunSettings,
     scalars: Scalars,
     model: EnergyModel | None = None,
+    parts: DeviceParts | None = None,
 ) -> Stepper:
     """Make the stepper of a run.
 
@@ -179,6 +213,8 @@ def build_stepper(
         The schedule.
     model
         The model of the branch that it steps, where the strategy holds several.
+    parts
+        Shared by the steppers of these branches.
 
     Raises
     ------
@@ -187,8 +223,6 @@ def build_stepper(
     """
     device, policy = strategy.ranks.device, on_nonfinite(optimizer)
     obstacle = "there is no GPU" if device.type != "cuda" else strategy.reads_on_host
-    if isinstance(strategy.model, Branches):
-        obstacle = obstacle or "the run has several branches"
     if obstacle and training.capture == "on":
         raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto"')
     tf32 = training.enable_tf32 and device.type == "cuda"
@@ -209,11 +243,14 @@ def build_stepper(
             adam_max_norm=training.adam_gradient_max_norm,
         )
         return HostStepper(step, scalars, device)
-    guard = DeviceGuard(policy, optimizer, device, training.disp_freq, strategy.ranks.gather_objects)
+    parts = parts or DeviceParts()
+    guard = parts.guard = parts.guard or DeviceGuard(
+        policy, optimizer, device, training.disp_freq, strategy.ranks.gather_objects
+    )
     capture = training.capture != "off"
     whole = model or strategy.model
     assert isinstance(whole, EnergyModel)
     gradient = CompiledGradient(whole, loss) if capture and training.enable_compile else None
     norms = training.gradient_max_norm, training.adam_gradient_max_norm
     step = TrainingStep(strategy, loss, optimizer, guard, norms[0], ema, gradient, tf32, model, norms[1])
-    return DeviceStepper(step, scalars, device, capture=capture, keep_metrics=training.disp_avg)
+    return DeviceStepper(step, scalars, device, capture=capture, keep_metrics=training.disp_avg, parts=parts)

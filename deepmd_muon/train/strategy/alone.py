@@ -28,7 +28,7 @@ class Alone(Strategy):
         """Load the optimizer's state; see `Strategy.load_optimizer_state`."""
         load_optimizer_state(optimizer, self.model, content, source)
 
-    def reduce(self, loss: Tensor) -> Reduced:
+    def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:
         """Return this process's gradients, their norm and the loss."""
         gradients = [p.grad for p in self.model.parameters() if p.requires_grad and p.grad is not None]
         return Reduced(gradients, torch.nn.utils.get_total_norm(gradients), loss)

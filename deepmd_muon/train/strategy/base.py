@@ -95,13 +95,15 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def reduce(self, loss: Tensor) -> Reduced:
+    def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:
         """Combine gradients and loss of all ranks after the backward pass.
 
         Parameters
         ----------
         loss
             Of this rank's batch.
+        branch
+            The model that the step trains, where there are several.
         """
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deepmd_muon.argcheck import RunSettings
+from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.train.ranks.ranks import Ranks
@@ -34,7 +35,8 @@ def choose_strategy(training: RunSettings, ranks: Ranks, model: EnergyModel | Br
     if stage < 2:
         from deepmd_muon.train.strategy.replicated import Replicated
 
-        return Replicated(ranks, model, state_in_parts=stage == 1)
+        stratified = isinstance(training, MultiTaskTrainingSettings) and training.stratified
+        return Replicated(ranks, model, state_in_parts=stage == 1, stratified=stratified)
     assert not isinstance(model, Branches)  # a rule of the input
     from deepmd_muon.train.strategy.fully_sharded import FullySharded, sharding_mesh
 

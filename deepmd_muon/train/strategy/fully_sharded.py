@@ -92,7 +92,7 @@ class FullySharded(SeveralRanks):
         root.set_modules_to_forward_prefetch([fit])
         root.set_modules_to_backward_prefetch([fit])
 
-    def reduce(self, loss: Tensor) -> Reduced:
+    def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:
         """Return the gradients, which FSDP2 has averaged in the backward pass."""
         grads = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
         square = torch.nn.utils.get_total_norm(grads).double().square()

@@ -41,16 +41,23 @@ class Replicated(SeveralRanks):
         The processes and their model.
     state_in_parts
         Whether each keeps a part of the optimizer's state (stage 1) instead of all of it (stage 0).
+    stratified
+        Whether ranks train different branches in a step. A gradient is then the mean over the ranks that have it.
     """
 
-    def __init__(self, ranks: Ranks, model: EnergyModel | Branches, *, state_in_parts: bool = False) -> None:
+    def __init__(
+        self, ranks: Ranks, model: EnergyModel | Branches, *, state_in_parts: bool = False, stratified: bool = False
+    ) -> None:
         super().__init__(ranks, model)
         self._replicas = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("replicas",))
         self._state_in_parts = state_in_parts
+        self._stratified = stratified
         if state_in_parts:
             self.reads_on_host = "training/zero_stage is above 0"
+        elif stratified:
+            self.reads_on_host = "training/stratified is true"
         self._late = LateRequests(ranks)
-        self._trained: frozenset[int] | None = None
+        self._trained: dict[EnergyModel | None, frozenset[int]] = {}
 
     def build_optimizer(self, config: Buildable, lr: float) -> torch.optim.Optimizer:
         """Make the run's optimizer."""
@@ -69,9 +76,9 @@ class Replicated(SeveralRanks):
         """Whether steps read numbers on the host, as they do on CPUs, where that costs nothing."""
         return self.reads_on_host is not None or self.ranks.device.type == "cpu"
 
-    def reduce(self, loss: Tensor) -> Reduced:
+    def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:
         """Average gradients and loss of all ranks, and let them agree on signals."""
-        return self._reduce_on_host(loss) if self._on_host else self._reduce_on_device(loss)
+        return self._reduce_on_host(loss) if self._on_host else self._reduce_on_device(loss, branch)
 
     def _reduce_on_host(self, loss: Tensor) -> Reduced:
         params = [p for p in self.model.parameters() if p.requires_grad]
@@ -84,13 +91,17 @@ class Replicated(SeveralRanks):
         self._agree(numbers[1 : 1 + len(SIGNALS)])
         for p, g, part, there in zip(params, grads, parts, numbers[-len(params) :], strict=True):
             # An optimizer leaves a parameter that has a gradient nowhere alone.
-            p.grad = part.view_as(g).to(g.dtype) if there else None
+            mean = part.mul_(self.ranks.size / there) if self._stratified and there else part
+            p.grad = mean.view_as(g).to(g.dtype) if there else None
         return self._reduced(summed)
 
-    def _reduce_on_device(self, loss: Tensor) -> Reduced:
-        """Do the same without waiting; parameters that had no gradient anywhere in the first step have none later."""
+    def _reduce_on_device(self, loss: Tensor, branch: EnergyModel | None) -> Reduced:
+        """Do the same without waiting.
+
+        Parameters that had no gradient anywhere in the first step of a branch have none in its later ones.
+        """
         params = [p for p in self.model.parameters() if p.requires_grad]
-        trained = self._agreed_on_trained(params)
+        trained = self._agreed_on_trained(params, branch)
         strange = [i for i, p in enumerate(params) if p.grad is not None and i not in trained]
         if strange:
             name = next(name for name, p in self.model.named_parameters() if p is params[strange[0]])
@@ -106,14 +117,14 @@ class Replicated(SeveralRanks):
             p.grad = part.view_as(g).to(g.dtype)
         return self._reduced(summed)
 
-    def _agreed_on_trained(self, params: Sequence[nn.Parameter]) -> frozenset[int]:
-        """Return the numbers of the parameters that have a gradient on any rank; agreed on in the first step."""
-        if self._trained is None:
+    def _agreed_on_trained(self, params: Sequence[nn.Parameter], branch: EnergyModel | None) -> frozenset[int]:
+        """Return the numbers of the parameters that have a gradient on any rank in the first step of a branch."""
+        if branch not in self._trained:
             here = torch.tensor([float(p.grad is not None) for p in params], device=self.ranks.device)
             with self.ranks.waiting():
                 counts = self.ranks.sum(here).tolist()
-            self._trained = frozenset(i for i, count in enumerate(counts) if count)
-        return self._trained
+            self._trained[branch] = frozenset(i for i, count in enumerate(counts) if count)
+        return self._trained[branch]
 
     def _sum(self, grads: Sequence[Tensor], tail: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         """Return the mean of every gradient over the ranks, flat, and the sum of `tail`, by one exchange."""

@@ -11,6 +11,8 @@ from deepmd_muon.train.validation.full_validation import errors_of_sums
 
 # The table takes a small part of the run's time: a frame costs less than a step.
 _STEPS_A_FRAME = 10
+# A row of the learning curve may compare a frame for every so many steps since the row before.
+_STEPS_A_FRAME_OF_A_ROW = 3
 _FEWEST_FRAMES, _MOST_FRAMES = 10, 1000
 # More systems would bury the rest of the log.
 _MOST_LINES = 20
@@ -32,7 +34,26 @@ def frames_to_compare(frames: Sequence[int], num_steps: int) -> list[int]:
     num_steps
         Length of the run.
     """
-    budget = min(_MOST_FRAMES, max(_FEWEST_FRAMES, num_steps // _STEPS_A_FRAME))
+    return _spread_over(frames, min(_MOST_FRAMES, max(_FEWEST_FRAMES, num_steps // _STEPS_A_FRAME)))
+
+
+def frames_of_sample(frames: Sequence[int], disp_freq: int) -> list[int]:
+    """Return how many frames of each system a row of the learning curve compares with ``"numb_btch": "sample"``.
+
+    A frame costs about a third of a step, so validation takes at most about a tenth of the time of the steps between
+    two rows. Divided among systems as in `frames_to_compare`.
+
+    Parameters
+    ----------
+    frames
+        Frames of each system.
+    disp_freq
+        Steps between two rows.
+    """
+    return _spread_over(frames, max(_FEWEST_FRAMES, disp_freq // _STEPS_A_FRAME_OF_A_ROW))
+
+
+def _spread_over(frames: Sequence[int], budget: int) -> list[int]:
     total = sum(frames)
     if total <= budget:
         return list(frames)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.train.batches.batch import to_device
 from deepmd_muon.train.report.metrics import numbers
-from deepmd_muon.train.validation.final_errors import error_table, frames_to_compare, parity_command
+from deepmd_muon.train.validation.final_errors import error_table, frames_of_sample, frames_to_compare, parity_command
 from deepmd_muon.train.validation.full_validation import FullValidation, error_sums, full_errors
 from deepmd_muon.train.validation.validate import validate
 
@@ -88,7 +88,15 @@ class Validation:
             section, loader = branch.settings.data.validation_data, branch.data.validation
             assert section is not None
             assert loader is not None
-            dealt = loader.deal_all() if section.numb_btch == "all" else loader.deal(int(section.numb_btch))
+            frames = [system.nframes for system in loader.systems]
+            dealt: Iterator[tuple[Batch, bool]]
+            if section.numb_btch == "all":
+                dealt = loader.deal_all()
+            elif section.numb_btch == "sample":
+                wanted = frames_of_sample(frames, self._given.settings.training.disp_freq)
+                dealt = ((batch, counts) for batch, counts, _ in loader.deal_sample(wanted))
+            else:
+                dealt = loader.deal(int(section.numb_btch))
             batches = ((self._to_device(branch, batch), counts) for batch, counts in self._announced(dealt))
             metrics = validate(branch.model, branch.loss, batches, lr_fraction, self._ranks.sum)
             with self._ranks.waiting():

@@ -51,7 +51,7 @@ def mean_metrics(
     metrics
         Metrics of a batch by name, and their weights (see `metric_weights`); those of weight 0 do not count.
     add_up
-        Adds a tensor over all ranks, whose batches then count as well; every rank must have a batch.
+        Adds a tensor over all ranks, whose batches then count as well; every rank must have metrics of these names.
 
     Returns
     -------
@@ -67,12 +67,13 @@ def mean_metrics(
             term = square * weight if weight else torch.zeros_like(value)  # a missing label shows as NaN
             sums[name] = sums[name] + term if name in sums else term
             totals[name] = totals.get(name, 0.0) + weight
-    summed = torch.stack([value.double() for value in sums.values()])
-    summed = torch.cat([summed, summed.new_tensor([totals[name] for name in sums])])
+    names = sorted(sums)  # one order on all ranks
+    summed = torch.stack([sums[name].double() for name in names])
+    summed = torch.cat([summed, summed.new_tensor([totals[name] for name in names])])
     if add_up is not None:
         summed = add_up(summed)
     total, count = summed.chunk(2)
-    means = dict(zip(sums, total / count, strict=True))
+    means = dict(zip(names, total / count, strict=True))
     return {name: mean.sqrt() if name.startswith("rmse") else mean for name, mean in means.items()}
 
 

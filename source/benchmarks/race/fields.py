@@ -26,7 +26,7 @@ TITLES = {
     "hybrid_muon_untouched": "HybridMuon, nothing set",
     "hybrid_muon_present": "HybridMuon, absent elements stay",
     "deepmd_kit_muon": "deepmd-kit's HybridMuon",
-    "torch_muon": "torch's Muon and AdamW",
+    "torch_muon": "torch.optim.Muon and AdamW",
     "schedule_free": "schedule-free AdamW",
     "soap": "SOAP",
 }

@@ -23,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from contestants import ADAM_RATE, UNTOUCHED, untouched
 from fields import BASELINE, TITLES, Default, Field, fields, mean, time_of
-from pictures import draw
+from pictures import Rival, draw
 from results import Errors, Result, StepTime, last, pool, read
 
 MARKS = ("<!-- table of report.py begin -->", "<!-- table of report.py end -->")
+RIVALS = ("adam", "soap", "schedule_free", "torch_muon", "deepmd_kit_muon")  # beside HybridMuon and AdamW
 Row = dict[str, object]
 
 
@@ -65,6 +66,15 @@ def defaults(found: Sequence[Field]) -> Iterator[Default]:
         ours, (_, theirs) = field.runs[name][own], field.best(BASELINE)
         pairs = [tuple(mean(map(measure, runs)) for runs in (ours, theirs)) for measure in (last, force("out"))]
         yield Default(field.set, field.model, field.steps, *pairs)
+
+
+def rivals(found: Sequence[Field], rows: Sequence[Default]) -> Iterator[Rival]:
+    """Yield the other optimizers of the picture, each at its best rate, on the sets and models of the table."""
+    drawn = {(row.set, row.model, row.steps) for row in rows}
+    for field in found:
+        for name in RIVALS:
+            if name in field.runs and (field.set, field.model, field.steps) in drawn:
+                yield Rival(field.set, field.model, field.steps, TITLES[name], field.ratio(name, last))
 
 
 def default_table(rows: Sequence[Default]) -> str:
@@ -198,7 +208,7 @@ def main() -> None:
     else:
         print(default_table(rows))
     if args.picture:
-        draw(rows, args.picture)
+        draw(rows, list(rivals(found, rows)), args.picture)
     for name, text in tables(found, times).items() if args.csv else ():
         (args.csv / name).write_text(text)
 

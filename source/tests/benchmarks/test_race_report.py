@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchma
 
 import report
 from fields import Default
-from pictures import draw
+from pictures import Rival, draw
 from results import Key, Result, StepTime, read
 
 TOP = Path(__file__).resolve().parents[3]
@@ -115,7 +115,7 @@ def test_the_picture_has_a_panel_for_each_budget(tmp_path):
     rows = [Default("water", "dpa3", steps, (0.1, 1.0), (float("nan"), 1.0)) for steps in (3000, 30000)]
     widths = []
     for some in (rows[:1], rows):
-        draw(some, tmp_path / "a.png")
+        draw(some, [Rival("water", "dpa3", 3000, "SOAP", 0.5)], tmp_path / "a.png")
         content = (tmp_path / "a.png").read_bytes()
         assert content.startswith(b"\x89PNG")
         widths.append(int.from_bytes(content[16:20], "big"))

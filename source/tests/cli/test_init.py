@@ -107,6 +107,46 @@ def test_npy_systems_are_named_not_copied(capsys):
     train_three_steps(capsys)
 
 
+def test_models_of_an_ensemble_differ_in_their_seeds(capsys, monkeypatch):
+    shutil.copytree(EXAMPLE / "train", "data")
+    words = ["init", "data/fcc32", "data/cluster13", "--steps", "3", "--rcut", "4", "-o", "runs/input.json"]
+    assert main([*words, "--models", "3"]) == 0
+    printed = capsys.readouterr().out
+    first, *others = (
+        json.loads(Path("runs", folder, "input.json").read_text()) for folder in (".", "model-2", "model-3")
+    )
+    for seed, given in enumerate((first, *others), 1):
+        seeds = [given["model"][part]["seed"] for part in ("descriptor", "fitting_net")] + [given["training"]["seed"]]
+        assert seeds == [seed] * 3
+    for given, folder in zip(others, ("model-2", "model-3"), strict=True):
+        assert f"(cd runs/{folder} && dp --pt train input.json)" in printed
+        for kind in ("training_data", "validation_data"):
+            there = [Path("runs", folder, system).resolve() for system in given["training"][kind]["systems"]]
+            assert there == [Path(system).resolve() for system in first["training"][kind]["systems"]]
+        given["training"] |= {kind: first["training"][kind] for kind in ("training_data", "validation_data")}
+        for section in (given["model"]["descriptor"], given["model"]["fitting_net"], given["training"]):
+            section["seed"] = 1
+        assert given == first
+    with monkeypatch.context() as there:
+        there.chdir("runs/model-3")
+        train_three_steps(capsys)
+    shutil.rmtree("runs/model-2")
+    Path("runs/input.json").unlink()
+    assert main([*words, "--models", "3", "--split-folder", "other"]) == 2
+    assert "runs/model-3/input.json exists" in capsys.readouterr().err
+    assert main([*words, "--models", "0"]) == 2
+    assert "--models" in capsys.readouterr().err
+
+
+def test_absolute_paths_stay_in_inputs_of_other_models():
+    assert main(["init", str(EXAMPLE / "train"), "--valid-data", str(EXAMPLE / "valid"), "--models", "2"]) == 0
+    training = json.loads(Path("model-2/input.json").read_text())["training"]
+    assert training["training_data"]["systems"] == [str(EXAMPLE / "train")]
+    assert training["validation_data"]["systems"] == [str(EXAMPLE / "valid")]
+    assert training["validation_data"]["numb_btch"] == "sample"
+    assert training["disp_freq"] == 100
+
+
 def test_many_elements_take_dpa1(capsys):
     pytest.importorskip("ase")
     write_xyz("all.xyz", {"H C N O F": 20})

@@ -1,6 +1,8 @@
 """What surrounds a command: the number of threads, ranks, and the current folder."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,8 @@ import pytest
 from deepmd_muon.cli.main import main
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.launch import find_place
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt"
 
 
 @pytest.mark.parametrize("number", ["0", "abc", "-1", "2,0", "1.5"])
@@ -30,6 +34,46 @@ def test_a_local_rank_that_no_process_has_is_refused(local):
     }
     with pytest.raises(TrainingError, match="local rank"):
         find_place(variables)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "bytes"])
+@pytest.mark.parametrize(
+    "words",
+    ["show lcurve FILE -o picture.png", "freeze -c .", "test -m none.pt -f FILE", "train FILE", "show routing FILE"],
+)
+def test_a_text_that_is_no_text_or_a_fifo_is_refused(tmp_path, monkeypatch, capfd, words, kind):
+    monkeypatch.chdir(tmp_path)
+    name = {"freeze": "checkpoint", "train": "input.json"}.get(words.split()[0], "some.json")
+    if kind == "FIFO":
+        os.mkfifo(name)
+    else:
+        Path(name).write_bytes(b"# step\n\xff\xfe\n")
+    assert main(words.replace("FILE", name).split()) == 2
+    assert name in capfd.readouterr().err
+
+
+def test_a_folder_whose_name_is_no_utf8(tmp_path, monkeypatch, capfd):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    shutil.copytree(EXAMPLE / "data/valid", "data")
+    content = json.loads((EXAMPLE / "input.json").read_text())
+    content["training"] |= {"training_data": {"systems": ["data/*"], "batch_size": 1}, "numb_steps": 1}
+    content["training"] |= {"stat_file": "stat.hdf5"}
+    del content["training"]["validation_data"]
+    Path("input.json").write_text(json.dumps(content))
+    assert main(["train", str(folder / "input.json")]) == 0
+    assert main(["train", "out.json", "--restart", "auto", "-o", "again.json"]) == 0
+    words = ["-m", str(folder / "model.ckpt.pt"), "-s", str(folder / "data"), "-d", "detail", "-l", "test.log"]
+    assert main(["test", *words]) == 0
+    for name in ("detail.e.out", "test.log"):
+        assert "\\udcff" in Path(name).read_text(encoding="utf-8")
+    capfd.readouterr()
+    data = str(folder / "data")
+    assert main(["init", data, "--valid-data", data, "-o", "new.json"]) == 2
+    assert "no UTF-8" in capfd.readouterr().err
+    assert not Path("new.json").exists()
+    assert main(["init", "data", "-o", "new.json"]) == 0
 
 
 def test_plugins_and_modules_of_the_current_folder_are_not_taken(tmp_path):

@@ -214,6 +214,13 @@ def test_a_name_with_an_at_sign_is_that_of_a_file(tmp_path):
     assert system.frames([0]).box[0, 0, 0] == pytest.approx(3.7)
 
 
+def test_names_that_are_no_elements_are_refused_in_extended_xyz(tmp_path, capfd):
+    write_npy(tmp_path / "data", [0, 1, 1], [make_arrays(2, 3)], type_map=("Cu", "X9"))
+    assert main(["convert-data", str(tmp_path / "data"), str(tmp_path / "data.xyz")]) == 2
+    assert "X9 is not an element" in capfd.readouterr().err
+    assert not (tmp_path / "data.xyz").exists()
+
+
 def test_a_cell_that_is_not_finite_is_refused(tmp_path):
     atoms = bulk("Cu", "fcc", a=3.6, cubic=True)
     write(tmp_path / "a.xyz", atoms)

@@ -8,8 +8,10 @@ import torch
 from conftest import build
 
 from deepmd_muon.deploy.freeze import freeze
-from deepmd_muon.dynamics import ForceField, Langevin, Systems, relax, simulate
+from deepmd_muon.dynamics import Barostat, ForceField, Langevin, Systems, relax, simulate
+from deepmd_muon.dynamics.barostat import GIGAPASCAL
 from deepmd_muon.dynamics.errors import DynamicsError
+from deepmd_muon.dynamics.forces import Forces
 from deepmd_muon.dynamics.systems import BOLTZMANN
 from deepmd_muon.infer import Predictor
 
@@ -89,3 +91,41 @@ def test_mistakes_have_their_error(frames):
         Systems.from_frames(frames, ("O", "H_water"))
     with pytest.raises(DynamicsError, match="time step"):
         next(simulate(None, Systems.from_frames(frames, ("O", "H")), 1, 0.0))
+
+
+class IdealGas:
+    """Atoms that do not feel each other."""
+
+    device = torch.device("cpu")
+
+    def reset(self):
+        pass
+
+    def __call__(self, coord, box, atype):
+        return Forces(coord.new_zeros(len(coord)), torch.zeros_like(coord), coord.new_zeros(len(coord), 9))
+
+
+def test_cells_of_an_ideal_gas_have_the_volumes_of_its_pressure(generator):
+    """Volumes of N atoms follow a gamma distribution: mean (N + 1) kT/p, relative spread 1/√(N + 1)."""
+    natoms, copies, kelvin = 20, 64, 300.0
+    pressures = torch.tensor([0.1, 0.2], dtype=torch.float64).repeat_interleave(copies // 2)
+    expected = (natoms + 1) * BOLTZMANN * kelvin / (pressures * GIGAPASCAL)
+    start = Systems(
+        coord=torch.zeros(copies, natoms, 3, dtype=torch.float64),
+        box=(expected ** (1.0 / 3.0))[:, None, None] * torch.eye(3, dtype=torch.float64),
+        atype=torch.zeros(copies, natoms, dtype=torch.int64),
+        mass=torch.full((copies, natoms), 4.0, dtype=torch.float64),
+        velocity=torch.zeros(copies, natoms, 3, dtype=torch.float64),
+    ).heated(kelvin, generator)
+    barostat = Barostat(pressures, kelvin, time=20.0, compressibility=1.0, every=1)
+    run = simulate(IdealGas(), start, 2500, 1.0, thermostat=Langevin(kelvin, 0.5), barostat=barostat, every=8)
+    volume = torch.stack([torch.linalg.det(snapshot.systems.box) for snapshot in run])[50:] / expected
+    for rows in (slice(0, copies // 2), slice(copies // 2, copies)):
+        assert volume[:, rows].mean() == pytest.approx(1.0, rel=0.05)
+        assert volume[:, rows].std() == pytest.approx((natoms + 1) ** -0.5, rel=0.1)
+
+
+def test_constant_pressure_needs_a_thermostat(frames):
+    force_field = ForceField(Predictor(build("smooth"), device="cpu"))
+    with pytest.raises(DynamicsError, match="thermostat"):
+        next(simulate(force_field, Systems.from_frames(frames, ("O", "H")), 1, 0.5, barostat=Barostat(0.0, 300.0)))

@@ -193,3 +193,22 @@ def test_committed_files_stay_small():
         folder = EXAMPLES / example
         files = [folder / f"{example}.hdf5", *(path for path in (folder / "data").rglob("*") if path.is_file())]
         assert sum(path.stat().st_size for path in files) <= limit
+
+
+def test_the_extended_xyz_of_copper_and_gold_holds_emts_labels():
+    pytest.importorskip("ase")
+    from ase.calculators.emt import EMT
+    from ase.io import read
+
+    frames = read(EXAMPLES / "cu_au_emt" / "all.xyz", ":")
+    assert len(frames) == 200
+    assert len({frame.symbols.formula.format("hill") for frame in frames}) == 5
+    systems = open_systems(str(EXAMPLES / "cu_au_emt" / "all.xyz"))
+    assert [system.nframes for system in systems] == [40] * 5
+    for number, system in zip(range(7, 200, 40), systems, strict=True):
+        frame, stored = frames[number], system.frames(np.array([7]))
+        frame.calc = EMT()
+        assert stored.energy[0] == pytest.approx(frame.get_potential_energy(), abs=1e-7)
+        np.testing.assert_allclose(stored.force[0].reshape(-1, 3), frame.get_forces(), atol=1e-6)
+        virial = -frame.get_volume() * frame.get_stress(voigt=False)
+        np.testing.assert_allclose(stored.virial[0].reshape(3, 3), virial, atol=1e-5)

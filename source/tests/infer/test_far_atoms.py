@@ -1,5 +1,7 @@
 """Atoms far apart, which ended the process in the neighbour library: computed, or refused by system, frame and atom."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -65,6 +67,21 @@ def test_the_error_names_system_frame_and_atom(potential, run):
     potential.batch_atoms = 6
     with pytest.raises(NeighborError, match="atom 2") as caught:
         RUNS[run](potential, Two())
+    assert (caught.value.system, caught.value.frame) == ("water/far", 3)
+
+
+class OneWithoutCell(Two):
+    """A periodic system, one frame of which has a cell of zeros."""
+
+    def frames(self, numbers):
+        box = np.tile(10.0 * np.eye(3), (len(numbers), 1, 1)) * (np.asarray(numbers) != 3)[:, None, None]
+        return replace(super().frames(numbers), coord=np.tile(WATER, (len(numbers), 1, 1)), box=box)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_cell_of_zeros_in_data_is_an_error(potential, run):
+    with pytest.raises(NeighborError, match="nopbc") as caught:
+        RUNS[run](potential, OneWithoutCell())
     assert (caught.value.system, caught.value.frame) == ("water/far", 3)
 
 

@@ -1,12 +1,16 @@
 """DPA-3 against deepmd-kit 3.2.0 (from make_dpa3_fixtures.py), and against itself where it has two ways."""
 
 import dataclasses
+import functools
 import gc
+import itertools
+import threading
 import weakref
 
 import numpy as np
 import pytest
 import torch
+from dpa3_passes import angle_results, derivative, distance, edge_results
 from model_batches import HERE, batch_of, read_fixture
 
 from deepmd_muon.argcheck import InputError, normalize
@@ -14,6 +18,7 @@ from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model, environment_statistics
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.model.descriptor.dpa3 import edges, geometry, module
+from deepmd_muon.model.descriptor.dpa3.geometry import incoming
 from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings, RepflowSettings
 from deepmd_muon.model.nn import four_passes
 from deepmd_muon.setting import InvalidSettingError
@@ -363,3 +368,35 @@ def test_auto_selection_counts_both_cutoffs():
     assert resolved.neighbors().sel == (112,)
     assert resolved.neighbors().inner == ((4.0, 32),)
     assert settings.with_counts_of(resolved) == resolved
+
+
+@pytest.mark.parametrize("compute_all", [angle_results, edge_results])
+@pytest.mark.parametrize("curve", ["silut:1.0", "linear"])
+def test_the_last_pass_waits_for_the_third(compute_all, curve):
+    # autograd runs first what was recorded last, by counts of each thread: here the force's nodes count from 0
+    found = []
+
+    def derive(energy, positions):
+        thread = threading.Thread(target=lambda: found.append(derivative(energy, positions)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    compute = functools.partial(compute_all, torch.float64, tail=True, curve=curve)
+    wanted = compute()
+    assert distance(compute(derive=derive), [x.detach() for x in wanted]) < 1e-13
+
+
+def test_empty_slots_burden_no_atom():
+    neighbor = torch.tensor([[1, 0, 2], [0, 0, 2], [1, 0, 0]])
+    empty = torch.tensor([[False, True, False], [False, True, False], [False, True, True]])
+    order, start, tiles, used = incoming(neighbor, empty)
+    assert (tiles.tolist(), used.item()) == ([0, 1, 2], 3)
+    edges = [order[first:end].tolist() for first, end in itertools.pairwise(start)]
+    assert edges == [[3], [0, 6], [2, 5]]
+    assert order.dtype == start.dtype == torch.int64
+    assert [len(x) for x in incoming(neighbor)] == [9, 4, 3, 1]
+    assert incoming(neighbor).start.tolist() == [0, 5, 7, 9]
+    wide = torch.zeros(3, 40, dtype=torch.int64)
+    tiles, used = incoming(wide, torch.arange(40) >= torch.tensor([[33], [0], [32]]))[2:]
+    assert (tiles.tolist(), used.item()) == ([0, 2, 3, 1, 4, 5], 3)

@@ -1,275 +1,307 @@
-"""The Triton kernels of model and training step in the interpreter, against torch's operations, which define them."""
+"""The kernels of model and training step against torch's operations, which define them, on each backend."""
 
+import functools
 import importlib.util
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-HERE = Path(__file__).parent
-PYTEST = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "interpreted", "-p", "no:cacheprovider"]
-NEIGHBORS = str(HERE / "test_neighbor_search.py")
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install deepmd-muon[gpu])", allow_module_level=True)
 
+from corners import CORNERS, DESCRIPTORS, assert_corner
+from dpa3_passes import angle_results, distance, edge_results, edge_sum_results, node_results
+from kernel_backends import DEVICE, in_interpreter_alone, on_each_backend, passed_in_interpreter
 
-@pytest.mark.skipif(INSIDE, reason="this is the interpreter's own process")
+from deepmd_muon.loss import build_loss
+from deepmd_muon.loss.ener import fused as fused_loss
+from deepmd_muon.model import energy_model
+from deepmd_muon.model.descriptor import environment, environment_kernels
+from deepmd_muon.model.descriptor.dpa3 import angles, edge_sums, edges, nodes
+from deepmd_muon.model.descriptor.dpa3.kernels import angles as angle_kernels
+from deepmd_muon.model.descriptor.dpa3.kernels import edges as edge_kernels
+from deepmd_muon.model.descriptor.se_e2_a import interpolation, interpolation_kernels, rows_kernels
+from deepmd_muon.model.nn import layer_kernels, layers, triton_support
+from deepmd_muon.model.nn.activation import activation
+from deepmd_muon.train.step.guard import DeviceGuard
+from deepmd_muon.train.step.guard_kernel import judge
+from deepmd_muon.train.strategy.base import Reduced
+
+PASSES = {"angles": angle_results, "edges": edge_results}
+SIZES = {"angles": {"width": 30, "atoms": 192, "n_a": 32, "n_m": 64}, "edges": {"width": 120, "atoms": 192, "n_e": 64}}
+DTYPES = [torch.float64, torch.float32]
+
+
 def test_kernels_in_the_interpreter():
-    # Triton reads the variable when a kernel is defined, so the cases run in a process of their own.
-    paths = os.pathsep.join([str(HERE.parent / "optim"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*PYTEST, __file__, NEIGHBORS],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-        cwd=HERE,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None, done.stdout[-6000:]
-    assert int(passed[1]) == 131
+    here = Path(__file__)
+    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 143
 
 
-if INSIDE:
-    from corners import CORNERS, DESCRIPTORS, assert_corner
-    from dpa3_passes import angle_results, distance, edge_results, edge_sum_results, node_results
+class Draw:
+    """Random tensors, the same on every backend."""
 
-    from deepmd_muon.loss import build_loss
-    from deepmd_muon.loss.ener import fused as fused_loss
-    from deepmd_muon.model import energy_model
-    from deepmd_muon.model.descriptor import environment, environment_kernels
-    from deepmd_muon.model.descriptor.dpa3 import angles, edge_sums, edges, nodes
-    from deepmd_muon.model.descriptor.dpa3.kernels import angles as angle_kernels
-    from deepmd_muon.model.descriptor.dpa3.kernels import edges as edge_kernels
-    from deepmd_muon.model.descriptor.se_e2_a import interpolation, interpolation_kernels, rows_kernels
-    from deepmd_muon.model.nn import layer_kernels, layers, triton_support
-    from deepmd_muon.model.nn.activation import activation
-    from deepmd_muon.train.step.guard import DeviceGuard
-    from deepmd_muon.train.step.guard_kernel import judge
-    from deepmd_muon.train.strategy.base import Reduced
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
 
-    CPU = torch.device("cpu")
-    DTYPES = [torch.float64, torch.float32]
+    def normal(self, *shape, dtype=torch.float64):
+        return torch.randn(*shape, dtype=dtype, generator=self.generator).to(DEVICE)
 
-    def close(found, wanted):
-        """Compare relative to the largest element."""
-        limit = 1e-13 if wanted.dtype == torch.float64 else 2e-6
-        assert found.shape == wanted.shape
-        assert float((found - wanted).abs().max()) <= limit * float(wanted.abs().max())
+    def uniform(self, *shape, dtype=torch.float32):
+        return torch.rand(*shape, dtype=dtype, generator=self.generator).to(DEVICE)
 
-    def fill_with_nan(x):
-        return x.fill_(float("nan")) if x.is_floating_point() else x
+    def integers(self, low, high, shape):
+        return torch.randint(low, high, shape, generator=self.generator).to(DEVICE)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("pieces", [16, 32])
-    def test_interpolation_kernels(dtype, pieces):
-        generator = torch.Generator().manual_seed(1)
-        rows = torch.randn(3, 7 + 40, 4, dtype=dtype, generator=generator)
-        empty = torch.randn(3, 4, dtype=dtype, generator=generator)
-        edges = interpolation.cut(rows, empty, pieces, (7, 40), (9, 40))
-        close(interpolation_kernels.expand(edges), interpolation.expand_reference(edges))
-        product = torch.randn(3, 4, edges.terms, dtype=dtype, generator=generator)
-        close(interpolation_kernels.evaluate(edges, product), interpolation.evaluate_reference(edges, product))
-        moved = torch.randn(rows.shape, dtype=dtype, generator=generator)
-        close(interpolation_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved))
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_rows_kernels(dtype):
-        generator = torch.Generator().manual_seed(8)
-        rows = torch.randn(3, 7 + 200, 4, dtype=torch.float64, generator=generator)
-        mean, stddev = torch.rand(2, 2, 1, 4, dtype=dtype, generator=generator).expand(2, 2, 9, 4).contiguous().unbind()
-        kinds = torch.tensor([0, 1, 1])
-        found = rows_kernels.standardise(rows, mean, stddev, kinds)
-        wanted_scale = 1.0 / stddev[:, 0][kinds]
-        wanted_empty = -mean[:, 0][kinds] * wanted_scale
-        wanted = torch.addcmul(wanted_empty[:, None], rows.to(dtype), wanted_scale[:, None])
-        for one, other in zip(found, (wanted, wanted_empty, wanted_scale), strict=True):
-            close(one, other)
-        edges = interpolation.cut(wanted, wanted_empty, 16, (7, 200), (9, 200))
-        start = rows_kernels.interval_starts(wanted, wanted_empty, 16, (7, 200), interpolation.SHORTEST)
-        close(start, edges.start)
+def close(found, wanted):
+    """Compare relative to the largest element."""
+    limit = 1e-13 if wanted.dtype == torch.float64 else 2e-6
+    assert found.shape == wanted.shape
+    assert float((found - wanted).abs().max()) <= limit * float(wanted.abs().max())
 
-    @pytest.mark.parametrize("protection", [0.0, 0.01])
-    def test_environment_kernels(protection):
-        generator = torch.Generator().manual_seed(2)
-        vectors = 3.0 * torch.randn(5, 60, 3, dtype=torch.float64, generator=generator)
-        empty = torch.rand(5, 60, generator=generator) < 0.2
-        env = environment.environment(vectors, empty, 6.0, 0.5, protection)
-        masked, rows, scalars = environment_kernels.environment(vectors, empty, 6.0, 0.5, protection)
-        for found, wanted in zip((masked, rows, *scalars), env, strict=True):
+
+def fill_with_nan(x):
+    return x.fill_(float("nan")) if x.is_floating_point() else x
+
+
+@on_each_backend
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pieces", [16, 32])
+def test_interpolation_kernels(dtype, pieces):
+    normal = functools.partial(Draw(1).normal, dtype=dtype)
+    rows, empty = normal(3, 7 + 40, 4), normal(3, 4)
+    edges = interpolation.cut(rows, empty, pieces, (7, 40), (9, 40))
+    close(interpolation_kernels.expand(edges), interpolation.expand_reference(edges))
+    product = normal(3, 4, edges.terms)
+    close(interpolation_kernels.evaluate(edges, product), interpolation.evaluate_reference(edges, product))
+    moved = normal(*rows.shape)
+    close(interpolation_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved))
+
+
+@on_each_backend
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_kernels(dtype):
+    draw, kinds = Draw(8), torch.tensor([0, 1, 1], device=DEVICE)
+    rows = draw.normal(3, 7 + 200, 4)
+    mean, stddev = draw.uniform(2, 2, 1, 4, dtype=dtype).expand(2, 2, 9, 4).contiguous().unbind()
+    found = rows_kernels.standardise(rows, mean, stddev, kinds)
+    wanted_scale = 1.0 / stddev[:, 0][kinds]
+    wanted_empty = -mean[:, 0][kinds] * wanted_scale
+    wanted = torch.addcmul(wanted_empty[:, None], rows.to(dtype), wanted_scale[:, None])
+    for one, other in zip(found, (wanted, wanted_empty, wanted_scale), strict=True):
+        close(one, other)
+    edges = interpolation.cut(wanted, wanted_empty, 16, (7, 200), (9, 200))
+    start = rows_kernels.interval_starts(wanted, wanted_empty, 16, (7, 200), interpolation.SHORTEST)
+    close(start, edges.start)
+
+
+@on_each_backend
+@pytest.mark.parametrize("protection", [0.0, 0.01])
+def test_environment_kernels(protection):
+    draw = Draw(2)
+    vectors, empty = 3.0 * draw.normal(5, 60, 3), draw.uniform(5, 60) < 0.2
+    env = environment.environment(vectors, empty, 6.0, 0.5, protection)
+    masked, rows, scalars = environment_kernels.environment(vectors, empty, 6.0, 0.5, protection)
+    for found, wanted in zip((masked, rows, *scalars), env, strict=True):
+        close(found, wanted)
+    for dtype in DTYPES:
+        adjoint, factor = draw.normal(5, 60, 4, dtype=dtype).requires_grad_(), draw.normal(5, 4, dtype=dtype)
+        data = factor, env.edges, env.radial, env.isotropic, env.bend
+        slope = environment.edge_derivative(adjoint, *data)
+        limit = {} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(environment_kernels.pull(adjoint.detach(), *data), slope.detach(), **limit)
+        moved = draw.normal(*slope.shape)
+        close(environment_kernels.push(moved, *data), torch.autograd.grad(slope, adjoint, moved)[0])
+
+
+@on_each_backend
+def test_force_kernels():
+    draw, order = Draw(7), torch.tensor([0, 1, 3, 4, 6, 7], device=DEVICE)
+    neighbor = draw.integers(-1, 8, (6, 300))
+    slope = draw.normal(6, 300, 3) * (neighbor >= 0)[..., None]
+    found = environment_kernels.scatter(slope, order, neighbor, 8)
+    slope.requires_grad_()
+    wanted = energy_model.Forces.apply(slope, order, neighbor, 8)
+    close(found, wanted.detach())
+    moved = draw.normal(8, 3)
+    (back,) = torch.autograd.grad(wanted, slope, moved)
+    real = (neighbor >= 0)[..., None]
+    close(environment_kernels.gather(moved, order, neighbor) * real, back * real)
+    assert not environment_kernels.scatter(slope[:, :0].detach(), order, neighbor[:, :0], 8).any()
+
+
+@on_each_backend
+@pytest.mark.parametrize("periodic", [False, True])
+def test_edge_vectors_kernel(periodic):
+    draw = Draw(3)
+    coord = draw.normal(2, 4, 3)
+    box = draw.normal(2, 3, 3) if periodic else None
+    neighbor = draw.integers(-1, 8, (6, 5))
+    shift = draw.integers(-2, 3, (6, 5, 3)).to(torch.int16) if periodic else None
+    order, frame = torch.tensor([[0, 1, 3, 4, 6, 7], [0, 0, 0, 1, 1, 1]], device=DEVICE)
+    flat = coord.view(-1, 3)
+    wanted = flat[neighbor.clamp(min=0)] - flat[order][:, None]
+    if periodic:
+        wanted = wanted + torch.bmm(shift.double(), box[frame])
+    close(environment_kernels.edge_vectors(coord, box, order, frame, neighbor, shift), wanted)
+
+
+@on_each_backend
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("copies", "n_in", "name"), [(0, 7, "tanh"), (1, 6, "silut:1.0"), (2, 3, "tanh")])
+def test_layer_kernels(dtype, copies, n_in, name):
+    normal, f, n = functools.partial(Draw(4).normal, dtype=dtype), activation(name), 6
+    for idt in (None, normal(n)):
+        h, x, before, down = normal(5, n), normal(5, n_in), normal(5, n), normal(5, n)
+        wanted, keep = layers.forward(f, h.clone(), idt, x, copies)
+        found = layer_kernels.forward(h, idt, x, residual=copies > 0, formula=f.formula)
+        close(found[0], wanted)
+        close(found[1], keep)
+        for above in (normal(5, n), normal(1, n).expand(5, n), normal(n, 5).t()):
+            close(layer_kernels.slope(keep, idt, above, f.formula), layers.slope(f, keep, idt, above))
+            pair, of_bias, of_idt = layers.cotangents(f, keep, idt, before, down, above)
+            stacked = layer_kernels.cotangents(keep, idt, before, down, above, f.formula)
+            close(stacked[-2:], pair)
+            close(stacked[-2].sum(0), of_bias)
+            if idt is not None:
+                close(stacked[0].sum(0), of_idt)
+        wanted = layers.tangent(f, keep, idt, before, x, copies)
+        close(layer_kernels.tangent(keep, idt, before, x, residual=copies > 0, formula=f.formula), wanted)
+
+
+@on_each_backend
+@pytest.mark.parametrize("policy", ["error", "skip"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_judge_kernel(policy, dtype):
+    plain, fused = (DeviceGuard(policy, torch.optim.SGD([torch.zeros(1, device=DEVICE)]), DEVICE) for _ in range(2))
+    numbers = [(1.0, 2.0), (3.0, float("inf")), (4.0, 5.0), (float("nan"), 6.0), (7.0, 8.0)]
+    for loss, norm in numbers:
+        given = torch.tensor(norm, dtype=dtype, device=DEVICE), torch.tensor(loss, dtype=torch.float64, device=DEVICE)
+        reduced = Reduced([], *given)
+        plain.admits(reduced, lambda: "")
+        judge(fused._record, fused.skip, reduced.loss, reduced.norm, freeze=policy == "error")
+        torch.testing.assert_close(fused._record, plain._record, equal_nan=True)
+        assert fused.skip == plain.skip
+    assert fused._record[:3].tolist() == [5.0, 2.0, 2.0]
+
+
+@on_each_backend
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"start_pref_v": 2.0, "limit_pref_v": 3.0, "intensive_ener_virial": True}, {"start_pref_e": 0.0}],
+)
+def test_loss_kernels(monkeypatch, settings):
+    """Errors over several blocks, labels that are parts of wider rows, and a loss that is not the last node."""
+    draw, (frames, atoms), loss = Draw(8).normal, (5, 150), build_loss(settings)
+    energy, force, virial = draw(frames, 17), draw(frames, atoms * 3 + 7), draw(frames, 9)
+    labels = {"energy": energy[:, 3], "force": force[:, 2:-5].view(frames, atoms, 3), "virial": virial}
+    values = {"energy": draw(frames), "force": draw(frames, atoms, 3), "virial": draw(frames, 9)}
+    fraction, results = torch.tensor(0.3, dtype=torch.float64, device=DEVICE), []
+    for fused in (False, True):
+        monkeypatch.setattr(triton_support, "usable", lambda _, fused=fused: fused)
+        prediction = {name: value.clone().requires_grad_() for name, value in values.items()}
+        assert fused_loss.fits(loss.settings, prediction, labels, None)
+        value, metrics = loss(prediction, labels, fraction, atoms)
+        (0.7 * value).backward()
+        results.append([value.detach(), *metrics.values(), *(prediction[name].grad for name in prediction)])
+        assert list(metrics) == [*(term.metric for term in loss.terms), "rmse"]
+        assert not any(x.requires_grad for x in metrics.values())
+    assert type(value.grad_fn).__name__ == "FusedLossBackward"
+    for found, wanted in zip(*results[::-1], strict=True):
+        assert (found is None) == (wanted is None)
+        if wanted is not None:
             close(found, wanted)
-        for dtype in DTYPES:
-            adjoint = torch.randn(5, 60, 4, dtype=dtype, generator=generator, requires_grad=True)
-            factor = torch.randn(5, 4, dtype=dtype, generator=generator)
-            data = factor, env.edges, env.radial, env.isotropic, env.bend
-            slope = environment.edge_derivative(adjoint, *data)
-            limit = {} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
-            torch.testing.assert_close(environment_kernels.pull(adjoint.detach(), *data), slope.detach(), **limit)
-            moved = torch.randn(slope.shape, dtype=torch.float64, generator=generator)
-            close(environment_kernels.push(moved, *data), torch.autograd.grad(slope, adjoint, moved)[0])
 
-    def test_force_kernels():
-        generator = torch.Generator().manual_seed(7)
-        neighbor = torch.randint(-1, 8, (6, 300), generator=generator)
-        slope = torch.randn(6, 300, 3, dtype=torch.float64, generator=generator) * (neighbor >= 0)[..., None]
-        order = torch.tensor([0, 1, 3, 4, 6, 7])
-        found = environment_kernels.scatter(slope, order, neighbor, 8)
-        slope.requires_grad_()
-        wanted = energy_model.Forces.apply(slope, order, neighbor, 8)
-        close(found, wanted.detach())
-        moved = torch.randn(8, 3, dtype=torch.float64, generator=generator)
-        (back,) = torch.autograd.grad(wanted, slope, moved)
-        real = (neighbor >= 0)[..., None]
-        close(environment_kernels.gather(moved, order, neighbor) * real, back * real)
-        assert not environment_kernels.scatter(slope[:, :0].detach(), order, neighbor[:, :0], 8).any()
 
-    @pytest.mark.parametrize("periodic", [False, True])
-    def test_edge_vectors_kernel(periodic):
-        generator = torch.Generator().manual_seed(3)
-        coord = torch.randn(2, 4, 3, dtype=torch.float64, generator=generator)
-        box = torch.randn(2, 3, 3, dtype=torch.float64, generator=generator) if periodic else None
-        neighbor = torch.randint(-1, 8, (6, 5), generator=generator)
-        shift = torch.randint(-2, 3, (6, 5, 3), generator=generator).to(torch.int16) if periodic else None
-        order, frame = torch.tensor([0, 1, 3, 4, 6, 7]), torch.tensor([0, 0, 0, 1, 1, 1])
-        flat = coord.view(-1, 3)
-        wanted = flat[neighbor.clamp(min=0)] - flat[order][:, None]
-        if periodic:
-            wanted = wanted + torch.bmm(shift.double(), box[frame])
-        close(environment_kernels.edge_vectors(coord, box, order, frame, neighbor, shift), wanted)
+@on_each_backend
+def test_gradients_of_the_loss_kernels(monkeypatch):
+    monkeypatch.setattr(triton_support, "usable", lambda _: True)
+    draw, loss = Draw(9), build_loss({"start_pref_v": 1.0, "limit_pref_v": 1.0})
+    names = {"energy": (2,), "force": (2, 3, 3), "virial": (2, 9)}
+    labels, values = ({name: draw.normal(*shape) for name, shape in names.items()} for _ in range(2))
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize(("copies", "n_in", "name"), [(0, 7, "tanh"), (1, 6, "silut:1.0"), (2, 3, "tanh")])
-    def test_layer_kernels(dtype, copies, n_in, name):
-        generator, f, n = torch.Generator().manual_seed(4), activation(name), 6
+    def value(*predicted):
+        fraction = torch.tensor(0.6, dtype=torch.float64, device=DEVICE)
+        return loss(dict(zip(names, predicted, strict=True)), labels, fraction, 3)[0]
 
-        def normal(*shape):
-            return torch.randn(*shape, dtype=dtype, generator=generator)
+    assert torch.autograd.gradcheck(value, tuple(x.requires_grad_() for x in values.values()), fast_mode=True)
 
-        for idt in (None, normal(n)):
-            h, x, before, down = normal(5, n), normal(5, n_in), normal(5, n), normal(5, n)
-            wanted, keep = layers.forward(f, h.clone(), idt, x, copies)
-            found = layer_kernels.forward(h, idt, x, residual=copies > 0, formula=f.formula)
-            close(found[0], wanted)
-            close(found[1], keep)
-            for above in (normal(5, n), normal(1, n).expand(5, n), normal(n, 5).t()):
-                close(layer_kernels.slope(keep, idt, above, f.formula), layers.slope(f, keep, idt, above))
-                pair, of_bias, of_idt = layers.cotangents(f, keep, idt, before, down, above)
-                stacked = layer_kernels.cotangents(keep, idt, before, down, above, f.formula)
-                close(stacked[-2:], pair)
-                close(stacked[-2].sum(0), of_bias)
-                if idt is not None:
-                    close(stacked[0].sum(0), of_idt)
-            wanted = layers.tangent(f, keep, idt, before, x, copies)
-            close(layer_kernels.tangent(keep, idt, before, x, residual=copies > 0, formula=f.formula), wanted)
 
-    @pytest.mark.parametrize("policy", ["error", "skip"])
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_judge_kernel(policy, dtype):
-        plain, fused = (DeviceGuard(policy, torch.optim.SGD([torch.zeros(1)]), CPU) for _ in range(2))
-        numbers = [(1.0, 2.0), (3.0, float("inf")), (4.0, 5.0), (float("nan"), 6.0), (7.0, 8.0)]
-        for loss, norm in numbers:
-            reduced = Reduced([], torch.tensor(norm, dtype=dtype), torch.tensor(loss, dtype=torch.float64))
-            plain.admits(reduced, lambda: "")
-            judge(fused._record, fused.skip, reduced.loss, reduced.norm, freeze=policy == "error")
-            torch.testing.assert_close(fused._record, plain._record, equal_nan=True)
-            assert fused.skip == plain.skip
-        assert fused._record[:3].tolist() == [5.0, 2.0, 2.0]
+@in_interpreter_alone
+@pytest.mark.parametrize(("tail", "force", "width"), [(True, True, 17), (False, True, 3), (True, False, 3)])
+@pytest.mark.parametrize("name", ["angles", "edges"])
+def test_kernels_of_dpa3(monkeypatch, name, tail, force, width):
+    compute = PASSES[name]
+    wanted = [x.detach() for x in compute(torch.float64, tail=tail, force=force, width=width, atoms=2)]
+    module, launches = {"angles": (angles, angle_kernels), "edges": (edges, edge_kernels)}[name]
+    monkeypatch.setattr(module, "_kernels", lambda *_: launches)
+    found = compute(torch.float32, tail=tail, force=force, width=width, atoms=2)
+    assert distance(found, wanted) < 1e-6
 
-    @pytest.mark.parametrize(
-        "settings",
-        [{}, {"start_pref_v": 2.0, "limit_pref_v": 3.0, "intensive_ener_virial": True}, {"start_pref_e": 0.0}],
-    )
-    def test_loss_kernels(monkeypatch, settings):
-        """Errors over several blocks, labels that are parts of wider rows, and a loss that is not the last node."""
-        generator, (frames, atoms) = torch.Generator().manual_seed(8), (5, 150)
-        loss = build_loss(settings)
 
-        def draw(*shape):
-            return torch.randn(*shape, dtype=torch.float64, generator=generator)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("force", [True, False])
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("large", [True, False])
+def test_kernels_keep_single_precision(name, force, tail, large):
+    """Also as operators; on the same inputs they give the same bits."""
+    sizes = SIZES[name] if large else {"width": 37, "reach": [37, 20, 0]}
+    compute = functools.partial(PASSES[name], device="cuda", tail=tail, force=force, **sizes)
+    assert triton_support.usable(torch.device("cuda"))
+    found = compute(torch.float32)
+    wanted = [x.detach().cpu() for x in compute(torch.float64)]  # in double precision torch's operations do the work
+    assert distance(found, wanted) < 1e-6
+    with triton_support.traced():
+        assert distance(compute(torch.float32), wanted) < 1e-6
+    again = compute(torch.float32)
+    assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
 
-        energy, force, virial = draw(frames, 17), draw(frames, atoms * 3 + 7), draw(frames, 9)
-        labels = {"energy": energy[:, 3], "force": force[:, 2:-5].view(frames, atoms, 3), "virial": virial}
-        values = {"energy": draw(frames), "force": draw(frames, atoms, 3), "virial": draw(frames, 9)}
-        fraction, results = torch.tensor(0.3, dtype=torch.float64), []
-        for fused in (False, True):
-            monkeypatch.setattr(triton_support, "usable", lambda _, fused=fused: fused)
-            prediction = {name: value.clone().requires_grad_() for name, value in values.items()}
-            assert fused_loss.fits(loss.settings, prediction, labels, None)
-            value, metrics = loss(prediction, labels, fraction, atoms)
-            (0.7 * value).backward()
-            results.append([value.detach(), *metrics.values(), *(prediction[name].grad for name in prediction)])
-            assert list(metrics) == [*(term.metric for term in loss.terms), "rmse"]
-            assert not any(x.requires_grad for x in metrics.values())
-        assert type(value.grad_fn).__name__ == "FusedLossBackward"
-        for found, wanted in zip(*results[::-1], strict=True):
-            assert (found is None) == (wanted is None)
-            if wanted is not None:
-                close(found, wanted)
 
-    def test_gradients_of_the_loss_kernels(monkeypatch):
-        monkeypatch.setattr(triton_support, "usable", lambda _: True)
-        generator, loss = torch.Generator().manual_seed(9), build_loss({"start_pref_v": 1.0, "limit_pref_v": 1.0})
-        names = {"energy": (2,), "force": (2, 3, 3), "virial": (2, 9)}
-        labels, values = (
-            {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in names.items()}
-            for _ in range(2)
-        )
+@in_interpreter_alone
+@pytest.mark.parametrize("reach", [[17, 9], [2, 0]])
+@pytest.mark.parametrize("name", ["angles", "edges"])
+def test_kernels_of_dpa3_within_reach(monkeypatch, name, reach):
+    """In two tiles of neighbours, the last of which an atom does not reach."""
+    compute = PASSES[name]
+    module, launches = {"angles": (angles, angle_kernels), "edges": (edges, edge_kernels)}[name]
+    reach = reach if name == "angles" else [2 * n for n in reach]
+    sizes = {"tail": True, "width": 2 * reach[0] + 1 if name == "edges" else 17, "atoms": 2, "reach": reach}
+    wanted = [x.detach() for x in compute(torch.float64, **sizes)]
+    monkeypatch.setattr(angle_kernels, "ROWS", 16)
+    monkeypatch.setattr(module, "_kernels", lambda *_: launches)
+    new_empty = torch.Tensor.new_empty
+    # What no kernel writes must not pass for a zero.
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **kw: fill_with_nan(new_empty(x, *size, **kw)))
+    assert distance(compute(torch.float32, **sizes), wanted) < 1e-6
 
-        def value(*predicted):
-            fraction = torch.tensor(0.6, dtype=torch.float64)
-            return loss(dict(zip(names, predicted, strict=True)), labels, fraction, 3)[0]
 
-        assert torch.autograd.gradcheck(value, tuple(x.requires_grad_() for x in values.values()), fast_mode=True)
+@on_each_backend
+@pytest.mark.parametrize(
+    ("settings", "computations"),
+    [
+        ({"style": "res_residual"}, (node_results, edge_sum_results)),
+        ({"style": "res_residual", "force": False}, (node_results, edge_sum_results)),
+        ({"style": "res_avg"}, (node_results, edge_sum_results)),
+        ({"terms": 3}, (node_results,)),
+    ],
+)
+def test_nodes_and_edge_features_of_dpa3(monkeypatch, settings, computations):
+    for compute in computations:
+        module = nodes if compute is node_results else edge_sums
+        monkeypatch.setattr(module, "fits", lambda *_: False)
+        wanted = [x.detach() for x in compute(torch.float64, DEVICE, **settings)]
+        monkeypatch.setattr(module, "fits", lambda *_: True)
+        assert distance(compute(torch.float64, DEVICE, **settings), wanted) < 1e-13
+        if DEVICE.type == "cuda":
+            assert distance(compute(torch.float32, DEVICE, **settings), wanted) < 1e-6
 
-    @pytest.mark.parametrize(("tail", "force", "width"), [(True, True, 17), (False, True, 3), (True, False, 3)])
-    @pytest.mark.parametrize("name", ["angles", "edges"])
-    def test_kernels_of_dpa3(monkeypatch, name, tail, force, width):
-        compute = {"angles": angle_results, "edges": edge_results}[name]
-        wanted = [x.detach() for x in compute(torch.float64, tail=tail, force=force, width=width, atoms=2)]
-        module, launches = {"angles": (angles, angle_kernels), "edges": (edges, edge_kernels)}[name]
-        monkeypatch.setattr(module, "_kernels", lambda *_: launches)
-        found = compute(torch.float32, tail=tail, force=force, width=width, atoms=2)
-        assert distance(found, wanted) < 1e-6
 
-    @pytest.mark.parametrize("reach", [[17, 9], [2, 0]])
-    @pytest.mark.parametrize("name", ["angles", "edges"])
-    def test_kernels_of_dpa3_within_reach(monkeypatch, name, reach):
-        """In two tiles of neighbours, the last of which an atom does not reach."""
-        compute = {"angles": angle_results, "edges": edge_results}[name]
-        module, launches = {"angles": (angles, angle_kernels), "edges": (edges, edge_kernels)}[name]
-        reach = reach if name == "angles" else [2 * n for n in reach]
-        sizes = {"tail": True, "width": 2 * reach[0] + 1 if name == "edges" else 17, "atoms": 2, "reach": reach}
-        wanted = [x.detach() for x in compute(torch.float64, **sizes)]
-        monkeypatch.setattr(angle_kernels, "ROWS", 16)
-        monkeypatch.setattr(module, "_kernels", lambda *_: launches)
-        new_empty = torch.Tensor.new_empty
-        # What no kernel writes must not pass for a zero.
-        monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **kw: fill_with_nan(new_empty(x, *size, **kw)))
-        assert distance(compute(torch.float32, **sizes), wanted) < 1e-6
-
-    @pytest.mark.parametrize(("style", "force"), [("res_residual", True), ("res_residual", False), ("res_avg", True)])
-    def test_nodes_and_edge_features_of_dpa3(monkeypatch, style, force):
-        for module, compute in ((nodes, node_results), (edge_sums, edge_sum_results)):
-            monkeypatch.setattr(module, "fits", lambda *_: False)
-            wanted = [x.detach() for x in compute(torch.float64, style=style, force=force)]
-            monkeypatch.setattr(module, "fits", lambda *_: True)
-            found = compute(torch.float64, style=style, force=force)
-            assert distance(found, wanted) < 1e-13
-
-    def test_nodes_of_dpa3_take_further_terms(monkeypatch):
-        monkeypatch.setattr(nodes, "fits", lambda *_: False)
-        wanted = [x.detach() for x in node_results(torch.float64, terms=3)]
-        monkeypatch.setattr(nodes, "fits", lambda *_: True)
-        assert distance(node_results(torch.float64, terms=3), wanted) < 1e-13
-
-    @pytest.mark.parametrize("precision", ["float64", "float32"])
-    @pytest.mark.parametrize("corner", CORNERS)
-    @pytest.mark.parametrize("name", DESCRIPTORS)
-    def test_models_at_the_corners(monkeypatch, name, corner, precision):
-        assert_corner(name, corner, precision, monkeypatch)
+@on_each_backend
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize("corner", CORNERS)
+@pytest.mark.parametrize("name", DESCRIPTORS)
+def test_models_at_the_corners(monkeypatch, name, corner, precision):
+    assert_corner(name, corner, precision, monkeypatch, DEVICE.type)

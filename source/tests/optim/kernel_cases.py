@@ -1,12 +1,23 @@
-"""The quality gates of the kernels: cases that run in Triton's interpreter on a CPU and on a GPU."""
+"""The kernels that orthogonalize: gates, and the table of their cases in Triton's interpreter and on a GPU.
+
+A matrix of 64 × 64 costs the interpreter 0.04 s as a whole and 0.2 to 0.4 s otherwise; 240 × 240 takes 1 to 4 s. So
+large ones and batch 133 have few cases there, most marked slow, and one case is enough where another differs in size
+only; a GPU runs all. The interpreter runs programs one after the other: kernels whose programs meet at barriers get one
+program a matrix there, so barriers and the division of work are tested on a GPU only.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import pytest
 import torch
+from kernel_backends import DEVICE, INTERPRETING
 from polar_oracle import RESOLUTION, Oracle, matrices
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,7 +46,7 @@ class Way:
     """One implementation, or the table's choice (of an H200's where an interpreter runs the kernels)."""
 
     name: str
-    device: str
+    device: str = DEVICE.type
     coefficients: tuple[tuple[float, float, float], ...] = COEFFICIENTS
 
     def __call__(self, *xs: Tensor) -> list[Tensor]:
@@ -299,3 +310,127 @@ def check_memory(way: Way, shapes: tuple[tuple[int, int, int], ...]) -> None:
     for o, e in zip(results, expected, strict=True):
         assert torch.isfinite(e).all()
         assert torch.equal(o.cpu(), e)
+
+
+FORCED = tuple(name for name in dispatch.IMPLEMENTATIONS if name != "torch")
+# A shape of every implementation's own for the gates that do not depend much on it.
+OWN = {"whole": (17, 33), "strips": (65, 300), "tiles": (200, 170), "symmetric": (200, 450), "default": (65, 64)}
+# Shapes at the borders of tiles and of the table's rules.
+EVERY = (*SHAPES, (1, 256), (60, 250), (128, 128), (320, 64), (768, 128), (500, 700))
+LARGE = ((1030, 520), (2050, 1024))
+LONG = ("rank8", "log5", "log8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A gate for one implementation, with its further arguments; `few` means four of the ten steps."""
+
+    check: Callable[..., None]
+    name: str
+    arguments: tuple[Any, ...]
+    few: bool = False
+    slow: bool = False
+
+    def run(self) -> None:
+        """Raise AssertionError unless the implementation passes the gate."""
+        self.check(Way(self.name, DEVICE.type, FEW_COEFFICIENTS if self.few else COEFFICIENTS), *self.arguments)
+
+    def param(self, index: int) -> Any:
+        """Return the case under a name for pytest."""
+        words = re.findall(r"[\w.+-]+", str(self.arguments[:1]))
+        name = "-".join([self.check.__name__.removeprefix("check_"), self.name, "x".join(words), str(index)])
+        return pytest.param(self, id=name, marks=[pytest.mark.slow] * self.slow)
+
+
+def of_interpreter() -> Iterator[Case]:
+    """Yield the cases that the interpreter has time for."""
+
+    def rows(check: Callable[..., None], table: dict[str, list[tuple]], **options: bool) -> Iterator[Case]:
+        return (Case(check, name, arguments, **options) for name, some in table.items() for arguments in some)
+
+    few = {"few": True}
+    quality = {
+        "whole": [(shape, SPECTRA) for shape in SHAPES if max(shape) <= 65],
+        "strips": [((17, 33), SPECTRA), *((shape, LONG) for shape in ((5, 7), (63, 65), (65, 64)))],
+        "tiles": [((5, 7), ("log5",)), ((65, 64), ("rank8", "log8"))],
+        "symmetric": [((25, 50), LONG), ((65, 64), ("rank8", "log8")), ((127, 129), ("log5",))],
+        "default": [((63, 65), SPECTRA), ((127, 129), ("log5",))],
+    }
+    slow_quality = {
+        "strips": [
+            ((65, 64), SPECTRA),
+            *((shape, LONG) for shape in ((16, 16), (25, 50), (127, 129))),
+            *((shape, ("log5",)) for shape in ((128, 384), (240, 240), (241, 1607))),
+        ],
+        "tiles": [(shape, ("log5",)) for shape in ((127, 129), (240, 240))],
+        "symmetric": [
+            *(((16, 16), LONG), ((25, 50), SPECTRA)),
+            *((shape, ("log5",)) for shape in ((128, 384), (241, 1607))),
+        ],
+    }
+    yield from rows(check_quality, quality)
+    yield from rows(check_quality, slow_quality, slow=True)
+    yield Case(check_schedules, "symmetric", ((25, 50), ("rank1",)))
+    yield Case(check_schedules, "symmetric", ((25, 50), ("log5",)), slow=True)
+    whole = [(1, 1), (1, 8), (2, 1), (17, 33), (65, 64), (5, 7)]
+    small = {"strips": [((17, 33), (1, 3))], "tiles": [((5, 7), (1, 3))], "symmetric": [((5, 7), (1, 3))]}
+    some = {"whole": [(shape, (1, 3)) for shape in whole], **small, "default": [((5, 7), (0, 1, 3))]}
+    yield from rows(check_batches, some, **few)
+    yield Case(check_batches, "whole", ((5, 7), (133,)), few=True, slow=True)
+    for name in FORCED:
+        yield Case(check_views, name, ((6, 9), 1), few=True, slow=name == "tiles")
+        yield Case(check_scales, name, ((6, 9), SCALES if name == "whole" else (1e-30, 2.0**90)), **few)
+        yield Case(check_special_values, name, ((6, 9) if name != "symmetric" else (9, 6),), **few)
+        yield Case(check_signs, name, ((20, 30), 2 if name in ("whole", "strips") else 1))
+    yield Case(check_views, "whole", ((33, 20),), **few)
+    yield from rows(check_tiles, {"symmetric": [((64, 64), 2, (1e30,)), ((64, 140), 1, (1.0,))]}, **few)
+    yield Case(check_tiles, "symmetric", ((128, 64), 2, (1.0,)), few=True, slow=True)
+    memory = {
+        "whole": [(((2, 5, 7), (1, 9, 4), (1, 1, 8), (1, 64, 65), (1, 60, 250)),)],
+        "strips": [(((2, 5, 7), (1, 70, 100)),)],
+        "tiles": [(((1, 70, 20),),)],
+        "symmetric": [(((1, 70, 20),),)],
+        "default": [(((1, 5, 7), (1, 60, 70), (3, 1, 8)),)],
+    }
+    slow_memory = {
+        "strips": [(((1, 60, 40), (1, 70, 300)),)],
+        "tiles": [(((2, 5, 7), (1, 70, 60)),)],
+        "symmetric": [(((1, 5, 7), (1, 70, 60), (1, 20, 150)),)],
+        "default": [(((1, 5, 7), (1, 127, 129), (3, 1, 8)),)],
+    }
+    yield from rows(check_memory, memory, **few)
+    yield from rows(check_memory, slow_memory, few=True, slow=True)
+    mixed = ((2, 5, 7), (1, 30, 9), (3, 1, 8), (1, 40, 40))
+    yield Case(check_company, "whole", (mixed,))
+    yield Case(check_repeats, "whole", (mixed, 2))
+
+
+def of_gpu() -> Iterator[Case]:
+    """Yield the cases of a GPU: every gate, each implementation forced and as the table chooses."""
+    for name in (*FORCED, "default"):
+        shapes = tuple(shape for shape in EVERY if name == "default" or fits(name, shape))
+        for shape in shapes:
+            kinds = SPECTRA if max(shape) < 1000 else ("gaussian", "rank8", "log5", "log8")
+            yield Case(check_quality, name, (shape, kinds))
+            yield Case(check_batches, name, (shape, (1, 3, 133) if name in FORCED else BATCHES))
+            for check in (check_views, check_scales, check_special_values, check_signs):
+                yield Case(check, name, (shape,))
+        for shape in LARGE:
+            if name in FORCED and fits(name, shape):
+                yield Case(check_quality, name, (shape, ("rank8", "log5")))
+        m, n = OWN[name]
+        several = tuple((2, *shape) for shape in shapes)
+        yield Case(check_repeats, name, (several,))
+        yield Case(check_memory, name, (((1, m, n), (3, n, m)),))
+        yield Case(check_memory, name, (several,))
+    for batch, *shape in ((2, 128, 128), (2, 256, 768), (8, 1024, 4096), (1, 4096, 4096), (3, 2048, 8192)):
+        yield Case(check_tiles, "symmetric", (tuple(shape), batch, (1.0, 2.0**-100, 1e30)))
+    for shape in ((128, 128), (256, 768), (300, 1000), (1024, 2048)):
+        yield Case(check_schedules, "symmetric", (shape,))
+    yield Case(check_company, "whole", (((133, 5, 7), (1, 30, 9), (3, 1, 8), (2, 100, 120), (1, 64, 250)),))
+    # A step gives the same on any number of GPUs: what shares a launch decides on strips and tiles.
+    yield Case(check_company, "strips", (((6, 768, 128), (6, 320, 128), (6, 320, 64), (2, 240, 240)),))
+    yield Case(check_company, "strips", (((4, 240, 240), (2, 1600, 240), (2, 100, 384)),))
+
+
+CASES = [case.param(i) for i, case in enumerate(of_interpreter() if INTERPRETING else of_gpu())]

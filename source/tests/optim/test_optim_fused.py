@@ -1,7 +1,7 @@
 """The fused steps against `muon_`, which defines them: on a GPU, or in the process of the interpreter.
 
-`test_kernels_interpreter.py` starts that process: Triton reads TRITON_INTERPRET when a kernel is defined, and a process
-that has set it compiles nothing any more.
+`test_kernels.py` starts that process: Triton reads TRITON_INTERPRET when a kernel is defined, and a process that has
+set it compiles nothing any more.
 """
 
 from __future__ import annotations

@@ -18,12 +18,14 @@ ROOMS = (
         "deepmd_kit",
         "deploy",
         "dynamics",
+        "explore",
         "infer",
         "loss",
         "model",
         "optim",
         "show",
         "stability",
+        "testing",
     ),
     "train",
 )
@@ -32,23 +34,27 @@ ARROWS = {
     "argcheck": {"checkpoint_file", "loss", "model", "optim"},
     "checkpoint_file": set(),
     "cli": {
-        *("argcheck", "checkpoint_file", "data", "deploy", "infer", "model", "optim", "show", "stability", "train"),
+        *("argcheck", "checkpoint_file", "data", "deploy", "explore", "infer", "model", "optim", "show", "stability"),
+        "train",
     },
     "data": set(),
     "deepmd_kit": {"argcheck", "optim"},
     "deploy": {"checkpoint_file", "infer", "model"},
     "dynamics": {"checkpoint_file", "data", "infer", "model"},
+    "explore": {"argcheck", "checkpoint_file", "data", "dynamics", "infer", "stability", "train"},
     "infer": {"checkpoint_file", "data", "model"},
     "loss": {"model"},
     "model": {"checkpoint_file"},
     "optim": set(),
     "show": {"argcheck", "checkpoint_file", "data", "infer", "model", "optim", "stability", "train"},
     "stability": {"data", "dynamics", "infer"},
+    "testing": {"argcheck", "checkpoint_file", "data", "deploy", "infer", "loss", "model", "train"},
     "train": {"argcheck", "checkpoint_file", "data", "loss", "model", "optim"},
 }
 # Of other rooms, the input check may read only settings and errors, which do not import torch.
 TORCH_FREE = {
     *("deepmd_muon.optim.config", "deepmd_muon.optim.other_configs", "deepmd_muon.optim.omitted_scales"),
+    *("deepmd_muon.optim.buildable", "deepmd_muon.optim.words"),
     *("deepmd_muon.loss.settings", "deepmd_muon.loss.registry", "deepmd_muon.loss.ener.settings"),
     *("deepmd_muon.model.branch_settings", "deepmd_muon.model.settings", "deepmd_muon.checkpoint_file.errors"),
 }

@@ -1,7 +1,9 @@
 """README and pages are true: code runs, links lead somewhere, commands are the ones CI runs."""
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,12 +25,20 @@ def test_readme_has_the_two_commands():
     assert "pytest" in commands[1]
 
 
-@pytest.mark.parametrize("page", ["extending.md", "change-a-descriptor.md"])
-def test_code_of_the_extension_pages_runs(tmp_path, page):
+def test_code_of_the_extension_page_runs(tmp_path):
     # In a process of its own: what it registers would stay.
-    (tmp_path / "page.py").write_text("\n".join(blocks(TOP / "doc" / page, "python")))
+    (tmp_path / "page.py").write_text("\n".join(blocks(TOP / "doc" / "change-a-descriptor.md", "python")))
     done = run_script("page.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_parts_of_the_extension_page_pass_their_conformance_tests(tmp_path):
+    (tmp_path / "test_page.py").write_text("\n".join(blocks(TOP / "doc" / "extending.md", "python")))
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", "test_page.py"]
+    environment = {**os.environ, "DEVICE": "cpu", "PYTHONPATH": str(TOP)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "27 passed" in done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(TOP)))
@@ -36,6 +46,33 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
         if not re.match(r"[a-z]+:", target):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def words(text):
+    """Count the words of a page: not its code, its comments and the marks of its tables."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
+    return sum(1 for word in text.split() if re.search(r"\w", word))
+
+
+def test_no_page_is_long():
+    # Looked up, not read.
+    references = {"CHANGELOG.md", "doc/input-reference.md", "doc/architecture.md", "doc/api.md"}
+    counted = {str(page.relative_to(TOP)): words(page.read_text()) for page in PAGES}
+    assert references <= counted.keys()
+    assert words("one two-three\n| 4 | – |\n```sh\nno no\n```\n<!-- no\nno -->\n") == 3
+    assert {name: count for name, count in counted.items() if count > 1500 and name not in references} == {}
+
+
+def test_the_api_page_has_an_example_of_every_public_name():
+    from deepmd_muon import infer, optim
+    from deepmd_muon.optim import sharded
+
+    code = "\n".join(blocks(TOP / "doc" / "api.md", "python"))
+    names = [name for module in (optim, sharded, infer) for name in module.__all__]
+    # One error stands for those that are caught alike.
+    names = [name for name in names if not name.endswith("Error") or name == "InvalidSettingError"]
+    assert len(names) > 20
+    assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
 
 
 def test_published_scripts_exist():

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from deepmd_muon import __version__
 TOP = Path(__file__).parents[3]
 WORK = shutil.ignore_patterns(
     *(".git", ".venv", "dist", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "runs"),
-    *("*.ckpt*", "checkpoint", "lcurve.*", "out.json", "parity.png"),
+    *("*.ckpt*", "lcurve.out*", "lcurve.png", "out.json", "parity.png"),
 )
 
 
@@ -48,6 +49,18 @@ def test_a_source_distribution_holds_what_a_checkout_holds(sdist):
     assert (folder / "examples/water_xtb/input.json").read_bytes() == (
         TOP / "examples/water_xtb/input.json"
     ).read_bytes()
+
+
+def test_a_wheel_from_the_source_distribution_holds_every_module(sdist, tmp_path):
+    code = f"from setuptools.build_meta import build_wheel; print(build_wheel({str(tmp_path)!r}))"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=sdist[1], env=environment, capture_output=True, text=True, check=True
+    )
+    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+        packed = {name for name in wheel.namelist() if name.startswith("deepmd_muon/")}
+    here = {str(path.relative_to(TOP)) for path in (TOP / "deepmd_muon").rglob("*.py")} | {"deepmd_muon/py.typed"}
+    assert packed == here
 
 
 def test_the_metadata_are_complete(sdist):

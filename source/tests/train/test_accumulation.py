@@ -88,14 +88,14 @@ def test_the_gradient_is_that_of_one_batch_with_all_frames(small_input, compiled
 def on_device(monkeypatch, streamed):
     """Let runs take their steps as on a GPU."""
 
-    def build(strategy, loss, optimizer, ema, training, scalars, model=None):
+    def build(strategy, loss, optimizer, ema, training, scalars, model=None, parts=None):
         guard = DeviceGuard(on_nonfinite(optimizer), optimizer, CPU)
         step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema)
         return DeviceStepper(step, scalars, CPU, capture=False, keep_metrics=training.disp_avg)
 
     monkeypatch.setattr(trainer, "build_stepper", build)
     why = "a test wants it" if streamed else None
-    monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_resident", lambda *args: why)
+    monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_on_device", lambda *args: why)
 
 
 def assert_same(first, second, tolerance):

@@ -25,15 +25,15 @@ def on_device(monkeypatch):
     """A function after which runs take their steps as on a GPU, from resident or streamed data."""
 
     def switch(*, streamed=False):
-        def build(strategy, loss, optimizer, ema, training, scalars, model=None):
-            guard = DeviceGuard(on_nonfinite(optimizer), optimizer, CPU)
+        def build(strategy, loss, optimizer, ema, training, scalars, model=None, parts=None):
+            guard = parts.guard = parts.guard or DeviceGuard(on_nonfinite(optimizer), optimizer, CPU)
             norms = {"max_norm": training.gradient_max_norm, "adam_max_norm": training.adam_gradient_max_norm}
             step = TrainingStep(strategy, loss, optimizer, guard, ema=ema, model=model, **norms)
-            return DeviceStepper(step, scalars, CPU, capture=False, keep_metrics=training.disp_avg)
+            return DeviceStepper(step, scalars, CPU, capture=False, keep_metrics=training.disp_avg, parts=parts)
 
         monkeypatch.setattr(trainer, "build_stepper", build)
         if streamed:
-            monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_resident", lambda *args: "a test wants it")
+            monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_on_device", lambda *args: "a test wants it")
 
     return switch
 
@@ -233,3 +233,33 @@ def test_tf32_ends_with_the_gradient(small_input, train, monkeypatch):
     monkeypatch.setattr(TrainingStep, "__call__", call)
     train(small_input(training={"numb_steps": 2}))
     assert seen == [["high", "highest"]] * 2
+
+
+@pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
+def test_branches_step_alike_without_reading_on_the_host(small_input, train, load, on_device, optimizer):
+    """Branches share guard and schedule; a head that is not drawn keeps its momentum."""
+    content = small_input(optimizer={"type": optimizer}, training={"numb_steps": 9, "enable_ema": True})
+    loss, model, training = content.pop("loss"), content["model"], content["training"]
+    nets = [{**model["fitting_net"], "seed": seed} for seed in (2, 3)]
+    parts = {"type_map": "types", "descriptor": "all"}
+    content["model"] = {
+        "shared_dict": {"types": ["Cu"], "all": {**model["descriptor"], "sel": [50]}},
+        "model_dict": {name: {**parts, "fitting_net": net} for name, net in zip("ab", nets, strict=True)},
+    }
+    content["loss_dict"] = {"a": loss, "b": {**loss, "start_pref_e": 1.0}}
+    data = {"training_data": training.pop("training_data")}
+    del training["validation_data"]
+    content["training"] = {**training, "data_dict": {"a": data, "b": data}, "model_prob": {"a": 2, "b": 1}}
+    assert train(content) == 0
+    host, curve = load(), np.loadtxt("lcurve.out", comments="#")
+    on_device()
+    assert train(content) == 0
+    device = load()
+    for name, expected in weights(host).items():
+        torch.testing.assert_close(device["model"][name], expected, rtol=1e-6, atol=1e-6)
+    for index, expected in host["optimizer"]["state"].items():
+        for key, value in expected.items():
+            found = torch.as_tensor(device["optimizer"]["state"][index][key])
+            torch.testing.assert_close(found, torch.as_tensor(value), rtol=1e-5, atol=1e-5, check_dtype=False)
+    np.testing.assert_allclose(np.loadtxt("lcurve.out", comments="#"), curve, rtol=0.02, equal_nan=True)
+    assert host["deepmd_muon"]["tasks"] == device["deepmd_muon"]["tasks"]

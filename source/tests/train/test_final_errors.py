@@ -16,7 +16,7 @@ from deepmd_muon.infer.evaluation import evaluate_system
 from deepmd_muon.infer.metrics import add_errors
 from deepmd_muon.train.batches.batch import to_device
 from deepmd_muon.train.step.step import TrainingStep
-from deepmd_muon.train.validation.final_errors import error_table, frames_to_compare, parity_command
+from deepmd_muon.train.validation.final_errors import error_table, frames_of_sample, frames_to_compare, parity_command
 from deepmd_muon.train.validation.full_validation import error_sums
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
@@ -121,6 +121,33 @@ def test_a_restart_of_a_finished_run_shows_the_same_table(small_input, train, fi
 )
 def test_the_sample_is_bounded_by_the_run(frames, steps, expected):
     assert frames_to_compare(frames, steps) == expected
+
+
+@pytest.mark.parametrize(
+    ("frames", "disp_freq", "expected"),
+    [
+        ([10, 10, 10], 100, [10, 10, 10]),
+        ([100, 200], 90, [10, 20]),
+        ([100, 200], 1, [3, 6]),
+        ([1, 99], 30, [1, 9]),
+    ],
+)
+def test_the_sample_of_a_row_is_bounded_by_the_steps_between_rows(frames, disp_freq, expected):
+    assert frames_of_sample(frames, disp_freq) == expected
+
+
+def test_a_row_of_the_learning_curve_has_the_errors_of_its_sample(small_input, train, caplog):
+    given = small_input()
+    given["training"]["validation_data"] |= {"batch_size": "auto", "numb_btch": "sample"}
+    assert train(given, log_level="INFO") == 0
+    # Of a run this short the table compares ten frames, too, by the weights of the last row.
+    title, head, *rows = table(caplog)[:6]
+    assert "a sample of 9 of 30 frames" in title
+    assert head.split()[4] == "force"
+    names, *values = (line.split() for line in Path("lcurve.out").read_text().splitlines() if line[:6] != "# If t")
+    last = dict(zip(names[1:], values[-1], strict=True))
+    assert int(last["step"]) == 10
+    assert 1e3 * float(last["rmse_f_val"]) == pytest.approx(float(rows[-1].split()[3]), rel=1e-2)
 
 
 def test_ranks_share_the_comparison(systems, model):  # noqa: F811 (fixtures)

@@ -33,6 +33,8 @@ CLASHES = {
     "output input": ({}, {"output": "./input.json"}),
     "output a link to the input": ({}, {"output": "link.json"}),
     "output data": ({}, {"output": "data.hdf5"}),
+    "profile data": ({"profiling": True, "profiling_file": f"{FOLDER}/set.000/force.npy"}, {}),
+    "curve and pointer": ({"disp_file": "checkpoint"}, {}),
     "two outputs": ({"disp_file": "same", "jsonl_file": "same"}, {}),
     "log and curve": ({}, {"log_path": "lcurve.out"}),
 }

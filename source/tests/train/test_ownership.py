@@ -51,10 +51,17 @@ def test_a_second_run_ends_and_names_the_first_and_a_killed_one_holds_nothing(ho
     assert f"process {holder.pid} on " in message
     assert "input.json" in message
     assert sorted(os.listdir()) == before
-    for changed in ({"save_ckpt": "other"}, {"disp_file": "other.out"}):
-        with pytest.raises(TrainingError, match="is being written by process"):
+    others = {"save_ckpt": "other", "disp_file": "other.out"}
+    for changed, file in [
+        ({"disp_file": "other.out"}, "model.ckpt"),
+        ({"save_ckpt": "other"}, "lcurve.out"),
+        (others, "checkpoint"),
+        ({"save_ckpt": "new/other"}, "lcurve.out"),
+    ]:
+        with pytest.raises(TrainingError, match=rf"{file} is being written by process {holder.pid}"):
             train(small_input(training=changed))
-    assert train(small_input(training={"save_ckpt": "other", "disp_file": "other.out", "numb_steps": 1})) == 0
+    in_a_folder = {name: f"new/{path}" for name, path in others.items()}
+    assert train(small_input(training={**in_a_folder, "numb_steps": 1})) == 0
     holder.kill()
     holder.join()
     assert train(small_input(training={"numb_steps": 1})) == 0
@@ -172,13 +179,21 @@ def test_changed_training_is_a_warning_that_lists_it(small_input, train, caplog)
     assert "disp_freq" not in caplog.text
 
 
-def test_runs_with_other_names_do_not_share_best_checkpoints(small_input, train):
-    content = {**small_input(training={"numb_steps": 1}), "validating": {"full_validation": True, "full_val_start": 0}}
-    training = normalize(small_input(training={"save_ckpt": "other", "disp_file": "other.out"})).settings.training
-    with (
-        held(training, "other.json", Path("best.ckpt")),
-        pytest.raises(TrainingError, match=r"save_best_dir: best\.ckpt .*other\.json"),
-    ):
+@pytest.mark.parametrize(
+    ("reports", "held_places", "message"),
+    [
+        ({}, {"best": Path("best.ckpt")}, r"save_best_dir: best\.ckpt .*other\.json"),
+        ({}, {"validations": "val.log"}, r"full_val_file: val\.log .*other\.json"),
+        ({"jsonl_file": "log.jsonl"}, {}, r"jsonl_file: log\.jsonl .*other\.json"),
+    ],
+    ids=["best", "validations", "json lines"],
+)
+def test_runs_with_other_names_share_no_file(small_input, train, reports, held_places, message):
+    content = small_input(training={"numb_steps": 1, **reports})
+    content |= {"validating": {"full_validation": True, "full_val_start": 0}}
+    elsewhere = {"save_ckpt": "other/model", "disp_file": "other.out", **reports}
+    training = normalize(small_input(training=elsewhere)).settings.training
+    with held(training, "other.json", **held_places), pytest.raises(TrainingError, match=message):
         train(content)
     assert train(content) == 0
     assert not list(Path().glob(".*.lock"))

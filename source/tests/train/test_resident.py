@@ -1,5 +1,6 @@
 """Batches gathered on the device give the losses and gradients of the loader's own, whatever they are padded to."""
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -10,10 +11,10 @@ import torch
 
 from deepmd_muon.data import DataLoader, NeighborCache, NeighborError, open_systems
 from deepmd_muon.loss import build_loss
+from deepmd_muon.train.batches import frame_store, shapes
 from deepmd_muon.train.batches import resident as resident_module
-from deepmd_muon.train.batches import shapes
 from deepmd_muon.train.batches.batch import to_device
-from deepmd_muon.train.batches.resident import ResidentBatches, why_not_resident
+from deepmd_muon.train.batches.resident import ResidentBatches, why_not_on_device
 from deepmd_muon.train.batches.shapes import Shape, Shapes, merge
 from deepmd_muon.train.step.compiled import differentiate
 
@@ -66,18 +67,30 @@ def outcome(model, loss, batch):
     return value, metrics, torch.cat(gradient)
 
 
+@pytest.fixture(params=["at once", "when needed", "passing"])
+def way(request, monkeypatch):
+    """How frames reach the device: all before the first step, before they are needed, or anew in each window."""
+    if request.param != "at once":
+        monkeypatch.setattr(resident_module, "AT_ONCE", 0)
+        monkeypatch.setattr(resident_module, "_FIRST_ATOMS", 30)
+        monkeypatch.setattr(resident_module, "_WINDOW_ATOMS", 40)
+    return 0 if request.param == "passing" else 1 << 30
+
+
 @pytest.mark.parametrize("most", [1, 3, 16])
 @pytest.mark.parametrize("batch_size", [2, "mixed:3", "mix:30"])
 @pytest.mark.parametrize("name", DESCRIPTORS)
-def test_padded_batches_have_the_losses_of_plain_ones(systems, monkeypatch, name, batch_size, most):
+def test_padded_batches_have_the_losses_of_plain_ones(systems, monkeypatch, name, batch_size, most, way):
     if name != "se_e2_a" and most != 3:
         pytest.skip("the number of shapes is no business of the descriptor")
+    if name != "se_e2_a" and not resident_module.AT_ONCE:
+        pytest.skip("the way of frames is no business of the descriptor")
     monkeypatch.setattr(shapes, "MOST_SHAPES", most)
     model = corner_model(name, "float64")
     model.pieces = 0
     loss = build_loss({"start_pref_v": 0.1, "limit_pref_v": 1.0})
     plain = loader(systems, model, batch_size)
-    batches = ResidentBatches(loader(systems, model, batch_size), CPU)
+    batches = ResidentBatches(loader(systems, model, batch_size), CPU, way)
     layouts = set()
     for _ in range(12):
         expected = to_device(plain.next(), 3, CPU)
@@ -94,7 +107,9 @@ def test_padded_batches_have_the_losses_of_plain_ones(systems, monkeypatch, name
         for key, number in metrics.items():
             missing = number.isnan() or not number  # of no frame: unknown, or nothing
             assert missing or math.isclose(number, others[key], rel_tol=1e-12), key
-    assert len(layouts) <= most
+        assert len(batches._shapes._shapes) <= most
+    if way and resident_module.AT_ONCE:
+        assert len(layouts) <= most
     assert plain.state_dict() == batches._loader.state_dict()
 
 
@@ -108,6 +123,67 @@ def test_shapes_grow_when_later_batches_need_more(systems, monkeypatch):
         expected, found = plain.next(), batches.next().read()
         here = np.sort(found.labels["energy"].numpy())
         np.testing.assert_array_equal(here, np.sort(expected.frames.energy))
+
+
+def test_frames_that_stay_are_read_once(systems, way, monkeypatch):
+    model = corner_model("se_e2_a", "float64")
+    read, original = [], resident_module.read_chunk
+
+    def noted(systems, offset, numbers, ntypes):
+        read.extend(numbers.tolist())
+        return original(systems, offset, numbers, ntypes)
+
+    monkeypatch.setattr(resident_module, "read_chunk", noted)
+    batches = ResidentBatches(loader(systems, model, 2), CPU, way)
+    steps = 80
+    for _ in range(steps):
+        batches.next().read()
+    batches.close()
+    if way:
+        assert sorted(read) == list(range(30))
+    else:
+        assert len(read) > steps
+
+
+def test_memory_of_frames_that_pass_through_does_not_grow_with_the_data(systems, monkeypatch):
+    monkeypatch.setattr(resident_module, "_WINDOW_ATOMS", 10)
+    small, large = (
+        ResidentBatches(loader(systems * n, corner_model("se_e2_a", "float64"), 1), CPU, 0)._store for n in (1, 20)
+    )
+    assert small.coord.shape == large.coord.shape == (10 + 14, 3)
+    assert small.first.shape == large.first.shape
+
+
+def test_steps_of_several_batches_lie_in_one_window(systems, way):
+    """The table of slots is written between steps."""
+    model = corner_model("se_e2_a", "float64")
+    data = loader(systems, model, 2)
+    data.batches_per_step = 3
+    batches = ResidentBatches(data, CPU, way)
+    for _ in range(20):
+        turns = []
+        for _ in range(3):
+            turns.append(len(batches._plans))
+            batches.next().read()
+        assert all(turns[1:]), "a window began within a step"
+
+
+def test_later_frames_with_more_neighbours_widen_the_shape_of_their_composition():
+    shapes_ = Shapes()
+    narrow = Shape(2, 4, (4, 4), (8,), (), True, frozenset({"energy"}), frozenset(), 7)
+    wide = dataclasses.replace(narrow, widths=(16,), capacity=32)
+    shapes_.learn([narrow])
+    shapes_.learn([wide])
+    assert shapes_.of(narrow) is shapes_.of(wide) is wide
+    assert shapes_._shapes == [wide]
+    other = dataclasses.replace(narrow, labels=frozenset({"energy", "force"}))
+    assert not wide.holds(other)
+
+
+def test_dense_frames_are_refused_by_system_and_frame(systems, monkeypatch):
+    monkeypatch.setattr(frame_store, "MOST_NEIGHBORS", 3)
+    with pytest.raises(NeighborError, match=r"system0: frame \d: an atom has \d+ neighbours within"):
+        ResidentBatches(loader(systems, corner_model("se_e2_a", "float64"), 1), CPU)
 
 
 def shape(natoms, often=1, width=8):
@@ -139,9 +215,8 @@ def test_atoms_at_the_same_place_are_refused_by_system_and_frame(tmp_path):
         ResidentBatches(loader(systems, corner_model("se_e2_a", "float64"), 1), CPU)
 
 
-def test_what_keeps_data_from_living_on_the_device(systems, monkeypatch):
+def test_large_structures_are_left_to_the_host(systems, monkeypatch):
     data = loader(systems, corner_model("se_e2_a", "float64"), 1)
-    assert why_not_resident(data, 1 << 30) is None
-    assert "MiB" in why_not_resident(data, 1000)
+    assert why_not_on_device(data) is None
     monkeypatch.setattr(resident_module, "MOST_ATOMS", 5)
-    assert "14 atoms" in why_not_resident(data, 1 << 30)
+    assert "14 atoms" in why_not_on_device(data)

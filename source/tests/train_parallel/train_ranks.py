@@ -417,11 +417,12 @@ def on_device(rank):
 
     kept = trainer.build_stepper, Replicated._on_host, LateRequests.STEPS
 
-    def build(strategy, loss, optimizer, ema, training, scalars, model):
+    def build(strategy, loss, optimizer, ema, training, scalars, model, parts):
         cpu = torch.device("cpu")
-        guard = DeviceGuard(on_nonfinite(optimizer), optimizer, cpu, 1, strategy.ranks.gather_objects)
+        gather = strategy.ranks.gather_objects
+        guard = parts.guard = parts.guard or DeviceGuard(on_nonfinite(optimizer), optimizer, cpu, 1, gather)
         step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema, model=model)
-        return DeviceStepper(step, scalars, cpu, capture=False, keep_metrics=training.disp_avg)
+        return DeviceStepper(step, scalars, cpu, capture=False, keep_metrics=training.disp_avg, parts=parts)
 
     trainer.build_stepper, Replicated._on_host, LateRequests.STEPS = build, False, 2
 

@@ -90,15 +90,23 @@ def apply_dense(layer: Dense, x: torch.Tensor) -> torch.Tensor:
 
 
 def update_nodes(
-    act: Act, weights: LayerWeights, node: torch.Tensor, message: torch.Tensor, moments: list[torch.Tensor], axis: int
+    act: Act,
+    weights: LayerWeights,
+    node: torch.Tensor,
+    plain: list[torch.Tensor],
+    moments: list[torch.Tensor],
+    axis: int,
 ) -> torch.Tensor:
-    """Return the nodes after a layer from their message and H of edges and neighbours `(ncentre, 3, width)`."""
+    """Return the nodes after a layer.
+
+    `plain` holds the terms that are added as they are, `moments` H of edges and neighbours `(ncentre, 3, width)`.
+    """
     symmetric = [torch.bmm(part[..., :axis].transpose(1, 2), part).flatten(1) / 3.0 for part in moments]
     updates = [
         value_of(act, apply_dense(weights.node_self, node)),
         value_of(act, apply_dense(weights.node_symmetric, torch.cat(symmetric, 1))),
-        message,
     ]
+    updates.extend(plain)
     return add_updates(weights.node_residual, node, updates)
 
 
@@ -197,7 +205,7 @@ class ScriptedDPA3(torch.nn.Module):
             across = graph.direction.transpose(1, 2)
             moments = [torch.bmm(across, edge), torch.bmm(across, gathered[..., features:])]
             old = node
-            node = update_nodes(self.act, weights, node, message, moments, self.axis)
+            node = update_nodes(self.act, weights, node, [message], moments, self.axis)
             if features > self.n_dim:
                 updates = [y[..., self.n_dim :]]
                 if self.with_angles:
@@ -222,7 +230,8 @@ class ScriptedDPA3(torch.nn.Module):
         direction = edges * (per_distance / distance).unsqueeze(-1) * scale[..., 1:]
         radial = distance if self.start_from_length else per_distance * scale[..., 0]
         inside = (distance.detach() < self.angle_switch.end) & ~empty
-        slots = 0 if inside.numel() == 0 else min(int(inside.sum(1).max()), self.angle_slots)
+        last = inside.any(0).nonzero()
+        slots = 0 if last.numel() == 0 else min(int(last.max()) + 1, self.angle_slots)
         short, in_angle = distance[:, :slots], inside[:, :slots]
         angle_weight = weigh(
             short, self.angle_switch.start, self.angle_switch.end, self.angle_switch.exponential

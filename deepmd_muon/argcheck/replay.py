@@ -1,0 +1,133 @@
+"""The two-branch input of fine-tuning with replay, made from an input of one model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deepmd_muon.argcheck.errors import InputError, Problem
+from deepmd_muon.argcheck.load import Input
+from deepmd_muon.argcheck.multi_task import References
+from deepmd_muon.argcheck.replay_settings import ReplaySettings
+from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
+from deepmd_muon.argcheck.training import (
+    BranchDataSettings,
+    MultiTaskTrainingSettings,
+    RunSettings,
+    TrainingDataSettings,
+    TrainingSettings,
+    ValidationDataSettings,
+)
+from deepmd_muon.model.branch_settings import ENTIRE, SINGLE, BranchModelSettings, MultiTaskModelSettings, Shared
+from deepmd_muon.model.settings import ModelSettings
+from deepmd_muon.setting import InvalidSettingError
+
+#: Branch of the input's own data, and branch of the replayed ones.
+FINETUNED, REPLAY = "finetuned", "replay"
+
+
+def check_replay(given: Input) -> Settings:
+    """Return the settings of an input that can be fine-tuned with replay.
+
+    Raises
+    ------
+    InputError
+        With every obstacle at once.
+    """
+    if not isinstance(given.settings, Settings):
+        problem = "has branches already, and --replay makes its own: give the data to replay to a branch"
+        raise InputError([Problem("model/model_dict", problem)], given.source)
+    settings, problems = given.settings, []
+    if settings.training.numb_steps is None:
+        problems.append(Problem("training/numb_epoch", "gives no length with --replay; give numb_steps"))
+    frozen = not getattr(settings.model.descriptor, "trainable", True)
+    if frozen and not settings.replay.share_fitting_net:
+        problem = (
+            "is false, so that replayed data would train nothing of the new model: set replay/share_fitting_net to "
+            "true, or fine-tune without --replay"
+        )
+        problems.append(Problem("model/descriptor/trainable", problem))
+    if settings.training.zero_stage > 1:
+        problem = f"must be 0 or 1 with --replay, which trains two branches; found {settings.training.zero_stage}"
+        problems.append(Problem("training/zero_stage", problem))
+    if problems:
+        raise InputError(problems, given.source)
+    return settings
+
+
+def replayed_section(settings: Settings, systems: Sequence[str]) -> TrainingDataSettings:
+    """Return the training data of the replay branch: other systems, read as those of the input."""
+    own = settings.training.training_data
+    size = own.batch_size if settings.replay.batch_size is None else settings.replay.batch_size
+    if isinstance(size, tuple):
+        size = "auto" if len(size) > 1 else size[0]
+    return TrainingDataSettings(
+        systems=tuple(systems), batch_size=size, label_keys=own.label_keys, keep_unconverged=own.keep_unconverged
+    )
+
+
+def with_replay(
+    given: Input,
+    model: ModelSettings,
+    head: str | None,
+    training: TrainingDataSettings,
+    validation: ValidationDataSettings | None,
+) -> Input:
+    """Return the input of the two-branch run.
+
+    Both branches share the descriptor, and the fitting net where `replay/share_fitting_net` says so. Both continue
+    one model of the checkpoint, and their energies of atoms are fitted to their own data.
+
+    Parameters
+    ----------
+    given
+        An input that passed `check_replay`.
+    model
+        Its model, with a type map.
+    head
+        Branch of the checkpoint to start from; None for a checkpoint of one model.
+    training, validation
+        The replayed data.
+
+    Raises
+    ------
+    InputError
+        When a rule of inputs with several models is broken.
+    """
+    settings = check_replay(given)
+    replay = settings.replay
+    branch = BranchModelSettings(**_fields(model, ModelSettings), finetune_head=head or SINGLE)
+    own = settings.training
+    data = {
+        FINETUNED: BranchDataSettings(**_fields(own, BranchDataSettings)),
+        REPLAY: BranchDataSettings(training_data=training, validation_data=validation),
+    }
+    try:
+        together = MultiTaskTrainingSettings(
+            **_fields(own, RunSettings),
+            data_dict=data,
+            model_prob={FINETUNED: 1.0 - replay.proportion, REPLAY: replay.proportion},
+            export_branch=FINETUNED,
+        )
+        whole = MultiTaskSettings(
+            model=MultiTaskModelSettings(model_dict=dict.fromkeys(data, branch)),
+            learning_rate=settings.learning_rate,
+            loss_dict=dict.fromkeys(data, settings.loss),
+            optimizer=settings.optimizer,
+            training=together,
+            validating=settings.validating,
+        )
+    except InvalidSettingError as error:
+        raise InputError([Problem("", str(error))], given.source) from error
+    return dataclasses.replace(given, settings=whole, references=_references(replay))
+
+
+def _references(replay: ReplaySettings) -> References:
+    parts = ("type_map", "descriptor", *(("fitting_net",) if replay.share_fitting_net else ()))
+    shared: Mapping[str, Shared] = {part: Shared(part, ENTIRE, part) for part in parts}
+    return {FINETUNED: shared, REPLAY: shared}
+
+
+def _fields(settings: TrainingSettings | ModelSettings, declared: Any) -> dict[str, Any]:
+    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(declared)}

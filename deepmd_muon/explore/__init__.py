@@ -1,0 +1,1 @@
+"""`dp explore`: the potential's own dynamics draws structures, which are chosen, labelled and trained on, in rounds."""

@@ -1,0 +1,256 @@
+"""Structures of a potential's own dynamics that leave the training data, or on which models disagree."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from deepmd_muon.data import Frames, System
+from deepmd_muon.data.elements import MASSES
+from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.dynamics.barostat import Barostat
+from deepmd_muon.dynamics.forces import ForceField
+from deepmd_muon.dynamics.integrators import Langevin, Snapshot, simulate
+from deepmd_muon.dynamics.systems import Systems
+from deepmd_muon.explore.errors import ExploreError
+from deepmd_muon.explore.fingerprints import Fingerprints
+from deepmd_muon.explore.settings import DynamicsSettings, SelectionSettings
+from deepmd_muon.infer.model_deviation import deviation_of_force
+from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.stability.check import HOTTER, ROOM_TEMPERATURE
+from deepmd_muon.stability.coverage import Coverage, pairs_of
+from deepmd_muon.stability.trajectories import HOT, estimate_temperature, starts
+
+log = logging.getLogger(__name__)
+
+# Candidates of one trajectory are thinned to this many times those that may be chosen from it.
+_KEPT = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A structure that may be labelled.
+
+    Attributes
+    ----------
+    frame
+        One frame without labels.
+    copy, time
+        Trajectory and time in it [ps].
+    temperature, pressure, strain
+        Of the dynamics [K], [GPa] (None with a constant cell), relative.
+    closest
+        Smallest ratio of a distance to the shortest of its pair in the data.
+    deviation
+        Largest deviation of a force between models [eV/Å]; None with one model.
+    reason
+        Why it is a candidate, in words.
+    fingerprint
+        See `Fingerprints`.
+    """
+
+    frame: Frames
+    copy: int
+    time: float
+    temperature: float
+    pressure: float | None
+    strain: float
+    closest: float
+    deviation: float | None
+    reason: str
+    fingerprint: np.ndarray
+
+
+@dataclass
+class Drawn:
+    """What the dynamics of a round did: candidates, trajectories, those that blew up, time followed in all [ps]."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    copies: int = 0
+    blow_ups: int = 0
+    departed: int = 0
+    followed: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Conditions:
+    """Of each copy `(ncopies,)`: temperature [K], pressure [GPa] or NaN, strain."""
+
+    temperature: np.ndarray
+    pressure: np.ndarray
+    strain: np.ndarray
+
+
+def draw(
+    predictors: Sequence[Predictor],
+    systems: Sequence[System],
+    coverage: Coverage,
+    fingerprints: Fingerprints,
+    dynamics: DynamicsSettings,
+    selection: SelectionSettings,
+    seed: int,
+) -> Drawn:
+    """Run dynamics with the first model and collect candidates.
+
+    Raises
+    ------
+    ExploreError
+        When the model cannot follow a single structure of the data, as when its weights are spoiled.
+    """
+    conditions = _conditions(predictors[0], systems, dynamics)
+    count = len(conditions.temperature)
+    type_map = predictors[0].type_map
+    start = Systems.from_frames(starts(systems, count, seed), type_map, predictors[0].device)
+    stretch = torch.tensor(1.0 + conditions.strain, device=start.coord.device)[:, None, None]
+    start = replace(start, coord=stretch * start.coord, box=None if start.box is None else stretch * start.box)
+    kelvin = torch.tensor(conditions.temperature)
+    start = start.heated(kelvin, torch.Generator().manual_seed(seed))
+    light = min(MASSES.get(type_map[k], math.inf) for pair in coverage.pairs for k in pair) < 5.0
+    time_step = dynamics.time_step or (0.5 if light else 1.0)
+    barostat = None
+    if dynamics.pressures:
+        barostat = Barostat(torch.tensor(conditions.pressure), kelvin)
+    run = simulate(
+        ForceField(predictors[0]),
+        start,
+        max(1, round(1000.0 * dynamics.time / time_step)),
+        time_step,
+        thermostat=Langevin(kelvin, dynamics.friction),
+        barostat=barostat,
+        every=dynamics.every,
+        seed=seed,
+    )
+    watch = _Watch(predictors, coverage, fingerprints, conditions, selection, time_step)
+    for snapshot in run:
+        watch.look(snapshot)
+        if len(watch.gone) == count:
+            break
+    if not watch.drawn.followed:
+        raise ExploreError(
+            f"the model follows none of {count} structures of the data ({watch.first_loss}): its weights may be "
+            "spoiled; begin with another checkpoint (models)"
+        )
+    return watch.finished(count)
+
+
+def _conditions(predictor: Predictor, systems: Sequence[System], dynamics: DynamicsSettings) -> _Conditions:
+    temperatures = dynamics.temperatures
+    if not temperatures:
+        found = estimate_temperature(ForceField(predictor), systems)
+        if found is None:
+            log.warning(
+                "the forces of the data tell no temperature; dynamics run at %.0f and %.0f K: set temperatures",
+                ROOM_TEMPERATURE,
+                HOTTER * ROOM_TEMPERATURE,
+            )
+        temperatures = tuple(float(f"{factor * (found or ROOM_TEMPERATURE):.3g}") for factor in (1.0, HOTTER))
+    pressures = dynamics.pressures or (math.nan,)
+    rows = [row for row in itertools.product(temperatures, pressures, dynamics.strains) for _ in range(dynamics.copies)]
+    return _Conditions(*(np.array(column, dtype=float) for column in zip(*rows, strict=True)))
+
+
+class _Watch:
+    """Look at snapshots and keep candidates."""
+
+    def __init__(
+        self,
+        predictors: Sequence[Predictor],
+        coverage: Coverage,
+        fingerprints: Fingerprints,
+        conditions: _Conditions,
+        selection: SelectionSettings,
+        time_step: float,
+    ) -> None:
+        self.predictors, self.coverage, self.fingerprints = predictors, coverage, fingerprints
+        self.conditions, self.selection, self.time_step = conditions, selection, time_step
+        self.drawn = Drawn()
+        self.gone: set[int] = set()
+        self.first_loss = ""
+        self.ended: dict[int, float] = {}
+        self.kept: dict[int, list[Candidate]] = {}
+        self.stride: dict[int, int] = {}
+        self.found: dict[int, int] = {}
+
+    def look(self, snapshot: Snapshot) -> None:
+        """Add the candidates of one snapshot."""
+        time = snapshot.step * self.time_step / 1000.0
+        for lost in snapshot.lost:
+            self.first_loss = self.first_loss or lost.reason
+            self.gone.add(lost.copy)
+        copies = snapshot.copies.cpu().numpy()
+        atoms = snapshot.systems.real.sum(1).cpu().numpy()
+        heat = snapshot.systems.temperature.cpu().numpy()
+        hot = heat > HOT * self.conditions.temperature[copies] * (1.0 + 2.0 / np.sqrt(3.0 * atoms))
+        self.gone |= set(copies[hot].tolist())
+        frames = snapshot.systems.frames()
+        rows = [row for row, copy in enumerate(copies.tolist()) if copy not in self.gone]
+        for copy in copies[rows].tolist():
+            self.ended[copy] = time
+        self.drawn.followed = sum(self.ended.values())
+        deviations = self._deviations(frames, rows)
+        for row, deviation in zip(rows, deviations, strict=True):
+            self._add(frames.rows(slice(row, row + 1)), int(copies[row]), time, deviation)
+
+    def _deviations(self, frames: Frames, rows: list[int]) -> list[float | None]:
+        if len(self.predictors) < 2 or not rows:
+            return [None] * len(rows)
+        box = None if frames.box is None else frames.box[rows]
+        chosen = Frames(frames.atype[rows], frames.coord[rows], box)
+        forces = np.stack([predictor.evaluate(chosen).force for predictor in self.predictors])
+        return [float(value) for value in deviation_of_force(forces).max(axis=1)]
+
+    def _add(self, frame: Frames, copy: int, time: float, deviation: float | None) -> None:
+        coverage, chosen = self.coverage, self.selection
+        try:
+            pairs = pairs_of(frame, 0, coverage.rcut)
+        except NeighborError:
+            return
+        first, second = pairs.types[pairs.i], pairs.types[pairs.j]
+        ratio = pairs.distance / coverage.shortest[first, second]
+        closest = float(ratio.min(initial=np.inf))
+        outside = coverage.outside(first, second, pairs.distance)
+        disagree = deviation is not None and deviation > chosen.deviation_low
+        if not (outside.any() or disagree):
+            return
+        self.found[copy] = self.found.get(copy, -1) + 1
+        self.drawn.departed += 1
+        if closest < chosen.closest or (deviation is not None and not deviation < chosen.deviation_high):
+            return
+        stride = self.stride.setdefault(copy, 1)
+        if self.found[copy] % stride:
+            return
+        reason = "" if deviation is None else f"models deviate by {deviation:.2f} eV/Å"
+        if outside.any():
+            k = int(np.where(outside, ratio, np.inf).argmin())
+            types = sorted((int(first[k]), int(second[k])))
+            reason = f"{coverage.name((types[0], types[1]))} at {pairs.distance[k]:.2f} Å"
+        pressure = float(self.conditions.pressure[copy])
+        candidate = Candidate(
+            frame=frame,
+            copy=copy,
+            time=time,
+            temperature=float(self.conditions.temperature[copy]),
+            pressure=None if math.isnan(pressure) else pressure,
+            strain=float(self.conditions.strain[copy]),
+            closest=closest,
+            deviation=deviation,
+            reason=reason,
+            fingerprint=self.fingerprints.of(pairs),
+        )
+        kept = self.kept.setdefault(copy, [])
+        kept.append(candidate)
+        if len(kept) > _KEPT * chosen.per_copy:
+            del kept[1::2]
+            self.stride[copy] = 2 * stride
+
+    def finished(self, count: int) -> Drawn:
+        """Return all that was drawn."""
+        self.drawn.copies, self.drawn.blow_ups = count, len(self.gone)
+        self.drawn.candidates = [candidate for copy in sorted(self.kept) for candidate in self.kept[copy]]
+        return self.drawn

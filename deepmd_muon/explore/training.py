@@ -1,0 +1,186 @@
+"""The input of a round of training: the user's, with the new frames among its data."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepmd_muon.argcheck import load
+from deepmd_muon.argcheck.files import read
+from deepmd_muon.argcheck.legacy import upgrade
+from deepmd_muon.argcheck.schema import tree
+from deepmd_muon.argcheck.settings import Settings
+from deepmd_muon.data import System
+from deepmd_muon.explore.errors import ExploreError
+from deepmd_muon.explore.settings import TrainOnSettings
+from deepmd_muon.files import make_folder_of, whole_file
+from deepmd_muon.label_keys import LabelKeys
+from deepmd_muon.train import run
+from deepmd_muon.train.systems import open_section
+
+#: Name of the checkpoints of a round.
+CHECKPOINT = "model.ckpt"
+
+
+class BaseInput:
+    """The input that trained the models.
+
+    Parameters
+    ----------
+    path
+        The file. Its systems are relative to its folder.
+
+    Raises
+    ------
+    InputError
+        When the file is not a good input.
+    ExploreError
+        When rounds cannot use it: several models, or settings that name each system.
+    """
+
+    def __init__(self, path: Path) -> None:
+        given = load(path)
+        if given.multi_task:
+            raise ExploreError(f"{path} trains several models; dp explore follows one: give the input of one model")
+        section = given.branches["Default"].data.training_data
+        for name, value in (("sys_probs", section.sys_probs), ("batch_size", section.batch_size)):
+            if isinstance(value, tuple):
+                raise ExploreError(
+                    f"{path}: training/training_data/{name} is a list, which says nothing of the systems that rounds "
+                    "add: give one value that holds for all"
+                )
+        if ";" in section.auto_prob:
+            raise ExploreError(
+                f"{path}: training/training_data/auto_prob has blocks of systems, which rounds replace by their own: "
+                "leave them out (training/share of the explore input weighs new frames)"
+            )
+        if section.rglob_patterns is not None:
+            raise ExploreError(f"{path}: rglob_patterns fit no file of new frames: name the systems instead")
+        if section.label_keys != LabelKeys():
+            raise ExploreError(
+                f"{path}: training/training_data/label_keys would be looked for in new frames, too: convert your data "
+                "to npy folders first (dp convert-data) and leave the names out"
+            )
+        self.path = path
+        self.steps = given.settings.training.numb_steps
+        self._data: dict[str, Any] = upgrade(read(path)).data
+        self._section = section
+
+    def with_frames(self, added: Sequence[Path]) -> dict[str, Any]:
+        """Return the input's content with absolute paths and more training data."""
+        data: dict[str, Any] = json.loads(json.dumps(self._data))
+        for name in ("training_data", "validation_data"):
+            section = data["training"].get(name)
+            if section:
+                systems = section["systems"]
+                systems = [systems] if isinstance(systems, str) else systems
+                section["systems"] = [str(self._absolute(system)) for system in systems]
+        data["training"]["training_data"]["systems"] += [str(path) for path in added]
+        return data
+
+    def systems(self, added: Sequence[Path], type_map: Sequence[str]) -> tuple[list[System], list[System]]:
+        """Open the training data: first those of the input, then new frames."""
+        names = tuple(str(self._absolute(system)) for system in self._section.systems)
+        own = open_section(dataclasses.replace(self._section, systems=names), type_map)
+        new = (
+            open_section(dataclasses.replace(self._section, systems=tuple(map(str, added))), type_map) if added else []
+        )
+        return own, new
+
+    def _absolute(self, system: str) -> str:
+        return os.path.join(self.path.parent.absolute(), system)
+
+
+def write_input(
+    base: BaseInput, added: Sequence[Path], counts: tuple[int, int], settings: TrainOnSettings, member: int, round_: int
+) -> dict[str, Any]:
+    """Return the content of the input of one model of a round.
+
+    Parameters
+    ----------
+    base
+        The user's input.
+    added
+        Files of new frames.
+    counts
+        Systems of the input's data and of new frames.
+    settings
+        How to train on.
+    member, round_
+        Number of the model, whose seed differs from that of others, and number of the round.
+    """
+    data = base.with_frames(added)
+    training = data["training"]
+    steps = settings.steps or base.steps
+    if settings.start == "restart":
+        if base.steps is None or steps is None:
+            raise ExploreError(
+                f'training/start "restart" adds steps to those of {base.path}, which has training/numb_epoch: give '
+                "numb_steps there"
+            )
+        steps = base.steps + round_ * steps
+    if settings.steps or settings.start == "restart":
+        training.pop("numb_epoch", None)
+        _put(training, "numb_steps", steps)
+    if settings.share is not None and added:
+        own, new = counts
+        blocks = f"0:{own}:{1.0 - settings.share:g};{own}:{own + new}:{settings.share:g}"
+        _put(training["training_data"], "auto_prob", f"prob_sys_size;{blocks}", "training_data")
+    if "seed" in training:
+        training["seed"] = int(training["seed"]) + 1000 * round_ + member
+    _put(training, "save_ckpt", CHECKPOINT)
+    _put(training, "disp_file", "lcurve.out")
+    _put(training, "stat_file", None)
+    return data
+
+
+def _put(section: dict[str, Any], name: str, value: Any, *inside: str) -> None:
+    """Set a key of section `training`, or of one inside it, whatever spelling the file has; None removes it."""
+    key = tree(Settings).keys["training"]
+    for part in inside:
+        key = key.keys[part]
+    for spelling in (name, *key.keys[name].alias):
+        section.pop(spelling, None)
+    if value is not None:
+        section[name] = value
+
+
+def train_on(folder: Path, content: dict[str, Any], start: str, source: Path) -> int:
+    """Train in a folder, or go on with a training there that was stopped; return the exit status of `dp train`.
+
+    Parameters
+    ----------
+    folder
+        Where the outputs go; `input.json` is written there.
+    content
+        The input.
+    start, source
+        Option of `dp train` and its checkpoint.
+    """
+    place = folder / "input.json"
+    make_folder_of(place)
+    with whole_file(place) as file:
+        file.write(json.dumps(content, indent=2).encode())
+    begun = (folder / f"{CHECKPOINT}.pt").exists()
+    option = "restart" if begun else start
+    checkpoint = f"{CHECKPOINT}.pt" if begun else str(source)
+    with _inside(folder):
+        given = load("input.json")
+        if option == "restart":
+            return run(given, restart=checkpoint)
+        return run(given, finetune=checkpoint) if option == "finetune" else run(given, init_model=checkpoint)
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)

@@ -1,0 +1,1 @@
+"""Fine-tuning that forgets nothing: structures of a checkpoint's own, labelled by it, and the run that replays them."""

@@ -1,0 +1,5 @@
+"""Errors of replay."""
+
+
+class ReplayError(ValueError):
+    """Fine-tuning with replay cannot begin."""

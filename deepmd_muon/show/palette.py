@@ -1,0 +1,49 @@
+"""One colour for each optimizer in all pictures, and colours for what has no name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BLUE, ORANGE, GREEN, PURPLE, RED, GRAY, BROWN = (
+    *("#1f6fb4", "#d1651a", "#2d8a57", "#8a5aa8", "#b8323f", "#6b6b6b"),
+    "#8c6d31",
+)
+#: Colours in the order of series.
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, RED, GRAY, BROWN)
+#: Colours of optimizers by their names in pictures.
+OPTIMIZERS = {
+    "HybridMuon": ORANGE,
+    "Adam": BLUE,
+    "AdamW": GREEN,
+    "SOAP": PURPLE,
+    "deepmd-kit's HybridMuon": RED,
+    "torch.optim.Muon": GRAY,
+    "schedule-free AdamW": BROWN,
+}
+
+
+def colors_of(labels: Sequence[str]) -> list[str]:
+    """Return a colour for each label of a picture.
+
+    A label that is an optimizer's name, or begins with it as "HybridMuon, seed 2" does, gets that optimizer's colour if
+    no label before it has. The others take the remaining colours in order, and from the first one again when all are
+    taken.
+
+    Parameters
+    ----------
+    labels
+        Names of series, in their order.
+    """
+    named: dict[int, str] = {}
+    for number, label in enumerate(labels):
+        color = next((c for name, c in OPTIMIZERS.items() if _names(label, name)), None)
+        if color is not None and color not in named.values():
+            named[number] = color
+    free = [color for color in SERIES if color not in named.values()] or list(SERIES)
+    rest = (free[number % len(free)] for number in range(len(labels)))
+    return [named.get(number) or next(rest) for number in range(len(labels))]
+
+
+def _names(label: str, name: str) -> bool:
+    start, rest = label[: len(name)], label[len(name) :]
+    return start.lower() == name.lower() and not rest[:1].isalnum()
