@@ -48,14 +48,14 @@ FORCE = 1e-6
 """Most that a chosen step may change forces [eV/Å]."""
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""What rounding adds to that, relative to the largest force."""
+"""Error by rounding, in addition, relative to the largest force."""
 
 ASSUMED_DISTANCE = 0.5  # [Å] where that of the data is unknown; bonds with hydrogen have 0.74 and more
 
 
 @dataclass(frozen=True)
 class Compression:
-    """What `compress` wrote.
+    """The result of `compress`.
 
     Attributes
     ----------

@@ -19,7 +19,7 @@ from deepmd_muon.model.scripted.near import Near, neighbors_within, sort_by_type
 
 
 class Sums(NamedTuple):
-    """What centres add up to.
+    """The sums over centres.
 
     Attributes
     ----------

@@ -17,7 +17,7 @@ from deepmd_muon.model.settings import ModelSettings, changed
 
 @dataclasses.dataclass(frozen=True)
 class TypeMove:
-    """Where the types of a saved model are among those of the present one.
+    """The places of a saved model's types among those of the present model.
 
     Attributes
     ----------

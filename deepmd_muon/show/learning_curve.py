@@ -48,7 +48,7 @@ def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     Raises
     ------
     PictureError
-        When the file does not exist, is no text, has no header or no complete row.
+        When the file does not exist, is not text, or lacks a header or a complete row.
     """
     path = Path(path)
     if not path.exists():

@@ -40,7 +40,7 @@ _CPU_WORK, _GPU_WORK = 400_000, 100_000_000
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """How to check.
+    """The settings of a check.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class Item:
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """What one model did."""
+    """The results of one model."""
 
     model: str
     items: tuple[Item, ...]

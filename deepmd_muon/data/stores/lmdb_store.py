@@ -318,7 +318,7 @@ def lmdb_stores(path: str, handles: HandleCache) -> Iterator[LmdbStore]:
 
 @dataclass(frozen=True)
 class _Metadata:
-    """What ``__metadata__`` says."""
+    """The content of ``__metadata__``."""
 
     nframes: int
     key_format: str

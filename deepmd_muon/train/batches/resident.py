@@ -47,7 +47,7 @@ MOST_ATOMS = 20_000
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the atoms of a batch of some shape stand; tensors that graphs read as long as they exist.
+    """The places of the atoms of a batch of one shape; graphs read these tensors as long as they exist.
 
     Attributes
     ----------

@@ -55,7 +55,7 @@ class _Rescaled(torch.autograd.Function):
 
 
 class Gates(NamedTuple):
-    """What masks, switches and angles do to the attention weights of every pair of neighbours.
+    """The effect of masks, switches and angles on the attention weights of every pair of neighbours.
 
     Attributes
     ----------
