@@ -185,6 +185,7 @@ def _input_routing(path: Path) -> str:
         weights = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         first = f"{type(optimizer).__name__} treats all {weights} weights alike; with HybridMuon they would take:\n\n"
         optimizer = HybridMuonConfig().build(model_of(given), lr=given.settings.learning_rate.start_lr)
+    assert isinstance(optimizer, HybridMuon)
     return f"{first}{optimizer.routing}\n\n{optimizer.routing.summary()}{_sharing(shared_names(model_of(given)))}"
 
 

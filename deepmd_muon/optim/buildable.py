@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from deepmd_muon.optim.hybrid_muon import HybridMuon
-    from deepmd_muon.optim.qk_clip.layers import QKClip
-
     Replicas = DeviceMesh | ProcessGroup
 
 Builder = TypeVar("Builder", bound="Callable[..., Any]")
@@ -86,8 +83,8 @@ class MuonBuildable(Buildable):
         model: nn.Module,
         lr: float | Tensor | None = None,
         replicas: Replicas | None = None,
-        qk_clip: QKClip | None = None,
-    ) -> HybridMuon:
+        qk_clip: Any = None,
+    ) -> Optimizer:
         """Make this optimizer for the named parameters of `model`; see `OptimizerSettings`.
 
         Parameters
@@ -95,8 +92,6 @@ class MuonBuildable(Buildable):
         model, lr, replicas
             As in `OptimizerSettings.build`.
         qk_clip
-            Attention layers whose logits stay below a threshold; see `deepmd_muon.optim.qk_clip`.
+            A `deepmd_muon.optim.qk_clip.QKClip`: attention layers whose logits stay below a threshold.
         """
-        built: Any = _builder_of(self)(self, model, self.own_lr if lr is None else lr, replicas, qk_clip)
-        optimizer: HybridMuon = built
-        return optimizer
+        return _builder_of(self)(self, model, self.own_lr if lr is None else lr, replicas, qk_clip)

@@ -40,7 +40,8 @@ def clip_adam_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> T
         norm, except for plain parameters of `local_patterns`: each rank measures and scales its own by themselves, and
         they do not count in the result.
     """
-    shared, local = [], []
+    shared: list[Tensor] = []
+    local: list[Tensor] = []
     for p, is_own in _adam_parameters(optimizer):
         if p.grad is not None:
             (local if is_own else shared).append(p.grad)
@@ -70,7 +71,8 @@ def _norm(grads: Sequence[Tensor]) -> Tensor:
     for alike in by_layout.values():
         norm: Any = torch.nn.utils.get_total_norm(alike)
         norms.append(norm.full_tensor() if spec_of(norm) is not None else norm)
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    together: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return together
 
 
 def _scale(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

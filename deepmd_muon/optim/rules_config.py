@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from deepmd_muon.setting import setting
 
 # Module and class of each rule in `deepmd_muon.optim.rules`, in the order in which they act.
-RULES = ("magma:Magma", "normuon:NorMuon", "cautious_decay:CautiousDecay")
+RULES = ("magma:Magma", "normuon:NorMuon", "cautious_decay:CautiousDecay", "master_weights:MasterWeights")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,14 @@ class RuleSettings:
         doc=(
             "Cautious weight decay (arXiv:2510.12402) on the Muon route: a weight decays only where the update does "
             "not move it away from zero."
+        ),
+    )
+    master_weights: bool = setting(
+        False,
+        doc=(
+            "Keep a float32 copy of every float16 and bfloat16 parameter, on all routes: a step changes the copy, and "
+            "the parameter is the copy rounded. Without it, updates below half of a weight's last bit are lost. It "
+            "takes 4 bytes a weight, in the layout of the momentum and, with `offload`, in host memory."
         ),
     )
     rules: Sequence[str] = setting(

@@ -23,15 +23,18 @@ from deepmd_muon.optim.polar.dispatch import unavailable
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.rules.interface import MatrixRule
+from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.snapshot import Snapshot
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import (
-    MOMENTS,
+    ALL_MOMENTS,
     STATE_OF_ROUTE,
     LocalStateFactory,
     State,
     complete_state,
+    moments_of,
     state_tensors,
 )
 from deepmd_muon.optim.update.adam import adam_, moment_dtype
@@ -52,7 +55,7 @@ _SMALL = 4 * 2**20  # elements
 class Wave:
     """Parameters of one group, route, device and dtype, updated together, and their state.
 
-    With moments in host memory, `transfer_batch` holds them, parameter by parameter, in the order of `MOMENTS`.
+    With moments in host memory, `transfer_batch` holds them, parameter by parameter, in the order of `moments_of`.
     """
 
     group: Group
@@ -317,8 +320,9 @@ def _waves_of(
             views = [entry.view for _, entry in wave if entry.view is not None]
             rules = matrix_rules(group.settings)
             states = [complete_state(state[p], LocalStateFactory(p, entry), rules) for p, entry in wave]
-            transfer_batch = transfer_batch_of(state, memory, params, route)
-            lists = state_lists(states, state_tensors(route, rules))
+            keys = state_tensors(route, rules, params[0].dtype)
+            transfer_batch = transfer_batch_of(state, memory, params, route, rules)
+            lists = state_lists(states, keys)
             yield Wave(group, route, params[0].device, params, views, lists, transfer_batch)
 
 
@@ -335,23 +339,31 @@ def elements_at_a_time(
         return 0
     if memory is None or not params:
         return workspace
-    # Moments are at least float32 on the Adam routes.
-    wide = 1 if route == "muon" else -(-moment_dtype(params[0].dtype).itemsize // params[0].element_size())
-    return min(workspace, memory.elements_per_batch(params, wide * len(MOMENTS[route])))
+    # Moments are at least float32 on the Adam routes, and so are master weights.
+    dtype = params[0].dtype
+    keys = moments_of(route, matrix_rules(group.settings), dtype)
+    wide = -(-moment_dtype(dtype).itemsize // params[0].element_size())
+    count = sum(1 if key == "momentum_buffer" else wide for key in keys)
+    return min(workspace, memory.elements_per_batch(params, count))
 
 
 def transfer_batch_of(
-    state: State, memory: HostMemory | None, params: Sequence[Tensor], route: Route
+    state: State,
+    memory: HostMemory | None,
+    params: Sequence[Tensor],
+    route: Route,
+    rules: Sequence[MatrixRule],
 ) -> TransferBatch | None:
-    """Return the moments of some parameters as a transfer batch; None where they stay on the device."""
-    return (
-        None if memory is None else memory.transfer_batch(state, [(p, key) for p in params for key in MOMENTS[route]])
-    )
+    """Return the moments of some parameters of one dtype as a transfer batch; None where they stay on the device."""
+    if memory is None:
+        return None
+    keys = moments_of(route, rules, params[0].dtype)
+    return memory.transfer_batch(state, [(p, key) for p in params for key in keys])
 
 
 def with_moments(state: StateLists, route: Route, moments: Sequence[Tensor]) -> StateLists:
     """Return state with its moments replaced by those of its transfer batch."""
-    keys = MOMENTS[route]
+    keys = [key for key in (*STATE_OF_ROUTE[route], MASTER) if key in state and key in ALL_MOMENTS]
     return {**state, **{key: list(moments[i :: len(keys)]) for i, key in enumerate(keys)}}
 
 
@@ -386,4 +398,5 @@ def step_elements(
         implementation=settings.adam_implementation,
         control=control,
         maximize=group.values["maximize"],
+        masters=state.get(MASTER),
     )

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepmd_muon
-from deepmd_muon.optim import HybridMuon, MuonConfig
+from deepmd_muon.optim import HybridMuon
 
 README = Path(__file__).parents[2] / "README.md"
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 256, 64, 4, 3, 64, 16
@@ -102,21 +102,12 @@ def torch_muon(lr: float, adamw_lr: float) -> Callable[[nn.Module], list[torch.o
     return make
 
 
-def muon(lr: float, **settings: str) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
-    """Return MuonConfig with some settings on every parameter."""
-    return lambda model: [MuonConfig(**settings).build(model, lr)]
-
-
 def cases() -> dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]]:
     """Return every optimizer by the line that makes it."""
     found = {readme_snippet()[1].removeprefix("optimizer = "): from_readme}
     found["HybridMuon(model.named_parameters(), lr=1e-3)"] = lambda model: [
         HybridMuon(model.named_parameters(), lr=1e-3)
     ]
-    found |= {f"MuonConfig().build(model, lr={lr:g})": muon(lr) for lr in (0.01, 0.05)}
-    by_rms = {"adjust_lr_fn": "match_rms_adamw"}
-    words = 'MuonConfig(adjust_lr_fn="match_rms_adamw")'
-    found |= {f"{words}.build(model, lr={lr:g})": muon(lr, **by_rms) for lr in (1e-3, 3e-3, 1e-2)}
     found |= {f"torch.optim.AdamW, lr={lr:g}": adamw(lr) for lr in (1e-3, 3e-3, 6e-3)}
     if hasattr(torch.optim, "Muon"):
         found |= {

@@ -96,5 +96,5 @@ def declared_splits(model: nn.Module) -> list[str]:
                     f"{place or type(module).__name__}: muon_splits names {name!r}, no parameter of it"
                 )
             found[p] = split
-    names = {p: canonical_name(name) for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: canonical_name(name) for name, p in model.named_parameters()}
     return [f"{glob.escape(names[p])}: {split}" for p, split in found.items()]

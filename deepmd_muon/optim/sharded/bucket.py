@@ -7,14 +7,16 @@ step is then a few operations on lists of views.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.phases import phase
 from deepmd_muon.optim.rules.interface import MatrixRule
+from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.sharded.carried import carried
 from deepmd_muon.optim.sharded.messages import (
     Piece,
@@ -72,6 +74,7 @@ class UpdateList:
         self.positions: list[int] = []
         self.targets: list[Tensor] = []
         self.updates: list[Tensor] = []
+        self.masters: list[Tensor] = []  # of 16-bit parameters with master weights
 
 
 class Bucket:
@@ -230,6 +233,8 @@ class Bucket:
                 rows, columns = slice(*piece.rows[:2]), slice(*piece.columns[:2])
                 update_list.positions.append(k)
                 update_list.targets.append(mine.p.view(shape)[piece.batch, rows, columns])
+                if MASTER in mine.state:
+                    update_list.masters.append(mine.state[MASTER].view(shape)[piece.batch, rows, columns])
                 update_list.updates.append(flat.view(piece.rows.size, piece.columns.size))
         self.update_lists = [(group, update_list) for (group, _), update_list in update_lists.items()]
 
@@ -304,6 +309,13 @@ class Bucket:
             return
         headers = torch.stack(columns, dim=1)[self._header_of_leaving]
         self.exchange.sent["return"][self.exchange.outward["return"].headers] = headers
+
+    def changed_by_updates(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield the number of each piece that is updated here, its part of the parameter, and of the master weight."""
+        for _, kind in self.update_lists:
+            masters: Iterable[list[Tensor]] = ([x] for x in kind.masters) if kind.masters else itertools.repeat([])
+            for k, target, master in zip(kind.positions, kind.targets, masters, strict=False):
+                yield k, [target, *master]
 
     def presence(self) -> Tensor:
         """Return for every returned piece whether its block was updated: bool (pieces,)."""

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route
+from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.sharded.layout import held_runs, total
 from deepmd_muon.optim.sharded.params import ShardedParameter, StateSharding
 from deepmd_muon.optim.sharded.process_groups import group_of
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
-from deepmd_muon.optim.state.schema import STATE_OF_ROUTE, State, complete_state
+from deepmd_muon.optim.state.schema import State, complete_state, state_tensors
 from deepmd_muon.optim.step import (
     StateLists,
     elements_at_a_time,
@@ -80,9 +81,10 @@ class ElementwiseStep:
             group = groups[number]
             for wave in waves(taken, elements_at_a_time(group, route, [x for x, _ in taken], memory, workspace)):
                 chosen = [param for _, param in wave]
-                states = [complete_state(state[param.p], param) for param in chosen]
-                transfer_batch = transfer_batch_of(state, memory, [param.p for param in chosen], route)
-                lists = state_lists(states, STATE_OF_ROUTE[route])
+                rules = matrix_rules(group.settings)
+                states = [complete_state(state[param.p], param, rules) for param in chosen]
+                transfer_batch = transfer_batch_of(state, memory, [param.p for param in chosen], route, rules)
+                lists = state_lists(states, state_tensors(route, rules, chosen[0].dtype))
                 self._waves.append(ElementwiseWave(group, route, chosen, [x for x, _ in wave], lists, transfer_batch))
 
     def transfer_batches(self) -> list[TransferBatch]:

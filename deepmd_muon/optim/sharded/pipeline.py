@@ -19,8 +19,9 @@ from torch import Tensor
 from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.rules.interface import Pieces
+from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
-from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter, UpdateList
+from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter
 from deepmd_muon.optim.sharded.carried import carried
 from deepmd_muon.optim.sharded.messages import bucket_messages, local_messages, local_parts, local_shape, piece_of
 from deepmd_muon.optim.sharded.params import ShardedParameter
@@ -170,7 +171,8 @@ class Pipeline:
         states = [state[param.p] for param in self.sharded_params]
         local = {}
         for i, (param, own) in enumerate(zip(self.sharded_params, states, strict=True)):
-            of_rules = {key: local_of(own[key]) for key in tensors_of(self.plan.parameters[i].rules)}
+            keys = tensors_of(self.plan.parameters[i].rules).keys() & own.keys()
+            of_rules = {key: local_of(own[key]) for key in keys}
             local[i] = LocalParameter(local_of(param.p).detach(), of_rules, param.group)
         self.needed: list[list[int]] = []  # for each bucket, the tables of sums that it reads
         maker = {i: k for k, update in enumerate(self.momentum_updates) for i in update.order}
@@ -326,7 +328,8 @@ class PipelineStep:
             mine = [k for k, stack in enumerate(bucket.stacks) if stack.group == number]
             settings = self._groups[number].settings
             rules = matrix_rules(settings)
-            state = {key: [owned.state[k][key] for k in mine] for key in tensors_of(rules)}
+            keys = tensors_of(rules).keys() - {MASTER}
+            state = {key: [owned.state[k][key] for k in mine] for key in keys}
             measured = {rule: [owned.measured[rule][k] for k in mine] for rule in rules if rule.sums}
             done, new = update_blocks([bucket.matrices[k] for k in mine], state, measured, rules, settings)
             for k, update in zip(mine, done, strict=True):
@@ -347,26 +350,21 @@ class PipelineStep:
         returned()
         bucket.take_state()
         undecided = [k for k, piece in enumerate(bucket.applying) if piece.parameter in self._tentative]
-        before: dict[int, Tensor] = {}
+        before: dict[int, list[Tensor]] = {}
         if undecided:
             moved = bucket.presence()
             self._moved.update({bucket.applying[k][:2]: moved[k] for k in undecided})
-            targets = {
-                k: x for _, kind in bucket.update_lists for k, x in zip(kind.positions, kind.targets, strict=True)
-            }
-            before = {k: targets[k].clone() for k in undecided if k in targets}
+            before = {k: [x.clone() for x in xs] for k, xs in bucket.changed_by_updates() if k in undecided}
         for number, kind in bucket.update_lists:
             group = self._groups[number]
             lr = effective_lr(group.lr, self._control)
             rules = matrix_rules(group.settings)
-            apply_updates(kind.targets, kind.updates, lr, group.settings.weight_decay, rules)
-            self._take_back(bucket, kind, before)
-
-    def _take_back(self, bucket: Bucket, kind: UpdateList, before: dict[int, Tensor]) -> None:
-        """Undo the update of blocks that have no gradient on any rank."""
-        for k, target in zip(kind.positions, kind.targets, strict=True):
-            if k in before:
-                target.copy_(torch.where(self._moved[bucket.applying[k][:2]], target, before[k]))
+            apply_updates(kind.targets, kind.updates, lr, group.settings.weight_decay, rules, kind.masters or None)
+        for k, changed in bucket.changed_by_updates() if before else ():
+            if k in before:  # undo the update of a block that has no gradient on any rank
+                keep = self._moved[bucket.applying[k][:2]]
+                for x, old in zip(changed, before[k], strict=True):
+                    x.copy_(torch.where(keep.to(x.device), x, old))
 
     def _settle(self) -> None:
         """Keep or discard the advanced copies of momenta without a local gradient, block by block."""

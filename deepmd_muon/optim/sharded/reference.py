@@ -60,7 +60,10 @@ def reference_step(
             for p, param in zip(params, chosen, strict=True):
                 p.grad = _gathered(torch.zeros_like(param.p.detach()) if param.p.grad is None else param.p.grad)
             momenta = [_gathered(own["momentum_buffer"]).to(p.device) for own, p in zip(states, params, strict=True)]
-            of_rules = {key: [_gathered(own[key]) for own in states] for key in tensors_of(rules)}
+            keys = tensors_of(rules).keys() & states[0].keys()
+            of_rules = {
+                key: [_gathered(own[key]).to(p.device) for own, p in zip(states, params, strict=True)] for key in keys
+            }
             muon_(
                 params,
                 momenta,

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTransportError
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import is_local
+from deepmd_muon.optim.rules.master_weights import NARROW
 from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.sharded.agreement import GroupColumns, check_replicas, check_settings
 from deepmd_muon.optim.sharded.elements import ElementwiseStep
@@ -55,6 +56,11 @@ def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: S
                 if settings.state == "sharded" and replicas is not None and not isinstance(p, DTensor):
                     sharding = state_sharding(p, replicas, matrices=entry.route == "muon")
                 sharded_params.append(ShardedParameter(p, entry, number, layout, p.device, sharding))
+                if sharding is not None and p.dtype in NARROW and group.settings.master_weights:
+                    raise ShardingError(
+                        f"{sharded_params[-1]}: master_weights do not exist for a replicated parameter whose state is "
+                        "in parts (sharded state 'sharded'); shard the model with fully_shard, or keep the state whole"
+                    )
                 if p.dtype not in DTYPES:
                     raise UnsupportedTransportError(
                         f"{sharded_params[-1]}: {p.dtype} cannot be stepped; freeze it, or keep it in bfloat16 or wider"

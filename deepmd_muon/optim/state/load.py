@@ -23,6 +23,7 @@ from deepmd_muon.optim.routing.group_settings import SCHEDULED_SETTINGS, SCHEDUL
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name, choose_route
 from deepmd_muon.optim.rules.interface import Extent, MatrixRule
+from deepmd_muon.optim.rules.master_weights import MASTER, NARROW
 from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, owner_of, tensors_of, unknown_rules
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit, read_deepmd_kit
 from deepmd_muon.optim.state.migrate import SavedParameter, migrate
@@ -83,7 +84,7 @@ def _fits(key: str, value: Tensor, entry: RouteEntry, rules: Sequence[MatrixRule
     """Whether a state tensor belongs to a parameter of this route and view with these rules."""
     if entry.route == "frozen":
         return True
-    tensor = state_tensors(entry.route, rules).get(key)
+    tensor = state_tensors(entry.route, rules).get(key)  # master weights of wide parameters are dropped by loading
     return tensor is not None and (
         tensor.extent in ("parameter", "scalar") or tuple(value.shape) == tensor.shape_for(entry.shape, entry.view)
     )
@@ -136,6 +137,8 @@ def load_state(
             log.warning("%s; %s", differences[entry.name], happened)
         rules = matrix_rules(group.settings)
         off = _tensors_of_rules_that_are_off(values, rules)
+        if p.dtype not in NARROW:
+            off |= {MASTER} & values.keys()  # the parameter itself has all bits
         values = {key: value for key, value in values.items() if key not in off}
         dropped.update((key, _why_off(key, rules)) for key in off)
         if values:
@@ -309,13 +312,13 @@ def _inconsistencies(saved: SavedParameter) -> list[str]:
     before: Route = "muon" if "momentum_buffer" in values else "adam"
     route = before if entry.route == "frozen" else entry.route
     possible = state_tensors(route, known_rules())
-    needed = state_tensors(route, () if entry.route == "frozen" else saved.rules)
+    needed = state_tensors(route, () if entry.route == "frozen" else saved.rules).keys() - {MASTER}
     problems = [
         f"{entry.name}: unexpected state {key!r} on route {entry.route}" for key in sorted(values.keys() - possible)
     ]
     problems += [
         f"{entry.name}: state {key!r} is missing on route {entry.route}"
-        for key in sorted(needed.keys() - values.keys())
+        for key in sorted(needed - values.keys())
         if values
     ]
     for key, tensor in possible.items():

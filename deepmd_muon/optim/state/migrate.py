@@ -23,6 +23,7 @@ from deepmd_muon.optim.dtensors import full_tensor
 from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.interface import MatrixRule
+from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.rules.registry import known_rules, tensors_of
 
 
@@ -71,6 +72,7 @@ def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, floa
         return {}, "it had no state"
     if present.route == "frozen":
         return values, "it is frozen now and keeps its state"
+    kept = {key: values[key] for key in (MASTER,) if key in values}
     was_muon = "momentum_buffer" in values  # only the state shows the former route of a frozen parameter
     if was_muon and present.route == "muon":
         return _other_view(values, old.shape, old.view, present.view)
@@ -80,11 +82,11 @@ def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, floa
         m = m.to(wide)
         state = {"exp_avg": (1 - betas[0]) * m, "exp_avg_sq": (1 - betas[1]) * m.square()}
         state["step"] = torch.ones((), device="cpu")
-        return state, "its momentum becomes the first moment after one gradient; the second moment restarts"
+        return {**state, **kept}, "its momentum becomes the first moment after one gradient; the second moment restarts"
     if present.route == "muon":
         seen = 1.0 - betas[0] ** float(values["step"])
         momentum = values["exp_avg"] / seen if seen > 0 else values["exp_avg"]
-        return {"momentum_buffer": momentum}, (
+        return {"momentum_buffer": momentum, **kept}, (
             "its bias-corrected first moment becomes the momentum; the second moment is dropped, rules restart"
         )
     return values, "both moments and the step count are kept"
@@ -96,7 +98,9 @@ def _other_view(
     """Keep the momentum, and set each number of a rule to the mean over its elements of the old numbers."""
     assert new is not None
     known = tensors_of(known_rules())
-    of_rules = {key: tensor for key, tensor in known.items() if key in values}  # ranks gather in the same order
+    of_rules = {
+        key: tensor for key, tensor in known.items() if key in values and key != MASTER
+    }  # ranks gather in the same order
     if old is None:  # it was frozen; its former view is not recorded
         unfit = [key for key, x in of_rules.items() if tuple(values[key].shape) != x.shape_for(shape, new)]
         for key in unfit:

@@ -15,6 +15,7 @@ from torch import Tensor
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry
 from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
+from deepmd_muon.optim.rules.master_weights import MASTER, NARROW
 from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, tensors_of
 
 # An optimizer's state: by parameter, then by key.
@@ -34,12 +35,34 @@ MOMENTS: dict[Route, tuple[str, ...]] = {
     route: tuple(key for key, tensor in tensors.items() if tensor.extent == "parameter")
     for route, tensors in STATE_OF_ROUTE.items()
 }
-ALL_MOMENTS = tuple(dict.fromkeys(key for keys in MOMENTS.values() for key in keys))
+ALL_MOMENTS = (*dict.fromkeys(key for keys in MOMENTS.values() for key in keys), MASTER)
 
 
-def state_tensors(route: Route, rules: Iterable[MatrixRule]) -> dict[str, StateTensor]:
-    """Return the state tensors of a parameter of this route, on the Muon route with those of these rules."""
-    return {**STATE_OF_ROUTE[route], **(tensors_of(rules) if route == "muon" else {})}
+def state_tensors(
+    route: Route, rules: Iterable[MatrixRule], dtype: torch.dtype | None = None
+) -> dict[str, StateTensor]:
+    """Return the state tensors of a parameter of this route, with those of these rules.
+
+    Parameters
+    ----------
+    route
+        Outside of the Muon route, rules have no state but master weights.
+    rules
+        Of its group.
+    dtype
+        Of the parameter; master weights are those of 16-bit parameters. None for any.
+    """
+    of_rules = {
+        key: tensor
+        for key, tensor in tensors_of(rules).items()
+        if (dtype is None or dtype in NARROW if key == MASTER else route == "muon")
+    }
+    return {**STATE_OF_ROUTE[route], **of_rules}
+
+
+def moments_of(route: Route, rules: Iterable[MatrixRule], dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the keys of the state tensors shaped like their parameter."""
+    return tuple(key for key, x in state_tensors(route, rules, dtype).items() if x.extent == "parameter")
 
 
 def known_tensors() -> dict[str, StateTensor]:
@@ -85,10 +108,13 @@ class LocalStateFactory:
 
 
 def complete_rules(state: State, groups: Iterable[Group], holder_of: Callable[[Tensor], StateFactory | None]) -> None:
-    """Create the missing tensors of rules where a parameter has a momentum, so that a file lacks none of them."""
+    """Create the missing tensors of rules where a parameter has a momentum, so that a file lacks none of them.
+
+    Master weights are created by a step: before, they say nothing that the parameter does not.
+    """
     for group in groups:
         rules = matrix_rules(group.settings)
-        keys = tensors_of(rules).keys()
+        keys = tensors_of(rules).keys() - {MASTER}
         for p, entry in group.routed:
             if "momentum_buffer" in state.get(p, {}) and entry.route == "muon" and not keys <= state[p].keys():
                 complete_state(state[p], holder_of(p) or LocalStateFactory(p, entry), rules)
@@ -106,7 +132,7 @@ def complete_state(state: dict[str, Any], holder: StateFactory, rules: Iterable[
     rules
         The rules of its group.
     """
-    for key, tensor in state_tensors(holder.entry.route, rules).items():
+    for key, tensor in state_tensors(holder.entry.route, rules, holder.dtype).items():
         if key not in state:
             state[key] = holder.full(tensor)
     return state

@@ -18,6 +18,7 @@ from torch.optim.adam import adam as torch_adam
 
 from deepmd_muon.optim.config import AdamImplementation
 from deepmd_muon.optim.phases import phase
+from deepmd_muon.optim.rules.master_weights import current_masters, round_masters
 from deepmd_muon.optim.update.gradients import StepControl, in_dtype, prepare_gradients
 
 # Targets, gradients, first and second moments.
@@ -44,6 +45,7 @@ def adam_(
     implementation: AdamImplementation = "fused",
     control: StepControl,
     maximize: bool = False,
+    masters: Sequence[Tensor] | None = None,
 ) -> None:
     """Take one Adam step in place; with `weight_decay` > 0, decay is decoupled as in AdamW.
 
@@ -71,11 +73,15 @@ def adam_(
         Whether to skip the step, and the gradients' scale; on the parameters' device.
     maximize
         Maximize instead of minimizing.
+    masters
+        Master weights of 16-bit parameters, if they have any; stepped in their place.
     """
     wide = moment_dtype(params[0].dtype)
     grads = prepare_gradients(grads, wide, control.scale, maximize=maximize)
     # The parameters themselves, unless they have 16 bits.
     targets = list(params) if params[0].dtype is wide else in_dtype(params, wide)
+    if masters is not None:
+        targets = current_masters(masters, params)
     on_gpu = targets[0].is_cuda
     if isinstance(lr, Tensor) and not (on_gpu and lr.is_cuda):
         lr = float(lr)
@@ -89,7 +95,9 @@ def adam_(
     else:
         for p, g, m, v, step in zip(*tensors, steps, strict=True):
             _foreach([p], [g], [m], [v], [step], lr=lr, **values)
-    if wide != params[0].dtype:
+    if masters is not None:
+        round_masters(masters, targets, params)
+    elif wide != params[0].dtype:
         torch._foreach_copy_(list(params), targets)
 
 

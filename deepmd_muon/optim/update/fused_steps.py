@@ -19,6 +19,7 @@ from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS
 from deepmd_muon.optim.polar.schedules import Coefficients, coefficients_of
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.magma import SCORE, Magma
+from deepmd_muon.optim.rules.master_weights import NARROW, MasterWeights
 from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon, Variant
@@ -67,7 +68,7 @@ class FusedStepCache:
                 return self.step(
                     params, buffers, state, views, lr=lr, settings=settings, control=control, maximize=maximize
                 )
-        if not fuses(settings):
+        if not fuses(settings, params[0].dtype):
             return False
         scores = state.get(SCORE, [])
         grads = gradients_of(params)
@@ -98,9 +99,10 @@ class FusedStepCache:
 
 
 @functools.lru_cache(maxsize=256)
-def fuses(settings: HybridMuonConfig) -> bool:
-    """Return whether the fused kernels know all rules of these settings; log those that they do not know."""
-    others = [rule.name for rule in matrix_rules(settings) if not isinstance(rule, FUSED_RULES)]
+def fuses(settings: HybridMuonConfig, dtype: torch.dtype) -> bool:
+    """Return whether the fused kernels know all rules of these settings for parameters of a dtype; log the others."""
+    known = FUSED_RULES if dtype in NARROW else (*FUSED_RULES, MasterWeights)
+    others = [rule.name for rule in matrix_rules(settings) if not isinstance(rule, known)]
     if others:
         _LOG.info("the fused steps do not know %s: torch's operations step the Muon route", ", ".join(others))
     return not others
@@ -133,7 +135,7 @@ def compile_kernels(
             return
         _COMPILED.add(key)
         works = functools.partial(_works, device, dtype, variant, settings.magma_muon, settings.nesterov)
-        calls = [works] if fuses(settings) else []
+        calls = [works] if fuses(settings, dtype) else []
         launch_in_threads([*calls, *_orthogonalizations(views, device, dtype, settings)], device)
 
 

@@ -14,6 +14,7 @@ from deepmd_muon.optim.polar import orthogonalize_matrices
 from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.interface import BlockState, MatrixRule
+from deepmd_muon.optim.rules.master_weights import MASTER, current_masters, round_masters
 from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of, in_dtype, prepare_gradients
@@ -54,18 +55,20 @@ def muon_(
     grads = gradients_of(params)
     momenta, grads = advance_momenta(grads, buffers, settings, control, maximize=maximize)
     rules = matrix_rules(settings)
+    masters = state.get(MASTER)
     measured = _measure(rules, views, momenta, grads)
     blocks = [view.cut(u) for u, view in zip(directions_of(momenta, grads, settings), views, strict=True)]
     of_blocks = {
         key: [piece for x, view in zip(state[key], views, strict=True) for piece in tensor.cut(x, view)]
         for key, tensor in tensors_of(rules).items()
+        if key != MASTER
     }
     done, new = update_blocks([block for cut in blocks for block in cut], of_blocks, measured, rules, settings)
     for key, values in new.items():
         _store(of_blocks[key], values, control.skip)
     remaining = iter(done)
     updates = [view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)]
-    apply_updates(params, updates, effective_lr(lr, control), settings.weight_decay, rules)
+    apply_updates(params, updates, effective_lr(lr, control), settings.weight_decay, rules, masters)
 
 
 @phase("momentum")
@@ -211,10 +214,12 @@ def apply_updates(
     lr: float | Tensor,
     weight_decay: float,
     rules: Sequence[MatrixRule] = (),
+    masters: Sequence[Tensor] | None = None,
 ) -> None:
-    """Do p ← p (1 − lr λ) − lr · update in place, with decay where the rules let it."""
+    """Do p ← p (1 − lr λ) − lr · update in place, with decay where the rules let it; on master weights, if any."""
     wide = moment_dtype(params[0].dtype)
-    targets = in_dtype(params, wide)  # the parameters themselves, unless they have 16 bits
+    # The parameters themselves, unless they have 16 bits.
+    targets = in_dtype(params, wide) if masters is None else current_masters(masters, params)
     # On a CPU, _foreach_add_ converts them on the fly, which saves memory.
     steps = in_dtype(updates, wide) if targets[0].is_cuda or isinstance(lr, Tensor) else updates
     steps = [u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(steps, params, strict=True)]
@@ -224,7 +229,9 @@ def apply_updates(
         torch._foreach_sub_(targets, torch._foreach_mul(steps, lr))
     else:
         torch._foreach_add_(targets, steps, alpha=-lr)
-    if wide != params[0].dtype:
+    if masters is not None:
+        round_masters(masters, targets, params)
+    elif wide != params[0].dtype:
         torch._foreach_copy_(list(params), targets)
 
 

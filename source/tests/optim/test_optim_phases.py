@@ -48,7 +48,7 @@ def test_debug_lines_name_route_reason_shape_and_place(caplog):
     assert lines == [
         "a.weight: muon 1x6x8, because matrix in mode 'slice'; shape 6x8, on cpu",
         "b.bias: adam, because leaf 'bias' is a bias; shape 3, on cpu",
-        "one process takes the whole step",
+        "one process: 1 parameters, 1 matrices\n  1 of 6x8: 1.584e+04 FLOPs\na step: 1.584e+04 FLOPs",
     ]
     caplog.clear()
     with caplog.at_level(logging.DEBUG, "deepmd_muon.optim"):

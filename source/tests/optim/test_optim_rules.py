@@ -336,8 +336,11 @@ def test_fused_steps_say_which_rules_they_do_not_know(caplog):
     from deepmd_muon.optim.update.fused_steps import FusedStepCache, fuses
     from deepmd_muon.optim.update.gradients import StepControl
 
-    assert fuses(HybridMuonConfig().explicit())
-    assert fuses(HybridMuonConfig(magma_muon=False).explicit())
+    assert fuses(HybridMuonConfig().explicit(), torch.float32)
+    assert fuses(HybridMuonConfig(magma_muon=False).explicit(), torch.bfloat16)
+    masters = HybridMuonConfig(master_weights=True).explicit()
+    assert fuses(masters, torch.float32)  # which has none
+    assert not fuses(masters, torch.bfloat16)
     given = HybridMuonConfig(**ON, momentum=0.7).explicit()
     with caplog.at_level("INFO", logger="deepmd_muon"):
         done = FusedStepCache().step([torch.zeros(2, 2)], [], {}, [], lr=0.1, settings=given, control=StepControl())

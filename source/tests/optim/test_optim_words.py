@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from deepmd_muon.optim import AdamWConfig, HybridMuon, HybridMuonConfig, InvalidSettingError, MuonConfig
-from deepmd_muon.optim.words import translated
+from deepmd_muon.optim.words import WORDS, translated
 
 KNOWN = ("adam_betas", "adam_eps", "schedule", "lr_adjust_coeff", "scaling", "weight_decay", "foreach")
+PAGE = Path(__file__).parents[3] / "doc" / "from-other-optimizers.md"
 JORDAN = (3.4445, -4.7750, 2.0315)
 
 
@@ -228,3 +233,27 @@ def test_qk_clip_splits_and_experts_are_reachable_from_build(config):
     optimizer.step(qk_logits={"attn": torch.tensor([4.0, 0.5])})
     assert torch.equal(weight[:4], before[:4] / 2)
     assert torch.equal(weight[4:8], before[4:8])
+
+
+def test_the_lines_of_the_page_make_optimizers():
+    text = PAGE.read_text(encoding="utf-8")
+    (block,) = re.findall(r"<!-- tested: test_optim_words.py -->\n```python\n(.*?)```", text, re.DOTALL)
+    model = make_model()
+    hidden, others = ([p for p in model.parameters() if (p.ndim == 2) == is_hidden] for is_hidden in (True, False))
+    names = {"model": model, "hidden": hidden, "others": others, "MuonConfig": MuonConfig, "HybridMuon": HybridMuon}
+    exec(compile(block, PAGE.name, "exec"), names)
+    assert [entry.route for entry in names["optimizer"].routing] == ["muon", "muon", "adamw", "adamw"]
+    names["groups"] = [{"params": hidden, "use_muon": True}, {"params": others, "use_muon": False}]
+    rows = re.findall(r"^\| [^|]* \| `((?:MuonConfig|HybridMuon)\(.*?)` \|$", text, re.MULTILINE)
+    assert len(rows) == 6
+    for line in rows:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "HybridMuon got parameters without names")
+            assert {entry.route for entry in eval(line, names).routing} == {"muon", "adamw"}, line
+
+
+def test_the_words_of_the_page_are_those_of_the_code():
+    table = PAGE.read_text(encoding="utf-8").split("| word |")[1].split("\n\n")[0]
+    listed = {w for row in table.splitlines()[2:] for w in re.findall(r"`(\w+)(?:=\w+)?`", row.split("|")[1])}
+    silent = {"amsgrad", "decoupled_weight_decay"}  # understood where they ask for nothing
+    assert listed - {"foreach"} == WORDS - silent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 import torch.distributed as dist
 from sharded_cases import SETTINGS, SHAPES, Twins, every_layout, mesh_of
@@ -12,7 +13,8 @@ from sharded_state import Replicas
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.dtensors import local_of
+from deepmd_muon.optim.dtensors import full_tensor, local_of
+from deepmd_muon.optim.errors import ShardingError
 from deepmd_muon.optim.sharded import ShardedSettings
 
 BOTH = {"normuon": True, "cautious_decay": True}
@@ -82,6 +84,32 @@ def rules_of_bfloat16():
     twins.assert_equal()
 
 
+def master_weights():
+    """Masters of one process, in the layout of the parameters: exchanged, gathered, offloaded; gradients missing."""
+    mesh, settings = mesh_of((dist.get_world_size(),)), {"master_weights": True, "lr": 1e-3, "adam_patterns": ["w4"]}
+    reference = {"sharded": ShardedSettings(exchange="reference")}
+    for placements, many in (([Shard(0)], {}), ([Shard(1)], {"offload": True}), ([Shard(0)], reference)):
+        twins = Twins(SHAPES["even"], mesh, placements, dtype=torch.bfloat16, many=many, **settings)
+        twins.step()
+        twins.step(without=() if many is reference else (1,), nowhere=(2,))
+        twins.step()
+        twins.assert_equal()
+        for p, q in zip(twins.one, twins.many, strict=True):
+            one, several = (o.state[x]["master_weight"] for o, x in zip(twins.optimizers, (p, q), strict=True))
+            assert several.to_local().shape == q.to_local().shape
+            torch.testing.assert_close(full_tensor(several), one, rtol=0, atol=3e-5)
+            assert torch.equal(full_tensor(several).bfloat16(), full_tensor(q.detach()))
+    spread = {"sharded": ShardedSettings(replication="spread")}
+    replicas = Replicas(SHAPES["even"], dist.group.WORLD, dtype=torch.bfloat16, many=spread, **settings)
+    replicas.step()
+    replicas.step()
+    for p, q in zip(replicas.one, replicas.many, strict=True):
+        one, several = (o.state[x]["master_weight"] for o, x in zip(replicas.optimizers, (p, q), strict=True))
+        torch.testing.assert_close(several, one, rtol=0, atol=3e-5)
+    with pytest.raises(ShardingError, match="master_weights do not exist"):
+        Replicas(SHAPES["even"], dist.group.WORLD, dtype=torch.bfloat16, **settings)
+
+
 def rows_live_with_their_elements():
     """A rank keeps the moments of the rows that it has, and no others."""
     world = dist.get_world_size()
@@ -119,5 +147,6 @@ CASES = [
     ("rules without some gradients", rules_without_some_gradients),
     ("rules of bfloat16", rules_of_bfloat16),
     ("rows live with their elements", rows_live_with_their_elements),
+    ("master weights", master_weights),
     ("rules of models", functools.partial(fsdp2_models, **BOTH)),
 ]

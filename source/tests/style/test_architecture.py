@@ -56,6 +56,7 @@ ARROWS = {
 # Of other rooms, the input check may read only settings and errors, which do not import torch.
 TORCH_FREE = {
     *("deepmd_muon.optim.config", "deepmd_muon.optim.other_configs", "deepmd_muon.optim.omitted_scales"),
+    *("deepmd_muon.optim.buildable", "deepmd_muon.optim.words"),
     *("deepmd_muon.loss.settings", "deepmd_muon.loss.registry", "deepmd_muon.loss.ener.settings"),
     *("deepmd_muon.model.branch_settings", "deepmd_muon.model.settings", "deepmd_muon.checkpoint_file.errors"),
 }

@@ -11,7 +11,7 @@ LAYERS = (
     *("deepmd_muon.setting", "deepmd_muon.section", "deepmd_muon.files", "deepmd_muon.failures", "deepmd_muon.clashes"),
     "deepmd_muon.label_keys",
     *("deepmd_muon.optim.errors", "deepmd_muon.optim.sharded_config", "deepmd_muon.optim.rules_config"),
-    "deepmd_muon.optim.buildable",
+    *("deepmd_muon.optim.buildable", "deepmd_muon.optim.words"),
     *("deepmd_muon.optim.config", "deepmd_muon.optim.other_configs", "deepmd_muon.optim.omitted_scales"),
     *(
         "deepmd_muon.optim.cuda",

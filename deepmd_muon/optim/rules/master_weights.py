@@ -1,0 +1,54 @@
+"""Master weights: 16-bit parameters are stepped in float32, and what rounding cuts off is kept for the next step.
+
+A step of learning rate 1e-4 changes a bfloat16 weight by less than half of its last bit, so without a master it never
+changes at all. This rule only declares the state; the updates of all routes use it (`current_masters`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
+
+MASTER = "master_weight"
+NARROW = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class MasterWeights(MatrixRule):
+    """float32 copies of 16-bit parameters; others have none."""
+
+    name = "master_weights"
+
+    @classmethod
+    def of(cls, settings: HybridMuonConfig) -> MasterWeights | None:
+        """Return the rule that settings switch on, or None."""
+        return cls() if settings.master_weights else None
+
+    def tensors(self) -> Mapping[str, StateTensor]:
+        """Return the master, whose start does not matter: `current_masters` sets it."""
+        return {MASTER: StateTensor("parameter", "moment")}
+
+
+def current_masters(masters: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+    """Return masters on their parameters' devices, after setting those elements that do not round to the parameter.
+
+    Such elements are new, or something else than a step has changed the parameter since: loading weights, QK-clip.
+    """
+    here = [m if m.device == p.device else m.to(p.device) for m, p in zip(masters, params, strict=True)]
+    for m, p in zip(here, params, strict=True):
+        m.copy_(torch.where(m.to(p.dtype) == p, m, p.to(m.dtype)))
+    return here
+
+
+def round_masters(masters: Sequence[Tensor], here: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    """Write stepped masters `here` to the parameters, and to `masters` in host memory where those are copies."""
+    torch._foreach_copy_(list(params), list(here))
+    for kept, m in zip(masters, here, strict=True):
+        if kept is not m:
+            kept.copy_(m)

@@ -1,0 +1,157 @@
+"""Master weights of 16-bit parameters: as float32 training, rounded; on every route, offloaded, in checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from deepmd_muon.optim import HybridMuon, MuonConfig
+
+SHAPES = {"w": (6, 10), "experts": (3, 4, 5), "b": (10,), "adamw_g": (7,), "embed": (5, 4)}
+SETTINGS = {"lr": 1e-4, "adam_patterns": ["embed"], "precision": "float32", "weight_decay": 0.1}
+
+
+def make(dtype, **settings):
+    draw = torch.Generator().manual_seed(0)
+    params = {name: nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for name, shape in SHAPES.items()}
+    return params, HybridMuon(params.items(), **{**SETTINGS, "master_weights": True, **settings})
+
+
+def step(params, optimizer, number, narrow=torch.bfloat16):
+    for i, p in enumerate(params.values()):
+        g = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i))
+        p.grad = (1.0 + 0.1 * g).to(narrow).to(p.dtype)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_steps_move_the_weights_as_in_float32(dtype):
+    """Without momentum, whose buffer has the parameter's dtype, all numbers are those of float32 parameters."""
+    params, optimizer = make(dtype, momentum=0.0, normuon=True)
+    twins, other = make(torch.float32, momentum=0.0, normuon=True)
+    with torch.no_grad():
+        for name, p in params.items():
+            twins[name].copy_(p.float())
+    lost, without = make(dtype, master_weights=False)
+    first = {name: p.detach().clone() for name, p in lost.items()}
+    for number in range(20):
+        step(params, optimizer, number, dtype)
+        step(twins, other, number, dtype)
+        step(lost, without, number, dtype)
+    for name, p in params.items():
+        master = optimizer.state[p]["master_weight"]
+        assert master.dtype == torch.float32
+        assert torch.equal(master, twins[name].detach()), name
+        assert torch.equal(p, master.to(dtype))
+        assert not torch.equal(p, first[name])
+        assert "master_weight" not in other.state[twins[name]]
+        if dtype == torch.bfloat16:
+            large = first[name].abs() > 0.1
+            assert torch.equal(lost[name][large], first[name][large])  # their last bit is larger than a step
+
+
+@pytest.mark.parametrize("settings", [{"offload": True}, {"foreach": False}, {"offload": True, "offload_bytes": 64}])
+def test_masters_are_the_same_in_host_memory_and_one_by_one(settings):
+    params, optimizer = make(torch.bfloat16)
+    twins, other = make(torch.bfloat16, **settings)
+    for number in range(4):
+        step(params, optimizer, number)
+        step(twins, other, number)
+    for name, p in params.items():
+        assert torch.equal(p, twins[name])
+        assert torch.equal(optimizer.state[p]["master_weight"], other.state[twins[name]]["master_weight"])
+    if "offload" in settings:
+        assert other._host_memory._slots[twins["w"]].keys() == {"momentum_buffer", "master_weight"}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_restart_is_bitwise(offload):
+    params, optimizer = make(torch.bfloat16, offload=offload)
+    for number in range(3):
+        step(params, optimizer, number)
+    saved = optimizer.state_dict()
+    twins, other = make(torch.bfloat16)
+    with torch.no_grad():
+        for name, p in params.items():
+            twins[name].copy_(p)
+    other.load_state_dict(saved)
+    for number in range(3, 6):
+        step(params, optimizer, number)
+        step(twins, other, number)
+    for name, p in params.items():
+        assert torch.equal(optimizer.state[p]["master_weight"], other.state[twins[name]]["master_weight"])
+
+
+def test_states_with_and_without_masters_load_into_each_other(caplog):
+    params, optimizer = make(torch.bfloat16)
+    step(params, optimizer, 0)
+    _, without = make(torch.bfloat16, master_weights=False)
+    without.load_state_dict(optimizer.state_dict())
+    assert not any("master_weight" in values for values in without.state.values())
+    assert "master_weights is off now: the saved master_weight of 5 parameters is dropped" in caplog.text
+    step(params, HybridMuon(params.items(), **SETTINGS), 1)
+    plain, late = make(torch.bfloat16, master_weights=False)
+    step(plain, late, 0)
+    late.param_groups[0]["master_weights"] = True
+    step(plain, late, 1)
+    for p in plain.values():
+        assert torch.equal(late.state[p]["master_weight"].bfloat16(), p)
+    wide, wider = make(torch.float32)
+    wider.load_state_dict(optimizer.state_dict())
+    assert not any("master_weight" in values for values in wider.state.values())
+    step(wide, wider, 1)
+
+
+def test_weights_that_something_else_changes_start_anew():
+    params, optimizer = make(torch.bfloat16)
+    for number in range(3):
+        step(params, optimizer, number)
+    w = params["w"]
+    kept = optimizer.state[w]["master_weight"].clone()
+    with torch.no_grad():
+        w[0] = 3.0
+    for p in params.values():
+        p.grad = None
+    w.grad = torch.zeros_like(w)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    master = optimizer.state[w]["master_weight"]
+    assert torch.equal(master[0], torch.full((10,), 3.0))
+    assert torch.equal(master[1:], kept[1:])
+
+
+def test_a_skipped_step_leaves_masters_as_they_are():
+    params, optimizer = make(torch.float16)
+    step(params, optimizer, 0)
+    before = {name: optimizer.state[p]["master_weight"].clone() for name, p in params.items()}
+    optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(2.0)
+    step(params, optimizer, 1)
+    for name, p in params.items():
+        assert torch.equal(optimizer.state[p]["master_weight"], before[name])
+
+
+@pytest.mark.parametrize("route", ["adam", "adamw"])
+def test_masters_stay_when_the_route_changes(route):
+    params, optimizer = make(torch.bfloat16)
+    step(params, optimizer, 0)
+    _, other = make(torch.bfloat16, on_route_change="migrate", **{f"{route}_patterns": ["w", "embed"]})
+    other.load_state_dict(optimizer.state_dict())
+    found = {entry.name: other.state[p] for group in other._groups() for p, entry in group.routed}
+    for name, p in params.items():
+        assert torch.equal(found[name]["master_weight"], optimizer.state[p]["master_weight"])
+
+
+def test_a_model_in_bfloat16_learns_at_a_small_rate():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).bfloat16()
+    optimizer = MuonConfig(master_weights=True).build(model, 1e-4)
+    x = torch.randn(64, 8).bfloat16()
+    losses = []
+    for _ in range(60):
+        loss = (model(x) - x[:, :4]).float().square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] - 0.003
