@@ -265,7 +265,7 @@ def regular_text(path: str | os.PathLike[str]) -> str:
     Raises
     ------
     OSError
-        When it cannot be read, is no regular file or no UTF-8.
+        When it cannot be read, is not a regular file, or is not UTF-8.
     """
     with open_regular(path) as file:
         try:

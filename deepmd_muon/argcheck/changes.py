@@ -1,4 +1,4 @@
-"""What differs between the input of a run and that of the checkpoint it starts from."""
+"""The differences between the input of a run and that of the checkpoint it starts from."""
 
 from __future__ import annotations
 

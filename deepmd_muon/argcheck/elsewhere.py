@@ -25,10 +25,6 @@ KEYS = {
     "nvnmd": "training for non-von-Neumann hardware",
     "model/spin": "atomic spins",
 }
-NUMBERS = {
-    "model/fitting_net/numb_fparam": "frame parameters",
-    "model/fitting_net/numb_aparam": "atomic parameters",
-}
 
 
 def only_in_deepmd_kit(data: Mapping[str, Any], schema: Key) -> list[Problem]:
@@ -46,10 +42,6 @@ def only_in_deepmd_kit(data: Mapping[str, Any], schema: Key) -> list[Problem]:
         kind = _value(data, f"{path}/type")
         if kind in names and kind not in _available(schema, path):
             found[f"{path}/type"] = f"the {path.rpartition('/')[2].replace('_', ' ')} {kind!r}"
-    for path, what in NUMBERS.items():
-        number = _value(data, path)
-        if type(number) is int and number > 0:
-            found[path] = what
     return [Problem(path, f"deepmd-kit has {what}, this package does not", what) for path, what in found.items()]
 
 

@@ -57,7 +57,7 @@ _ALLOWED = frozenset(
 
 
 class _Place(NamedTuple):
-    """Where a part lies."""
+    """The place of a part in a file."""
 
     file: str
     offset: int

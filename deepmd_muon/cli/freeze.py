@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ema", action="store_true", help="take the averaged weights of the checkpoint")
     parser.add_argument(
-        "--interpolate", action="store_true", help="tables for the embedding nets of se_e2_a, as dp compress makes them"
+        "--interpolate", action="store_true", help="tables for embedding nets, as dp compress makes them"
     )
     parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
     for words, what in ((("-n", "--node-names"), "nodes"), (("-w", "--nvnmd-weight"), "NVNMD's file")):

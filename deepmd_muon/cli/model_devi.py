@@ -49,7 +49,13 @@ def run(options: argparse.Namespace) -> int:
     import numpy as np
 
     from deepmd_muon.checkpoint_file.file import checkpoint_path
-    from deepmd_muon.infer.model_deviation import DeviationFile, DeviationSettings, system_deviation
+    from deepmd_muon.data import with_parameters
+    from deepmd_muon.infer.model_deviation import (
+        DeviationFile,
+        DeviationSettings,
+        common_parameters,
+        system_deviation,
+    )
     from deepmd_muon.infer.predictor import Predictor
     from deepmd_muon.model.errors import ForeignModelError
     from deepmd_muon.train.report import set_up_logging
@@ -67,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         if predictor.type_map != type_map:
             raise CommandError(f"{name} has types {predictor.type_map}, {options.models[0]} has {type_map}")
     settings = DeviationSettings(options.real_error, options.relative, options.relative_v)
-    systems = open_listed(options.system, type_map, options)
+    systems = with_parameters(open_listed(options.system, type_map, options), common_parameters(predictors))
     output = DeviationFile(Path(options.output), atomic=options.atomic)
     for system in systems:
         parts = list(system_deviation(predictors, system, settings))

@@ -173,18 +173,19 @@ def _run_attributes(options: argparse.Namespace) -> int:
 
 
 def _input_routing(path: Path) -> str:
-    """Return the routing that training with this input would use; no data are read."""
+    """Return the routing that training with this input would use, or HybridMuon in it; no data are read."""
     from deepmd_muon.argcheck import load
-    from deepmd_muon.optim import HybridMuon
+    from deepmd_muon.optim import HybridMuon, HybridMuonConfig
     from deepmd_muon.show.plan import model_of, optimizer_of
     from deepmd_muon.train.checkpoint.branch_state import shared_names
 
     given = load(path)
-    optimizer = optimizer_of(given)
+    optimizer, first = optimizer_of(given), ""
     if not isinstance(optimizer, HybridMuon):
         weights = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        return f"{type(optimizer).__name__} treats all {weights} weights alike: there are no routes"
-    return f"{optimizer.routing}\n\n{optimizer.routing.summary()}{_sharing(shared_names(model_of(given)))}"
+        first = f"{type(optimizer).__name__} treats all {weights} weights alike; with HybridMuon they would take:\n\n"
+        optimizer = HybridMuonConfig().build(model_of(given), lr=given.settings.learning_rate.start_lr)
+    return f"{first}{optimizer.routing}\n\n{optimizer.routing.summary()}{_sharing(shared_names(model_of(given)))}"
 
 
 def _checkpoint_routing(path: Path) -> str:

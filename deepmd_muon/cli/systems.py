@@ -47,7 +47,7 @@ def listed_systems(path: str) -> list[str]:
     Raises
     ------
     CommandError
-        When there is no such file, or it is no text.
+        When the file does not exist or is not text.
     """
     if not Path(path).exists():
         raise CommandError(f"there is no list of systems {path}")

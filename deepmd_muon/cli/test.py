@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"-n must be 0 (all frames) or a number of frames; found {options.numb_test}")
     import numpy as np
 
-    from deepmd_muon.data.opening import check_labels
+    from deepmd_muon.data.opening import check_labels, with_parameters
     from deepmd_muon.infer.details import DetailFiles
     from deepmd_muon.infer.evaluation import evaluate_system
     from deepmd_muon.infer.metrics import add_errors
@@ -79,7 +79,10 @@ def run(options: argparse.Namespace) -> int:
     details = DetailFiles(options.detail_file) if options.detail_file else None
     picture = _picture(options.plot)
     shuffle = np.random.default_rng(options.rand_seed) if options.shuffle_test else None
-    opened = _open(options, predictor.type_map)
+    opened = {
+        name: with_parameters(systems, predictor.parameters)
+        for name, systems in _open(options, predictor.type_map).items()
+    }
     check_labels([system for systems in opened.values() for system in systems])
     for name, systems in opened.items():
         total: Errors = {}

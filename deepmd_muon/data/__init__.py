@@ -24,7 +24,8 @@ from deepmd_muon.data.neighbors.lists import (
     stack_neighbors,
     widen_sections,
 )
-from deepmd_muon.data.opening import open_systems, with_common_types
+from deepmd_muon.data.opening import open_systems, with_common_types, with_parameters
+from deepmd_muon.data.parameters import Parameters
 from deepmd_muon.data.sampling.loader import Batch, DataLoader, Seats
 from deepmd_muon.data.sampling.sampler import BatchRule, Plan, Sampler, system_probabilities
 from deepmd_muon.data.statistics import (
@@ -47,6 +48,7 @@ __all__ = [
     "NeighborError",
     "NeighborList",
     "NeighborStatistics",
+    "Parameters",
     "Plan",
     "Sampler",
     "SamplerStateError",
@@ -68,5 +70,6 @@ __all__ = [
     "system_probabilities",
     "widen_sections",
     "with_common_types",
+    "with_parameters",
     "worker_count",
 ]

@@ -12,6 +12,8 @@ import numpy as np
 FRAME_LABELS = {"energy": 1, "virial": 9}
 ATOM_LABELS = {"force": 3, "atom_ener": 1, "atom_pref": 1, "atom_ener_coeff": 1}
 LABELS = {**FRAME_LABELS, **ATOM_LABELS}
+#: Inputs of a model beside the structure, with as many values per frame or atom as the model wants.
+PARAMETERS = ("fparam", "aparam")
 
 
 def label_shape(label: str, nframes: int, natoms: int) -> tuple[int, ...]:
@@ -49,6 +51,10 @@ class Frames:
         Weight of each atom in the loss of weighted forces.
     atom_ener_coeff : ndarray of float64, (nframes, natoms), optional
         Coefficient of each atom's energy in the total energy of the label.
+    fparam : ndarray of float64, (nframes, numb_fparam), optional
+        Frame parameters; None unless they were asked for, see `System.with_parameters`.
+    aparam : ndarray of float64, (nframes, natoms, numb_aparam), optional
+        Atomic parameters, likewise.
     """
 
     atype: np.ndarray
@@ -60,6 +66,8 @@ class Frames:
     atom_ener: np.ndarray | None = None
     atom_pref: np.ndarray | None = None
     atom_ener_coeff: np.ndarray | None = None
+    fparam: np.ndarray | None = None
+    aparam: np.ndarray | None = None
 
     @property
     def nframes(self) -> int:
@@ -77,7 +85,7 @@ class Frames:
         return frozenset(name for name in LABELS if getattr(self, name) is not None)
 
     def present(self, label: str) -> np.ndarray:
-        """Tell which frames have a label, bool (nframes,)."""
+        """Tell which frames have a label or a parameter, bool (nframes,)."""
         values: np.ndarray | None = getattr(self, label)
         if values is None:
             return np.zeros(self.nframes, dtype=bool)
@@ -123,6 +131,8 @@ class Frames:
                 joined["box"] = _join_boxes(parts)
             elif all(value is None for value in values):
                 joined[field.name] = None
+            elif field.name == "fparam":
+                joined["fparam"] = np.concatenate(values)
             elif field.name in LABELS:
                 rows = [
                     np.full(label_shape(field.name, part.nframes, natoms), np.nan)

@@ -12,6 +12,7 @@ from pathlib import Path
 from deepmd_muon.data.elements import by_atomic_number
 from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
 from deepmd_muon.data.formats import reader_of
+from deepmd_muon.data.parameters import Parameters
 from deepmd_muon.data.stores.ase_reading import read_ase
 from deepmd_muon.data.stores.lmdb_store import is_lmdb, lmdb_stores
 from deepmd_muon.data.stores.npy_store import npy_stores, real_folders
@@ -20,6 +21,9 @@ from deepmd_muon.data.system import System
 from deepmd_muon.label_keys import LabelKeys
 
 log = logging.getLogger(__name__)
+
+# Systems with wrong parameters that one message lists.
+_MOST_LISTED = 10
 
 
 def open_systems(
@@ -141,6 +145,34 @@ def check_labels(systems: Sequence[System]) -> None:
         )
     for name in bare:
         log.warning("%s: no labels", name)
+
+
+def with_parameters(systems: Sequence[System], wanted: Parameters) -> list[System]:
+    """Return systems whose frames carry the parameters that a model reads.
+
+    Parameters
+    ----------
+    systems
+        The data.
+    wanted
+        The parameters; all zero returns the systems as they are.
+
+    Raises
+    ------
+    DataError
+        Listing every system and file that is missing or of another width.
+    """
+    if not (wanted.fparam or wanted.aparam):
+        return list(systems)
+    problems = [problem for system in systems if (problem := system.problem_with(wanted)) is not None]
+    if problems:
+        more = f"\n  and {len(problems) - _MOST_LISTED} more" if len(problems) > _MOST_LISTED else ""
+        listed = "\n  ".join(problems[:_MOST_LISTED])
+        raise DataError(
+            f"the model reads {wanted.fparam} frame parameters (numb_fparam) and {wanted.aparam} of each atom "
+            f"(numb_aparam), which {len(problems)} of {len(systems)} systems do not have:\n  {listed}{more}"
+        )
+    return [system.with_parameters(wanted) for system in systems]
 
 
 def _expanded(path: str) -> list[str]:

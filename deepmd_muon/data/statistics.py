@@ -106,7 +106,7 @@ class StatFile:
             if entry is None or "sha256" not in entry.attrs or entry.attrs.get_id("sha256").dtype.kind != "S":
                 return None
             if strange := [k for k, v in entry.items() if v.dtype != np.float64]:
-                raise DataError(f"stat_file {self.path}: {strange[0]} of entry {name} is no number; remove the file")
+                raise DataError(f"stat_file {self.path}: {strange[0]} of entry {name} is not a number; remove the file")
             arrays = {k: np.asarray(v[()]) for k, v in entry.items()}
             if bytes(entry.attrs["sha256"]) != _digest(arrays).encode():
                 raise DataError(f"stat_file {self.path}: the checksum of entry {name} is another; remove the file")

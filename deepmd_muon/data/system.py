@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError, TypeMapError
-from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, Frames, label_shape
+from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, PARAMETERS, Frames, label_shape
 from deepmd_muon.data.neighbors.far_atoms import MAX_LENGTH
+from deepmd_muon.data.parameters import Parameters
 from deepmd_muon.data.stores.storage import Store
 
 
@@ -41,6 +42,8 @@ class System:
         True when each frame has its own types (``real_atom_types.npy``).
     labels : frozenset of str
         Labels that at least one set has; frames of the other sets hold NaN there.
+    parameters : Parameters
+        The frame and atomic parameters that frames carry; none unless asked for, see `with_parameters`.
 
     Raises
     ------
@@ -67,6 +70,10 @@ class System:
         self._atype = self._apply_translation(types, "type.raw") if not self.mixed else None
         self._files = self._find_labels(contents)
         self.labels = frozenset(self._files)
+        self._parameter_files = {
+            name: [f"{name}.npy" if f"{name}.npy" in names else None for names in contents] for name in PARAMETERS
+        }
+        self.parameters = Parameters()
         counts = [self._check_set(k, names) for k, names in enumerate(contents)]
         self.nframes = sum(counts)
         if self.nframes == 0:
@@ -85,7 +92,52 @@ class System:
 
     def with_types(self, type_map: Sequence[str]) -> System:
         """Return the same system with types that index `type_map`; errors are those of the class."""
-        return System(self._store, type_map)
+        found = System(self._store, type_map)
+        found.parameters = self.parameters
+        return found
+
+    def with_parameters(self, wanted: Parameters) -> System:
+        """Return the same system, whose frames carry frame and atomic parameters.
+
+        Raises
+        ------
+        SystemFormatError
+            When a set lacks a file that `wanted` needs, or one has another number of values.
+        """
+        self._check_parameters(wanted)
+        found = copy.copy(self)
+        found.parameters = wanted
+        return found
+
+    def problem_with(self, wanted: Parameters) -> str | None:
+        """Return what `with_parameters` would raise, as text; None if the system has what is wanted."""
+        try:
+            self.with_parameters(wanted)
+        except SystemFormatError as error:
+            return str(error)
+        return None
+
+    def _check_parameters(self, wanted: Parameters) -> None:
+        for name, width in (("fparam", wanted.fparam), ("aparam", wanted.aparam)):
+            optional = wanted.partial or (name == "fparam" and wanted.default_fparam is not None)
+            sets = zip(self._sets, self._parameter_files[name], self._counts.tolist(), strict=True)
+            for folder, file, nframes in sets if width else ():
+                if file is not None:
+                    values = width if name == "fparam" else width * self.natoms
+                    self._check_shape(f"{folder}/{file}", nframes, values)
+                elif not optional:
+                    hint = ", and fitting_net/default_fparam is not set" if name == "fparam" else ""
+                    raise SystemFormatError(self.name, f"{folder}/{name}.npy", f"missing{hint}")
+
+    def with_own_parameters(self) -> System:
+        """Return the same system, whose frames carry all parameters that its files have; NaN in sets without."""
+        widths = dict.fromkeys(PARAMETERS, 0)
+        for name, files in self._parameter_files.items():
+            for folder, file, nframes in zip(self._sets, files, self._counts.tolist(), strict=True):
+                if file is not None and not widths[name]:
+                    values = int(np.prod(self._store.shape(f"{folder}/{file}"))) // nframes
+                    widths[name] = values if name == "fparam" else values // self.natoms
+        return self.with_parameters(Parameters(widths["fparam"], widths["aparam"], partial=True))
 
     @property
     def uniform_labels(self) -> bool:
@@ -185,16 +237,16 @@ class System:
             if (file := files[k]) is not None:
                 widths[file] = FRAME_LABELS.get(label) or ATOM_LABELS[label] * self.natoms
         for file, width in widths.items():
-            shape = self._store.shape(f"{folder}/{file}")
-            # A set of one frame may be written without the axis of frames.
-            fits = int(np.prod(shape)) == nframes * width and (nframes == 1 or shape[0] == nframes)
-            if not fits:
-                raise SystemFormatError(
-                    self.name,
-                    f"{folder}/{file}",
-                    f"expected shape ({nframes}, {width}) for {nframes} frames of {self.natoms} atoms, found {shape}",
-                )
+            self._check_shape(f"{folder}/{file}", nframes, width)
         return nframes
+
+    def _check_shape(self, path: str, nframes: int, width: int) -> None:
+        shape = self._store.shape(path)
+        # A set of one frame may be written without the axis of frames.
+        fits = int(np.prod(shape)) == nframes * width and (nframes == 1 or shape[0] == nframes)
+        if not fits:
+            problem = f"expected shape ({nframes}, {width}) for {nframes} frames of {self.natoms} atoms, found {shape}"
+            raise SystemFormatError(self.name, path, problem)
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -229,8 +281,37 @@ class System:
             atype=self.types(wanted),
             coord=self._read(["coord.npy"] * every_set, wanted).reshape(n, atoms, 3),
             box=self._read(["box.npy"] * every_set, wanted).reshape(n, 3, 3) if self.pbc else None,
+            fparam=self._frame_parameters(wanted) if self.parameters.fparam else None,
+            aparam=self._atomic_parameters(wanted) if self.parameters.aparam else None,
             **labels,
         )
+
+    def _frame_parameters(self, indices: np.ndarray) -> np.ndarray:
+        """Frame parameters of some frames, (nframes, numb_fparam), the default where a frame has none."""
+        values = self._values_of("fparam", indices, self.parameters.fparam)
+        default = self.parameters.default_fparam
+        if default is not None:
+            return np.where(np.isnan(values), np.array(default), values)
+        self._refuse_missing("fparam", values)
+        return values
+
+    def _atomic_parameters(self, indices: np.ndarray) -> np.ndarray:
+        """Atomic parameters of some frames, (nframes, natoms, numb_aparam)."""
+        values = self._values_of("aparam", indices, self.parameters.aparam * self.natoms)
+        self._refuse_missing("aparam", values)
+        return values.reshape(len(indices), self.natoms, self.parameters.aparam)
+
+    def _values_of(self, name: str, indices: np.ndarray, width: int) -> np.ndarray:
+        """Parameters of some frames, (nframes, width); NaN where a set has none."""
+        files = self._parameter_files[name]
+        if all(files[k] is None for k in np.unique(self._set_of(indices + self._first))):
+            return np.full((len(indices), width), np.nan)
+        return self._read(files, indices)
+
+    def _refuse_missing(self, name: str, values: np.ndarray) -> None:
+        """Raise where a store that was looked at in part lacks parameters after all."""
+        if not self.parameters.partial and np.isnan(values).any():
+            raise SystemFormatError(self.name, name, "missing in some frames")
 
     def types(self, indices: np.ndarray) -> np.ndarray:
         """Types of the atoms of some frames, int32 (nframes, natoms); −1 is padding."""
@@ -272,7 +353,7 @@ class System:
 
     def with_type_map(self, type_map: Sequence[str]) -> System:
         """Return the same system with types that index another type map."""
-        whole = System(self._store, type_map)
+        whole = self.with_types(type_map)
         return whole if self.nframes == whole.nframes else whole.part(self._first, self._first + self.nframes)
 
     def part(self, first: int, end: int) -> System:
@@ -309,4 +390,9 @@ class System:
             digest.update(self._read([file] * len(self._sets), every[[0, -1]]).tobytes())
         if "energy" in self.labels:
             digest.update(self._read(self._files["energy"], every).tobytes())
+        for values in (
+            self._frame_parameters(every) if self.parameters.fparam else None,
+            self._atomic_parameters(every[[0, -1]]) if self.parameters.aparam else None,
+        ):
+            digest.update(b"" if values is None else values.tobytes())
         return digest.hexdigest()

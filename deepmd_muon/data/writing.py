@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 
 from deepmd_muon.data.errors import DataError
-from deepmd_muon.data.frames import LABELS, Frames
+from deepmd_muon.data.frames import LABELS, PARAMETERS, Frames
 from deepmd_muon.data.system import System
 from deepmd_muon.files import make_folder_of, named_file, whole_file, whole_folder
 
@@ -74,13 +74,17 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
             raise DataError(f"system {system.name} has no type_map.raw, so its elements are unknown; give --type-map")
         if unknown := [name for name in system.type_map if name not in atomic_numbers]:
             raise DataError(f"system {system.name}: {', '.join(unknown)} is not an element, as extended XYZ needs it")
-        frames = system.frames(np.arange(system.nframes))
-        present = {label: frames.present(label) for label in ("energy", "force", "virial")}
+        frames = system.with_own_parameters().frames(np.arange(system.nframes))
+        present = {label: frames.present(label) for label in ("energy", "force", "virial", *PARAMETERS)}
         for k in range(frames.nframes):
             real = frames.atype[k] >= 0
             symbols = [system.type_map[t] for t in frames.atype[k][real]]
             box = None if frames.box is None else frames.box[k]
             atoms = Atoms(symbols, positions=frames.coord[k][real], cell=box, pbc=box is not None)
+            if present["fparam"][k] and frames.fparam is not None:
+                atoms.info["fparam"] = frames.fparam[k]
+            if present["aparam"][k] and frames.aparam is not None:
+                atoms.arrays["aparam"] = frames.aparam[k][real]
             results: dict[str, Any] = {}
             if present["energy"][k] and frames.energy is not None:
                 results["energy"] = float(frames.energy[k])
@@ -142,13 +146,13 @@ def formula_of(system: System) -> str:
 
 def _contents(system: System) -> Iterator[tuple[str, np.ndarray | list[str]]]:
     """Yield path and content of every file of a system; frames with the same labels are a set."""
-    frames = system.frames(np.arange(system.nframes))
+    frames = system.with_own_parameters().frames(np.arange(system.nframes))
     yield "type.raw", [str(max(0, t)) for t in frames.atype[0].tolist()]
     if system.type_map is not None:
         yield "type_map.raw", list(system.type_map)
     if not system.pbc:
         yield "nopbc", []
-    present = np.stack([frames.present(label) for label in LABELS], axis=1)
+    present = np.stack([frames.present(name) for name in (*LABELS, *PARAMETERS)], axis=1)
     for number, kind in enumerate(np.unique(present, axis=0)):
         rows = np.flatnonzero((present == kind).all(axis=1))
         yield from _set(f"set.{number:03d}", frames, rows, kind, mixed=system.mixed)
@@ -162,7 +166,7 @@ def _set(
         yield f"{folder}/box.npy", frames.box[rows].reshape(len(rows), 9)
     if mixed:
         yield f"{folder}/real_atom_types.npy", frames.atype[rows]
-    for label, there in zip(LABELS, kind, strict=True):
+    for name, there in zip((*LABELS, *PARAMETERS), kind, strict=True):
         if there:
-            values: np.ndarray = getattr(frames, label)
-            yield f"{folder}/{label}.npy", values[rows].reshape(len(rows), -1)
+            values: np.ndarray = getattr(frames, name)
+            yield f"{folder}/{name}.npy", values[rows].reshape(len(rows), -1)

@@ -18,6 +18,7 @@ from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.freeze import (
     STRUCTURES,
     Difference,
+    Structure,
     difference_of,
     precisions_of,
     program_of,
@@ -47,14 +48,14 @@ FORCE = 1e-6
 """Most that a chosen step may change forces [eV/Å]."""
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""What rounding adds to that, relative to the largest force."""
+"""Error by rounding, in addition, relative to the largest force."""
 
 ASSUMED_DISTANCE = 0.5  # [Å] where that of the data is unknown; bonds with hydrogen have 0.74 and more
 
 
 @dataclass(frozen=True)
 class Compression:
-    """What `compress` wrote.
+    """The result of `compress`.
 
     Attributes
     ----------
@@ -116,7 +117,7 @@ def compress(
     allowed = FORCE + rounding * max(float(np.abs(one.force).max()) for one in expected)
     for tried in STEPS if step is None else (step,):
         program.descriptor = tabulated(own, step=tried, nearest=nearest)
-        found = [_evaluate(program, *structure) for structure in structures]
+        found = [_evaluate(program, structure) for structure in structures]
         difference = difference_of(list(zip(expected, found, strict=True)))
         log.debug("step %g: %s", tried, difference)
         if difference.force <= allowed:
@@ -149,26 +150,28 @@ def _table_of(model: EnergyModel) -> Any:
     found = DESCRIPTORS.tabulated(model.settings.descriptor)
     if found is None:
         kind = DESCRIPTORS.name_of(model.settings.descriptor)
-        raise FreezeError(f"the descriptor {kind!r} has no tables and cannot be compressed; se_e2_a can: use dp freeze")
+        raise FreezeError(
+            f"the descriptor {kind!r} has no tables and cannot be compressed; se_e2_a and DPA-1 can: use dp freeze"
+        )
     return found
 
 
-def _structure(
-    random: np.random.Generator, model: EnergyModel, number: int, closest: float
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+def _structure(random: np.random.Generator, model: EnergyModel, number: int, closest: float) -> Structure:
     """Return a random structure; all but the first have pairs at 0.4, 0.8, 1.2 … times the smallest distance."""
-    coord, box, atype = random_structure(random, model, periodic=number != 1)
+    structure = random_structure(random, model, periodic=number != 1)
     direction = random.normal(size=3)
     if number:
-        coord[-1] = coord[0] + 0.4 * number * closest * direction / np.linalg.norm(direction)
-    return coord, box, atype
+        structure.coord[-1] = structure.coord[0] + 0.4 * number * closest * direction / np.linalg.norm(direction)
+    return structure
 
 
-def _evaluate(program: Program, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray) -> Prediction:
-    cell = None if box is None else torch.from_numpy(box)[None]
+def _evaluate(program: Program, structure: Structure) -> Prediction:
+    coord, atype, box, fparam, aparam = (
+        None if array is None else torch.from_numpy(array)[None] for array in structure.for_program()
+    )
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", UserWarning)
-        found = program(torch.from_numpy(coord)[None], torch.from_numpy(atype)[None], cell)
+        found = program(coord, atype, box, fparam, aparam)
     values = {name: value.double().numpy() for name, value in found.items()}
     return Prediction(values["energy"][:, 0], values["force"], values["virial"], values["atom_energy"][..., 0])
 
@@ -181,11 +184,16 @@ def restored(path: str | os.PathLike[str], *, trust: bool = False) -> tuple[Ener
     CheckpointError
         When the file cannot be read.
     FreezeError
-        When it holds another descriptor than se_e2_a.
+        When it does not hold the nets of its descriptor: files of DPA-1 hold the results of the nets of types alone.
     """
     program: Any = FrozenModel(path, "cpu", trust=trust).program
     model = build_model(settings_of(json.loads(program.get_model_def_script())))
     _table_of(model)
+    if not hasattr(program.descriptor, "nets"):
+        kind = DESCRIPTORS.name_of(model.settings.descriptor)
+        raise FreezeError(
+            f"{path} does not hold all nets of {kind!r}: give the checkpoint, dp compress -i model.ckpt.pt"
+        )
     try:
         with torch.no_grad():
             _fill(model, program)
@@ -215,5 +223,12 @@ def _fill(model: EnergyModel, program: Any) -> None:
     own.out_bias[0, :, 0] = program.bias
     if net.case_embd is not None:
         net.case_embd.copy_(program.fitting_net.branch)
+    first = 0
+    for name in ("fparam", "aparam"):
+        mean, scale = getattr(net, f"{name}_avg"), getattr(net, f"{name}_inv_std")
+        if mean is not None:
+            mean.copy_(program.fitting_net.parameter_mean[first : first + len(mean)])
+            scale.copy_(program.fitting_net.parameter_scale[first : first + len(mean)])
+            first += len(mean)
     # A program subtracts the nets' values in vacuum from the bias.
     net.bias_atom_e[:, 0] += program.fitting_net.bias - ScriptedEnergyFitting(net).bias

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -127,19 +128,49 @@ def compare(model: EnergyModel, path: str | os.PathLike[str], seed: int = 0) -> 
     )
 
 
-def random_structure(
-    random: np.random.Generator, model: EnergyModel, *, periodic: bool
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-    """Return positions (natoms, 3) [Å], a triclinic cell (3, 3) [Å] or None, and types (natoms,).
+class Structure(NamedTuple):
+    """The arguments of `Predictor.predict` for one frame.
 
-    Atoms keep about 1 Å apart: they stand on a jittered grid.
+    Attributes
+    ----------
+    coord
+        Positions (natoms, 3) [Å].
+    box
+        Cell vectors (3, 3) [Å], or None.
+    atype
+        Types (natoms,).
+    fparam, aparam
+        Frame parameters (numb_fparam,) and atomic parameters (natoms, numb_aparam); None where the model reads none.
     """
+
+    coord: np.ndarray
+    box: np.ndarray | None
+    atype: np.ndarray
+    fparam: np.ndarray | None = None
+    aparam: np.ndarray | None = None
+
+    def for_program(self) -> tuple[np.ndarray | None, ...]:
+        """Return the arguments of `Program.forward` in their order, without the axis of frames."""
+        return self.coord, self.atype, self.box, self.fparam, self.aparam
+
+
+def random_structure(random: np.random.Generator, model: EnergyModel, *, periodic: bool) -> Structure:
+    """Return atoms on a jittered grid, about 1 Å apart, in a triclinic cell or none, and parameters like the data's."""
     points = 3
     edge = (VOLUME_PER_ATOM * points**3) ** (1 / 3)
     box = edge * (np.eye(3) + random.uniform(-0.1, 0.1, size=(3, 3)))
     grid = np.stack(np.meshgrid(*[np.arange(points)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
     coord = (grid + random.uniform(-0.2, 0.2, size=grid.shape)) / points @ box
-    return coord, box if periodic else None, random.integers(model.ntypes, size=len(coord))
+    atype = random.integers(model.ntypes, size=len(coord))
+    drawn: list[np.ndarray | None] = []
+    for name, atoms in (("fparam", ()), ("aparam", (len(coord),))):
+        mean = getattr(model.atomic_model.fitting_net, f"{name}_avg", None)
+        if mean is None:
+            drawn.append(None)
+            continue
+        scale = getattr(model.atomic_model.fitting_net, f"{name}_inv_std").double().cpu().numpy()
+        drawn.append(mean.double().cpu().numpy() + random.normal(size=(*atoms, len(scale))) / scale)
+    return Structure(coord, box if periodic else None, atype, *drawn)
 
 
 def _per_atom(prediction: Prediction) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ from deepmd_muon.model.scripted.near import Near, neighbors_within, sort_by_type
 
 
 class Sums(NamedTuple):
-    """What centres add up to.
+    """The sums over centres.
 
     Attributes
     ----------
@@ -74,6 +74,27 @@ def _outputs(sums: Sums, nframes: int, do_atomic_virial: bool, dtype: torch.dtyp
     return out
 
 
+class _WithoutParameters(torch.nn.Module):
+    """A scripted fitting net that reads neither frame nor atomic parameters."""
+
+    default_fparam: torch.Tensor
+    if TYPE_CHECKING:
+        net: Any
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net, self.numb_fparam, self.numb_aparam = net, 0, 0
+        self.register_buffer("default_fparam", torch.zeros(0))
+
+    @torch.jit.export
+    def energy_and_slope(
+        self, descriptor: torch.Tensor, counts: list[int], parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the net returns."""
+        found: tuple[torch.Tensor, torch.Tensor] = self.net.energy_and_slope(descriptor, counts)
+        return found
+
+
 class Program(torch.nn.Module):
     """Energy, forces and virial from positions and a neighbour list; see the module.
 
@@ -97,6 +118,8 @@ class Program(torch.nn.Module):
     type_map: list[str]
     sel: list[int]
     bias: torch.Tensor
+    excluded: torch.Tensor
+    counted: torch.Tensor
     if TYPE_CHECKING:  # TorchScript finds the types of submodules itself
         descriptor: Any
         fitting_net: Any
@@ -114,7 +137,13 @@ class Program(torch.nn.Module):
                 kind = f"{table.what} {table.name_of(settings)!r}"
                 raise ModelError(f"the {kind} cannot be frozen: it was registered without `scripted`")
             parts.append(scripted(module))
-        self.descriptor, self.fitting_net = parts
+        self.descriptor, net = parts
+        self.fitting_net = net if hasattr(net, "numb_fparam") else _WithoutParameters(net)
+        self.excludes = model.excluded is not None
+        no_pairs = torch.zeros(model.ntypes, model.ntypes, dtype=torch.bool)
+        every = torch.ones(model.ntypes, dtype=torch.float64)
+        self.register_buffer("excluded", no_pairs if model.excluded is None else model.excluded.clone())
+        self.register_buffer("counted", every if model.counted is None else model.counted.clone())
         self.type_map, self.rcut, self.sel = list(model.type_map), float(model.rcut), list(model.sel)
         self.ntypes = len(self.type_map)
         self.section, self.min_distance = json.dumps(section), min_distance
@@ -143,12 +172,26 @@ class Program(torch.nn.Module):
     @torch.jit.export
     def get_dim_fparam(self) -> int:
         """Return how many frame parameters there are."""
-        return 0
+        number: int = self.fitting_net.numb_fparam
+        return number
 
     @torch.jit.export
     def get_dim_aparam(self) -> int:
         """Return how many atomic parameters there are."""
-        return 0
+        number: int = self.fitting_net.numb_aparam
+        return number
+
+    @torch.jit.export
+    def has_default_fparam(self) -> bool:
+        """Return whether frame parameters may be left out."""
+        there: bool = self.fitting_net.default_fparam.shape[0] > 0
+        return there
+
+    @torch.jit.export
+    def get_default_fparam(self) -> torch.Tensor | None:
+        """Return the frame parameters of calls without any `(numb_fparam,)`."""
+        default: torch.Tensor = self.fitting_net.default_fparam
+        return default if default.shape[0] > 0 else None
 
     @torch.jit.export
     def is_aparam_nall(self) -> bool:
@@ -158,8 +201,12 @@ class Program(torch.nn.Module):
     @torch.jit.export
     def get_sel_type(self) -> list[int]:
         """Return the types that have an energy; empty for all."""
-        empty: list[int] = []
-        return empty
+        counted: list[int] = []
+        if float(self.counted.min()) == 0.0:
+            for kind in range(self.ntypes):
+                if float(self.counted[kind]) > 0.0:
+                    counted.append(kind)  # noqa: PERF401 (TorchScript has no comprehension with "if")
+        return counted
 
     @torch.jit.export
     def has_message_passing(self) -> bool:
@@ -217,7 +264,11 @@ class Program(torch.nn.Module):
             not, −1 for an empty entry.
         mapping
             Local atom that each atom is an image of `(nframes, nall)`; message passing needs it or `comm_dict`.
-        fparam, aparam, charge_spin
+        fparam
+            Frame parameters `(nframes, numb_fparam)`.
+        aparam
+            Parameters of local atoms `(nframes, nloc, numb_aparam)`.
+        charge_spin
             Not used.
         do_atomic_virial
             Whether to return the virial of every atom.
@@ -231,7 +282,28 @@ class Program(torch.nn.Module):
             `virial (nframes, 9)` and, if asked for, `extended_virial (nframes, nall, 9)` [eV]; energies float64, the
             others in the precision of the positions.
         """
-        return self._evaluate(extended_coord, extended_atype, nlist, mapping, do_atomic_virial, comm_dict)
+        parameters = self._parameter_rows(nlist, fparam, aparam)
+        return self._evaluate(extended_coord, extended_atype, nlist, mapping, parameters, do_atomic_virial, comm_dict)
+
+    def _parameter_rows(
+        self, nlist: torch.Tensor, fparam: torch.Tensor | None, aparam: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return frame and atomic parameters of every local atom `(nframes·nloc, numb_fparam + numb_aparam)`."""
+        nframes, nloc = nlist.shape[0], nlist.shape[1]
+        parts = [torch.zeros([nframes * nloc, 0], dtype=torch.float64, device=nlist.device)]
+        frames: int = self.fitting_net.numb_fparam
+        atoms: int = self.fitting_net.numb_aparam
+        if frames > 0:
+            given = fparam if fparam is not None else self.get_default_fparam()
+            if given is None:
+                raise ValueError("this potential reads frame parameters: give fparam")
+            of_frames = given.to(torch.float64).reshape([-1, frames]).expand([nframes, frames])
+            parts.append(of_frames.repeat_interleave(nloc, dim=0))
+        if atoms > 0:
+            if aparam is None:
+                raise ValueError("this potential reads atomic parameters: give aparam")
+            parts.append(aparam.to(torch.float64).reshape([nframes * nloc, atoms]))
+        return torch.cat(parts, dim=1)
 
     def _evaluate(
         self,
@@ -239,6 +311,7 @@ class Program(torch.nn.Module):
         extended_atype: torch.Tensor,
         nlist: torch.Tensor,
         mapping: torch.Tensor | None,
+        parameters: torch.Tensor,
         do_atomic_virial: bool,
         comm_dict: dict[str, torch.Tensor] | None,
     ) -> dict[str, torch.Tensor]:
@@ -272,12 +345,17 @@ class Program(torch.nn.Module):
             kind = types[atoms]
             own: list[int] = torch.bincount(kind, minlength=self.ntypes).cpu().tolist()
             neighbor, sections, vectors = neighbors_within(coord, types, atoms, listed[here], self.descriptor.request)
+            if self.excludes:
+                hidden = self.excluded[kind.unsqueeze(1), types[neighbor.clamp(min=0)].clamp(min=0)]
+                neighbor = neighbor.masked_fill(hidden, -1)
             frame = torch.div(atoms, nall, rounding_mode="floor")
             first_type = types[frame * nall].clamp(min=0)
             near = Near(atoms, kind, own, neighbor, sections, vectors, types, first_type, place, nloc, comm)
             described, tape = self.descriptor.describe(near)
-            values, adjoint = self.fitting_net.energy_and_slope(described, own)
-            sums.energy[here] = values + self.bias[kind]
+            values, adjoint = self.fitting_net.energy_and_slope(described, own, parameters[here])
+            weight = self.counted[kind]
+            sums.energy[here] = (values + self.bias[kind]) * weight
+            adjoint = adjoint * weight.unsqueeze(1).to(adjoint.dtype)
             add_edges(near, self.descriptor.pullback(adjoint, tape), frame, sums)
         return _outputs(sums, nframes, do_atomic_virial, extended_coord.dtype)
 
@@ -294,7 +372,8 @@ class Program(torch.nn.Module):
         charge_spin: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return what `forward_lower` returns under the names of deepmd-kit's Python, always with virials of atoms."""
-        found = self._evaluate(extended_coord, extended_atype, nlist, mapping, True, None)
+        parameters = self._parameter_rows(nlist, fparam, aparam)
+        found = self._evaluate(extended_coord, extended_atype, nlist, mapping, parameters, True, None)
         return {
             "energy": found["atom_energy"],
             "energy_redu": found["energy"],
@@ -324,7 +403,11 @@ class Program(torch.nn.Module):
             Types `(nframes, natoms)`, −1 for padding.
         box
             Cell vectors `(nframes, 9)` or `(nframes, 3, 3)` [Å]; None without periodicity.
-        fparam, aparam, charge_spin
+        fparam
+            Frame parameters `(nframes, numb_fparam)`.
+        aparam
+            Atomic parameters `(nframes, natoms, numb_aparam)`.
+        charge_spin
             Not used.
         do_atomic_virial
             Whether to return the virial of every atom.
@@ -343,7 +426,10 @@ class Program(torch.nn.Module):
             if box is not None:
                 own, kind, owner = with_images(own, kind, box[frame].view(3, 3), self.rcut)
             nlist = all_pairs(own, natoms, self.rcut)
-            found = self._evaluate(own[None], kind[None], nlist[None], owner[None], do_atomic_virial, None)
+            of_frame = None if fparam is None else fparam.reshape([nframes, -1])[frame]
+            of_atoms = None if aparam is None else aparam.reshape([nframes, natoms, -1])[frame]
+            parameters = self._parameter_rows(nlist[None], of_frame, of_atoms)
+            found = self._evaluate(own[None], kind[None], nlist[None], owner[None], parameters, do_atomic_virial, None)
             part = {"energy": found["energy"], "atom_energy": found["atom_energy"], "virial": found["virial"]}
             part["force"] = torch.zeros_like(own[:natoms]).index_add(0, owner, found["extended_force"][0]).unsqueeze(0)
             if do_atomic_virial:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.dynamics.errors import DynamicsError
 from deepmd_muon.dynamics.pairs import GhostLists, PairLists
@@ -17,7 +16,7 @@ from deepmd_muon.model import EnergyModel
 
 @dataclass(frozen=True)
 class Forces:
-    """What a force call returns, float64 on the device.
+    """The results of a force call, float64 on the device.
 
     Attributes
     ----------
@@ -49,6 +48,11 @@ class ForceField:
     def __init__(self, predictor: Predictor, skin: float = 1.0) -> None:
         if not skin >= 0.0:
             raise DynamicsError(f"skin must be 0 Å or more; found {skin}")
+        if predictor.parameters.required:
+            raise DynamicsError(
+                "the model reads frame or atomic parameters (numb_fparam, numb_aparam), and a ForceField has no values "
+                "for them: use DeepPotCalculator, or give the model a default_fparam"
+            )
         self.predictor = predictor
         self.skin = skin
         self._lists: list[tuple[slice, PairLists | GhostLists]] = []
@@ -56,7 +60,7 @@ class ForceField:
 
     @property
     def device(self) -> torch.device:
-        """Where positions have to be."""
+        """The device of positions and results."""
         return self.predictor.device
 
     @property
@@ -134,17 +138,3 @@ class ForceField:
         per_atom = (pull[:, :, None] * extended[:, None, :]).reshape(-1, 9)
         virial = coord.new_zeros(len(coord), 9).index_add_(0, union.frame, per_atom)
         return Forces(energy, force, virial)
-
-
-def load_force_field(path: str, *, device: str | None = None, trust: bool = False, skin: float = 1.0) -> ForceField:
-    """Return the force field of a checkpoint or frozen file.
-
-    Raises
-    ------
-    CheckpointError
-        When the file is not a potential.
-    """
-    predictor = Predictor(path, device=device, trust=trust)
-    if not predictor.type_map:
-        raise CheckpointError(f"{path} names no element")
-    return ForceField(predictor, skin)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from deepmd_muon.infer.errors import PredictionInputError
-from deepmd_muon.infer.model_deviation import COLUMNS, DeviationSettings, deviations
+from deepmd_muon.infer.model_deviation import COLUMNS, DeviationSettings, common_parameters, deviations
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor
 
@@ -29,6 +30,10 @@ _COMMITTEE = ("energy_comm", "forces_comm", "stress_comm")
 
 class DeepPotCalculator(Calculator):
     """Energy [eV], forces [eV/Å], stress [eV/Å³] and atomic energies [eV] of a potential, for ASE.
+
+    Where the model reads frame or atomic parameters, they come from `fparam` and `aparam` in `atoms.info`, as in
+    deepmd-kit; atomic ones also from an array `aparam` of the atoms; else from the arguments below. Results are
+    computed anew when these values change.
 
     A system that is periodic along some axes only is computed in a cell that is widened along the others, so far
     that no atom sees an image there. Stress is for systems with three periodic axes.
@@ -52,6 +57,9 @@ class DeepPotCalculator(Calculator):
         Where to compute, when `model` is a path.
     trust
         As in `Predictor`, when `model` is a path.
+    fparam, aparam
+        Frame parameters (numb_fparam,) and atomic parameters (natoms, numb_aparam) or (numb_aparam,) of atoms that
+        carry none.
     **kwargs
         Options of ASE's `Calculator`.
     """
@@ -65,9 +73,13 @@ class DeepPotCalculator(Calculator):
         *,
         device: str | torch.device | None = None,
         trust: bool = False,
+        fparam: ArrayLike | None = None,
+        aparam: ArrayLike | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.fparam, self.aparam = fparam, aparam
+        self._used: tuple[np.ndarray | None, ...] = ()
         models = [model] if isinstance(model, (Predictor, str, os.PathLike)) else list(model)
         if not models:
             raise PredictionInputError("DeepPotCalculator needs a model; found an empty list")
@@ -94,7 +106,8 @@ class DeepPotCalculator(Calculator):
         atoms = self.atoms  # the copy that ASE compares with at the next call
         assert atoms is not None
         cell = self._cell(atoms)
-        found = [each.predict(atoms.positions, cell, _types(atoms, each)) for each in self.predictors]
+        self._used = self._given(atoms)
+        found = [each.predict(atoms.positions, cell, _types(atoms, each), *self._used) for each in self.predictors]
         every = {
             "energy": np.stack([prediction.energy[0] for prediction in found]),
             "forces": np.stack([prediction.force[0] for prediction in found]),
@@ -109,6 +122,21 @@ class DeepPotCalculator(Calculator):
             (table,), (of_force,) = deviations(found, DeviationSettings())
             self.results |= dict(zip(COLUMNS, table.tolist(), strict=True))
             self.results["devi_f"] = of_force
+
+    def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
+        """Return what has changed since the last calculation, parameters included, which ASE does not look at."""
+        changes: list[str] = super().check_state(atoms, tol)
+        if self._used and not all(map(_same, self._used, self._given(atoms))):
+            changes.append("parameters")
+        return changes
+
+    def _given(self, atoms: Atoms) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return frame and atomic parameters, None where the models read none or nobody gives any."""
+        wanted = common_parameters(self.predictors)
+        fparam = atoms.info.get("fparam", self.fparam) if wanted.fparam else None
+        aparam = atoms.info.get("aparam", atoms.arrays.get("aparam", self.aparam)) if wanted.aparam else None
+        given = [None if values is None else np.array(values, dtype=np.float64) for values in (fparam, aparam)]
+        return given[0], given[1]
 
     def _cell(self, atoms: Atoms) -> np.ndarray | None:
         """Return the cell (3, 3) [Å] to compute in, or None without any periodic axis."""
@@ -130,6 +158,10 @@ class DeepPotCalculator(Calculator):
             extent = np.ptp(atoms.positions @ cell[axis])
             cell[axis] *= extent + 2.0 * max(each.model.rcut for each in self.predictors)
         return cell
+
+
+def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    return one is other if one is None or other is None else np.array_equal(one, other)
 
 
 def _types(atoms: Atoms, predictor: Predictor) -> np.ndarray:

@@ -61,6 +61,7 @@ def evaluate_system(
     chunk_atoms
         Atoms read at once, at least one frame.
     """
+    system = system.with_parameters(predictor.parameters)
     order = np.arange(system.nframes) if shuffle is None else shuffle.permutation(system.nframes)
     order = order[:limit]
     count = max(1, chunk_atoms // max(1, system.natoms))

@@ -14,6 +14,7 @@ from deepmd_muon.checkpoint_file.archive import ArchiveError
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.data.neighbors.ghosts import with_ghosts
+from deepmd_muon.data.parameters import Parameters
 from deepmd_muon.files import open_regular
 from deepmd_muon.infer.frozen_archive import load_program
 from deepmd_muon.infer.prediction import Prediction
@@ -57,6 +58,8 @@ class FrozenModel:
         Cut-off radius [Å].
     type_map
         Element symbol of every type.
+    parameters
+        The frame and atomic parameters that it reads.
 
     Raises
     ------
@@ -76,6 +79,7 @@ class FrozenModel:
             self._program = load_program(content, self.device, trust=trust).eval()
             self.rcut = float(self._program.get_rcut())
             self.type_map = tuple(self._program.get_type_map())
+            self.parameters = _parameters_of(self._program)
         except (*_PROGRAM_ERRORS, ArchiveError, OSError, MemoryError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise CheckpointError(f"{path} cannot be read as a frozen potential: {reason}") from error
@@ -109,7 +113,14 @@ class FrozenModel:
             return None
         return list(self._program.get_observed_type_list())
 
-    def predict(self, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray) -> Prediction:
+    def predict(
+        self,
+        coord: np.ndarray,
+        box: np.ndarray | None,
+        atype: np.ndarray,
+        fparam: np.ndarray | None = None,
+        aparam: np.ndarray | None = None,
+    ) -> Prediction:
         """Evaluate frames one by one; arguments as `Predictor.predict`, with their full shapes."""
         nframes, natoms = atype.shape
         out = Prediction(
@@ -117,14 +128,22 @@ class FrozenModel:
         )
         for frame in range(nframes):
             cell = None if box is None or not box[frame].any() else box[frame]
+            given = [None if values is None else values[frame] for values in (fparam, aparam)]
             try:
-                self._predict_one(out, frame, coord[frame], cell, atype[frame])
+                self._predict_one(out, frame, coord[frame], cell, atype[frame], *given)
             except NeighborError as error:
                 raise NeighborError(str(error), frame) from error
         return out
 
     def _predict_one(
-        self, out: Prediction, frame: int, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray
+        self,
+        out: Prediction,
+        frame: int,
+        coord: np.ndarray,
+        box: np.ndarray | None,
+        atype: np.ndarray,
+        fparam: np.ndarray | None,
+        aparam: np.ndarray | None,
     ) -> None:
         ghosted = with_ghosts(coord, box, atype, self.rcut)
         owner, nloc = ghosted.owner, len(ghosted.neighbor)
@@ -133,7 +152,12 @@ class FrozenModel:
         given = ghosted.coord, atype[owner].astype(np.int64), ghosted.neighbor
         local = np.empty(len(atype), dtype=np.int64)
         local[owner[:nloc]] = np.arange(nloc)
-        found = self.forward_lower(*(torch.from_numpy(array).to(self.device) for array in (*given, local[owner])))
+        parameters = [
+            None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+            for values in (fparam, None if aparam is None else aparam[owner[:nloc]])
+        ]
+        tensors = (torch.from_numpy(array).to(self.device) for array in (*given, local[owner]))
+        found = self.forward_lower(*tensors, *parameters)
         try:
             values = {name: value.to("cpu", torch.float64).numpy() for name, value in found.items()}
             out.energy[frame] = values["energy"].item()
@@ -146,7 +170,13 @@ class FrozenModel:
             raise self._strange(error) from error
 
     def forward_lower(
-        self, coord: torch.Tensor, atype: torch.Tensor, neighbor: torch.Tensor, mapping: torch.Tensor
+        self,
+        coord: torch.Tensor,
+        atype: torch.Tensor,
+        neighbor: torch.Tensor,
+        mapping: torch.Tensor,
+        fparam: torch.Tensor | None = None,
+        aparam: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Call the program for one system, as LAMMPS does.
 
@@ -160,6 +190,10 @@ class FrozenModel:
             All atoms within the cut-off of each real atom `(nloc, nnei)`, −1 in empty slots; more may be in it.
         mapping
             Real atom of each `(nall,)`, int64.
+        fparam
+            Frame parameters `(numb_fparam,)`, where the model reads some and has no default.
+        aparam
+            Atomic parameters of the real atoms `(nloc, numb_aparam)`, where the model reads some.
 
         Raises
         ------
@@ -168,7 +202,9 @@ class FrozenModel:
         """
         try:
             with torch.enable_grad():  # a program may differentiate
-                found = self._program.forward_lower(coord[None], atype[None], neighbor[None], mapping[None])
+                structure = coord[None], atype[None], neighbor[None], mapping[None]
+                parameters = [None if values is None else values[None] for values in (fparam, aparam)]
+                found = self._program.forward_lower(*structure, *parameters)
             return {name: value[0].detach() for name, value in found.items()}
         except torch.OutOfMemoryError:
             raise
@@ -178,3 +214,11 @@ class FrozenModel:
     def _strange(self, error: Exception) -> CheckpointError:
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
         return CheckpointError(f"{self._path} does not compute like a potential: {reason}")
+
+
+def _parameters_of(program: torch.jit.ScriptModule) -> Parameters:
+    """Return the parameters that a program reads."""
+    default = None
+    if hasattr(program, "has_default_fparam") and program.has_default_fparam():
+        default = tuple(program.get_default_fparam().double().cpu().tolist())
+    return Parameters(int(program.get_dim_fparam()), int(program.get_dim_aparam()), default)

@@ -132,7 +132,7 @@ def _check_before_load(members: Mapping[str, bytes]) -> None:
         try:
             tree = ast.parse(source.decode())
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise ArchiveError(f"its part {name} is no source of TorchScript") from error
+            raise ArchiveError(f"its part {name} is not TorchScript source") from error
         if any(_runs_early(node) for node in ast.walk(tree)):
             raise ArchiveError(f"its part {name} runs while it is loaded; if you trust who made the file, use --trust")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deepmd_muon.data import Frames, System
+from deepmd_muon.data import Frames, Parameters, System
 from deepmd_muon.files import append_to, fresh_file, make_folder_of
 from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.prediction import Prediction
@@ -130,6 +130,25 @@ def deviations(
     return np.stack(columns, axis=1), of_force
 
 
+def common_parameters(predictors: Sequence[Predictor]) -> Parameters:
+    """Return the frame and atomic parameters that all models read.
+
+    Raises
+    ------
+    PredictionInputError
+        When models read different numbers of them, or have different defaults.
+    """
+    first, *others = [predictor.parameters for predictor in predictors]
+    for other in others:
+        if other != first:
+            raise PredictionInputError(
+                f"the models read different parameters: the first {first.fparam} of a frame and {first.aparam} of an "
+                f"atom (default {first.default_fparam}), another {other.fparam} and {other.aparam} "
+                f"(default {other.default_fparam})"
+            )
+    return first
+
+
 def _labels(frames: Frames) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return energy and virial per atom and forces; labels that a system lacks count as zero, as in deepmd-kit."""
     if frames.energy is None and frames.force is None and frames.virial is None:
@@ -173,6 +192,7 @@ def system_deviation(
     predictors: Sequence[Predictor], system: System, settings: DeviationSettings, chunk_atoms: int = 1 << 16
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield `model_deviation` of runs of a system's frames, in order, in chunks that bound the memory."""
+    system = system.with_parameters(common_parameters(predictors))
     count = max(1, chunk_atoms // max(1, system.natoms))
     for start in range(0, system.nframes, count):
         numbers = np.arange(start, min(start + count, system.nframes))

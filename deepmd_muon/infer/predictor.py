@@ -14,7 +14,7 @@ import torch
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
-from deepmd_muon.data import Frames, NeighborError, build_neighbors, stack_neighbors
+from deepmd_muon.data import Frames, NeighborError, Parameters, build_neighbors, stack_neighbors
 from deepmd_muon.data.neighbors.lists import FrameNeighbors
 from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.frozen import FrozenModel, is_frozen
@@ -126,7 +126,20 @@ class Predictor:
         """Element names of the types."""
         return tuple(self.model.type_map)
 
-    def predict(self, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray) -> Prediction:
+    @property
+    def parameters(self) -> Parameters:
+        """The frame and atomic parameters that the model reads."""
+        model = self.model
+        return model.parameters if isinstance(model, FrozenModel) else Parameters.of(model.settings.fitting_net)
+
+    def predict(
+        self,
+        coord: np.ndarray,
+        box: np.ndarray | None,
+        atype: np.ndarray,
+        fparam: np.ndarray | None = None,
+        aparam: np.ndarray | None = None,
+    ) -> Prediction:
         """Evaluate frames given as arrays.
 
         Parameters
@@ -137,11 +150,15 @@ class Predictor:
             Cell vectors as rows [Å]; None without periodic boundaries.
         atype : array of int, (nframes, natoms) or (natoms,)
             Types as indices into `type_map`; one row serves all frames.
+        fparam : array, (nframes, numb_fparam) or (numb_fparam,), optional
+            Frame parameters, where the model reads some; left out, they are the model's default.
+        aparam : array, (nframes, natoms, numb_aparam), (natoms, numb_aparam) or (numb_aparam,), optional
+            Atomic parameters, where the model reads some.
 
         Raises
         ------
         PredictionInputError
-            When shapes do not fit together or a type is not the model's.
+            When shapes do not fit together, a type is not the model's, or it reads other parameters.
         """
         coord = np.asarray(coord, dtype=np.float64)
         if coord.ndim == 2 and coord.shape[1] == 3:
@@ -155,11 +172,15 @@ class Predictor:
         except ValueError as error:
             found = f"atype {np.shape(atype)}, box {None if box is None else np.shape(box)}"
             raise PredictionInputError(f"{found} do not fit coord {coord.shape}") from error
-        return self.evaluate(Frames(atype=types, coord=coord, box=cells))
+        wanted = self.parameters
+        of_frames = _broadcast("fparam", fparam, (nframes, wanted.fparam))
+        of_atoms = _broadcast("aparam", aparam, (nframes, natoms, wanted.aparam))
+        return self.evaluate(Frames(atype=types, coord=coord, box=cells, fparam=of_frames, aparam=of_atoms))
 
     def evaluate(self, frames: Frames) -> Prediction:
         """Evaluate frames as the data room reads them; their labels are not looked at."""
         ntypes = len(self.type_map)
+        self._check_parameters(frames)
         if frames.atype.max(initial=-1) >= ntypes:
             raise PredictionInputError(f"type {frames.atype.max()} found, but the model has {ntypes}: {self.type_map}")
         parts: list[Prediction] = []
@@ -181,14 +202,29 @@ class Predictor:
             done = rows.stop
         return _join(parts) if parts else _nothing(frames.natoms)
 
+    def _check_parameters(self, frames: Frames) -> None:
+        """Refuse frames without the parameters that the model reads."""
+        wanted = self.parameters
+        for name, width, optional in (
+            ("fparam", wanted.fparam, wanted.default_fparam is not None),
+            ("aparam", wanted.aparam, False),
+        ):
+            values: np.ndarray | None = getattr(frames, name)
+            if width and (values.shape[-1] != width if values is not None else not optional):
+                whose = "of each frame" if name == "fparam" else "of each atom"
+                found = "none" if values is None else values.shape[-1]
+                raise PredictionInputError(f"the model reads {width} parameters {whose} ({name}); found {found}")
+
     def _evaluate_batch(self, frames: Frames, rows: slice) -> Prediction:
         model = self.model
         coord, atype = frames.coord[rows], frames.atype[rows]
         box = None if frames.box is None else frames.box[rows]
+        fparam, aparam = (None if values is None else values[rows] for values in (frames.fparam, frames.aparam))
         if isinstance(model, FrozenModel):
-            return model.predict(coord, box, atype)
+            return model.predict(coord, box, atype, fparam, aparam)
         neighbors = stack_neighbors([self._neighbors(model, coord, box, atype, k) for k in range(len(coord))])
-        structures = Structures.of(Frames(atype=atype, coord=coord, box=box), neighbors, model.ntypes, self.device)
+        batch = Frames(atype=atype, coord=coord, box=box, fparam=fparam, aparam=aparam)
+        structures = Structures.of(batch, neighbors, model.ntypes, self.device)
         with torch.no_grad():
             output = model(structures, force=True, virial=True)
         return Prediction(**{f.name: output[f.name].detach().double().cpu().numpy() for f in fields(Prediction)})
@@ -222,6 +258,20 @@ def naming(system: str, numbers: np.ndarray, frames: Frames) -> Iterator[None]:
         if error.frame is None:
             raise
         raise NeighborError(error.problem, int(numbers[error.frame]), system) from error
+
+
+def _broadcast(name: str, values: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Return parameters of all frames, or None; a model without such parameters takes none."""
+    if values is None:
+        return None
+    if not shape[-1]:
+        raise PredictionInputError(f"the model reads no {name}; found an array of shape {np.shape(values)}")
+    given = np.asarray(values, dtype=np.float64)
+    try:
+        fitting = given.reshape(shape) if given.size == np.prod(shape) else np.broadcast_to(given, shape)
+    except ValueError as error:
+        raise PredictionInputError(f"{name} must be {shape}; found shape {given.shape}") from error
+    return fitting.copy()
 
 
 def _join(parts: list[Prediction]) -> Prediction:

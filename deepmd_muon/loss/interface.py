@@ -1,4 +1,4 @@
-"""What the trainer asks of every loss."""
+"""The interface between the trainer and a loss."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class Labelled(Protocol):
 
     @property
     def name(self) -> str:
-        """Where it lies."""
+        """Its path."""
 
     @property
     def labels(self) -> frozenset[str]:

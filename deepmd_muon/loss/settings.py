@@ -1,4 +1,4 @@
-"""What the settings of every loss have in common; torch-free."""
+"""The common base of the settings of all losses; torch-free."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.model.branches import branches_of as branches_of_model
 from deepmd_muon.model.energy_model import EnergyModel
-from deepmd_muon.model.errors import ForeignModelError, ModelError
+from deepmd_muon.model.errors import BranchError, ForeignModelError, ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
 from deepmd_muon.model.translation import PLAIN, Translation
@@ -33,8 +33,6 @@ _PARTS = {"descriptor": DESCRIPTORS, "fitting_net": FITTING_NETS}
 # Keys that deepmd-kit's argument check adds to a model section; its builder reads some of them without a default.
 _ONLY_THEIRS: dict[str, Any] = {
     "data_bias_nsample": 10,
-    "pair_exclude_types": [],
-    "atom_exclude_types": [],
     "preset_out_bias": None,
     "srtab_add_bias": True,
     "model_branch_alias": [],
@@ -44,7 +42,6 @@ _ONLY_THEIRS: dict[str, Any] = {
     "bridging_r_outer": 0.8,
 }
 _ONLY_THEIR_FITTING: dict[str, Any] = {
-    "default_fparam": None,
     "use_aparam_as_mask": False,
 }
 
@@ -171,13 +168,16 @@ def _branch(state_dict: Mapping[str, Any], wanted: str | None) -> tuple[str, Map
     params, known = state_dict["_extra_state"]["model_params"], branches_of(state_dict)
     if not known:
         if wanted not in (None, SINGLE):
-            raise ForeignModelError(f"the checkpoint has no branch {wanted!r}: it holds a single model")
+            raise BranchError(f"the checkpoint has no branch {wanted!r}: it holds a single model")
         return SINGLE, params
     names = ", ".join(params["model_dict"])
     if wanted is None:
-        raise ForeignModelError(f"the checkpoint holds several models: name one of its branches ({names})")
+        raise BranchError(
+            f"the checkpoint holds several models: name one of its branches ({names}) by --head or --model-branch; "
+            "dp freeze --head writes one alone"
+        )
     if wanted not in known:
-        raise ForeignModelError(f"the checkpoint has no branch {wanted!r}; its branches are {names}")
+        raise BranchError(f"the checkpoint has no branch {wanted!r}; its branches are {names}")
     section = params["model_dict"][known[wanted]]
     return known[wanted], {key: x for key, x in section.items() if key not in ("model_branch_alias", "finetune_head")}
 

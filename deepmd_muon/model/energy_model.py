@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from deepmd_muon.model.descriptor.interface import Described, Interpolated, Recomputing, Standardised
 from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
@@ -45,7 +47,14 @@ class EnergyModel(torch.nn.Module):
         The neighbour list it reads.
     ntypes
         Number of types.
+    excluded
+        Which pairs of types are not neighbours, bool `(ntypes, ntypes)`; None where all are.
+    counted
+        1 for types whose atoms have an energy, 0 for others `(ntypes,)`; None where all have.
     """
+
+    excluded: torch.Tensor | None
+    counted: torch.Tensor | None
 
     def __init__(self, settings: ModelSettings, seed: int | Sequence[int] | None = None) -> None:
         super().__init__()
@@ -54,6 +63,14 @@ class EnergyModel(torch.nn.Module):
         self.ntypes = len(self.type_map)
         self.neighbors = settings.descriptor.neighbors()
         self.atomic_model = AtomicModel(settings, seed)
+        pairs, atoms = settings.pair_exclude_types, settings.atom_exclude_types
+        excluded = torch.zeros(self.ntypes, self.ntypes, dtype=torch.bool)
+        for one, other in pairs:
+            excluded[one, other] = excluded[other, one] = True
+        counted = torch.ones(self.ntypes, dtype=torch.float64)
+        counted[list(atoms)] = 0.0
+        self.register_buffer("excluded", excluded if pairs else None, persistent=False)
+        self.register_buffer("counted", counted if atoms else None, persistent=False)
 
     @property
     def rcut(self) -> float:
@@ -89,11 +106,11 @@ class EnergyModel(torch.nn.Module):
             `force (nframes, natoms, 3)` = −dE/dR and `virial (nframes, 9)` = −Σ dE/dr_ij ⊗ r_ij, all float64.
         """
         self._check(structures)
+        structures = self.seen(structures)
         edges = edge_vectors(structures)
         model = self.atomic_model
         described: Described = model.descriptor(structures, edges, force=force)
-        sorted_energy, adjoint = model.fitting_net(described.descriptor, structures.type_counts, force=force)
-        sorted_energy = sorted_energy + model.out_bias[0, :, 0][structures.sorted_type]
+        sorted_energy, adjoint = self._fit(structures, described.descriptor, force=force)
         shape = structures.atype.shape
         atom_energy = sorted_energy.new_zeros(shape.numel()).index_copy_(0, structures.order, sorted_energy)
         atom_energy = atom_energy.view(shape)
@@ -107,6 +124,31 @@ class EnergyModel(torch.nn.Module):
         if virial:
             out["virial"] = _virial(structures, slope, edges)
         return out
+
+    def _fit(
+        self, structures: Structures, descriptor: torch.Tensor, *, force: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the energy of every sorted atom, bias included, and its derivative by the descriptor."""
+        net, given = self.atomic_model.fitting_net, {}
+        if isinstance(net, Conditioned) and (parameters := net.parameters_of(structures)) is not None:
+            given["parameters"] = parameters
+        energy, adjoint = net(descriptor, structures.type_counts, force=force, **given)
+        energy = energy + self.atomic_model.out_bias[0, :, 0][structures.sorted_type]
+        if self.counted is None:
+            return energy, adjoint
+        weight = self.counted[structures.sorted_type]
+        return energy * weight, None if adjoint is None else adjoint * weight.unsqueeze(1).to(adjoint.dtype)
+
+    def seen(self, structures: Structures) -> Structures:
+        """Return the batch with empty slots in place of neighbours of an excluded pair of types.
+
+        The slots stay where they are: as in deepmd-kit, `sel` counts excluded neighbours.
+        """
+        if self.excluded is None:
+            return structures
+        kind = structures.atype.view(-1)[structures.neighbor.clamp(min=0)].clamp(min=0)
+        hidden = self.excluded[structures.sorted_type.unsqueeze(1), kind]
+        return dataclasses.replace(structures, neighbor=structures.neighbor.masked_fill(hidden, -1))
 
     @property
     def pieces(self) -> int:
@@ -137,7 +179,8 @@ class EnergyModel(torch.nn.Module):
         """Choose `pieces` for the present weights and batches like these; it waits for the device."""
         descriptor = self.atomic_model.descriptor
         if isinstance(descriptor, Interpolated):
-            found = [descriptor.pieces_for(batch, edge_vectors(batch)) for batch in batches]
+            seen = (self.seen(batch) for batch in batches)
+            found = [descriptor.pieces_for(batch, edge_vectors(batch)) for batch in seen]
             descriptor.pieces = max(found) if found and all(found) else 0
 
     def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:

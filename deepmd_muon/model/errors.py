@@ -11,3 +11,7 @@ class ModelError(ValueError):
 
 class ForeignModelError(CheckpointError):
     """A state dict of deepmd-kit holds a model, or a branch, that this package does not have."""
+
+
+class BranchError(CheckpointError):
+    """A checkpoint of several models of which none was named, or one of another name."""

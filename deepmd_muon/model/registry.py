@@ -131,28 +131,26 @@ class _SettingsView(Mapping[str, type]):
         return len(self._parts)
 
 
-def _own(folder: str, settings: str, module: str, *, scripted: bool = False) -> Part:
+def _own(folder: str, settings: str, module: str, *, tabulated: bool = False) -> Part:
     """Return a part of this package, from its folder and the names of its classes."""
     place = f"deepmd_muon.model.{folder}"
-    frozen = f"{place}.scripted:Scripted{module}" if scripted else None
-    return Part(f"{place}.settings:{settings}", f"{place}.module:{module}", f"{place}.deepmd_kit:TRANSLATION", frozen)
+    return Part(
+        f"{place}.settings:{settings}",
+        f"{place}.module:{module}",
+        f"{place}.deepmd_kit:TRANSLATION",
+        f"{place}.scripted:Scripted{module}",
+        f"{place}.tabulated:Tabulated{module}" if tabulated else None,
+    )
 
 
 DESCRIPTORS = Registry("descriptor")
-DESCRIPTORS.register(
-    "se_e2_a",
-    dataclasses.replace(
-        _own("descriptor.se_e2_a", "SeE2ASettings", "SeE2A", scripted=True),
-        tabulated="deepmd_muon.model.descriptor.se_e2_a.tabulated:TabulatedSeE2A",
-    ),
-    aliases=("se_a",),
-)
-DESCRIPTORS.register("dpa3", _own("descriptor.dpa3", "DPA3Settings", "DPA3", scripted=True))
+DESCRIPTORS.register("se_e2_a", _own("descriptor.se_e2_a", "SeE2ASettings", "SeE2A", tabulated=True), aliases=("se_a",))
+DESCRIPTORS.register("dpa3", _own("descriptor.dpa3", "DPA3Settings", "DPA3"))
 for _name, _settings, _aliases in (("se_atten", "DPA1Settings", ("dpa1",)), ("se_atten_v2", "SeAttenV2Settings", ())):
-    DESCRIPTORS.register(_name, _own("descriptor.dpa1", _settings, "DPA1", scripted=True), aliases=_aliases)
+    DESCRIPTORS.register(_name, _own("descriptor.dpa1", _settings, "DPA1", tabulated=True), aliases=_aliases)
 
 FITTING_NETS = Registry("fitting net")
-FITTING_NETS.register("ener", _own("fitting.ener", "EnerSettings", "EnergyFitting", scripted=True))
+FITTING_NETS.register("ener", _own("fitting.ener", "EnerSettings", "EnergyFitting"))
 
 
 def register_descriptor(

@@ -32,6 +32,10 @@ def _known_types(exclude_types: tuple[tuple[int, int], ...] | None, type_map: tu
     return None
 
 
+def _known_atoms(exclude_types: tuple[int, ...], type_map: tuple[str, ...]) -> str | None:
+    return _known_types(tuple((index, index) for index in exclude_types), type_map)
+
+
 def _an_energy_for_each_type(atom_ener: tuple[float | None, ...], type_map: tuple[str, ...]) -> str | None:
     if type_map and atom_ener and len(atom_ener) != len(type_map):
         return f"must have one energy for each of the {len(type_map)} types in type_map; found {len(atom_ener)}"
@@ -68,12 +72,29 @@ class ModelSettings(Section):
     data_stat_nbatch: int = setting(
         10, minimum=1, doc="Batches of each system from which means and deviations of the descriptor are taken."
     )
-    data_stat_protect: float = setting(0.01, above=0.0, doc="Smallest deviation that the environment is divided by.")
+    data_stat_protect: float = setting(
+        0.01, above=0.0, doc="Smallest deviation that the environment, and frame and atomic parameters, are divided by."
+    )
+    pair_exclude_types: tuple[tuple[int, int], ...] = setting(
+        (),
+        minimum=0,
+        doc=(
+            "Pairs of types, by index, that are not neighbours, such as [[0, 1]]: their slots of the neighbour list "
+            "count as empty."
+        ),
+    )
+    atom_exclude_types: tuple[int, ...] = setting(
+        (),
+        minimum=0,
+        doc="Types, by index, whose atoms have no energy. They remain neighbours of others, and forces act on them.",
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("type_map",), _distinct_names),
         Rule(("descriptor/sel", "descriptor", "type_map"), _a_sel_for_each_type),
         Rule(("descriptor/exclude_types", "type_map"), _known_types),
+        Rule(("pair_exclude_types", "type_map"), _known_types),
+        Rule(("atom_exclude_types", "type_map"), _known_atoms),
         Rule(("fitting_net/atom_ener", "type_map"), _an_energy_for_each_type),
     )
     foreign: ClassVar[dict[str, Foreign]] = {
@@ -83,8 +104,6 @@ class ModelSettings(Section):
         "sw_rmin": Foreign("a tabulated short-range potential"),
         "sw_rmax": Foreign("a tabulated short-range potential"),
         "srtab_add_bias": Foreign("it belongs to use_srtab", (True,), inert=True),
-        "pair_exclude_types": Foreign("excluded pairs beside the descriptor's exclude_types", ([],)),
-        "atom_exclude_types": Foreign("types without energy", ([],)),
         "preset_out_bias": Foreign("a preset bias (see fitting_net/atom_ener)"),
         "type_embedding": Foreign("a type embedding outside the descriptor"),
         "modifier": Foreign("a modifier of the model's output"),

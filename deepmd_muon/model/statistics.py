@@ -49,7 +49,7 @@ def environment_statistics(
     count = torch.zeros(model.ntypes, dtype=torch.float64, device=device)
     sums = torch.zeros(model.ntypes, 4, dtype=torch.float64, device=device)
     squares = torch.zeros(model.ntypes, 4, dtype=torch.float64, device=device)
-    for structures in batches:
+    for structures in map(model.seen, batches):
         with _threads_for(structures.neighbor.numel()):
             rows = descriptor.environment(structures, edge_vectors(structures)).rows
             used = descriptor.used_slots(structures)
@@ -81,7 +81,7 @@ def descriptor_length(model: EnergyModel, batches: Iterable[Structures]) -> floa
         Sampled structures on the model's device; 0 without any atom.
     """
     squares, count = 0.0, 0
-    for structures in batches:
+    for structures in map(model.seen, batches):
         with _threads_for(structures.neighbor.numel()):
             rows = model.atomic_model.descriptor(structures, edge_vectors(structures), force=False).descriptor
             squares += float(rows.double().square().sum())

@@ -27,6 +27,14 @@ class Frames(Protocol):
     def box(self) -> np.ndarray | None:
         """Cell vectors [Å], None without periodicity."""
 
+    @property
+    def fparam(self) -> np.ndarray | None:
+        """Frame parameters, None without any."""
+
+    @property
+    def aparam(self) -> np.ndarray | None:
+        """Atomic parameters, None without any."""
+
 
 class Neighbors(Protocol):
     """Neighbour lists of frames; shapes as in `Structures.from_numpy`."""
@@ -81,6 +89,10 @@ class Structures:
     inner
         How many leading columns of a sorted atom lie within each shorter cut-off that the descriptor asked for
         `(ninner, nreal)`, on the host; in a batch of fixed shapes a bound, the same for all atoms.
+    fparam
+        Frame parameters `(nframes, numb_fparam)`, float64, or None.
+    aparam
+        Atomic parameters `(nframes, natoms, numb_aparam)`, float64, or None.
     """
 
     coord: torch.Tensor
@@ -95,6 +107,8 @@ class Structures:
     type_counts: tuple[int, ...]
     filled: np.ndarray
     inner: np.ndarray
+    fparam: torch.Tensor | None = None
+    aparam: torch.Tensor | None = None
 
     @property
     def nframes(self) -> int:
@@ -127,6 +141,8 @@ class Structures:
         ntypes: int,
         device: torch.device | str = "cpu",
         inner: np.ndarray | None = None,
+        fparam: np.ndarray | None = None,
+        aparam: np.ndarray | None = None,
     ) -> Structures:
         """Sort and flatten a batch given frame by frame.
 
@@ -151,6 +167,10 @@ class Structures:
             Where the tensors go.
         inner
             How many leading columns lie within each shorter cut-off `(nframes, ninner, natoms)`.
+        fparam
+            Frame parameters `(nframes, numb_fparam)`.
+        aparam
+            Atomic parameters `(nframes, natoms, numb_aparam)`.
 
         Raises
         ------
@@ -160,6 +180,8 @@ class Structures:
         flat_type = np.asarray(atype, dtype=np.int64).reshape(-1)
         _check_batch(flat_type, box, neighbor, shift, sections, ntypes)
         host = _sort_by_type(coord, flat_type.reshape(atype.shape), box, neighbor, shift)
+        for name, values in (("fparam", fparam), ("aparam", aparam)):
+            host[name] = None if values is None else np.asarray(values, dtype=np.float64)
         tensors: dict[str, Any] = {
             name: None if value is None else torch.from_numpy(np.ascontiguousarray(value)).to(device)
             for name, value in host.items()
@@ -191,6 +213,8 @@ class Structures:
             ntypes,
             device,
             neighbors.inner,
+            frames.fparam,
+            frames.aparam,
         )
 
 

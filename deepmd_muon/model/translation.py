@@ -16,7 +16,7 @@ def own_parameters(part: torch.nn.Module) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """What `model.deepmd_kit` needs to know of one kind of descriptor or fitting net.
+    """The differences between deepmd-kit's form of one kind of descriptor or fitting net and ours.
 
     Names are those below the part, without the prefix up to `descriptor.` or `fitting_net.`.
 
@@ -45,4 +45,4 @@ class Translation:
 
 
 PLAIN = Translation()
-"""Of a part that deepmd-kit does not have, or stores as we do."""
+"""For a part that deepmd-kit does not have, or stores as we do."""

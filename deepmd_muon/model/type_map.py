@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from deepmd_muon.model.settings import ModelSettings, changed
 
 @dataclasses.dataclass(frozen=True)
 class TypeMove:
-    """Where the types of a saved model are among those of the present one.
+    """The places of a saved model's types among those of the present model.
 
     Attributes
     ----------
@@ -56,7 +57,23 @@ class TypeMove:
             energies = dict(zip(self.present, given, strict=True)) | dict(zip(self.saved, known, strict=True))
             moved = tuple(energies[name] for name in self.present)
             fitting = changed(fitting, {"atom_ener": moved}, "model/fitting_net")
-        return changed(saved, {"type_map": self.present, "fitting_net": fitting})
+        changes = {"type_map": self.present, "fitting_net": fitting}
+        return changed(saved, changes | self._exclusions(saved, present))
+
+    def _exclusions(self, saved: ModelSettings, present: ModelSettings) -> dict[str, tuple[Any, ...]]:
+        """Return the excluded types and pairs of types, those of new types as present settings have them."""
+        place = {self.saved.index(name): index for index, name in enumerate(self.present) if name in self.saved}
+        new = set(range(len(self.present))) - set(place.values())
+        atoms = [place[index] for index in saved.atom_exclude_types if index in place]
+        atoms += [index for index in present.atom_exclude_types if index in new]
+        pairs = [(place[a], place[b]) for a, b in saved.pair_exclude_types if a in place and b in place]
+        pairs += [pair for pair in present.pair_exclude_types if new.intersection(pair)]
+        found: dict[str, tuple[Any, ...]] = {"atom_exclude_types": tuple(atoms), "pair_exclude_types": tuple(pairs)}
+        for name, moved in found.items():
+            given = getattr(present, name)
+            if _unordered(given) == _unordered(moved):
+                found[name] = given
+        return found
 
     def describe(self) -> str:
         """Say in one phrase what becomes of the types."""
@@ -65,6 +82,10 @@ class TypeMove:
         parts += [f"those of {_some(self.new)} start fresh"] if self.new else []
         parts += [f"those of {_some(dropped)} are dropped"] if dropped else []
         return ", ".join(parts)
+
+
+def _unordered(types: tuple[Any, ...]) -> set[tuple[int, ...]]:
+    return {tuple(sorted(entry)) if isinstance(entry, tuple) else (entry,) for entry in types}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -156,7 +156,7 @@ class MuonSettings(RuleSettings):
         forms=_SCHEDULE_SYNTAX,
         nonempty=True,
         doc=(
-            "Coefficients of the Newton–Schulz iteration (see doc/optimizer.md): a name, or one triple [a, b, c] per "
+            "Coefficients of the Newton–Schulz iteration (doc/polar-factor.md): a name, or one triple [a, b, c] per "
             "step σ ← a σ + b σ³ + c σ⁵."
         ),
     )

@@ -2,7 +2,7 @@
 
 
 class ShowError(ValueError):
-    """What is to be shown is not there, or an option makes no sense for it."""
+    """The content to show does not exist, or an option does not fit it."""
 
 
 class PictureError(ShowError):

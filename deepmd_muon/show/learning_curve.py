@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,8 @@ _UNITS = {"e": "eV/atom", "f": "eV/Å", "v": "eV/atom"}
 _TITLES = {"e": "Energy", "f": "Force", "v": "Virial"}
 # Columns without "_trn" or "_val"; a loss of absolute errors writes mae_ columns.
 _ERRORS = tuple(f"{kind}_{quantity}" for quantity in _TITLES for kind in ("rmse", "mae"))
+# Multi-task runs write a column of each branch.
+_OF_BRANCH = re.compile(r"(?P<error>(rmse|mae)(_[a-z]+)*_(val|trn))_(?P<branch>.+)")
 # Rows up to which every one gets a marker.
 _SPARSE = 40
 
@@ -45,7 +48,7 @@ def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     Raises
     ------
     PictureError
-        When the file does not exist, is no text, has no header or no complete row.
+        When the file does not exist, is not text, or lacks a header or a complete row.
     """
     path = Path(path)
     if not path.exists():
@@ -125,6 +128,11 @@ def plot_learning_curves(
             raise PictureError(
                 f"{path} has no column {against!r}: lcurve.out keeps no time; set training/jsonl_file and draw its file"
             )
+    several = len(runs) > 1
+    branches = [
+        part for run, label in zip(runs, labels, strict=True) for part in _branches(run, label if several else "")
+    ]
+    runs, labels = [columns for columns, _ in branches], [label for _, label in branches]
     drawn = [error for error in _ERRORS if any(_has(columns, f"{error}_trn") for columns in runs)]
     if not drawn:
         raise PictureError(f"no errors of energy, force or virial in {', '.join(map(str, paths))}")
@@ -133,6 +141,18 @@ def plot_learning_curves(
         _draw(axes, error, runs, labels, against, last=number == len(drawn) - 1)
     _legend(figure, rows=len(runs))
     write(figure, picture)
+
+
+def _branches(columns: dict[str, np.ndarray], label: str) -> list[tuple[dict[str, np.ndarray], str]]:
+    """Return the curves of each branch of a multi-task run and their names; of any other run its own."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    common = {name: x for name, x in columns.items() if not _OF_BRANCH.fullmatch(name)}
+    for name, x in columns.items():
+        if parts := _OF_BRANCH.fullmatch(name):
+            found.setdefault(parts["branch"], dict(common))[parts["error"]] = x
+    if not found:
+        return [(columns, label)]
+    return [(own, f"{label}, {branch}" if label else branch) for branch, own in found.items()]
 
 
 def _labels(paths: Sequence[str | os.PathLike[str]]) -> list[str]:

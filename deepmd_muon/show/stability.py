@@ -22,6 +22,7 @@ def draw_check(check: Check, path: Path) -> None:
     rows = figure.subplots(len(check.models), 4, squeeze=False)
     for axes, model in zip(rows, check.models, strict=True):
         axes[0].set_ylabel(f"{model.model}: {model.verdict.name}\nenergy [eV]", fontsize="small")
+        axes[1].set_ylabel("energy [eV]")
         _scans(axes[0], check.coverage, model, "dimers", dimers=True)
         _scans(axes[1], check.coverage, model, "moved in place", dimers=False)
         _dynamics(axes[2], axes[3], model)
@@ -54,10 +55,12 @@ def _dynamics(heat: Any, closeness: Any, model: ModelCheck) -> None:
     run = model.dynamics
     heat.plot(run.times, np.array(run.heat), linewidth=0.8)
     heat.axhline(run.temperature, color="0.5", linestyle=":", linewidth=0.8)
-    heat.set_title("temperature [K]", fontsize="medium")
+    heat.set_title("dynamics", fontsize="medium")
+    heat.set_ylabel("temperature [K]")
     closeness.plot(run.times, np.array(run.closeness), linewidth=0.8)
     closeness.axhline(1.0, color="0.5", linestyle=":", linewidth=0.8)
-    closeness.set_title("closest distance / the data's", fontsize="medium")
+    closeness.set_title("dynamics", fontsize="medium")
+    closeness.set_ylabel("shortest distance / that in the data (no unit)", fontsize="small")
     for blow_up in run.blow_ups:
         for axes in (heat, closeness):
             axes.axvline(blow_up.time, color="tab:red", linewidth=0.8)

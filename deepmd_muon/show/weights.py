@@ -47,7 +47,6 @@ def weights_page(path: Path, picture: Path) -> str:
 
 def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpdate]:
     """Return every parameter of the optimizer, in the order of its groups."""
-    from deepmd_muon.model.deepmd_kit import from_deepmd_kit
     from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name
     from deepmd_muon.train.checkpoint.for_deepmd_kit import in_own_order
 
@@ -55,7 +54,7 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
     groups = optimizer.get("param_groups", [])
     if not groups or not all(group.get("param_names") for group in groups):
         raise ShowError(f"{path} holds no optimizer state with names of parameters; take a checkpoint of this package")
-    _, weights = from_deepmd_kit(checkpoint["model"])
+    weights = _weights(checkpoint["model"])
     # Training lists deepmd-kit's parameters; the empty ones among them are in no model of ours.
     optimizer = in_own_order(optimizer, list(weights))
     found = []
@@ -70,6 +69,17 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
             state = optimizer["state"].get(key, {})
             found.append(_parameter(entry, weights[entry.name].double(), state, group))
     return found
+
+
+def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the weights of a model; of several branches under branch.name, as their parameters are called."""
+    from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit
+
+    branches = dict.fromkeys(branches_of(state).values())
+    if not branches:
+        return dict(from_deepmd_kit(state)[1])
+    found = {branch: from_deepmd_kit(state, branch)[1] for branch in branches}
+    return {f"{branch}.{name}": x for branch, weights in found.items() for name, x in weights.items()}
 
 
 def _parameter(

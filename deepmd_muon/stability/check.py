@@ -40,7 +40,7 @@ _CPU_WORK, _GPU_WORK = 400_000, 100_000_000
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """How to check.
+    """The settings of a check.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class Item:
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """What one model did."""
+    """The results of one model."""
 
     model: str
     items: tuple[Item, ...]
@@ -122,10 +122,17 @@ def check_models(
     Raises
     ------
     StabilityError
-        When the data hold nothing to check, or a model predicts numbers that are not finite for them.
+        When the data hold nothing to check, or a model predicts numbers that are not finite for them, or needs frame or
+        atomic parameters.
     NeighborError
         When neighbours of a frame cannot be found.
     """
+    for name, predictor in zip(names, predictors, strict=True):
+        if predictor.parameters.required:
+            raise StabilityError(
+                f"{name} reads frame or atomic parameters (numb_fparam, numb_aparam), which scans and dynamics have no "
+                "values for: dp check takes models without them, or with a default_fparam"
+            )
     type_map = predictors[0].type_map
     coverage = coverage_of(systems, type_map, max(float(predictor.model.rcut) for predictor in predictors))
     some = starts(systems, 8, settings.seed)

@@ -1,4 +1,4 @@
-"""What is wrong with an energy along a path: holes, false minima, missing repulsion, kinks."""
+"""Faults of an energy along a path: holes, false minima, missing repulsion, kinks."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Departure:
 
 @dataclass
 class Trajectories:
-    """What the dynamics did.
+    """The results of the dynamics.
 
     Attributes
     ----------

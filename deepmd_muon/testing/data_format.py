@@ -93,7 +93,7 @@ class DataFormatChecks:
                 self.assert_equal(found, wanted)
 
     def test_several_systems_are_read_back(self) -> None:
-        """Of other compositions and numbers of atoms, in one path."""
+        """Systems of other compositions and numbers of atoms, in one path."""
         systems = [
             self.system(["O", "H", "H"], 4, 1, box=True, virial=True),
             self.system(["C", "O"], 3, 2, box=True, virial=True),

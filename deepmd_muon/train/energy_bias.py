@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from deepmd_muon.checkpoint_file.file import read_checkpoint, understood
-from deepmd_muon.data import Batch, DataLoader, NeighborCache, System, energy_bias
+from deepmd_muon.data import Batch, DataLoader, NeighborCache, Parameters, System, energy_bias, with_parameters
 from deepmd_muon.files import whole_file
 from deepmd_muon.model import EnergyModel, Structures, build_model
 from deepmd_muon.model.deepmd_kit import branch_prefix, from_deepmd_kit
@@ -64,7 +64,9 @@ def fit_energy_bias(
             device = model.atomic_model.out_bias.device
             structures = Structures.of(frames, batch.neighbors, model.ntypes, device)
             predicted = model(structures, force=False)["energy"].cpu().numpy()
-        counts.append(frames.type_counts(model.ntypes))
+        counted = frames.type_counts(model.ntypes)
+        counted[:, list(model.settings.atom_exclude_types)] = 0
+        counts.append(counted)
         errors.append(frames.energy - predicted)
     if not counts:
         raise TrainingError("no system has energies, which the energy bias is fitted to")
@@ -120,7 +122,8 @@ def change_bias(
     if values is None:
         model = model.to(training_device())
         rcond = getattr(settings.fitting_net, "rcond", None)
-        fit_energy_bias(model, _samples(model, open_data(model.type_map), frames), mode, rcond=rcond)
+        systems = with_parameters(open_data(model.type_map), Parameters.of(settings.fitting_net))
+        fit_energy_bias(model, _samples(model, systems, frames), mode, rcond=rcond)
     elif len(values) != model.ntypes:
         raise TrainingError(f"one energy is needed for each type of {list(model.type_map)}; found {len(values)}")
     else:

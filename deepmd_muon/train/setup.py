@@ -42,7 +42,7 @@ CACHE_BYTES = 2 << 30
 
 @dataclasses.dataclass
 class Data:
-    """Where batches come from.
+    """The sources of batches.
 
     Attributes
     ----------

@@ -153,7 +153,7 @@ def run(
         if ranks.first:  # the others learn of an error as of any that ends a rank
             for notice in given.notices:
                 log.warning("%s", notice)
-            # Scales that are not kept are told when the length of descriptors is known.
+            # Log the scales that are not kept once the length of descriptors is known.
             kept = [given.scales.notice] if given.scales and given.scales.kept else []
             for remark in (*given.remarks, *kept):
                 log.info("%s", remark)

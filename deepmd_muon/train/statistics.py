@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from deepmd_muon.data import DataError, StatFile, data_fingerprint, energy_bias
-from deepmd_muon.model import ModelSettings, Structures
+from deepmd_muon.data import Batch, DataError, StatFile, data_fingerprint, energy_bias
+from deepmd_muon.data.frames import PARAMETERS
+from deepmd_muon.model import EnergyModel, ModelSettings, Structures
+from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.statistics import environment_statistics
 from deepmd_muon.train.branches import RunBranch
 from deepmd_muon.train.setup import MOST_MEASURED
@@ -22,8 +24,9 @@ log = logging.getLogger(__name__)
 def set_model_statistics(branches: Mapping[str, RunBranch]) -> None:
     """Standardise the descriptors' inputs and set the energy biases, from samples of the data or from `stat_file`.
 
-    A descriptor that several branches share is standardised by the samples of all of them, as one set of data; the
-    energy bias of each branch comes from its own data.
+    A descriptor that several branches share is standardised by the samples of all of them, as one set of data, and so
+    are the frame and atomic parameters of a fitting net that they share with it; the energy bias of each branch comes
+    from its own data.
     """
     groups: dict[int, list[RunBranch]] = {}
     for branch in branches.values():
@@ -40,6 +43,12 @@ def set_model_statistics(branches: Mapping[str, RunBranch]) -> None:
 def _take_statistics(branch: RunBranch, arrays: Mapping[str, np.ndarray]) -> None:
     model = branch.model
     model.set_statistics(torch.from_numpy(arrays["mean"]), torch.from_numpy(arrays["stddev"]))
+    net = model.atomic_model.fitting_net
+    for name in PARAMETERS:
+        if f"{name}_mean" in arrays and isinstance(net, Conditioned):
+            mean, deviation = (torch.from_numpy(arrays[f"{name}_{what}"]) for what in ("mean", "stddev"))
+            net.set_parameter_statistics(name, mean, deviation)
+            log.info("%s%s: mean %s, deviation %s", branch.prefix, name, mean.tolist(), deviation.tolist())
     if "energy_bias" in arrays:
         model.set_energy_bias(torch.from_numpy(arrays["energy_bias"]))
         bias = zip(model.type_map, arrays["energy_bias"].ravel(), strict=True)
@@ -59,7 +68,10 @@ def _key_of(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str, object]:
             "batch_sizes": list(one.data.training.batch_sizes),
         }
 
+    new = {name: getattr(settings, name) for name in ("pair_exclude_types", "atom_exclude_types")}
+    new |= {name: getattr(settings.fitting_net, name, 0) for name in ("numb_fparam", "numb_aparam")}
     return {
+        **{name: value for name, value in new.items() if value},  # without: the key of earlier releases
         "descriptor": settings.descriptor.statistics_key(),
         "type_map": list(settings.type_map),
         "data_stat_protect": settings.data_stat_protect,
@@ -75,15 +87,19 @@ def _kept_statistics(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str,
     path = branch.settings.data.stat_file
     arrays = StatFile(path).load(_key_of(branch, group)) if path else None
     if arrays is not None:
-        _check_statistics(arrays, branch.model.ntypes, str(path))
+        _check_statistics(arrays, branch.model, str(path))
         log.info("%sstatistics come from %s", branch.prefix, path)
     return arrays
 
 
-def _check_statistics(arrays: Mapping[str, np.ndarray], ntypes: int, path: str) -> None:
+def _check_statistics(arrays: Mapping[str, np.ndarray], model: EnergyModel, path: str) -> None:
     """Refuse kept statistics of another shape or kind, which would end as a loss that is not finite."""
-    shapes = {"mean": (ntypes, 4), "stddev": (ntypes, 4), "energy_bias": (ntypes,)}
-    problems = [f"{name} is missing" for name in ("mean", "stddev") if name not in arrays]
+    ntypes = model.ntypes
+    shapes: dict[str, tuple[int, ...]] = {"mean": (ntypes, 4), "stddev": (ntypes, 4), "energy_bias": (ntypes,)}
+    for name in PARAMETERS:
+        if number := getattr(model.settings.fitting_net, f"numb_{name}", 0):
+            shapes |= {f"{name}_mean": (number,), f"{name}_stddev": (number,)}
+    problems = [f"{name} is missing" for name in shapes if name not in arrays and name != "energy_bias"]
     for name, found in arrays.items():
         if name not in shapes:
             problems.append(f"{name} is unknown")
@@ -91,8 +107,8 @@ def _check_statistics(arrays: Mapping[str, np.ndarray], ntypes: int, path: str) 
             problems.append(f"{name} is {found.dtype} of shape {found.shape}, expected numbers of shape {shapes[name]}")
         elif not np.isfinite(found).all():
             problems.append(f"{name} has values that are not finite")
-        elif name == "stddev" and not (found > 0.0).all():
-            problems.append("stddev has values that are not above 0")
+        elif name.endswith("stddev") and not (found > 0.0).all():
+            problems.append(f"{name} has values that are not above 0")
     if problems:
         raise DataError(f"stat_file {path} is damaged: {'; '.join(problems)}; remove it, or name another")
 
@@ -112,13 +128,38 @@ def _compute(group: Sequence[RunBranch]) -> list[dict[str, np.ndarray]]:
     mean, stddev = environment_statistics(model, structures(), protection=model.settings.data_stat_protect)
     found = [{"mean": mean.numpy(), "stddev": stddev.numpy()} for _ in group]
     for branch, batches, arrays in zip(group, samples, found, strict=True):
+        weights = next(branch.model.atomic_model.fitting_net.parameters(), None)
+        sharing = [
+            own
+            for other, own in zip(group, samples, strict=True)
+            if next(other.model.atomic_model.fitting_net.parameters(), None) is weights
+        ]
+        arrays |= _parameter_statistics([*itertools.chain(*sharing)], branch.model.settings.data_stat_protect)
         labelled = [batch.frames for batch in batches if batch.frames.energy is not None]
         if labelled:
             settings = branch.model.settings
             counts = np.concatenate([frames.type_counts(branch.model.ntypes) for frames in labelled])
+            counts[:, list(settings.atom_exclude_types)] = 0
             energies = np.concatenate([frames.energy for frames in labelled])
             rcond = getattr(settings.fitting_net, "rcond", None)
             arrays["energy_bias"] = energy_bias(counts, energies, fixed_energies(settings), rcond)
+    return found
+
+
+def _parameter_statistics(batches: Sequence[Batch], protection: float) -> dict[str, np.ndarray]:
+    """Return means and deviations, at least `protection`, of the parameters that frames carry, over frames or atoms."""
+    found: dict[str, np.ndarray] = {}
+    for name in PARAMETERS:
+        rows = [
+            values if name == "fparam" else values[batch.frames.atype >= 0]
+            for batch in batches
+            if (values := getattr(batch.frames, name)) is not None
+        ]
+        if rows:
+            every = np.concatenate(rows)
+            mean = every.mean(axis=0)
+            variance = np.clip(np.square(every).mean(axis=0) - np.square(mean), 0.0, None)
+            found |= {f"{name}_mean": mean, f"{name}_stddev": np.maximum(np.sqrt(variance), protection)}
     return found
 
 

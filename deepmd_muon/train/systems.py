@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from deepmd_muon.argcheck import Input, TrainingDataSettings
-from deepmd_muon.data import System, open_systems
+from deepmd_muon.data import Parameters, System, open_systems, with_parameters
 from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.checks.overlap import shared_frames
 from deepmd_muon.data.opening import check_labels, elements_of
@@ -63,7 +63,7 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
     Raises
     ------
     DataError
-        When a system cannot be read, or no training system has labels.
+        When a system cannot be read or lacks frame or atomic parameters, or no training system has labels.
     TypeMapError
         When neither the input nor a system has element names.
     """
@@ -77,14 +77,16 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
             train = [system.with_type_map(model.type_map) for system in train]
             log.info("model/type_map is left out and becomes %s: the types of the training data", list(model.type_map))
         section = branch.data.validation_data
-        opened[name] = Systems(train, open_section(section, model.type_map) if section else [])
+        valid = open_section(section, model.type_map) if section else []
+        every = with_parameters([*train, *valid], Parameters.of(model.fitting_net))
+        opened[name] = Systems(every[: len(train)], every[len(train) :])
         of_branch = f" of {name}" if given.multi_task else ""
         for kind, systems in (("training", opened[name].training), ("validation", opened[name].validation)):
             if systems:
                 _log_systems(f"{kind} data{of_branch}", systems)
                 check_labels(systems)
-    every = {id(system): system for systems in opened.values() for system in systems.all}
-    found = suspicions([*every.values()])
+    distinct = {id(system): system for systems in opened.values() for system in systems.all}
+    found = suspicions([*distinct.values()])
     for number, suspicion in enumerate(found):
         log.log(logging.WARNING if number < _MOST_SUSPICIONS else logging.DEBUG, "data: %s", suspicion)
     if len(found) > _MOST_SUSPICIONS:

@@ -1,4 +1,4 @@
-"""Draw the pictures of doc/optimizer.md: what becomes of singular values, and noise by schedule and precision.
+"""Draw the pictures of doc/polar-factor.md: what becomes of singular values, and noise by schedule and precision.
 
 python source/benchmarks/draw_optimizer.py --momenta source/tests/optim/force_field_momenta.pt --out doc/images
 """

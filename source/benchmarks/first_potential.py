@@ -2,9 +2,9 @@
 
     python source/benchmarks/first_potential.py --venv /tmp/walk/venv --folder /tmp/walk/run
 
-makes a fresh environment (unless the folder exists), installs this checkout as the page says, runs every `sh` block of the
-page in an empty folder, and prints wall time, processor time and exit status of each command. The output of command N is
-N.log in the folder, beside what the commands wrote.
+makes a fresh environment (unless the folder exists), installs this checkout as the page says, runs the page's `sh`
+blocks in an empty folder, and prints wall time, processor time and exit status of each command. The output of
+command N is N.log in the folder, beside what the commands wrote.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument("--deepmd-kit", metavar="PYTHON", help="python of an environment with deepmd-kit")
     parser.add_argument("--deepmd-kit-path", metavar="PATH", default="", help="PYTHONPATH of that python")
     parser.add_argument("--lammps", metavar="LMP", help="LAMMPS with the DeePMD plugin")
-    parser.add_argument("--compress", action="store_true", help="time compressed files as well (se_e2_a)")
+    parser.add_argument("--compress", action="store_true", help="time compressed files as well")
     parser.add_argument("--routes", nargs="+", choices=(*PROGRAMS, "LAMMPS"), default=[*PROGRAMS, "LAMMPS"])
     options = parser.parse_args()
     files = ["ours.pth", "theirs.pth"] if options.deepmd_kit else ["ours.pth"]

@@ -28,7 +28,7 @@ from torch import Tensor
 from deepmd_muon.optim.polar import SCHEDULES, Schedule, orthogonalize_matrices
 from deepmd_muon.optim.polar.deepmd_kit import GRAM_STEPS, orthogonalize_as_deepmd_kit
 
-BOUND = 0.01  # of the noise, see doc/optimizer.md
+BOUND = 0.01  # of the noise, see doc/polar-factor.md
 RESOLUTION = 1e-7  # of a float32 input, as a share of its largest singular value
 
 Way = tuple[str, str, str, Schedule, Callable[[Tensor], Tensor]]

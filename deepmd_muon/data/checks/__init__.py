@@ -1,1 +1,1 @@
-"""What can be seen wrong in data before a run: units, signs, shared frames, other contents on other ranks."""
+"""Checks of data before a run: units, signs, shared frames, other contents on other ranks."""

@@ -19,7 +19,7 @@ _CHUNK = 1 << 22
 
 @dataclasses.dataclass(frozen=True)
 class ContentDigest:
-    """What `content_digest` found.
+    """The result of `content_digest`.
 
     Attributes
     ----------

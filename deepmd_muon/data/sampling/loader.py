@@ -38,13 +38,13 @@ class Seats(NamedTuple):
 
     Attributes
     ----------
-    count
+    number
         How many there are.
     mine
         Place of this rank among them; None where it takes no batch.
     """
 
-    count: int
+    number: int
     mine: int | None
 
 
@@ -171,8 +171,8 @@ class DataLoader:
     def draw(self) -> Plan:
         """Draw the next batch of this rank without reading its frames, any number ahead of `advance`."""
         while True:
-            count, mine = next(self._seats)
-            plans = [self._sampler.next() for _ in range(count)]
+            number, mine = next(self._seats)
+            plans = [self._sampler.next() for _ in range(number)]
             if mine is not None:
                 return plans[mine]
 
@@ -195,9 +195,9 @@ class DataLoader:
 
     def begin_step(self, seats: Seats) -> None:
         """Note the seats of the step that begins: the position moves now where this rank has none."""
-        self._present = seats.count
+        self._present = seats.number
         if seats.mine is None:
-            self._step += seats.count * self.batches_per_step
+            self._step += seats.number * self.batches_per_step
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the position after the batches of whole steps: plain values, equal on all ranks."""

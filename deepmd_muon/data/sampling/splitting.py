@@ -18,7 +18,7 @@ _FRAMES = 10
 
 @dataclass(frozen=True)
 class Share:
-    """What training and validation take of a system.
+    """The frames of a system that training and validation take.
 
     Attributes
     ----------

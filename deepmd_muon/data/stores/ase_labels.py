@@ -147,6 +147,16 @@ class Labels:
         }
 
 
+def parameters_of(atoms: Atoms, path: str, place: str) -> dict[str, np.ndarray]:
+    """Return `info["fparam"]` (numb_fparam,) and `arrays["aparam"]` (natoms·numb_aparam,) of a frame that has them."""
+    found: dict[str, np.ndarray] = {}
+    for name, value in (("fparam", atoms.info.get("fparam")), ("aparam", atoms.arrays.get("aparam"))):
+        if value is not None:
+            size = max(1, np.size(value))
+            found[name] = _numbers(value, name, (size,), path, place).reshape(-1)
+    return found
+
+
 def given(atoms: Atoms) -> dict[str, Any]:
     """Return what a frame has by name; ASE moves names that it knows from info and arrays to a calculator."""
     results = getattr(atoms.calc, "results", None) or {}

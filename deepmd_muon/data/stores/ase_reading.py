@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
-from deepmd_muon.data.stores.ase_labels import Labels, given
+from deepmd_muon.data.stores.ase_labels import Labels, given, parameters_of
 from deepmd_muon.data.stores.memory import MemoryStore
 from deepmd_muon.data.stores.vasp_convergence import converged_frames
 from deepmd_muon.label_keys import LabelKeys
@@ -146,14 +146,15 @@ def _converged(frames: Sequence[Atoms], converged: Sequence[bool], path: str) ->
 
 def _stores(frames: Sequence[Atoms], chosen: Sequence[int], path: str, keys: LabelKeys) -> list[MemoryStore]:
     """Sort frames by their atoms and by whether they have a cell; within a system, by the labels that they have."""
-    systems: dict[tuple[tuple[str, ...], bool], dict[frozenset[str], list[Mapping[str, np.ndarray]]]] = {}
+    systems: dict[tuple[tuple[str, ...], bool], dict[frozenset[tuple[str, int]], list[Mapping[str, np.ndarray]]]] = {}
     labels = Labels.of([frames[number] for number in chosen], path, keys)
     for number in chosen:
         atoms, place = frames[number], f"frame {number}"
         arrays = _structure(atoms, path, place)
-        arrays |= labels.read(atoms, path, place, cell="box" in arrays)
+        arrays |= labels.read(atoms, path, place, cell="box" in arrays) | parameters_of(atoms, path, place)
         kind = tuple(atoms.get_chemical_symbols()), "box" in arrays
-        systems.setdefault(kind, {}).setdefault(frozenset(arrays), []).append(arrays)
+        contents = frozenset((name, array.size) for name, array in arrays.items())
+        systems.setdefault(kind, {}).setdefault(contents, []).append(arrays)
     stores = []
     for number, ((symbols, pbc), sets) in enumerate(systems.items()):
         stacked = [{name: np.stack([frame[name] for frame in alike]) for name in alike[0]} for alike in sets.values()]

@@ -40,7 +40,7 @@ class _Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Value:
-    """Where a value lies in the file [bytes]."""
+    """The place of a value in the file [bytes]."""
 
     offset: int
     length: int

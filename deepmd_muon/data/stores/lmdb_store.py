@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
-from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS
+from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, PARAMETERS
 from deepmd_muon.data.stores.lmdb_file import MAGIC, LmdbFile
 from deepmd_muon.data.stores.storage import HandleCache
 
@@ -111,6 +111,7 @@ class LmdbStore:
         if not group.pbc:
             self._words["nopbc"] = []
         self._known = frozenset(("atype", "coord", "box")).union(*group.sets)
+        self._widths: dict[tuple[str, str], int] = {}
         self._warned = False
         fixed = ("coord", *(("box",) if group.pbc else ()), *(("real_atom_types",) if group.mixed else ()))
         self._sets = {f"set.{k:03d}": np.asarray(numbers) for k, numbers in enumerate(group.sets.values())}
@@ -138,9 +139,17 @@ class LmdbStore:
 
     def shape(self, path: str) -> tuple[int, ...]:
         """Shape of an array."""
-        folder, _, name = path.partition("/")
-        width = _width(name.removesuffix(".npy"), self._natoms)
+        folder, _, file = path.partition("/")
+        name = file.removesuffix(".npy")
+        width = self._parameter_width(folder, name) if name in PARAMETERS else _width(name, self._natoms)
         return (len(self._sets[folder]), width)
+
+    def _parameter_width(self, folder: str, name: str) -> int:
+        """Values of a parameter in the first frame of a set that has it."""
+        if (folder, name) not in self._widths:
+            found = (self._database.frame(int(number)).get(name) for number in self._sets[folder])
+            self._widths[folder, name] = next((values.size for values in found if values is not None), 0)
+        return self._widths[folder, name]
 
     def rows(self, path: str, indices: np.ndarray, single: bool) -> np.ndarray:
         """Rows of an array, which always has an axis of frames; NaN where a frame lacks a label."""
@@ -148,8 +157,14 @@ class LmdbStore:
         name = "atype" if name == "real_atom_types.npy" else name.removesuffix(".npy")
         numbers = self._sets[folder][indices]
         frames = self._database.frames(numbers, self._check, keep=len(numbers) * self._natoms <= _KEPT)
-        absent = np.full(_width(name, self._natoms), np.nan) if self.sampled and name in LABELS else None
-        return np.stack([frame[name] if absent is None else frame.get(name, absent) for frame in frames])
+        if name not in LABELS and name not in PARAMETERS:
+            return np.stack([frame[name] for frame in frames])
+        width = self.shape(path)[1]
+        absent = {name: np.full(width, np.nan)} if self.sampled else {}
+        found = [{**absent, **frame}[name] for frame in frames]
+        if wrong := next((values.size for values in found if values.size != width), None):
+            raise SystemFormatError(self._root, name, f"one frame has {width} values, another {wrong}")
+        return np.stack(found)
 
     def _check(self, number: int, frame: Mapping[str, np.ndarray]) -> None:
         """Refuse a frame that is not what the metadata and other frames of its system say."""
@@ -303,7 +318,7 @@ def lmdb_stores(path: str, handles: HandleCache) -> Iterator[LmdbStore]:
 
 @dataclass(frozen=True)
 class _Metadata:
-    """What ``__metadata__`` says."""
+    """The content of ``__metadata__``."""
 
     nframes: int
     key_format: str
@@ -365,7 +380,7 @@ def _is_count(value: object) -> bool:
 def _canonical(name: str) -> str | None:
     """Return a field's name as npy files have it, "find_…" for a flag, and None for unread fields."""
     name = _NAMES.get(name, re.sub(r"^(find_)?atomic_", r"\1atom_", name))
-    known = ("atype", "coord", "box", *FRAME_LABELS, *ATOM_LABELS)
+    known = ("atype", "coord", "box", *FRAME_LABELS, *ATOM_LABELS, *PARAMETERS)
     return name if name in known or name.startswith("find_") else None
 
 
@@ -431,7 +446,10 @@ def decode_frame(system: str, where: str, raw: bytes) -> dict[str, np.ndarray]:
     for name in absent & (frame.keys() - {"atype", "coord"}):
         del frame[name]
     for name, array in frame.items():
-        if array.size != (width := _width(name, len(types))):
+        width = _width(name, len(types))
+        if name in PARAMETERS:
+            width = array.size if name == "fparam" else max(1, array.size // len(types)) * len(types)
+        if array.size != width:
             problem = f"{name}: expected {width} values for {len(types)} atoms, found {array.size}"
             raise SystemFormatError(system, where, problem)
     return frame

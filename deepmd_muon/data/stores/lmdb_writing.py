@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from deepmd_muon.data.errors import DataError
-from deepmd_muon.data.frames import ATOM_LABELS, LABELS, Frames
+from deepmd_muon.data.frames import ATOM_LABELS, LABELS, PARAMETERS, Frames
 from deepmd_muon.data.stores.lmdb_store import METADATA
 from deepmd_muon.data.system import System
 from deepmd_muon.files import WriteError, whole_folder
@@ -43,7 +43,7 @@ def write_lmdb(systems: Sequence[System], path: Path) -> list[str]:
     nlocs: list[int] = []
     ids: list[int] = []
     with _database(path, systems) as environment:
-        for system_id, system in enumerate(systems):
+        for system_id, system in enumerate(each.with_own_parameters() for each in systems):
             for first in range(0, system.nframes, _CHUNK):
                 frames = system.frames(range(first, min(first + _CHUNK, system.nframes)))
                 with environment.begin(write=True) as transaction:
@@ -101,16 +101,16 @@ def _nbytes(system: System) -> int:
 def _encoded(system: System, frames: Frames, type_map: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield number of atoms and map of every frame, padding left out."""
     index = np.array([type_map.index(element) for element in system.type_map or ()], dtype=np.int32)
-    present = {label: frames.present(label) for label in LABELS}
+    present = {name: frames.present(name) for name in (*LABELS, *PARAMETERS)}
     for k in range(frames.nframes):
         real = frames.atype[k] >= 0
         frame = {"atom_types": index[frames.atype[k][real]], "coords": frames.coord[k][real]}
         if frames.box is not None:
             frame["cells"] = frames.box[k]
-        for label in LABELS:
+        for label in present:
             if present[label][k]:
                 values = np.asarray(getattr(frames, label)[k])
-                values = values[real] if label in ATOM_LABELS else values
+                values = values[real] if label in ATOM_LABELS or label == "aparam" else values
                 frame[_NAMES.get(label, label)] = values.reshape(3, 3) if label == "virial" else values
         yield int(real.sum()), {name: _array(values) for name, values in frame.items()}
 

@@ -32,7 +32,7 @@ def _parsed(version: tuple[int, int], header: bytes) -> tuple[tuple[int, ...], b
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the values of an npy file lie."""
+    """The place of the values in an npy file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype

@@ -107,7 +107,7 @@ class OpenFile:
 
 
 class Store(Protocol):
-    """What `System` asks of the place its arrays lie in. `path` is relative, like ``set.000/coord.npy``."""
+    """The storage of a system's arrays, as `System` reads it. `path` is relative, like ``set.000/coord.npy``."""
 
     @property
     def root(self) -> str:

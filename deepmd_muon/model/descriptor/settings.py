@@ -43,11 +43,11 @@ class NeighborCounts(Protocol):
 
     @property
     def max_neighbors(self) -> tuple[int, ...]:
-        """Of each type `(ntypes,)`."""
+        """Return the largest counts of each type `(ntypes,)`."""
 
     @property
     def max_total(self) -> int:
-        """Of all types together."""
+        """Return the largest count of all types together."""
 
 
 class DescriptorSettings(Section):

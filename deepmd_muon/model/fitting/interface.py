@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+
+from deepmd_muon.model.structures import Structures
 
 
 class Fitting(Protocol):
@@ -21,3 +23,23 @@ class Fitting(Protocol):
 
         Atoms are sorted by type; `type_counts` says how many there are of each, on the host.
         """
+
+
+@runtime_checkable
+class Conditioned(Protocol):
+    """A fitting net that may read frame and atomic parameters beside the descriptor.
+
+    Its call takes `parameters`, what `parameters_of` has returned, unless that is None.
+    """
+
+    def parameters_of(self, structures: Structures) -> torch.Tensor | None:
+        """Return the parameters of every sorted atom `(nreal, numb_fparam + numb_aparam)`, None without any.
+
+        Raises
+        ------
+        ModelError
+            When the batch lacks parameters that the net reads.
+        """
+
+    def set_parameter_statistics(self, name: str, mean: torch.Tensor, deviation: torch.Tensor) -> None:
+        """Standardise the parameters "fparam" or "aparam" by these values `(number of them,)`."""

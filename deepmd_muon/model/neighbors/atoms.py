@@ -1,4 +1,4 @@
-"""What a search for neighbours needs: structures side by side, their cells, and the form of the list."""
+"""The input of a search for neighbours: structures side by side, their cells, and the form of the list."""
 
 from __future__ import annotations
 

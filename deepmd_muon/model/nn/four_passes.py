@@ -60,7 +60,7 @@ class FourPasses(ABC):
 
 @dataclass
 class _Record:
-    """What passes 2 and 3 hand to pass 4 of the same call, and whether pass 2 has run."""
+    """The tensors of passes 2 and 3 that pass 4 of the same call needs, and whether pass 2 has run."""
 
     pulled: bool
     left: Perhaps | None = None

@@ -145,6 +145,30 @@ def output_of(layer: Dense, x: torch.Tensor, value: torch.Tensor) -> torch.Tenso
     return out
 
 
+def embed_rows(act: Act, layers: list[Dense], x: torch.Tensor) -> torch.Tensor:
+    """Return the output of a net and its derivative by the first column of x `(2, rows, M)`, from x `(rows, n)`."""
+    nrows = x.shape[0]
+    moved = torch.zeros_like(x)
+    moved[:, 0] = 1.0
+    stack = torch.stack([x, moved])
+    for layer in layers:
+        n_in = stack.shape[2]
+        z = torch.mm(stack.view(-1, n_in), layer.matrix).view(2, nrows, layer.matrix.shape[1])
+        h = z[0].add_(layer.bias)
+        value = value_of(act, h)
+        slope = slope_of(act, h, value).mul_(z[1])
+        idt = layer.idt
+        if idt is not None:
+            value, slope = value * idt, slope * idt
+        out = torch.stack([value, slope])
+        if layer.copies == 1:
+            out += stack
+        elif layer.copies == 2:
+            out.view(2, nrows, 2, n_in).add_(stack.unsqueeze(2))
+        stack = out
+    return stack
+
+
 def forward_layer(act: Act, layer: Dense, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y `(rows, n_out)` and dy/dh without idt, from x `(rows, n_in)`."""
     h = torch.addmm(layer.bias, x, layer.matrix)

@@ -15,6 +15,9 @@ tables of its embedding nets of intervals `step` in their input, down to distanc
 
 A scripted fitting net is built as `cls(module)` and has
 
-- `energy_and_slope(descriptor, counts) -> tuple[Tensor, Tensor]`, energies of the centres `(ncentre,)` [eV], float64,
-  and dE/dD; the centres are sorted by type, `counts` of each.
+- attributes `numb_fparam: int`, `numb_aparam: int` and `default_fparam: Tensor` (without entries if there is none), the
+  frame and atomic parameters that it reads;
+- `energy_and_slope(descriptor, counts, parameters) -> tuple[Tensor, Tensor]`, energies of the centres `(ncentre,)`
+  [eV], float64, and dE/dD; the centres are sorted by type, `counts` of each, with `parameters`
+  `(ncentre, numb_fparam + numb_aparam)`. One without these attributes takes no `parameters`.
 """

@@ -19,7 +19,8 @@ class Near(NamedTuple):
     counts
         How many centres each type has.
     neighbor
-        Number of each neighbour `(ncentre, nnei)`, −1 for an empty slot; empty slots end a section.
+        Number of each neighbour `(ncentre, nnei)`, −1 for an empty slot. Empty slots end a section, unless pairs of
+        types are excluded: then they may stand anywhere.
     sections
         Column widths: one for each neighbour type, or one for all.
     vectors

@@ -1,4 +1,4 @@
-"""What messages carry of the rules of the Muon route, beside the elements."""
+"""The values of the Muon route's rules in messages, beside the elements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepmd_muon.optim.rules.registry import tensors_of
 
 
 class Carried(NamedTuple):
-    """What messages carry for some rules beside the elements.
+    """The values that messages carry for some rules, beside the elements.
 
     Attributes
     ----------

@@ -1,1 +1,1 @@
-"""Where a step's batch comes from: converted on the spot, streamed to the device, or gathered there."""
+"""Sources of a step's batch: converted on the spot, streamed to the device, or gathered there."""

@@ -31,7 +31,7 @@ class AccumulatedFeed:
 
     @property
     def system(self) -> str:
-        """Where the frames come from."""
+        """The systems of the frames."""
         return ", ".join(dict.fromkeys(part.system for part in self.parts))
 
     @property
@@ -49,7 +49,7 @@ class AccumulatedFeed:
 
 
 StepFeed: TypeAlias = Feed | AccumulatedFeed
-"""What a step reads: a batch, or several."""
+"""The input of a step: a batch, or several."""
 
 
 def parts_of(feed: StepFeed) -> tuple[Feed, ...]:

@@ -51,7 +51,7 @@ class TrainingBatch:
         return float(self.atoms[np.logical_and.reduce([self.present[name] for name in needed])].sum())
 
     def compared(self, prediction: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what labels are compared with: without frames that only fill a shape up, which come last."""
+        """Return the predictions to compare with labels: without the last frames, which only fill a shape up."""
         if self.mask is None or len(self.mask) == self.structures.nframes:
             return prediction
         return {name: values[: len(self.mask)] for name, values in prediction.items()}

@@ -35,6 +35,8 @@ class Chunk:
         By name, `(nframes, width)` or `(natoms of all, width)`; zeros where a frame has none.
     present
         Which frames have each label `(nframes,)`, by name.
+    parameters
+        What frames carry of "fparam" `(nframes, numb_fparam)` and "aparam" `(natoms of all, numb_aparam)`.
     doubtful
         Numbers of frames whose cell or positions no search for neighbours takes.
     """
@@ -48,6 +50,7 @@ class Chunk:
     atype: np.ndarray
     labels: dict[str, np.ndarray]
     present: dict[str, np.ndarray]
+    parameters: dict[str, np.ndarray]
     doubtful: np.ndarray
 
 
@@ -89,6 +92,9 @@ def _pack(system: System, numbers: np.ndarray, first: int, ntypes: int) -> Chunk
         else:
             values = values.reshape(*order.shape, ATOM_LABELS[name])
             labels[name] = np.take_along_axis(values, order[..., None], 1)[real]
+    parameters = {} if frames.fparam is None else {"fparam": frames.fparam}
+    if frames.aparam is not None:
+        parameters["aparam"] = np.take_along_axis(frames.aparam, order[..., None], 1)[real]
     return Chunk(
         numbers=numbers,
         natoms=real.sum(1),
@@ -99,6 +105,7 @@ def _pack(system: System, numbers: np.ndarray, first: int, ntypes: int) -> Chunk
         atype=atype[real].astype(np.int64),
         labels=labels,
         present=present,
+        parameters=parameters,
         doubtful=numbers[_doubtful(system, frames)],
     )
 
@@ -133,8 +140,11 @@ def _join(parts: Sequence[Chunk]) -> Chunk:
     box = None
     if any(part.box is not None for part in parts):
         box = np.concatenate([np.zeros((len(part.numbers), 3, 3)) if part.box is None else part.box for part in parts])
+    # All systems carry the same parameters.
+    parameters = {name: np.concatenate([part.parameters[name] for part in parts]) for name in parts[0].parameters}
     names = ("numbers", "natoms", "counts", "periodic", "coord", "atype", "doubtful")
-    return Chunk(**{name: joined(name) for name in names}, box=box, labels=labels, present=present)
+    arrays = {name: joined(name) for name in names}
+    return Chunk(**arrays, box=box, labels=labels, present=present, parameters=parameters)
 
 
 def pieces(systems: Sequence[System], offset: np.ndarray, numbers: np.ndarray) -> Iterator[np.ndarray]:

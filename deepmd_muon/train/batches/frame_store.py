@@ -64,6 +64,8 @@ class FrameStore:
         Of all slots; None where no system is periodic.
     of_frames, of_atoms
         Labels by name, `(nslots + 1, width)` and `(natoms of all, width)`; zeros where a frame has none.
+    parameters
+        What frames carry of "fparam" `(nslots + 1, numb_fparam)` and "aparam" `(natoms of all, numb_aparam)`.
     found
         Which slots have a label `(nslots + 1,)`, by name.
     """
@@ -107,6 +109,9 @@ class FrameStore:
         self.of_frames = {name: zeros(slots + 1, width) for name, width in FRAME_LABELS.items() if name in labels}
         self.of_atoms = {name: zeros(places, width) for name, width in ATOM_LABELS.items() if name in labels}
         self.found = {name: zeros(slots + 1, dtype=torch.bool) for name in labels}
+        wanted = systems[0].parameters  # those of all
+        shapes = {"fparam": (slots + 1, wanted.fparam), "aparam": (places, wanted.aparam)}
+        self.parameters = {name: zeros(*shape) for name, shape in shapes.items() if shape[1]}
         self.cells: Cells | None = None
         if any(system.pbc for system in systems):
             images = torch.ones(slots + 1, 3, dtype=torch.int32, device=device)
@@ -188,6 +193,8 @@ class FrameStore:
             label = chunk.labels.get(name)
             width = {**FRAME_LABELS, **ATOM_LABELS}[name]
             values.append((target[name], where, coord.new_zeros(len(where), width) if label is None else moved(label)))
+        for name, given in chunk.parameters.items():
+            values.append((self.parameters[name], rows if name == "fparam" else atoms, moved(given)))
         cells = None
         if self.cells is not None:
             cells = self._cells_of(chunk)
@@ -289,9 +296,9 @@ class FrameStore:
 def store_bytes(systems: Sequence[System], ntypes: int) -> int:
     """Return the memory of all frames of systems on a device [bytes]."""
     labels = {name for system in systems for name in system.labels}
-    atom = 4 + sum(width for name, width in ATOM_LABELS.items() if name in labels)
-    frame = (
-        2 + 0.5 * ntypes + sum(width for name, width in FRAME_LABELS.items() if name in labels) + 0.125 * len(labels)
-    )
+    wanted = systems[0].parameters
+    atom = 4 + wanted.aparam + sum(width for name, width in ATOM_LABELS.items() if name in labels)
+    frame = 2 + wanted.fparam + 0.5 * ntypes + 0.125 * len(labels)
+    frame += sum(width for name, width in FRAME_LABELS.items() if name in labels)
     frame += 22.5 * any(system.pbc for system in systems)
     return int(8 * sum(system.nframes * (system.natoms * atom + frame) for system in systems))

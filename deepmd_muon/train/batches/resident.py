@@ -13,14 +13,14 @@ import logging
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from deepmd_muon.data import DataLoader, Plan, group_limits, worker_count
-from deepmd_muon.data.frames import LABELS
+from deepmd_muon.data.frames import LABELS, PARAMETERS
 from deepmd_muon.data.sampling.loader import MIXED
 from deepmd_muon.model import Structures
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS, Atoms, Sections
@@ -47,7 +47,7 @@ MOST_ATOMS = 20_000
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the atoms of a batch of some shape stand; tensors that graphs read as long as they exist.
+    """The places of the atoms of a batch of one shape; graphs read these tensors as long as they exist.
 
     Attributes
     ----------
@@ -140,6 +140,8 @@ class Gathering:
             filled=self._filled,
             inner=self._inner,
         )
+        fparam, aparam = self._parameters(numbers, source, real)
+        structures = replace(structures, fparam=fparam, aparam=aparam)
         labels = self._labels(numbers, source, real)
         return TrainingBatch(structures, labels, real, feed.system, feed.atoms, feed.present)
 
@@ -150,6 +152,14 @@ class Gathering:
             return found
         found = torch.where(real.unsqueeze(2), found, 0.0)
         return torch.nn.functional.pad(found, (0, 0, 0, 0, 0, self._spare)) if spare else found
+
+    def _parameters(self, numbers: Tensor, source: Tensor, real: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return `fparam` and `aparam` of `Structures`, zero where there is no atom."""
+        fparam, aparam = (self._store.parameters.get(name) for name in PARAMETERS)
+        if fparam is not None:
+            spare = 0 if real is None else self._spare
+            fparam = torch.nn.functional.pad(fparam.index_select(0, numbers), (0, 0, 0, spare))
+        return fparam, None if aparam is None else self._of_atoms(aparam, source, real, spare=True)
 
     def _sorted(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return place and frame of every sorted atom `(nsorted,)`, from the atoms of each type `(nframes, ntypes)`."""

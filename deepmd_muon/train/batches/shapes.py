@@ -13,7 +13,7 @@ MOST_SHAPES = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """What a batch needs, or room for it.
+    """The sizes of a batch, or room for it.
 
     Attributes
     ----------

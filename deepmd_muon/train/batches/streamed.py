@@ -1,4 +1,4 @@
-"""Where a step's batch comes from: converted on the spot, or streamed to the device one batch ahead."""
+"""Sources of a step's batch: converted on the spot, or streamed to the device one batch ahead."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Feed(Protocol):
 
     @property
     def system(self) -> str:
-        """Where the frames come from."""
+        """The systems of the frames."""
 
     @property
     def atoms(self) -> np.ndarray:
@@ -68,7 +68,7 @@ class HostFeed:
 
     @property
     def system(self) -> str:
-        """Where the frames come from."""
+        """The systems of the frames."""
         return self.batch.system
 
     @property
@@ -121,7 +121,7 @@ class StreamedFeed:
 
     @property
     def system(self) -> str:
-        """Where the frames come from."""
+        """The systems of the frames."""
         return self.host.system
 
     @property

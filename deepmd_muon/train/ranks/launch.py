@@ -49,7 +49,7 @@ class Place:
 
     @property
     def meeting(self) -> str:
-        """Where they find each other, for messages."""
+        """The address of the rendezvous, for messages."""
         return f"{self.host}:{self.port} (MASTER_ADDR and MASTER_PORT)"
 
 

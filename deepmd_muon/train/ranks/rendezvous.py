@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, and hear before the first exchange who cannot begin and why.
+"""Rendezvous of a run's processes. Before the first exchange, each learns which ranks cannot begin, and why.
 
 They meet in a store of torch at one host and port, which rank 0 keeps, or torchrun's agent. torch's own client waits
 without end for an answer from another program that listens there, and takes part in the store of another run; so this
@@ -111,7 +111,7 @@ class Meeting:
         if self._place.hosts:
             self._wait([f"heard{rank}" for rank in range(1, self._place.size)], time.monotonic() + seconds)
         else:
-            with contextlib.suppress(RuntimeError):  # whoever keeps the store has ended and waits for nobody
+            with contextlib.suppress(RuntimeError):  # the process with the store has ended and does not wait
                 self.store.set(f"heard{self._place.rank}", "")
 
     def problem_of(self, rank: int, seconds: float = 0.0) -> str:

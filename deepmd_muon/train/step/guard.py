@@ -99,7 +99,7 @@ class Guard(ABC):
         return value
 
     def check(self, done: int) -> None:  # noqa: B027 (nothing to report where steps raise themselves)
-        """Report what steps have found since the last check; `done` updates have been asked for by now.
+        """Report the findings of steps since the last check; `done` updates have been asked for by now.
 
         Raises
         ------

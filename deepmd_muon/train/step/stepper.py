@@ -42,7 +42,7 @@ class Stepper(Protocol):
         """Update the parameters once, after `done` updates; return metrics from before the update."""
 
     def check(self, done: int) -> None:
-        """Raise what steps have found and not yet raised, before anything is built on `done` updates."""
+        """Raise pending errors of steps, before anything is built on `done` updates."""
 
     def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
         """Return where the batches of a run come from."""

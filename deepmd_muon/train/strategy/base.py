@@ -39,7 +39,7 @@ class Reduced(NamedTuple):
 
 
 class Strategy(ABC):
-    """Who holds model, gradients and optimizer state, and how gradients are combined.
+    """The distribution of model, gradients and optimizer state over ranks, and the sum of gradients.
 
     Parameters
     ----------

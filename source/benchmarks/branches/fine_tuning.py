@@ -1,8 +1,9 @@
-"""Fine-tune water at 300 and 350 K to 600 K, with replay and without: new error, old error, dynamics before and after.
+"""Fine-tune a potential of water clusters to dense ones, with replay and without.
 
-``python fine_tuning.py --data branches-data --work WORK --json FILE``, after ``make_water.py``. All runs start from one
-GFN1 potential of 240 frames. Their new data are 40 frames at 600 K. A run with replay takes twice the steps, half of
-them on the new data, so that each run sees these equally often.
+``python fine_tuning.py --data clusters --work WORK --json FILE``, after ``make_clusters.py``. All runs start from one
+GFN1 potential of 200 hexamers. Their new data are 40 hexamers whose molecules stand closer together. A run with replay
+takes twice the steps, half of them on the new data, so that each run sees these equally often. The table has the errors
+on new and old test clusters and the verdicts of ``dp check`` near the old training data.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from runs import OLD_TEST, OLD_TRAINING, errors, single_input, table, train
+from runs import errors, single_input, table, train
+
+OLD = "OLD DATA"  # stands for their path
 
 # Name of a run: what --replay takes, settings of section replay, whether the descriptor is trained.
 RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any], bool]] = {
     "no replay": ((), {}, True),
     "no replay, descriptor frozen": ((), {}, False),
-    "old data": (OLD_TRAINING, {}, True),
-    "old data, one fitting net": (OLD_TRAINING, {"share_fitting_net": True}, True),
+    "old data": ((OLD,), {}, True),
+    "old data, one fitting net": ((OLD,), {"share_fitting_net": True}, True),
     "pseudo": (("pseudo",), {}, True),
     "pseudo, one fitting net": (("pseudo",), {"share_fitting_net": True}, True),
-    "old data, one fitting net, descriptor frozen": (OLD_TRAINING, {"share_fitting_net": True}, False),
+    "old data, one fitting net, descriptor frozen": ((OLD,), {"share_fitting_net": True}, False),
 }
 
 
@@ -49,28 +52,28 @@ def check(checkpoint: Path, data: tuple[str, ...]) -> dict[str, str]:
 def main() -> None:
     """Fine-tune, measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder that make_water.py wrote")
+    parser.add_argument("--data", type=Path, required=True, help="folder that make_clusters.py wrote")
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs; those that exist are kept")
     parser.add_argument("--json", type=Path, required=True, help="receives errors and verdicts")
-    parser.add_argument("--steps", type=int, default=500, help="steps on the new data")
+    parser.add_argument("--steps", type=int, default=150, help="steps on the new data")
     args = parser.parse_args()
     data, work = args.data.resolve(), args.work.resolve()
+    before, new = str(data / "gfn1" / "train"), str(data / "dense" / "train")
     # The GFN1 run of two_levels.py, where it is there.
-    old = train(work / "gfn1_1", single_input(OLD_TRAINING, steps=2000, seed=1))
+    old = train(work / "gfn1_1", single_input([before], steps=800, seed=1))
     potentials = {"before": old}
     for name, (replay, settings, trainable) in RUNS.items():
-        content = fine_tuning_input(
-            str(data / "hot" / "train" / "600K"), settings, steps=(1 + bool(replay)) * args.steps, trainable=trainable
-        )
-        options = ["--finetune", str(old), *(["--replay", *replay] if replay else [])]
+        content = fine_tuning_input(new, settings, steps=(1 + bool(replay)) * args.steps, trainable=trainable)
+        replayed = [before if each == OLD else each for each in replay]
+        options = ["--finetune", str(old), *(["--replay", *replayed] if replay else [])]
         folder = work / name.replace(",", "").replace(" ", "_")
         found = train(folder, content, *options)
         potentials[name] = folder / "model.ckpt.finetuned.pt" if replay else found
-    places = {"new": (str(data / "out" / "gfn1" / "600K"),), "old": OLD_TEST}
+    places = {"new": (str(data / "gfn1" / "dense"),), "old": (str(data / "gfn1" / "test"),)}
     result = {
         name: {
             **{place: errors(path, systems) for place, systems in places.items()},
-            "check": check(path, OLD_TRAINING),
+            "check": check(path, (before,)),
         }
         for name, path in potentials.items()
     }

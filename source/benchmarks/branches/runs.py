@@ -18,21 +18,20 @@ from deepmd_muon.infer.evaluation import evaluate_system
 from deepmd_muon.infer.predictor import Predictor
 
 TYPE_MAP = ("O", "H")
+BATCH = 4
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "water_xtb"
-#: GFN1 frames at 300 and 350 K: 240 for training, 48 for tests.
-OLD_TRAINING, OLD_TEST = (
-    tuple(str(EXAMPLE / "data" / part / name) for name in ("300K", "350K")) for part in ("train", "valid")
-)
 
 
 def single_input(systems: Sequence[str], *, steps: int, seed: int, start_lr: float | None = None) -> dict[str, Any]:
-    """Return the input of examples/water_xtb with other training data, length and seed."""
+    """Return the input of examples/water_xtb for clusters: without virials, four in a batch."""
     content: dict[str, Any] = json.loads((EXAMPLE / "input.json").read_text())
-    content["model"]["descriptor"] |= {"seed": seed, "sel": [28, 56]}  # also enough at 1.2 g/cm³
+    content["model"]["descriptor"] |= {"seed": seed, "sel": [12, 24]}  # every atom of twelve molecules
     content["model"]["fitting_net"]["seed"] = seed
+    content["learning_rate"]["stop_lr"] = 1e-6  # whatever the example has: published figures were measured with it
+    content["loss"] |= {"start_pref_v": 0.0, "limit_pref_v": 0.0}
     if start_lr is not None:
         content["learning_rate"]["start_lr"] = start_lr
-    training = {"training_data": {"systems": [*systems], "batch_size": 1}, "numb_steps": steps, "seed": seed}
+    training = {"training_data": {"systems": [*systems], "batch_size": BATCH}, "numb_steps": steps, "seed": seed}
     content["training"] = {**training, "disp_freq": 200, "save_freq": steps}
     return content
 
@@ -50,7 +49,7 @@ def branched_input(branches: Mapping[str, Sequence[str]], *, steps: int, seed: i
     content["loss_dict"] = {name: copy.deepcopy(loss) for name in branches}
     training = content["training"]
     del training["training_data"]
-    data = {name: {"training_data": {"systems": [*paths], "batch_size": 1}} for name, paths in branches.items()}
+    data = {name: {"training_data": {"systems": [*paths], "batch_size": BATCH}} for name, paths in branches.items()}
     content["training"] = {**training, "data_dict": data, "model_prob": dict.fromkeys(branches, 1.0)}
     return content
 

@@ -1,8 +1,8 @@
-"""Two branches on water at two levels of theory, against two single-task runs of the same budget.
+"""Two branches on water clusters at two levels of theory, against two single-task runs of the same budget.
 
-``python two_levels.py --data branches-data --work WORK --json FILE``, after ``make_water.py``. Each single-task run has
-half the steps of the run with two branches, so that the budgets are equal. The GFN2 branch has few frames at one
-temperature; the GFN1 branch has 240 at two.
+``python two_levels.py --data clusters --work WORK --json FILE``, after ``make_clusters.py``. Each single-task run has
+half the steps of the run with two branches, so that the budgets are equal. The GFN2 branch has 40 clusters of one
+temperature, the GFN1 branch 200 of two.
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ import platform
 from pathlib import Path
 
 import numpy as np
-from runs import OLD_TEST, OLD_TRAINING, branched_input, errors, single_input, table, train
+from runs import branched_input, errors, single_input, table, train
 
-PLACES = ("420K", "600K", "350K_1.2g")
+LEVELS, PLACES = ("gfn1", "gfn2"), ("test", "hot", "dense", "large")
 
 
 def main() -> None:
     """Train, measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder that make_water.py wrote")
+    parser.add_argument("--data", type=Path, required=True, help="folder that make_clusters.py wrote")
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs; those that exist are kept")
     parser.add_argument("--json", type=Path, required=True, help="receives all errors")
-    parser.add_argument("--steps", type=int, default=2000, help="steps of a single-task run")
+    parser.add_argument("--steps", type=int, default=800, help="steps of a single-task run")
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()
     data = args.data.resolve()
-    training = {"gfn1": OLD_TRAINING, "gfn2": (str(data / "gfn2" / "train" / "300K"),)}
-    tests = {"gfn1": {"test": OLD_TEST}, "gfn2": {"test": (str(data / "gfn2" / "test" / "300K"),)}}
-    for level, places in tests.items():
-        places |= {place: (str(data / "out" / level / place),) for place in PLACES}
+    training = {level: (str(data / level / "train"),) for level in LEVELS}
+    tests = {level: {place: (str(data / level / place),) for place in PLACES} for level in LEVELS}
     found: dict[str, dict[str, dict[str, list[dict[str, float]]]]] = {}
     for seed in range(1, args.seeds + 1):
         both = train(args.work / f"both_{seed}", branched_input(training, steps=2 * args.steps, seed=seed))

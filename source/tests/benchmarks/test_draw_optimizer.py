@@ -1,4 +1,4 @@
-"""The pictures of doc/optimizer.md are drawn, from the momenta of one matrix."""
+"""The pictures of doc/polar-factor.md are drawn, from the momenta of one matrix."""
 
 from __future__ import annotations
 

@@ -64,5 +64,5 @@ def test_every_measured_input_has_a_date_and_a_source_that_exists(scaling):
 
 
 def test_the_page_shows_what_the_script_computes(scaling):
-    page = (TOP / "doc" / "benchmarks" / "training_step.md").read_text()
+    page = (TOP / "doc" / "benchmarks" / "several_gpus.md").read_text()
     assert scaling.table(scaling.read_steps(scaling.Network())) in page

@@ -227,11 +227,17 @@ def test_routing_of_an_input_and_of_a_checkpoint(input_file, capsys):
     assert {row[0]: (row[1], row[3]) for row in recorded[1:] if len(row) > 4} == routes
 
 
-def test_an_optimizer_without_routes_says_so(input_file, capsys):
+@pytest.mark.parametrize("section", [{"optimizer": {"type": "Adam"}}, {}])
+def test_an_input_of_adam_shows_the_routes_of_hybrid_muon(input_file, capsys, section):
+    assert main(["show", "routing", "input.json"]) == 0
+    routes = capsys.readouterr().out
+    del input_file["optimizer"]
     with open("adam.json", "w", encoding="utf-8") as file:
-        json.dump(input_file | {"optimizer": {"type": "Adam"}}, file)
+        json.dump(input_file | section, file)
     assert main(["show", "routing", "adam.json"]) == 0
-    assert re.search(r"Adam treats all \d+ weights alike", capsys.readouterr().out)
+    first, _, rest = capsys.readouterr().out.partition("\n\n")
+    assert re.match(r"Adam treats all \d+ weights alike", first)
+    assert rest == routes
 
 
 def test_routing_of_what_has_none(checkpoint, capsys):

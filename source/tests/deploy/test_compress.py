@@ -16,8 +16,12 @@ from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.deploy.program import Program
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
-from deepmd_muon.model.descriptor.se_e2_a.tabulated import TabulatedSeE2A, spline_coefficients, spline_matrix
+from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.registry import DESCRIPTORS
+from deepmd_muon.model.scripted.tabulated import spline_coefficients, spline_matrix
 
+DPA1 = {"type": "se_atten", "sel": 30, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 2, "seed": 1}
+SE_ATTEN_V2 = DPA1 | {"type": "se_atten_v2", "attn_layer": 0}
 MODELS = {
     "se_e2_a": (SE_E2_A, {}),
     "fewer slots than neighbours": (SE_E2_A | {"sel": [5, 9]}, {}),
@@ -30,7 +34,21 @@ MODELS = {
         {"atom_ener": [-1.0, None]},
     ),
     "float32": (SE_E2_A | {"precision": "float32"}, {"precision": "float32"}),
+    "dpa1": (DPA1 | {"attn_layer": 0}, {}),
+    "dpa1, fewer slots, one side": (DPA1 | {"attn_layer": 0, "sel": 9, "type_one_side": True, "resnet_dt": True}, {}),
+    "dpa1 strip": (DPA1 | {"attn_layer": 0, "tebd_input_mode": "strip", "smooth_type_embedding": False}, {}),
+    "se_atten_v2": (SE_ATTEN_V2, {}),
+    "se_atten_v2, standardised, one side": (
+        SE_ATTEN_V2 | {"set_davg_zero": False, "type_one_side": True, "concat_output_tebd": False},
+        {},
+    ),
+    "se_atten_v2, float32": (SE_ATTEN_V2 | {"precision": "float32"}, {"precision": "float32"}),
 }
+
+
+def tabulated(model, program, **settings):
+    """Return the compressed descriptor of a program."""
+    return DESCRIPTORS.tabulated(model.settings.descriptor)(program.descriptor, **settings)
 
 
 def assert_close(found, expected, tolerance):
@@ -67,12 +85,12 @@ def test_the_spline_is_a_polynomial_of_degree_5_and_its_slope():
 def test_the_file_is_the_model(name, tmp_path, water_frames):
     model = build(*MODELS[name])
     done = compress(model, tmp_path / "c.pth", min_distance=0.7)
-    assert done.difference.force <= done.allowed < (1e-3 if name == "float32" else 1.1e-6)
+    assert done.difference.force <= done.allowed < (1e-3 if name.endswith("float32") else 1.1e-6)
     expected = Predictor(model, device="cpu").predict(*water_frames)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = Predictor(tmp_path / "c.pth", device="cpu").predict(*water_frames)
-    assert_close(found, expected, 1e-5 if name == "float32" else 1e-6)
+    assert_close(found, expected, 1e-5 if name.endswith("float32") else 1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -80,7 +98,7 @@ def test_atoms_much_closer_than_the_data_see_the_nets_themselves(name, close_fra
     """At 0.25 and 0.3 Å with tables down to 0.5 Å, results are the model's."""
     model = build(*MODELS[name])
     program = Program(model, {}).eval()
-    program.descriptor = TabulatedSeE2A(program.descriptor, step=0.01, nearest=0.5)
+    program.descriptor = tabulated(model, program, step=0.01, nearest=0.5)
     coord, box, atype = (torch.from_numpy(part) for part in close_frames)
     with pytest.warns(UserWarning, match=r"closer than 0\.\d+ Angstrom"):
         found = program(coord, atype, box)
@@ -88,17 +106,19 @@ def test_atoms_much_closer_than_the_data_see_the_nets_themselves(name, close_fra
     assert np.abs(expected.force).max() > 0.1
     for key in ("force", "energy", "virial"):
         value = getattr(expected, key).reshape(found[key].shape)
-        tolerance = (1e-5 if name == "float32" else 1e-9) * max(1.0, np.abs(value).max())
+        tolerance = (1e-5 if name.endswith("float32") else 1e-9) * max(1.0, np.abs(value).max())
         np.testing.assert_allclose(found[key].numpy(), value, rtol=0, atol=tolerance)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once is enough
         program(coord, atype, box)
 
 
-def test_energy_and_forces_are_continuous_where_the_table_ends(close_frames):
+@pytest.mark.parametrize("name", ["se_e2_a", "se_atten_v2"])
+def test_energy_and_forces_are_continuous_where_the_table_ends(close_frames, name):
     """Across the end, energy changes by the work of the forces."""
-    program = Program(build(SE_E2_A), {}).eval()
-    program.descriptor = TabulatedSeE2A(program.descriptor, step=0.05, nearest=0.25)
+    model = build(*MODELS[name])
+    program = Program(model, {}).eval()
+    program.descriptor = tabulated(model, program, step=0.05, nearest=0.25)
     own = program.descriptor
     end = 1.0 / (own.pieces * own.step)
     coord, box, atype = (torch.from_numpy(part) for part in close_frames)
@@ -173,14 +193,18 @@ def test_other_descriptors_and_kinks_are_refused(tmp_path):
         compress(build(SE_E2_A | {"activation_function": "relu"}), tmp_path / "c.pth", min_distance=0.7)
     assert list(tmp_path.iterdir()) == []
     freeze(build(LARGER["se_atten"] | {"seed": 1}), tmp_path / "a.pth")
-    with pytest.raises(FreezeError, match="'se_atten' has no tables"):
+    with pytest.raises(ModelError, match="attention"):
+        compress(build(LARGER["se_atten"] | {"seed": 1}), tmp_path / "c.pth")
+    with pytest.raises(FreezeError, match="give the checkpoint"):
         restored(tmp_path / "a.pth")
 
 
-def test_tensors_are_made_where_the_positions_are(close_frames):
+@pytest.mark.parametrize("name", ["se_e2_a", "se_atten_v2, standardised, one side"])
+def test_tensors_are_made_where_the_positions_are(close_frames, name):
     """A tensor made without a device would be on "meta" here, and on the CPU in a program that runs on a GPU."""
-    program = Program(build(SE_E2_A), {}).eval()
-    program.descriptor = TabulatedSeE2A(program.descriptor, step=0.1, nearest=0.5)
+    model = build(*MODELS[name])
+    program = Program(model, {}).eval()
+    program.descriptor = tabulated(model, program, step=0.1, nearest=0.5)
     coord, box, atype = (torch.from_numpy(part) for part in close_frames)
     with pytest.warns(UserWarning, match="closer"):
         expected = program(coord, atype, box)

@@ -12,6 +12,8 @@ import pytest
 import torch
 from page_runner import REASONS, blocks_of, run_page
 
+from deepmd_muon.optim.other_configs import OPTIMIZERS
+
 TOP = Path(__file__).parents[3]
 PAGES = {
     str(page.relative_to(TOP)): page
@@ -20,7 +22,7 @@ PAGES = {
 # Pages whose blocks run one after the other. Benchmarks show commands of scripts, which take hours.
 WALKS = {name: page for name, page in PAGES.items() if not name.startswith("doc/benchmarks/")}
 NEED_ASE = (
-    *("doc/tutorials/water.md", "doc/tutorials/own-data.md"),
+    *("doc/tutorials/water.md", "doc/tutorials/own-data.md", "doc/api.md"),
     *("doc/uncertainty.md", "doc/stability.md", "doc/coming-from.md"),
 )
 
@@ -36,7 +38,7 @@ def checkout(tmp_path, monkeypatch):
     shutil.copytree(TOP / "examples", tmp_path / "examples")
     for array in tmp_path.glob("examples/*/data/*/*/set.*/*.npy"):
         np.save(array, np.load(array)[: 10 if "cu_emt" in array.parts else 3])  # dp init splits ten in time
-    threads = torch.get_num_threads()
+    threads, optimizers = torch.get_num_threads(), {*OPTIMIZERS}
     torch.set_num_threads(1)
     logger = logging.getLogger("deepmd_muon")  # a run sets its level and handlers
     level, handlers = logger.level, list(logger.handlers)
@@ -44,6 +46,8 @@ def checkout(tmp_path, monkeypatch):
     monkeypatch.delenv("DP_BACKEND", raising=False)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
+    for registered in {*OPTIMIZERS} - optimizers:  # by a page
+        del OPTIMIZERS[registered]
     torch.set_num_threads(threads)
     logger.setLevel(level)
     logger.handlers[:] = handlers

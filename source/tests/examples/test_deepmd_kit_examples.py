@@ -19,8 +19,6 @@ pytestmark = [
 EXAMPLES = Path(os.environ.get("DEEPMD_KIT_EXAMPLES", "."))
 # What each of the others asks for that this package does not have.
 REFUSED = {
-    "fparam/train/input.json": "numb_fparam",
-    "fparam/train/input_aparam.json": "numb_aparam",
     "spin/se_e2_a/input_tf.json": "spin",
     "spin/se_e2_a/input_torch.json": "spin",
     "water/dplr/train/ener.json": "modifier",

@@ -1,5 +1,7 @@
 """Models on the batches that real data sets hold at their edges, by torch's operations and by kernels."""
 
+import dataclasses
+
 import numpy as np
 import torch
 from model_batches import make_batch
@@ -30,19 +32,24 @@ CORNERS = {
     "one atom": (np.zeros((1, 3)), [1]),
     "no neighbours": (9.0 * np.eye(3), [0, 1, 0]),
     "padding": (_DISTORTED, [0, 1, -1, -1]),
+    "excluded types and parameters": (_DISTORTED, [0, 1, 1, 2]),
 }
+_EXCLUDED = {"pair_exclude_types": [[0, 1], [2, 2]], "atom_exclude_types": [2]}
 
 
-def corner_model(name, precision, device="cpu"):
+def corner_model(name, precision, device="cpu", corner=""):
     """Return a small model of three types; an interpolating one where the descriptor can."""
+    special = corner.startswith("excluded")
     fitting = {"type": "ener", "neuron": [8, 8], "seed": 2, "precision": precision}
+    fitting |= {"numb_fparam": 1, "numb_aparam": 2} if special else {}
     descriptor = {**DESCRIPTORS[name], "seed": 1, "precision": precision}
-    model = build_model({"type_map": TYPES, "descriptor": descriptor, "fitting_net": fitting})
+    section = {"type_map": TYPES, "descriptor": descriptor, "fitting_net": fitting}
+    model = build_model(section | (_EXCLUDED if special else {}))
     # Means that differ a little between types, as those of similar elements do.
     mean = torch.tensor([[0.051, 0, 0, 0], [0.05, 0, 0, 0], [0.0505, 0, 0, 0]], dtype=torch.float64)
     model.set_statistics(mean, torch.full((3, 4), 0.15, dtype=torch.float64))
     if precision == "float64":  # the weights that the same model has in single precision
-        model.load_state_dict(corner_model(name, "float32").state_dict())
+        model.load_state_dict(corner_model(name, "float32", corner=corner).state_dict())
     model.pieces = 16
     return model.to(device)
 
@@ -52,7 +59,12 @@ def corner_batch(model, corner, device="cpu"):
     coord, atype = CORNERS[corner]
     coord, atype = np.stack([coord, 1.01 * coord]), np.stack([atype, atype])
     sections = {} if model.by_type else {"ntypes": 3, "inner": model.neighbors.inner}
-    return make_batch(coord, atype, None, model.rcut, model.neighbors.sel, device=device, **sections)
+    batch = make_batch(coord, atype, None, model.rcut, model.neighbors.sel, device=device, **sections)
+    if not model.settings.fitting_net.numb_fparam:
+        return batch
+    fparam, aparam = np.array([[0.3], [-0.4]]), np.linspace(-1.0, 1.0, 2 * coord.shape[0] * coord.shape[1])
+    given = {"fparam": fparam, "aparam": aparam.reshape(*atype.shape, 2)}
+    return dataclasses.replace(batch, **{name: torch.from_numpy(x).to(device) for name, x in given.items()})
 
 
 def corner_results(name, corner, precision, monkeypatch, *, fused, device="cpu"):
@@ -61,7 +73,7 @@ def corner_results(name, corner, precision, monkeypatch, *, fused, device="cpu")
     monkeypatch.setattr(triton_support, "usable", lambda _: fused)
     if device == "cpu":
         monkeypatch.setattr(triton_support, "has_tensor_cores", lambda _: True)
-    model = corner_model(name, precision, device)
+    model = corner_model(name, precision, device, corner)
     out = model(corner_batch(model, corner, device))
     weights = torch.linspace(0.5, 1.5, out["force"].numel(), dtype=torch.float64).view(out["force"].shape)
     loss = out["energy"].sum() + (out["force"] * weights.to(device)).square().sum() + out["virial"].square().sum()

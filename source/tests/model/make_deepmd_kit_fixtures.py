@@ -108,8 +108,9 @@ def model_section(changes: dict) -> dict:
 
 
 def run(model: torch.nn.Module, batch: dict, **more: bool) -> dict:
-    box = batch["box"]
-    return model(batch["coord"], batch["atype"], box=None if box is None else box.reshape(-1, 9), **more)
+    box, parameters = batch["box"], {name: batch[name] for name in ("fparam", "aparam") if name in batch}
+    box = None if box is None else box.reshape(-1, 9)
+    return model(batch["coord"], batch["atype"], box=box, **parameters, **more)
 
 
 def one_case(name: str, changes: dict, batches: dict[str, dict]) -> dict:

@@ -97,7 +97,7 @@ def test_docstring_and_page_say_the_bytes_that_are_measured():
         for settings in SETTINGS
     ]
     said = f"{min(peaks):.0f} to {max(peaks):.0f} bytes"
-    page = Path(__file__).parents[3] / "doc" / "optimizer.md"
+    page = Path(__file__).parents[3] / "doc" / "optimizer-state.md"
     assert said in page.read_text(encoding="utf-8")
     assert said in str(HybridMuon.__doc__)
 

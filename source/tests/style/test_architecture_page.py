@@ -11,7 +11,9 @@ TOP = Path(__file__).parents[3]
 PACKAGE = TOP / "deepmd_muon"
 PAGE = (TOP / "doc" / "architecture.md").read_text()
 LISTED = set(re.findall(r"^\| `([\w/.]+)` \|", PAGE, re.MULTILINE))
-MENTIONED = sorted(set(re.findall(r"`([\w/]+\.py)(?:::([\w.]+))?`", PAGE)))
+PICTURE = (TOP / "doc" / "images" / "step.svg").read_text()
+DRAWN = re.findall(r"([\w/]+\.py)::([\w.]+)", PICTURE)
+MENTIONED = sorted({*re.findall(r"`([\w/]+\.py)(?:::([\w.]+))?`", PAGE), *DRAWN})
 
 
 def test_every_room_has_its_line():
@@ -40,3 +42,16 @@ def test_every_name_on_the_page_exists(file, name):
         found = [child for child in node.body if getattr(child, "name", None) == part]
         assert found, f"doc/architecture.md names {file}::{name}, which does not exist"
         (node,) = found
+
+
+def test_the_picture_of_a_step_has_the_order_of_the_code():
+    tree = ast.parse((PACKAGE / "train/step/step.py").read_text())
+    (step,) = [node for node in tree.body if getattr(node, "name", None) == "TrainingStep"]
+    (call,) = [node for node in step.body if getattr(node, "name", None) == "__call__"]
+    called = [node.func.attr for node in ast.walk(call) if isinstance(node, ast.Call) and hasattr(node.func, "attr")]
+    where = {name: ast.unparse(call).index(f".{name}(") for name in called}
+    drawn = [name.rpartition(".")[2] for _, name in DRAWN]
+    drawn[drawn.index("differentiate")] = "_differentiate"
+    order = [name for name in drawn if name in where]
+    assert order == ["_differentiate", "reduce", "admits", "_clip", "step", "update"]
+    assert order == sorted(order, key=where.get)

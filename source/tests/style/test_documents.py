@@ -48,6 +48,33 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def words(text):
+    """Count the words of a page: not its code, its comments and the marks of its tables."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
+    return sum(1 for word in text.split() if re.search(r"\w", word))
+
+
+def test_no_page_is_long():
+    # Looked up, not read.
+    references = {"CHANGELOG.md", "doc/input-reference.md", "doc/architecture.md", "doc/api.md"}
+    counted = {str(page.relative_to(TOP)): words(page.read_text()) for page in PAGES}
+    assert references <= counted.keys()
+    assert words("one two-three\n| 4 | – |\n```sh\nno no\n```\n<!-- no\nno -->\n") == 3
+    assert {name: count for name, count in counted.items() if count > 1500 and name not in references} == {}
+
+
+def test_the_api_page_has_an_example_of_every_public_name():
+    from deepmd_muon import infer, optim
+    from deepmd_muon.optim import sharded
+
+    code = "\n".join(blocks(TOP / "doc" / "api.md", "python"))
+    names = [name for module in (optim, sharded, infer) for name in module.__all__]
+    # One error stands for those that are caught alike.
+    names = [name for name in names if not name.endswith("Error") or name == "InvalidSettingError"]
+    assert len(names) > 20
+    assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+
+
 def test_published_scripts_exist():
     for page in PAGES:
         for script in re.findall(r"source/benchmarks/[\w/]+\.py", page.read_text()):

@@ -28,7 +28,7 @@ LAYERS = (
     *("deepmd_muon.data", "deepmd_muon.checkpoint_file", "deepmd_muon.model", "deepmd_muon.loss"),
     *("deepmd_muon.argcheck", "deepmd_muon.plugins", "deepmd_muon.infer"),
     "deepmd_muon.dynamics",
-    "deepmd_muon.stability",
+    *("deepmd_muon.stability", "deepmd_muon.replay"),
     *("deepmd_muon.train", "deepmd_muon.explore", "deepmd_muon.show", "deepmd_muon.deploy", "deepmd_muon.deepmd_kit"),
     *("deepmd_muon.cli", "deepmd_muon.testing"),
     *("deepmd_muon.__main__", "deepmd_muon"),

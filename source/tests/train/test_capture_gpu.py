@@ -328,3 +328,67 @@ def test_many_compositions_train_with_default_settings(train, load, tmp_path, de
     assert all(value.isfinite().all() for value in load()["model"].values() if isinstance(value, torch.Tensor))
     errors = np.loadtxt("lcurve.out")[:, 1]
     assert np.isfinite(errors).all()
+
+
+def in_branches(content):
+    """The input with two branches on one descriptor and different data."""
+    loss, model, training = content.pop("loss"), content["model"], content["training"]
+    nets = [{**model["fitting_net"], "seed": seed} for seed in (2, 3)]
+    parts = {"type_map": "types", "descriptor": "all"}
+    content["model"] = {
+        "shared_dict": {"types": ["Cu"], "all": {**model["descriptor"], "sel": [60]}},
+        "model_dict": {name: {**parts, "fitting_net": net} for name, net in zip("ab", nets, strict=True)},
+    }
+    content["loss_dict"] = {"a": loss, "b": {**loss, "start_pref_e": 1.0}}
+    (whole,) = training.pop("training_data")["systems"]
+    del training["validation_data"]
+    systems = {"a": f"{whole}/fcc32", "b": f"{whole}/triclinic8"}
+    data = {name: {"training_data": {"systems": path, "batch_size": 2}} for name, path in systems.items()}
+    content["training"] = {**training, "data_dict": data, "model_prob": {"a": 2, "b": 1}}
+    return content
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
+def test_captured_steps_of_branches_give_the_weights_of_eager_ones(
+    small_input, train, load, steppers, optimizer, precision
+):
+    """Graphs of branches share memory; each updates the shared descriptor and its own head alone."""
+    content = small_input(training={"numb_steps": 40, "enable_ema": True, "ema_decay": 0.9, "gradient_max_norm": 5.0})
+    content["optimizer"] = {"type": optimizer}
+    content["model"]["descriptor"]["precision"] = content["model"]["fitting_net"]["precision"] = precision
+    content = in_branches(content)
+    found = []
+    for capture in ("off", "off", "auto"):
+        content["training"]["capture"] = capture
+        assert train(content) == 0
+        found.append((load(), Path("lcurve.out").read_text()))
+    (first, curve), (again, _), (captured, captured_curve) = found
+    assert_equal_weights(first, again)
+    assert_equal_weights(first, captured)
+    assert captured_curve == curve
+    for name, values in first["optimizer"]["state"].items():
+        for key, value in values.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(captured["optimizer"]["state"][name][key]))
+    assert all(graphs(stepper) >= 1 for stepper in steppers[-2:])
+    assert all(stepper._captured.eager_reason is None for stepper in steppers[-2:])
+
+
+def test_restart_of_branches_is_bitwise_and_an_idle_head_keeps_still(small_input, train, load):
+    content = in_branches(small_input(training={"numb_steps": 40, "save_freq": 20}))
+    assert train(content) == 0
+    whole = load("model.ckpt-40.pt")
+    content["training"]["save_ckpt"] = "again"
+    assert train(content, restart="model.ckpt-20.pt") == 0
+    assert_equal_weights(whole, load("again-40.pt"))
+    content["training"] |= {"save_ckpt": "alone", "model_prob": {"a": 1, "b": 0}, "numb_steps": 80}
+    assert train(content, restart="model.ckpt-40.pt") == 0
+    alone = load("alone-80.pt")
+    head = [name for name in whole["model"] if name.startswith("model.b.atomic_model.fitting_net")]
+    assert head
+    assert all(torch.equal(whole["model"][name], alone["model"][name]) for name in head)
+    names = whole["optimizer"]["param_groups"][0]["param_names"]
+    for number, values in whole["optimizer"]["state"].items():
+        if names[number].startswith("b."):
+            after = alone["optimizer"]["state"][number]
+            assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(after[key])) for key, x in values.items())

@@ -191,3 +191,78 @@ def test_freezing_keeps_a_name_with_a_dot(finished):
     assert main(["freeze", "-c", "model.ckpt.pt", "-o", "model.v1"]) == 0
     assert Path("model.pth").read_text() == "another model"
     assert is_frozen("model.v1.pth")
+
+
+# Of several models: the words of a command, and a word of the message where it refuses. Without --head it names them.
+NAMELESS = "hot, cold"
+SEVERAL = {
+    "show routing FILE": None,
+    "show plan FILE --world-size 2": None,
+    "show weights FILE": None,
+    "show lcurve lcurve.out -o curve.png": None,
+    "show FILE model-branch type-map descriptor fitting-net size observed-type": None,
+    f"test -m FILE -s {VALID} -n 1": NAMELESS,
+    f"test -m FILE -s {VALID} -n 1 --head hot --ema": None,
+    f"test -m FILE -s {VALID} -n 1 --head warm": NAMELESS,
+    f"check FILE -s {VALID} --time 0.001 --copies 1 --probes 1": NAMELESS,
+    f"check FILE -s {VALID} --time 0.001 --copies 1 --probes 1 --head hot": None,
+    "freeze -c FILE -o other.pth": NAMELESS,
+    "freeze -c FILE -o other.pth --head hot": None,
+    f"model-devi -m FILE other.pth -s {VALID}": NAMELESS,
+    "change-bias FILE -b 0.5 -o changed.pt": NAMELESS,
+    "change-bias FILE -b 0.5 -o changed.pt --model-branch hot": None,
+    "train again.json -v WARNING -i FILE": None,
+    "train again.json -v WARNING -r FILE": None,
+    "train again.json -v WARNING -t FILE": None,
+}
+
+
+@pytest.fixture
+def several(small_input, train):
+    """The files of a run with two branches."""
+    content = small_input(training={"numb_steps": 2, "save_freq": 1, "checkpoint_format": "both", "enable_ema": True})
+    model, loss, training = content["model"], content.pop("loss"), content["training"]
+    parts = {"type_map": "types", "descriptor": "all", "fitting_net": model["fitting_net"]}
+    content["model"] = {"shared_dict": {"types": ["Cu"], "all": model["descriptor"]}}
+    content["model"]["model_dict"] = {"hot": parts, "cold": parts}
+    content["loss_dict"] = {"hot": loss, "cold": loss}
+    data = {key: training.pop(key) for key in ("training_data", "validation_data")}
+    training |= {"data_dict": {"hot": data, "cold": data}, "model_prob": {"hot": 1, "cold": 1}}
+    content["validating"] = {"full_validation": True, "validation_freq": 2, "full_val_start": 0}
+    assert train(content) == 0
+    training |= {"save_ckpt": "again", "disp_file": "again.out"}
+    del content["validating"]
+    Path("again.json").write_text(json.dumps(content))
+
+
+def test_every_command_takes_files_of_several_models(several, capsys):
+    for file in ("model.ckpt", "model.ckpt.dcp", "best.cold.ckpt-2.t-1.pt"):
+        for words, expected in SEVERAL.items():
+            if file != "model.ckpt" and words.startswith(("check", "train", "show lcurve")):
+                continue
+            capsys.readouterr()
+            status = main([file if word == "FILE" else word for word in words.split()])
+            said = capsys.readouterr()
+            if words.startswith("check") and status == 1:
+                status = 0  # the model of two steps was checked, and failed
+            assert (words, status) == (words, 2 if expected else 0), said.err
+            assert expected is None or expected in said.err, words
+            assert "deepmd-kit" not in said.err or status == 0, words
+
+
+def test_a_picture_and_a_table_show_every_branch(several, capsys, monkeypatch):
+    from deepmd_muon.show import learning_curve
+
+    names = []
+    original = learning_curve._line
+    monkeypatch.setattr(
+        learning_curve, "_line", lambda *parts, **style: names.append(parts[4]) or original(*parts, **style)
+    )
+    assert main(["show", "lcurve", "lcurve.out", "-o", "curve.png"]) == 0
+    assert {"hot, validation", "cold, validation"} <= set(names)
+    capsys.readouterr()
+    assert main(["show", "weights", "model.ckpt.pt"]) == 0
+    table = capsys.readouterr().out
+    for part in ("hot.atomic_model.descriptor", "hot.atomic_model.fitting_net", "cold.atomic_model.fitting_net"):
+        assert f"{part}.filter_layers" in table or f"{part}.sea.filter_layers" in table
+    assert "cold.atomic_model.descriptor" not in table  # the shared one stands there once

@@ -36,7 +36,8 @@ def two_branches(place, batch, stage=0, **training):
     }
     given["loss_dict"] = {"hot": loss, "cold": {**loss, "start_pref_v": 0.0, "limit_pref_v": 0.0}}
     data = {key: given["training"].pop(key) for key in ("training_data", "validation_data")}
-    given["training"] |= {"data_dict": {"hot": data, "cold": data}, "model_prob": {"hot": 1, "cold": 1}}
+    given["training"] |= {"data_dict": {"hot": data, "cold": data}}
+    given["training"].setdefault("model_prob", {"hot": 1, "cold": 1})
     return given
 
 
@@ -72,3 +73,56 @@ def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
     for name in ("hot", "cold"):  # one process takes one batch a step where two ranks take two
         steps = [each["training_data"][name]["step"] - before[name]["step"] for each in (seen, positions)]
         assert steps[0] == 2 * steps[1]
+
+
+def test_stratified_ranks_train_branches_side_by_side(place):
+    """In each step of two ranks one trains each branch; heads get their own mean, the descriptor that of both."""
+    given = two_branches(place, 1, stratified=True)
+    folders = [place / f"stratified_{stage}" for stage in (0, 1)]
+    jobs = [Job(folder, two_branches(place, 1, stage, stratified=True)) for stage, folder in enumerate(folders)]
+    assert run_jobs(2, jobs) == [["0", "0"]] * 2
+    whole, parted = (model_of(folder) for folder in folders)
+    for name, values in whole.items():
+        torch.testing.assert_close(parted[name], values, rtol=0, atol=1e-12)
+    own = read_checkpoint(folders[0] / f"model.ckpt-{STEPS}.pt")["deepmd_muon"]
+    assert {name: state["step"] for name, state in own["training_data"].items()} == {"hot": STEPS, "cold": STEPS}
+    assert own["tasks"]["step"] == STEPS
+    # From the half: the same run on two ranks, and its continuation on one.
+    half = str(folders[0] / f"model.ckpt-{HALF}.pt")
+    again = Job(place / "stratified_again", given, {"restart": half})
+    assert run_jobs(2, [again]) == [["0", "0"]]
+    for name, values in model_of(again.folder).items():
+        torch.testing.assert_close(values, whole[name], rtol=0, atol=1e-12)
+    single = Job(place / "stratified_single", given, {"restart": half})
+    assert run_jobs(1, [single]) == [["0"]]
+    own = read_checkpoint(single.folder / f"model.ckpt-{STEPS}.pt")["deepmd_muon"]
+    assert sum(state["step"] for state in own["training_data"].values()) == 2 * HALF + (STEPS - HALF)
+
+
+def test_a_head_of_one_rank_gets_its_own_gradient(place):
+    """One stratified step of two ranks against the gradients of each branch by itself."""
+    steps = {"numb_steps": 1, "save_freq": 1}
+    inputs = {
+        "both": two_branches(place, 1, stratified=True, **steps),
+        "hot": two_branches(place, 1, **steps, model_prob={"hot": 1, "cold": 0}),
+        "cold": two_branches(place, 1, **steps, model_prob={"hot": 0, "cold": 1}),
+    }
+    for each in inputs.values():
+        # Without memory, the first moment is the gradient itself.
+        each["optimizer"] = {"type": "Adam", "adam_beta1": 0.0}
+        each["training"]["gradient_max_norm"] = 0.0
+    jobs = {name: Job(place / f"one_step_{name}", given) for name, given in inputs.items()}
+    assert run_jobs(2, [jobs["both"]]) == [["0", "0"]]
+    assert run_jobs(1, [jobs[name] for name in ("hot", "cold")]) == [["0"]] * 2
+    moments = {}
+    for name in ("both", "hot", "cold"):
+        optimizer = read_checkpoint(jobs[name].folder / "model.ckpt-1.pt")["optimizer"]
+        names = optimizer["param_groups"][0]["param_names"]
+        moments[name] = {names[k]: each["exp_avg"] for k, each in optimizer["state"].items() if "exp_avg" in each}
+    assert moments["both"].keys() == moments["hot"].keys() | moments["cold"].keys()
+    heads = 0
+    for name, gradient in moments["both"].items():
+        parts = [moments[branch][name] for branch in ("hot", "cold") if name in moments[branch]]
+        heads += len(parts) == 1
+        torch.testing.assert_close(gradient, sum(parts) / len(parts), rtol=1e-9, atol=1e-12)
+    assert 0 < heads < len(moments["both"])

@@ -40,7 +40,7 @@ class Columns(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """What masks, switches and angles do to attention; see `attention.Gates`, whose mask is a flag here."""
+    """The effect of masks, switches and angles on attention; see `attention.Gates`, whose mask is a flag here."""
 
     hidden: torch.Tensor
     after: torch.Tensor

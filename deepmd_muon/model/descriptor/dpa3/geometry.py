@@ -1,4 +1,4 @@
-"""What DPA-3 takes from positions: distances, switches and directions of edges, cosines of angles.
+"""The functions of positions in DPA-3: distances, switches and directions of edges, cosines of angles.
 
 Everything here is plain torch on few numbers an edge or angle; autograd differentiates it.
 """

@@ -230,7 +230,8 @@ class ScriptedDPA3(torch.nn.Module):
         direction = edges * (per_distance / distance).unsqueeze(-1) * scale[..., 1:]
         radial = distance if self.start_from_length else per_distance * scale[..., 0]
         inside = (distance.detach() < self.angle_switch.end) & ~empty
-        slots = 0 if inside.numel() == 0 else min(int(inside.sum(1).max()), self.angle_slots)
+        last = inside.any(0).nonzero()
+        slots = 0 if last.numel() == 0 else min(int(last.max()) + 1, self.angle_slots)
         short, in_angle = distance[:, :slots], inside[:, :slots]
         angle_weight = weigh(
             short, self.angle_switch.start, self.angle_switch.end, self.angle_switch.exponential

@@ -34,7 +34,7 @@ from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.networks import Copies, Network, unflatten
 
 PIECES = (16, 32, 64)
-"""What `fewest_pieces` chooses from."""
+"""The numbers of pieces that `fewest_pieces` chooses from."""
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6}
 """Largest estimated interpolation error relative to the largest feature; the slope of a feature errs 10³ times more."""

@@ -6,7 +6,7 @@ import torch
 
 from deepmd_muon.model.descriptor.se_e2_a.embedding import CPU_BLOCK_ROWS
 from deepmd_muon.model.descriptor.se_e2_a.module import SeE2A
-from deepmd_muon.model.scripted.dense import Act, Dense, act_of, dense_layers, slope_of, value_of
+from deepmd_muon.model.scripted.dense import Act, Dense, act_of, dense_layers, embed_rows
 from deepmd_muon.model.scripted.near import Near, Request
 from deepmd_muon.model.scripted.rows import Rows, environment_rows, rows_pullback
 
@@ -45,24 +45,7 @@ class Tape(NamedTuple):
 
 def embed(act: Act, layers: list[Dense], s: torch.Tensor) -> torch.Tensor:
     """Return G(s) and G′(s) `(2, rows, M)` of s `(rows,)`."""
-    values = s.unsqueeze(1)
-    stack = torch.stack([values, torch.ones_like(values)])
-    for layer in layers:
-        n_in = stack.shape[2]
-        z = torch.mm(stack.view(-1, n_in), layer.matrix).view(2, s.shape[0], layer.matrix.shape[1])
-        h = z[0].add_(layer.bias)
-        value = value_of(act, h)
-        moved = slope_of(act, h, value).mul_(z[1])
-        idt = layer.idt
-        if idt is not None:
-            value, moved = value * idt, moved * idt
-        out = torch.stack([value, moved])
-        if layer.copies == 1:
-            out += stack
-        elif layer.copies == 2:
-            out.view(2, s.shape[0], 2, n_in).add_(stack.unsqueeze(2))
-        stack = out
-    return stack
+    return embed_rows(act, layers, s.unsqueeze(1))
 
 
 class ScriptedSeE2A(torch.nn.Module):

@@ -21,6 +21,7 @@ from deepmd_muon.model.nn.networks import (
     dtype_of,
     unflatten,
 )
+from deepmd_muon.model.structures import Structures
 
 
 def _down(of_h: torch.Tensor, layer: LayerTensors, above: torch.Tensor, copies: Copies) -> torch.Tensor:
@@ -185,6 +186,11 @@ class EnergyFitting(torch.nn.Module):
     type_axes: ClassVar[Mapping[str, int]] = {"bias_atom_e": 0}
     bias_atom_e: torch.Tensor
     case_embd: torch.Tensor | None
+    fparam_avg: torch.Tensor | None
+    fparam_inv_std: torch.Tensor | None
+    aparam_avg: torch.Tensor | None
+    aparam_inv_std: torch.Tensor | None
+    default_fparam_tensor: torch.Tensor | None
 
     def __init__(
         self,
@@ -206,10 +212,17 @@ class EnergyFitting(torch.nn.Module):
         self.register_buffer("bias_atom_e", torch.zeros(ntypes, 1, dtype=torch.float64))
         branches = settings.dim_case_embd
         self.register_buffer("case_embd", torch.zeros(branches, dtype=self.dtype) if branches else None)
+        for name, number in (("fparam", settings.numb_fparam), ("aparam", settings.numb_aparam)):
+            self.register_buffer(f"{name}_avg", torch.zeros(number, dtype=self.dtype) if number else None)
+            self.register_buffer(f"{name}_inv_std", torch.ones(number, dtype=self.dtype) if number else None)
+        default = None if settings.default_fparam is None else torch.tensor(settings.default_fparam, dtype=self.dtype)
+        self.register_buffer("default_fparam_tensor", default)
+        self.dim_in = dim_in
+        self.numb_parameters = settings.numb_fparam + settings.numb_aparam
         self.filter_layers = NetworkCollection(
             [
                 Network(
-                    (dim_in + branches, *settings.neuron),
+                    (dim_in + self.numb_parameters + branches, *settings.neuron),
                     1,
                     timestep=settings.resnet_dt,
                     dtype=self.dtype,
@@ -221,11 +234,37 @@ class EnergyFitting(torch.nn.Module):
         flags = settings.trainable
         self.requires_grad_(all(flags) if isinstance(flags, tuple) else flags)
 
+    def parameters_of(self, structures: Structures) -> torch.Tensor | None:
+        """Return the parameters of every sorted atom; see `Conditioned`."""
+        found = []
+        if self.settings.numb_fparam:
+            fparam = structures.fparam
+            if fparam is None and self.default_fparam_tensor is not None:
+                fparam = self.default_fparam_tensor.double().expand(structures.nframes, -1)
+            _check_parameters("fparam", fparam, self.settings.numb_fparam, "of each frame")
+            assert fparam is not None
+            found.append(fparam[structures.sorted_frame])
+        if self.settings.numb_aparam:
+            _check_parameters("aparam", structures.aparam, self.settings.numb_aparam, "of each atom")
+            assert structures.aparam is not None
+            found.append(structures.aparam.flatten(0, 1)[structures.order])
+        return torch.cat(found, dim=1) if found else None
+
+    def set_parameter_statistics(self, name: str, mean: torch.Tensor, deviation: torch.Tensor) -> None:
+        """Standardise parameters; see `Conditioned`."""
+        getattr(self, f"{name}_avg").copy_(mean)
+        getattr(self, f"{name}_inv_std").copy_(1.0 / deviation)
+
     def forward(
-        self, descriptor: torch.Tensor, type_counts: tuple[int, ...], *, force: bool = True
+        self,
+        descriptor: torch.Tensor,
+        type_counts: tuple[int, ...],
+        *,
+        force: bool = True,
+        parameters: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return atomic energies `(nreal,)` [eV] and dE/dD `(nreal, dim_in)`; see `Fitting`."""
-        x = self._with_branch(descriptor.to(self.dtype))
+        """Return atomic energies `(nreal,)` [eV] and dE/dD `(nreal, dim_in)`; see `Fitting` and `Conditioned`."""
+        x = self._with_branch(self._with_parameters(descriptor.to(self.dtype), parameters))
         energy, slope = (self._one_net if self.mixed_types else self._net_per_type)(x, type_counts, force=force)
         energy = energy + torch.cat([bias.expand(n) for bias, n in zip(self.bias_atom_e, type_counts, strict=True)])
         if slope is None:
@@ -236,10 +275,19 @@ class EnergyFitting(torch.nn.Module):
         """Append the row that says which branch of a multi-task model this is."""
         return x if self.case_embd is None else torch.cat([x, self.case_embd.expand(len(x), -1)], dim=1)
 
-    def _vacuum_row(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the network's input of an atom without descriptor `(1, columns of x)`."""
-        branches = 0 if self.case_embd is None else len(self.case_embd)
-        return self._with_branch(x.new_zeros(1, x.shape[1] - branches))
+    def _with_parameters(self, x: torch.Tensor, parameters: torch.Tensor | None) -> torch.Tensor:
+        """Append the standardised parameters of each atom."""
+        if parameters is None:
+            return x
+        means = [mean for mean in (self.fparam_avg, self.aparam_avg) if mean is not None]
+        scales = [scale for scale in (self.fparam_inv_std, self.aparam_inv_std) if scale is not None]
+        return torch.cat([x, (parameters.to(self.dtype) - torch.cat(means)) * torch.cat(scales)], dim=1)
+
+    def _vacuum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the network's input of atoms without descriptor: one row, or one of each atom with its parameters."""
+        if not self.numb_parameters:
+            return self._with_branch(x.new_zeros(1, self.dim_in))
+        return torch.cat([x.new_zeros(len(x), self.dim_in), x[:, self.dim_in :]], dim=1)
 
     def _one_net(
         self, x: torch.Tensor, type_counts: tuple[int, ...], *, force: bool
@@ -250,7 +298,7 @@ class EnergyFitting(torch.nn.Module):
         """
         energy, slope = self._evaluate(self.filter_layers[0], x, force=force)
         if any(value is not None for value in self.vacuum):
-            energy = energy - self._evaluate(self.filter_layers[0], self._vacuum_row(x), force=False)[0]
+            energy = energy - self._evaluate(self.filter_layers[0], self._vacuum_rows(x), force=False)[0]
         return energy.double().squeeze(1), slope
 
     def _net_per_type(
@@ -274,11 +322,11 @@ class EnergyFitting(torch.nn.Module):
     def _one_type(self, index: int, x: torch.Tensor, *, force: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Energies and slopes of the atoms of one type, the net's value in vacuum removed where one is set."""
         in_vacuum = self.vacuum[index] is not None
-        rows = torch.cat([x, self._vacuum_row(x)]) if in_vacuum else x
+        rows = torch.cat([x, self._vacuum_rows(x)]) if in_vacuum else x
         energy, slope = self._evaluate(self.filter_layers[index], rows, force=force)
         if in_vacuum:
-            energy = energy[:-1] - energy[-1:]
-        return energy, slope if slope is None or not in_vacuum else slope[:-1]
+            energy = energy[: len(x)] - energy[len(x) :]
+        return energy, slope if slope is None or not in_vacuum else slope[: len(x)]
 
     def _evaluate(
         self, network: Network, rows: torch.Tensor, *, force: bool
@@ -288,6 +336,14 @@ class EnergyFitting(torch.nn.Module):
             return _energy(self.activation, network.copies, rows, network.tensors), None
         flat = [part for layer in network.tensors for part in layer]
         return energy_and_slope(self.activation, network.copies, (rows.shape[0],), rows, *flat)
+
+
+def _check_parameters(name: str, values: torch.Tensor | None, number: int, whose: str) -> None:
+    if values is None or values.shape[-1] != number:
+        found = "none" if values is None else str(values.shape[-1])
+        raise ModelError(
+            f"the model reads {number} parameters {whose} ({name}, fitting_net/numb_{name}); found {found}"
+        )
 
 
 def _vacuum(atom_ener: Sequence[float | None], ntypes: int) -> tuple[float | None, ...]:

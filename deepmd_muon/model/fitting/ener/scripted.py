@@ -13,6 +13,10 @@ class ScriptedEnergyFitting(torch.nn.Module):
     nets: list[list[Dense]]
     branch: torch.Tensor
     bias: torch.Tensor
+    vacuum: list[bool]
+    parameter_mean: torch.Tensor
+    parameter_scale: torch.Tensor
+    default_fparam: torch.Tensor
 
     def __init__(self, module: EnergyFitting) -> None:
         super().__init__()
@@ -23,27 +27,43 @@ class ScriptedEnergyFitting(torch.nn.Module):
         self.register_buffer(
             "branch", torch.zeros(0, dtype=module.dtype) if branch is None else branch.detach().clone()
         )
-        self.register_buffer("bias", module.bias_atom_e.detach()[:, 0] - self._in_vacuum(module))
+        self.numb_fparam, self.numb_aparam = module.settings.numb_fparam, module.settings.numb_aparam
+        for name, buffers in (
+            ("parameter_mean", (module.fparam_avg, module.aparam_avg)),
+            ("parameter_scale", (module.fparam_inv_std, module.aparam_inv_std)),
+        ):
+            there = [buffer.detach().clone() for buffer in buffers if buffer is not None]
+            self.register_buffer(name, torch.cat([self.branch.new_zeros(0), *there]))
+        default = module.default_fparam_tensor
+        self.register_buffer("default_fparam", self.branch.new_zeros(0) if default is None else default.clone())
+        wanted = [energy is not None for energy in module.vacuum]
+        self.vacuum = [any(wanted)] * len(wanted) if self.mixed_types else wanted
+        bias = module.bias_atom_e.detach()[:, 0]
+        # With parameters, the value in vacuum is another for every atom.
+        constant = self.numb_fparam + self.numb_aparam == 0
+        self.register_buffer("bias", bias - self._in_vacuum(module.dim_in) if constant else bias.clone())
 
     @torch.no_grad()
-    def _in_vacuum(self, module: EnergyFitting) -> torch.Tensor:
+    def _in_vacuum(self, width: int) -> torch.Tensor:
         """Return the networks' values without descriptor `(ntypes,)`, 0 for types without a vacuum energy."""
-        width = module.filter_layers[0].tensors[0].matrix.shape[0] - self.branch.shape[0]
         row = torch.cat([self.branch.new_zeros(width), self.branch]).unsqueeze(0)
-        wanted = [energy is not None for energy in module.vacuum]
-        if self.mixed_types:
-            wanted = [any(wanted)] * len(wanted)
-        nets = self.nets * len(wanted) if self.mixed_types else self.nets
+        nets = self.nets * len(self.vacuum) if self.mixed_types else self.nets
         values = [
             float(energy_and_slope(self.act, net, row)[0]) if given else 0.0
-            for net, given in zip(nets, wanted, strict=True)
+            for net, given in zip(nets, self.vacuum, strict=True)
         ]
         return torch.tensor(values, dtype=torch.float64)
 
     @torch.jit.export
-    def energy_and_slope(self, descriptor: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def energy_and_slope(
+        self, descriptor: torch.Tensor, counts: list[int], parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return energies `(ncentre,)` [eV] and dE/dD like `descriptor`."""
         x = descriptor.to(self.branch.dtype)
+        with_parameters = self.parameter_mean.shape[0] > 0
+        if with_parameters:
+            scaled = (parameters.to(self.branch.dtype) - self.parameter_mean) * self.parameter_scale
+            x = torch.cat([x, scaled], dim=1)
         if self.branch.shape[0] > 0:
             x = torch.cat([x, self.branch.expand(x.shape[0], -1)], dim=1)
         parts = [x] if self.mixed_types else list(torch.split(x, counts))
@@ -51,6 +71,10 @@ class ScriptedEnergyFitting(torch.nn.Module):
         slopes: list[torch.Tensor] = []
         for index in range(len(parts)):
             energy, slope = energy_and_slope(self.act, self.nets[index], parts[index])
+            if with_parameters and self.vacuum[index]:
+                empty = parts[index].clone()
+                empty[:, : descriptor.shape[1]] = 0.0
+                energy = energy - energy_and_slope(self.act, self.nets[index], empty)[0]
             energies.append(energy)
             slopes.append(slope)
         bias = torch.repeat_interleave(self.bias, torch.tensor(counts, device=self.bias.device))

@@ -16,7 +16,10 @@ def _one_flag_a_layer(trainable: bool | tuple[bool, ...], neuron: tuple[int, ...
     return None
 
 
-_NO_PARAMETERS = "frame and atomic parameters are not available"
+def _a_default_for_each(default_fparam: tuple[float, ...] | None, numb_fparam: int) -> str | None:
+    if default_fparam is not None and len(default_fparam) != numb_fparam:
+        return f"must have one value for each of the {numb_fparam} frame parameters; found {len(default_fparam)}"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +50,34 @@ class EnerSettings(Section):
     rcond: float | None = setting(
         None, minimum=0.0, doc="Relative cut-off of singular values in the least squares fit of the energy biases."
     )
-    numb_fparam: int = setting(0, choices=(0,), note=_NO_PARAMETERS, doc="Number of frame parameters.")
-    numb_aparam: int = setting(0, choices=(0,), note=_NO_PARAMETERS, doc="Number of atomic parameters.")
-
+    numb_fparam: int = setting(
+        0,
+        minimum=0,
+        doc=(
+            "Number of frame parameters: values that all atoms of a frame share, such as an electronic temperature. "
+            "The net reads them beside the descriptor; systems hold them in set.*/fparam.npy (nframes, numb_fparam)."
+        ),
+    )
+    numb_aparam: int = setting(
+        0,
+        minimum=0,
+        doc=(
+            "Number of atomic parameters: values of each atom that the net reads beside the descriptor; systems hold "
+            "them in set.*/aparam.npy (nframes, natoms * numb_aparam)."
+        ),
+    )
+    default_fparam: tuple[float, ...] | None = setting(
+        None, doc="Frame parameters of frames without fparam.npy, and of predictions that give none."
+    )
     dim_case_embd: int = setting(
         0, minimum=0, doc="Branches of the multi-task model that these parameters come from; 0 without branches."
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = (Rule(("trainable", "neuron"), _one_flag_a_layer),)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("trainable", "neuron"), _one_flag_a_layer),
+        Rule(("default_fparam", "numb_fparam"), _a_default_for_each),
+    )
     foreign: ClassVar[dict[str, Foreign]] = {
-        "default_fparam": Foreign("default frame parameters"),
         "layer_name": Foreign("layers shared by name"),
         "use_aparam_as_mask": Foreign("masked atoms", (False,)),
     }

@@ -1,0 +1,131 @@
+"""Frame and atomic parameters in every kind of data: what systems read, what they refuse, what conversions keep."""
+
+import pickle
+
+import numpy as np
+import pytest
+from write_systems import make_arrays, write_hdf5, write_npy
+
+from deepmd_muon.cli.main import main
+from deepmd_muon.data import (
+    DataError,
+    DataLoader,
+    Frames,
+    Parameters,
+    SystemFormatError,
+    data_fingerprint,
+    open_systems,
+    with_parameters,
+)
+
+WANTED = Parameters(2, 3)
+
+
+def arrays_of(nframes, natoms, seed, parameters=("fparam", "aparam")):
+    rng = np.random.default_rng(100 + seed)
+    found = {"fparam": rng.normal(size=(nframes, 2)), "aparam": rng.normal(size=(nframes, 3 * natoms))}
+    return make_arrays(nframes, natoms, seed) | {name: found[name] for name in parameters}
+
+
+def test_systems_carry_what_they_are_asked_for(tmp_path):
+    arrays = arrays_of(4, 5, 1)
+    paths = [
+        write_npy(tmp_path / "npy", [0, 1, 0, 0, 1], [arrays]),
+        write_hdf5(tmp_path / "data.hdf5", "a", [0, 1, 0, 0, 1], [arrays]),
+    ]
+    for system in open_systems(paths):
+        assert system.frames([0]).fparam is None
+        read = pickle.loads(pickle.dumps(system.with_parameters(WANTED))).frames([3, 1])
+        np.testing.assert_array_equal(read.fparam, arrays["fparam"][[3, 1]])
+        np.testing.assert_array_equal(read.aparam, arrays["aparam"].reshape(4, 5, 3)[[3, 1]])
+        only = system.with_parameters(Parameters(aparam=3)).part(1, 3).with_type_map(["B", "A"]).frames([0])
+        assert only.fparam is None
+        np.testing.assert_array_equal(only.aparam[0], arrays["aparam"].reshape(4, 5, 3)[1])
+
+
+def test_one_value_a_frame_needs_no_axis_of_its_own(tmp_path):
+    arrays = make_arrays(3, 2) | {"fparam": np.array([1.0, 2.0, 3.0])}
+    alone = make_arrays(1, 2) | {"fparam": np.array([7.0, 8.0])}  # a set of one frame
+    (system,) = open_systems(write_npy(tmp_path / "a", [0, 1], [arrays]))
+    assert system.with_parameters(Parameters(fparam=1)).frames([0, 2]).fparam.tolist() == [[1.0], [3.0]]
+    (system,) = open_systems(write_npy(tmp_path / "b", [0, 1], [alone]))
+    assert system.with_parameters(Parameters(fparam=2)).frames([0]).fparam.tolist() == [[7.0, 8.0]]
+
+
+def test_a_default_stands_for_frames_without(tmp_path):
+    sets = [arrays_of(2, 3, 1, ()), arrays_of(2, 3, 2, ("fparam",))]
+    (system,) = open_systems(write_npy(tmp_path / "a", [0, 1, 0], sets))
+    with_default = system.with_parameters(Parameters(2, 0, (0.5, -1.0)))
+    found = with_default.frames([0, 3, 1]).fparam
+    np.testing.assert_array_equal(found, [[0.5, -1.0], sets[1]["fparam"][1], [0.5, -1.0]])
+    np.testing.assert_array_equal(with_default.frames([0, 1]).fparam, [[0.5, -1.0]] * 2)
+    with pytest.raises(SystemFormatError, match=r"set.000/fparam.npy: missing.*default_fparam"):
+        system.with_parameters(Parameters(2))
+    other = system.with_parameters(Parameters(2, 0, (0.5, -2.0)))
+    assert data_fingerprint([with_default]) != data_fingerprint([other])
+
+
+def test_all_problems_are_told_at_once(tmp_path):
+    good, wide = arrays_of(2, 3, 1), arrays_of(2, 3, 3)
+    wide["aparam"] = wide["aparam"][:, :-1]
+    paths = [
+        write_npy(tmp_path / name, [0, 1, 0], [arrays])
+        for name, arrays in {"good": good, "bare": arrays_of(2, 3, 2, ("aparam",)), "wide": wide}.items()
+    ]
+    systems = open_systems(paths)
+    with pytest.raises(DataError) as error:
+        with_parameters(systems, WANTED)
+    text = str(error.value)
+    for word in ("2 of 3 systems", "bare", "set.000/fparam.npy", "wide", "set.000/aparam.npy", "(2, 9)", "(2, 8)"):
+        assert word in text, text
+    assert f"{tmp_path}/good" not in text
+    assert [system.name for system in with_parameters(systems, Parameters())] == paths
+    spoiled = arrays_of(2, 3, 1)
+    spoiled["fparam"][1, 0] = np.nan
+    (system,) = open_systems(write_npy(tmp_path / "nan", [0, 1, 0], [spoiled]))
+    with pytest.raises(SystemFormatError, match=r"fparam.npy: value that is not finite in frame 1"):
+        system.with_parameters(WANTED).frames([1])
+
+
+def test_mixed_types_and_batches_of_several_systems(tmp_path):
+    mixed = arrays_of(2, 4, 5)
+    mixed["real_atom_types"] = np.array([[0, 1, 1, -1], [1, 0, 0, 1]])
+    paths = [
+        write_npy(tmp_path / "mixed", [0] * 4, [mixed]),
+        write_npy(tmp_path / "small", [0, 1], [arrays_of(3, 2, 6)]),
+    ]
+    systems = with_parameters(open_systems(paths), WANTED)
+    loader = DataLoader(systems, "mixed:4", rcut=3.0, sel=[20, 20], seed=1)
+    frames = loader.next().frames
+    assert (frames.fparam.shape, frames.aparam.shape) == ((4, 2), (4, 4, 3))
+    parts = Frames.concatenate([system.frames([1]) for system in systems])
+    np.testing.assert_array_equal(parts.aparam[0], mixed["aparam"].reshape(2, 4, 3)[1])
+    assert not parts.aparam[1, 2:].any()
+    np.testing.assert_array_equal(parts.rows(slice(1, 2)).fparam, parts.fparam[1:])
+
+
+@pytest.mark.parametrize("target", ["npy", "out.hdf5", "out.lmdb", "out.xyz"])
+def test_a_conversion_keeps_parameters(target, tmp_path):
+    for module in {"out.lmdb": ("lmdb", "msgpack"), "out.xyz": ("ase",)}.get(target, ()):
+        pytest.importorskip(module)
+    names = ("H", "O")
+    paths = [
+        write_npy(tmp_path / "in" / "a", [0, 1, 0], [arrays_of(2, 3, 1), arrays_of(1, 3, 2, ())], names),
+        write_npy(tmp_path / "in" / "b", [0, 1], [arrays_of(2, 2, 3, ("fparam",))], names),
+    ]
+    assert main(["convert-data", *paths, str(tmp_path / target), "-v", "ERROR"]) == 0
+    before = [s.with_own_parameters().frames(range(s.nframes)) for s in open_systems(paths, names)]
+    after = [s.with_own_parameters() for s in open_systems(str(tmp_path / target), names)]
+    wanted = {frames.nframes: frames for frames in before}
+    for system in after:
+        found = system.frames(range(system.nframes))
+        expected = wanted[system.nframes]
+        rows = np.argsort(found.energy)[np.argsort(np.argsort(expected.energy))]  # sets may come in another order
+        found = system.frames(rows)
+        np.testing.assert_allclose(found.fparam, expected.fparam, rtol=1e-7, equal_nan=True)
+        assert found.present("fparam").tolist() == expected.present("fparam").tolist()
+        if expected.aparam is None:
+            assert found.aparam is None
+        else:
+            np.testing.assert_allclose(found.aparam, expected.aparam, rtol=1e-7, equal_nan=True)
+    assert sorted(system.nframes for system in after) == [2, 3]

@@ -1,0 +1,147 @@
+"""Parameters and excluded types with deepmd-kit 3.2.0 itself, both ways: DEEPMD_KIT_DP=… pytest -m deepmd_kit."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_parameter_runs import DESCRIPTORS, FIXTURE, an_input, systems  # noqa: F401 (a fixture)
+
+from deepmd_muon.cli.main import main
+from deepmd_muon.data import open_systems, with_parameters
+from deepmd_muon.infer import Predictor
+
+pytestmark = [
+    pytest.mark.deepmd_kit,
+    pytest.mark.skipif("DEEPMD_KIT_DP" not in os.environ, reason="DEEPMD_KIT_DP is not set to deepmd-kit's dp"),
+]
+
+EVALUATE = """
+import sys
+import numpy as np
+from ase import Atoms
+from deepmd.calculator import DP
+from deepmd.infer import DeepPot
+given = np.load("given.npz")
+out = {}
+for name in sys.argv[1:]:
+    potential = DeepPot(name)
+    found = potential.eval(given["coord"], given["box"], given["atype"], fparam=given["fparam"], aparam=given["aparam"])
+    out |= {f"{name} {key}": values for key, values in zip(("energy", "force", "virial"), found)}
+    out[f"{name} numbers"] = [potential.get_dim_fparam(), potential.get_dim_aparam()]
+    symbols = [potential.get_type_map()[kind] for kind in given["atype"]]
+    atoms = Atoms(symbols, given["coord"][0].reshape(-1, 3), cell=given["box"][0].reshape(3, 3), pbc=True)
+    atoms.info |= {"fparam": given["fparam"][0], "aparam": given["aparam"][0]}
+    atoms.calc = DP(name)
+    out[f"{name} ase"] = atoms.get_potential_energy()
+np.savez("found.npz", **out)
+"""
+BUILT = "from deepmd.pt.cxx_op import ENABLE_CUSTOMIZED_OP as built; raise SystemExit(not built)"
+
+
+def run(*words):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=environment | {"OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def dp(*words):
+    run(os.environ["DEEPMD_KIT_DP"], "--pt", *words)
+
+
+def expected_of(model, system):
+    """Return the predictions for all frames of a system."""
+    predictor = Predictor(model, device="cpu")
+    (opened,) = with_parameters(open_systems(system, predictor.type_map), predictor.parameters)
+    frames = opened.frames(range(opened.nframes))
+    return frames, predictor.evaluate(frames)
+
+
+def compare(model, system, prediction):
+    dp("test", "-m", model, "-s", system, "-d", "theirs")
+    energy, force, virial = (np.loadtxt(f"theirs.{kind}.out", ndmin=2) for kind in ("e", "f", "v"))
+    np.testing.assert_allclose(energy[:, 1], prediction.energy, rtol=1e-10)
+    np.testing.assert_allclose(force[:, 3:], prediction.force.reshape(-1, 3), rtol=0, atol=1e-10)
+    np.testing.assert_allclose(virial[:, 9:], prediction.virial, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", DESCRIPTORS)
+def test_deepmd_kit_takes_our_files(kind, systems, train):  # noqa: F811
+    """It tests, freezes and evaluates a checkpoint, and takes our frozen file for its own."""
+    assert train(an_input(f"{kind}-everything", systems, numb_steps=3), skip_neighbor_stat=True) == 0
+    frames, prediction = expected_of("model.ckpt.pt", systems[0])
+    # Labels that the data lack make its table empty; virials are compared all the same.
+    np.save(Path(systems[0], "set.000", "virial.npy"), np.zeros((2, 9)))
+    compare("model.ckpt.pt", systems[0], prediction)
+    dp("freeze", "-c", "model.ckpt.pt", "-o", "theirs.pth")
+    assert main(["--pt", "freeze", "-o", "ours.pth", "-v", "ERROR"]) == 0
+    box = frames.box.reshape(2, 9)
+    given = {"coord": frames.coord.reshape(2, -1), "box": box, "atype": frames.atype[0]}
+    np.savez("given.npz", **given, fparam=frames.fparam, aparam=frames.aparam)
+    files = ["theirs.pth", "ours.pth"]
+    if kind == "dpa3" and subprocess.run([os.environ["DEEPMD_KIT_PYTHON"], "-c", BUILT], check=False).returncode:
+        files = files[:1]  # its operators, which exchange features of ghosts, are not built for its torch
+    run(os.environ["DEEPMD_KIT_PYTHON"], "-c", EVALUATE, *files)
+    found = np.load("found.npz")
+    for name in files:
+        assert found[f"{name} numbers"].tolist() == [2, 1]
+        for key in ("energy", "force", "virial"):
+            values, own = found[f"{name} {key}"], getattr(prediction, key)
+            np.testing.assert_allclose(values.reshape(own.shape), own, rtol=1e-10, atol=1e-10, err_msg=f"{name} {key}")
+        np.testing.assert_allclose(found[f"{name} ase"], prediction.energy[0], rtol=1e-10)
+    _, ours = expected_of("theirs.pth", systems[0])  # its frozen file here
+    np.testing.assert_allclose(ours.energy, prediction.energy, rtol=1e-10)
+    np.testing.assert_allclose(ours.force, prediction.force, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", DESCRIPTORS)
+def test_twenty_steps_from_the_same_weights_end_at_the_same_weights(kind, systems, train, load):  # noqa: F811
+    """Both programs from one checkpoint on one frame, and each goes on from the other's last."""
+    content = an_input(f"{kind}-everything", systems[1:2], numb_steps=20, save_freq=20, disp_freq=1)
+    content["training"]["training_data"]["batch_size"] = 1
+    content["optimizer"] = {"type": "Adam"}
+    content["loss"] = {"start_pref_e": 0.02, "limit_pref_e": 1, "start_pref_f": 100, "limit_pref_f": 1}
+    torch.save({"model": FIXTURE["cases"][f"{kind}-everything"]["state"], "optimizer": {}}, "start.pt")
+    theirs = {**content, "training": {**content["training"], "save_ckpt": "theirs", "disp_file": "theirs.out"}}
+    Path("theirs.json").write_text(json.dumps(theirs))
+    dp("train", "theirs.json", "--init-model", "start.pt", "--skip-neighbor-stat")
+    assert train(content, init_model="start.pt", skip_neighbor_stat=True) == 0
+    ours, wanted = load()["model"], load("theirs-20.pt")["model"]
+    moved = 0.0
+    for name, value in wanted.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
+            before = FIXTURE["cases"][f"{kind}-everything"]["state"][name]
+            moved = max(moved, float((value - before).abs().max())) if value.numel() else moved
+    assert moved > 1e-4
+    curves = [np.loadtxt(path, usecols=(0, 1, 2, 3)) for path in ("lcurve.out", "theirs.out")]
+    np.testing.assert_allclose(*curves, rtol=1e-2)  # three digits are printed
+    content["training"] |= {"numb_steps": 22, "save_ckpt": "on"}
+    assert train(content, restart="theirs-20.pt", skip_neighbor_stat=True) == 0
+    Path("on.json").write_text(json.dumps(content))
+    dp("train", "on.json", "--restart", "model.ckpt-20.pt", "--skip-neighbor-stat")
+
+
+def test_its_own_run_with_a_default_has_our_statistics(systems, train, load):  # noqa: F811
+    """No system has fparam.npy: both take the default for all frames, its deviation the least one."""
+    for system in systems:
+        Path(system, "set.000", "fparam.npy").unlink()
+    content = an_input("se_e2_a-everything", systems, numb_steps=1, save_freq=1)
+    content["model"]["fitting_net"]["default_fparam"] = [290.0, 2.0]
+    content["learning_rate"] = {"type": "exp", "start_lr": 1e-14, "stop_lr": 1e-15, "decay_steps": 5}
+    content["optimizer"] = {"type": "Adam"}
+    Path("theirs.json").write_text(json.dumps({**content, "training": {**content["training"], "save_ckpt": "theirs"}}))
+    dp("train", "theirs.json", "--skip-neighbor-stat")
+    assert train(content, skip_neighbor_stat=True) == 0
+    ours, wanted = load()["model"], load("theirs-1.pt")["model"]
+    assert set(ours) == set(wanted)
+    for name in wanted:
+        if name.endswith(("_avg", "_inv_std", "out_bias", "default_fparam_tensor", ".mean", ".stddev")):
+            torch.testing.assert_close(ours[name], wanted[name], rtol=1e-9, atol=1e-11, msg=name)
+    name = "model.Default.atomic_model.fitting_net.fparam_inv_std"
+    assert ours[name].tolist() == [100.0, 100.0]
