@@ -76,6 +76,8 @@ class Section:
 
     rules: ClassVar[tuple[Rule, ...]] = ()
     foreign: ClassVar[Mapping[str, Foreign]] = {}
+    #: Settings that the plain form lacks where they are None, because deepmd-kit asks whether a key is there.
+    left_out: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -160,6 +162,8 @@ def thaw(value: Any) -> Any:
     plain = {}
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
+        if inner is None and field.name in getattr(value, "left_out", ()):
+            continue
         variants: Variants | None = field.metadata.get("variants")
         if variants and isinstance(inner, Mapping):
             plain[field.name] = {name: _tagged(one, variants) for name, one in inner.items()}

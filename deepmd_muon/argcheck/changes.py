@@ -57,7 +57,7 @@ def check_model_section(saved: ModelSettings, present: ModelSettings, path: Path
 def report_changes(saved: Mapping[str, Any], present: Mapping[str, Any], path: Path) -> None:
     """Log what differs between two normalised inputs: a warning for all that changes the training."""
     changes = changed_settings(saved, present)
-    changes = {key: change for key, change in changes.items() if not key.startswith("model/")}
+    changes = {key: change for key, change in changes.items() if not key.startswith(("model/", "replay"))}
     weighty = [change for key, change in changes.items() if key.startswith(_TRAINING)]
     if weighty:
         log.warning("since %s was written: %s", path, "; ".join(weighty))

@@ -17,10 +17,11 @@ class ReplaySettings(Section):
         0.5, above=0.0, below=1.0, doc="Share of the steps that train the branch of the replayed data."
     )
     share_fitting_net: bool = setting(
-        False,
+        True,
         doc=(
-            "Give both branches one fitting net, with an energy of atoms each. True suits new data of the same level "
-            "of theory as the checkpoint's; false gives the new data a fitting net of their own."
+            "Give both branches one fitting net, with energies of atoms of their own. It keeps the new model right on "
+            "the checkpoint's kind of data. False gives the new data a fitting net of their own, for labels of another "
+            "level of theory; replayed data then train the descriptor alone."
         ),
     )
     batch_size: int | str | None = setting(

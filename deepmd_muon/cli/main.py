@@ -29,6 +29,7 @@ from deepmd_muon.cli import (
     show,
     test,
     train,
+    zbl,
 )
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import HandOver, choices, hand_over
@@ -47,6 +48,7 @@ COMMANDS = {
     "explore": explore,
     "neighbor-stat": neighbor_stat,
     "convert-data": convert_data,
+    "zbl": zbl,
     "doc-train-input": doc_train_input,
     "show": show,
 }

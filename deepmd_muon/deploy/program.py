@@ -5,6 +5,7 @@ The plugin asks for `get_rcut`, `get_ntypes`, `get_type_map`, `get_dim_fparam`, 
 neighbours itself, else `forward`. Our predictor runs `forward_lower`.
 """
 
+import copy
 import json
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -16,6 +17,7 @@ from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.scripted.near import Near, neighbors_within, sort_by_type
+from deepmd_muon.model.short_range import edge_slope
 
 
 class Sums(NamedTuple):
@@ -118,11 +120,13 @@ class Program(torch.nn.Module):
     type_map: list[str]
     sel: list[int]
     bias: torch.Tensor
+    has_table: Final[bool]
     excluded: torch.Tensor
     counted: torch.Tensor
     if TYPE_CHECKING:  # TorchScript finds the types of submodules itself
         descriptor: Any
         fitting_net: Any
+        short_range: Any
 
     def __init__(self, model: EnergyModel, section: dict[str, Any], min_distance: float = UNKNOWN_DISTANCE) -> None:
         super().__init__()
@@ -144,6 +148,8 @@ class Program(torch.nn.Module):
         every = torch.ones(model.ntypes, dtype=torch.float64)
         self.register_buffer("excluded", no_pairs if model.excluded is None else model.excluded.clone())
         self.register_buffer("counted", every if model.counted is None else model.counted.clone())
+        self.has_table = model.short_range is not None
+        self.short_range = copy.deepcopy(model.short_range) if self.has_table else torch.nn.Identity()
         self.type_map, self.rcut, self.sel = list(model.type_map), float(model.rcut), list(model.sel)
         self.ntypes = len(self.type_map)
         self.section, self.min_distance = json.dumps(section), min_distance
@@ -354,6 +360,13 @@ class Program(torch.nn.Module):
             described, tape = self.descriptor.describe(near)
             values, adjoint = self.fitting_net.energy_and_slope(described, own, parameters[here])
             weight = self.counted[kind]
+            if self.has_table:
+                other = torch.where(neighbor >= 0, types[neighbor.clamp(min=0)], -1)
+                blend = self.short_range(vectors, kind, other)
+                share = 1.0 - blend.weight
+                add_edges(near, weight.view(-1, 1, 1) * edge_slope(blend, values, vectors), frame, sums)
+                values = share * values + blend.weight * blend.energy
+                adjoint = share.unsqueeze(1).to(adjoint.dtype) * adjoint
             sums.energy[here] = (values + self.bias[kind]) * weight
             adjoint = adjoint * weight.unsqueeze(1).to(adjoint.dtype)
             add_edges(near, self.descriptor.pullback(adjoint, tape), frame, sums)

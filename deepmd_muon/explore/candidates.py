@@ -14,6 +14,7 @@ import torch
 from deepmd_muon.data import Frames, System
 from deepmd_muon.data.elements import MASSES
 from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.data.neighbors.lists import Pairs
 from deepmd_muon.dynamics.barostat import Barostat
 from deepmd_muon.dynamics.forces import ForceField
 from deepmd_muon.dynamics.integrators import Langevin, Snapshot, simulate
@@ -23,7 +24,8 @@ from deepmd_muon.explore.fingerprints import Fingerprints
 from deepmd_muon.explore.settings import DynamicsSettings, SelectionSettings
 from deepmd_muon.infer.model_deviation import deviation_of_force
 from deepmd_muon.infer.predictor import Predictor
-from deepmd_muon.stability.check import HOTTER, ROOM_TEMPERATURE
+from deepmd_muon.stability.angles import Angles
+from deepmd_muon.stability.check import HOTTER, ROOM_TEMPERATURE, WIDER
 from deepmd_muon.stability.coverage import Coverage, pairs_of
 from deepmd_muon.stability.trajectories import HOT, estimate_temperature, starts
 
@@ -91,6 +93,7 @@ def draw(
     predictors: Sequence[Predictor],
     systems: Sequence[System],
     coverage: Coverage,
+    angles: Angles,
     fingerprints: Fingerprints,
     dynamics: DynamicsSettings,
     selection: SelectionSettings,
@@ -126,7 +129,7 @@ def draw(
         every=dynamics.every,
         seed=seed,
     )
-    watch = _Watch(predictors, coverage, fingerprints, conditions, selection, time_step)
+    watch = _Watch(predictors, coverage, angles, fingerprints, conditions, selection, time_step)
     for snapshot in run:
         watch.look(snapshot)
         if len(watch.gone) == count:
@@ -162,12 +165,13 @@ class _Watch:
         self,
         predictors: Sequence[Predictor],
         coverage: Coverage,
+        angles: Angles,
         fingerprints: Fingerprints,
         conditions: _Conditions,
         selection: SelectionSettings,
         time_step: float,
     ) -> None:
-        self.predictors, self.coverage, self.fingerprints = predictors, coverage, fingerprints
+        self.predictors, self.coverage, self.angles, self.fingerprints = predictors, coverage, angles, fingerprints
         self.conditions, self.selection, self.time_step = conditions, selection, time_step
         self.drawn = Drawn()
         self.gone: set[int] = set()
@@ -216,7 +220,8 @@ class _Watch:
         closest = float(ratio.min(initial=np.inf))
         outside = coverage.outside(first, second, pairs.distance)
         disagree = deviation is not None and deviation > chosen.deviation_low
-        if not (outside.any() or disagree):
+        bend = self._bend(frame, pairs)
+        if not (outside.any() or disagree or bend):
             return
         self.found[copy] = self.found.get(copy, -1) + 1
         self.drawn.departed += 1
@@ -225,7 +230,7 @@ class _Watch:
         stride = self.stride.setdefault(copy, 1)
         if self.found[copy] % stride:
             return
-        reason = "" if deviation is None else f"models deviate by {deviation:.2f} eV/Å"
+        reason = bend or f"models deviate by {deviation or 0.0:.2f} eV/Å"
         if outside.any():
             k = int(np.where(outside, ratio, np.inf).argmin())
             types = sorted((int(first[k]), int(second[k])))
@@ -248,6 +253,17 @@ class _Watch:
         if len(kept) > _KEPT * chosen.per_copy:
             del kept[1::2]
             self.stride[copy] = 2 * stride
+
+    def _bend(self, frame: Frames, pairs: Pairs) -> str:
+        """Return in words the angle that lies farthest beyond the data's; empty where all are known."""
+        own = self.angles.empty()
+        own.add(frame, 0, pairs)
+        excess, triple = self.angles.excess(own) or (0.0, (0, 0, 0))
+        if excess <= WIDER:
+            return ""
+        low, high = own.smallest[triple], own.largest[triple]
+        degrees = low if self.angles.smallest[triple] - low >= high - self.angles.largest[triple] else high
+        return f"{self.angles.name(triple)} at {degrees:.0f}°"
 
     def finished(self, count: int) -> Drawn:
         """Return all that was drawn."""

@@ -27,6 +27,7 @@ from deepmd_muon.explore.training import CHECKPOINT, BaseInput, train_on, write_
 from deepmd_muon.files import whole_file
 from deepmd_muon.infer.frozen import FrozenModel
 from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.stability.angles import angles_of
 from deepmd_muon.stability.check import CheckSettings, check_models
 from deepmd_muon.stability.coverage import coverage_of
 from deepmd_muon.stability.curves import Verdict
@@ -170,10 +171,10 @@ class Explorer:
         if settings.dynamics.pressures and not any(system.pbc for system in systems):
             raise ExploreError("dynamics/pressures need cells, and no frame of the data has one: leave them out")
         coverage = coverage_of(systems, type_map, float(predictors[0].model.rcut))
-        fingerprints = Fingerprints(coverage, systems)
+        angles, fingerprints = angles_of(systems, coverage), Fingerprints(coverage, systems)
         self.say(f"round {here.number}: dynamics with {models[0]}")
         seed = settings.dynamics.seed + here.number
-        drawn = draw(predictors, systems, coverage, fingerprints, settings.dynamics, settings.selection, seed)
+        drawn = draw(predictors, systems, coverage, angles, fingerprints, settings.dynamics, settings.selection, seed)
         chosen = choose(drawn.candidates, fingerprints.known, settings.selection)
         if not chosen:
             self.say(

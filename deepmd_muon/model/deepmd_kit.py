@@ -21,6 +21,7 @@ from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import BranchError, ForeignModelError, ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
+from deepmd_muon.model.short_range import ALPHA
 from deepmd_muon.model.translation import PLAIN, Translation
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import annotations_of
@@ -28,6 +29,7 @@ from deepmd_muon.setting import annotations_of
 PREFIX = f"model.{SINGLE}."
 OURS_ONLY = "only_deepmd_muon"  # key of `_extra_state`: why deepmd-kit cannot read the model
 UNKNOWN_DISTANCE = -1.0  # deepmd-kit's min_nbor_dist of a model that never saw its data's
+_NETWORK, _TABLE = "atomic_model.models.0.", "atomic_model.models.1."  # of a model with use_srtab
 _PARTS = {"descriptor": DESCRIPTORS, "fitting_net": FITTING_NETS}
 
 # Keys that deepmd-kit's argument check adds to a model section; its builder reads some of them without a default.
@@ -61,7 +63,29 @@ def ours_only(settings: ModelSettings) -> list[str]:
             found.append(f"{part}: deepmd-kit has no {table.what} like {table.name_of(own)!r}")
         else:
             found += [f"{part}: {reason}" for reason in translation.ours_only(own)]
+    if settings.smin_alpha not in (None, ALPHA):
+        found.append(f"smin_alpha: deepmd-kit's PyTorch models take {ALPHA} Å, this one has {settings.smin_alpha}")
     return found
+
+
+def _theirs(name: str, *, table: bool) -> str:
+    """Return deepmd-kit's name of a tensor; a model with a table is its sum of two."""
+    if not table or name in ("atomic_model.out_bias", "atomic_model.out_std"):
+        return name
+    if name.startswith("short_range."):
+        return _TABLE + name.removeprefix("short_range.")
+    return _NETWORK + name.removeprefix("atomic_model.")
+
+
+def _ours(name: str, *, table: bool) -> str | None:
+    """Return our name of deepmd-kit's tensor, None for one that says nothing: a bias of one of two models."""
+    if not table or not name.startswith((_NETWORK, _TABLE)):
+        return name
+    if name.endswith((".0.out_bias", ".0.out_std", ".1.out_bias", ".1.out_std")):
+        return None
+    if name.startswith(_TABLE):
+        return "short_range." + name.removeprefix(_TABLE)
+    return "atomic_model." + name.removeprefix(_NETWORK)
 
 
 def deepmd_kit_parameter_names(model: EnergyModel | Branches) -> list[str]:
@@ -95,7 +119,8 @@ def _parameters(model: EnergyModel) -> list[tuple[str, torch.nn.Module | torch.T
     for part, translation in _translations(model.settings).items():
         module = getattr(model.atomic_model, part)
         own = dict(module.named_parameters())
-        found += [(f"atomic_model.{part}.{name}", own.get(name, module)) for name in translation.parameters(module)]
+        place = _NETWORK if model.short_range is not None else "atomic_model."
+        found += [(f"{place}{part}.{name}", own.get(name, module)) for name in translation.parameters(module)]
     return found
 
 
@@ -141,15 +166,21 @@ def to_deepmd_kit(
 def _state_of_branch(model: EnergyModel, prefix: str, min_nbor_dist: float) -> dict[str, torch.Tensor]:
     """Return the tensors of one branch under deepmd-kit's names."""
     state = {f"{prefix}min_nbor_dist": torch.tensor(min_nbor_dist, dtype=torch.float64)}
-    for name, value in model.state_dict().items():
+    table = model.short_range is not None
+    for own, value in model.state_dict().items():
+        name = _theirs(own, table=table)
         state[prefix + name] = value.detach()
+        if table and own in ("atomic_model.out_bias", "atomic_model.out_std"):
+            for place in (_NETWORK, _TABLE):
+                same = torch.zeros_like(value) if own.endswith("bias") else torch.ones_like(value)
+                state[prefix + place + own.removeprefix("atomic_model.")] = same
         if re.search(r"\.filter_layers(_strip)?\.networks\.", name):
             state[prefix + name.replace(".networks.", "._networks.")] = value.detach()
     for part, translation in _translations(model.settings).items():
         module = getattr(model.atomic_model, part)
         for name in translation.empty(module):
             dtype = next(module.parameters()).dtype
-            state[f"{prefix}atomic_model.{part}.{name}"] = torch.zeros(0, dtype=dtype)
+            state[f"{prefix}{_NETWORK if table else 'atomic_model.'}{part}.{name}"] = torch.zeros(0, dtype=dtype)
     return state
 
 
@@ -236,7 +267,10 @@ def from_deepmd_kit(
         if not isinstance(value, torch.Tensor) or value.is_complex() or value.layout is not torch.strided:
             kind = f"{value.dtype} {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ForeignModelError(f"the checkpoint holds {kind} under {name!r}; expected a tensor of real numbers")
-        short = name[len(prefix) :]
+        translated = _ours(name[len(prefix) :], table=settings.use_srtab is not None)
+        if translated is None:
+            continue
+        short = translated
         _, part, below = short.split(".", 2) if short.count(".") > 1 else ("", "", "")
         if part in translations and translations[part].is_empty(below):
             if value.numel():

@@ -14,6 +14,7 @@ from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
+from deepmd_muon.model.short_range import ALPHA, PairTable, edge_slope
 from deepmd_muon.model.structures import Structures
 from deepmd_muon.setting import InvalidSettingError
 
@@ -47,6 +48,8 @@ class EnergyModel(torch.nn.Module):
         The neighbour list it reads.
     ntypes
         Number of types.
+    short_range
+        The table of `use_srtab`, None without one.
     excluded
         Which pairs of types are not neighbours, bool `(ntypes, ntypes)`; None where all are.
     counted
@@ -63,6 +66,12 @@ class EnergyModel(torch.nn.Module):
         self.ntypes = len(self.type_map)
         self.neighbors = settings.descriptor.neighbors()
         self.atomic_model = AtomicModel(settings, seed)
+        self.short_range: PairTable | None = None
+        if settings.use_srtab is not None:
+            assert settings.sw_rmin is not None
+            assert settings.sw_rmax is not None
+            switch, alpha = (settings.sw_rmin, settings.sw_rmax), settings.smin_alpha or ALPHA
+            self.short_range = PairTable(settings.use_srtab, self.ntypes, self.neighbors.rcut, switch, alpha)
         pairs, atoms = settings.pair_exclude_types, settings.atom_exclude_types
         excluded = torch.zeros(self.ntypes, self.ntypes, dtype=torch.bool)
         for one, other in pairs:
@@ -110,7 +119,7 @@ class EnergyModel(torch.nn.Module):
         edges = edge_vectors(structures)
         model = self.atomic_model
         described: Described = model.descriptor(structures, edges, force=force)
-        sorted_energy, adjoint = self._fit(structures, described.descriptor, force=force)
+        sorted_energy, adjoint, table_slope = self._fit(structures, described.descriptor, edges, force=force)
         shape = structures.atype.shape
         atom_energy = sorted_energy.new_zeros(shape.numel()).index_copy_(0, structures.order, sorted_energy)
         atom_energy = atom_energy.view(shape)
@@ -120,24 +129,41 @@ class EnergyModel(torch.nn.Module):
         assert described.pullback is not None
         assert adjoint is not None
         slope = described.pullback(adjoint)
+        if table_slope is not None:
+            slope = slope + table_slope
         out["force"] = _forces(structures, slope)
         if virial:
             out["virial"] = _virial(structures, slope, edges)
         return out
 
     def _fit(
-        self, structures: Structures, descriptor: torch.Tensor, *, force: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the energy of every sorted atom, bias included, and its derivative by the descriptor."""
+        self, structures: Structures, descriptor: torch.Tensor, edges: torch.Tensor, *, force: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return the energy of every sorted atom, bias included, its derivative by the descriptor, and the table's.
+
+        The table adds the last to dE/dr_ij `(nreal, nnei, 3)`; it is None without a table or without forces.
+        """
         net, given = self.atomic_model.fitting_net, {}
         if isinstance(net, Conditioned) and (parameters := net.parameters_of(structures)) is not None:
             given["parameters"] = parameters
         energy, adjoint = net(descriptor, structures.type_counts, force=force, **given)
+        slope = None
+        if self.short_range is not None:
+            if self.short_range.problem:
+                raise ModelError(self.short_range.problem)
+            blend = self.short_range(edges, structures.sorted_type, neighbor_types(structures))
+            share = 1.0 - blend.weight
+            if adjoint is not None:
+                slope = edge_slope(blend, energy, edges)
+                adjoint = share.unsqueeze(1).to(adjoint.dtype) * adjoint
+            energy = share * energy + blend.weight * blend.energy
         energy = energy + self.atomic_model.out_bias[0, :, 0][structures.sorted_type]
         if self.counted is None:
-            return energy, adjoint
+            return energy, adjoint, slope
         weight = self.counted[structures.sorted_type]
-        return energy * weight, None if adjoint is None else adjoint * weight.unsqueeze(1).to(adjoint.dtype)
+        if adjoint is not None:
+            adjoint = adjoint * weight.unsqueeze(1).to(adjoint.dtype)
+        return energy * weight, adjoint, None if slope is None else slope * weight.view(-1, 1, 1)
 
     def seen(self, structures: Structures) -> Structures:
         """Return the batch with empty slots in place of neighbours of an excluded pair of types.
@@ -205,6 +231,12 @@ class EnergyModel(torch.nn.Module):
             raise ModelError(f"the model needs {wanted} neighbour sections, found {len(structures.sections)}")
         if len(structures.type_counts) != self.ntypes:
             raise ModelError(f"the model has {self.ntypes} types, the batch {len(structures.type_counts)}")
+
+
+def neighbor_types(structures: Structures) -> torch.Tensor:
+    """Return the type of each neighbour `(nreal, nnei)`, −1 in empty slots."""
+    types = structures.atype.reshape(-1)[structures.neighbor.clamp(min=0)]
+    return torch.where(structures.neighbor >= 0, types, -1)
 
 
 def edge_vectors(structures: Structures) -> torch.Tensor:

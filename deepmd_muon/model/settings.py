@@ -42,6 +42,24 @@ def _an_energy_for_each_type(atom_ener: tuple[float | None, ...], type_map: tupl
     return None
 
 
+def _one_list_for_all_types(use_srtab: str | None, descriptor: DescriptorSettings) -> str | None:
+    if use_srtab is not None and not descriptor.one_fitting_net:
+        return (
+            f"needs a descriptor that treats all types alike, dpa1 or dpa3, as in deepmd-kit; found {descriptor.type!r}"
+        )
+    return None
+
+
+def _whole_switch(
+    use_srtab: str | None, sw_rmin: float | None, sw_rmax: float | None, smin_alpha: float | None
+) -> str | None:
+    if use_srtab is None:
+        return None if sw_rmin is sw_rmax is smin_alpha is None else "is needed by sw_rmin, sw_rmax and smin_alpha"
+    if sw_rmin is None or sw_rmax is None or not sw_rmin < sw_rmax:
+        return f"needs sw_rmin below sw_rmax; found {sw_rmin} and {sw_rmax}"
+    return None
+
+
 def _distinct_names(type_map: tuple[str, ...]) -> str | None:
     double = [name for index, name in enumerate(type_map) if name in type_map[:index]]
     return f"names {double[0]!r} twice" if double else None
@@ -89,7 +107,32 @@ class ModelSettings(Section):
         doc="Types, by index, whose atoms have no energy. They remain neighbours of others, and forces act on them.",
     )
 
+    use_srtab: str | None = setting(
+        None,
+        doc=(
+            "File of a tabulated pair potential that replaces the network where atoms come close, such as ZBL (dp "
+            "zbl). Each row has a distance [Å] and the energies [eV] of the pairs of types 0-0, 0-1, …, 1-1, …"
+        ),
+    )
+    smin_alpha: float | None = setting(
+        None,
+        above=0.0,
+        doc=(
+            "Decay of the softmin of an atom's distances that switches to the table [Å]. Left out it is 0.1, which "
+            "deepmd-kit's PyTorch models take whatever the input says."
+        ),
+    )
+    sw_rmin: float | None = setting(
+        None, minimum=0.0, doc="Softmin of the distances below which an atom has the table's energy [Å]."
+    )
+    sw_rmax: float | None = setting(
+        None, above=0.0, doc="Softmin of the distances above which an atom has the network's energy [Å]."
+    )
+
+    left_out: ClassVar[frozenset[str]] = frozenset({"use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"})
     rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("use_srtab", "descriptor"), _one_list_for_all_types),
+        Rule(("use_srtab", "sw_rmin", "sw_rmax", "smin_alpha"), _whole_switch),
         Rule(("type_map",), _distinct_names),
         Rule(("descriptor/sel", "descriptor", "type_map"), _a_sel_for_each_type),
         Rule(("descriptor/exclude_types", "type_map"), _known_types),
@@ -99,10 +142,6 @@ class ModelSettings(Section):
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "data_bias_nsample": Foreign("it serves the change of the bias of an existing model", (10,), inert=True),
-        "use_srtab": Foreign("a tabulated short-range potential"),
-        "smin_alpha": Foreign("a tabulated short-range potential"),
-        "sw_rmin": Foreign("a tabulated short-range potential"),
-        "sw_rmax": Foreign("a tabulated short-range potential"),
         "srtab_add_bias": Foreign("it belongs to use_srtab", (True,), inert=True),
         "preset_out_bias": Foreign("a preset bias (see fitting_net/atom_ener)"),
         "type_embedding": Foreign("a type embedding outside the descriptor"),

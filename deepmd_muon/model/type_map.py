@@ -100,6 +100,11 @@ def type_axes(model: EnergyModel) -> dict[str, int]:
     ModelError
         When networks belong to types, as those of se_e2_a do, so that no rows can move.
     """
+    if model.short_range is not None:
+        raise ModelError(
+            "the type map of a model with use_srtab cannot change: its table has a column for each pair of types; keep "
+            "the type map of the checkpoint"
+        )
     parts = {"descriptor": model.atomic_model.descriptor, "fitting_net": model.atomic_model.fitting_net}
     axes = {"atomic_model.out_bias": 1, "atomic_model.out_std": 1}
     for name, part in parts.items():

@@ -88,6 +88,12 @@ def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[
         return Prepared(with_replay(given, model, head, training, settings.replay.validation_data), lambda: None)
     if len(replay) > 1:
         raise ReplayError(f"--replay takes data or {PSEUDO!r} alone; found {' '.join(replay)}")
+    net = present.fitting_net
+    if getattr(net, "numb_fparam", 0) or getattr(net, "numb_aparam", 0):
+        raise ReplayError(
+            f"the model of {path} takes parameters of frames or atoms, for which {PSEUDO!r} has no values: replay data "
+            "that it was trained on (--replay DATA)"
+        )
     starts = _starts(settings, present)
     digest = hashlib.sha256(json.dumps([thaw(settings.replay), settings.training.seed]).encode())
     for array in (*(x.detach().cpu().numpy() for _, x in sorted(weights.items())), starts.coord, starts.atype):
@@ -143,8 +149,14 @@ def _write(predictor: Predictor, starts: Frames, settings: Settings, places: tup
         # The last walkers: each temperature is among them, as among the others.
         cut = starts.nframes - max(1, starts.nframes // _HELD_OUT)
         rows = slice(cut, None) if held_out else slice(0, cut)
-        options = {"temperatures": replay.temperatures, "steps": replay.steps, "strain": replay.strain}
-        frames = draw(predictor, starts.rows(rows), **options, seed=2 * seed + k)
+        frames = draw(
+            predictor,
+            starts.rows(rows),
+            temperatures=replay.temperatures,
+            steps=replay.steps,
+            strain=replay.strain,
+            seed=2 * seed + k,
+        )
         if not frames:
             raise ReplayError("no dynamics of the checkpoint kept to its temperature: replay data (--replay DATA)")
         if not place.exists():

@@ -104,9 +104,16 @@ def draw(
         systems = Systems.from_frames(moved.rows(rows), predictor.type_map, predictor.device)
         warm = torch.as_tensor(kelvin[rows])
         systems = systems.heated(warm, torch.Generator().manual_seed(seed + first))
-        options = {"thermostat": Langevin(warm, FRICTION), "every": max(1, steps // KEPT), "seed": seed + first}
         gone: set[int] = set()
-        for snapshot in simulate(ForceField(predictor), systems, steps, time_step, **options):
+        for snapshot in simulate(
+            ForceField(predictor),
+            systems,
+            steps,
+            time_step,
+            thermostat=Langevin(warm, FRICTION),
+            every=max(1, steps // KEPT),
+            seed=seed + first,
+        ):
             gone |= {lost.copy for lost in snapshot.lost}
             if snapshot.step:
                 found += _sound(snapshot, warm, gone)

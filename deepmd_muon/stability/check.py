@@ -15,6 +15,7 @@ from deepmd_muon.dynamics.forces import ForceField
 from deepmd_muon.dynamics.systems import BOLTZMANN
 from deepmd_muon.infer.model_deviation import deviation_of_force
 from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.stability.angles import Angles, angles_of
 from deepmd_muon.stability.coverage import Coverage, coverage_of
 from deepmd_muon.stability.curves import Verdict
 from deepmd_muon.stability.errors import StabilityError
@@ -30,6 +31,8 @@ ROOM_TEMPERATURE = 300.0
 # Ratios of a distance to the shortest of the data: below the first dynamics left the data, below the second far. Hotter
 # atoms come closer in a sound potential, too: bonds of 300 K by 3 % at 450 K.
 _CLOSER, _FAR_CLOSER = 0.9, 0.75
+#: Angles farther beyond those of the data are new [degrees].
+WIDER = 10.0
 # Change of the total energy of an atom [kT].
 _DRIFT, _WILD_DRIFT = 0.05, 0.5
 # Models disagree more on their dynamics than on the data by this factor and this force [eV/Å].
@@ -105,6 +108,7 @@ class Check:
     """All that was found; `data_temperature` is None where it was not estimated [K]."""
 
     coverage: Coverage
+    angles: Angles
     data_temperature: float | None
     models: tuple[ModelCheck, ...]
 
@@ -135,6 +139,7 @@ def check_models(
             )
     type_map = predictors[0].type_map
     coverage = coverage_of(systems, type_map, max(float(predictor.model.rcut) for predictor in predictors))
+    angles = angles_of(systems, coverage)
     some = starts(systems, 8, settings.seed)
     forces = []
     for name, predictor in zip(names, predictors, strict=True):
@@ -151,12 +156,17 @@ def check_models(
     for name, predictor in zip(names, predictors, strict=True):
         log.info("%s: scans and dynamics at %.0f K", name, temperature)
         curves = _scans(predictor, coverage, systems, temperature, settings)
-        dynamics = _dynamics(predictor, coverage, systems, temperature, settings)
-        items = [_of_coverage(coverage, dynamics), *_of_scans(coverage, curves), _of_dynamics(dynamics)]
+        dynamics = _dynamics(predictor, coverage, angles, systems, temperature, settings)
+        items = [
+            _of_coverage(coverage, dynamics),
+            _of_angles(angles, dynamics),
+            *_of_scans(coverage, curves),
+            _of_dynamics(dynamics),
+        ]
         if len(predictors) > 1:
             items.append(_of_agreement(predictors, dynamics, disagreement))
         checked.append(ModelCheck(name, tuple(items), tuple(curves), dynamics))
-    return Check(coverage, data_temperature, tuple(checked))
+    return Check(coverage, angles, data_temperature, tuple(checked))
 
 
 def _temperature(
@@ -184,7 +194,12 @@ def _scans(
 
 
 def _dynamics(
-    predictor: Predictor, coverage: Coverage, systems: Sequence[System], temperature: float, settings: CheckSettings
+    predictor: Predictor,
+    coverage: Coverage,
+    angles: Angles,
+    systems: Sequence[System],
+    temperature: float,
+    settings: CheckSettings,
 ) -> Trajectories:
     present = {coverage.type_map[k] for pair in coverage.pairs for k in pair}
     light = min(MASSES.get(name, math.inf) for name in present) < 5.0
@@ -199,6 +214,7 @@ def _dynamics(
         ForceField(predictor),
         start,
         coverage,
+        angles,
         temperature=temperature,
         time_step=time_step,
         steps=steps,
@@ -232,6 +248,21 @@ def _of_coverage(coverage: Coverage, dynamics: Trajectories) -> Item:
         return Item("coverage", Verdict.doubtful, reason, "label frames of these dynamics and train on them")
     left = f"; {gone} of {dynamics.copies} copies left them a little" if gone else ""
     return Item("coverage", Verdict.holds, f"dynamics stayed near the data{left}: {seen}")
+
+
+def _of_angles(angles: Angles, dynamics: Trajectories) -> Item:
+    """Judge whether near neighbours kept angles that the data hold."""
+    found = None if dynamics.angles is None else angles.excess(dynamics.angles)
+    if found is None:
+        return Item("angles", Verdict.holds, "no atom has two near neighbours")
+    excess, triple = found
+    assert dynamics.angles is not None
+    low, high = dynamics.angles.smallest[triple], dynamics.angles.largest[triple]
+    known = f"{angles.smallest[triple]:.0f} to {angles.largest[triple]:.0f}"
+    reason = f"{angles.name(triple)} came to {low:.0f} to {high:.0f}°, {known}° in the data"
+    if excess > WIDER:
+        return Item("angles", Verdict.doubtful, reason, "label frames of these dynamics and train on them")
+    return Item("angles", Verdict.holds, f"near neighbours stayed within {WIDER:g}° of the data: {reason}")
 
 
 def _of_scans(coverage: Coverage, curves: Sequence[Curve]) -> list[Item]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from deepmd_muon.stability.angles import Angles
 from deepmd_muon.stability.check import Check, ModelCheck
 from deepmd_muon.stability.coverage import Coverage
 from deepmd_muon.stability.curves import Verdict
@@ -36,6 +37,7 @@ def text_of(check: Check) -> Iterator[str]:
             if item.verdict > Verdict.holds and item.advice:
                 yield f"  {'':20s} next: {item.advice}"
         yield from _pairs(coverage, model)
+        yield from _angles(check.angles, model)
         yield from _features(coverage, model)
         yield from _events(model)
 
@@ -47,6 +49,18 @@ def _pairs(coverage: Coverage, model: ModelCheck) -> Iterator[str]:
         gaps = ", ".join(f"{low:.2f}-{high:.2f}" for low, high in coverage.gaps(pair)) or "none"
         data = f"{coverage.shortest[pair]:.2f} - {coverage.largest[pair]:.2f}"
         yield f"  {coverage.name(pair):8s} {data:>13s} {scanned:11.2f} {model.dynamics.reached[pair]:14.2f}  {gaps}"
+
+
+def _angles(angles: Angles, model: ModelCheck) -> Iterator[str]:
+    reached = model.dynamics.angles
+    if reached is None or not angles.triples:
+        return
+    yield f"  {'angle':10s} {'data [°]':>13s} {'dynamics [°]':>14s}"
+    for triple in angles.triples:
+        data = f"{angles.smallest[triple]:.0f} - {angles.largest[triple]:.0f}"
+        seen = f"{reached.smallest[triple]:.0f} - {reached.largest[triple]:.0f}"
+        seen = seen if math.isfinite(reached.smallest[triple]) else "none"
+        yield f"  {angles.name(triple):10s} {data:>13s} {seen:>14s}"
 
 
 def _features(coverage: Coverage, model: ModelCheck) -> Iterator[str]:
@@ -93,6 +107,7 @@ def values_of(check: Check) -> dict[str, Any]:
                 }
                 for pair in coverage.pairs
             },
+            "angles": _extremes(check.angles),
             "models": [_model(coverage, model) for model in check.models],
         }
     )
@@ -127,9 +142,14 @@ def _model(coverage: Coverage, model: ModelCheck) -> dict[str, Any]:
             "blow_ups_per_ps": len(run.blow_ups) / run.followed if run.followed else None,
             "blow_ups": [asdict(event) for event in run.blow_ups],
             "departures": [asdict(event) for event in run.departures],
+            "angles": None if run.angles is None else _extremes(run.angles),
             "shortest": {coverage.name(pair): run.reached[pair] for pair in coverage.pairs},
         },
     }
+
+
+def _extremes(angles: Angles) -> dict[str, Any]:
+    return {angles.name(triple): [angles.smallest[triple], angles.largest[triple]] for triple in angles.triples}
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.dynamics.forces import ForceField
 from deepmd_muon.dynamics.integrators import Snapshot, simulate
 from deepmd_muon.dynamics.systems import BOLTZMANN, Systems
+from deepmd_muon.stability.angles import Angles
 from deepmd_muon.stability.coverage import Coverage, pairs_of, sampled
 
 #: A copy hotter than this many times its start has blown up, as in the race of the benchmarks.
@@ -58,6 +59,8 @@ class Trajectories:
         At most one of each a copy.
     reached
         Shortest distance of each pair of types over copies that had not blown up `(ntypes, ntypes)` [Å].
+    angles
+        Extremes of the angles between near neighbours over the same copies; None before the dynamics.
     times
         Of the snapshots [ps].
     heat, energy, closeness
@@ -74,6 +77,7 @@ class Trajectories:
     blow_ups: list[BlowUp] = field(default_factory=list)
     departures: list[Departure] = field(default_factory=list)
     reached: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    angles: Angles | None = None
     times: list[float] = field(default_factory=list)
     heat: list[np.ndarray] = field(default_factory=list)
     energy: list[np.ndarray] = field(default_factory=list)
@@ -143,6 +147,7 @@ def run_dynamics(
     force_field: ForceField,
     start: Frames,
     coverage: Coverage,
+    angles: Angles,
     *,
     temperature: float,
     time_step: float,
@@ -157,7 +162,7 @@ def run_dynamics(
     scale = (temperature / systems.temperature.clamp(min=1e-9)).sqrt()[:, None, None]
     systems = replace(systems, velocity=systems.velocity * scale)
     run = Trajectories(temperature, time_step, steps, len(systems))
-    run.reached = np.full_like(coverage.shortest, np.inf)
+    run.reached, run.angles = np.full_like(coverage.shortest, np.inf), angles.empty()
     watch = _Watch(run, coverage, systems, time_step)
     for snapshot in simulate(force_field, systems, steps, time_step, every=every):
         watch.look(snapshot)
@@ -224,6 +229,8 @@ class _Watch:
             return float("nan")
         first, second = pairs.types[pairs.i], pairs.types[pairs.j]
         np.minimum.at(run.reached, (first, second), pairs.distance)
+        if run.angles is not None:
+            run.angles.add(frames, row, pairs)
         ratio = pairs.distance / coverage.shortest[first, second]
         outside = coverage.outside(first, second, pairs.distance)
         if outside.any() and copy not in self.departed:

@@ -56,6 +56,19 @@ class TrainingBatch:
             return prediction
         return {name: values[: len(self.mask)] for name, values in prediction.items()}
 
+    def counted(self, types: Tensor | None) -> Tensor | None:
+        """Return which atoms count in the loss `(nframes, natoms)`, as in deepmd-kit: real ones of types with energy.
+
+        Parameters
+        ----------
+        types
+            `EnergyModel.counted`.
+        """
+        if types is None:
+            return self.mask
+        atype = self.structures.atype if self.mask is None else self.structures.atype[: len(self.mask)]
+        return (atype >= 0) & (types[atype.clamp(min=0)] > 0.0)
+
 
 def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:
     """Convert a batch.

@@ -152,7 +152,7 @@ class Source:
         problems += [
             f"{name}: shape {tuple(tensor.shape)} in the checkpoint, {tuple(present[name].shape)} here"
             for name, tensor in weights.items()
-            if name in present and tensor.shape != present[name].shape
+            if name in present and not _fits(name, tensor, present[name])
         ]
         if problems and not force:
             saved = self.model.descriptor.neighbors().sel
@@ -167,7 +167,7 @@ class Source:
         for problem in problems:
             log.warning("--force-load: %s", problem)
         fitting = {
-            name: tensor for name, tensor in weights.items() if name in present and tensor.shape == present[name].shape
+            name: tensor for name, tensor in weights.items() if name in present and _fits(name, tensor, present[name])
         }
         model.load_state_dict(fitting, strict=False)
 
@@ -263,3 +263,8 @@ def _choose(settings: MultiTaskSettings, state: Mapping[str, Any], path: Path, w
         elif (other := chosen[name][1]) != name:
             log.info("the branch %s starts from %s of %s", name, other or "the model", path)
     return chosen
+
+
+def _fits(name: str, saved: torch.Tensor, present: torch.Tensor) -> bool:
+    """Tell whether a saved tensor can be loaded; a model whose file of `use_srtab` is gone waits for any table."""
+    return saved.shape == present.shape or (name == "short_range.tab_data" and not present.numel())

@@ -49,7 +49,8 @@ def differentiate(
     """
     structures = batch.structures
     prediction = model(structures, force=loss.needs_force, virial=loss.needs_virial)
-    value, metrics = loss(batch.compared(prediction), batch.labels, lr_fraction, structures.natoms, batch.mask)
+    mask = batch.counted(model.counted)
+    value, metrics = loss(batch.compared(prediction), batch.labels, lr_fraction, structures.natoms, mask)
     if trained is None:
         trained = [p for p in model.parameters() if p.requires_grad]
     value.backward(inputs=None if sharded else trained or None)
@@ -193,8 +194,8 @@ class CompiledGradient:
             structures = given.structures
             wanted = {"force": self._loss.needs_force, "virial": self._loss.needs_virial}
             prediction = torch.func.functional_call(self._model, state, (structures,), wanted)
-            prediction = given.compared(prediction)
-            value, metrics = self._loss(prediction, given.labels, next(rest), structures.natoms, given.mask)
+            prediction, mask = given.compared(prediction), given.counted(self._model.counted)
+            value, metrics = self._loss(prediction, given.labels, next(rest), structures.natoms, mask)
             leaves = [arguments[index] for index in trained]
             gradients = torch.autograd.grad(value, leaves, allow_unused=True)
             parameters = list(self._model.parameters())

@@ -103,7 +103,8 @@ def validate(
     def measured() -> Iterable[tuple[Mapping[str, Tensor], Mapping[str, float]]]:
         for batch, counts in batches:
             prediction = model(batch.structures, force=loss.needs_force, virial=loss.needs_virial)
-            _, metrics = loss(prediction, batch.labels, lr_fraction, batch.structures.natoms, batch.mask)
+            mask = batch.counted(model.counted)
+            _, metrics = loss(prediction, batch.labels, lr_fraction, batch.structures.natoms, mask)
             yield metrics, metric_weights(loss, batch) if counts else dict.fromkeys(metrics, 0.0)
 
     return mean_metrics(measured(), add_up)

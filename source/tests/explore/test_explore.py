@@ -48,8 +48,8 @@ def test_two_rounds_train_on_labelled_structures_of_their_own_dynamics(copper, e
         str(copper / "explore" / f"round_{number}" / "labelled.xyz") for number in (1, 2)
     ]
     assert content["training"]["training_data"]["auto_prob"].startswith("prob_sys_size;0:3:0.7;3:")
-    # Step and state of the rounds before are kept: 40 steps, then 30 in each round.
-    assert torch.load(model / "model.ckpt.pt", weights_only=True)["model"]["_extra_state"]["train_infos"]["step"] == 100
+    # Steps of the rounds before are kept: 40, then 30 in each round; the count in the file begins at 0.
+    assert torch.load(model / "model.ckpt.pt", weights_only=True)["model"]["_extra_state"]["train_infos"]["step"] == 99
 
 
 def _data(folder):
@@ -61,7 +61,7 @@ def _data(folder):
     return read(folder / "data.xyz", ":")
 
 
-@pytest.mark.parametrize("stage", ["labels", "training", "check"])
+@pytest.mark.parametrize("stage", ["labels", "training", pytest.param("check", marks=pytest.mark.slow)])
 def test_a_command_that_was_killed_goes_on(copper, explore, monkeypatch, stage):
     from deepmd_muon.explore import labelling, loop, training
 
@@ -156,6 +156,7 @@ def test_labels_that_were_made_outlive_a_labeller_that_fails(copper, explore, ca
     assert all("did not converge" in line for line in failed)
 
 
+@pytest.mark.slow
 def test_several_models_choose_by_deviation_and_are_all_trained(copper, explore, trained):
     content = json.loads((copper / "input.json").read_text())
     content["model"]["fitting_net"]["seed"] = 5

@@ -102,7 +102,7 @@ def test_a_sound_potential_holds(argon, tmp_path, capsys):
     status, found = check(argon, tmp_path, ["holds"], "--strict", "-o", str(tmp_path / "check.png"))
     assert status == 0
     (model,) = found["models"]
-    assert verdicts(model) == dict.fromkeys(("coverage", "scans", "dimers", "dynamics"), "holds")
+    assert verdicts(model) == dict.fromkeys(("coverage", "angles", "scans", "dimers", "dynamics"), "holds")
     assert model["dynamics"]["followed"] == pytest.approx(0.6)
     assert abs(model["dynamics"]["drift"]) < 1e-3
     assert (tmp_path / "check.png").read_bytes().startswith(b"\x89PNG")
@@ -265,3 +265,32 @@ def test_a_hole_counts_by_the_barrier_before_it(height, verdict):
     (hole,) = curve(energy, slope, 2.0)
     assert (hole.kind, hole.verdict) == ("hole", verdict)
     assert hole.barrier == pytest.approx(height, abs=0.05)
+
+
+def test_angles_of_water_and_how_far_others_lie_beyond(tmp_path):
+    from deepmd_muon.data import Frames
+    from deepmd_muon.stability.angles import angles_of
+    from deepmd_muon.stability.coverage import pairs_of
+
+    def bent(degrees):
+        turn = np.radians(degrees)
+        return np.array([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [np.cos(turn), np.sin(turn), 0.0]])
+
+    box = 5.0 * np.eye(3)
+    folder = tmp_path / "w" / "set.000"
+    folder.mkdir(parents=True)
+    (tmp_path / "w" / "type_map.raw").write_text("O\nH\n")
+    (tmp_path / "w" / "type.raw").write_text("0\n1\n1\n")
+    # Across the border of the cell, too.
+    np.save(folder / "coord.npy", np.stack([bent(100.0), bent(110.0) + 4.5]).reshape(2, -1))
+    np.save(folder / "box.npy", np.tile(box.reshape(-1), (2, 1)))
+    systems = open_systems(str(tmp_path / "w"), ["O", "H"])
+    angles = angles_of(systems, coverage_of(systems, ["O", "H"], 3.0))
+    assert {angles.name(triple) for triple in angles.triples} == {"H-O-H", "O-H-H"}
+    assert angles.smallest[0, 1, 1] == pytest.approx(100.0)
+    assert angles.largest[0, 1, 1] == pytest.approx(110.0)
+    reached = angles.empty()
+    assert angles.excess(reached) is None
+    frame = Frames(atype=np.array([[0, 1, 1]]), coord=bent(85.0)[None], box=box[None])
+    reached.add(frame, 0, pairs_of(frame, 0, 3.0))
+    assert angles.excess(reached) == (pytest.approx(15.0), (0, 1, 1))

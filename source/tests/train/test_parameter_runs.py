@@ -12,12 +12,14 @@ import torch
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, DataLoader, NeighborCache, Parameters, open_systems, with_parameters
 from deepmd_muon.infer import Predictor
+from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import settings_of
 from deepmd_muon.model.type_map import TypeMove
 from deepmd_muon.train.batches.batch import to_device
 from deepmd_muon.train.batches.resident import ResidentBatches
 from deepmd_muon.train.batches.streamed import StreamedBatches
+from deepmd_muon.train.step.compiled import differentiate
 
 sys.path += [str(Path(__file__).parents[1] / room) for room in ("data", "model")]
 
@@ -121,6 +123,23 @@ def test_resident_and_streamed_batches_have_the_outputs_of_plain_ones(kind, batc
             squares = [values["force"].square().sum((1, 2)) for values in (found, expected)]
             torch.testing.assert_close(*squares, rtol=1e-10, atol=1e-12)
     streamed.close()
+
+
+def test_the_loss_counts_atoms_of_types_with_energy(systems):
+    """deepmd-kit divides energies by their number, and forces of the others do not count."""
+    model = build_model(settings_of(params_of("se_e2_a-everything")), seed=1)
+    opened = with_parameters(open_systems(systems[1:2], ("O", "H")), Parameters.of(model.settings.fitting_net))
+    loader = DataLoader(opened, 1, seed=1, rcut=model.rcut, sel=model.sel)
+    batch = to_device(loader.next(), 2, CPU)
+    mask = batch.counted(model.counted)
+    assert torch.equal(mask, batch.structures.atype == 0)
+    _, metrics = differentiate(model, build_loss({"start_pref_e": 1.0, "start_pref_f": 1.0}), batch, 1.0)
+    found = model(batch.structures)
+    error = (found["force"] - batch.labels["force"])[mask]
+    assert float(metrics["rmse_f"]) == pytest.approx(float(error.square().mean().sqrt()), rel=1e-12)
+    energy = (found["energy"] - batch.labels["energy"]).abs().item() / int(mask.sum())
+    assert float(metrics["rmse_e"]) == pytest.approx(energy, rel=1e-12)
+    assert batch.counted(None) is batch.mask
 
 
 @pytest.mark.parametrize("kind", ["se_e2_a", "dpa3"])

@@ -1,6 +1,7 @@
 """Fine-tuning with replay: the run it makes, the data it draws, what it keeps, restarts and files."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +22,22 @@ DESCRIPTOR, FITTING = "atomic_model.descriptor.", "atomic_model.fitting_net."
 DRAWN = {"frames": 40, "temperatures": [50, 300], "steps": 8}
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("old") / "old.pt"
+
+
 @pytest.fixture
-def finetuning(small_input, train):
+def finetuning(small_input, train, kept):
     """The input of a fine-tuning run whose checkpoint, old.pt, is there."""
-    old = small_input(training={"numb_steps": 60, "save_ckpt": "old"})
-    old["training"]["training_data"] = {"systems": OLD, "batch_size": 2}
-    assert train(old) == 0
+    if not kept.exists():
+        old = small_input(training={"numb_steps": 60, "save_freq": 60, "save_ckpt": "old"})
+        old["training"]["training_data"] = {"systems": OLD, "batch_size": 2}
+        assert train(old, output="old.json") == 0
+        shutil.copy("old.pt", kept)
+        for path in Path().iterdir():
+            path.unlink()
+    shutil.copy(kept, "old.pt")
     content = small_input(training={"numb_steps": 6, "save_freq": 3})
     content["training"]["training_data"] = {"systems": NEW, "batch_size": 2}
     content["replay"] = dict(DRAWN)
@@ -206,6 +217,7 @@ def test_plain_fine_tuning_warns(finetuning, train, caplog):
 
 def test_obstacles_are_reported_together(finetuning):
     finetuning["training"] |= {"numb_epoch": 1, "zero_stage": 2}
+    finetuning["replay"]["share_fitting_net"] = False
     del finetuning["training"]["numb_steps"]
     finetuning["model"]["descriptor"]["trainable"] = False
     Path("input.json").write_text(json.dumps(finetuning))
@@ -230,10 +242,9 @@ def test_settings_of_replay_are_checked(finetuning):
     }
 
 
-def test_replay_needs_a_checkpoint_and_one_kind_of_data(finetuning):
-    with pytest.raises(SystemExit) as ended:
-        main(["--pt", "train", "input.json", "--replay", "pseudo"])
-    assert ended.value.code
+def test_replay_needs_a_checkpoint_and_one_kind_of_data(finetuning, capsys):
+    assert main(["--pt", "train", "input.json", "--replay", "pseudo"]) == 2
+    assert "--finetune" in capsys.readouterr().err
     with pytest.raises(ReplayError, match="alone"):
         prepare(load("input.json"), "old.pt", None, ["pseudo", OLD])
 

@@ -1,0 +1,91 @@
+"""The screened repulsion of nuclei by Ziegler, Biersack and Littmark (ZBL), as a table and as labelled dimers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from deepmd_muon.data.elements import NUMBERS
+from deepmd_muon.data.errors import DataError, TypeMapError
+from deepmd_muon.data.stores.memory import MemoryStore
+from deepmd_muon.data.system import System
+
+# e²/(4π ε₀) [eV Å] (CODATA 2018).
+_COULOMB = 14.3996454785
+# The Stopping and Range of Ions in Solids (Pergamon, 1985): amplitudes and decays of the screening, its length [Å].
+_AMPLITUDES = np.array([0.18175, 0.50986, 0.28022, 0.02817])
+_DECAYS = np.array([3.19980, 0.94229, 0.40290, 0.20162])
+_LENGTH, _POWER = 0.46850, 0.23
+
+
+def zbl(first: str, second: str, distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return energies [eV] and their slopes [eV/Å] of two elements at distances `(n,)` above 0 [Å].
+
+    Raises
+    ------
+    TypeMapError
+        When a name is not an element.
+    """
+    unknown = [name for name in (first, second) if name not in NUMBERS]
+    if unknown:
+        raise TypeMapError(f"{unknown[0]!r} is not an element, so that its repulsion is unknown; give element symbols")
+    charges = NUMBERS[first], NUMBERS[second]
+    length = _LENGTH / (charges[0] ** _POWER + charges[1] ** _POWER)
+    parts = _AMPLITUDES * np.exp(-_DECAYS * distance[:, None] / length)
+    bare = _COULOMB * charges[0] * charges[1] / distance
+    screening, slope = parts.sum(1), -(parts * _DECAYS).sum(1) / length
+    return bare * screening, bare * (slope - screening / distance)
+
+
+def table_of(names: Sequence[str], step: float, begin: float, end: float) -> np.ndarray:
+    """Return a table for `use_srtab`: distances, and energies of the pairs 0-0, 0-1, … [eV].
+
+    Parameters
+    ----------
+    names
+        Elements in the order of the type map.
+    step
+        Between rows; the first distance as well [Å].
+    begin, end
+        Between these distances a quintic polynomial takes energies smoothly to 0 [Å].
+
+    Raises
+    ------
+    DataError
+        When the distances make no sense.
+    """
+    if not 0.0 < step < begin < end:
+        raise DataError(f"distances must grow from step over begin to end; found {step:g}, {begin:g} and {end:g} Å")
+    distance = step * np.arange(1, int(np.ceil(end / step)) + 2)
+    u = np.clip((distance - begin) / (end - begin), 0.0, 1.0)
+    switch = np.where(u < 1.0, 1.0 - u**3 * (10.0 - 15.0 * u + 6.0 * u**2), 0.0)
+    pairs = [(a, b) for k, a in enumerate(names) for b in names[k:]]
+    return np.stack([distance, *(switch * zbl(a, b, distance)[0] for a, b in pairs)], axis=1)
+
+
+def dimers_of(names: Sequence[str], begin: float, end: float, count: int) -> list[System]:
+    """Return dimers of every pair of elements, without cell, labelled with forces alone.
+
+    ZBL has no energy of free atoms, which energies of other methods contain: training takes the forces.
+
+    Raises
+    ------
+    DataError
+        When the distances make no sense.
+    """
+    if not 0.0 < begin < end or count < 2:
+        raise DataError(
+            f"dimers need 2 distances or more that grow from above 0; found {count}, {begin:g} to {end:g} Å"
+        )
+    distance = np.linspace(begin, end, count)
+    systems = []
+    for k, a in enumerate(names):
+        for b in names[k:]:
+            coord, force = np.zeros((count, 6)), np.zeros((count, 6))
+            coord[:, 3] = distance
+            _, slope = zbl(a, b, distance)
+            force[:, 0], force[:, 3] = slope, -slope
+            store = MemoryStore(f"dimers of {a} and {b}", [a, b], [{"coord": coord, "force": force}], pbc=False)
+            systems.append(System(store, list(names)))
+    return systems

@@ -1,0 +1,106 @@
+"""Which angles between near neighbours a data set holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepmd_muon.data import Frames, System
+from deepmd_muon.data.neighbors.lists import Pairs
+from deepmd_muon.stability.coverage import Coverage, pairs_of, sampled
+
+#: A neighbour is near within this many times the shortest distance of its pair in the data: bonds, and first shells of
+#: dense crystals.
+SHELL = 1.3
+# Atoms looked at: angles need fewer frames than distances.
+_MOST_ATOMS = 50_000
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Extremes of the angles between near neighbours.
+
+    Attributes
+    ----------
+    type_map
+        Names of the types.
+    reach
+        Distance up to which a neighbour is near, of each pair of types `(ntypes, ntypes)` [Å]; 0 without data.
+    smallest, largest
+        Of each centre and pair of neighbours `(ntypes, ntypes, ntypes)`, centre first, the smaller neighbour type
+        second [degrees]; inf and −inf without data.
+    """
+
+    type_map: tuple[str, ...]
+    reach: np.ndarray
+    smallest: np.ndarray
+    largest: np.ndarray
+
+    @property
+    def triples(self) -> list[tuple[int, int, int]]:
+        """Centre and neighbours of the angles that the data hold."""
+        return [(int(c), int(a), int(b)) for c, a, b in zip(*np.nonzero(np.isfinite(self.smallest)), strict=True)]
+
+    def name(self, triple: tuple[int, int, int]) -> str:
+        """Return a triple in words with the centre in the middle, e.g. H-O-H."""
+        centre, first, second = triple
+        return "-".join(self.type_map[k] for k in (first, centre, second))
+
+    def empty(self) -> Angles:
+        """Return the same without any angle."""
+        nothing = np.full_like(self.smallest, np.inf)
+        return Angles(self.type_map, self.reach, nothing, -nothing)
+
+    def add(self, frames: Frames, k: int, pairs: Pairs) -> None:
+        """Take the angles of a frame into the extremes."""
+        triple, degrees = angles_of_frame(frames, k, pairs, self.reach)
+        np.minimum.at(self.smallest, triple, degrees)
+        np.maximum.at(self.largest, triple, degrees)
+
+    def excess(self, reached: Angles) -> tuple[float, tuple[int, int, int]] | None:
+        """Return how far other extremes lie beyond these at most [degrees], and for which triple; None without any."""
+        both = [triple for triple in self.triples if np.isfinite(reached.smallest[triple])]
+        beyond = [
+            (max(self.smallest[t] - reached.smallest[t], reached.largest[t] - self.largest[t], 0.0), t) for t in both
+        ]
+        return max(beyond, default=None)
+
+
+def angles_of_frame(
+    frames: Frames, k: int, pairs: Pairs, reach: np.ndarray
+) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+    """Return the angles between near neighbours of a frame: centre and neighbour types, each `(n,)`, and degrees."""
+    first, second = pairs.types[pairs.i], pairs.types[pairs.j]
+    near = np.flatnonzero(pairs.distance < reach[first, second])
+    near = near[np.argsort(pairs.i[near], kind="stable")]
+    centre = pairs.i[near]
+    coord = frames.coord[k][pairs.real]
+    vector = coord[pairs.j[near]] - coord[centre]
+    if frames.box is not None and frames.box[k].any():
+        vector = vector + pairs.shift[near] @ frames.box[k]
+    unit = vector / pairs.distance[near, None]
+    types = second[near]
+    most = int(np.bincount(centre).max(initial=0))
+    found: list[tuple[np.ndarray, ...]] = []
+    for apart in range(1, most):
+        here = np.flatnonzero(centre[:-apart] == centre[apart:])
+        cosine = (unit[here] * unit[here + apart]).sum(1).clip(-1.0, 1.0)
+        low, high = np.minimum(types[here], types[here + apart]), np.maximum(types[here], types[here + apart])
+        found.append((pairs.types[centre[here]], low, high, np.degrees(np.arccos(cosine))))
+    empty = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0)
+    centres, low, high, degrees = (np.concatenate(column) for column in zip(empty, *found, strict=True))
+    return (centres, low, high), degrees
+
+
+def angles_of(systems: Sequence[System], coverage: Coverage) -> Angles:
+    """Measure the angles of a data set whose distances are known."""
+    ntypes = len(coverage.type_map)
+    reach = np.where(np.isfinite(coverage.shortest), SHELL * coverage.shortest, 0.0)
+    nothing = np.full((ntypes, ntypes, ntypes), np.inf)
+    angles = Angles(coverage.type_map, reach, nothing, -nothing)
+    longest = float(reach.max())
+    for _, _, frame in sampled(systems, _MOST_ATOMS):
+        angles.add(frame, 0, pairs_of(frame, 0, longest))
+    return angles

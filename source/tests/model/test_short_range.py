@@ -1,0 +1,223 @@
+"""Models with a short-range table against deepmd-kit 3.2.0 (`make_short_range_fixtures.py`), and as physics."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from model_batches import HERE, make_batch, read_fixture
+
+from deepmd_muon.argcheck import InputError, normalize
+from deepmd_muon.cli.main import main
+from deepmd_muon.deploy.freeze import freeze
+from deepmd_muon.infer import Predictor
+from deepmd_muon.model import ModelError, build_model
+from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
+from deepmd_muon.model.short_range import PairTable, splines_of
+
+FIXTURE = read_fixture(HERE / "short_range.pt.gz")
+TABLE = HERE / "short_range.txt"
+EXAMPLE = HERE.parents[2] / "examples" / "cu_emt"
+
+
+def load(name):
+    """Return the model of the fixture; the table comes from the checkpoint, its file is not here."""
+    settings, state = from_deepmd_kit(FIXTURE[name]["state"])
+    model = build_model(settings)
+    model.load_state_dict(state)
+    return model
+
+
+def batch_for(model, kind, name):
+    data = FIXTURE[name]["structures"][kind]
+    lists = {"ntypes": model.ntypes, "inner": model.neighbors.inner}
+    return make_batch(data["coord"], data["atype"], data["box"], model.rcut, model.sel, **lists)
+
+
+@pytest.mark.parametrize("kind", ["periodic", "open"])
+@pytest.mark.parametrize("name", ["dpa1", "dpa3"])
+def test_same_numbers(name, kind):
+    model = load(name)
+    out = model(batch_for(model, kind, name))
+    expected = {key: value.reshape(out[key].shape) for key, value in FIXTURE[name]["outputs"][kind].items()}
+    for key, value in expected.items():
+        torch.testing.assert_close(out[key], value, rtol=1e-10, atol=1e-10 * float(value.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["dpa1", "dpa3"])
+def test_same_names(name):
+    given = FIXTURE[name]["state"]
+    model = load(name)
+    written = to_deepmd_kit(model, given["_extra_state"]["train_infos"])
+    assert set(written) == set(given)
+    for key, value in given.items():
+        if isinstance(value, torch.Tensor) and not key.endswith("min_nbor_dist"):
+            torch.testing.assert_close(written[key], value, msg=key)
+    theirs = given["_extra_state"]["model_params"]
+    ours = written["_extra_state"]["model_params"]
+    assert {key: ours[key] for key in ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")} == {
+        key: theirs[key] for key in ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
+    }
+    assert all(key.startswith("atomic_model.models.0.") for key in deepmd_kit_parameter_names(model))
+
+
+@pytest.mark.parametrize("name", ["dpa1", "dpa3"])
+def test_a_frozen_file_computes_the_same(name, tmp_path):
+    model = load(name)
+    freeze(model, tmp_path / "model.pth")
+    frozen = Predictor(tmp_path / "model.pth", device="cpu")
+    data = FIXTURE[name]["structures"]["periodic"]
+    found = frozen.predict(data["coord"][0].numpy(), data["box"][0].numpy(), data["atype"][0].numpy())
+    expected = FIXTURE[name]["outputs"]["periodic"]
+    scale = float(expected["force"].abs().max())
+    np.testing.assert_allclose(found.force.reshape(12, 3), expected["force"][0].numpy(), rtol=0, atol=1e-10 * scale)
+    np.testing.assert_allclose(found.virial.reshape(9), expected["virial"][0].numpy(), rtol=0, atol=1e-9 * scale)
+
+
+@pytest.mark.parametrize("name", ["dpa1", "dpa3"])
+def test_gradients_of_a_loss_of_forces_are_those_of_finite_differences(name):
+    model = load(name)
+    batch = batch_for(model, "periodic", name)
+    weights = torch.randn(2, 12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def loss():
+        out = model(batch)
+        return (weights * out["force"]).sum() + out["energy"].sum() + out["virial"].sum()
+
+    loss().backward()
+    parameter = model.atomic_model.fitting_net.filter_layers.networks[0].layers[0].matrix
+    for place in ((0, 0), (3, 2)):
+        found = float(parameter.grad[place])
+        with torch.no_grad():
+            values = []
+            for step in (1e-5, -1e-5):
+                parameter[place] += step
+                values.append(float(loss()))
+                parameter[place] -= step
+        assert found == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
+
+
+def table(alpha=0.1, rcut=6.0, **changes):
+    return PairTable(str(TABLE), 2, rcut, changes.get("switch", (0.8, 1.3)), alpha)
+
+
+def test_splines_are_those_of_a_clamped_cubic():
+    interpolate = pytest.importorskip("scipy.interpolate")
+    rows = np.loadtxt(TABLE)
+    info, data = splines_of(str(TABLE), 2, 3.0)
+    np.testing.assert_allclose(info, [0.02, 0.02, len(rows) - 1, 2])
+    for column, (a, b) in enumerate(((0, 0), (0, 1), (1, 1)), start=1):
+        spline = interpolate.CubicSpline(rows[:, 0], rows[:, column], bc_type="clamped")
+        for u in (0.0, 0.3, 0.9):
+            found = data[a, b] @ np.array([u**3, u**2, u, 1.0])
+            np.testing.assert_allclose(found, spline(rows[:-1, 0] + 0.02 * u), atol=1e-9)
+        np.testing.assert_array_equal(data[a, b], data[b, a])
+
+
+def test_slopes_are_those_of_finite_differences():
+    one = table()
+    random = torch.Generator().manual_seed(5)
+    vectors = torch.randn(6, 5, 3, dtype=torch.float64, generator=random) * 0.6
+    own = torch.tensor([0, 1, 0, 1, 0, 1])
+    other = torch.randint(-1, 2, (6, 5), generator=random)
+    found = one(vectors, own, other)
+    assert int(((found.weight > 0.01) & (found.weight < 0.99)).sum()) > 0
+    unit = vectors / found.distance.unsqueeze(2)
+    for k in range(5):
+        moved = []
+        for step in (1e-6, -1e-6):
+            changed = vectors.clone()
+            changed[:, k] += step * unit[:, k]
+            moved.append(one(changed, own, other))
+        for name in ("weight", "energy"):
+            numeric = (getattr(moved[0], name) - getattr(moved[1], name)) / 2e-6
+            numeric = torch.where(other[:, k] >= 0, numeric, 0.0)
+            torch.testing.assert_close(getattr(found, f"{name}_slope")[:, k], numeric, rtol=1e-5, atol=1e-5)
+
+
+def test_atoms_that_are_far_from_all_others_keep_the_networks_energy():
+    """Where exp(−r/α) underflows 1e-20, deepmd-kit divides by 1e-20, and the table takes over."""
+    vectors = torch.tensor([[[5.5, 0.0, 0.0]], [[1.0, 0.0, 0.0]]], dtype=torch.float64)
+    found = table()(vectors, torch.tensor([0, 0]), torch.tensor([[1], [-1]]))
+    assert found.weight.tolist() == [0.0, 0.0]
+    assert found.energy.tolist() == [0.0, 0.0]
+
+
+def test_atoms_closer_than_the_table_are_pushed_apart():
+    near = table()(torch.tensor([[[0.01, 0.0, 0.0]]], dtype=torch.float64), torch.tensor([0]), torch.tensor([[0]]))
+    first = table()(torch.tensor([[[0.02, 0.0, 0.0]]], dtype=torch.float64), torch.tensor([0]), torch.tensor([[0]]))
+    assert near.weight.item() == 1.0
+    # Clamped splines are flat at the first distance.
+    assert near.energy.item() == pytest.approx(first.energy.item())
+
+
+@pytest.mark.parametrize(
+    ("rows", "word"),
+    [
+        ("0.1 1 2\n0.2 1 2\n0.3 0 0\n", "4 finite numbers"),
+        ("0.1 1 2 3\n0.2 1 2 3\n0.4 0 0 0\n", "equal steps"),
+        ("0.1 1 2 3\n0.2 1 2 3\n0.3 0 0 1\n", "zeros"),
+        ("0.1 a b c\n", "numbers"),
+    ],
+)
+def test_tables_that_cannot_be_used_are_refused(tmp_path, rows, word):
+    (tmp_path / "table").write_text(rows)
+    with pytest.raises(ModelError, match=word):
+        splines_of(str(tmp_path / "table"), 2, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"descriptor": {"type": "se_e2_a", "sel": [4]}}, "use_srtab"),
+        ({"sw_rmin": 2.0}, "sw_rmin"),
+        ({"use_srtab": None}, "use_srtab"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_named(changes, word):
+    content = json.loads((EXAMPLE / "input.json").read_text())
+    content["model"] |= {"descriptor": {"type": "dpa1", "sel": 20}, "use_srtab": "t", "sw_rmin": 0.5, "sw_rmax": 1.0}
+    content["model"] |= changes
+    with pytest.raises(InputError, match=word):
+        normalize(content)
+
+
+def test_models_without_a_table_do_not_name_it():
+    assert "use_srtab" not in normalize(json.loads((EXAMPLE / "input.json").read_text())).normalized["model"]
+
+
+def test_training_restart_and_test_with_a_table(tmp_path, monkeypatch, capsys):
+    """The table is in the checkpoint: its file may go after the first start."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(EXAMPLE / "data", "data")
+    rows = np.loadtxt(TABLE)[:, [0, 1]]
+    np.savetxt("table.txt", rows)
+    content = json.loads((EXAMPLE / "input.json").read_text())
+    content["model"] |= {
+        "descriptor": {"type": "dpa1", "sel": 60, "rcut": 4.0, "neuron": [4, 8], "axis_neuron": 2, "attn_layer": 0},
+        "fitting_net": {"neuron": [8]},
+        "use_srtab": "table.txt",
+        "sw_rmin": 1.8,
+        "sw_rmax": 2.6,
+    }
+    content["training"] |= {"numb_steps": 3, "disp_freq": 1, "save_freq": 3}
+    content["training"]["validation_data"]["numb_btch"] = 1
+    (tmp_path / "input.json").write_text(json.dumps(content))
+    assert main(["--pt", "train", "input.json"]) == 0
+    (tmp_path / "table.txt").unlink()
+    content["training"]["numb_steps"] = 5
+    (tmp_path / "input.json").write_text(json.dumps(content))
+    assert main(["--pt", "train", "input.json", "--restart", "model.ckpt.pt"]) == 0
+    rows = np.loadtxt("lcurve.out")
+    assert rows[-1, 0] == 5
+    assert np.isfinite(rows[:, 1:4]).all()
+    assert main(["--pt", "test", "-m", "model.ckpt.pt", "-s", "data/valid"]) == 0
+    own = Predictor("model.ckpt-5.pt", device="cpu").model.short_range
+    assert own.tab_data.shape[2] >= 174
+    # Training from nothing needs the file, and says so.
+    capsys.readouterr()
+    assert main(["--pt", "train", "input.json", "-o", "other.json"]) == 1
+    assert "table.txt" in capsys.readouterr().err
+    assert math.isfinite(rows[-1, 1])
