@@ -110,6 +110,7 @@ def refuse_unsafe_capture(
     *,
     offloaded: bool,
     on_nonfinite: str,
+    alternates: bool = False,
 ) -> None:
     """Raise during a capture whose replays would not repeat the step.
 
@@ -123,6 +124,8 @@ def refuse_unsafe_capture(
         Whether moments are in host memory.
     on_nonfinite
         The setting of this name.
+    alternates
+        Whether some parameters have no gradient on purpose.
 
     Raises
     ------
@@ -142,5 +145,5 @@ def refuse_unsafe_capture(
     if fresh:
         raise CaptureError(f"{fresh} parameters have no state yet; take one step before the capture")
     missing = len(state) - len(params)
-    if missing > 0:
+    if missing > 0 and not alternates:
         raise CaptureError(f"{missing} parameters with state have no gradient; replays would not step them")

@@ -66,6 +66,10 @@ class HybridMuon(QuickOptimizer):
     ----------
     routing : RouteTable
         Name, shape, view, route and reason of every parameter.
+    alternates : bool
+        Set this to True where steps update different parts of a model in turn, as branches with heads of their own. A
+        captured step then leaves parameters without gradient alone. Otherwise it refuses them, since a gradient that
+        is missing at the capture is missing in all replays.
 
     Raises
     ------
@@ -83,6 +87,7 @@ class HybridMuon(QuickOptimizer):
     """
 
     _step_supports_amp_scaling = property(lambda _: read_by_grad_scaler())
+    alternates = False
     _host_memory: HostMemory | None = None
     _routing = Routing(())
     routing = RouteTable(())
@@ -254,7 +259,12 @@ class HybridMuon(QuickOptimizer):
             compiled.prepare(self._groups(), self.state)
         logits = checked_logits(self._clipper, qk_logits)
         refuse_unsafe_capture(
-            self.param_groups, self.state, compiled.params, offloaded=offloaded, on_nonfinite=self.on_nonfinite
+            self.param_groups,
+            self.state,
+            compiled.params,
+            offloaded=offloaded,
+            on_nonfinite=self.on_nonfinite,
+            alternates=self.alternates,
         )
         # torch.amp.GradScaler sets these two attributes during the call.
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)

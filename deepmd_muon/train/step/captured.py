@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.optim import HybridMuon
 from deepmd_muon.train.batches.accumulated import StepFeed, parts_of
 from deepmd_muon.train.step.guard import DeviceGuard
 from deepmd_muon.train.step.step import TrainingStep
@@ -129,6 +130,8 @@ class CapturedStep:
         if memory is not None:
             for group in step.optimizer.param_groups:
                 group["capturable"] = True
+            if isinstance(step.optimizer, HybridMuon):
+                step.optimizer.alternates = step.model is not None
             # The first steps run eagerly on purpose; torch's Adam would warn of it.
             step.optimizer._warned_capturable_if_run_uncaptured = True
 

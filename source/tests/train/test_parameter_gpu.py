@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_captured_steps_give_the_weights_of_eager_ones(kind, batch_size, systems, train, load, monkeypatch):  # noqa: F811
     content = an_input(f"{kind}-everything", systems, numb_steps=8)
     content["training"]["training_data"]["batch_size"] = batch_size
-    content["optimizer"]["lr_adjust_coeff"] = 0.18  # rounding, which differs between devices, does not grow
+    # Rounding, which differs between devices, does not grow.
+    content["optimizer"] |= {"lr_adjust_coeff": 0.18, "precision": "float64"}
     found = {}
     for capture in ("off", "auto"):
         content["training"]["capture"] = capture
@@ -24,4 +25,5 @@ def test_captured_steps_give_the_weights_of_eager_ones(kind, batch_size, systems
     assert train(content, skip_neighbor_stat=True) == 0
     for name, value in load()["model"].items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(found["auto"]["model"][name].cpu(), value, rtol=1e-5, atol=1e-6, msg=name)
+            distance = float((found["auto"]["model"][name].cpu() - value).abs().max())
+            assert distance <= 1e-5 * max(1.0, float(value.abs().max())), (name, distance)
