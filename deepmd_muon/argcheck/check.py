@@ -204,7 +204,8 @@ class _Walk:
         """Report an unknown key with the nearest known one, here or in another section."""
         name = str(spelling)
         places = list(_places(self.root, (), ""))
-        exact = [_where(place, kind, path) for other, place, kind in places if other == name]
+        exact = [_where(place, kind, path) for other, place, kind in places if other == name and place[:1] == path[:1]]
+        exact = exact or [_where(place, kind, path) for other, place, kind in places if other == name]
         near = difflib.get_close_matches(name.lower(), known, 1, cutoff=0.6)
         far = difflib.get_close_matches(name.lower(), [other for other, _, _ in places], 1, cutoff=0.75)
         similar = [_where(place, kind, path) for other, place, kind in places if other in far]

@@ -27,6 +27,11 @@ from deepmd_muon.setting import InvalidSettingError
 FINETUNED, REPLAY = "finetuned", "replay"
 
 
+def replay_of(settings: Settings) -> ReplaySettings:
+    """Return section `replay`, with its defaults where the input has none."""
+    return settings.replay or ReplaySettings()
+
+
 def check_replay(given: Input) -> Settings:
     """Return the settings of an input that can be fine-tuned with replay.
 
@@ -42,7 +47,7 @@ def check_replay(given: Input) -> Settings:
     if settings.training.numb_steps is None:
         problems.append(Problem("training/numb_epoch", "gives no length with --replay; give numb_steps"))
     frozen = not getattr(settings.model.descriptor, "trainable", True)
-    if frozen and not settings.replay.share_fitting_net:
+    if frozen and not replay_of(settings).share_fitting_net:
         problem = (
             "is false, so that replayed data would train nothing of the new model: set replay/share_fitting_net to "
             "true, or fine-tune without --replay"
@@ -59,7 +64,8 @@ def check_replay(given: Input) -> Settings:
 def replayed_section(settings: Settings, systems: Sequence[str]) -> TrainingDataSettings:
     """Return the training data of the replay branch: other systems, read as those of the input."""
     own = settings.training.training_data
-    size = own.batch_size if settings.replay.batch_size is None else settings.replay.batch_size
+    asked = replay_of(settings).batch_size
+    size = own.batch_size if asked is None else asked
     if isinstance(size, tuple):
         size = "auto" if len(size) > 1 else size[0]
     return TrainingDataSettings(
@@ -96,7 +102,7 @@ def with_replay(
         When a rule of inputs with several models is broken.
     """
     settings = check_replay(given)
-    replay = settings.replay
+    replay = replay_of(settings)
     branch = BranchModelSettings(**_fields(model, ModelSettings), finetune_head=head or SINGLE)
     own = settings.training
     data = {

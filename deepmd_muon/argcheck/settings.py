@@ -58,10 +58,11 @@ class Settings(Section):
     validating: ValidatingSettings = section(
         ValidatingSettings(), doc="Passes over all validation data during training."
     )
-    replay: ReplaySettings = section(
-        ReplaySettings(), doc="Fine-tuning with `--finetune FILE --replay DATA|pseudo`; other runs ignore it."
+    replay: ReplaySettings | None = section(
+        None, doc="Fine-tuning with `--finetune FILE --replay DATA|pseudo`; other runs ignore it."
     )
 
+    left_out: ClassVar[frozenset[str]] = frozenset({"replay"})
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("learning_rate/warmup_steps", "training/numb_steps"), _warmup_fits),
         Rule(("validating/full_validation", "training/validation_data"), _validation_data),

@@ -203,8 +203,10 @@ class FrozenModel:
         try:
             with torch.enable_grad():  # a program may differentiate
                 structure = coord[None], atype[None], neighbor[None], mapping[None]
-                parameters = [None if values is None else values[None] for values in (fparam, aparam)]
-                found = self._program.forward_lower(*structure, *parameters)
+                # By name, and where there are any: other programs need not know them.
+                given = {"fparam": fparam, "aparam": aparam}
+                parameters = {name: values[None] for name, values in given.items() if values is not None}
+                found = self._program.forward_lower(*structure, **parameters)
             return {name: value[0].detach() for name, value in found.items()}
         except torch.OutOfMemoryError:
             raise
@@ -221,4 +223,6 @@ def _parameters_of(program: torch.jit.ScriptModule) -> Parameters:
     default = None
     if hasattr(program, "has_default_fparam") and program.has_default_fparam():
         default = tuple(program.get_default_fparam().double().cpu().tolist())
-    return Parameters(int(program.get_dim_fparam()), int(program.get_dim_aparam()), default)
+    names = ("get_dim_fparam", "get_dim_aparam")
+    fparam, aparam = (int(getattr(program, name)()) if hasattr(program, name) else 0 for name in names)
+    return Parameters(fparam, aparam, default)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from deepmd_muon.argcheck import Input, Settings, ValidationDataSettings
-from deepmd_muon.argcheck.replay import check_replay, replayed_section, with_replay
+from deepmd_muon.argcheck.replay import check_replay, replay_of, replayed_section, with_replay
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.data import Frames, System, TypeMapError, open_systems
 from deepmd_muon.data.writing import write_hdf5
@@ -85,7 +85,7 @@ def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[
         model = changed(model, {"type_map": present.type_map}, "model")
     if PSEUDO not in replay:
         training = replayed_section(settings, replay)
-        return Prepared(with_replay(given, model, head, training, settings.replay.validation_data), lambda: None)
+        return Prepared(with_replay(given, model, head, training, replay_of(settings).validation_data), lambda: None)
     if len(replay) > 1:
         raise ReplayError(f"--replay takes data or {PSEUDO!r} alone; found {' '.join(replay)}")
     net = present.fitting_net
@@ -95,13 +95,13 @@ def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[
             "that it was trained on (--replay DATA)"
         )
     starts = _starts(settings, present)
-    digest = hashlib.sha256(json.dumps([thaw(settings.replay), settings.training.seed]).encode())
+    digest = hashlib.sha256(json.dumps([thaw(replay_of(settings)), settings.training.seed]).encode())
     for array in (*(x.detach().cpu().numpy() for _, x in sorted(weights.items())), starts.coord, starts.atype):
         digest.update(np.ascontiguousarray(array).tobytes())
     stem = f"{settings.training.save_ckpt}.replay-{digest.hexdigest()[:12]}"
     places = Path(f"{stem}.hdf5"), Path(f"{stem}.valid.hdf5")
     training = replayed_section(settings, [str(places[0])])
-    held_out = settings.replay.validation_data or ValidationDataSettings(
+    held_out = replay_of(settings).validation_data or ValidationDataSettings(
         systems=(str(places[1]),), batch_size=training.batch_size, numb_btch="all"
     )
 
@@ -114,7 +114,7 @@ def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[
 
 def _starts(settings: Settings, checkpoint: ModelSettings) -> Frames:
     """Choose structures of the training data that the checkpoint knows all elements of."""
-    section, replay = settings.training.training_data, settings.replay
+    section, replay = settings.training.training_data, replay_of(settings)
     found = open_systems(
         section.systems,
         settings.model.type_map or None,
@@ -143,7 +143,7 @@ def _with_types(system: System, type_map: Sequence[str]) -> System | None:
 
 def _write(predictor: Predictor, starts: Frames, settings: Settings, places: tuple[Path, Path]) -> None:
     """Draw structures and write them: walkers that are held out wholly, the others for training."""
-    replay, seed = settings.replay, settings.training.seed or 0
+    replay, seed = replay_of(settings), settings.training.seed or 0
     log.info("drawing %d structures from dynamics of the checkpoint, to be replayed", KEPT * starts.nframes)
     for k, (place, held_out) in enumerate(zip(places, (False, True), strict=True)):
         # The last walkers: each temperature is among them, as among the others.

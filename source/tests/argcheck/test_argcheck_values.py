@@ -235,7 +235,8 @@ def test_neutral_values_of_foreign_keys_ask_for_nothing(water):
     checked = normalize(water)
     assert checked.notices == ()
     assert "acc_freq" not in checked.normalized["training"]
-    assert "pair_exclude_types" not in checked.normalized["model"]
+    assert checked.normalized["model"]["pair_exclude_types"] == []
+    assert "srtab_add_bias" not in checked.normalized["model"]
 
 
 def test_keys_without_effect_are_noticed(water):

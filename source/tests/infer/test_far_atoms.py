@@ -50,6 +50,9 @@ class Two:
 
     name, nframes, natoms = "water/far", 5, 3
 
+    def with_parameters(self, _):
+        return self
+
     def frames(self, numbers):
         coord = np.tile(WATER, (len(numbers), 1, 1))
         coord[np.asarray(numbers) == 3, 2] = 2e7

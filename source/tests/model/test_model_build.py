@@ -24,6 +24,7 @@ from deepmd_muon.model import (
     register_fitting,
 )
 from deepmd_muon.model.deepmd_kit import OURS_ONLY, deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
+from deepmd_muon.model.errors import BranchError
 from deepmd_muon.model.nn.networks import Layer, Network, Stream
 from deepmd_muon.model.registry import DESCRIPTORS
 from deepmd_muon.setting import setting
@@ -419,7 +420,7 @@ def test_a_taken_name_is_refused():
 def test_models_of_another_kind_are_named(edit, words):
     state = copy.deepcopy(read_fixture()["cases"]["one_side"]["state"])
     edit(state["_extra_state"]["model_params"])
-    with pytest.raises(ForeignModelError, match=words):
+    with pytest.raises((ForeignModelError, BranchError), match=words):
         from_deepmd_kit(state)
 
 

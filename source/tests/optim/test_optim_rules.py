@@ -241,7 +241,7 @@ def test_moments_restart_after_another_route_and_follow_views(caplog):
     torch.testing.assert_close(back.state[p]["second_moment_of_rows"], before, rtol=1e-15, atol=0)
     other = reloaded(params, saved, layout="in_out")
     assert "second_moment_of_rows" not in other.state[p]
-    assert caplog.messages[-1].startswith("normuon keeps other state now: the saved second_moment_of_rows")
+    assert any(text.startswith("normuon keeps other state now: the saved second_moment") for text in caplog.messages)
     adam = reloaded(params, saved, adam_patterns=["w0"])
     assert set(adam.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
     muon = reloaded(params, adam)
@@ -295,7 +295,7 @@ def test_a_rule_switched_off_drops_its_state(caplog):
     assert set(optimizer.state[params["w0"]]) == {"momentum_buffer", "magma_score"}
     assert caplog.messages == ["w0: its state second_moment_of_rows is dropped: normuon is off now"]
     make([(4, 6)])[1].load_state_dict(saved)
-    assert caplog.messages[1:] == ["normuon is off now: the saved second_moment_of_rows of 1 parameters is dropped"]
+    assert "normuon is off now: the saved second_moment_of_rows of 1 parameters is dropped" in caplog.messages[1:]
     optimizer.param_groups[0]["normuon"] = True
     optimizer.step()
     assert optimizer.state[params["w0"]]["second_moment_of_rows"].shape == (4, 1)
@@ -345,7 +345,7 @@ def test_fused_steps_say_which_rules_they_do_not_know(caplog):
     with caplog.at_level("INFO", logger="deepmd_muon"):
         done = FusedStepCache().step([torch.zeros(2, 2)], [], {}, [], lr=0.1, settings=given, control=StepControl())
     assert done is False
-    assert "normuon, cautious_decay" in caplog.messages[0]
+    assert any("normuon, cautious_decay" in text for text in caplog.messages)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,6 @@ def test_captured_steps_give_the_weights_of_eager_ones(kind, batch_size, systems
     monkeypatch.setenv("DEVICE", "cpu")
     assert train(content, skip_neighbor_stat=True) == 0
     for name, value in load()["model"].items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.numel():
             distance = float((found["auto"]["model"][name].cpu() - value).abs().max())
             assert distance <= 1e-5 * max(1.0, float(value.abs().max())), (name, distance)
