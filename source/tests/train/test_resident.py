@@ -77,14 +77,19 @@ def way(request, monkeypatch):
     return 0 if request.param == "passing" else 1 << 30
 
 
-@pytest.mark.parametrize("most", [1, 3, 16])
-@pytest.mark.parametrize("batch_size", [2, "mixed:3", "mix:30"])
-@pytest.mark.parametrize("name", DESCRIPTORS)
-def test_padded_batches_have_the_losses_of_plain_ones(systems, monkeypatch, name, batch_size, most, way):
-    if name != "se_e2_a" and most != 3:
-        pytest.skip("the number of shapes is no business of the descriptor")
-    if name != "se_e2_a" and not resident_module.AT_ONCE:
-        pytest.skip("the way of frames is no business of the descriptor")
+# The number of shapes and the way of frames are no business of the descriptor.
+PADDED = [
+    *(("se_e2_a", batch_size, most) for batch_size in (2, "mixed:3", "mix:30") for most in (1, 3, 16)),
+    *((name, batch_size, 3) for name in DESCRIPTORS if name != "se_e2_a" for batch_size in (2, "mixed:3", "mix:30")),
+]
+WAYS = [
+    (case, way) for case in PADDED for way in (*["when needed", "passing"][: 2 * (case[0] == "se_e2_a")], "at once")
+]
+
+
+@pytest.mark.parametrize(("case", "way"), WAYS, indirect=["way"])
+def test_padded_batches_have_the_losses_of_plain_ones(systems, monkeypatch, case, way):
+    name, batch_size, most = case
     monkeypatch.setattr(shapes, "MOST_SHAPES", most)
     model = corner_model(name, "float64")
     model.pieces = 0
