@@ -66,6 +66,7 @@ class EnergyModel(torch.nn.Module):
         self.ntypes = len(self.type_map)
         self.neighbors = settings.descriptor.neighbors()
         self.atomic_model = AtomicModel(settings, seed)
+        self._conditioned = isinstance(self.atomic_model.fitting_net, Conditioned)
         self.short_range: PairTable | None = None
         if settings.use_srtab is not None:
             assert settings.sw_rmin is not None
@@ -143,8 +144,9 @@ class EnergyModel(torch.nn.Module):
 
         The table adds the last to dE/dr_ij `(nreal, nnei, 3)`; it is None without a table or without forces.
         """
-        net, given = self.atomic_model.fitting_net, {}
-        if isinstance(net, Conditioned) and (parameters := net.parameters_of(structures)) is not None:
+        net: Any = self.atomic_model.fitting_net
+        given = {}
+        if self._conditioned and (parameters := net.parameters_of(structures)) is not None:
             given["parameters"] = parameters
         energy, adjoint = net(descriptor, structures.type_counts, force=force, **given)
         slope = None

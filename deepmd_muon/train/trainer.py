@@ -103,6 +103,8 @@ class Trainer:
         with self.ranks.together("laying out the model"):
             self.strategy = choose_strategy(training, self.ranks, model)
             self.optimizer = self.strategy.build_optimizer(settings.optimizer, self.rate(0))
+            if isinstance(self.optimizer, HybridMuon):
+                self.optimizer.alternates = len(branches) > 1
             self.ema = Ema(model, training.ema_decay) if training.enable_ema else None
         self.checkpoints = Checkpoints(training, self.ranks)
         self.validation = Validation(given, branches, self.num_steps, self.strategy, self._now)

@@ -1,6 +1,6 @@
 """Walk through doc/tutorials/own-data.md as a reader does, command by command, and time each.
 
-    python source/benchmarks/first_potential.py --venv /tmp/walk/venv --folder /tmp/walk/run
+    python source/benchmarks/first_potential.py --venv NEW --folder NEW
 
 makes a fresh environment (unless the folder exists), installs this checkout as the page says, runs the page's `sh`
 blocks in an empty folder, and prints wall time, processor time and exit status of each command. The output of

@@ -158,9 +158,9 @@ def batch_loss(model: nn.Module, data: Tensor, draw: torch.Generator) -> Tensor:
     return F.cross_entropy(model(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten())
 
 
-def main() -> None:
-    """Print a table of all optimizers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def begin_table(description: str | None, *columns: str) -> argparse.Namespace:
+    """Read steps and seeds from the command line, print machine, versions and the head of a table, and return them."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=1)
     arguments = parser.parse_args()
@@ -169,8 +169,14 @@ def main() -> None:
         f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, one core, Python "
         f"{platform.python_version()}, torch {torch.__version__}, deepmd_muon {deepmd_muon.__version__}; "
         f"{arguments.steps} steps, {arguments.seeds} seeds\n\n"
-        "| optimizer | loss, last 20 batches | held-out text |\n|---|---|---|"
+        f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
     )
+    return arguments
+
+
+def main() -> None:
+    """Print a table of all optimizers."""
+    arguments = begin_table(__doc__, "optimizer", "loss, last 20 batches", "held-out text")
     for name, make in cases().items():
         runs = [train(make, arguments.steps, seed) for seed in range(arguments.seeds)]
         columns = [torch.tensor(column) for column in zip(*runs, strict=True)]

@@ -7,17 +7,14 @@ class, rolled by a random shift, plus a weaker pattern of another class and nois
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import platform
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from small_gpt import begin_table
 from torch import Tensor, nn
 
-import deepmd_muon
 from deepmd_muon.optim import MuonConfig
 
 CLASSES, SIZE, BATCH, WIDTH, PATCH = 10, 16, 64, 48, 4
@@ -147,17 +144,7 @@ def train(kind: type[nn.Module], make: Make, steps: int, seed: int) -> tuple[flo
 
 def main() -> None:
     """Print a table of all optimizers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=1)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    print(
-        f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, one core, Python "
-        f"{platform.python_version()}, torch {torch.__version__}, deepmd_muon {deepmd_muon.__version__}; "
-        f"{arguments.steps} steps, {arguments.seeds} seeds\n\n"
-        "| optimizer | convolutions: loss | right | ViT: loss | right |\n|---|---|---|---|---|"
-    )
+    arguments = begin_table(__doc__, "optimizer", "convolutions: loss", "right", "ViT: loss", "right")
     for name, make in cases().items():
         columns = []
         for kind in (ConvNet, ViT):

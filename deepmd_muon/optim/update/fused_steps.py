@@ -29,6 +29,8 @@ from deepmd_muon.optim.update.muon import muon_
 
 _LOG = logging.getLogger(__name__)
 _MAX_RECORDINGS = 8
+# Lists of parameters whose steps are kept: where experts get gradients in turn, there are ever new ones.
+_MOST_LISTS = 16
 FUSED_RULES = (Magma,)  # the rules that the kernels of `FusedMuon` know
 _COMPILING = threading.Lock()
 _COMPILED: set[tuple[object, ...]] = set()
@@ -39,15 +41,16 @@ class FusedError(RuntimeError):
 
 
 class FusedStepCache:
-    """The fused steps of an optimizer, one for each list of parameters that has been stepped together.
+    """The fused steps of an optimizer, one for each of the latest lists of parameters that were stepped together.
 
     The branches of a multi-task model have different lists that begin with the same shared parameters. Each keeps its
     step: a captured graph reads the tables of one, and nothing can make new tables during a capture.
     """
 
     def __init__(self) -> None:
+        # By ids: `FusedMuon.fits` compares addresses, should a new tensor have an old id.
         self._known: dict[tuple[int, ...], FusedMuon] = {}
-        self._made: Counter[tuple[int, ...]] = Counter()
+        self._made: Counter[Tensor] = Counter()
         self._captured: list[FusedMuon] = []  # captured graphs read their tables as long as the optimizer exists
 
     def step(
@@ -86,10 +89,12 @@ class FusedStepCache:
         if known is None or not known.fits(params, buffers, scores, settings):
             if not all(x.is_contiguous() and x.dtype == params[0].dtype for x in (*params, *buffers)):
                 return False
-            # If tensors move repeatedly, recording costs more than it saves.
-            self._made[key] += 1
-            recording = self._made[key] <= _MAX_RECORDINGS
+            # If tensors or lists change repeatedly, recording costs more than it saves.
+            self._made[params[0]] += 1
+            recording = self._made[params[0]] <= _MAX_RECORDINGS
             known = self._known[key] = FusedMuon(params, buffers, scores, views, settings, recording=recording)
+            if len(self._known) > _MOST_LISTS:
+                del self._known[next(iter(self._known))]
         if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
             self._captured.append(known)
         if not all(map(Tensor.is_contiguous, grads)):

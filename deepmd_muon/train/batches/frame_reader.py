@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepmd_muon.data import Frames, System
-from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS
+from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS
 from deepmd_muon.data.neighbors.far_atoms import MAX_LENGTH
 
 #: Atoms that are read at once.
@@ -128,7 +128,7 @@ def _join(parts: Sequence[Chunk]) -> Chunk:
 
     labels, present = {}, {}
     for name in sorted({name for part in parts for name in part.labels}):
-        width = {**FRAME_LABELS, **ATOM_LABELS}[name]
+        width = LABELS[name]
         rows = [len(part.numbers) if name in FRAME_LABELS else len(part.atype) for part in parts]
         labels[name] = np.concatenate(
             [part.labels.get(name, np.zeros((n, width))) for part, n in zip(parts, rows, strict=True)]

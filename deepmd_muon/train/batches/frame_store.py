@@ -148,8 +148,12 @@ class FrameStore:
     def move(self, values: np.ndarray, target: Tensor) -> None:
         """Copy an array of the host to a tensor, after all launched work; the host does not wait for that work."""
         with self._beside():
-            moved = torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+            moved = self._moved(values)
         target.copy_(self._kept(moved))
+
+    def _moved(self, values: np.ndarray) -> Tensor:
+        """Return an array of the host on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -175,10 +179,7 @@ class FrameStore:
 
     def _upload(self, chunk: Chunk, slots: np.ndarray, first: np.ndarray) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Copy a chunk to the device and count its neighbours; return targets, rows and values for `_write`."""
-
-        def moved(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
-
+        moved = self._moved
         starts = chunk.natoms.cumsum() - chunk.natoms
         within = np.arange(len(chunk.atype)) - np.repeat(starts, chunk.natoms)
         rows, atoms = moved(slots), moved(np.repeat(first, chunk.natoms) + within)
@@ -191,8 +192,8 @@ class FrameStore:
             values.append((self.found[name], rows, moved(flags)))
             target, where = (self.of_frames, rows) if name in FRAME_LABELS else (self.of_atoms, atoms)
             label = chunk.labels.get(name)
-            width = {**FRAME_LABELS, **ATOM_LABELS}[name]
-            values.append((target[name], where, coord.new_zeros(len(where), width) if label is None else moved(label)))
+            found = coord.new_zeros(len(where), LABELS[name]) if label is None else moved(label)
+            values.append((target[name], where, found))
         for name, given in chunk.parameters.items():
             values.append((self.parameters[name], rows if name == "fparam" else atoms, moved(given)))
         cells = None
@@ -211,8 +212,8 @@ class FrameStore:
         """Return the cells of frames; those of frames without one move nothing."""
         vectors = np.zeros((len(chunk.numbers), 3, 3)) if chunk.box is None else chunk.box
         vectors = np.where(chunk.periodic[:, None, None], vectors, np.eye(3))
-        cells = Cells.of(torch.from_numpy(vectors).to(self._device), self._cache.rcut)
-        periodic = torch.from_numpy(chunk.periodic).to(self._device).unsqueeze(1)
+        cells = Cells.of(self._moved(vectors), self._cache.rcut)
+        periodic = self._moved(chunk.periodic).unsqueeze(1)
         box, inverse = (torch.where(periodic.unsqueeze(2), x, 0.0) for x in (cells.box, cells.inverse))
         return Cells(box, inverse, torch.where(periodic, cells.reach, 0.0), torch.where(periodic, cells.images, 1))
 
@@ -250,12 +251,10 @@ class FrameStore:
         frame = np.repeat(np.arange(len(rows)), natoms)
         within = np.arange(len(frame)) - np.repeat(natoms.cumsum() - natoms, natoms)
         source = np.repeat((chunk.natoms.cumsum() - chunk.natoms)[rows], natoms) + within
-        here, source_, owner = (
-            torch.from_numpy(values).to(self._device) for values in (frame * width + within, source, frame)
-        )
-        coord = packed.coord.new_zeros(len(rows) * width, 3).index_copy_(0, here, packed.coord[source_])
-        atype = packed.atype.new_full((len(rows) * width,), -1).index_copy_(0, here, packed.atype[source_])
-        numbers = torch.from_numpy(rows).to(self._device)
+        here, taken, owner = map(self._moved, (frame * width + within, source, frame))
+        coord = packed.coord.new_zeros(len(rows) * width, 3).index_copy_(0, here, packed.coord[taken])
+        atype = packed.atype.new_full((len(rows) * width,), -1).index_copy_(0, here, packed.atype[taken])
+        numbers = self._moved(rows)
         cells = None if packed.cells is None else packed.cells.select(numbers)
         atoms = Atoms(coord, atype, packed.counts[numbers], width, cells)
         radii = [self._cache.rcut, *(short for short, _ in self._cache.inner)]

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.optim import HybridMuon
 from deepmd_muon.train.batches.accumulated import StepFeed, parts_of
 from deepmd_muon.train.step.guard import DeviceGuard
 from deepmd_muon.train.step.step import TrainingStep
@@ -130,8 +129,6 @@ class CapturedStep:
         if memory is not None:
             for group in step.optimizer.param_groups:
                 group["capturable"] = True
-            if isinstance(step.optimizer, HybridMuon):
-                step.optimizer.alternates = step.model is not None
             # The first steps run eagerly on purpose; torch's Adam would warn of it.
             step.optimizer._warned_capturable_if_run_uncaptured = True
 

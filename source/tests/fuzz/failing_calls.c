@@ -100,16 +100,20 @@ static int fails_on(const char *call, int handle) { return fails_at(call, handle
         }                          \
     } while (0)
 
+/* The mode stands behind the flags where a file may be made. */
+#define READ_MODE(mode, flags)                                     \
+    if ((flags) & (O_CREAT | O_TMPFILE)) {                         \
+        va_list rest;                                              \
+        va_start(rest, flags);                                     \
+        (mode) = va_arg(rest, mode_t);                             \
+        va_end(rest);                                              \
+    }
+
 #define OPEN(name)                                                 \
     int name(const char *path, int flags, ...) {                   \
         mode_t mode = 0;                                           \
         NEXT(int, name, const char *, int, ...);                   \
-        if (flags & (O_CREAT | O_TMPFILE)) {                       \
-            va_list rest;                                          \
-            va_start(rest, flags);                                 \
-            mode = va_arg(rest, mode_t);                           \
-            va_end(rest);                                          \
-        }                                                          \
+        READ_MODE(mode, flags);                                    \
         FAIL_IF(fails_at(flags & (O_WRONLY | O_RDWR) ? "open-to-write" : "open", AT_FDCWD, path), -1); \
         return next(path, flags, mode);                            \
     }
@@ -120,12 +124,7 @@ OPEN(open64)
     int name(int place, const char *path, int flags, ...) {        \
         mode_t mode = 0;                                           \
         NEXT(int, name, int, const char *, int, ...);              \
-        if (flags & (O_CREAT | O_TMPFILE)) {                       \
-            va_list rest;                                          \
-            va_start(rest, flags);                                 \
-            mode = va_arg(rest, mode_t);                           \
-            va_end(rest);                                          \
-        }                                                          \
+        READ_MODE(mode, flags);                                    \
         FAIL_IF(fails_at(flags & (O_WRONLY | O_RDWR) ? "open-to-write" : "open", place, path), -1); \
         return next(place, path, flags, mode);                     \
     }

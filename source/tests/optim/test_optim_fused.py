@@ -19,7 +19,7 @@ from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.magma import SCORE_START
-from deepmd_muon.optim.update import applied, fused
+from deepmd_muon.optim.update import applied, fused, fused_steps
 from deepmd_muon.optim.update.fused import FusedMuon
 from deepmd_muon.optim.update.fused_steps import FusedStepCache
 from deepmd_muon.optim.update.gradients import StepControl
@@ -202,6 +202,21 @@ def test_tables_are_made_anew_when_state_moves():
             job.buffers = [m.clone() for m in job.buffers]
             assert FusedStepCache().step(*other.lists, lr=0.1, settings=settings, control=StepControl())
     assert all(torch.equal(a, b) for a, b in zip(job.tensors, other.tensors, strict=True))
+
+
+def test_steps_of_few_lists_of_parameters_are_kept(monkeypatch):
+    """As where another expert has gradients in every step."""
+    monkeypatch.setattr(fused_steps, "_MOST_LISTS", 2)
+    settings = HybridMuonConfig(flash_muon=False, precision="float32").explicit()
+    job, steps = Job(), FusedStepCache()
+    params, buffers, state, views = job.lists
+    with torch.no_grad():
+        for last in (1, 2, 3, 1):
+            lists = params[:last], buffers[:last], {key: x[:last] for key, x in state.items()}, views[:last]
+            assert steps.step(*lists, lr=0.1, settings=settings, control=StepControl())
+            assert len(steps._known) == min(last, 2) or last == 1
+    assert len(steps._known) == 2
+    assert list(steps._known)[-1] == (id(params[0]),)
 
 
 def test_steps_repeat_bitwise():

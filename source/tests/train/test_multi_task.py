@@ -147,6 +147,21 @@ def test_a_head_that_is_not_drawn_keeps_weights_and_momentum(two_branches, train
         assert same(*({key: torch.as_tensor(x) for key, x in one.items()} for one in (values, present))), name
 
 
+def test_only_runs_with_branches_may_lack_gradients_in_a_captured_step(two_branches, small_input, train, monkeypatch):
+    """In a run of one model, a gradient that is missing when a step is captured is an error."""
+    found, original = [], trainer.build_stepper
+
+    def build(strategy, loss, optimizer, *others):
+        found.append(optimizer.alternates)
+        return original(strategy, loss, optimizer, *others)
+
+    monkeypatch.setattr(trainer, "build_stepper", build)
+    for content in (small_input(training={"numb_steps": 1}), two_branches(numb_steps=1)):
+        content["optimizer"] = {"type": "HybridMuon"}
+        assert train(content) == 0
+    assert found == [False, True, True]
+
+
 @pytest.mark.parametrize(("kind", "optimizer"), [("se_e2_a", "HybridMuon"), ("dpa1", "Adam")])
 def test_restart_is_bitwise(two_branches, train, load, kind, optimizer):
     content = two_branches(kind, numb_steps=9, save_freq=4, enable_ema=True)
