@@ -1,0 +1,92 @@
+"""The settings of the stability experiment: what each changes in the input of a HybridMuon run that sets nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sets import SETS, input_of
+
+RATE = 1e-3
+#: The last rate is this part of the first one, as in the race, unless a setting says otherwise.
+STOP = 1e-3
+#: AdamW's best of five rates in the race, 3,000 and 30,000 steps.
+ADAMW_RATES = {"water": 0.024, "molecules": 0.006, "alloys": 0.006}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A change of the input.
+
+    Attributes
+    ----------
+    change
+        Values of sections, which replace those of the plain run.
+    rates
+        First learning rate of each set; `RATE` where it is missing.
+    averaged
+        Whether the run also gives a potential of averaged weights, with a name of its own.
+    """
+
+    change: Mapping[str, Any] = field(default_factory=dict)
+    rates: Mapping[str, float] = field(default_factory=dict)
+    averaged: bool = False
+
+
+def muon(**settings: Any) -> Setting:
+    """Return HybridMuon with settings of its own."""
+    return Setting({"optimizer": settings})
+
+
+def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy with values replaced, section by section."""
+    found = copy.deepcopy(dict(base))
+    for key, value in change.items():
+        inner = found.get(key)
+        found[key] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
+    return found
+
+
+ADAMW = {"optimizer": {"type": "AdamW", "weight_decay": 0.01}}
+SLOW_END = {"learning_rate": {"stop_lr_ratio": 0.03}}
+SMALL = {"descriptor": {"neuron": [8, 16, 32], "axis_neuron": 4}, "fitting_net": {"neuron": [48, 48, 48]}}
+SETTINGS = {
+    "default": Setting(averaged=True),
+    "adamw": Setting(ADAMW, ADAMW_RATES, averaged=True),
+    "stop_0.03": Setting(SLOW_END, averaged=True),
+    "adamw_stop_0.03": Setting(merged(ADAMW, SLOW_END), ADAMW_RATES),
+    "half_rate": Setting({"learning_rate": {"start_lr": RATE / 2}}),
+    "decay_1": muon(weight_decay=1.0),
+    "cautious_decay_1": muon(weight_decay=1.0, cautious_decay=True),
+    "normuon": muon(normuon=True),
+    "force_last": Setting({"loss": {"limit_pref_f": 100.0}}),
+    "energy_last": Setting({"loss": {"limit_pref_e": 20.0}}),
+    "small_network": Setting({"model": SMALL}),
+}
+
+
+def input_for(
+    name: str, setting: str, folder: Path, *, seed: int, steps: int, model: str = "se_e2_a"
+) -> dict[str, Any]:
+    """Return the input of a run.
+
+    Parameters
+    ----------
+    name, folder
+        Of the set.
+    setting
+        A key of `SETTINGS`.
+    seed, steps
+        Of weights and data order, and the length.
+    model
+        See `input_of`.
+    """
+    chosen = SETTINGS[setting]
+    content = input_of(name, model, SETS[name].systems(folder, "train"), seed=seed, steps=steps)
+    rate = {"type": "exp", "smooth": True, "stop_lr_ratio": STOP, "start_lr": chosen.rates.get(name, RATE)}
+    plain = merged(content, {"optimizer": {"type": "HybridMuon"}, "learning_rate": rate})
+    quiet = {"disp_freq": steps, "save_freq": steps, "max_ckpt_keep": 1, "enable_ema": chosen.averaged}
+    return merged(merged(plain, chosen.change), {"training": quiet})

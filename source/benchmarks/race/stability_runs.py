@@ -1,0 +1,312 @@
+"""Train potentials with many settings and seeds side by side; measure errors, dynamics and the verdict of `dp check`.
+
+    python source/benchmarks/race/stability_runs.py --data race-data --results runs.jsonl --steps 30000 \
+        --seeds 1 2 3 4 5 6 7 8 --workers 20 --seconds 540
+
+Each worker is a process that trains one potential after another with `dp train`. On a GPU, small steps of several
+processes overlap where NVIDIA's Multi-Process Service runs. Each finished potential is a line of the results; what the
+file already has is not repeated. `stability_table.py` makes the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import math
+import multiprocessing
+import os
+import queue
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import chdir
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from sets import SETS, Part
+from settings import SETTINGS, input_for
+from watched import RATIOS, WatchedRun, copies_of
+
+from deepmd_muon.checkpoint_file.file import read_checkpoint
+from deepmd_muon.cli.main import main as dp
+from deepmd_muon.data import Frames, System, open_systems
+from deepmd_muon.dynamics.systems import Systems
+from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.stability.check import CheckSettings, ModelCheck, check_models
+from deepmd_muon.stability.coverage import Coverage, coverage_of
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Dynamics of a set: frames to start from, temperature [K], time step [fs], and masses [u] where they are not real.
+
+    Hydrogen of 4 u allows a time step of 1 fs, and changes no average of positions.
+    """
+
+    part: Part
+    starts: str
+    temperature: float
+    time_step: float
+    masses: tuple[float, ...] = ()
+
+
+CONDITIONS = {
+    "water": Condition("test", "350K", 350.0, 1.0, (16.0, 4.0)),
+    "molecules": Condition("test", "*_300K", 1200.0, 1.0, (4.0, 12.0, 14.0, 16.0)),
+    "alloys": Condition("out", "Cu11Ag11Au10_liquid_2000K", 2000.0, 2.0),
+}
+#: The copies of the check start so many times hotter.
+HOTTER = 1.5
+#: When dynamics are looked at [ps].
+TIMES = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
+_LOG = "worker_{}.log"
+
+
+def opened(folders: Sequence[Path], type_map: Sequence[str]) -> list[System]:
+    """Return the systems in folders."""
+    return open_systems([str(folder) for folder in folders], type_map)
+
+
+def errors_of(predictor: Predictor, systems: Sequence[System]) -> dict[str, dict[str, float]]:
+    """Return root-mean-square errors of each system: force [eV/Å], energy [eV/atom]."""
+    found = {}
+    for system in systems:
+        frames = system.frames(np.arange(system.nframes))
+        predicted = predictor.evaluate(frames)
+        assert frames.force is not None
+        assert frames.energy is not None
+        force = predicted.force - frames.force
+        energy = (predicted.energy - frames.energy.reshape(-1)) / system.natoms
+        errors = (math.sqrt(float((values**2).mean())) for values in (force, energy))
+        found[Path(system.name).name] = dict(zip(("force", "energy"), errors, strict=True))
+    return found
+
+
+def dynamics_of(
+    predictor: Predictor, name: str, folder: Path, coverage: Coverage, copies: tuple[int, int], picoseconds: float
+) -> dict[str, Any]:
+    """Run copies at the condition's temperature, and others hotter, and return what became of them."""
+    condition = CONDITIONS[name]
+    paths = sorted(path.parent for path in (folder / condition.part).glob(f"{condition.starts}/type.raw"))
+    frames = [
+        Frames(frame.atype, frame.coord, frame.box)
+        for system in opened(paths, predictor.type_map)
+        for frame in [system.frames([k]) for k in range(system.nframes)]
+    ]
+    start = Frames.concatenate([frames[(7 * k) % len(frames)] for k in range(sum(copies))])
+    heat = np.repeat([1.0, HOTTER], copies)
+    kelvin = torch.tensor(heat * condition.temperature)
+    systems = Systems.from_frames(start, predictor.type_map, predictor.device, condition.masses)
+    systems = copies_of(systems, kelvin, seed=1)
+    model = predictor.model
+    run = WatchedRun(model, systems, coverage.shortest, kelvin, condition.time_step)
+    times = tuple(t for t in TIMES if t < picoseconds)
+    found = run.run(picoseconds, times)
+    lowest = np.array([part.min(0, initial=np.inf) for part in np.split(found.pairs, copies[:1])])
+    return {
+        "temperature": condition.temperature,
+        "copies": copies,
+        "heat": heat.tolist(),
+        "picoseconds": float(found.times[-1]),
+        "blown": listed(found.blown, 4),
+        "ratios": list(RATIOS),
+        "passed": listed(found.passed, 4),
+        "times": listed(found.times, 4),
+        "least": listed(found.least, 3),
+        "energy": listed(found.energy, 5),
+        "pairs": listed(lowest, 3),  # of the copies at the temperature, then of the hotter ones
+    }
+
+
+def listed(values: np.ndarray, digits: int) -> Any:
+    """Return an array as lists of rounded numbers, None where one is not finite."""
+    rounded = np.where(np.isfinite(values), np.round(values, digits), np.nan).astype(object)
+    rounded[~np.isfinite(values)] = None
+    return rounded.tolist()
+
+
+def check_of(predictor: Predictor, systems: Sequence[System], temperature: float, copies: int) -> dict[str, Any]:
+    """Return the verdict of `dp check` at a temperature [K], and what it is made of."""
+    check = check_models(["model"], [predictor], systems, CheckSettings(temperature=temperature, copies=copies))
+    (model,) = check.models
+    return {"temperature": temperature, "copies": copies, **_values(model)}
+
+
+def _values(model: ModelCheck) -> dict[str, Any]:
+    run = model.dynamics
+    return {
+        "verdict": model.verdict.name,
+        "items": {item.name: item.verdict.name for item in model.items},
+        "reasons": {item.name: item.reason for item in model.items if item.verdict.value},
+        "features": [
+            [curve.kind, *curve.pair, f.kind, f.verdict.name, round(f.distance, 2), round(f.barrier, 3)]
+            for curve in model.curves
+            for f in curve.features
+            if np.isfinite([f.distance, f.barrier]).all()
+        ],
+        "blown": [round(blow_up.time, 4) for blow_up in run.blow_ups],
+        "departed": [round(departure.time, 4) for departure in run.departures],
+        "drift": float(run.drift) if np.isfinite(run.drift) else None,
+    }
+
+
+def trained(job: tuple[str, str, int], args: argparse.Namespace, folder: Path) -> Path:
+    """Train a potential by `dp train`, and return its checkpoint."""
+    name, setting, seed = job
+    content = input_for(name, setting, args.data / name, seed=seed, steps=args.steps, model=args.model)
+    (folder / "input.json").write_text(json.dumps(content))
+    with chdir(folder):
+        status = dp(["train", "input.json", "-v", "ERROR"])
+    if status:
+        raise RuntimeError(f"dp train ended with {status}")
+    return folder / f"model.ckpt-{args.steps}.pt"
+
+
+def lines_of(job: tuple[str, str, int], args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the results of a run: one potential, or two where weights are averaged."""
+    name, setting, seed = job
+    begun = time.monotonic()
+    file = trained(job, args, folder)
+    seconds = time.monotonic() - begun
+    data = args.data / name
+    for averaged in (False, True) if SETTINGS[setting].averaged else (False,):
+        label = f"{setting}_average" if averaged else setting
+        begun = time.monotonic()
+        predictor = Predictor(file, ema=averaged)
+        type_map = predictor.type_map
+        training = opened(SETS[name].systems(data, "train"), type_map)
+        parts: tuple[Part, ...] = ("test", "out")
+        line: dict[str, Any] = {"set": name, "setting": label, "seed": seed, "steps": args.steps, "model": args.model}
+        line |= {part: errors_of(predictor, opened(SETS[name].systems(data, part), type_map)) for part in parts}
+        times = {"train": seconds, "errors": time.monotonic() - begun}
+        if args.picoseconds:
+            begun = time.monotonic()
+            coverage = coverage_of(training, type_map, float(predictor.model.rcut))
+            long = dict(args.picoseconds)[name]
+            line["dynamics"] = dynamics_of(predictor, name, data, coverage, tuple(args.copies), long)
+            times["dynamics"] = time.monotonic() - begun
+        if seed <= args.check_seeds:
+            begun = time.monotonic()
+            hot = args.check_heat * CONDITIONS[name].temperature
+            line["check"] = check_of(predictor, training, hot, args.check_copies)
+            times["check"] = time.monotonic() - begun
+        line["seconds"] = {key: round(value, 2) for key, value in times.items()}
+        if args.keep and seed <= args.keep_seeds:
+            args.keep.mkdir(parents=True, exist_ok=True)
+            if not averaged:
+                kept = {"model": read_checkpoint(file)["model"]}
+                torch.save(kept, args.keep / f"{name}_{label}_{seed}.pt")
+        yield line
+
+
+def append(path: Path, line: Mapping[str, Any]) -> None:
+    """Add a line, one process at a time."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def work(number: int, jobs: Any, args: argparse.Namespace, until: float) -> None:
+    """Train one potential after another until none is left or the time is over."""
+    out = os.open(args.logs / _LOG.format(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    torch.set_num_threads(1)
+    longest: dict[str, float] = {}
+    while True:
+        try:
+            job = jobs.get(timeout=0.5)
+        except queue.Empty:
+            return
+        begun = time.monotonic()
+        if begun + longest.get(job[0], 0.0) > until:
+            continue
+        folder = Path(tempfile.mkdtemp(prefix="stability-"))
+        try:
+            for line in lines_of(job, args, folder):
+                append(args.results, line)
+        except Exception as error:  # one that fails must not end the others
+            traceback.print_exc()
+            append(args.results, {"set": job[0], "setting": job[1], "seed": job[2], "failed": repr(error)[:300]})
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        longest[job[0]] = max(longest.get(job[0], 0.0), time.monotonic() - begun)
+
+
+def wanted(args: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Return the jobs that are not done, seed by seed, and of a seed those of the largest systems first."""
+    lines = map(json.loads, args.results.read_text().splitlines()) if args.results.exists() else ()
+    done = {(line["set"], line["setting"], line["seed"]) for line in lines}
+    found = [(name, setting, seed) for seed in args.seeds for name in args.sets for setting in args.settings]
+    return [job for job in found if job not in done]
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+
+    def length(text: str) -> tuple[str, float]:
+        name, _, value = text.partition("=")
+        return name, float(value)
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="holds the sets that make_*.py wrote")
+    parser.add_argument("--sets", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--steps", type=int, default=30000)
+    parser.add_argument("--model", default="se_e2_a")
+    parser.add_argument("--copies", type=int, nargs=2, default=[16, 4], help="runs of a potential, and hotter ones")
+    parser.add_argument("--picoseconds", type=length, nargs="*", default=[], metavar="SET=PS", help="none: no dynamics")
+    parser.add_argument("--check-seeds", type=int, default=0, help="check potentials of seeds up to this one")
+    parser.add_argument("--check-copies", type=int, default=4)
+    parser.add_argument("--check-heat", type=float, default=HOTTER, help="temperature over that of the dynamics")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run that would end later")
+    parser.add_argument("--grace", type=float, default=30.0, help="seconds after which workers are ended")
+    parser.add_argument("--keep", type=Path, help="folder that gets weights")
+    parser.add_argument("--keep-seeds", type=int, default=1, help="keep those of seeds up to this one")
+    parser.add_argument("--logs", type=Path, default=Path("."), help="folder of the workers' logs")
+    parser.add_argument("--results", type=Path, required=True, help="file that gets a line a potential")
+    args = parser.parse_args(given)
+    for key in ("data", "results", "logs", "keep"):  # workers change their folder
+        setattr(args, key, getattr(args, key) and getattr(args, key).resolve())
+    return args
+
+
+def main() -> None:
+    """Run the workers."""
+    args, begun = arguments(), time.monotonic()
+    args.logs.mkdir(parents=True, exist_ok=True)
+    todo, context = wanted(args), multiprocessing.get_context("spawn")
+    jobs = context.Queue()
+    for job in todo:
+        jobs.put(job)
+    until = begun + args.seconds
+    workers = [
+        context.Process(target=work, args=(number, jobs, args, until)) for number in range(min(args.workers, len(todo)))
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(None if math.isinf(until) else max(0.0, until + args.grace - time.monotonic()))
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+    jobs.cancel_join_thread()
+    print(f"{len(todo)} runs are wanted, {time.monotonic() - begun:.0f} s with {len(workers)} workers", flush=True)
+
+
+if __name__ == "__main__":
+    main()
