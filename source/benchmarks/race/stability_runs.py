@@ -16,7 +16,6 @@ import json
 import math
 import multiprocessing
 import os
-import queue
 import shutil
 import sys
 import tempfile
@@ -216,19 +215,19 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
         file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
-def work(number: int, jobs: Any, args: argparse.Namespace, until: float) -> None:
-    """Train one potential after another until none is left or the time is over."""
+def work(number: int, jobs: list[tuple[str, str, int]], taken: Any, args: argparse.Namespace, until: float) -> None:
+    """Train one potential after another until none is left or the time is over; `taken` counts those begun."""
     out = os.open(args.logs / _LOG.format(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     torch.set_num_threads(1)
     longest: dict[str, float] = {}
     while True:
-        try:
-            job = jobs.get(timeout=0.5)
-        except queue.Empty:
+        with taken.get_lock():
+            place, taken.value = taken.value, taken.value + 1
+        if place >= len(jobs):
             return
-        begun = time.monotonic()
+        job, begun = jobs[place], time.monotonic()
         if begun + longest.get(job[0], 0.0) > until:
             continue
         folder = Path(tempfile.mkdtemp(prefix="stability-"))
@@ -290,12 +289,11 @@ def main() -> None:
     args, begun = arguments(), time.monotonic()
     args.logs.mkdir(parents=True, exist_ok=True)
     todo, context = wanted(args), multiprocessing.get_context("spawn")
-    jobs = context.Queue()
-    for job in todo:
-        jobs.put(job)
+    taken = context.Value("i", 0)
     until = begun + args.seconds
     workers = [
-        context.Process(target=work, args=(number, jobs, args, until)) for number in range(min(args.workers, len(todo)))
+        context.Process(target=work, args=(number, todo, taken, args, until))
+        for number in range(min(args.workers, len(todo)))
     ]
     for worker in workers:
         worker.start()
@@ -304,8 +302,10 @@ def main() -> None:
     for worker in workers:
         if worker.is_alive():
             worker.kill()
-    jobs.cancel_join_thread()
-    print(f"{len(todo)} runs are wanted, {time.monotonic() - begun:.0f} s with {len(workers)} workers", flush=True)
+            worker.join()
+    ends = sorted({str(worker.exitcode) for worker in workers})
+    took = f"{time.monotonic() - begun:.0f} s with {len(workers)} workers, exit codes {', '.join(ends)}"
+    print(f"{min(taken.value, len(todo))} of {len(todo)} runs begun, {took}", flush=True)
 
 
 if __name__ == "__main__":
