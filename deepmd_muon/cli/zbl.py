@@ -1,12 +1,19 @@
-"""`dp zbl`: the repulsion of nuclei as a table for `use_srtab`, or as labelled dimers."""
+"""`dp zbl`: the repulsion of nuclei as a table for `use_srtab`, or dimers that ZBL or an ASE calculator labels."""
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from deepmd_muon.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from deepmd_muon.data.zbl import Label
 
 HELP = "write the ZBL repulsion of elements: a table for model/use_srtab, or dimers as training data"
 
@@ -31,6 +38,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--end", type=float, metavar="Å", help="end of the table [2.0]; last distance of dimers [1.0]")
     parser.add_argument("--frames", type=int, default=20, metavar="N", help="dimers of each pair [%(default)s]")
+    parser.add_argument(
+        "--calculator",
+        metavar="MODULE:CLASS",
+        help="an ASE calculator that labels the dimers with energies and forces instead, e.g. tblite.ase:TBLite",
+    )
+    parser.add_argument("--arguments", metavar="JSON", help='its keyword arguments, e.g. \'{"method": "GFN1-xTB"}\'')
 
 
 def run(options: argparse.Namespace) -> int:
@@ -38,18 +51,22 @@ def run(options: argparse.Namespace) -> int:
     import numpy as np
 
     from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_npy
-    from deepmd_muon.data.zbl import dimers_of, table_of
+    from deepmd_muon.data.zbl import dimers_of, table_of, zbl_forces
     from deepmd_muon.files import make_folder_of, whole_file
 
     names = options.ELEMENT
     if len(set(names)) < len(names):
         raise CommandError(f"each element stands once, in the order of the type map; found {' '.join(names)}")
+    if (options.calculator and not options.dimers) or (options.arguments and not options.calculator):
+        raise CommandError("--calculator labels dimers (--dimers), and --arguments are those of a --calculator")
     if options.dimers:
         place = Path(options.dimers)
-        systems = dimers_of(names, _or(options.begin, 0.4), _or(options.end, 1.0), options.frames)
+        label = _label_by(options.calculator, options.arguments) if options.calculator else zbl_forces
+        systems = dimers_of(names, _or(options.begin, 0.4), _or(options.end, 1.0), options.frames, label)
         writers = {".hdf5": write_hdf5, ".h5": write_hdf5, ".xyz": write_extxyz, ".extxyz": write_extxyz}
         writers.get(place.suffix.lower(), write_npy)(systems, place)
-        print(f"{len(systems)} pairs of {options.frames} dimers, labelled with forces: {place}")
+        kinds = "energies and forces" if options.calculator else "forces"
+        print(f"{sum(s.nframes for s in systems)} dimers of {len(systems)} pairs, labelled with {kinds}: {place}")
         return 0
     begin, end = _or(options.begin, 1.0), _or(options.end, 2.0)
     table, text = table_of(names, options.step, begin, end), io.StringIO()
@@ -63,3 +80,36 @@ def run(options: argparse.Namespace) -> int:
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+def _label_by(name: str, arguments: str | None) -> Label:
+    """Return labels of the ASE calculator module:class; dimers that it fails for are left out."""
+    import numpy as np
+
+    from deepmd_muon.explore.calculator import Structure, label, make_calculator
+
+    try:
+        given: dict[str, Any] = json.loads(arguments or "{}")
+    except json.JSONDecodeError as error:
+        raise CommandError(f"--arguments are not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise CommandError(f"--arguments must be an object of keyword arguments; found {arguments}")
+    make_calculator(name, given)  # before any work
+
+    def labels(first: str, second: str, coord: np.ndarray) -> dict[str, np.ndarray]:
+        structures = [Structure((first, second), row.reshape(2, 3), None) for row in coord]
+        found = [label(name, given, structure, stress=False) for structure in structures]
+        failed = [f"{row[3]:.3f} Å ({one})" for row, one in zip(coord, found, strict=True) if isinstance(one, str)]
+        kept = [k for k, one in enumerate(found) if not isinstance(one, str)]
+        if not kept:
+            raise CommandError(f"{name} labels no dimer of {first} and {second}: the first at {failed[0]}")
+        if failed:
+            print(f"{first}-{second}: {len(failed)} dimers without a label, the first at {failed[0]}")
+        done = [one for one in found if not isinstance(one, str)]
+        return {
+            "coord": coord[kept],
+            "energy": np.array([one["energy"] for one in done]),
+            "force": np.array([one["forces"].reshape(-1) for one in done]),
+        }
+
+    return labels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -64,10 +64,23 @@ def table_of(names: Sequence[str], step: float, begin: float, end: float) -> np.
     return np.stack([distance, *(switch * zbl(a, b, distance)[0] for a, b in pairs)], axis=1)
 
 
-def dimers_of(names: Sequence[str], begin: float, end: float, count: int) -> list[System]:
-    """Return dimers of every pair of elements, without cell, labelled with forces alone.
+Label = Callable[[str, str, np.ndarray], dict[str, np.ndarray]]
+"""From two elements and positions `(nframes, 6)` [Å] to arrays of a set by deepmd-kit's names, `coord` among them."""
+
+
+def zbl_forces(first: str, second: str, coord: np.ndarray) -> dict[str, np.ndarray]:
+    """Return dimers along x labelled with ZBL's forces alone.
 
     ZBL has no energy of free atoms, which energies of other methods contain: training takes the forces.
+    """
+    force = np.zeros_like(coord)
+    _, slope = zbl(first, second, coord[:, 3])
+    force[:, 0], force[:, 3] = slope, -slope
+    return {"coord": coord, "force": force}
+
+
+def dimers_of(names: Sequence[str], begin: float, end: float, count: int, label: Label = zbl_forces) -> list[System]:
+    """Return labelled dimers of every pair of elements, without cell; `label` may leave some out.
 
     Raises
     ------
@@ -78,14 +91,11 @@ def dimers_of(names: Sequence[str], begin: float, end: float, count: int) -> lis
         raise DataError(
             f"dimers need 2 distances or more that grow from above 0; found {count}, {begin:g} to {end:g} Å"
         )
-    distance = np.linspace(begin, end, count)
     systems = []
     for k, a in enumerate(names):
         for b in names[k:]:
-            coord, force = np.zeros((count, 6)), np.zeros((count, 6))
-            coord[:, 3] = distance
-            _, slope = zbl(a, b, distance)
-            force[:, 0], force[:, 3] = slope, -slope
-            store = MemoryStore(f"dimers of {a} and {b}", [a, b], [{"coord": coord, "force": force}], pbc=False)
+            coord = np.zeros((count, 6))
+            coord[:, 3] = np.linspace(begin, end, count)
+            store = MemoryStore(f"dimers of {a} and {b}", [a, b], [label(a, b, coord)], pbc=False)
             systems.append(System(store, list(names)))
     return systems

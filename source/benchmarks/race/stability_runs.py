@@ -41,6 +41,7 @@ from deepmd_muon.cli.main import main as dp
 from deepmd_muon.data import Frames, System, open_systems
 from deepmd_muon.dynamics.systems import Systems
 from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.model import EnergyModel
 from deepmd_muon.stability.check import CheckSettings, ModelCheck, check_models
 from deepmd_muon.stability.coverage import Coverage, coverage_of
 
@@ -68,6 +69,8 @@ CONDITIONS = {
 HOTTER = 1.5
 #: When dynamics are looked at [ps].
 TIMES = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
+#: Size of a change of weights that tells how flat the minimum is, relative to the root mean square of their tensor.
+CHANGE = 0.01
 _LOG = "worker_{}.log"
 
 
@@ -89,6 +92,27 @@ def errors_of(predictor: Predictor, systems: Sequence[System]) -> dict[str, dict
         errors = (math.sqrt(float((values**2).mean())) for values in (force, energy))
         found[Path(system.name).name] = dict(zip(("force", "energy"), errors, strict=True))
     return found
+
+
+def flatness_of(predictor: Predictor, systems: Sequence[System]) -> list[float]:
+    """Return the force error on all frames [eV/Å] after each of two random changes of all weights by `CHANGE`."""
+    model = predictor.model
+    assert isinstance(model, EnergyModel)
+    generator, found = torch.Generator().manual_seed(1), []
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):
+        with torch.no_grad():
+            for value in model.parameters():
+                noise = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+                value.add_(CHANGE * value.square().mean().sqrt() * noise)
+        found.append(pooled(errors_of(predictor, systems)))
+        model.load_state_dict(before)
+    return found
+
+
+def pooled(errors: Mapping[str, Mapping[str, float]]) -> float:
+    """Return the root mean square of the force errors of systems."""
+    return math.sqrt(sum(one["force"] ** 2 for one in errors.values()) / len(errors))
 
 
 def dynamics_of(
@@ -138,7 +162,10 @@ def check_of(predictor: Predictor, systems: Sequence[System], temperature: float
     """Return the verdict of `dp check` at a temperature [K], and what it is made of."""
     check = check_models(["model"], [predictor], systems, CheckSettings(temperature=temperature, copies=copies))
     (model,) = check.models
-    return {"temperature": temperature, "copies": copies, **_values(model)}
+    shortest = check.coverage.shortest
+    held = np.isfinite(shortest)
+    ratio = float((model.dynamics.reached[held] / shortest[held]).min())
+    return {"temperature": temperature, "copies": copies, "ratio": round(ratio, 4), **_values(model)}
 
 
 def _values(model: ModelCheck) -> dict[str, Any]:
@@ -187,6 +214,7 @@ def lines_of(job: tuple[str, str, int], args: argparse.Namespace, folder: Path) 
         parts: tuple[Part, ...] = ("test", "out")
         line: dict[str, Any] = {"set": name, "setting": label, "seed": seed, "steps": args.steps, "model": args.model}
         line |= {part: errors_of(predictor, opened(SETS[name].systems(data, part), type_map)) for part in parts}
+        line["changed"] = flatness_of(predictor, opened(SETS[name].systems(data, "test"), type_map))
         times = {"train": seconds, "errors": time.monotonic() - begun}
         if args.picoseconds:
             begun = time.monotonic()

@@ -65,6 +65,41 @@ def test_dimers_train_with_forces_alone(tmp_path, monkeypatch, name):
     assert np.isfinite(np.loadtxt("lcurve.out")[:, 1]).all()
 
 
+def test_a_calculator_labels_dimers_with_its_energies(tmp_path, monkeypatch, capsys):
+    emt = pytest.importorskip("ase.calculators.emt").EMT
+    atoms = pytest.importorskip("ase").Atoms
+    monkeypatch.chdir(tmp_path)
+    words = ["--calculator", "ase.calculators.emt:EMT", "--arguments", '{"asap_cutoff": true}']
+    assert main(["zbl", "Cu", "Ag", "--dimers", "d", "--begin", "1.5", "--end", "2.5", "--frames", "3", *words]) == 0
+    assert "9 dimers of 3 pairs" in capsys.readouterr().out
+    (system,) = (one for one in open_systems("d", ["Cu", "Ag"]) if len(set(one.frames([0]).atype[0])) == 2)
+    frames = system.frames(range(3))
+    assert system.labels == {"energy", "force"}
+    pair = atoms("CuAg", frames.coord[1], calculator=emt(asap_cutoff=True))
+    assert frames.energy[1] == pytest.approx(pair.get_potential_energy())
+    np.testing.assert_allclose(frames.force[1], pair.get_forces(), atol=1e-6)
+
+
+def test_dimers_that_a_calculator_fails_for_are_left_out(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("ase")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("some.py").write_text(
+        "from ase.calculators.lj import LennardJones\n"
+        "class Some(LennardJones):\n"
+        "    def calculate(self, atoms, *words, **values):\n"
+        "        if atoms.get_distance(0, 1) < 1.4:\n"
+        "            raise RuntimeError('no convergence')\n"
+        "        super().calculate(atoms, *words, **values)\n"
+    )
+    words = ["zbl", "O", "--dimers", "d.xyz", "--begin", "1", "--frames", "5", "--calculator", "some:Some", "--end"]
+    assert main([*words, "2"]) == 0
+    assert "2 dimers without a label, the first at 1.000 Å (RuntimeError: no convergence)" in capsys.readouterr().out
+    assert open_systems("d.xyz", ["O"])[0].nframes == 3
+    assert main([*words, "1.2"]) == 2
+    assert "no convergence" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "word"),
     [
@@ -72,6 +107,10 @@ def test_dimers_train_with_forces_alone(tmp_path, monkeypatch, name):
         (["O", "O", "-o", "t"], "once"),
         (["O", "-o", "t", "--begin", "3"], "grow"),
         (["O", "--dimers", "t", "--frames", "1"], "2 distances"),
+        (["O", "-o", "t", "--calculator", "a:B"], "--dimers"),
+        (["O", "--dimers", "t", "--arguments", "{}"], "--calculator"),
+        (["O", "--dimers", "t", "--calculator", "nowhere:B"], "nowhere"),
+        (["O", "--dimers", "t", "--calculator", "a:B", "--arguments", "{"], "JSON"),
     ],
 )
 def test_mistakes_are_named(tmp_path, monkeypatch, capsys, words, word):

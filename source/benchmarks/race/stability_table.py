@@ -1,0 +1,185 @@
+"""Make the tables of the stability experiment from the lines of `stability_runs.py`, as Markdown and as CSV.
+
+python source/benchmarks/race/stability_table.py runs.jsonl --csv potentials.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: A pair this much closer than in any training frame is a departure, as in `dynamics.py`.
+CLOSER = 0.9
+
+
+@dataclass(frozen=True)
+class Potential:
+    """One trained potential.
+
+    Attributes
+    ----------
+    set, setting, seed
+        Which one.
+    test, out
+        Force errors on test frames and out of distribution [eV/Å].
+    flatness
+        Force error on test frames after a random change of the weights by 1 %, divided by that before it.
+    runs, time
+        Dynamics at the temperature that is wanted: their number, and the time until each ended [ps].
+    blown, departed
+        How many blew up, and how many came too close.
+    departing
+        Time until each run departed or ended [ps].
+    verdict
+        Of `dp check`; None where it was not checked.
+    """
+
+    set: str
+    setting: str
+    seed: int
+    test: float
+    out: float
+    flatness: float
+    runs: int
+    time: float
+    blown: int
+    departed: int
+    departing: float
+    verdict: str | None
+
+    @classmethod
+    def of(cls, line: dict[str, Any]) -> Potential:
+        """Read a line."""
+        test, out = (pooled(one["force"] for one in line[part].values()) for part in ("test", "out"))
+        run = line["dynamics"]
+        count, end = run["copies"][0], run["picoseconds"]
+        column = run["ratios"].index(CLOSER)
+        blown = run["blown"][:count]
+        passed = [times[column] for times in run["passed"][:count]]
+        ended = [end if when is None else when for when in blown]
+        left = [until if when is None else min(when, until) for when, until in zip(passed, ended, strict=True)]
+        return cls(
+            set=line["set"],
+            setting=line["setting"],
+            seed=line["seed"],
+            test=test,
+            out=out,
+            flatness=pooled(line["changed"]) / test if line.get("changed") else math.nan,
+            runs=count,
+            time=sum(ended),
+            blown=sum(when is not None for when in blown),
+            departed=sum(when is not None for when in passed),
+            departing=sum(left),
+            verdict=line["check"]["verdict"] if "check" in line else None,
+        )
+
+
+def pooled(values: Iterable[float]) -> float:
+    """Return the root mean square."""
+    squares = [value * value for value in values]
+    return math.sqrt(sum(squares) / len(squares)) if squares else math.nan
+
+
+def mean_of(values: Sequence[float]) -> tuple[float, float]:
+    """Return mean and its standard error over seeds; NaN for the error of one."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
+
+
+def rate_of(events: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
+    """Return events per ps and their standard error over potentials, whose runs are not independent of each other.
+
+    The error is that of a ratio of sums; without an event it is the rate that one would give.
+    """
+    total, count = sum(times), len(times)
+    rate = sum(events) / total
+    if not sum(events):
+        return 0.0, 1.0 / total
+    squares = sum((found - rate * time) ** 2 for found, time in zip(events, times, strict=True))
+    return rate, math.sqrt(squares * count / max(1, count - 1)) / total
+
+
+def shown(value: tuple[float, float], digits: int = 4) -> str:
+    """Write a value with its error."""
+    return f"{value[0]:.{digits}f} ± {value[1]:.{digits}f}"
+
+
+def grouped(potentials: Iterable[Potential], key: Callable[[Potential], Any]) -> dict[Any, list[Potential]]:
+    """Group potentials in the order they come."""
+    found: dict[Any, list[Potential]] = defaultdict(list)
+    for potential in potentials:
+        found[key(potential)].append(potential)
+    return found
+
+
+def settings_table(potentials: Sequence[Potential]) -> list[str]:
+    """Return the rows of all settings of each set."""
+    lines = [
+        "| set | setting | seeds | test [eV/Å] | out of distribution [eV/Å] | flatness | runs | blew up | blow-ups a ps "
+        "| departures a ps |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (name, setting), some in grouped(potentials, lambda p: (p.set, p.setting)).items():
+        blown = rate_of([p.blown for p in some], [p.time for p in some])
+        departed = rate_of([p.departed for p in some], [p.departing for p in some])
+        errors = (shown(mean_of([getattr(p, key) for p in some])) for key in ("test", "out"))
+        flat = shown(mean_of([p.flatness for p in some]), 2)
+        cells = [name, setting, str(len(some)), *errors, flat, str(sum(p.runs for p in some))]
+        cells += [str(sum(p.blown for p in some)), shown(blown, 3), shown(departed, 3)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def verdict_table(potentials: Sequence[Potential]) -> list[str]:
+    """Return what `dp check` said of potentials that blew up later, and of the others."""
+    lines = [
+        "| set | dynamics | potentials | holds | doubtful | fails |",
+        "|---|---|---|---|---|---|",
+    ]
+    checked = [p for p in potentials if p.verdict is not None]
+    for name, some in [*grouped(checked, lambda p: p.set).items(), ("all", checked)]:
+        for label, chosen in (
+            ("some run blew up", [p for p in some if p.blown]),
+            ("none blew up, one or more departed", [p for p in some if not p.blown and p.departed]),
+            ("none blew up or departed", [p for p in some if not p.blown and not p.departed]),
+        ):
+            counts = [sum(p.verdict == verdict for p in chosen) for verdict in ("holds", "doubtful", "fails")]
+            lines.append(f"| {name} | {label} | {len(chosen)} | " + " | ".join(map(str, counts)) + " |")
+    return lines
+
+
+def read(paths: Iterable[Path]) -> list[Potential]:
+    """Return the potentials of files, by set, setting and seed."""
+    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    found = [Potential.of(line) for line in lines if "dynamics" in line]
+    order = {p.setting: k for k, p in reversed(list(enumerate(found)))}
+    return sorted(found, key=lambda p: (p.set, order[p.setting], p.seed))
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--csv", type=Path, help="file that gets a line a potential")
+    args = parser.parse_args()
+    potentials = read(args.results)
+    print("\n".join([*settings_table(potentials), "", *verdict_table(potentials)]))
+    if args.csv:
+        with args.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(Potential.__dataclass_fields__), lineterminator="\n")
+            writer.writeheader()
+            for one in potentials:
+                values = vars(one).items()
+                writer.writerow({key: f"{v:.6g}" if isinstance(v, float) else v for key, v in values})
+
+
+if __name__ == "__main__":
+    main()
