@@ -123,8 +123,8 @@ def grouped(potentials: Iterable[Potential], key: Callable[[Potential], Any]) ->
 def settings_table(potentials: Sequence[Potential]) -> list[str]:
     """Return the rows of all settings of each set."""
     lines = [
-        "| set | setting | seeds | test [eV/Å] | out of distribution [eV/Å] | flatness | runs | blew up | blow-ups a ps "
-        "| departures a ps |",
+        "| set | setting | seeds | test [eV/Å] | out of distribution [eV/Å] | flatness | runs | blew up "
+        "| blow-ups a ps | departures a ps |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (name, setting), some in grouped(potentials, lambda p: (p.set, p.setting)).items():

@@ -6,14 +6,15 @@ from deepmd_muon.argcheck import normalize
 from deepmd_muon.model import build_model
 
 
-def build(descriptor, fitting_net=None, type_map=("O", "H")):
-    """A small model with uneven statistics and energy bias."""
+def build(descriptor, fitting_net=None, type_map=("O", "H"), **section):
+    """A small model with uneven statistics and energy bias; `section` are further keys of the model."""
     checked = normalize(
         {
             "model": {
                 "type_map": list(type_map),
                 "descriptor": descriptor,
                 "fitting_net": {"neuron": [12, 12], "seed": 2, **(fitting_net or {})},
+                **section,
             },
             "learning_rate": {"start_lr": 1e-3},
             "loss": {},

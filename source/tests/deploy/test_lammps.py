@@ -21,9 +21,12 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "water_md"
 pytestmark = [pytest.mark.lammps, pytest.mark.skipif("LAMMPS_LMP" not in os.environ, reason="needs LAMMPS_LMP")]
 
 
-def live_model(descriptor, seed):
-    """A model whose largest force is 0.1 eV/Å on a frame of the example; more would let atoms collapse."""
-    model = build({**descriptor, "seed": seed}, {"neuron": [24, 24], "seed": seed})
+def live_model(descriptor, seed, **section):
+    """A model whose largest force is 0.1 eV/Å on a frame of the example; more would let atoms collapse.
+
+    A table adds its forces.
+    """
+    model = build({**descriptor, "seed": seed}, {"neuron": [24, 24], "seed": seed}, **section)
     data = EXAMPLE.parent / "water_xtb" / "data" / "valid" / "300K"
     coord, box = (np.load(data / "set.000" / f"{name}.npy")[0].reshape(-1, 3) for name in ("coord", "box"))
     force = Predictor(model, device="cpu").predict(coord, box, np.loadtxt(data / "type.raw", dtype=int)).force
@@ -58,10 +61,33 @@ def folder(tmp_path):
     return tmp_path
 
 
+def pair_table(folder):
+    """Write a table with weak repulsion up to 1.6 Å, and return the section that blends it in at O–H bonds."""
+    distance = 0.01 * np.arange(1, 200)
+    energy = 0.4 * np.clip(1.6 - distance, 0.0, None) ** 3
+    np.savetxt(folder / "table.txt", np.stack([distance, energy, 1.5 * energy, 0.7 * energy], 1))
+    return {"use_srtab": str(folder / "table.txt"), "smin_alpha": 0.1, "sw_rmin": 0.8, "sw_rmax": 1.3}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", LARGER)
 def test_forces_and_energies_are_the_checkpoints(kind, ranks, folder):
-    model = live_model(LARGER[kind], seed=1)
+    follow(live_model(LARGER[kind], seed=1), ranks, folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["se_atten", "dpa3"])
+def test_a_short_range_table_is_that_of_the_checkpoint(kind, ranks, folder):
+    model, table = (live_model(LARGER[kind], seed=1, **section) for section in ({}, pair_table(folder)))
+    frames = follow(table, ranks, folder)
+    frames[0].calc = DeepPotCalculator(Predictor(model, device="cpu"))
+    without = frames[0].get_forces()
+    frames[0].calc = DeepPotCalculator(Predictor(table, device="cpu"))
+    assert np.abs(frames[0].get_forces() - without).max() > 0.01
+
+
+def follow(model, ranks, folder):
+    """Run a frozen model; its forces and energies must be the model's, and its energy constant."""
     freeze(model, folder / "model.pth")
     thermo, frames = run_lammps(folder, "model.pth", ranks)
     assert len(frames) == len(thermo) == 5
@@ -75,6 +101,7 @@ def test_forces_and_energies_are_the_checkpoints(kind, ranks, folder):
     potential, total = thermo[:, 3], thermo[:, 4]
     assert np.ptp(potential) > 1e-3
     assert np.ptp(total) < 0.02 * np.ptp(potential)
+    return frames
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,0 +1,107 @@
+"""The stability experiment: watched dynamics against the package's, inputs of all settings, rates with errors."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+# The race's scripts are not a package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchmarks" / "race"))
+
+import settings
+import stability_runs as runs
+import stability_table as table
+from sets import input_of
+from watched import RATIOS, WATCH, WatchedRun, copies_of
+
+from deepmd_muon.argcheck import normalize
+from deepmd_muon.data import Frames, open_systems
+from deepmd_muon.dynamics import ForceField, Systems, simulate
+from deepmd_muon.infer import Predictor
+from deepmd_muon.model import build_model
+from deepmd_muon.stability.coverage import pairs_of
+
+DATA = Path(__file__).resolve().parents[3] / "examples" / "water_xtb" / "data" / "valid"
+
+
+@pytest.fixture(scope="module")
+def predictor():
+    content = input_of("water", "tiny", [DATA / "300K"], seed=1, steps=1)
+    content["model"]["descriptor"]["sel"] = [46, 92]
+    content["learning_rate"] = {"start_lr": 1e-3}
+    return Predictor(build_model(normalize(content).settings.model), device="cpu")
+
+
+@pytest.fixture
+def copies(predictor):
+    (system,) = open_systems(str(DATA / "300K"), predictor.type_map)
+    frames = system.frames([0, 3])
+    start = Frames(frames.atype, frames.coord, frames.box)
+    kelvin = torch.tensor([300.0, 500.0], dtype=torch.float64)
+    return copies_of(Systems.from_frames(start, predictor.type_map), kelvin, seed=1), kelvin
+
+
+def test_watched_dynamics_are_those_of_the_package(predictor, copies):
+    systems, kelvin = copies
+    torch.testing.assert_close(systems.temperature, kelvin, rtol=1e-12, atol=0)
+    shortest = np.full((2, 2), 1.5)
+    run = WatchedRun(predictor.model, systems, shortest, kelvin, time_step=0.5)
+    found = run.run(0.5e-3 * WATCH * 2)
+    *_, last = simulate(ForceField(predictor), systems, 2 * WATCH, 0.5, every=WATCH)
+    torch.testing.assert_close(run.forces(), last.forces.force, rtol=0, atol=1e-6)
+    closest = [
+        pairs_of(last.systems.frames(), k, 5.0).distance.min() / 1.5 for k in range(2)
+    ]  # bonds become shorter or longer
+    assert (found.least[-1] <= np.array(closest) + 1e-6).all()
+    np.testing.assert_array_equal(np.isfinite(found.passed), found.least[-1][:, None] < np.array(RATIOS))
+    assert np.isinf(found.blown).all()
+    assert np.abs(found.energy).max() < 1e-3
+
+
+def test_a_copy_that_is_too_hot_ends_and_others_go_on(predictor, copies):
+    systems, kelvin = copies
+    found = WatchedRun(predictor.model, systems, np.ones((2, 2)), kelvin * torch.tensor([0.1, 1.0]), 0.5).run(0.01)
+    assert found.blown[0] == pytest.approx(0.5e-3 * WATCH)
+    assert math.isinf(found.blown[1])
+    assert np.isinf(found.pairs[0]).all()
+    assert np.isfinite(found.pairs[1]).any()
+
+
+@pytest.mark.parametrize("name", settings.SETTINGS)
+def test_inputs_of_settings_are_accepted(name, tmp_path):
+    (tmp_path / "train" / "300K").mkdir(parents=True)
+    (tmp_path / "train" / "300K" / "type.raw").write_text("0")
+    content = settings.input_for("alloys", name, tmp_path, seed=2, steps=10)
+    assert normalize(content).settings.training.numb_steps == 10
+    assert content["training"]["seed"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_gives_a_line_a_potential(tmp_path, monkeypatch):
+    folder = tmp_path / "data" / "water"
+    for part, name in (("train", "300K"), ("test", "350K"), ("out", "350K")):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        (folder / part / name).symlink_to(DATA / ("300K" if part == "train" else "350K"))
+    words = ["--data", str(tmp_path / "data"), "--sets", "water", "--settings", "default", "--steps", "4"]
+    words += ["--model", "tiny", "--copies", "1", "1", "--picoseconds", "water=0.01", "--check-seeds", "1"]
+    words += ["--check-copies", "1", "--results", str(tmp_path / "r.jsonl"), "--logs", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["stability_runs.py", *words])
+    runs.main()
+    lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [line["setting"] for line in lines] == ["default", "default_average"]
+    potentials = table.read([tmp_path / "r.jsonl"])
+    assert all(p.verdict and p.test > 0 and p.flatness > 0 and p.time == pytest.approx(0.008) for p in potentials)
+    assert len(table.settings_table(potentials)) == 4
+    assert runs.wanted(runs.arguments(words)) == []
+
+
+def test_rates_have_the_error_of_potentials_that_differ():
+    assert table.rate_of([0, 0], [10.0, 10.0]) == (0.0, 0.05)
+    # Ten of ten runs of one potential and none of the other: as uncertain as one of two.
+    rate, error = table.rate_of([10, 0], [50.0, 50.0])
+    assert (rate, error) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert table.rate_of([5, 5], [50.0, 50.0]) == (pytest.approx(0.1), 0.0)
