@@ -55,7 +55,7 @@ SLOW_END = {"learning_rate": {"stop_lr_ratio": 0.03}}
 SMALL = {"descriptor": {"neuron": [8, 16, 32], "axis_neuron": 4}, "fitting_net": {"neuron": [48, 48, 48]}}
 SETTINGS = {
     "default": Setting(averaged=True),
-    "adamw": Setting(ADAMW, ADAMW_RATES, averaged=True),
+    "adamw": Setting(ADAMW, ADAMW_RATES),
     "stop_0.03": Setting(SLOW_END, averaged=True),
     "adamw_stop_0.03": Setting(merged(ADAMW, SLOW_END), ADAMW_RATES),
     "half_rate": Setting({"learning_rate": {"start_lr": RATE / 2}}),

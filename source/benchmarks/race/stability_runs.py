@@ -224,8 +224,10 @@ def lines_of(job: tuple[str, str, int], args: argparse.Namespace, folder: Path) 
             times["dynamics"] = time.monotonic() - begun
         if seed <= args.check_seeds:
             begun = time.monotonic()
-            hot = args.check_heat * CONDITIONS[name].temperature
-            line["check"] = check_of(predictor, training, hot, args.check_copies)
+            heats = {str(heat): heat * CONDITIONS[name].temperature for heat in args.check_heat}
+            line["check"] = {
+                heat: check_of(predictor, training, kelvin, args.check_copies) for heat, kelvin in heats.items()
+            }
             times["check"] = time.monotonic() - begun
         line["seconds"] = {key: round(value, 2) for key, value in times.items()}
         if args.keep and seed <= args.keep_seeds:
@@ -273,10 +275,16 @@ def work(number: int, jobs: list[tuple[str, str, int]], taken: Any, args: argpar
 
 
 def wanted(args: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """Return the jobs that are not done, seed by seed, and of a seed those of the largest systems first."""
+    """Return the jobs that are not done, of each part of the plan seed by seed."""
     lines = map(json.loads, args.results.read_text().splitlines()) if args.results.exists() else ()
     done = {(line["set"], line["setting"], line["seed"]) for line in lines}
-    found = [(name, setting, seed) for seed in args.seeds for name in args.sets for setting in args.settings]
+    found = [
+        (name, setting, seed)
+        for sets, settings, seeds in args.plan or [(args.sets, args.settings, args.seeds)]
+        for seed in seeds
+        for name in sets
+        for setting in settings
+    ]
     return [job for job in found if job not in done]
 
 
@@ -292,13 +300,20 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sets", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument(
+        "--plan",
+        type=json.loads,
+        help="instead of the three, one after the other: [[SETS, SETTINGS, SEEDS], …] as JSON",
+    )
     parser.add_argument("--steps", type=int, default=30000)
     parser.add_argument("--model", default="se_e2_a")
     parser.add_argument("--copies", type=int, nargs=2, default=[16, 4], help="runs of a potential, and hotter ones")
     parser.add_argument("--picoseconds", type=length, nargs="*", default=[], metavar="SET=PS", help="none: no dynamics")
     parser.add_argument("--check-seeds", type=int, default=0, help="check potentials of seeds up to this one")
     parser.add_argument("--check-copies", type=int, default=4)
-    parser.add_argument("--check-heat", type=float, default=HOTTER, help="temperature over that of the dynamics")
+    parser.add_argument(
+        "--check-heat", type=float, nargs="+", default=[HOTTER], help="temperature over that of the dynamics"
+    )
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run that would end later")
     parser.add_argument("--grace", type=float, default=30.0, help="seconds after which workers are ended")

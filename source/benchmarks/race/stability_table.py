@@ -39,7 +39,7 @@ class Potential:
     departing
         Time until each run departed or ended [ps].
     verdict
-        Of `dp check`; None where it was not checked.
+        Of `dp check`, at the last of its temperatures; None where it was not checked.
     """
 
     set: str
@@ -78,7 +78,7 @@ class Potential:
             blown=sum(when is not None for when in blown),
             departed=sum(when is not None for when in passed),
             departing=sum(left),
-            verdict=line["check"]["verdict"] if "check" in line else None,
+            verdict=list(line["check"].values())[-1]["verdict"] if line.get("check") else None,
         )
 
 

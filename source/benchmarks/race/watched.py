@@ -227,7 +227,8 @@ class WatchedRun:
             self._round()  # kernels are compiled
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # thread_local: a trainer's threads may use the device meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._round()
         for value, old in zip(state, before, strict=True):
             value.copy_(old)
