@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from deepmd_muon.setting import setting
 
 # Module and class of each rule in `deepmd_muon.optim.rules`, in the order in which they act.
-RULES = ("magma:Magma", "normuon:NorMuon", "cautious_decay:CautiousDecay", "master_weights:MasterWeights")
+RULES = (
+    "magma:Magma",
+    "normuon:NorMuon",
+    "cautious_decay:CautiousDecay",
+    "master_weights:MasterWeights",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
