@@ -9,6 +9,7 @@ from deepmd_muon.setting import setting
 
 # Module and class of each rule in `deepmd_muon.optim.rules`, in the order in which they act.
 RULES = (
+    "soap:SoapMuon",
     "magma:Magma",
     "normuon:NorMuon",
     "cautious_decay:CautiousDecay",
@@ -36,6 +37,16 @@ class RuleSettings:
             "Cautious weight decay (arXiv:2510.12402) on the Muon route: a weight decays only where the update does "
             "not move it away from zero."
         ),
+    )
+    soap_muon: bool = setting(
+        False,
+        doc=(
+            "SOAP before the polar factor: the direction is rotated into the eigenbases of running averages of G Gᵀ "
+            "and Gᵀ G, divided by the root of its second moment there, and rotated back. Experimental."
+        ),
+    )
+    soap_beta: float = setting(
+        0.9, minimum=0.0, below=1.0, doc="Decay of the averages and of the second moment of `soap_muon`."
     )
     master_weights: bool = setting(
         False,
