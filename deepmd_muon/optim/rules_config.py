@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 from deepmd_muon.setting import setting
 
@@ -13,6 +14,7 @@ RULES = (
     "magma:Magma",
     "normuon:NorMuon",
     "cautious_decay:CautiousDecay",
+    "norm_control:NormControl",
     "master_weights:MasterWeights",
 )
 
@@ -47,6 +49,17 @@ class RuleSettings:
     )
     soap_beta: float = setting(
         0.9, minimum=0.0, below=1.0, doc="Decay of the averages and of the second moment of `soap_muon`."
+    )
+    norm_control: Literal["none", "radial_brake", "hyperball", "rows"] = setting(
+        "none",
+        doc=(
+            "What a step of the Muon route may do to norms of weights: 'hyperball' keeps that of every matrix, 'rows' "
+            "that of every neuron (see `normuon`), neither with weight decay; 'radial_brake' leaves the share "
+            "norm_brake of a growth. Experimental."
+        ),
+    )
+    norm_brake: float = setting(
+        0.5, minimum=0.0, maximum=1.0, doc="Share of a matrix's growth that norm_control 'radial_brake' leaves."
     )
     master_weights: bool = setting(
         False,

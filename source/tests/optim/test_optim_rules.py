@@ -34,6 +34,9 @@ RULES = [
     {"cautious_decay": True, "normuon": True},
     {"soap_muon": True},
     {"soap_muon": True, "normuon": True, "magma_muon": False},
+    {"norm_control": "hyperball"},
+    {"norm_control": "rows", "layout": "in_out", "magma_muon": False},
+    {"norm_control": "radial_brake", "norm_brake": 0.3},
 ]
 
 
@@ -119,7 +122,22 @@ class Definition:
             into.copy_(update_scale(tuple(o.shape), own) * o)
         update = update.reshape(self.p.shape)
         decaying = (update * self.p >= 0).double() if own.cautious_decay else 1.0
+        if own.norm_control != "none":
+            decaying = decaying * (own.norm_control == "radial_brake")
+            for (_, w), (_, u) in zip(self.blocks(self.p), self.blocks(update), strict=True):
+                u.copy_((w - self.controlled(w, w - LR * u)) / LR)
         self.p = self.p - LR * DECAY * decaying * self.p - LR * update
+
+    def controlled(self, before, after):
+        """Return the weights after a step, scaled to the norms that they may have."""
+        dim = (0, 1)
+        if self.settings.norm_control == "rows":
+            dim = 0 if self.settings.layout == "in_out" else 1
+        old, new = (torch.linalg.vector_norm(x, dim=dim, keepdim=True) for x in (before, after))
+        wanted = old
+        if self.settings.norm_control == "radial_brake":
+            wanted = torch.where(new > old, old + self.settings.norm_brake * (new - old), new)
+        return after * torch.where(old > 0, wanted / new, 1.0)
 
     def normalised(self, number, o):
         """Divide every row by the root of its second moment, and restore the norm."""
@@ -227,12 +245,41 @@ def test_the_norm_of_an_update_is_kept_and_neurons_become_alike():
     torch.testing.assert_close(rows, rows.mean().expand(30), rtol=1e-5, atol=0)
 
 
-def test_zero_gradients_leave_numbers():
-    params, optimizer = make(**ON)
+@pytest.mark.parametrize("rule", [ON, *RULES])
+@pytest.mark.parametrize("weights", [0.0, 1.0])
+def test_zeros_leave_numbers(rule, weights):
+    params, optimizer = make(**rule)
     for p in params.values():
-        p.grad = torch.zeros_like(p)
+        p.data *= weights
+        p.grad = torch.zeros_like(p) if weights else torch.ones_like(p)
     optimizer.step()
     assert all(p.isfinite().all() for p in params.values())
+
+
+@pytest.mark.parametrize(("kind", "dim"), [("hyperball", (0, 1)), ("rows", 1)])
+def test_norms_are_kept_over_many_steps(kind, dim):
+    p = nn.Parameter(random((20, 12), 1, torch.float32))
+    optimizer = HybridMuon([("w", p)], 0.1, weight_decay=0.5, norm_control=kind)
+    before = p.detach().norm(dim=dim)
+    for step in range(50):
+        p.grad = random(p.shape, step, torch.float32)
+        optimizer.step()
+    torch.testing.assert_close(p.detach().norm(dim=dim), before, rtol=1e-5, atol=0)
+
+
+def test_a_brake_lets_weights_shrink():
+    found = []
+    for own in ({}, {"norm_control": "radial_brake", "norm_brake": 0.0}):
+        for sign in (1, -1):
+            p = nn.Parameter(random((6, 4), 1))
+            optimizer = HybridMuon([("w", p)], 0.1, weight_decay=0.0, magma_muon=False, **own)
+            before = p.norm().item()
+            p.grad = sign * p.detach()
+            optimizer.step()
+            found.append(p.norm().item() / before)
+    shrunk, grown, braked_shrunk, braked = found
+    assert shrunk < 1 < grown
+    assert (braked_shrunk, braked) == pytest.approx((shrunk, 1.0), rel=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -285,8 +332,9 @@ def test_a_restart_goes_on_bitwise(rule):
             assert torch.equal(x, again.state[q][key]), key
 
 
-def test_a_scaled_loss_gives_the_same_step_and_an_overflow_changes_nothing():
-    (first, plain), (second, scaled) = make(**ON), make(**ON)
+@pytest.mark.parametrize("rule", [ON, {"soap_muon": True}, {"norm_control": "rows"}])
+def test_a_scaled_loss_gives_the_same_step_and_an_overflow_changes_nothing(rule):
+    (first, plain), (second, scaled) = make(**rule), make(**rule)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(3):
         give(first, step)
@@ -344,6 +392,26 @@ def test_moments_restart_after_another_route_and_follow_views(caplog):
     defined.step(p.grad)
     muon.step()
     torch.testing.assert_close(p.detach(), defined.p, rtol=0, atol=1e-4)
+
+
+def test_vectors_of_rows_restart_with_another_view(caplog):
+    soap = {"soap_muon": True, "magma_muon": False}
+    params, saved = make([(3, 4, 5)], **soap)
+    (p,) = params.values()
+    give(params, 0)
+    saved.step()
+    assert saved.state[p]["soap_left"].shape == (3, 4, 4)
+    flat = reloaded(params, saved, normuon=False, muon_mode="flat", **soap)
+    assert set(flat.state[p]) == {"momentum_buffer"}
+    assert any("soap_second_moment restarts" in text for text in caplog.messages)
+    give(params, 1)
+    flat.step()
+    assert flat.state[p]["soap_left"].shape == (3, 4, 12)
+    split = reloaded(params, flat, normuon=False, splits=["w0: rows 1+3"], **soap)
+    split.step()
+    assert split.state[p]["soap_left"].shape == (3, 4, 3)  # the longer part's
+    assert split.state[p]["soap_right"].shape == (3, 5, 10)  # one of 5 for each part
+    split.load_state_dict(copy.deepcopy(split.state_dict()))
 
 
 def test_a_saved_state_is_complete_before_the_first_step_of_a_route():

@@ -19,13 +19,15 @@ from deepmd_muon.optim.sharded import ShardedSettings
 
 BOTH = {"normuon": True, "cautious_decay": True}
 SOAP = {"soap_muon": True, "magma_muon": False}
+NORMS = {"norm_control": "rows"}
 COLUMNS = {"normuon": True, "layout": "in_out", "magma_muon": False}
 
 
 def rules_in_every_layout():
     every_layout(options=(BOTH,))
     every_layout(kinds=("rest",), options=(COLUMNS,))
-    every_layout(kinds=("even", "rest"), options=(SOAP,))
+    every_layout(options=(SOAP,))
+    every_layout(options=({**NORMS, "magma_muon": False}, {"norm_control": "hyperball", **SOAP}))
 
 
 def rules_of_views():
@@ -42,18 +44,19 @@ def rules_of_views():
             (BOTH, ("Shard(0)", "HSDP", "strided")),
             (COLUMNS, ("Shard(1)", "FSDP × TP")),
             (SOAP, ("strided", "FSDP × TP")),
+            (NORMS, ("Shard(1)", "FSDP × TP")),
         ):
             every_layout(names=names, kinds=("experts",), options=({**settings, **view},), sharded=small)
 
 
 def rules_in_the_reference():
-    every_layout(kinds=("experts",), options=(BOTH, SOAP), sharded=ShardedSettings(exchange="reference"))
+    every_layout(kinds=("experts",), options=(BOTH, SOAP, NORMS), sharded=ShardedSettings(exchange="reference"))
 
 
 def rules_of_replicas():
     """Replicas with sharded state, which is cut along rows or columns, or whole; missing and non-finite gradients."""
     shapes = [*SHAPES["even"], (7, 6), (2, 3), (6, 8, 16), (13,)]
-    for settings in (BOTH, COLUMNS, SOAP):
+    for settings in (BOTH, COLUMNS, SOAP, NORMS):
         for sharded, more in (({}, {}), ({"bucket_bytes": 1, "slots": 1}, {"offload": True})):
             replicas = Replicas(shapes, dist.group.WORLD, sharded, many=more, on_nonfinite="skip", **settings)
             replicas.step()
@@ -76,7 +79,7 @@ def rules_of_replicas():
 
 def rules_without_some_gradients():
     for placements in ([Shard(0)], [Shard(1)]):  # replicas must agree
-        for settings in (BOTH, SOAP):
+        for settings in (BOTH, SOAP, NORMS):
             mesh = mesh_of((dist.get_world_size(),))
             twins = Twins(SHAPES["even"], mesh, placements, many={"offload": True}, **settings)
             twins.step()
