@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 from deepmd_muon.setting import setting
 
 # Module and class of each rule in `deepmd_muon.optim.rules`, in the order in which they act.
-RULES = ("magma:Magma", "normuon:NorMuon", "cautious_decay:CautiousDecay", "master_weights:MasterWeights")
+RULES = (
+    "soap:SoapMuon",
+    "magma:Magma",
+    "normuon:NorMuon",
+    "cautious_decay:CautiousDecay",
+    "norm_control:NormControl",
+    "master_weights:MasterWeights",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +39,27 @@ class RuleSettings:
             "Cautious weight decay (arXiv:2510.12402) on the Muon route: a weight decays only where the update does "
             "not move it away from zero."
         ),
+    )
+    soap_muon: bool = setting(
+        False,
+        doc=(
+            "SOAP before the polar factor: the direction is rotated into the eigenbases of running averages of G Gᵀ "
+            "and Gᵀ G, divided by the root of its second moment there, and rotated back. Experimental."
+        ),
+    )
+    soap_beta: float = setting(
+        0.9, minimum=0.0, below=1.0, doc="Decay of the averages and of the second moment of `soap_muon`."
+    )
+    norm_control: Literal["none", "radial_brake", "hyperball", "rows"] = setting(
+        "none",
+        doc=(
+            "What a step of the Muon route may do to norms of weights: 'hyperball' keeps that of every matrix, 'rows' "
+            "that of every neuron (see `normuon`), neither with weight decay; 'radial_brake' leaves the share "
+            "norm_brake of a growth. Experimental."
+        ),
+    )
+    norm_brake: float = setting(
+        0.5, minimum=0.0, maximum=1.0, doc="Share of a matrix's growth that norm_control 'radial_brake' leaves."
     )
     master_weights: bool = setting(
         False,

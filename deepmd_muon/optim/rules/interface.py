@@ -3,10 +3,11 @@
 One step of a block, which is one matrix of a parameter's view::
 
     m ← β m + (1 − β) g,   u = m or Nesterov's form of it
-    u ← rule.before(u)                                   rule by rule
+    u, state ← rule.prepare(u, g)                        rule by rule; state not in a skipped step
     O = polar factor of u
     state ← rule.advance(O)                              not in a skipped step
     update = scale · O · rule.factors(O) · …
+    update ← rule.constrain(update, p)                   rule by rule
     p ← p (1 − lr λ) − lr · update                       decay only where every rule.decays(p, update)
 
 A rule sees blocks and its own state, never where they live: one process, an owner rank that received the block, or a
@@ -23,10 +24,12 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.routing.views import Axis, MatrixView
 
 Rule = TypeVar("Rule", bound="MatrixRule")
 
+# What a rule may ask for beside the directions; owners on other ranks then receive it.
+Input = Literal["gradient", "weight"]
 Extent = Literal["parameter", "blocks", "rows", "columns", "scalar"]
 
 
@@ -45,11 +48,18 @@ class StateTensor:
         'parameter': the parameter's; 'moment': the wider of float32 and the parameter's; 'float32'.
     start
         Value of every element before the first step.
+    along
+        With the extent 'rows' or 'columns': each line has, instead of one number, one for every row or column of its
+        block. They restart when the parameter's view changes.
+    at_most
+        Blocks with more rows or columns `along` than this have no such numbers.
     """
 
     extent: Extent
     dtype: Literal["parameter", "moment", "float32"]
     start: float = 0.0
+    along: Axis | None = None
+    at_most: int = 2**62
 
     def dtype_for(self, parameter: torch.dtype) -> torch.dtype:
         """Return the dtype of this tensor for a parameter of the given dtype."""
@@ -65,16 +75,32 @@ class StateTensor:
             return ()
         if self.extent == "blocks":
             return (view.blocks,)
-        return (*(shape[dim] for dim in view.dims_of(shape, self.extent)), view.repeats(self.extent))
+        dims = (shape[dim] for dim in view.dims_of(shape, self.extent))
+        return (*dims, view.repeats(self.extent) * self.width(view))
+
+    def length(self, rows: int, columns: int) -> int:
+        """Return how many numbers a line of a block has."""
+        n = 1 if self.along is None else rows if self.along == "rows" else columns
+        return n if n <= self.at_most else 0
+
+    def lengths(self, view: MatrixView) -> list[int]:
+        """Return how many numbers a line of each part of a matrix has."""
+        return [self.length(*shape) for shape in view.block_shapes]
+
+    def width(self, view: MatrixView) -> int:
+        """Return the numbers stored for each line of a block; shorter ones are padded."""
+        return max(self.lengths(view))
 
     def cut(self, x: Tensor, view: MatrixView) -> list[Tensor]:
-        """Return a rule's tensor as views, one per part of a matrix: (batch,), (batch, rows) or (batch, columns)."""
+        """Return a rule's tensor as views, one per part of a matrix: (batch,), (batch, lines) or (batch, lines, n)."""
         if self.extent not in ("rows", "columns"):
             return list(x.view(view.batch, -1).unbind(1)) if view.axis else [x]
-        x = x.view(view.batch, -1, view.repeats(self.extent))
-        if view.axis == self.extent:
-            return list(x[:, :, 0].split(view.sizes, dim=1))
-        return list(x.unbind(2))
+        lines = view.rows if self.extent == "rows" else view.columns
+        x = x.view(view.batch, lines, view.repeats(self.extent), self.width(view))
+        parts = list(x[:, :, 0].split(view.sizes, dim=1)) if view.axis == self.extent else list(x.unbind(2))
+        if self.along is None:
+            return [part[:, :, 0] for part in parts]
+        return [part[:, :, :n] for part, n in zip(parts, self.lengths(view), strict=True)]
 
 
 class Pieces(NamedTuple):
@@ -101,10 +127,13 @@ class MatrixRule:
         The setting that switches the rule on, or its name in the setting `rules`.
     sums
         Number of float64 values in the rule's statistics of momentum and gradient; 0 for none.
+    inputs
+        'gradient' if `prepare` reads the gradients, 'weight' if `constrain` reads the weights.
     """
 
     name: ClassVar[str]
     sums: ClassVar[int] = 0
+    inputs: ClassVar[tuple[Input, ...]] = ()
 
     @classmethod
     def of(cls: type[Rule], settings: HybridMuonConfig) -> Rule | None:
@@ -138,6 +167,12 @@ class MatrixRule:
         """Return the matrices to orthogonalize."""
         return directions
 
+    def prepare(
+        self, directions: Sequence[Tensor], gradients: Sequence[Tensor], state: BlockState
+    ) -> tuple[Sequence[Tensor], BlockState]:
+        """Return the matrices to orthogonalize, and new state; gradients are there if `inputs` has them."""
+        return self.before(directions, state), {}
+
     def advance(self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None) -> BlockState:
         """Return the new state, from the polar factors and, with `sums`, the statistics of the blocks, (b,) each."""
         return {}
@@ -145,6 +180,10 @@ class MatrixRule:
     def factors(self, polar: Sequence[Tensor], state: BlockState) -> list[Tensor] | None:
         """Return factors of the updates that broadcast to (b, rows, columns), from the new state; None for 1."""
         return None
+
+    def constrain(self, updates: Sequence[Tensor], weights: Sequence[Tensor], lr: float | Tensor) -> Sequence[Tensor]:
+        """Return the updates, which are subtracted times lr; called if `inputs` has weights. lr may be 0."""
+        return updates
 
     def decays(self, weights: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor] | None:
         """Return where weight decay applies, bool of the updates' shapes; None for everywhere.

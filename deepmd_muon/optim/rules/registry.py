@@ -9,7 +9,7 @@ from importlib import import_module
 
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.errors import InvalidSettingError
-from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
+from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
 from deepmd_muon.optim.rules_config import RULES
 
 
@@ -98,6 +98,11 @@ def tensors_of(rules: Iterable[MatrixRule]) -> dict[str, StateTensor]:
     for rule in rules:
         found |= rule.tensors()
     return found
+
+
+def inputs_of(rules: Iterable[MatrixRule]) -> tuple[Input, ...]:
+    """Return what some rules ask for beside the directions, in the order of messages."""
+    return tuple(sorted({kind for rule in rules for kind in rule.inputs}))
 
 
 def owner_of(key: str) -> MatrixRule:

@@ -106,8 +106,8 @@ class Bucket:
         The pieces whose updates arrive here, in the order of the messages.
     stacks
         The matrices that this rank orthogonalizes.
-    matrices
-        The same as tensors, (count, rows, columns) each; set by `bind`.
+    matrices, inputs
+        The same as tensors, (count, rows, columns) each, and what rules ask for beside them; set by `bind`.
     kinds
         The updates of this rank, with their parameter group; set by `bind`.
     """
@@ -117,6 +117,7 @@ class Bucket:
     ) -> None:
         self.exchange = exchange
         self.measuring = tuple(rule for rule in domain.rules if rule.sums)
+        self.asked = carried(domain.rules).inputs
         self.fresh: tuple[int, ...] = ()
         self._plan, self._rank, self._device = plan, rank, device
         jobs = exchange.messages.jobs
@@ -150,8 +151,8 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the matrices that it orthogonalizes."""
-        return sum(len(stack.jobs) * stack.shape[0] * stack.shape[1] for stack in self.stacks)
+        """Number of elements of the matrices that it orthogonalizes, and of what rules ask for beside them."""
+        return (1 + len(self.asked)) * sum(len(stack.jobs) * stack.shape[0] * stack.shape[1] for stack in self.stacks)
 
     def bind(
         self,
@@ -178,36 +179,49 @@ class Bucket:
         """
         self.exchange.bind(buffers)
         flat, start = workspace.view(self.exchange.dtype), 0
-        self.matrices: list[Tensor] = []
-        for stack in self.stacks:
-            size = len(stack.jobs) * stack.shape[0] * stack.shape[1]
-            self.matrices.append(flat[start : start + size].view(-1, *stack.shape))
-            start += size
+        planes: list[list[Tensor]] = [[] for _ in range(1 + len(self.asked))]
+        for plane in planes:
+            for stack in self.stacks:
+                size = len(stack.jobs) * stack.shape[0] * stack.shape[1]
+                plane.append(flat[start : start + size].view(-1, *stack.shape))
+                start += size
+        self.matrices, self.inputs = planes[0], dict(zip(self.asked, planes[1:], strict=True))
         self._bind_packing(local_params, momenta, rows)
         into, out = self.exchange.inward["gather"], self.exchange.outward["return"]
-        self._arrive = self._rectangles(into.payloads, self._arriving, into.elements(self.exchange.received["gather"]))
-        self._leave = self._rectangles(out.payloads, self._leaving, out.elements(self.exchange.sent["return"]))
+        self._arrive: tuple[list[Tensor], list[Tensor]] = [], []
+        for number, plane in enumerate(planes):
+            flats = into.elements(self.exchange.received["gather"], number)
+            for found, some in zip(
+                self._arrive, self._rectangles(into.payloads, self._arriving, flats, plane), strict=True
+            ):
+                found.extend(some)
+        flats = out.elements(self.exchange.sent["return"])
+        self._leave = self._rectangles(out.payloads, self._leaving, flats, self.matrices)
         self._bind_applying(local_params)
         self._rule_state.bind({i: own.state for i, own in local_params.items()})
 
     def _bind_packing(
         self, local_params: Mapping[int, LocalParameter], momenta: Sequence[Tensor], rows: Mapping[int, int]
     ) -> None:
-        """Create the views that directions, sums and the rules' state are packed into."""
+        """Create the views that directions, what rules ask for, sums and the rules' state are packed into."""
         side, plan = self.exchange.outward["gather"], self._plan
-        self._pack_into: list[Tensor] = []
+        self._pack_into: list[list[Tensor]] = [[] for _ in range(side.planes)]
+        planes = [side.elements(self.exchange.sent["gather"], plane) for plane in range(side.planes)]
         self._pack_from: list[tuple[int, tuple[int, int, int], tuple[int, slice, slice] | None]] = []
         summed, found = [], []
-        for k, (piece, flat) in enumerate(zip(self._packing, side.elements(self.exchange.sent["gather"]), strict=True)):
+        for k, (piece, *flats) in enumerate(zip(self._packing, *planes, strict=True)):
             shape = local_shape(plan, piece.parameter, self._rank, "gather")
             parameter = plan.parameters[piece.parameter]
+            size: Sequence[int] = piece.rows.size, piece.columns.size
+            where: tuple[int, slice, slice] | None = None
             if piece.elements == shape[0] * shape[1] * shape[2]:
-                self._pack_into.append(flat.view(momenta[piece.parameter].shape))
-                self._pack_from.append((piece.parameter, shape, None))
-            elif piece.elements:
+                size = momenta[piece.parameter].shape
+            else:
                 where = piece.batch, slice(*piece.rows[:2]), slice(*piece.columns[:2])
-                self._pack_into.append(flat.view(piece.rows.size, piece.columns.size))
+            if piece.elements:
                 self._pack_from.append((piece.parameter, shape, where))
+                for into, flat in zip(self._pack_into, flats, strict=True):
+                    into.append(flat.view(size))
             if carried(parameter.rules).sums:
                 part = piece.block % max(1, len(parameter.view.sizes))
                 summed.append(k)
@@ -239,7 +253,11 @@ class Bucket:
         self.update_lists = [(group, update_list) for (group, _), update_list in update_lists.items()]
 
     def _rectangles(
-        self, payloads: Sequence[tuple[int, int, int]], pieces: Sequence[Piece], flats: Sequence[Tensor]
+        self,
+        payloads: Sequence[tuple[int, int, int]],
+        pieces: Sequence[Piece],
+        flats: Sequence[Tensor],
+        matrices: Sequence[Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the rectangles of pieces as views of the matrices, and as views of the buffer."""
         in_blocks, in_buffer = [], []
@@ -248,29 +266,30 @@ class Bucket:
                 continue
             s, i = self._slots[j]
             for target in rectangles(piece):
-                in_blocks.append(self.matrices[s][i][target.in_block])
+                in_blocks.append(matrices[s][i][target.in_block])
                 in_buffer.append(_piece_rectangle(flat, piece, target))
         return in_blocks, in_buffer
 
     @phase("gather")
-    def pack(self, directions: Mapping[int, Tensor], sums: Tensor | None, absent: Mapping[int, Tensor]) -> None:
-        """Write the directions, presence, the rules' state and sums into the buffer for the owners.
+    def pack(self, planes: Sequence[Mapping[int, Tensor]], sums: Tensor | None, absent: Mapping[int, Tensor]) -> None:
+        """Write directions, what rules ask for, presence, the rules' state and sums into the buffer for the owners.
 
         Parameters
         ----------
-        directions
-            This rank's part of the matrices to orthogonalize, by parameter of the plan, shaped like the local momentum.
+        planes
+            This rank's part of the matrices to orthogonalize, by parameter of the plan, shaped like the local momentum,
+            and of each of `asked`.
         sums
             float64 (…, sums), the statistics that the rules measured, for the pieces of all parameters.
         absent
             Parameters without a gradient on this rank.
         """
-        sources = [
-            directions[i] if where is None else directions[i].reshape(shape)[where]
-            for i, shape, where in self._pack_from
-        ]
-        if sources:
-            torch._foreach_copy_(self._pack_into, sources)
+        for into, plane in zip(self._pack_into, planes, strict=True):
+            if into:
+                sources = [
+                    plane[i] if where is None else plane[i].reshape(shape)[where] for i, shape, where in self._pack_from
+                ]
+                torch._foreach_copy_(into, sources)
         headers = self._headers
         gone = [k for k, piece in enumerate(self._packing) if piece.parameter in absent] if absent else []
         if gone:

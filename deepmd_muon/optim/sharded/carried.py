@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from deepmd_muon.optim.routing.views import Axis
-from deepmd_muon.optim.rules.interface import MatrixRule
-from deepmd_muon.optim.rules.registry import tensors_of
+from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
+from deepmd_muon.optim.rules.registry import inputs_of, tensors_of
 
 
 class Carried(NamedTuple):
@@ -18,13 +17,16 @@ class Carried(NamedTuple):
     blocks
         Keys of the state tensors with one number per block, which are sent and returned.
     lines
-        The same with one number per row or column, and which of both.
+        The same with numbers for each row or column.
+    inputs
+        What is sent of each element beside the direction.
     sums
         Number of values of the statistics, which are sent only.
     """
 
     blocks: tuple[str, ...]
-    lines: tuple[tuple[str, Axis], ...]
+    lines: tuple[tuple[str, StateTensor], ...]
+    inputs: tuple[Input, ...]
     sums: int
 
 
@@ -32,9 +34,6 @@ class Carried(NamedTuple):
 def carried(rules: tuple[MatrixRule, ...]) -> Carried:
     """Return what messages carry for these rules."""
     tensors = tensors_of(rules)
-    lines: list[tuple[str, Axis]] = []
-    for key, tensor in tensors.items():
-        if tensor.extent == "rows" or tensor.extent == "columns":
-            lines.append((key, tensor.extent))
+    lines = tuple((key, tensor) for key, tensor in tensors.items() if tensor.extent in ("rows", "columns"))
     blocks = tuple(key for key, tensor in tensors.items() if tensor.extent == "blocks")
-    return Carried(blocks, tuple(lines), sum(rule.sums for rule in rules))
+    return Carried(blocks, lines, inputs_of(rules), sum(rule.sums for rule in rules))

@@ -6,9 +6,10 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from deepmd_muon.optim.routing.views import Axis
+from deepmd_muon.optim.rules.interface import StateTensor
 from deepmd_muon.optim.sharded.layout import (
     Overlap,
     block_bounds,
@@ -112,24 +113,28 @@ class Lines(NamedTuple):
     Attributes
     ----------
     shape
-        Shape (batch, lines, blocks that a line lies in) of the rank's local state tensor.
+        Shape (batch, lines, blocks that a line lies in, values) of the rank's local state tensor.
     batch, inside, part
         Where the block's lines are in it; `inside` tells which lines of the block they are.
+    values
+        Number of values of each line.
     """
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int, int]
     batch: int
     inside: Overlap
     part: int
+    values: int
 
     @property
     def length(self) -> int:
-        """Number of lines."""
-        return self.inside.size if self.batch >= 0 else 0
+        """Number of values of all lines."""
+        return self.inside.size * self.values if self.batch >= 0 else 0
 
 
-def lines_of(plan: Plan, parameter: int, block: int, rank: int, of: Axis) -> Lines:
+def lines_of(plan: Plan, parameter: int, block: int, rank: int, tensor: StateTensor) -> Lines:
     """Return the rows or columns of a block whose values a rank keeps."""
+    of = cast("Axis", tensor.extent)
     p = plan.parameters[parameter]
     parts = block_bounds(p.view)
     batch, part = divmod(block, len(parts))
@@ -138,8 +143,9 @@ def lines_of(plan: Plan, parameter: int, block: int, rank: int, of: Axis) -> Lin
     where = overlap(region.batch, batch, batch + 1)
     inside = overlap(region.rows, r0, r1) if of == "rows" else overlap(region.columns, c0, c1)
     repeats, (nbatch, nrows, ncolumns) = p.view.repeats(of), region.shape
-    shape = nbatch, nrows if of == "rows" else ncolumns, repeats
-    return Lines(shape, where.start if where.size else -1, inside, part if repeats > 1 else 0)
+    shape = nbatch, nrows if of == "rows" else ncolumns, repeats, tensor.width(p.view)
+    values = tensor.lengths(p.view)[part]
+    return Lines(shape, where.start if where.size else -1, inside, part if repeats > 1 else 0, values)
 
 
 def score_index(plan: Plan, parameter: int, block: int, rank: int) -> int:
@@ -231,12 +237,15 @@ def header_words(messages: Sequence[Message], header: int) -> list[list[int]]:
     ]
 
 
-def payload_starts(messages: Sequence[Message], header: int, itemsize: int) -> list[tuple[int, int, int]]:
-    """Return job, first element in the buffer and number of elements of every piece, message by message."""
+def payload_starts(messages: Sequence[Message], header: int, itemsize: int, planes: int) -> list[tuple[int, int, int]]:
+    """Return job, first element in the buffer and number of elements of every piece, message by message.
+
+    A piece has its elements `planes` times, one after another.
+    """
     found = []
     for message in messages:
         first = (message.start + len(message.jobs) * header + sum(message.lines)) * WORD // itemsize
-        starts = itertools.accumulate(message.elements, initial=first)
+        starts = itertools.accumulate((planes * n for n in message.elements), initial=first)
         found += list(zip(message.jobs, starts, message.elements, strict=False))
     return found
 

@@ -7,8 +7,10 @@ import functools
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 from deepmd_muon.optim.routing.views import Axis, MatrixView
+from deepmd_muon.optim.rules.interface import StateTensor
 from deepmd_muon.optim.sharded.layout import (
     Layout,
     block_bounds,
@@ -131,7 +133,7 @@ def holders_of_blocks(
     state_layout: Layout,
     *,
     scored: bool,
-    lines: tuple[Axis, ...] = (),
+    lines: tuple[StateTensor, ...] = (),
 ) -> tuple[BlockHolders, ...]:
     """Return the holders of every block, in the order of block numbers; blocks with the same holders share one object.
 
@@ -144,14 +146,14 @@ def holders_of_blocks(
     scored
         Whether ranks that keep a block's score need its result even without holding elements of it.
     lines
-        The extent of each state tensor with one value per row or column; the ranks that keep these need them, too.
+        The state tensors with values for each row or column; the ranks that keep these need them, too.
     """
     replicas = layout.replicas()
     copies_of_state = state_layout.replicas()
     sizes, having = _ranks_with_elements(shape, view, layout)
     sizes_of_state, having_state = _ranks_with_elements(shape, view, state_layout)
     with_scores = _ranks_with_scores(shape, view, layout) if scored else None
-    with_lines = [_ranks_with_lines(shape, view, state_layout, of) for of in lines]
+    with_lines = [_ranks_with_lines(shape, view, state_layout, tensor) for tensor in lines]
     known: dict[tuple[object, ...], BlockHolders] = {}
     found = []
     for b, (ranks, with_state) in enumerate(zip(having, having_state, strict=True)):
@@ -194,14 +196,15 @@ def _ranks_with_elements(
 
 
 def _ranks_with_lines(
-    shape: tuple[int, ...], view: MatrixView, state_layout: Layout, of: Axis
+    shape: tuple[int, ...], view: MatrixView, state_layout: Layout, tensor: StateTensor
 ) -> tuple[list[dict[int, int]], list[list[int]]]:
-    """Return, for each part of a matrix, the rows or columns per rank; and for each matrix, the ranks that keep it."""
+    """Return, for each part of a matrix, the values per rank; and for each matrix, the ranks that keep some."""
+    of = cast("Axis", tensor.extent)
     regions = regions_by_rank(shape, view, lines_layout(shape, view, state_layout, of))
     counts = []
-    for r0, r1, c0, c1 in block_bounds(view):
+    for (r0, r1, c0, c1), n in zip(block_bounds(view), tensor.lengths(view), strict=True):
         parts = ((rank, overlap(x.rows, r0, r1), overlap(x.columns, c0, c1)) for rank, x in regions.items())
-        counts.append({rank: (rows if of == "rows" else columns).size for rank, rows, columns in parts})
+        counts.append({rank: n * (rows if of == "rows" else columns).size for rank, rows, columns in parts})
     having: list[list[int]] = [[] for _ in range(view.batch)]
     for rank, region in regions.items():
         for start, stop in region.batch:

@@ -65,7 +65,7 @@ class MomentumUpdate:
     """The momenta to advance before a bucket is packed."""
 
     def __init__(self, plan: Plan, sharded_params: Sequence[ShardedParameter], bucket: Bucket, rank: int) -> None:
-        self.measuring = bucket.measuring
+        self.measuring, self.asked = bucket.measuring, bucket.asked
         kinds: dict[tuple[int, torch.dtype], list[int]] = {}
         for i in bucket.fresh:
             kinds.setdefault((sharded_params[i].group, sharded_params[i].p.dtype), []).append(i)
@@ -229,7 +229,7 @@ class PipelineStep:
         self._pipeline, self._groups, self._state, self._memory = pipeline, groups, state, memory
         self._control = control.on(pipeline.device)
         self._moments = moments
-        self._directions: dict[int, Tensor] = {}
+        self._planes: dict[str, dict[int, Tensor]] = {"direction": {}, "gradient": {}, "weight": {}}
         self._tables: dict[int, Tensor] = {}
         self._tentative: dict[int, Tensor] = {}
         self._moved: dict[tuple[int, int], Tensor] = {}
@@ -279,10 +279,11 @@ class PipelineStep:
         sums = None
         if bucket.measuring and tables:
             sums = tables[0] if len(tables) == 1 else torch.cat(tables)
-        bucket.pack(self._directions, sums, self._tentative)
+        bucket.pack([self._planes[kind] for kind in ("direction", *bucket.asked)], sums, self._tentative)
         for i in bucket.parameters:
             if pipeline.last_use[i] is bucket:
-                del self._directions[i]
+                for plane in self._planes.values():
+                    plane.pop(i, None)
         return bucket.exchange.start("gather", pipeline.collectives)
 
     def _advance(self, update: MomentumUpdate, buffers: Sequence[Tensor]) -> Tensor:
@@ -306,7 +307,11 @@ class PipelineStep:
             directions = directions_of(momenta, gradients, settings)
             if self._moments is not None and not settings.nesterov:
                 directions = [u.clone() for u in directions]  # a later transfer batch overwrites this memory
-            self._directions.update(zip(momenta_group.parameters, directions, strict=True))
+            self._planes["direction"].update(zip(momenta_group.parameters, directions, strict=True))
+            if update.asked:
+                weights = [param.elements() for param in sharded_params]
+                self._planes["gradient"].update(zip(momenta_group.parameters, gradients, strict=True))
+                self._planes["weight"].update(zip(momenta_group.parameters, weights, strict=True))
             if any(rule.sums for rule in matrix_rules(settings)):
                 pairs += _pairs(momenta, gradients, momenta_group)
             if self._pipeline.plan.settings.free_gradients:
@@ -331,7 +336,10 @@ class PipelineStep:
             keys = tensors_of(rules).keys() - {MASTER}
             state = {key: [owned.state[k][key] for k in mine] for key in keys}
             measured = {rule: [owned.measured[rule][k] for k in mine] for rule in rules if rule.sums}
-            done, new = update_blocks([bucket.matrices[k] for k in mine], state, measured, rules, settings)
+            inputs = {kind: [plane[k] for k in mine] for kind, plane in bucket.inputs.items()}
+            rate = effective_lr(self._groups[number].lr, self._control)
+            directions = [bucket.matrices[k] for k in mine]
+            done, new = update_blocks(directions, inputs, state, measured, rules, settings, rate)
             for k, update in zip(mine, done, strict=True):
                 updates[k] = update
             for key, values in new.items():

@@ -77,7 +77,7 @@ class PlannedParameter:
 class Job(NamedTuple):
     """The exchange of one block: sources and destinations map ranks to numbers of elements (0: state only).
 
-    `lines` maps ranks to the numbers of rules' values that they keep, one per row or column; a message carries those
+    `lines` maps ranks to the numbers of rules' values that they keep for rows or columns; a message carries those
     of its holder.
     """
 
@@ -144,8 +144,12 @@ class Domain:
 
     def header(self, leg: Leg) -> int:
         """Return the header's words per piece: presence, the rules' state per block, and (gather only) their sums."""
-        blocks, _, sums = carried(self.rules)
-        return 1 + len(blocks) + (sums if leg == "gather" else 0)
+        found = carried(self.rules)
+        return 1 + len(found.blocks) + (found.sums if leg == "gather" else 0)
+
+    def planes(self, leg: Leg) -> int:
+        """Return the values per element: the direction and what rules ask for beside it, or the update."""
+        return 1 + len(carried(self.rules).inputs) if leg == "gather" else 1
 
     def element(self, leg: Leg, settings: ShardedSettings) -> int:
         """Return the bytes of an element on the wire."""
@@ -154,7 +158,7 @@ class Domain:
 
     def message_bytes(self, leg: Leg, pieces: int, lines: int, elements: int, settings: ShardedSettings) -> int:
         """Return the length of one message: headers of all pieces, rules' lines, elements, padded to whole words."""
-        payload = elements * self.element(leg, settings)
+        payload = elements * self.planes(leg) * self.element(leg, settings)
         return WORD * (pieces * self.header(leg) + lines + -(-payload // WORD))
 
     def messages(self, leg: Leg, settings: ShardedSettings) -> dict[tuple[int, int, int], int]:
@@ -335,7 +339,7 @@ def _domain(
                 p.layout,
                 p.layout_of("gather"),
                 scored=bool(carried(p.rules).blocks),
-                lines=tuple(of for _, of in carried(p.rules).lines),
+                lines=tuple(tensor for _, tensor in carried(p.rules).lines),
             )
         ):
             part = number % len(shapes)

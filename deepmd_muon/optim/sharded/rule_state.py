@@ -57,10 +57,13 @@ class RuleState:
         # The rows and columns of owned matrices, from their arrival until they have left.
         self._owned: list[dict[str, Tensor]] = []
         for jobs, shape in stacks:
-            lines = carried(plan.parameters[self._jobs[jobs[0]].parameter].rules).lines
-            sizes = {key: (len(jobs), shape[0] if of == "rows" else shape[1]) for key, of in lines}
-            new = {key: torch.zeros(size, dtype=torch.float64, device=device) for key, size in sizes.items()}
+            new = {}
+            for key, tensor in carried(plan.parameters[self._jobs[jobs[0]].parameter].rules).lines:
+                count = shape[0] if tensor.extent == "rows" else shape[1]
+                size = len(jobs), count, tensor.length(*shape)
+                new[key] = torch.zeros(size, dtype=torch.float64, device=device)
             self._owned.append(new)
+        self._scalar_lines = {key for key, tensor in carried(rules).lines if tensor.along is None}
 
     def bind(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Create all views of the exchange's buffers and of the state, by parameter of the plan and key."""
@@ -93,11 +96,11 @@ class RuleState:
         found: Copies = [], []
         for (j, _, _), (start, _) in zip(side.payloads, side.lines, strict=True):
             job = self._jobs[j]
-            for key, of in carried(self._plan.parameters[job.parameter].rules).lines:
-                lines = lines_of(self._plan, job.parameter, job.block, self._rank, of)
+            for key, tensor in carried(self._plan.parameters[job.parameter].rules).lines:
+                lines = lines_of(self._plan, job.parameter, job.block, self._rank, tensor)
                 if lines.length:
-                    local = state[job.parameter][key].view(lines.shape)
-                    found[0].append(buffer[start : start + lines.length])
+                    local = state[job.parameter][key].view(lines.shape)[..., : lines.values]
+                    found[0].append(buffer[start : start + lines.length].view(-1, lines.values))
                     found[1].append(local[lines.batch, lines.inside.start : lines.inside.stop, lines.part])
                     start += lines.length
         return found
@@ -107,12 +110,13 @@ class RuleState:
         found: Copies = [], []
         for (j, _, _), peer, (start, _) in zip(side.payloads, peers, side.lines, strict=True):
             job, (s, i) = self._jobs[j], self._slots[j]
-            for key, of in carried(self._plan.parameters[job.parameter].rules).lines:
-                lines = lines_of(self._plan, job.parameter, job.block, peer, of)
+            for key, tensor in carried(self._plan.parameters[job.parameter].rules).lines:
+                lines = lines_of(self._plan, job.parameter, job.block, peer, tensor)
                 for first, last in lines.inside.runs if lines.length else ():
-                    found[0].append(buffer[start : start + last - first])
+                    length = (last - first) * lines.values
+                    found[0].append(buffer[start : start + length].view(-1, lines.values))
                     found[1].append(self._owned[s][key][i, first:last])
-                    start += last - first
+                    start += length
         return found
 
     def pack(self, headers: Tensor) -> None:
@@ -129,7 +133,13 @@ class RuleState:
         buffer, owned = self._arrive
         if buffer:
             torch._foreach_copy_(owned, buffer)
-        found = [{key: x.to(self._dtypes[key], copy=True) for key, x in lines.items()} for lines in self._owned]
+        found = [
+            {
+                key: (x[:, :, 0] if key in self._scalar_lines else x).to(self._dtypes[key], copy=True)
+                for key, x in lines.items()
+            }
+            for lines in self._owned
+        ]
         for column, key in enumerate(self.keys, start=1):
             for own, x in zip(found, headers[:, column].to(self._dtypes[key]).split(self._sizes), strict=True):
                 own[key] = x
@@ -139,7 +149,7 @@ class RuleState:
         """Write the state of the owned matrices to the buffer; yield the columns of their headers, (matrices,)."""
         for lines, own in zip(self._owned, state, strict=True):
             for key, x in lines.items():
-                x.copy_(own[key])
+                x.copy_(own[key].view(x.shape))
         buffer, owned = self._leave
         if buffer:
             torch._foreach_copy_(buffer, owned)

@@ -42,6 +42,8 @@ class Side:
         First and last word (exclusive) of every piece's rules' state per row or column.
     payloads
         Job, first element and number of elements of every piece.
+    planes
+        How often a piece has its elements: directions, then what rules ask for.
     dtype
         Dtype of the elements.
     """
@@ -50,25 +52,28 @@ class Side:
     headers: Tensor
     lines: tuple[tuple[int, int], ...]
     payloads: tuple[tuple[int, int, int], ...]
+    planes: int
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, messages: Sequence[Message], header: int, dtype: torch.dtype, device: torch.device) -> Side:
+    def of(
+        cls, messages: Sequence[Message], header: int, planes: int, dtype: torch.dtype, device: torch.device
+    ) -> Side:
         """Compile messages."""
         positions = torch.tensor(header_words(messages, header), dtype=torch.int64, device=device).view(-1, header)
-        starts = payload_starts(messages, header, dtype.itemsize)
+        starts = payload_starts(messages, header, dtype.itemsize, planes)
         lines = tuple(line_ranges(messages, header))
-        return cls(tuple(message.words for message in messages), positions, lines, tuple(starts), dtype)
+        return cls(tuple(message.words for message in messages), positions, lines, tuple(starts), planes, dtype)
 
     @property
     def words(self) -> int:
         """Length of the buffer."""
         return sum(self.splits)
 
-    def elements(self, buffer: Tensor) -> list[Tensor]:
-        """Return every piece's elements as a flat view of the buffer."""
+    def elements(self, buffer: Tensor, plane: int = 0) -> list[Tensor]:
+        """Return every piece's elements of one plane as a flat view of the buffer."""
         flat = buffer.view(self.dtype)
-        return [flat[start : start + count] for _, start, count in self.payloads]
+        return [flat[start + plane * count : start + (plane + 1) * count] for _, start, count in self.payloads]
 
 
 class ExchangeBuffers:
@@ -140,7 +145,7 @@ class Exchange:
 
         def side(messages: Sequence[Message], leg: Leg) -> Side:
             wire = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
-            return Side.of(messages, domain.header(leg), _DTYPES.get(wire, dtype), device)
+            return Side.of(messages, domain.header(leg), domain.planes(leg), _DTYPES.get(wire, dtype), device)
 
         self.outward: dict[Leg, Side] = {
             "gather": side(messages.gather_out, "gather"),

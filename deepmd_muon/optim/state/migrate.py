@@ -1,7 +1,7 @@
 """Migrate a parameter's state to another route or view.
 
 - Muon to Muon with another view: the momentum stays exactly; each number of a rule's state, one per block, row or
-  column, becomes the mean over its elements of the old numbers.
+  column, becomes the mean over its elements of the old numbers. Vectors of rows and columns restart.
 - Adam to AdamW and back: both moments and the step count stay exactly.
 - Muon to Adam: the momentum becomes the first moment after one gradient; the second moment restarts from its square.
 - Adam to Muon: the bias-corrected first moment becomes the momentum; the state of rules restarts.
@@ -109,6 +109,9 @@ def _other_view(
         return values, f"its momentum is kept; {restarting} restart" if unfit else "its state is kept"
     for key, tensor in of_rules.items():
         assert tensor.extent in ("blocks", "rows", "columns")
+        if tensor.along:
+            del values[key]
+            continue
         x = values[key]
         of_element = full_tensor(x).reshape(-1).double().cpu()[old.numbers(tensor.extent)]
         numbers, like = new.numbers(tensor.extent), tensor.shape_for(shape, new)
@@ -116,4 +119,6 @@ def _other_view(
         total = torch.zeros(size, dtype=torch.float64, device="cpu").index_add_(0, numbers, of_element)
         mean = total / torch.bincount(numbers, minlength=size)
         values[key] = mean.to(x.device, x.dtype).view(like)
-    return values, "its momentum is kept; the state of its rules becomes the mean over each element's old values"
+    restarting = "".join(f"; {key} restarts" for key, tensor in of_rules.items() if tensor.along)
+    text = "its momentum is kept; the state of its rules becomes the mean over each element's old values"
+    return values, text + restarting

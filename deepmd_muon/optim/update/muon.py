@@ -13,9 +13,9 @@ from deepmd_muon.optim.phases import phase
 from deepmd_muon.optim.polar import orthogonalize_matrices
 from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
 from deepmd_muon.optim.routing.views import MatrixView
-from deepmd_muon.optim.rules.interface import BlockState, MatrixRule
+from deepmd_muon.optim.rules.interface import BlockState, Input, MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER, current_masters, round_masters
-from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
+from deepmd_muon.optim.rules.registry import inputs_of, matrix_rules, tensors_of
 from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of, in_dtype, prepare_gradients
 
@@ -58,17 +58,23 @@ def muon_(
     masters = state.get(MASTER)
     measured = _measure(rules, views, momenta, grads)
     blocks = [view.cut(u) for u, view in zip(directions_of(momenta, grads, settings), views, strict=True)]
+    inputs: dict[Input, Sequence[Tensor]] = {}
+    for kind in inputs_of(rules):
+        wanted = grads if kind == "gradient" else in_dtype(params, momenta[0].dtype)
+        inputs[kind] = [piece for x, view in zip(wanted, views, strict=True) for piece in view.cut(x)]
     of_blocks = {
         key: [piece for x, view in zip(state[key], views, strict=True) for piece in tensor.cut(x, view)]
         for key, tensor in tensors_of(rules).items()
         if key != MASTER
     }
-    done, new = update_blocks([block for cut in blocks for block in cut], of_blocks, measured, rules, settings)
+    directions = [block for cut in blocks for block in cut]
+    rate = effective_lr(lr, control)
+    done, new = update_blocks(directions, inputs, of_blocks, measured, rules, settings, rate)
     for key, values in new.items():
         _store(of_blocks[key], values, control.skip)
     remaining = iter(done)
     updates = [view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)]
-    apply_updates(params, updates, effective_lr(lr, control), settings.weight_decay, rules, masters)
+    apply_updates(params, updates, rate, settings.weight_decay, rules, masters)
 
 
 @phase("momentum")
@@ -137,10 +143,12 @@ def _store(old: Sequence[Tensor], new: Sequence[Tensor], skip: Tensor | None) ->
 
 def update_blocks(
     directions: Sequence[Tensor],
+    inputs: Mapping[Input, Sequence[Tensor]],
     state: BlockState,
     measured: Mapping[MatrixRule, Sequence[Tensor]],
     rules: Sequence[MatrixRule],
     settings: HybridMuonConfig,
+    lr: float | Tensor,
 ) -> tuple[list[Tensor], dict[str, Sequence[Tensor]]]:
     """Orthogonalize blocks with the rules of their settings.
 
@@ -148,11 +156,13 @@ def update_blocks(
     ----------
     directions
         Batches (b, rows, columns) of one device and dtype.
+    inputs
+        Of the same shapes, if rules ask for them.
     state
         Of the rules; left as it is.
     measured
         Statistics of the blocks, (b,) each, for the rules that ask for them.
-    rules, settings
+    rules, settings, lr
         Of the blocks' parameter group.
 
     Returns
@@ -160,13 +170,18 @@ def update_blocks(
     tuple
         The scaled updates, of the directions' shapes, and the new state.
     """
-    for rule in rules:
-        directions = rule.before(directions, state)
-    polar = polar_factors(directions, settings)
     new: dict[str, Sequence[Tensor]] = {}
     for rule in rules:
+        directions, prepared = rule.prepare(directions, inputs.get("gradient", ()), state)
+        new.update(prepared)
+    polar = polar_factors(directions, settings)
+    for rule in rules:
         new.update(rule.advance(polar, state, measured.get(rule)))
-    return scaled(polar, {**state, **new}, rules, settings), new
+    updates: Sequence[Tensor] = scaled(polar, {**state, **new}, rules, settings)
+    for rule in rules:
+        if "weight" in rule.inputs:
+            updates = rule.constrain(updates, inputs["weight"], lr)
+    return list(updates), new
 
 
 def scaled(

@@ -54,6 +54,11 @@ def test_steps_equal_those_of_the_cpu():
     [
         *({}, {"on_nonfinite": "skip"}, {"workspace": 1000}, {"normuon": True, "cautious_decay": True}),
         {"normuon": True, "layout": "in_out", "magma_muon": False, "on_nonfinite": "skip"},
+        {"soap_muon": True},
+        {"norm_control": "hyperball"},
+        {"norm_control": "rows", "layout": "in_out", "on_nonfinite": "skip"},
+        {"norm_control": "radial_brake"},
+        {"soap_muon": True, "magma_muon": False, "on_nonfinite": "skip"},
     ],
 )
 def test_a_captured_step_equals_the_eager_one_bitwise_and_follows_the_learning_rate(settings):
@@ -102,7 +107,9 @@ def make_fresh():
     return optimizer
 
 
-@pytest.mark.parametrize("settings", [{}, {"normuon": True, "cautious_decay": True}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"normuon": True, "cautious_decay": True}, {"soap_muon": True}, {"norm_control": "rows"}]
+)
 def test_no_step_waits_for_the_device(settings):
     params, optimizer = make("cuda", on_nonfinite="skip", **settings)
     give_gradients(params, 0)

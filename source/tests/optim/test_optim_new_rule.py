@@ -45,8 +45,8 @@ def test_a_rule_of_this_package_needs_its_own_file_and_its_settings(tmp_path):
     (copy / "optim" / "rules" / "shorter_steps.py").write_text(rule)
     config = copy / "optim" / "rules_config.py"
     text = config.read_text()
-    assert text.count('RULES = ("') == 1
-    config.write_text(text.replace('RULES = ("', 'RULES = ("shorter_steps:ShorterSteps", "') + settings)
+    assert text.count("RULES = (\n") == 1
+    config.write_text(text.replace("RULES = (\n", 'RULES = (\n    "shorter_steps:ShorterSteps",\n') + settings)
     command = [sys.executable, "-c", USE]
     done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

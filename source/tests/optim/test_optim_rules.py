@@ -18,9 +18,11 @@ from torch import nn
 from deepmd_muon.argcheck.check import check
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidSettingError, MuonConfig, RoutingMismatchError
 from deepmd_muon.optim.config import update_scale
+from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules import registry
 from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
 from deepmd_muon.optim.rules.registry import matrix_rules, register_rule
+from deepmd_muon.optim.rules.soap import MAX_DIM, SoapMuon, next_basis
 
 BETA, BETA2, LR, DECAY = 0.95, 0.9, 0.05, 0.3
 ON = {"normuon": True, "normuon_beta": BETA2, "cautious_decay": True}
@@ -30,6 +32,11 @@ RULES = [
     {"normuon": True, "layout": "in_out"},
     {"cautious_decay": True, "magma_muon": False},
     {"cautious_decay": True, "normuon": True},
+    {"soap_muon": True},
+    {"soap_muon": True, "normuon": True, "magma_muon": False},
+    {"norm_control": "hyperball"},
+    {"norm_control": "rows", "layout": "in_out", "magma_muon": False},
+    {"norm_control": "radial_brake", "norm_brake": 0.3},
 ]
 
 
@@ -48,13 +55,45 @@ def give(params, step, dtype=torch.float64):
         p.grad = random(p.shape, 100 + 10 * step + i, dtype)
 
 
+class Soap:
+    """SOAP's part of a block, its bases turned element by element and made orthogonal by an SVD."""
+
+    def __init__(self, rows, columns):
+        self.covariances = [torch.zeros(n, n, dtype=torch.float64) for n in (rows, columns)]
+        self.bases = [torch.eye(n, dtype=torch.float64) for n in (rows, columns)]
+        self.v = torch.zeros(rows, columns, dtype=torch.float64)
+
+    def divided(self, u, g):
+        p, q = self.bases
+        rotated = torch.einsum("ia,ij,jb->ab", p, u, q)
+        self.v = 0.9 * self.v + 0.1 * rotated**2
+        root = self.v.sqrt()
+        found = torch.einsum("ia,ab,jb->ij", p, rotated / (root + 1e-5 * root.max()), q)
+        for side, x in enumerate((g, g.T)):
+            self.covariances[side] = 0.9 * self.covariances[side] + 0.1 * x @ x.T
+            self.bases[side] = self.turned(self.covariances[side], self.bases[side])
+        return found
+
+    @staticmethod
+    def turned(covariance, basis):
+        a = basis.T @ covariance @ basis
+        s = torch.zeros_like(a)
+        for i, j in itertools.product(range(len(a)), repeat=2):
+            if a[i, i] < a[j, j]:
+                s[i, j] = a[i, j] / (a[j, j] + 1e-5 * a.diagonal().max())
+                s[j, i] = -s[i, j]
+        norm = min(s.abs().sum(dim=1).max().item(), s.norm().item() / 2**0.5)
+        left, _, right = torch.linalg.svd(basis + basis @ s / max(1.0, norm))
+        return left @ right
+
+
 class Definition:
     """One parameter of the Muon route, block by block, with an SVD for the polar factor."""
 
     def __init__(self, p, view, given):
         self.p, self.view, self.settings = p.detach().double().clone(), view, HybridMuonConfig(**given).explicit()
         self.m = torch.zeros_like(self.p)
-        self.moments, self.scores = {}, {}
+        self.moments, self.scores, self.soaps = {}, {}, {}
 
     def blocks(self, x):
         """Yield number and slice of every block of a tensor in storage order."""
@@ -72,6 +111,8 @@ class Definition:
         update = torch.zeros(self.view.shape, dtype=torch.float64)
         everything = zip(self.blocks(u), self.blocks(self.m), self.blocks(g), self.blocks(update), strict=True)
         for (number, block), (_, m), (_, gradient), (_, into) in everything:
+            if own.soap_muon:
+                block = self.soaps.setdefault(number, Soap(*block.shape)).divided(block, gradient)
             o = oracle(block[None])[0]
             if own.normuon:
                 o = self.normalised(number, o.T).T if own.layout == "in_out" else self.normalised(number, o)
@@ -81,7 +122,22 @@ class Definition:
             into.copy_(update_scale(tuple(o.shape), own) * o)
         update = update.reshape(self.p.shape)
         decaying = (update * self.p >= 0).double() if own.cautious_decay else 1.0
+        if own.norm_control != "none":
+            decaying = decaying * (own.norm_control == "radial_brake")
+            for (_, w), (_, u) in zip(self.blocks(self.p), self.blocks(update), strict=True):
+                u.copy_((w - self.controlled(w, w - LR * u)) / LR)
         self.p = self.p - LR * DECAY * decaying * self.p - LR * update
+
+    def controlled(self, before, after):
+        """Return the weights after a step, scaled to the norms that they may have."""
+        dim = (0, 1)
+        if self.settings.norm_control == "rows":
+            dim = 0 if self.settings.layout == "in_out" else 1
+        old, new = (torch.linalg.vector_norm(x, dim=dim, keepdim=True) for x in (before, after))
+        wanted = old
+        if self.settings.norm_control == "radial_brake":
+            wanted = torch.where(new > old, old + self.settings.norm_brake * (new - old), new)
+        return after * torch.where(old > 0, wanted / new, 1.0)
 
     def normalised(self, number, o):
         """Divide every row by the root of its second moment, and restore the norm."""
@@ -106,7 +162,60 @@ def test_rules_follow_their_definition(rule, mode, more):
             each.step(-p.grad if more.get("maximize") else p.grad)
         optimizer.step()
     for each, (p, _) in zip(defined, routed, strict=True):
-        torch.testing.assert_close(p.detach(), each.p, rtol=0, atol=2e-5)
+        torch.testing.assert_close(p.detach(), each.p, rtol=0, atol=1e-4 if rule.get("soap_muon") else 2e-5)
+
+
+@pytest.mark.parametrize("shapes", [[(2, 5, 9), (1, 9, 5), (3, 5, 9)], [(1, 1, 3), (1, 3, 1)]])
+def test_soap_divides_as_its_definition(shapes):
+    rule = SoapMuon()
+    views = [MatrixView(*shape) for shape in shapes]
+    state = {
+        key: [
+            torch.zeros(x.shape_for(shape, view), dtype=torch.float64)
+            for shape, view in zip(shapes, views, strict=True)
+        ]
+        for key, x in rule.tensors().items()
+    }
+    defined = [[Soap(*shape[1:]) for _ in range(shape[0])] for shape in shapes]
+    for step in range(30):
+        u, g = ([random(shape, 100 * step + 10 * i + k) for i, shape in enumerate(shapes)] for k in (1, 2))
+        cut = {key: [rule.tensors()[key].cut(x, v)[0] for x, v in zip(state[key], views, strict=True)] for key in state}
+        found, new = rule.prepare(u, g, cut)
+        for key, values in new.items():
+            state[key] = [x.reshape(old.shape) for x, old in zip(values, state[key], strict=True)]
+        for own, x, y, z in zip(defined, found, u, g, strict=True):
+            expected = torch.stack([each.divided(a, b) for each, a, b in zip(own, y, z, strict=True)])
+            torch.testing.assert_close(x, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+
+
+def test_soap_finds_the_eigenvectors():
+    base = torch.linalg.qr(random((1, 30, 30), 1))[0]
+    covariance = base * torch.logspace(0, -3, 30, dtype=torch.float64).unsqueeze(0) @ base.mT
+    basis = torch.zeros_like(covariance)
+    for _ in range(200):
+        basis = next_basis(covariance, basis)
+    p = basis + torch.eye(30, dtype=torch.float64)
+    torch.testing.assert_close(p.mT @ p, torch.eye(30, dtype=torch.float64).unsqueeze(0), rtol=0, atol=1e-6)
+    rotated = p.mT @ covariance @ p
+    d = rotated.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(
+        d.sort(descending=True).values[0], torch.logspace(0, -3, 30, dtype=torch.float64), rtol=1e-4, atol=0
+    )
+
+
+def test_long_sides_are_not_rotated():
+    tensors = SoapMuon().tensors()
+    view = MatrixView(2, MAX_DIM + 1, 3)
+    shapes = {key: x.shape_for(view.shape, view) for key, x in tensors.items()}
+    assert shapes["soap_left"] == shapes["soap_left_basis"] == (2, MAX_DIM + 1, 0)
+    assert shapes["soap_right"] == (2, 3, 3)
+    p = nn.Parameter(random((MAX_DIM + 1, 3), 1, torch.float32))
+    optimizer = HybridMuon([("w", p)], LR, soap_muon=True)
+    p.grad = random(p.shape, 2, torch.float32)
+    optimizer.step()
+    again = HybridMuon([("w", p)], LR, soap_muon=True)
+    again.load_state_dict(optimizer.state_dict())
+    assert p.isfinite().all()
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3), st.sampled_from(RULES), st.integers(0, 99))
@@ -136,12 +245,41 @@ def test_the_norm_of_an_update_is_kept_and_neurons_become_alike():
     torch.testing.assert_close(rows, rows.mean().expand(30), rtol=1e-5, atol=0)
 
 
-def test_zero_gradients_leave_numbers():
-    params, optimizer = make(**ON)
+@pytest.mark.parametrize("rule", [ON, *RULES])
+@pytest.mark.parametrize("weights", [0.0, 1.0])
+def test_zeros_leave_numbers(rule, weights):
+    params, optimizer = make(**rule)
     for p in params.values():
-        p.grad = torch.zeros_like(p)
+        p.data *= weights
+        p.grad = torch.zeros_like(p) if weights else torch.ones_like(p)
     optimizer.step()
     assert all(p.isfinite().all() for p in params.values())
+
+
+@pytest.mark.parametrize(("kind", "dim"), [("hyperball", (0, 1)), ("rows", 1)])
+def test_norms_are_kept_over_many_steps(kind, dim):
+    p = nn.Parameter(random((20, 12), 1, torch.float32))
+    optimizer = HybridMuon([("w", p)], 0.1, weight_decay=0.5, norm_control=kind)
+    before = p.detach().norm(dim=dim)
+    for step in range(50):
+        p.grad = random(p.shape, step, torch.float32)
+        optimizer.step()
+    torch.testing.assert_close(p.detach().norm(dim=dim), before, rtol=1e-5, atol=0)
+
+
+def test_a_brake_lets_weights_shrink():
+    found = []
+    for own in ({}, {"norm_control": "radial_brake", "norm_brake": 0.0}):
+        for sign in (1, -1):
+            p = nn.Parameter(random((6, 4), 1))
+            optimizer = HybridMuon([("w", p)], 0.1, weight_decay=0.0, magma_muon=False, **own)
+            before = p.norm().item()
+            p.grad = sign * p.detach()
+            optimizer.step()
+            found.append(p.norm().item() / before)
+    shrunk, grown, braked_shrunk, braked = found
+    assert shrunk < 1 < grown
+    assert (braked_shrunk, braked) == pytest.approx((shrunk, 1.0), rel=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -194,8 +332,9 @@ def test_a_restart_goes_on_bitwise(rule):
             assert torch.equal(x, again.state[q][key]), key
 
 
-def test_a_scaled_loss_gives_the_same_step_and_an_overflow_changes_nothing():
-    (first, plain), (second, scaled) = make(**ON), make(**ON)
+@pytest.mark.parametrize("rule", [ON, {"soap_muon": True}, {"norm_control": "rows"}])
+def test_a_scaled_loss_gives_the_same_step_and_an_overflow_changes_nothing(rule):
+    (first, plain), (second, scaled) = make(**rule), make(**rule)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(3):
         give(first, step)
@@ -253,6 +392,26 @@ def test_moments_restart_after_another_route_and_follow_views(caplog):
     defined.step(p.grad)
     muon.step()
     torch.testing.assert_close(p.detach(), defined.p, rtol=0, atol=1e-4)
+
+
+def test_vectors_of_rows_restart_with_another_view(caplog):
+    soap = {"soap_muon": True, "magma_muon": False}
+    params, saved = make([(3, 4, 5)], **soap)
+    (p,) = params.values()
+    give(params, 0)
+    saved.step()
+    assert saved.state[p]["soap_left"].shape == (3, 4, 4)
+    flat = reloaded(params, saved, normuon=False, muon_mode="flat", **soap)
+    assert set(flat.state[p]) == {"momentum_buffer"}
+    assert any("soap_second_moment restarts" in text for text in caplog.messages)
+    give(params, 1)
+    flat.step()
+    assert flat.state[p]["soap_left"].shape == (3, 4, 12)
+    split = reloaded(params, flat, normuon=False, splits=["w0: rows 1+3"], **soap)
+    split.step()
+    assert split.state[p]["soap_left"].shape == (3, 4, 3)  # the longer part's
+    assert split.state[p]["soap_right"].shape == (3, 5, 10)  # one of 5 for each part
+    split.load_state_dict(copy.deepcopy(split.state_dict()))
 
 
 def test_a_saved_state_is_complete_before_the_first_step_of_a_route():

@@ -18,12 +18,16 @@ from deepmd_muon.optim.errors import ShardingError
 from deepmd_muon.optim.sharded import ShardedSettings
 
 BOTH = {"normuon": True, "cautious_decay": True}
+SOAP = {"soap_muon": True, "magma_muon": False}
+NORMS = {"norm_control": "rows"}
 COLUMNS = {"normuon": True, "layout": "in_out", "magma_muon": False}
 
 
 def rules_in_every_layout():
     every_layout(options=(BOTH,))
     every_layout(kinds=("rest",), options=(COLUMNS,))
+    every_layout(options=(SOAP,))
+    every_layout(options=({**NORMS, "magma_muon": False}, {"norm_control": "hyperball", **SOAP}))
 
 
 def rules_of_views():
@@ -36,18 +40,23 @@ def rules_of_views():
     )
     small = ShardedSettings(bucket_bytes=1, slots=2, replication="spread")
     for view in views:
-        for settings, names in ((BOTH, ("Shard(0)", "HSDP", "strided")), (COLUMNS, ("Shard(1)", "FSDP × TP"))):
+        for settings, names in (
+            (BOTH, ("Shard(0)", "HSDP", "strided")),
+            (COLUMNS, ("Shard(1)", "FSDP × TP")),
+            (SOAP, ("strided", "FSDP × TP")),
+            (NORMS, ("Shard(1)", "FSDP × TP")),
+        ):
             every_layout(names=names, kinds=("experts",), options=({**settings, **view},), sharded=small)
 
 
 def rules_in_the_reference():
-    every_layout(kinds=("experts",), options=(BOTH,), sharded=ShardedSettings(exchange="reference"))
+    every_layout(kinds=("experts",), options=(BOTH, SOAP, NORMS), sharded=ShardedSettings(exchange="reference"))
 
 
 def rules_of_replicas():
     """Replicas with sharded state, which is cut along rows or columns, or whole; missing and non-finite gradients."""
     shapes = [*SHAPES["even"], (7, 6), (2, 3), (6, 8, 16), (13,)]
-    for settings in (BOTH, COLUMNS):
+    for settings in (BOTH, COLUMNS, SOAP, NORMS):
         for sharded, more in (({}, {}), ({"bucket_bytes": 1, "slots": 1}, {"offload": True})):
             replicas = Replicas(shapes, dist.group.WORLD, sharded, many=more, on_nonfinite="skip", **settings)
             replicas.step()
@@ -70,11 +79,13 @@ def rules_of_replicas():
 
 def rules_without_some_gradients():
     for placements in ([Shard(0)], [Shard(1)]):  # replicas must agree
-        twins = Twins(SHAPES["even"], mesh_of((dist.get_world_size(),)), placements, many={"offload": True}, **BOTH)
-        twins.step()
-        twins.step(without=(1, 3), nowhere=(2,))
-        twins.step()
-        twins.assert_equal(1e-5)
+        for settings in (BOTH, SOAP, NORMS):
+            mesh = mesh_of((dist.get_world_size(),))
+            twins = Twins(SHAPES["even"], mesh, placements, many={"offload": True}, **settings)
+            twins.step()
+            twins.step(without=(1, 3), nowhere=(2,))
+            twins.step()
+            twins.assert_equal(1e-5)
 
 
 def rules_of_bfloat16():
@@ -127,7 +138,7 @@ def rules_migrate():
     world = dist.get_world_size()
     now = {"muon_mode": "flat", "splits": ["w1: columns 4+12"], "on_route_change": "migrate"}
     for placements in ([Shard(0)], [Shard(1)]):
-        for settings in (BOTH, {**BOTH, "layout": "in_out"}):
+        for settings in (BOTH, {**BOTH, "layout": "in_out"}, SOAP):
             twins = Twins([(6, 8, 16), (16, 16)], mesh_of((world,)), placements, **settings)
             twins.step()
             for i, params in enumerate((twins.one, twins.many)):

@@ -114,7 +114,7 @@ class Replicas:
             assert state.keys() == cut.keys()
             for key, x in state.items():
                 y = cut[key]
-                if not key.startswith("second_moment"):  # in parts where the rows or columns are
+                if not key.startswith(("second_moment", "soap")):  # in parts where the rows or columns are
                     assert isinstance(y, DTensor) == (key not in ("step", "magma_score") and p.ndim > 0)
                 assert (y.shape, y.dtype) == (x.shape, x.dtype)
                 y = y.full_tensor() if isinstance(y, DTensor) else y

@@ -16,6 +16,7 @@ from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.rules.magma import Magma
 from deepmd_muon.optim.rules.normuon import NorMuon
+from deepmd_muon.optim.rules.soap import SoapMuon
 from deepmd_muon.optim.sharded import Layout, PlannedParameter, ShardedSettings, ShardPlacement, make_plan
 from deepmd_muon.optim.sharded.layout import block_bounds, held_runs, overlap, regions_by_rank, replicated, score_layout
 from deepmd_muon.optim.sharded.plan import LEGS, newton_schulz_flops
@@ -58,7 +59,11 @@ def parameters(draw):
         elif view.columns > 1 and draw(st.booleans()):
             view = dataclasses.replace(view, axis="columns", sizes=(1, view.columns - 1))
         layout = draw(layouts(len(shape)))
-        rules = draw(st.sampled_from([(), (Magma(),), (Magma(), NorMuon()), (NorMuon(neurons="columns"),)]))
+        rules = draw(
+            st.sampled_from(
+                [(), (Magma(),), (Magma(), NorMuon()), (NorMuon(neurons="columns"),), (SoapMuon(), Magma())]
+            )
+        )
         found.append(PlannedParameter(f"p{i}", shape, view, layout, draw(st.sampled_from([4, 8])), rules))
     return found
 
@@ -145,12 +150,13 @@ def test_work_bytes_and_digest_agree_with_the_jobs(drawn, shuffle):
         assert work == domain.work
         sent = dict.fromkeys(domain.ranks, 0)
         for leg in LEGS:
+            planes = 1 + any(rule.inputs for rule in domain.rules) if leg == "gather" else 1
             for (bucket, sender, receiver), size in domain.messages(leg, plan.settings).items():
                 ends = [(job, e) for job in domain.jobs if job.bucket == bucket for e in job.ends(leg)]
                 mine = [n for _, (a, b, n) in ends if (a, b) == (sender, receiver)]
                 holder = sender if leg == "gather" else receiver
                 lines = sum(job.lines.get(holder, 0) for job, (a, b, _) in ends if (a, b) == (sender, receiver))
-                words = len(mine) * domain.header(leg) + lines + -(-sum(mine) * domain.itemsize // 8)
+                words = len(mine) * domain.header(leg) + lines + -(-sum(mine) * planes * domain.itemsize // 8)
                 assert size == 8 * words
                 sent[sender] += size
         assert sent == domain.sent(plan.settings)
