@@ -77,7 +77,11 @@ def assert_equal_weights(first, second):
 
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 @pytest.mark.parametrize(
-    "optimizer", [{"type": "HybridMuon"}, {"type": "HybridMuon", "magma_muon": False}, {"type": "Adam"}]
+    "optimizer",
+    [
+        *({"type": "HybridMuon"}, {"type": "HybridMuon", "magma_muon": False}, {"type": "Adam"}),
+        {"type": "HybridMuon", "soap_muon": True, "norm_control": "radial_brake"},
+    ],
 )
 def test_captured_steps_give_the_weights_of_eager_ones(small_input, train, load, steppers, optimizer, precision):
     content = small_input(
