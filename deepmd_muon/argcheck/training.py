@@ -233,6 +233,15 @@ class RunSettings(Section):
     ema_decay: float = setting(
         0.999, minimum=0.0, below=1.0, doc="Decay d of the average: average ← d·average + (1 − d)·parameter."
     )
+    ema_tail: float = setting(
+        0.0,
+        minimum=0.0,
+        maximum=1.0,
+        doc=(
+            "Share of the run, at its end, whose parameters the average takes with equal weights; before, it is the "
+            "parameters themselves. 0 for the exponential average with ema_decay."
+        ),
+    )
     tensorboard: bool = setting(False, doc="Write TensorBoard events.")
     tensorboard_log_dir: str = setting("log", doc="Folder of the TensorBoard events.")
     tensorboard_freq: int = setting(1, minimum=1, doc="Steps between two TensorBoard events.")

@@ -1,4 +1,4 @@
-"""Exponential moving average of a model's parameters, stored as deepmd-kit stores it."""
+"""Exponential moving average of a model's parameters, or mean of the last ones, stored as deepmd-kit stores it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,12 @@ class Ema:
         where they live on several ranks.
     decay
         Weight of the old average in each update, in [0, 1).
+    first
+        Number of updates after which the parameters are averaged with equal weights; until then, and after the first
+        of these, the average is the parameters. None for the exponential average.
     """
 
-    def __init__(self, model: EnergyModel | Branches, decay: float = 0.999) -> None:
+    def __init__(self, model: EnergyModel | Branches, decay: float = 0.999, first: int | None = None) -> None:
         if not 0.0 <= decay < 1.0:
             raise EmaError(f"ema_decay must be in [0, 1); found {decay!r}")
         self.decay = decay
@@ -53,6 +56,21 @@ class Ema:
             name: p for name, p in model.named_parameters() if p.is_floating_point()
         }
         self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
+        self._first = first
+        # On the device, since a captured step counts, too.
+        device = next(iter(self._parameters.values())).device
+        self._done = torch.zeros((), dtype=torch.float64, device=device)
+
+    def resume(self, done: int) -> None:
+        """Continue after this number of updates."""
+        self._done.fill_(done)
+
+    def weight(self) -> float | torch.Tensor:
+        """Return the weight of the parameters in the next update; call it once for each."""
+        if self._first is None:
+            return 1.0 - self.decay
+        self._done += 1.0
+        return 1.0 / (self._done - self._first).clamp_min(1.0)
 
     @torch.no_grad()
     def update(self, weight: float | torch.Tensor | None = None) -> None:
@@ -61,11 +79,11 @@ class Ema:
         Parameters
         ----------
         weight
-            Of the parameters, 1 − decay when left out; a float64 scalar is read on its device.
+            Of the parameters, `weight()` when left out; a float64 scalar is read on its device.
         """
         averages, parameters = self._local()
         if weight is None:
-            weight = 1.0 - self.decay
+            weight = self.weight()
         if isinstance(weight, torch.Tensor):
             steps = torch._foreach_sub(parameters, averages)
             widest = max((x.dtype for x in steps), key=lambda dtype: dtype.itemsize)

@@ -105,7 +105,8 @@ class Trainer:
             self.optimizer = self.strategy.build_optimizer(settings.optimizer, self.rate(0))
             if isinstance(self.optimizer, HybridMuon):
                 self.optimizer.alternates = len(branches) > 1
-            self.ema = Ema(model, training.ema_decay) if training.enable_ema else None
+            first = round(self.num_steps * (1.0 - training.ema_tail)) if training.ema_tail else None
+            self.ema = Ema(model, training.ema_decay, first) if training.enable_ema else None
         self.checkpoints = Checkpoints(training, self.ranks)
         self.validation = Validation(given, branches, self.num_steps, self.strategy, self._now)
         self.step = self._first_step = 0

@@ -148,6 +148,7 @@ class RunState:
             step = int(own["step"])
             self._restore_own(own, source)
         if self.ema:
+            self.ema.resume(step)
             if "ema" in content:
                 self.ema.load_state_dict(content["ema"], checkpoint_path(source))
             else:

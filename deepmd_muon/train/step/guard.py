@@ -94,7 +94,7 @@ class Guard(ABC):
             When loss or gradient is not finite and the policy is 'error'.
         """
 
-    def weight(self, value: float) -> float | Tensor:
+    def weight(self, value: float | Tensor) -> float | Tensor:
         """Return `value`, or zero on the device where a step must not change the average of the parameters."""
         return value
 
@@ -224,7 +224,7 @@ class DeviceGuard(Guard):
         self.skip.clamp_(max=1.0)
         return True
 
-    def weight(self, value: float) -> float | Tensor:
+    def weight(self, value: float | Tensor) -> float | Tensor:
         """Return `value` as a tensor; zero from the first bad step on under 'error'."""
         return value * (1.0 - self.skip.double()) if self._policy == "error" else value
 

@@ -96,7 +96,7 @@ class TrainingStep:
                 group["lr"] = lr
             self.optimizer.step()
         if self.ema is not None:
-            self.ema.update(self.guard.weight(1.0 - self.ema.decay))
+            self.ema.update(self.guard.weight(self.ema.weight()))
         return metrics
 
     def _differentiate(self, batch: TrainingBatch, lr_fraction: float | Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -77,14 +77,18 @@ def assert_equal_weights(first, second):
 
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 @pytest.mark.parametrize(
-    "optimizer", [{"type": "HybridMuon"}, {"type": "HybridMuon", "magma_muon": False}, {"type": "Adam"}]
+    "optimizer",
+    [
+        *({"type": "HybridMuon"}, {"type": "HybridMuon", "magma_muon": False}, {"type": "Adam"}),
+        {"type": "HybridMuon", "soap_muon": True, "norm_control": "radial_brake"},
+    ],
 )
 def test_captured_steps_give_the_weights_of_eager_ones(small_input, train, load, steppers, optimizer, precision):
     content = small_input(
         optimizer=optimizer,
         training={"numb_steps": STEPS, "enable_ema": True, "ema_decay": 0.9, "gradient_max_norm": 5.0},
     )
-    content["training"]["adam_gradient_max_norm"] = 1.0
+    content["training"] |= {"adam_gradient_max_norm": 1.0, "ema_tail": 0.5 if optimizer["type"] == "Adam" else 0.0}
     content["model"]["descriptor"]["precision"] = content["model"]["fitting_net"]["precision"] = precision
     content["optimizer"] = optimizer
     found = []

@@ -63,7 +63,7 @@ def test_weights_are_those_of_steps_that_read_on_the_host(small_input, train, lo
         optimizer={"type": optimizer},
         training={"enable_ema": True, "ema_decay": 0.9, "gradient_max_norm": 5.0, "disp_avg": True},
     )
-    content["training"]["adam_gradient_max_norm"] = 1.0
+    content["training"] |= {"adam_gradient_max_norm": 1.0, "ema_tail": 0.5 if streamed else 0.0}
     train(content)
     host, curve = load(), np.loadtxt("lcurve.out", comments="#")
     on_device(streamed=streamed)
@@ -99,15 +99,18 @@ def test_a_graph_descriptor_steps_alike_from_bounds_and_counts(small_input, trai
         torch.testing.assert_close(load()["model"][name], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_restart_is_bitwise(small_input, train, load, on_device):
+@pytest.mark.parametrize("tail", [0.0, 0.7])
+def test_restart_is_bitwise(small_input, train, load, on_device, tail):
     on_device()
-    content = small_input(training={"enable_ema": True})
+    content = small_input(training={"enable_ema": True, "ema_tail": tail})
     train(content)
     whole = load("model.ckpt-10.pt")
     train({**content, "training": {**content["training"], "save_ckpt": "again"}}, restart="model.ckpt-5.pt")
     parted = load("again-10.pt")
     for name, expected in weights(whole).items():
         assert torch.equal(parted["model"][name], expected), name
+    for name, expected in whole["ema"]["model"].items():
+        assert torch.equal(parted["ema"]["model"][name], expected), name
     assert whole["deepmd_muon"]["training_data"] == parted["deepmd_muon"]["training_data"]
 
 

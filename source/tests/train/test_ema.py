@@ -37,6 +37,21 @@ def test_average_follows_its_formula(model):
         torch.testing.assert_close(average, torch.full_like(average, expected), msg=name)
 
 
+def test_the_last_parameters_have_equal_weights(model):
+    values = [float(value) for value in torch.randn(9, generator=torch.Generator().manual_seed(0))]
+    ema = Ema(model, first=4)
+    for done, value in enumerate(values, 1):
+        set_all(model, value)
+        if done == 7:  # a restart
+            saved, ema = ema.state_dict(), Ema(model, first=4)
+            ema.load_state_dict(saved)
+            ema.resume(6)
+        ema.update()
+        expected = sum(values[4:done]) / (done - 4) if done > 4 else value
+        for name, average in ema.averages().items():
+            torch.testing.assert_close(average, torch.full_like(average, expected), msg=f"{name} {done}")
+
+
 def test_state_has_deepmd_kits_form_and_survives_weights_only_loading(model, tmp_path):
     ema = Ema(model, decay=0.75)
     set_all(model, 7.0)
