@@ -13,6 +13,8 @@ from sets import SETS, input_of
 RATE = 1e-3
 #: The last rate is this part of the first one, as in the race, unless a setting says otherwise.
 STOP = 1e-3
+#: Part of the run, at its end, over which weights are averaged.
+TAIL = 0.25
 #: AdamW's best of five rates in the race, 3,000 and 30,000 steps.
 ADAMW_RATES = {"water": 0.024, "molecules": 0.006, "alloys": 0.006}
 
@@ -28,7 +30,7 @@ class Setting:
     rates
         First learning rate of each set; `RATE` where it is missing.
     averaged
-        Whether the run also gives a potential of averaged weights, with a name of its own.
+        Whether the run also gives a potential of the weights averaged over its last part, with a name of its own.
     """
 
     change: Mapping[str, Any] = field(default_factory=dict)
@@ -92,5 +94,7 @@ def input_for(
     content = input_of(name, model, SETS[name].systems(folder, "train"), seed=seed, steps=steps)
     rate = {"type": "exp", "smooth": True, "stop_lr_ratio": STOP, "start_lr": chosen.rates.get(name, RATE)}
     plain = merged(content, {"optimizer": {"type": "HybridMuon"}, "learning_rate": rate})
-    quiet = {"disp_freq": steps, "save_freq": steps, "max_ckpt_keep": 1, "enable_ema": chosen.averaged}
+    quiet: dict[str, Any] = {"disp_freq": steps, "save_freq": steps, "max_ckpt_keep": 1}
+    if chosen.averaged:
+        quiet |= {"enable_ema": True, "ema_tail": TAIL}
     return merged(merged(plain, chosen.change), {"training": quiet})
