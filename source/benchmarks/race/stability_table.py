@@ -18,6 +18,10 @@ from typing import Any
 
 #: A pair this much closer than in any training frame is a departure, as in `dynamics.py`.
 CLOSER = 0.9
+#: Closer than this the labelling method's own dynamics never comes (`stability_reference.py`): the potential is wrong.
+WRONG = 0.75
+#: Lengths of a longer check [ps].
+LONGER = (1.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,14 @@ class Potential:
         How many blew up, and how many came too close.
     departing
         Time until each run departed or ended [ps].
+    least
+        Smallest ratio of a distance to the shortest of its pair in the training frames.
     verdict
         Of `dp check`, at the last of its temperatures; None where it was not checked.
+    scans
+        Verdict of its scans.
+    hot
+        When the first of the hotter copies blew up or came closer than `WRONG` [ps]; infinite where none did.
     """
 
     set: str
@@ -53,7 +63,21 @@ class Potential:
     blown: int
     departed: int
     departing: float
+    least: float
     verdict: str | None
+    scans: str | None
+    hot: float
+
+    @property
+    def outcome(self) -> str:
+        """What became of its runs."""
+        if self.blown:
+            return "a run blew up"
+        return f"none blew up, a pair came closer than {WRONG:g}" if self.least < WRONG else "neither"
+
+    def fails_after(self, time: float) -> bool:
+        """Return whether scans and so long dynamics of the hotter copies fail."""
+        return self.scans == "fails" or self.hot <= time
 
     @classmethod
     def of(cls, line: dict[str, Any]) -> Potential:
@@ -63,6 +87,8 @@ class Potential:
         count, end = run["copies"][0], run["picoseconds"]
         column = run["ratios"].index(CLOSER)
         blown = run["blown"][:count]
+        hot = [times[run["ratios"].index(WRONG)] for times in run["passed"][count:]]
+        checked = list(line["check"].values())[-1] if line.get("check") else {}
         passed = [times[column] for times in run["passed"][:count]]
         ended = [end if when is None else when for when in blown]
         left = [until if when is None else min(when, until) for when, until in zip(passed, ended, strict=True)]
@@ -78,7 +104,10 @@ class Potential:
             blown=sum(when is not None for when in blown),
             departed=sum(when is not None for when in passed),
             departing=sum(left),
-            verdict=list(line["check"].values())[-1]["verdict"] if line.get("check") else None,
+            least=min(value for value in run["least"][-1][:count] if value is not None),
+            verdict=checked.get("verdict"),
+            scans=checked.get("items", {}).get("scans"),
+            hot=min((when for when in [*run["blown"][count:], *hot] if when is not None), default=math.inf),
         )
 
 
@@ -103,13 +132,15 @@ def rate_of(events: Sequence[int], times: Sequence[float]) -> tuple[float, float
     rate = sum(events) / total
     if not sum(events):
         return 0.0, 1.0 / total
+    if count == 1:
+        return rate, math.nan
     squares = sum((found - rate * time) ** 2 for found, time in zip(events, times, strict=True))
     return rate, math.sqrt(squares * count / max(1, count - 1)) / total
 
 
 def shown(value: tuple[float, float], digits: int = 4) -> str:
     """Write a value with its error."""
-    return f"{value[0]:.{digits}f} ± {value[1]:.{digits}f}"
+    return f"{value[0]:.{digits}f}" + ("" if math.isnan(value[1]) else f" ± {value[1]:.{digits}f}")
 
 
 def grouped(potentials: Iterable[Potential], key: Callable[[Potential], Any]) -> dict[Any, list[Potential]]:
@@ -123,8 +154,8 @@ def grouped(potentials: Iterable[Potential], key: Callable[[Potential], Any]) ->
 def settings_table(potentials: Sequence[Potential]) -> list[str]:
     """Return the rows of all settings of each set."""
     lines = [
-        "| set | setting | seeds | test [eV/Å] | out of distribution [eV/Å] | flatness | runs | blew up "
-        "| blow-ups a ps | departures a ps |",
+        "| set | setting | seeds | test [eV/Å] | out of distribution [eV/Å] | flatness | runs that blew up "
+        "| potentials | blow-ups a ps | departures a ps |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (name, setting), some in grouped(potentials, lambda p: (p.set, p.setting)).items():
@@ -132,27 +163,26 @@ def settings_table(potentials: Sequence[Potential]) -> list[str]:
         departed = rate_of([p.departed for p in some], [p.departing for p in some])
         errors = (shown(mean_of([getattr(p, key) for p in some])) for key in ("test", "out"))
         flat = shown(mean_of([p.flatness for p in some]), 2)
-        cells = [name, setting, str(len(some)), *errors, flat, str(sum(p.runs for p in some))]
-        cells += [str(sum(p.blown for p in some)), shown(blown, 3), shown(departed, 3)]
+        cells = [name, setting, str(len(some)), *errors, flat]
+        cells += [f"{sum(p.blown for p in some)} of {sum(p.runs for p in some)}", str(sum(p.blown > 0 for p in some))]
+        cells += [shown(blown, 3), shown(departed, 3)]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
 def verdict_table(potentials: Sequence[Potential]) -> list[str]:
-    """Return what `dp check` said of potentials that blew up later, and of the others."""
+    """Return what `dp check` said of potentials by what became of their runs, and what a longer check would say."""
+    longer = [f"fails with {time:g} ps" for time in LONGER]
     lines = [
-        "| set | dynamics | potentials | holds | doubtful | fails |",
-        "|---|---|---|---|---|---|",
+        "| " + " | ".join(["set", "dynamics", "potentials", "holds", "doubtful", "fails", *longer]) + " |",
+        "|" + "---|" * (6 + len(longer)),
     ]
     checked = [p for p in potentials if p.verdict is not None]
     for name, some in [*grouped(checked, lambda p: p.set).items(), ("all", checked)]:
-        for label, chosen in (
-            ("some run blew up", [p for p in some if p.blown]),
-            ("none blew up, one or more departed", [p for p in some if not p.blown and p.departed]),
-            ("none blew up or departed", [p for p in some if not p.blown and not p.departed]),
-        ):
+        for outcome, chosen in sorted(grouped(some, lambda p: p.outcome).items()):
             counts = [sum(p.verdict == verdict for p in chosen) for verdict in ("holds", "doubtful", "fails")]
-            lines.append(f"| {name} | {label} | {len(chosen)} | " + " | ".join(map(str, counts)) + " |")
+            counts += [sum(p.fails_after(time) for p in chosen) for time in LONGER]
+            lines.append(f"| {name} | {outcome} | {len(chosen)} | " + " | ".join(map(str, counts)) + " |")
     return lines
 
 

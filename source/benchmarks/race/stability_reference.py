@@ -1,0 +1,66 @@
+"""How close atoms come in dynamics of the labelling method itself, at the conditions of `stability_runs.py`.
+
+    python source/benchmarks/race/stability_reference.py --data race-data --sets alloys molecules
+
+Needs ASE, and tblite for molecules. A line a run: the smallest ratio of a distance to the shortest of its pair of
+elements in the training frames.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+from ase import units
+from ase.calculators.calculator import Calculator
+from ase.calculators.emt import EMT
+from ase.md.verlet import VelocityVerlet
+from dynamics import Contacts, shortest
+from sampling import read_system
+from stability_runs import CONDITIONS, HOTTER
+
+RUNS = 3
+STEPS = {"alloys": 1500, "molecules": 2000}
+
+
+def labeller(name: str) -> Calculator:
+    """Return the method that labelled a set."""
+    if name == "alloys":
+        return EMT()
+    from tblite.ase import TBLite
+
+    return TBLite(method="GFN2-xTB", verbosity=0)
+
+
+def main() -> None:
+    """Run the dynamics."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="holds the sets that make_*.py wrote")
+    parser.add_argument("--sets", nargs="+", choices=STEPS, default=list(STEPS))
+    args = parser.parse_args()
+    for name in args.sets:
+        condition = CONDITIONS[name]
+        known = shortest([f for path in sorted((args.data / name / "train").iterdir()) for f in read_system(path)])
+        paths = sorted((args.data / name / condition.part).glob(condition.starts))
+        starts = [frame for path in paths for frame in read_system(path)[:RUNS]]
+        for kelvin in (condition.temperature, HOTTER * condition.temperature):
+            for seed in range(RUNS):
+                atoms = starts[seed * len(paths) % len(starts)].copy()
+                if condition.masses:
+                    atoms.set_masses([4.0 if symbol == "H" else None for symbol in atoms.symbols])
+                draw = np.random.default_rng(seed).standard_normal((len(atoms), 3))
+                momenta = draw * np.sqrt(units.kB * kelvin * atoms.get_masses())[:, None]
+                atoms.set_momenta(momenta - momenta.mean(0))
+                atoms.set_momenta(atoms.get_momenta() * np.sqrt(kelvin / atoms.get_temperature()))
+                atoms.calc, contacts, least = labeller(name), Contacts(atoms), np.inf
+                run = VelocityVerlet(atoms, condition.time_step * units.fs).irun(STEPS[name])
+                for step, _ in enumerate(run):
+                    if step % 4 == 0:
+                        found = contacts(atoms.positions[None]).items()
+                        least = min(least, *(float(d[0]) / known[pair] for pair, d in found if pair in known))
+                print(f"{name} {kelvin:g} K, run {seed}: {least:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
