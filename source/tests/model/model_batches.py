@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deepmd_muon.model import Structures
+from deepmd_muon.model import Structures, build_model
+from deepmd_muon.model.deepmd_kit import from_deepmd_kit
 
 HERE = Path(__file__).parent
 
 
 @functools.cache
-def read_fixture(path: Path = HERE / "deepmd_kit.pt.gz") -> dict:
+def read_fixture(path: Path = HERE / "se_e2_a.pt.gz") -> dict:
     """Return what a file holds; nobody changes it."""
     # `weights_only` reads three times as long, and the files are our own.
     return torch.load(io.BytesIO(gzip.decompress(path.read_bytes())), weights_only=False)
@@ -98,7 +99,7 @@ def count_inner(coord, box, neighbor, shift, inner):
 
 
 def batch_of(model, data, **more) -> Structures:
-    """Return the batch that a model with a mixed neighbour list asks for."""
+    """Return the batch that a model asks for."""
     request = model.neighbors
     return make_batch(
         data["coord"],
@@ -106,7 +107,7 @@ def batch_of(model, data, **more) -> Structures:
         data["box"],
         request.rcut,
         request.sel,
-        ntypes=model.ntypes,
+        ntypes=None if model.by_type else model.ntypes,
         inner=request.inner,
         **more,
     )
@@ -152,3 +153,11 @@ def section(**changes) -> dict:
         "descriptor": changes["descriptor"] if another else descriptor,
         "fitting_net": fitting,
     }
+
+
+def stored_model(fixture, name):
+    """Return the model of a case of a fixture, with its weights."""
+    settings, state = from_deepmd_kit(fixture["cases"][name]["state"])
+    model = build_model(settings)
+    model.load_state_dict(state)
+    return model

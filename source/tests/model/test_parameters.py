@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from model_batches import HERE, batch_of, make_batch, read_fixture
+from model_batches import HERE, batch_of, read_fixture, stored_model
 
 from deepmd_muon.deploy.compress import compress, restored
 from deepmd_muon.deploy.freeze import freeze
@@ -13,7 +13,7 @@ from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model import ModelError, build_model
-from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
+from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, to_deepmd_kit
 
 FIXTURE = read_fixture(HERE / "parameters.pt.gz")
 CASES = list(FIXTURE["cases"])
@@ -22,10 +22,7 @@ DESCRIPTORS = ("se_e2_a", "dpa1", "dpa3")
 
 
 def load(name):
-    settings, state = from_deepmd_kit(FIXTURE["cases"][name]["state"])
-    model = build_model(settings)
-    model.load_state_dict(state)
-    return model
+    return stored_model(FIXTURE, name)
 
 
 def data_for(model, kind):
@@ -38,11 +35,7 @@ def data_for(model, kind):
 
 
 def structures_of(model, data):
-    if model.by_type:
-        batch = make_batch(data["coord"], data["atype"], data["box"], model.rcut, model.sel)
-    else:
-        batch = batch_of(model, data)
-    return dataclasses.replace(batch, fparam=data["fparam"], aparam=data["aparam"])
+    return dataclasses.replace(batch_of(model, data), fparam=data["fparam"], aparam=data["aparam"])
 
 
 def batch_for(model, kind):
