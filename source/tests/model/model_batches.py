@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gzip
 import io
@@ -99,9 +100,9 @@ def count_inner(coord, box, neighbor, shift, inner):
 
 
 def batch_of(model, data, **more) -> Structures:
-    """Return the batch that a model asks for."""
+    """Return the batch that a model asks for, with the parameters that it reads."""
     request = model.neighbors
-    return make_batch(
+    batch = make_batch(
         data["coord"],
         data["atype"],
         data["box"],
@@ -111,6 +112,9 @@ def batch_of(model, data, **more) -> Structures:
         inner=request.inner,
         **more,
     )
+    numbers = {name: getattr(model.settings.fitting_net, f"numb_{name}") for name in ("fparam", "aparam")}
+    given = {name: data[name] for name, number in numbers.items() if number and data.get(name) is not None}
+    return dataclasses.replace(batch, **{name: x[..., : numbers[name]].contiguous() for name, x in given.items()})
 
 
 def section(**changes) -> dict:
