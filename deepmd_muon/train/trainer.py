@@ -96,6 +96,7 @@ class Trainer:
         data = {name: branch.data for name, branch in branches.items()}
         self.num_steps, shares = length_and_probabilities(given, data)
         self.rate = learning_rate(settings.learning_rate, self.num_steps)
+        self._drawn = {name for name, share in shares.items() if share > 0}
         require_labels(branches)
         self._device = next(model.parameters()).device
         self.ranks = ranks or Ranks(self._device)
@@ -263,9 +264,9 @@ class Trainer:
             self.branches, averaged=training.disp_avg, stratified=isinstance(self._order, StratifiedOrder)
         )
         dropped = False
-        while self.step < self.num_steps and self.strategy.stop_signal is None:
+        while self.step < self.num_steps and self.strategy.stop_signal is None and not self._stops_early():
             lr, fraction = self._rate_and_fraction(self.step)
-            name = self._order.next()
+            name = self._order.next(self.validation.stopped)
             self._now("reading its batch", self.step + 1, reads_data=True, between_steps=True)
             with self._throughput.reading():
                 batch = batches[name].next()
@@ -297,6 +298,16 @@ class Trainer:
                 self._validate_fully()
             if self.step % training.save_freq == 0:
                 self.save()
+
+    def _stops_early(self) -> bool:
+        """Return whether every branch that is drawn waits for a new best; say so."""
+        if not self._drawn <= self.validation.stopped:
+            return False
+        log.info(
+            "stopped early after step %d of %d: %d full validations brought no new best",
+            *(self.step, self.num_steps, self.given.settings.validating.early_stop_patience),
+        )
+        return True
 
     def _rate_and_fraction(self, step: int) -> tuple[float, float]:
         """Return the learning rate of a 0-based step, and its fraction of the first one."""

@@ -55,8 +55,16 @@ def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
     assert alone == ["0"]
     jobs = [Job(place / f"two_{stage}", two_branches(place, 1, stage)) for stage in (0, 1, 2, 3)]
     # Without reading on the host, as on GPUs.
+    stopped = two_branches(place, 1)
+    stopped["learning_rate"] |= {"start_lr": 1e-30, "stop_lr": 1e-30}  # which changes no weight
+    stopped["validating"] = {"full_validation": True, "full_val_start": 0, "validation_freq": 1}
+    stopped["validating"]["early_stop_patience"] = 1
+    jobs.append(Job(place / "two_stopped", stopped))
     jobs.append(Job(place / "two_on_device", two_branches(place, 1), accident="on_device"))
-    assert run_jobs(2, jobs) == [["0", "0"]] * 5
+    assert run_jobs(2, jobs) == [["0", "0"]] * 6
+    assert (place / "two_stopped" / "model.ckpt-2.pt").exists()
+    assert not (place / "two_stopped" / f"model.ckpt-{HALF}.pt").exists()
+    del jobs[-2]
     whole = model_of(place / "alone")
     assert sum(".cold." in name for name in whole) == sum(".hot." in name for name in whole) > 0
     for job in jobs:
