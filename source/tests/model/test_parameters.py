@@ -176,7 +176,7 @@ def test_excluded_pairs_do_not_see_each_other():
     assert at(0, 1, types=[0, 0])["force"].abs().max() > 1e-4
 
 
-FROZEN = ("se_e2_a-vacuum", "dpa1-everything", "dpa3-truncated")  # of each descriptor, and of each feature
+FROZEN = ("se_e2_a-vacuum", "dpa1-everything", "dpa1-own", "dpa3-truncated")  # of each descriptor, and of each feature
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_frozen_files_give_the_models_numbers(name, tmp_path):
             np.testing.assert_allclose(getattr(found, key), getattr(expected, key), rtol=1e-11, atol=1e-11, err_msg=key)
 
 
-@pytest.mark.parametrize("name", ["se_e2_a-everything", "se_e2_a-vacuum"])
+@pytest.mark.parametrize("name", ["se_e2_a-everything", "se_e2_a-vacuum", "dpa1-own-plain"])
 def test_compressed_files_keep_parameters_and_exclusions(name, tmp_path):
     model = load(name)
     freeze(model, tmp_path / "frozen.pth", min_distance=1.0)
@@ -201,7 +201,8 @@ def test_compressed_files_keep_parameters_and_exclusions(name, tmp_path):
     assert distance == 1.0
     net = "atomic_model.fitting_net."
     kept = {key: value for key, value in model.state_dict().items() if key.startswith(net)}
-    assert {f"{net}fparam_avg", f"{net}fparam_inv_std", f"{net}aparam_avg", f"{net}aparam_inv_std"} < set(kept)
+    statistics = {f"{net}{name}_{kind}" for name in ("fparam", "aparam") for kind in ("avg", "inv_std")}
+    assert statistics & set(kept) == (set() if "own" in name else statistics)
     for key, value in kept.items():
         torch.testing.assert_close(again.state_dict()[key], value, rtol=0, atol=1e-15, msg=key)
     compress(again, tmp_path / "small.pth", min_distance=distance)
