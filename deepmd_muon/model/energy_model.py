@@ -206,13 +206,13 @@ class EnergyModel(torch.nn.Module):
             return True
         return False
 
-    def tune(self, batches: Iterable[Structures]) -> None:
-        """Choose `pieces` for the present weights and batches like these; it waits for the device."""
+    def wanted_pieces(self, batches: Iterable[Structures]) -> int:
+        """Return the `pieces` for the present weights and batches like these; it waits for the device."""
         descriptor = self.atomic_model.descriptor
-        if isinstance(descriptor, Interpolated):
-            seen = (self.seen(batch) for batch in batches)
-            found = [descriptor.pieces_for(batch, edge_vectors(batch)) for batch in seen]
-            descriptor.pieces = max(found) if found and all(found) else 0
+        if not isinstance(descriptor, Interpolated):
+            return 0
+        found = [descriptor.pieces_for(batch, edge_vectors(batch)) for batch in map(self.seen, batches)]
+        return max(found) if found and all(found) else 0
 
     def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
         """Set the descriptor's standardisation, values `(ntypes, 4)` from `environment_statistics`.
