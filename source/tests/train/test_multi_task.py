@@ -255,7 +255,7 @@ def test_commands_take_a_branch(two_branches, train, caplog, kind):
     devi = ["--pt", "model-devi", "-m", "model.ckpt.pt", "moved.pt", "-s", COLD, "-o", "devi"]
     assert main([*devi, "--head", "hot"]) == 0
     assert not np.loadtxt("devi")[:, 1:7].any()  # a bias moves no force
-    assert main(devi) == 1
+    assert main(devi) == 2
 
 
 def test_epochs_of_branches_give_length_and_probabilities(two_branches, train, monkeypatch):
