@@ -53,15 +53,15 @@ def model_of(folder, step=STEPS):
 def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
     (alone,) = run_jobs(1, [Job(place / "alone", two_branches(place, 2))])
     assert alone == ["0"]
-    jobs = [Job(place / f"two_{stage}", two_branches(place, 1, stage)) for stage in (0, 1, 2, 3)]
-    # Without reading on the host, as on GPUs.
+    jobs = [Job(place / f"two_{stage}", two_branches(place, 1, stage)) for stage in (0, 1, 3)]
     stopped = two_branches(place, 1)
     stopped["learning_rate"] |= {"start_lr": 1e-30, "stop_lr": 1e-30}  # which changes no weight
     stopped["validating"] = {"full_validation": True, "full_val_start": 0, "validation_freq": 1}
     stopped["validating"]["early_stop_patience"] = 1
     jobs.append(Job(place / "two_stopped", stopped))
+    # Without reading on the host, as on GPUs.
     jobs.append(Job(place / "two_on_device", two_branches(place, 1), accident="on_device"))
-    assert run_jobs(2, jobs) == [["0", "0"]] * 6
+    assert run_jobs(2, jobs) == [["0", "0"]] * 5
     assert (place / "two_stopped" / "model.ckpt-2.pt").exists()
     assert not (place / "two_stopped" / f"model.ckpt-{HALF}.pt").exists()
     del jobs[-2]
@@ -92,9 +92,13 @@ def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
 def test_stratified_ranks_train_branches_side_by_side(place):
     """In each step of two ranks one trains each branch; heads get their own mean, the descriptor that of both."""
     given = two_branches(place, 1, stratified=True)
-    folders = [place / f"stratified_{stage}" for stage in (0, 1, 2, 3)]
-    jobs = [Job(folder, two_branches(place, 1, stage, stratified=True)) for stage, folder in enumerate(folders)]
-    assert run_jobs(2, jobs) == [["0", "0"]] * 4
+    stages = (0, 1, 3)
+    folders = [place / f"stratified_{stage}" for stage in stages]
+    jobs = [
+        Job(folder, two_branches(place, 1, stage, stratified=True))
+        for stage, folder in zip(stages, folders, strict=True)
+    ]
+    assert run_jobs(2, jobs) == [["0", "0"]] * 3
     whole, *parted = (model_of(folder) for folder in folders)
     for other in parted:
         for name, values in whole.items():
@@ -133,7 +137,7 @@ def test_three_ranks_go_on_as_one_process_from_what_two_saved(place):
             torch.testing.assert_close(found[name], values, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("size", "stage"), [(2, 0), (3, 0), (3, 2)])
+@pytest.mark.parametrize(("size", "stage"), [(3, 0), (3, 2)])
 def test_a_head_of_some_ranks_gets_its_own_gradient(place, size, stage):
     """One stratified step against the gradients of each branch by itself."""
     steps = {"numb_steps": 1, "save_freq": 1}
