@@ -221,7 +221,6 @@ def test_smooth_through_the_cut_off(name):
 
 REFUSED = [
     ("lmax", 2, "angular moments"),
-    ("exclude_types", [[0, 1]], "mixed neighbour list"),
     ("use_econf_tebd", True, "electron configurations"),
     ("attn_mask", True, "masked diagonal"),
 ]

@@ -331,7 +331,6 @@ def test_impossible_settings_are_refused(changes, key):
     [
         ("", "use_econf_tebd", True, "electron configurations"),
         ("", "add_chg_spin_ebd", True, "charge and spin"),
-        ("", "exclude_types", [[0, 0]], "mixed neighbour list"),
         ("/repflow", "n_multi_edge_message", 2, "several heads"),
         ("/repflow", "sequential_update", True, "one after another"),
         ("/repflow", "a_compress_rate", 1, "linear layers"),
