@@ -373,12 +373,6 @@ def _known_branch(export_branch: str | None, data_dict: Mapping[str, BranchDataS
     return None
 
 
-def _whole_parameters(zero_stage: int) -> str | None:
-    if zero_stage > 1:
-        return f"must be 0 or 1 where several models share parts; found {zero_stage}"
-    return None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiTaskTrainingSettings(RunSettings):
     """Data of each branch, length and outputs of a run."""
@@ -418,7 +412,6 @@ class MultiTaskTrainingSettings(RunSettings):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("numb_steps", "num_epoch_dict", "model_prob"), _one_length_of_branches),
         Rule(("model_prob",), _some_probability),
-        Rule(("zero_stage",), _whole_parameters),
         Rule(("export_branch", "data_dict"), _known_branch),
         *RunSettings.rules,
     )

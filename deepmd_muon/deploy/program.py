@@ -144,7 +144,7 @@ class Program(torch.nn.Module):
         self.descriptor, net = parts
         self.fitting_net = net if hasattr(net, "numb_fparam") else _WithoutParameters(net)
         self.excludes = model.excluded is not None
-        no_pairs = torch.zeros(model.ntypes, model.ntypes, dtype=torch.bool)
+        no_pairs = torch.zeros(model.ntypes, model.ntypes, dtype=torch.int64)
         every = torch.ones(model.ntypes, dtype=torch.float64)
         self.register_buffer("excluded", no_pairs if model.excluded is None else model.excluded.clone())
         self.register_buffer("counted", every if model.counted is None else model.counted.clone())
@@ -352,8 +352,8 @@ class Program(torch.nn.Module):
             own: list[int] = torch.bincount(kind, minlength=self.ntypes).cpu().tolist()
             neighbor, sections, vectors = neighbors_within(coord, types, atoms, listed[here], self.descriptor.request)
             if self.excludes:
-                hidden = self.excluded[kind.unsqueeze(1), types[neighbor.clamp(min=0)].clamp(min=0)]
-                neighbor = neighbor.masked_fill(hidden, -1)
+                mark = self.excluded[kind.unsqueeze(1), types[neighbor.clamp(min=0)].clamp(min=0)]
+                neighbor = torch.where((mark < 0) & (neighbor >= 0), mark, neighbor)
             frame = torch.div(atoms, nall, rounding_mode="floor")
             first_type = types[frame * nall].clamp(min=0)
             near = Near(atoms, kind, own, neighbor, sections, vectors, types, first_type, place, nloc, comm)

@@ -47,6 +47,12 @@ CASES: dict[str, dict] = {
         "dpa1": {"sel": 20},
         "dpa3": {"repflow": {**REPFLOW, "nlayers": 2, "e_sel": 20, "a_sel": 6}},
     },
+    # Pairs that the descriptor excludes, beside one that the model excludes; DPA-1 without attention can be compressed.
+    "own": {"pair_exclude_types": [[1, 1]], **{kind: {"exclude_types": [[0, 1]]} for kind in DESCRIPTORS}},
+    "own-plain": {
+        **{kind: {"exclude_types": [[0, 0]]} for kind in DESCRIPTORS},
+        "dpa1": {"exclude_types": [[0, 0]], "attn_layer": 0},
+    },
 }
 FOLLOWED = "everything"
 

@@ -190,12 +190,10 @@ def test_frames_of_a_batch_do_not_mix(kind, name):
     ("kind", "section", "key", "value", "words"),
     [
         ("dpa1", "", "lmax", 2, "angular moments"),
-        ("dpa1", "", "exclude_types", [[0, 1]], "mixed neighbour list"),
         ("dpa1", "", "use_econf_tebd", True, "electron configurations"),
         ("dpa1", "", "attn_mask", True, "masked diagonal"),
         ("dpa3", "", "use_econf_tebd", True, "electron configurations"),
         ("dpa3", "", "add_chg_spin_ebd", True, "charge and spin"),
-        ("dpa3", "", "exclude_types", [[0, 0]], "mixed neighbour list"),
         ("dpa3", "/repflow", "n_multi_edge_message", 2, "several heads"),
         ("dpa3", "/repflow", "sequential_update", True, "one after another"),
         ("dpa3", "/repflow", "a_compress_rate", 1, "linear layers"),

@@ -112,7 +112,7 @@ def test_excluded_pairs_do_not_see_each_other():
     assert at(0, 1, types=[0, 0])["force"].abs().max() > 1e-4
 
 
-FROZEN = ("se_e2_a-vacuum", "dpa1-everything", "dpa3-truncated")  # of each descriptor, and of each feature
+FROZEN = ("se_e2_a-vacuum", "dpa1-everything", "dpa1-own", "dpa3-truncated")  # of each descriptor, and of each feature
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,15 @@ def test_compressed_files_keep_parameters_and_exclusions(name, tmp_path):
         found, expected = (predict(Predictor(x, device="cpu"), data) for x in (tmp_path / "small.pth", model))
         np.testing.assert_allclose(found.force, expected.force, rtol=0, atol=1e-6)
         np.testing.assert_allclose(found.energy, expected.energy, rtol=0, atol=1e-6)
+
+
+def test_compressed_dpa1_excludes_pairs(tmp_path):
+    model = load("dpa1-own-plain")
+    compress(model, tmp_path / "small.pth", min_distance=1.0)
+    data = data_for(model, "triclinic")
+    found, expected = (predict(Predictor(x, device="cpu"), data) for x in (tmp_path / "small.pth", model))
+    np.testing.assert_allclose(found.force, expected.force, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(found.energy, expected.energy, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["model", "file"])

@@ -181,7 +181,7 @@ class ScriptedDPA1(torch.nn.Module):
         weight, switch, direction = real.to(dtype), switch.to(dtype), shortened(direction.to(dtype), rows)
         if self.plain:
             return Columns(rows, weight, real, kind, switch, direction)
-        empty = (self.slots - real.sum(1, keepdim=True)).to(dtype)
+        empty = (self.slots - (near.neighbor != -1).sum(1, keepdim=True)).to(dtype)  # hidden ones are -2
         return Columns(
             torch.cat([rows, (-mean * scale).unsqueeze(1)], dim=1),
             torch.cat([weight, empty], dim=1),

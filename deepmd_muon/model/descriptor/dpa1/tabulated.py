@@ -95,6 +95,6 @@ class TabulatedDPA1(Tabulated):
 
     def fill(self, near: Near, other: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """Return what empty slots add: deepmd-kit gives them the type of the first atom; see `Tabulated`."""
-        empty = (self.slots - real.sum(1)).to(self.scale.dtype)
+        empty = (self.slots - (near.neighbor != -1).sum(1)).to(self.scale.dtype)  # hidden ones are -2
         features = self.empty_features[near.kind * self.request.ntypes + near.first_type]
         return (self.empty_row[near.kind] * empty.unsqueeze(1)).unsqueeze(2) * features.unsqueeze(1)
