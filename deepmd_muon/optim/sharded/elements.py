@@ -34,6 +34,10 @@ from deepmd_muon.optim.step import (
 from deepmd_muon.optim.update.gradients import StepControl, waves
 
 
+# Renamed in torch 2.12.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ElementwiseWave:
     """Parameters of one group, route, device and dtype, updated together: this rank's elements and moments."""
@@ -148,7 +152,7 @@ class GatheredParts:
             flat = torch.cat([x.reshape(-1) for x in own])
             self._mine[: len(flat)] = flat
         arrived: Callable[[], Any] = self._collectives.launch(
-            dist.all_gather, list(self._all.split(self._longest)), self._mine, group=self._group
+            all_gather, self._all, self._mine, group=self._group
         )
 
         def take() -> None:
