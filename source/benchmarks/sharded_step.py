@@ -179,7 +179,7 @@ def disagreement(shapes: Shapes, mesh: Any, device: torch.device, layout: str) -
     """Return the largest relative difference of a parameter's update between sharded and whole after two steps."""
     many, whole = sharded(shapes, mesh, device, layout), Parameters(shapes, device)
     start = [p.detach().clone() for p in whole.parameters()]
-    told = {} if layout == "fsdp" else {"replicas": mesh}
+    told: dict[str, Any] = {} if layout == "fsdp" else {"replicas": mesh}
     pairs = [(many, HybridMuon(many.named(), lr=1e-3, **told)), (whole, HybridMuon(whole.named(), lr=1e-3))]
     for model, optimizer in pairs:
         for _ in range(2):
@@ -225,8 +225,9 @@ def step_times(name: str, shapes: Shapes, args: argparse.Namespace, mesh: Any, d
         times = {"gpu_ms": gpu, "host_ms": host, "returned_ms": returned}
         results.append({**entry, **times, "held_mib": held_runs, "peak_mib": peak})
         del model
-    told = {} if args.layout == "fsdp" else {"replicas": mesh}
-    plan = HybridMuon(sharded(shapes, mesh, device, args.layout).named(), lr=1e-3, **told).plan
+    told: dict[str, Any] = {} if args.layout == "fsdp" else {"replicas": mesh}
+    settings = ShardedSettings(state="sharded" if args.layout == "zero1" else "replicated")
+    plan = HybridMuon(sharded(shapes, mesh, device, args.layout).named(), lr=1e-3, sharded=settings, **told).plan
     if dist.get_rank() == 0:
         print(f"\n{name}, {dist.get_world_size()} ranks:\n{plan.describe()}", flush=True)
     return results

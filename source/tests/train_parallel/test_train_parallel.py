@@ -363,10 +363,15 @@ def test_restarts_and_accidents_on_two_ranks(place):
 
 
 def test_ranks_that_read_nothing_on_the_host_do_the_same(place):
-    """As on GPUs at stage 0; requests to stop are read two steps later here, by all ranks together."""
+    """As on GPUs at stages 0 and 1; requests to stop are read two steps later here, by all ranks together."""
+    shared = content(place, 1)
+    shared["optimizer"]["sharded"] = {"replication": "spread"}
     jobs = [
         Job(place / "device", content(place, 1), accident="on_device"),
+        Job(place / "device_spread", shared, accident="on_device"),
+        Job(place / "device_1", content(place, 1, 1), accident="on_device"),
         Job(place / "device_adam", content(place, 1, optimizer="AdamW"), accident="on_device"),
+        Job(place / "device_adam_1", content(place, 1, 1, optimizer="AdamW"), accident="on_device"),
     ]
     skipping = content(place, 1)
     skipping["optimizer"]["on_nonfinite"] = "skip"
@@ -376,9 +381,9 @@ def test_ranks_that_read_nothing_on_the_host_do_the_same(place):
         Job(place / "device_skipped", skipping, accident="poison_on_device"),
     ]
     first = run_jobs(2, [*jobs, *others])
-    check_equal(place, 2, first[:1], jobs[:1])
-    check_equal(place, 2, first[1:2], jobs[1:], "AdamW", 1e-6)  # torch's fused AdamW reads the rate in float32
-    poisoned, stopped, skipped = first[2:]
+    check_equal(place, 2, first[:3], jobs[:3])
+    check_equal(place, 2, first[3:5], jobs[3:], "AdamW", 1e-6)  # torch's fused AdamW reads the rate in float32
+    poisoned, stopped, skipped = first[5:]
     assert poisoned[0] == poisoned[1]
     assert poisoned[0].startswith("NonFiniteError: training stopped before update 3: the loss is nan")
     assert f"{place / 'train'}, {place / 'train'}" in poisoned[0]
@@ -647,20 +652,3 @@ def test_torchrun_trains_and_logs_once(place, tmp_path):
     assert done.stderr.count("training done; the model is model.ckpt-2.pt") == 1
     assert done.stderr.count("optimizer/lr_adjust_coeff is not given") == 1
     assert read_checkpoint(tmp_path / "model.ckpt.pt")["deepmd_muon"]["step"] == 2
-
-
-def test_shared_settings_that_gpus_ignore_are_told(caplog):
-    """At stage 0 on GPUs every rank takes the whole step itself."""
-    from types import SimpleNamespace
-
-    from deepmd_muon.optim.config import HybridMuonConfig
-    from deepmd_muon.optim.sharded import ShardedSettings
-    from deepmd_muon.train.strategy.replicated import Replicated
-
-    model = torch.nn.Linear(8, 8)
-    rank = SimpleNamespace(_on_host=False, model=model, _replicas=None, _state_in_parts=False)
-    for sharded, told in ((ShardedSettings(), 0), (ShardedSettings(replication="spread"), 1)):
-        caplog.clear()
-        with caplog.at_level("INFO", "deepmd_muon"):
-            Replicated.build_optimizer(rank, HybridMuonConfig(sharded=sharded), 1e-3)
-        assert sum("optimizer/sharded is ignored" in message for message in caplog.messages) == told
