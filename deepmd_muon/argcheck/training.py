@@ -190,6 +190,14 @@ class RunSettings(Section):
             "are those of all batches of the step."
         ),
     )
+    balance_batches: bool = setting(
+        False,
+        doc=(
+            "Order batches so that the processes of a step get batches of similar cost (atoms, neighbours and, for "
+            "DPA-3, angles of a system's first frame), and none waits long for the others. The order does not depend "
+            "on the number of processes; it differs from that without this key."
+        ),
+    )
     seed: int | None = setting(None, minimum=0, doc="Seed of the order of the data; left out, it is random.")
     disp_file: str = setting("lcurve.out", doc="File of the learning curve.")
     disp_freq: int = setting(1000, minimum=1, doc="Steps between two rows of the learning curve.")

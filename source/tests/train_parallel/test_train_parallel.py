@@ -56,6 +56,8 @@ def place(tmp_path_factory):
         write_system(found / "train", 24)
         write_system(found / "valid", 5)
         write_system(found / "one_frame", 1)
+        for natoms in (2, 5, 7):
+            write_system(found / f"of_{natoms}", 6, natoms)
         yield found
 
 
@@ -92,6 +94,23 @@ def content(place, batch, stage=0, optimizer="HybridMuon", groups=1, **training)
             **training,
         },
     }
+
+
+def balanced(place, batches):
+    """An input with systems of 2 to 8 atoms, whose batches ranks take by their cost; `batches` of each in a step."""
+    given = content(place, 1, accumulate_grad_batches=batches, balance_batches=True, numb_steps=HALF)
+    systems = [str(place / name) for name in ("of_2", "train", "of_5", "of_7")]
+    given["training"]["training_data"] = {"systems": systems, "batch_size": 1, "auto_prob": "prob_uniform"}
+    return given
+
+
+def check_balanced(place, job, ends):
+    """The ranks took the batches of one process."""
+    assert set(ends) == {"0"}
+    alone(place / "balanced_1", balanced(place, 6))
+    one, many = (read_checkpoint(each / f"model.ckpt-{HALF}.pt") for each in (place / "balanced_1", job.folder))
+    assert_same(one, many, 1e-10)
+    assert one["deepmd_muon"]["training_data"] == many["deepmd_muon"]["training_data"]
 
 
 def tensors(node, path=""):
@@ -237,10 +256,12 @@ def test_three_ranks_equal_one_process_and_continue_what_one_and_four_saved(plac
         again(place, last(place, "4_3_2"), world=3, stage=2, form="dcp"),
         again(place, last(place, "4_3_4", "dcp"), world=3, stage=1),
     ]
-    ends = run_jobs(3, [*jobs, *moves])
+    by_cost = Job(place / "balanced_3", balanced(place, 2))
+    ends = run_jobs(3, [*jobs, *moves, by_cost])
     check_equal(place, 3, ends[:4], jobs)
-    assert ends[4:] == [["0"] * 3] * 4
+    assert ends[4:-1] == [["0"] * 3] * 4
     check_again(moves)
+    check_balanced(place, by_cost, ends[-1])
 
 
 def test_the_sharded_section_of_an_input_reaches_the_step(place):
@@ -411,8 +432,10 @@ def test_two_ranks_that_accumulate_two_batches_equal_one_process_with_four(place
     two, four = {"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 4}
     jobs = [Job(place / f"parts_{stage}", content(place, 1, stage, **two)) for stage in (0, 1, 3)]
     jobs.append(Job(place / "parts_device", content(place, 1, **two), accident="on_device"))
-    ends = run_jobs(2, jobs)
-    assert ends == [["0"] * 2] * 4
+    by_cost = Job(place / "balanced_2", balanced(place, 3))
+    ends = run_jobs(2, [*jobs, by_cost])
+    assert ends == [["0"] * 2] * 5
+    check_balanced(place, by_cost, ends[-1])
     check_equal(place, 4, [["0"] * 4] * 4, jobs)
     half = str(jobs[0].folder / f"model.ckpt-{HALF}.pt")
     alone(place / "parts_alone", content(place, 1, **four), restart=half)
