@@ -143,7 +143,10 @@ def contestants(
 
     def adamw() -> torch.optim.Optimizer:
         if layout == "zero1":
-            return AdamWConfig().build(model, 1e-3, mesh)
+            made = AdamWConfig().build(model, 1e-3, mesh)
+            for group in made.param_groups:
+                group["capturable"] = on_gpu
+            return made
         return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=on_gpu)
 
     named: dict[str, Callable[[], Callable[[], Any]]] = {

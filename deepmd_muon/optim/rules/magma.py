@@ -170,10 +170,10 @@ def piece_sums_of_many(pairs: Sequence[Pieces], *, joined: bool | None = None) -
         m, g = (x.double() for x in flat)
         shapes = tuple(pairs[i].shape for i in small)
         lengths = _lengths(shapes, m.device)
-        # unsafe: the lengths are correct by construction, and checking them would synchronize.
-        sums = torch.segment_reduce(
-            torch.stack((m * m, m * g, g * g), dim=1), "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0
-        )
+        # unsafe: the lengths are correct by construction, and checking them would synchronize. In one dimension: of
+        # several columns torch sums each segment by a single thread.
+        products = torch.cat((m * m, m * g, g * g))
+        sums = torch.segment_reduce(products, "sum", lengths=lengths, unsafe=True, initial=0.0).view(3, -1).T
         sums = torch.cat([torch.ones_like(sums[:, :2]), sums], dim=1)
         if len(small) == len(pairs):
             return [sums]
@@ -195,7 +195,8 @@ def table_of_sums(pairs: Sequence[Pieces], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _lengths(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    return torch.tensor([n for pieces, n in shapes for _ in range(pieces)], dtype=torch.int64, device=device)
+    """Return the lengths of all pieces, three times."""
+    return torch.tensor([n for pieces, n in shapes for _ in range(pieces)] * 3, dtype=torch.int64, device=device)
 
 
 def cosines(sums: Tensor) -> Tensor:
