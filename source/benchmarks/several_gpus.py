@@ -9,8 +9,8 @@ each and on one GPU with N frames, and prints the largest difference of a weight
 same tensor, beside that of one GPU repeating its own run. The last checkpoint of N GPUs is then loaded and saved
 again on one, and that of one on N: the weights must not change.
 
-With `--alone` the N processes are one, which takes the part of rank 0 (`one_of_many.py`): the time of N GPUs without that
-of the wire, for machines with one GPU.
+With `--alone` the N processes are one, which takes the part of rank 0 (`one_of_many.py`): the time of N GPUs without
+that of the wire, for machines with one GPU.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     torchrun --standalone --nproc-per-node 4 source/benchmarks/sharded_step.py --out sharded_step.json
 
 FSDP2 shards the parameters (`fully_shard`, Shard(0)), or they are replicas whose state is in parts (`--layout zero1`)
-or whole (`--layout ddp`). Random gradients stand ready, so that nothing hides the time of a step. Time is the median over steps of the slowest rank, by CUDA events around `step()`, and by the
-host's clock from its call to the device's end and to its return. Agreement is measured against one GPU that steps the
-same parameters whole. torch.optim.Muon (`--peers`) takes the matrices (AdamW the rest) through DTensor's implicit
-communication, where that runs.
+or whole (`--layout ddp`). Random gradients stand ready, so that nothing hides the time of a step. Time is the median
+over steps of the slowest rank, by CUDA events around `step()`, and by the host's clock from its call to the device's
+end and to its return. Agreement is measured against one GPU that steps the same parameters whole. torch.optim.Muon
+(`--peers`) takes the matrices (AdamW the rest) through DTensor's implicit communication, where that runs.
 
 Without GPUs the same script runs gloo, as a check of itself: `--sets dpa3`. With `--alone N` one process takes the part
 of rank 0 of N in every step, and exchanges are copies on its own GPU: the time of N GPUs without that of the wire.

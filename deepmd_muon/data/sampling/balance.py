@@ -1,8 +1,8 @@
 """Batches of similar cost next to each other, and their distribution among ranks.
 
-Ranks wait for the slowest of them in every step. The order of batches is cut into windows. Each window is sorted by cost
-and then shuffled as a binary tree: the halves of the window, of each half, and so on, change places at random. Any aligned
-2, 4, 8, … batches are therefore neighbours in cost, whatever the number of ranks, and their order is random otherwise.
+Ranks wait for the slowest of them in every step. The order of batches is cut into windows. Each window is sorted by
+cost and then shuffled as a binary tree: the halves of the window, of each half, and so on, change places at random. Any
+aligned 2, 4, 8, … batches are therefore neighbours in cost, and their order is random otherwise.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ from deepmd_muon.optim.step import (
 )
 from deepmd_muon.optim.update.gradients import StepControl, waves
 
-
 # Renamed in torch 2.12.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -151,9 +150,7 @@ class GatheredParts:
         if any(x.numel() for x in own):
             flat = torch.cat([x.reshape(-1) for x in own])
             self._mine[: len(flat)] = flat
-        arrived: Callable[[], Any] = self._collectives.launch(
-            all_gather, self._all, self._mine, group=self._group
-        )
+        arrived: Callable[[], Any] = self._collectives.launch(all_gather, self._all, self._mine, group=self._group)
 
         def take() -> None:
             arrived()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -246,7 +245,8 @@ class ShardedStep:
             raise CaptureError("exchange 'reference' reads on the host which gradients exist; use 'owners'")
         if not (self._agreed and (self._repeating or (self._bound and self._elements is not None))):
             raise CaptureError(
-                "parameters or state have changed since the last step, or there was none; take a step before the capture"
+                "parameters or state have changed since the last step, or there was none; "
+                "take a step before the capture"
             )
 
     def _compare_presence(self) -> GradientPresence:

@@ -4,8 +4,8 @@ The gradient of a step comes from one explicit backward pass, after which every 
 DistributedDataParallel's hooks and buckets are needed: one all-reduce over all gradients, with the loss and the
 requests to stop at its end, is the whole communication before the update, and its order of summation is fixed.
 
-On GPUs nothing is read on the host in a step, so that it can be one CUDA graph, exchanges of the optimizer included. The
-ranks read the requests to stop a few steps later, all of them after the same step.
+On GPUs nothing is read on the host in a step, so that it can be one CUDA graph, exchanges of the optimizer included.
+The ranks read the requests to stop a few steps later, all of them after the same step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.strategy.agreement import SIGNALS, SeveralRanks
 from deepmd_muon.train.strategy.base import Reduced
+
 
 class Replicated(SeveralRanks):
     """Every rank holds the model and works on its own batch.

@@ -65,7 +65,9 @@ class Ranks:
         self._threads = [threading.Thread(target=self._work, args=(rank,), daemon=True) for rank in range(self.world)]
         for thread in self._threads:
             thread.start()
-        self.together(lambda rank: dist.init_process_group("threaded", rank=rank, world_size=self.world, store=self._store))
+        self.together(
+            lambda rank: dist.init_process_group("threaded", rank=rank, world_size=self.world, store=self._store)
+        )
         return self
 
     def __exit__(self, *_):
