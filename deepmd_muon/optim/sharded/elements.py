@@ -33,7 +33,7 @@ from deepmd_muon.optim.step import (
 )
 from deepmd_muon.optim.update.gradients import StepControl, waves
 
-# Renamed in torch 2.12.
+# torch 2.13 warns of the second name, torch 2.11 lacks the first.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

@@ -50,7 +50,8 @@ def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
     (alone,) = run_jobs(1, [Job(place / "alone", two_branches(place, 2))])
     assert alone == ["0"]
     jobs = [Job(place / f"two_{stage}", two_branches(place, 1, stage)) for stage in (0, 1)]
-    assert run_jobs(2, jobs) == [["0", "0"]] * 2
+    jobs.append(Job(place / "device_1", two_branches(place, 1, 1), accident="on_device"))
+    assert run_jobs(2, jobs) == [["0", "0"]] * 3
     whole = model_of(place / "alone")
     assert sum(".cold." in name for name in whole) == sum(".hot." in name for name in whole) > 0
     for job in jobs:
