@@ -70,10 +70,10 @@ class Ranks:
         )
         return self
 
-    def __exit__(self, *_):
-        self.together(None)
-        for thread in self._threads:
-            thread.join()
+    def __exit__(self, kind, *_):
+        if kind is None:
+            self.together(None)
+        self._begin.abort()  # after an error, threads may wait for a collective for good
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         threaded.Collective.join = _join
@@ -91,7 +91,10 @@ class Ranks:
 
     def _work(self, rank):
         while True:
-            self._begin.wait()
+            try:
+                self._begin.wait()
+            except threading.BrokenBarrierError:
+                return
             task = self._task
             try:
                 if task is not None:

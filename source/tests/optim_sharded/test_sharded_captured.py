@@ -26,7 +26,7 @@ class Side:
 
     def __init__(self, shapes, cut, device, **settings):
         self.random = torch.Generator("cpu").manual_seed(5)
-        self.shapes, self.cut = shapes, cut
+        self.shapes, self.cut, self.device = shapes, cut, device
         self.params = [nn.Parameter(cut(drawn(self.random, shape))) for shape in shapes]
         for p in self.params:
             p.grad = torch.zeros_like(p)
@@ -37,7 +37,8 @@ class Side:
     def give_gradients(self, step):
         for i, (p, shape) in enumerate(zip(self.params, self.shapes, strict=True)):
             random = torch.Generator("cpu").manual_seed(100 * step + i)
-            local_of(p.grad).copy_(local_of(self.cut(drawn(random, shape))))
+            with torch.device(self.device):
+                local_of(p.grad).copy_(local_of(self.cut(drawn(random, shape))))
         self.optimizer.param_groups[0]["lr"].fill_(0.02 / (1 + step))
 
     def tensors(self):
