@@ -77,7 +77,7 @@ class FullySharded(SeveralRanks):
     """
 
     cuts_parameters: ClassVar[bool] = True
-    reads_on_host = "training/zero_stage is above 0"
+    reads_on_host = "training/zero_stage is above 1"
 
     def __init__(
         self,

@@ -60,11 +60,12 @@ def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
     stopped["validating"]["early_stop_patience"] = 1
     jobs.append(Job(place / "two_stopped", stopped))
     # Without reading on the host, as on GPUs.
-    jobs.append(Job(place / "two_on_device", two_branches(place, 1), accident="on_device"))
-    assert run_jobs(2, jobs) == [["0", "0"]] * 5
+    for stage in (0, 1):
+        jobs.append(Job(place / f"device_{stage}", two_branches(place, 1, stage), accident="on_device"))
+    assert run_jobs(2, jobs) == [["0", "0"]] * 6
     assert (place / "two_stopped" / "model.ckpt-2.pt").exists()
     assert not (place / "two_stopped" / f"model.ckpt-{HALF}.pt").exists()
-    del jobs[-2]
+    del jobs[3]  # which stopped
     whole = model_of(place / "alone")
     assert sum(".cold." in name for name in whole) == sum(".hot." in name for name in whole) > 0
     for job in jobs:
