@@ -9,6 +9,10 @@ from torch import Tensor
 
 #: Neighbours that a program of the kernels sorts, at most.
 MOST_NEIGHBORS = 4096
+#: Atoms nearer than this lie at the same place [Å].
+SAME_PLACE = 1e-6
+#: Where the widths of sections begin in `Candidates.needed`.
+FIRST_WIDTH = 2
 #: Rounding of translations [cells].
 MARGIN = 1e-9
 
@@ -37,6 +41,15 @@ class Cells(NamedTuple):
         inverse = torch.linalg.inv(box)
         reach = rcut * torch.linalg.vector_norm(inverse, dim=1)
         return cls(box, inverse, reach, ((2.0 * reach + 2.0 * MARGIN).floor() + 1.0).int())
+
+    @classmethod
+    def of_some(cls, box: Tensor, rcut: float) -> Cells:
+        """Prepare cells of which some are zeros: their structures have no cell, and nothing moves their atoms."""
+        periodic = box.flatten(1).any(1)[:, None]
+        unit = torch.eye(3, dtype=box.dtype, device=box.device)
+        cells = cls.of(torch.where(periodic.unsqueeze(2), box, unit), rcut)
+        box, inverse = (torch.where(periodic.unsqueeze(2), x, 0.0) for x in (cells.box, cells.inverse))
+        return cls(box, inverse, torch.where(periodic, cells.reach, 0.0), torch.where(periodic, cells.images, 1))
 
     def select(self, numbers: Tensor) -> Cells:
         """Return the cells of some structures."""
@@ -89,3 +102,28 @@ class Sections(NamedTuple):
     by_type: bool
     most: int
     capacity: int
+
+
+class Candidates(NamedTuple):
+    """Atoms within cut-off and skin of some atoms, kept until an atom has moved too far.
+
+    Attributes
+    ----------
+    place
+        Places of the candidates `(nreal, room)`, int32; only the first `number` count.
+    shift
+        Their cell translations `(nreal, room, 3)`, int32; None without cells.
+    number
+        Candidates of each atom `(nreal,)`, int32; more than the room where that is too small.
+    needed
+        What did not fit, int32; zeros where all did. First the candidates of an atom, then 1 where atoms lie at the
+        same place, then the widths of sections, then the neighbours within each shorter radius.
+    inner
+        Bounds of the latter.
+    """
+
+    place: Tensor
+    shift: Tensor | None
+    number: Tensor
+    needed: Tensor
+    inner: tuple[int, ...]

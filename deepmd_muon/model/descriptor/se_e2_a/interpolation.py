@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,12 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6}
 SHORTEST = 1.0
 """Least length of an interval, in standard deviations of s. Where all s of a type are equal, as in empty slots of an
 absent element, pieces of a shorter interval would turn rounding errors into slopes."""
+
+TABLE_TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-6}
+"""The same for tables that stand for the networks in predictions."""
+
+CLOSER = 1.25
+"""How much larger an s may become, over the smallest one, before a table has to be made again."""
 
 EDGES_PER_NODE = 4
 """With fewer edges, evaluating the networks at every edge is as fast."""
@@ -61,7 +67,7 @@ def cut(rows: torch.Tensor, empty: torch.Tensor, pieces: int, widths: Sequence[i
     sel
         Slots of each neighbour type.
     """
-    missing = tuple(slots - width for slots, width in zip(sel, widths, strict=True))
+    missing = _missing(widths, sel)
     if triton_support.usable(rows.device):
         from deepmd_muon.model.descriptor.se_e2_a.rows_kernels import interval_starts
 
@@ -181,6 +187,71 @@ def tail(coefficient: torch.Tensor, pieces: int) -> torch.Tensor:
     """Estimate the interpolation error relative to the largest feature, from the last two coefficients."""
     by_piece = coefficient.unflatten(0, (-1, pieces, ORDERS)).abs()
     return torch.div(by_piece[:, :, -2:].amax(), by_piece.amax())
+
+
+class Table(NamedTuple):
+    """Interpolated networks whose weights no longer change, on fixed intervals.
+
+    Attributes
+    ----------
+    start, pieces
+        As in `Edges`.
+    high
+        Largest s on the intervals `(types,)`.
+    coefficients
+        Those of each kind of centre, `scale` included `(terms, M)`.
+    beyond
+        Positive once an s was larger: results are then wrong; int32 `(1,)`.
+    """
+
+    start: torch.Tensor
+    pieces: int
+    high: torch.Tensor
+    coefficients: tuple[torch.Tensor, ...]
+    beyond: torch.Tensor
+
+    def edges(self, rows: torch.Tensor, empty: torch.Tensor, widths: Sequence[int], sel: Sequence[int]) -> Edges:
+        """Return the edges of a batch on these intervals, and note whether they hold them; arguments as in `cut`."""
+        high = self.high[_kinds(tuple(widths), rows.device)]
+        self.beyond.add_((rows[..., 0] > high).any())
+        return Edges(rows, empty, self.start, self.pieces, tuple(widths), _missing(widths, sel))
+
+
+def _missing(widths: Sequence[int], sel: Sequence[int]) -> tuple[int, ...]:
+    return tuple(slots - width for slots, width in zip(sel, widths, strict=True))
+
+
+def tabulate(
+    blocks: Sequence[Sequence[Network]],
+    f: Activation,
+    rows: torch.Tensor,
+    empty: torch.Tensor,
+    lowest: torch.Tensor,
+    widths: Sequence[int],
+    sel: Sequence[int],
+    scale: float,
+) -> Table | None:
+    """Return the table of all networks for batches like this one; None where the most pieces do not suffice.
+
+    Parameters
+    ----------
+    blocks, f, rows, empty, widths, sel
+        As in `fewest_pieces`.
+    lowest
+        Least s that an edge can have.
+    scale
+        Factor of the coefficients.
+    """
+    parts = rows[..., 0].split(list(widths), dim=1)
+    largest = torch.stack([torch.cat([empty[:, 0], s.flatten()]).amax() for s in parts])
+    span = (CLOSER * (largest - lowest)).clamp_min(SHORTEST)
+    for pieces in PIECES:
+        start = torch.stack([lowest.expand_as(span), pieces / span], dim=1)
+        edges = Edges(rows, empty, start, pieces, tuple(widths), _missing(widths, sel))
+        found = tuple(coefficients(nets, f, edges, scale) for nets in blocks)
+        if all(float(tail(each, pieces)) <= TABLE_TOLERANCE[rows.dtype] for each in found):
+            return Table(start, pieces, lowest + span, found, torch.zeros(1, dtype=torch.int32, device=rows.device))
+    return None
 
 
 def pays(networks: int, edges: int, pieces: int) -> bool:

@@ -1,0 +1,205 @@
+"""Energy, forces and virial of moving structures without a word from the host: one CUDA graph a call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.data.neighbors.far_atoms import check_geometry
+from deepmd_muon.data.neighbors.lists import find_pairs
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.descriptor.interface import Table
+from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS
+from deepmd_muon.model.neighbors.skin_lists import SkinLists
+from deepmd_muon.model.nn.graphs import GraphMemory, Replayed
+
+#: Atoms of a structure up to which comparing all pairs, once in many steps, costs less than the host's lists.
+MOST_ATOMS = 100_000
+# Calls that are repeated at most because something did not fit.
+_TRIES = 8
+
+
+class DeviceCall:
+    """The force call of structures of fixed types.
+
+    `launch` does all work on the device: lists are built again where an atom has crossed half the skin, by a kernel
+    that returns at once elsewhere; the neighbours within the cut-off are sorted from them; the model is evaluated. The
+    sizes of lists, and the range of tables in place of embedding nets, are what earlier positions needed and some more.
+    The device notes what does not fit. `settled` reads that and makes room; the caller launches again.
+
+    Parameters
+    ----------
+    model
+        The model, on its device.
+    atype
+        Types `(nframes, natoms)`, int64, on the device; −1 for padding, which comes last.
+    periodic
+        Whether a structure has a cell.
+    skin
+        What lists hold beyond the cut-off [Å].
+    memory
+        Where graphs are captured; None launches kernels one by one.
+
+    Attributes
+    ----------
+    lists
+        Neighbour lists, with the positions.
+    energy, virial, force, atom_energy
+        Results `(nframes,)`, `(nframes, 9)` [eV], `(nframes, natoms, 3)` [eV/Å], `(nframes, natoms)` [eV], float64;
+        the next launch overwrites them.
+    version
+        How often sizes have changed: a graph that holds `launch` has to be recorded again.
+    """
+
+    def __init__(
+        self, model: EnergyModel, atype: Tensor, periodic: bool, skin: float, memory: GraphMemory | None = None
+    ) -> None:
+        nframes, natoms = atype.shape
+        self._model, self._atype, self._memory = model, atype, memory
+        self.lists = SkinLists(model.neighbors, model.ntypes, atype, periodic, skin)
+        # What did not fit, then whether an s lay beyond the table, and whether a position is not finite.
+        status = SkinLists.entries(model.neighbors) + 2
+        shapes = (nframes,), (nframes, 9), (nframes, natoms, 3), (nframes, natoms), (status,)
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        self._results = torch.zeros(sum(sizes), dtype=torch.float64, device=atype.device)
+        parts = [part.view(shape) for part, shape in zip(self._results.split(sizes), shapes, strict=True)]
+        self.energy, self.virial, self.force, self.atom_energy, self._status = parts
+        self._host = torch.zeros_like(self._results, device="cpu", pin_memory=atype.is_cuda)
+        self._shapes, self._sizes = shapes, sizes
+        self._parameters: dict[str, Tensor | None] = {}
+        self._box: np.ndarray | None = None
+        self._cells: tuple[Tensor, int] | None = None
+        self._table: Table | None = None
+        self._ready = False
+        self._replayed = Replayed(self.launch, memory)
+        self.version = 0
+
+    def launch(self) -> None:
+        """Evaluate the present positions; all work is on the device."""
+        structures = replace(self.lists.find(), **self._parameters)
+        with torch.no_grad(), self._model.using(self._table):
+            found = self._model(structures, force=True, virial=True)
+        for target, name in (
+            (self.energy, "energy"),
+            (self.virial, "virial"),
+            (self.force, "force"),
+            (self.atom_energy, "atom_energy"),
+        ):
+            target.copy_(found[name])
+        needed = self.lists.needed
+        self._status[: len(needed)].copy_(needed)
+        if self._table is not None:
+            self._status[-2:-1].copy_(self._table.beyond)
+        self._status[-1].copy_(~self.lists.coord.isfinite().all())
+
+    def place(self, coord: Tensor, box: Tensor | None) -> None:
+        """Write positions `(nframes, natoms, 3)` and cells `(nframes, 3, 3)` [Å], tensors on the device.
+
+        Cells are looked at only where the tensor is another one than before, or was changed.
+
+        Raises
+        ------
+        NeighborError
+            When a new cell has no volume.
+        """
+        self.lists.coord.copy_(coord)
+        if box is not None and (self._cells is None or self._cells[0] is not box or self._cells[1] != box._version):
+            self._check_cells(coord.cpu().numpy(), box.cpu().numpy())
+            self.lists.set_cells(box)
+            self._cells = box, box._version
+        self._prepare()
+
+    def predict(
+        self, coord: np.ndarray, box: np.ndarray | None, fparam: np.ndarray | None, aparam: np.ndarray | None
+    ) -> list[np.ndarray]:
+        """Return energy, virial, force and atomic energies of positions and cells on the host; shapes as above.
+
+        Raises
+        ------
+        NeighborError
+            As `find_pairs`, with the number of the frame.
+        """
+        self.lists.coord.copy_(torch.from_numpy(np.ascontiguousarray(coord)))
+        if box is not None and (self._box is None or not np.array_equal(box, self._box)):
+            self._check_cells(coord, box)
+            self.lists.set_cells(torch.from_numpy(np.ascontiguousarray(box)).to(self._atype.device))
+            self._box = box.copy()
+        for name, values in (("fparam", fparam), ("aparam", aparam)):
+            given = None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(self._atype.device)
+            if (own := self._parameters.get(name)) is not None and given is not None:
+                own.copy_(given)
+            elif own is not given:
+                self._parameters[name] = given
+                self._changed()
+        for _ in range(_TRIES):
+            self._prepare()
+            self._replayed()
+            self._host.copy_(self._results, non_blocking=True)
+            if self._atype.is_cuda:
+                torch.cuda.current_stream().synchronize()
+            *found, status = np.split(self._host.numpy().copy(), np.cumsum(self._sizes)[:-1])
+            if self.settled(status.tolist()):
+                return [part.reshape(shape) for part, shape in zip(found, self._shapes, strict=False)]
+        raise NeighborError(f"neighbour lists found no size that fits within {_TRIES} tries")
+
+    @property
+    def status(self) -> Tensor:
+        """The device's notes of the last launch; `settled` takes them as a list."""
+        return self._status
+
+    def settled(self, status: list[float]) -> bool:
+        """Return whether the last results are right; else make room, for the caller to launch again.
+
+        Raises
+        ------
+        NeighborError
+            When positions of a structure are not finite or two atoms lie at the same place; `frame` is its number.
+        """
+        *needed, beyond, not_finite = map(int, status)
+        if not_finite or needed[1]:
+            self._find_fault()
+        if self.lists.grow(needed):
+            self._changed()
+            return False
+        if beyond:
+            self._table, self._ready = None, False
+            self._changed()
+            return False
+        return True
+
+    def _prepare(self) -> None:
+        """Choose sizes and tables by the present positions, where that is to be done."""
+        if self._ready:
+            return
+        if not self.lists.prepare():
+            self._find_fault()
+            raise NeighborError(f"an atom has more than {MOST_NEIGHBORS} neighbours within the cut-off and the skin")
+        self._table = self._model.tabulate(self.lists.find())
+        self._ready = True
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._replayed = Replayed(self.launch, self._memory)
+
+    def _check_cells(self, coord: np.ndarray, box: np.ndarray) -> None:
+        for k, (points, cell) in enumerate(zip(coord, box, strict=True)):
+            if cell.any():
+                try:
+                    check_geometry(points, cell, self._model.rcut, np.arange(len(points)))
+                except NeighborError as error:
+                    raise NeighborError(error.problem, k) from error
+
+    def _find_fault(self) -> None:
+        """Let the host find atoms that are not finite or at the same place, and name them."""
+        coord, atype = self.lists.coord.cpu().numpy(), self._atype.cpu().numpy()
+        box = None if self.lists.cells is None else self.lists.cells.box.cpu().numpy()
+        for k in range(len(coord)):
+            cell = None if box is None or not box[k].any() else box[k]
+            try:
+                find_pairs(coord[k], cell, atype[k], self._model.rcut)
+            except NeighborError as error:
+                raise NeighborError(error.problem, k) from error
