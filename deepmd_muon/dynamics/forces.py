@@ -9,9 +9,14 @@ import torch
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.dynamics.errors import DynamicsError
 from deepmd_muon.dynamics.pairs import GhostLists, PairLists
+from deepmd_muon.infer.device_call import DenseError, DeviceCall, fits
 from deepmd_muon.infer.frozen import FrozenModel
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.nn.graphs import GraphMemory
+
+Lists = PairLists | GhostLists | DeviceCall
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,11 @@ class ForceField:
             )
         self.predictor = predictor
         self.skin = skin
-        self._lists: list[tuple[slice, PairLists | GhostLists]] = []
+        self._lists: list[tuple[slice, Lists]] = []
         self._atype: torch.Tensor | None = None
+        self._memory: GraphMemory | None = None
+        self._box: torch.Tensor | None = None
+        self._boxes: list[torch.Tensor] = []
 
     @property
     def device(self) -> torch.device:
@@ -71,11 +79,12 @@ class ForceField:
     @property
     def lists_built(self) -> int:
         """Neighbour lists of single structures that were built since the last `reset`."""
-        return sum(lists.reused.built for _, lists in self._lists)
+        device = [int(lists.lists.built.sum()) for _, lists in self._lists if isinstance(lists, DeviceCall)]
+        return sum(device) + sum(x.reused.built for _, x in self._lists if not isinstance(x, DeviceCall))
 
     def reset(self) -> None:
         """Forget all neighbour lists."""
-        self._lists, self._atype = [], None
+        self._lists, self._atype, self._boxes = [], None, []
 
     def __call__(self, coord: torch.Tensor, box: torch.Tensor | None, atype: torch.Tensor) -> Forces:
         """Evaluate structures; shapes as in `Systems`.
@@ -86,34 +95,53 @@ class ForceField:
             When positions of a structure are not finite or two atoms lie at the same place; `frame` is its number.
         """
         if self._atype is None or self._atype.shape != atype.shape or not torch.equal(self._atype, atype):
-            self._prepare(atype)
+            self._prepare(atype, periodic=box is not None)
+        if box is not None and (self._box is not box or not self._boxes):
+            # The same tensors as long as the cells are the same one: lists look at no cell twice.
+            self._box, self._boxes = box, [box[rows] for rows, _ in self._lists]
         parts = []
-        for rows, lists in self._lists:
-            part = coord[rows], None if box is None else box[rows]
+        for number, (rows, lists) in enumerate(self._lists):
+            part = coord[rows], None if box is None else self._boxes[number]
             try:
-                parts.append(
-                    self._of_model(lists, *part) if isinstance(lists, PairLists) else self._of_file(lists, *part)
-                )
+                try:
+                    parts.append(self._evaluate(lists, *part))
+                except DenseError:
+                    assert isinstance(self.predictor.model, EnergyModel)
+                    pairs = PairLists(self.predictor.model, atype[rows], self.skin)
+                    self._lists[number] = rows, pairs
+                    parts.append(self._of_model(pairs, *part))
             except NeighborError as error:
                 frame = None if error.frame is None else rows.start + error.frame
                 raise NeighborError(error.problem, frame) from error
         return Forces(*(torch.cat([getattr(part, name) for part in parts]) for name in ("energy", "force", "virial")))
 
-    def _prepare(self, atype: torch.Tensor) -> None:
+    def _prepare(self, atype: torch.Tensor, *, periodic: bool) -> None:
         model, nsystems = self.predictor.model, atype.shape[0]
         if int(atype.max()) >= len(model.type_map):
             raise DynamicsError(f"type {int(atype.max())} found, but the model has types {tuple(model.type_map)}")
         count = max(1, self.predictor.batch_atoms // max(1, atype.shape[1]))
-        self._lists = []
+        self._lists, self._boxes = [], []
         for start in range(0, nsystems, count):
             rows = slice(start, min(start + count, nsystems))
-            lists = (
-                GhostLists(model.rcut, atype[rows], self.skin)
-                if isinstance(model, FrozenModel)
-                else PairLists(model, atype[rows], self.skin)
-            )
+            lists = self._lists_of(atype[rows].contiguous(), periodic)
             self._lists.append((rows, lists))
         self._atype = atype.clone()
+
+    def _lists_of(self, atype: torch.Tensor, periodic: bool) -> Lists:
+        model = self.predictor.model
+        if isinstance(model, FrozenModel):
+            return GhostLists(model.rcut, atype, self.skin)
+        if not triton_support.usable(self.device) or not fits(atype.cpu().numpy()):
+            return PairLists(model, atype, self.skin)
+        if self.device.type == "cuda":
+            self._memory = self._memory or GraphMemory()
+        return DeviceCall(model, atype, periodic, self.skin, self._memory)
+
+    def _evaluate(self, lists: Lists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
+        if isinstance(lists, DeviceCall):
+            lists.evaluate(coord, box)
+            return Forces(lists.energy.clone(), lists.force.clone(), lists.virial.clone())
+        return self._of_model(lists, coord, box) if isinstance(lists, PairLists) else self._of_file(lists, coord, box)
 
     def _of_model(self, lists: PairLists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
         model = self.predictor.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,16 +12,24 @@ from torch import Tensor
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.data.neighbors.far_atoms import check_geometry
 from deepmd_muon.data.neighbors.lists import find_pairs
+from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.descriptor.interface import Table
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS
 from deepmd_muon.model.neighbors.skin_lists import SkinLists
+from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.graphs import GraphMemory, Replayed
 
 #: Atoms of a structure up to which comparing all pairs, once in many steps, costs less than the host's lists.
 MOST_ATOMS = 100_000
+# Compositions whose graphs are kept at most.
+_MOST_CALLS = 8
 # Calls that are repeated at most because something did not fit.
 _TRIES = 8
+
+
+class DenseError(NeighborError):
+    """An atom has more neighbours than the device sorts: the host has to find them."""
 
 
 class DeviceCall:
@@ -104,7 +113,7 @@ class DeviceCall:
         Raises
         ------
         NeighborError
-            When a new cell has no volume.
+            When a new cell has no volume; a `DenseError` where the host has to find the neighbours.
         """
         self.lists.coord.copy_(coord)
         if box is not None and (self._cells is None or self._cells[0] is not box or self._cells[1] != box._version):
@@ -115,13 +124,13 @@ class DeviceCall:
 
     def predict(
         self, coord: np.ndarray, box: np.ndarray | None, fparam: np.ndarray | None, aparam: np.ndarray | None
-    ) -> list[np.ndarray]:
-        """Return energy, virial, force and atomic energies of positions and cells on the host; shapes as above.
+    ) -> Prediction:
+        """Predict positions and cells on the host; shapes as in `place`, parameters as in `Structures`.
 
         Raises
         ------
         NeighborError
-            As `find_pairs`, with the number of the frame.
+            As `find_pairs`, with the number of the frame; a `DenseError` where the host has to find the neighbours.
         """
         self.lists.coord.copy_(torch.from_numpy(np.ascontiguousarray(coord)))
         if box is not None and (self._box is None or not np.array_equal(box, self._box)):
@@ -135,15 +144,31 @@ class DeviceCall:
             elif own is not given:
                 self._parameters[name] = given
                 self._changed()
+        self._repeated(self._read)
+        *found, _ = np.split(self._host.numpy().copy(), np.cumsum(self._sizes)[:-1])
+        energy, virial, force, atom_energy = (x.reshape(s) for x, s in zip(found, self._shapes, strict=False))
+        return Prediction(energy=energy, virial=virial, force=force, atom_energy=atom_energy)
+
+    def evaluate(self, coord: Tensor, box: Tensor | None) -> None:
+        """Write the results of positions and cells on the device; see `place` and `predict`."""
+        self.place(coord, box)
+        self._repeated(self.status.tolist)
+
+    def _read(self) -> list[float]:
+        """Copy all results to the host; return the status."""
+        self._host.copy_(self._results, non_blocking=True)
+        if self._atype.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        status: list[float] = self._host[-len(self._status) :].tolist()
+        return status
+
+    def _repeated(self, read: Callable[[], list[float]]) -> None:
+        """Launch until everything fits."""
         for _ in range(_TRIES):
             self._prepare()
             self._replayed()
-            self._host.copy_(self._results, non_blocking=True)
-            if self._atype.is_cuda:
-                torch.cuda.current_stream().synchronize()
-            *found, status = np.split(self._host.numpy().copy(), np.cumsum(self._sizes)[:-1])
-            if self.settled(status.tolist()):
-                return [part.reshape(shape) for part, shape in zip(found, self._shapes, strict=False)]
+            if self.settled(read()):
+                return
         raise NeighborError(f"neighbour lists found no size that fits within {_TRIES} tries")
 
     @property
@@ -166,7 +191,6 @@ class DeviceCall:
             self._changed()
             return False
         if beyond:
-            self._table, self._ready = None, False
             self._changed()
             return False
         return True
@@ -177,12 +201,13 @@ class DeviceCall:
             return
         if not self.lists.prepare():
             self._find_fault()
-            raise NeighborError(f"an atom has more than {MOST_NEIGHBORS} neighbours within the cut-off and the skin")
+            raise DenseError(f"an atom has more than {MOST_NEIGHBORS} neighbours within the cut-off and the skin")
         self._table = self._model.tabulate(self.lists.find())
         self._ready = True
 
     def _changed(self) -> None:
         self.version += 1
+        self._ready = False
         self._replayed = Replayed(self.launch, self._memory)
 
     def _check_cells(self, coord: np.ndarray, box: np.ndarray) -> None:
@@ -203,3 +228,46 @@ class DeviceCall:
                 find_pairs(coord[k], cell, atype[k], self._model.rcut)
             except NeighborError as error:
                 raise NeighborError(error.problem, k) from error
+
+
+class DeviceCalls:
+    """The force calls of the compositions that a model has met last.
+
+    Parameters
+    ----------
+    model
+        The model, on its device.
+    skin
+        As in `DeviceCall`.
+    """
+
+    def __init__(self, model: EnergyModel, skin: float = 1.0) -> None:
+        self._model, self._skin = model, skin
+        self._calls: dict[tuple[bool, tuple[int, ...], bytes], DeviceCall] = {}
+        self._memory: GraphMemory | None = None
+
+    def of(self, atype: np.ndarray, device: torch.device, *, periodic: bool) -> DeviceCall | None:
+        """Return the force call of structures with types `(nframes, natoms)`; None where the host finds neighbours."""
+        if not triton_support.usable(device) or not fits(atype):
+            return None
+        key = periodic, atype.shape, atype.tobytes()
+        call = self._calls.pop(key, None)
+        if call is None:
+            if device.type == "cuda":
+                self._memory = self._memory or GraphMemory()
+            types = torch.from_numpy(atype.astype(np.int64)).to(device)
+            call = DeviceCall(self._model, types, periodic, self._skin, self._memory)
+        self._calls[key] = call
+        if len(self._calls) > _MOST_CALLS:
+            del self._calls[next(iter(self._calls))]
+        return call
+
+    def clear(self) -> None:
+        """Free what the device holds for all of them."""
+        self._calls.clear()
+
+
+def fits(atype: np.ndarray) -> bool:
+    """Tell whether the device finds neighbours in structures of these types: not too large, padding last."""
+    real = atype >= 0
+    return 0 < atype.shape[1] <= MOST_ATOMS and bool(real.any() and (real[:, 1:] <= real[:, :-1]).all())

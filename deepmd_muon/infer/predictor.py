@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.data import Frames, NeighborError, Parameters, build_neighbors, stack_neighbors
 from deepmd_muon.data.neighbors.lists import FrameNeighbors
+from deepmd_muon.infer.device_call import DenseError, DeviceCalls
 from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.frozen import FrozenModel, is_frozen
 from deepmd_muon.infer.prediction import Prediction
@@ -118,6 +119,7 @@ class Predictor:
             self.model = FrozenModel(model, self.device, trust=trust)
         else:
             self.model = load_model(model, ema=ema, head=head).to(self.device).eval()
+        self._calls = DeviceCalls(self.model) if isinstance(self.model, EnergyModel) else None
         # A CPU is busy with a thousand atoms; a GPU needs more of them to be so.
         self.batch_atoms = batch_atoms or (16384 if self.device.type == "cuda" else 1024)
 
@@ -197,6 +199,8 @@ class Predictor:
             except torch.cuda.OutOfMemoryError:
                 if rows.stop - rows.start == 1:
                     raise
+                if self._calls is not None:
+                    self._calls.clear()
                 self.batch_atoms = max(1, (rows.stop - rows.start) // 2 * frames.natoms)
                 continue
             done = rows.stop
@@ -222,6 +226,11 @@ class Predictor:
         fparam, aparam = (None if values is None else values[rows] for values in (frames.fparam, frames.aparam))
         if isinstance(model, FrozenModel):
             return model.predict(coord, box, atype, fparam, aparam)
+        assert self._calls is not None
+        call = self._calls.of(atype, self.device, periodic=box is not None)
+        if call is not None:
+            with contextlib.suppress(DenseError):
+                return call.predict(coord, box, fparam, aparam)
         neighbors = stack_neighbors([self._neighbors(model, coord, box, atype, k) for k in range(len(coord))])
         batch = Frames(atype=atype, coord=coord, box=box, fparam=fparam, aparam=aparam)
         structures = Structures.of(batch, neighbors, model.ntypes, self.device)
@@ -242,7 +251,7 @@ class Predictor:
             raise NeighborError(str(error), k) from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def naming(system: str, numbers: np.ndarray, frames: Frames) -> Iterator[None]:
     """Name the system of a frame whose neighbours cannot be found, and its number `numbers[k]` there.
 
