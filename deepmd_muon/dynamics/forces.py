@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +39,20 @@ class Forces:
     force: torch.Tensor
     virial: torch.Tensor
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Energy, force and virial."""
+        return self.energy, self.force, self.virial
+
+    def clone(self) -> Forces:
+        """Return a copy."""
+        return Forces(*(x.clone() for x in self.tensors))
+
+    def take(self, other: Forces) -> None:
+        """Write other results in place."""
+        for own, given in zip(self.tensors, other.tensors, strict=True):
+            own.copy_(given)
+
 
 class ForceField:
     """A potential for the structures of one run; the next run, of other atoms, begins with `reset`.
@@ -60,11 +76,14 @@ class ForceField:
             )
         self.predictor = predictor
         self.skin = skin
+        #: Whether lists and results may stay on the device.
+        self.resident = triton_support.usable(self.device)
         self._lists: list[tuple[slice, Lists]] = []
         self._atype: torch.Tensor | None = None
         self._memory: GraphMemory | None = None
         self._box: torch.Tensor | None = None
         self._boxes: list[torch.Tensor] = []
+        self._prepared = 0
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +121,7 @@ class ForceField:
         parts = []
         for number, (rows, lists) in enumerate(self._lists):
             part = coord[rows], None if box is None else self._boxes[number]
-            try:
+            with _counted_from(rows.start):
                 try:
                     parts.append(self._evaluate(lists, *part))
                 except DenseError:
@@ -110,16 +129,62 @@ class ForceField:
                     pairs = PairLists(self.predictor.model, atype[rows], self.skin)
                     self._lists[number] = rows, pairs
                     parts.append(self._of_model(pairs, *part))
-            except NeighborError as error:
-                frame = None if error.frame is None else rows.start + error.frame
-                raise NeighborError(error.problem, frame) from error
         return Forces(*(torch.cat([getattr(part, name) for part in parts]) for name in ("energy", "force", "virial")))
+
+    def launchable(self, box: torch.Tensor | None, atype: torch.Tensor) -> bool:
+        """Whether `launch` may follow: these structures were evaluated last, and their lists are on the device."""
+        same = self._atype is not None and self._atype.shape == atype.shape and (box is None or self._box is box)
+        on_device = same and all(isinstance(lists, DeviceCall) for _, lists in self._lists)
+        return on_device and self._atype is not None and torch.equal(self._atype, atype)
+
+    @property
+    def version(self) -> int:
+        """Another number where graphs that hold `launch` have to be recorded again."""
+        return self._prepared + sum(call.version for _, call in self._calls)
+
+    @property
+    def _calls(self) -> list[tuple[slice, DeviceCall]]:
+        return [(rows, lists) for rows, lists in self._lists if isinstance(lists, DeviceCall)]
+
+    def launch(self, coord: torch.Tensor) -> Forces:
+        """Evaluate other positions of the structures evaluated last, in the same cells, by work of the device alone.
+
+        The next launch may overwrite the results. They count if `settled` says so.
+        """
+        for rows, call in self._calls:
+            call.lists.coord.copy_(coord[rows])
+            call.launch()
+        parts = [(call.energy, call.force, call.virial) for _, call in self._calls]
+        return Forces(*parts[0]) if len(parts) == 1 else Forces(*map(torch.cat, zip(*parts, strict=True)))
+
+    def settled(self) -> bool:
+        """Wait for the device, and return whether all results since the last call are right.
+
+        Else make room for what did not fit: graphs that hold `launch` have to be recorded again.
+
+        Raises
+        ------
+        NeighborError
+            As a call; also where the host has to find neighbours.
+        """
+        whole = True
+        for rows, call in self._calls:
+            with _counted_from(rows.start):
+                whole &= call.settled(call.status.tolist())
+                call.prepare()
+        return whole
+
+    @property
+    def memory(self) -> GraphMemory | None:
+        """Where graphs that hold `launch` are recorded; None where there are none."""
+        return self._memory
 
     def _prepare(self, atype: torch.Tensor, *, periodic: bool) -> None:
         model, nsystems = self.predictor.model, atype.shape[0]
         if int(atype.max()) >= len(model.type_map):
             raise DynamicsError(f"type {int(atype.max())} found, but the model has types {tuple(model.type_map)}")
         count = max(1, self.predictor.batch_atoms // max(1, atype.shape[1]))
+        self._prepared += 1_000_000  # further apart than versions of single calls get
         self._lists, self._boxes = [], []
         for start in range(0, nsystems, count):
             rows = slice(start, min(start + count, nsystems))
@@ -131,7 +196,7 @@ class ForceField:
         model = self.predictor.model
         if isinstance(model, FrozenModel):
             return GhostLists(model.rcut, atype, self.skin)
-        if not triton_support.usable(self.device) or not fits(atype.cpu().numpy()):
+        if not self.resident or not fits(atype.cpu().numpy()):
             return PairLists(model, atype, self.skin)
         if self.device.type == "cuda":
             self._memory = self._memory or GraphMemory()
@@ -140,7 +205,7 @@ class ForceField:
     def _evaluate(self, lists: Lists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
         if isinstance(lists, DeviceCall):
             lists.evaluate(coord, box)
-            return Forces(lists.energy.clone(), lists.force.clone(), lists.virial.clone())
+            return Forces(lists.energy, lists.force, lists.virial).clone()
         return self._of_model(lists, coord, box) if isinstance(lists, PairLists) else self._of_file(lists, coord, box)
 
     def _of_model(self, lists: PairLists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
@@ -166,3 +231,14 @@ class ForceField:
         per_atom = (pull[:, :, None] * extended[:, None, :]).reshape(-1, 9)
         virial = coord.new_zeros(len(coord), 9).index_add_(0, union.frame, per_atom)
         return Forces(energy, force, virial)
+
+
+@contextlib.contextmanager
+def _counted_from(first: int) -> Iterator[None]:
+    """Let errors count structures from the first of all."""
+    try:
+        yield
+    except NeighborError as error:
+        if error.frame is None:
+            raise
+        raise NeighborError(error.problem, first + error.frame) from error

@@ -120,7 +120,7 @@ class DeviceCall:
             self._check_cells(coord.cpu().numpy(), box.cpu().numpy())
             self.lists.set_cells(box)
             self._cells = box, box._version
-        self._prepare()
+        self.prepare()
 
     def predict(
         self, coord: np.ndarray, box: np.ndarray | None, fparam: np.ndarray | None, aparam: np.ndarray | None
@@ -165,7 +165,7 @@ class DeviceCall:
     def _repeated(self, read: Callable[[], list[float]]) -> None:
         """Launch until everything fits."""
         for _ in range(_TRIES):
-            self._prepare()
+            self.prepare()
             self._replayed()
             if self.settled(read()):
                 return
@@ -187,6 +187,7 @@ class DeviceCall:
         *needed, beyond, not_finite = map(int, status)
         if not_finite or needed[1]:
             self._find_fault()
+            self.lists.needed[1] = 0  # they have parted since
         if self.lists.grow(needed):
             self._changed()
             return False
@@ -195,8 +196,14 @@ class DeviceCall:
             return False
         return True
 
-    def _prepare(self) -> None:
-        """Choose sizes and tables by the present positions, where that is to be done."""
+    def prepare(self) -> None:
+        """Choose sizes and tables by the present positions, where that is to be done; a launch needs them.
+
+        Raises
+        ------
+        NeighborError
+            As `predict`.
+        """
         if self._ready:
             return
         if not self.lists.prepare():

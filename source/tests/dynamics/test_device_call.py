@@ -9,6 +9,7 @@ import torch
 from conftest import build
 
 from deepmd_muon.data import NeighborError
+from deepmd_muon.dynamics import Barostat, ForceField, Langevin, Systems, relax, simulate
 from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.device_call import DeviceCall
 from deepmd_muon.model.neighbors import kernels
@@ -94,3 +95,66 @@ def test_atoms_at_fault_are_named(device, frames, change, message):
     with pytest.raises(NeighborError, match=message) as error:
         call.predict(wrong, frames.box, None, None)
     assert error.value.frame == 1
+
+
+@pytest.fixture
+def force_fields(device):
+    """Two force fields of one model: lists and results of the second stay on the device."""
+    if device.type == "cpu" and triton_support.usable(device):
+        pytest.skip("the force calls of the interpreter are compared above")
+    found = [ForceField(Predictor(build("smooth"), device=device), skin=0.6) for _ in range(2)]
+    for force_field, resident in zip(found, (False, True), strict=True):
+        force_field.resident = resident
+        force_field.predictor.batch_atoms = 48
+    return found
+
+
+def ends_of(force_fields, frames, run):
+    """Return the ends of two runs from the same start."""
+    device = force_fields[0].device
+    systems = Systems.from_frames(frames, ("O", "H"), device).heated(300.0, torch.Generator().manual_seed(1))
+    return [run(force_field, systems) for force_field in force_fields]
+
+
+@pytest.mark.parametrize("case", ["NVE", "Langevin", "pressure"])
+def test_dynamics_on_the_device_are_those_of_the_host(force_fields, frames, case):
+    thermostat = None if case == "NVE" else Langevin(torch.tensor([200.0, 300.0, 400.0]), 0.05)
+    barostat = Barostat(0.1, 300.0, time=20.0, every=5) if case == "pressure" else None
+    settings = {"thermostat": thermostat, "barostat": barostat, "every": 8, "seed": 4}
+    host, device = ends_of(force_fields, frames, lambda f, s: list(simulate(f, s, 24, 0.5, **settings)))
+    assert [snapshot.step for snapshot in device] == [snapshot.step for snapshot in host]
+    assert force_fields[1].launchable(device[-1].systems.box, device[-1].systems.atype)
+    for one, other in zip(host, device, strict=True):
+        torch.testing.assert_close(other.systems.coord, one.systems.coord, rtol=0.0, atol=1e-7)
+        torch.testing.assert_close(other.systems.velocity, one.systems.velocity, rtol=0.0, atol=1e-8)
+        torch.testing.assert_close(other.forces.energy, one.forces.energy, rtol=0.0, atol=1e-7)
+
+
+def test_relaxations_on_the_device_are_those_of_the_host(force_fields, frames):
+    host, device = ends_of(force_fields, frames, lambda f, s: relax(f, s, fmax=0.02, steps=40))
+    assert device.steps.tolist() == host.steps.tolist()
+    torch.testing.assert_close(device.systems.coord, host.systems.coord, rtol=0.0, atol=1e-6)
+
+
+def test_lost_structures_are_those_of_the_host(force_fields, frames):
+    """The device stops before the step that loses a structure; the host takes it and names the atom."""
+
+    def run(force_field, systems):
+        systems.velocity[1, 5] = 0.9  # Å/fs, just slow enough at the start
+        systems.velocity[0, 3] = torch.tensor([0.3, 0.0, 0.0])
+        return [lost for snapshot in simulate(force_field, systems, 4, 0.55, every=4) for lost in snapshot.lost]
+
+    host, device = ends_of(force_fields, frames, run)
+    assert host
+    assert device == host
+
+
+def test_steps_are_repeated_where_lists_have_to_grow(force_fields, frames):
+    settings = {"every": 8}
+    apart = replace(frames.rows(slice(1, 2)), box=None)
+    systems = Systems.from_frames(replace(apart, coord=1.8 * apart.coord), ("O", "H"), force_fields[0].device)
+    inwards = systems.coord.mean(1, keepdim=True) - systems.coord
+    systems = replace(systems, velocity=0.06 * inwards)
+    host, device = (list(simulate(f, systems, 16, 0.5, **settings))[-1] for f in force_fields)
+    torch.testing.assert_close(device.systems.coord, host.systems.coord, rtol=0.0, atol=1e-6)
+    assert force_fields[1].version % 1_000_000 >= 1
