@@ -15,7 +15,6 @@ from deepmd_muon.infer.device_call import DenseError, DeviceCall, fits
 from deepmd_muon.infer.frozen import FrozenModel
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.graphs import GraphMemory
 
 Lists = PairLists | GhostLists | DeviceCall
@@ -76,8 +75,6 @@ class ForceField:
             )
         self.predictor = predictor
         self.skin = skin
-        #: Whether lists and results may stay on the device.
-        self.resident = triton_support.usable(self.device)
         self._lists: list[tuple[slice, Lists]] = []
         self._atype: torch.Tensor | None = None
         self._memory: GraphMemory | None = None
@@ -125,10 +122,8 @@ class ForceField:
                 try:
                     parts.append(self._evaluate(lists, *part))
                 except DenseError:
-                    assert isinstance(self.predictor.model, EnergyModel)
-                    pairs = PairLists(self.predictor.model, atype[rows], self.skin)
-                    self._lists[number] = rows, pairs
-                    parts.append(self._of_model(pairs, *part))
+                    self._lists[number] = rows, self._host_lists(atype[rows])
+                    parts.append(self._evaluate(self._lists[number][1], *part))
         return Forces(*(torch.cat([getattr(part, name) for part in parts]) for name in ("energy", "force", "virial")))
 
     def launchable(self, box: torch.Tensor | None, atype: torch.Tensor) -> bool:
@@ -193,14 +188,17 @@ class ForceField:
         self._atype = atype.clone()
 
     def _lists_of(self, atype: torch.Tensor, periodic: bool) -> Lists:
-        model = self.predictor.model
-        if isinstance(model, FrozenModel):
-            return GhostLists(model.rcut, atype, self.skin)
-        if not self.resident or not fits(atype.cpu().numpy()):
-            return PairLists(model, atype, self.skin)
+        model = self.predictor.resident
+        if model is None or not fits(atype.cpu().numpy()):
+            return self._host_lists(atype)
         if self.device.type == "cuda":
             self._memory = self._memory or GraphMemory()
         return DeviceCall(model, atype, periodic, self.skin, self._memory)
+
+    def _host_lists(self, atype: torch.Tensor) -> PairLists | GhostLists:
+        model = self.predictor.model
+        frozen = isinstance(model, FrozenModel)
+        return GhostLists(model.rcut, atype, self.skin) if frozen else PairLists(model, atype, self.skin)
 
     def _evaluate(self, lists: Lists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
         if isinstance(lists, DeviceCall):

@@ -17,7 +17,6 @@ from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.descriptor.interface import Table
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS
 from deepmd_muon.model.neighbors.skin_lists import SkinLists
-from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.graphs import GraphMemory, Replayed
 
 #: Atoms of a structure up to which comparing all pairs, once in many steps, costs less than the host's lists.
@@ -255,7 +254,7 @@ class DeviceCalls:
 
     def of(self, atype: np.ndarray, device: torch.device, *, periodic: bool) -> DeviceCall | None:
         """Return the force call of structures with types `(nframes, natoms)`; None where the host finds neighbours."""
-        if not triton_support.usable(device) or not fits(atype):
+        if not fits(atype):
             return None
         key = periodic, atype.shape, atype.tobytes()
         call = self._calls.pop(key, None)

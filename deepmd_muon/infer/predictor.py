@@ -22,6 +22,7 @@ from deepmd_muon.infer.frozen import FrozenModel, is_frozen
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.model import EnergyModel, Structures, build_model
 from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit, min_distance_of
+from deepmd_muon.model.nn import triton_support
 
 
 def load_model(path: str | os.PathLike[str], *, ema: bool = False, head: str | None = None) -> EnergyModel:
@@ -95,6 +96,12 @@ class Predictor:
         out of memory it is halved and stays so.
     trust
         Run a frozen file even if it calls operators that no potential needs: it may then do anything.
+
+    Attributes
+    ----------
+    resident
+        The model whose lists and positions stay on a GPU: that of the checkpoint, or the one a frozen file was made
+        from; None where neighbours are found on the host.
     """
 
     def __init__(
@@ -119,9 +126,15 @@ class Predictor:
             self.model = FrozenModel(model, self.device, trust=trust)
         else:
             self.model = load_model(model, ema=ema, head=head).to(self.device).eval()
-        self._calls = DeviceCalls(self.model) if isinstance(self.model, EnergyModel) else None
+        self.resident = self._resident_model()
+        self._calls = None if self.resident is None else DeviceCalls(self.resident)
         # A CPU is busy with a thousand atoms; a GPU needs more of them to be so.
         self.batch_atoms = batch_atoms or (16384 if self.device.type == "cuda" else 1024)
+
+    def _resident_model(self) -> EnergyModel | None:
+        if not triton_support.usable(self.device):
+            return None
+        return self.model if isinstance(self.model, EnergyModel) else self.model.restored()
 
     @property
     def type_map(self) -> tuple[str, ...]:
@@ -224,13 +237,12 @@ class Predictor:
         coord, atype = frames.coord[rows], frames.atype[rows]
         box = None if frames.box is None else frames.box[rows]
         fparam, aparam = (None if values is None else values[rows] for values in (frames.fparam, frames.aparam))
-        if isinstance(model, FrozenModel):
-            return model.predict(coord, box, atype, fparam, aparam)
-        assert self._calls is not None
-        call = self._calls.of(atype, self.device, periodic=box is not None)
+        call = self._calls and self._calls.of(atype, self.device, periodic=box is not None)
         if call is not None:
             with contextlib.suppress(DenseError):
                 return call.predict(coord, box, fparam, aparam)
+        if isinstance(model, FrozenModel):
+            return model.predict(coord, box, atype, fparam, aparam)
         neighbors = stack_neighbors([self._neighbors(model, coord, box, atype, k) for k in range(len(coord))])
         batch = Frames(atype=atype, coord=coord, box=box, fparam=fparam, aparam=aparam)
         structures = Structures.of(batch, neighbors, model.ntypes, self.device)

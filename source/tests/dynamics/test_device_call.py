@@ -1,6 +1,8 @@
 """Forces whose lists live on the device equal the predictor's while atoms move, cells change and lists grow."""
 
+import io
 import os
+import zipfile
 from dataclasses import replace
 
 import numpy as np
@@ -8,10 +10,14 @@ import pytest
 import torch
 from conftest import build
 
+from deepmd_muon.checkpoint_file.archive import ArchiveError
 from deepmd_muon.data import NeighborError
+from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.dynamics import Barostat, ForceField, Langevin, Systems, relax, simulate
 from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.device_call import DeviceCall
+from deepmd_muon.infer.frozen import FrozenModel
+from deepmd_muon.infer.frozen_archive import WEIGHTS, weights_of
 from deepmd_muon.model.neighbors import kernels
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.graphs import GraphMemory
@@ -104,7 +110,7 @@ def force_fields(device):
         pytest.skip("the force calls of the interpreter are compared above")
     found = [ForceField(Predictor(build("smooth"), device=device), skin=0.6) for _ in range(2)]
     for force_field, resident in zip(found, (False, True), strict=True):
-        force_field.resident = resident
+        force_field.predictor.resident = force_field.predictor.model if resident else None
         force_field.predictor.batch_atoms = 48
     return found
 
@@ -158,3 +164,36 @@ def test_steps_are_repeated_where_lists_have_to_grow(force_fields, frames):
     host, device = (list(simulate(f, systems, 16, 0.5, **settings))[-1] for f in force_fields)
     torch.testing.assert_close(device.systems.coord, host.systems.coord, rtol=0.0, atol=1e-6)
     assert force_fields[1].version % 1_000_000 >= 1
+
+
+@pytest.mark.parametrize("name", ["se_e2_a", "dpa1", "dpa3"])
+def test_frozen_files_hold_their_model(name, frames, tmp_path, monkeypatch):
+    freeze(build(name), tmp_path / "model.pth")
+    frozen = FrozenModel(tmp_path / "model.pth", "cpu")
+    assert list(frozen.program.get_type_map()) == ["O", "H"]
+    expected, restored = build(name).state_dict(), frozen.restored().state_dict()
+    assert expected.keys() == restored.keys()
+    assert all(restored[key].equal(value) for key, value in expected.items())
+    predictor = Predictor(tmp_path / "model.pth", device="cpu")
+    assert predictor.resident is None
+    force_field = ForceField(predictor)
+    systems = Systems.from_frames(frames, ("O", "H"))
+    expected = force_field(systems.coord, systems.box, systems.atype)
+    predictor.resident = frozen.restored()
+    force_field.reset()
+    found = force_field(systems.coord, systems.box, systems.atype)
+    assert force_field.launchable(systems.box, systems.atype)
+    torch.testing.assert_close(found.force, expected.force, rtol=0.0, atol=1e-9)
+
+
+def test_weights_of_a_frozen_file_are_compared_with_its_list(tmp_path):
+    freeze(build("se_e2_a"), tmp_path / "model.pth")
+    content = (tmp_path / "model.pth").read_bytes()
+    assert weights_of(content) is not None
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(buffer, "w") as target:
+        for name in source.namelist():
+            held = source.read(name)
+            target.writestr(name, held[:-1] + b"x" if name.endswith(WEIGHTS) else held)
+    with pytest.raises(ArchiveError, match="list"):
+        weights_of(buffer.getvalue())
