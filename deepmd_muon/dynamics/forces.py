@@ -165,7 +165,7 @@ class ForceField:
         whole = True
         for rows, call in self._calls:
             with _counted_from(rows.start):
-                whole &= call.settled(call.status.tolist())
+                whole &= call.settled(call.needed())
                 call.prepare()
         return whole
 

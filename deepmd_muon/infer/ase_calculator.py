@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -167,15 +168,21 @@ def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
 
 def _types(atoms: Atoms, predictor: Predictor) -> np.ndarray:
     """Return the types (natoms,) of atoms as one model numbers them."""
-    kinds = np.full(max(atomic_numbers.values()) + 1, -1)
-    for kind, name in enumerate(predictor.type_map):
-        if name in atomic_numbers:
-            kinds[atomic_numbers[name]] = kind
-    types: np.ndarray = kinds[atoms.numbers]
+    types: np.ndarray = _kinds(predictor.type_map)[atoms.numbers]
     if (types < 0).any():
         known, unknown = ", ".join(predictor.type_map), sorted(set(atoms[types < 0].symbols))
         raise PredictionInputError(f"the potential knows {known}; these atoms hold {', '.join(unknown)}")
     return types
+
+
+@cache
+def _kinds(type_map: tuple[str, ...]) -> np.ndarray:
+    """Return the type of every atomic number, −1 for an element that has none."""
+    kinds = np.full(max(atomic_numbers.values()) + 1, -1)
+    for kind, name in enumerate(type_map):
+        if name in atomic_numbers:
+            kinds[atomic_numbers[name]] = kind
+    return kinds
 
 
 def _stress(prediction: Prediction, volume: float) -> np.ndarray:

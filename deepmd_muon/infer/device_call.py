@@ -15,7 +15,7 @@ from deepmd_muon.data.neighbors.lists import find_pairs
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.descriptor.interface import Table
-from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS
+from deepmd_muon.model.neighbors.atoms import AT_SAME_PLACE, MOST_NEIGHBORS, NOT_FINITE, TOO_NEAR
 from deepmd_muon.model.neighbors.skin_lists import SkinLists
 from deepmd_muon.model.nn.graphs import GraphMemory, Replayed
 
@@ -69,15 +69,15 @@ class DeviceCall:
         nframes, natoms = atype.shape
         self._model, self._atype, self._memory = model, atype, memory
         self.lists = SkinLists(model.neighbors, model.ntypes, atype, periodic, skin)
-        # What did not fit, then whether an s lay beyond the table, and whether a position is not finite.
-        status = SkinLists.entries(model.neighbors) + 2
-        shapes = (nframes,), (nframes, 9), (nframes, natoms, 3), (nframes, natoms), (status,)
+        shapes = (nframes,), (nframes, 9), (nframes, natoms, 3), (nframes, natoms)
         sizes = [int(np.prod(shape)) for shape in shapes]
         self._results = torch.zeros(sum(sizes), dtype=torch.float64, device=atype.device)
         parts = [part.view(shape) for part, shape in zip(self._results.split(sizes), shapes, strict=True)]
-        self.energy, self.virial, self.force, self.atom_energy, self._status = parts
-        self._host = torch.zeros_like(self._results, device="cpu", pin_memory=atype.is_cuda)
-        self._shapes, self._sizes = shapes, sizes
+        self.energy, self.virial, self.force, self.atom_energy = parts
+        pinned = atype.is_cuda
+        self._host = torch.zeros_like(self._results, device="cpu", pin_memory=pinned)
+        self._given = torch.zeros(nframes, natoms, 3, dtype=torch.float64, pin_memory=pinned)
+        self._shapes, self._ends = shapes, np.cumsum(sizes)[:-1]
         self._parameters: dict[str, Tensor | None] = {}
         self._box: np.ndarray | None = None
         self._cells: tuple[Tensor, int] | None = None
@@ -91,18 +91,7 @@ class DeviceCall:
         structures = replace(self.lists.find(), **self._parameters)
         with torch.no_grad(), self._model.using(self._table):
             found = self._model(structures, force=True, virial=True)
-        for target, name in (
-            (self.energy, "energy"),
-            (self.virial, "virial"),
-            (self.force, "force"),
-            (self.atom_energy, "atom_energy"),
-        ):
-            target.copy_(found[name])
-        needed = self.lists.needed
-        self._status[: len(needed)].copy_(needed)
-        if self._table is not None:
-            self._status[-2:-1].copy_(self._table.beyond)
-        self._status[-1].copy_(~self.lists.coord.isfinite().all())
+        torch.cat([found[name].flatten() for name in ("energy", "virial", "force", "atom_energy")], out=self._results)
 
     def place(self, coord: Tensor, box: Tensor | None) -> None:
         """Write positions `(nframes, natoms, 3)` and cells `(nframes, 3, 3)` [Å], tensors on the device.
@@ -131,7 +120,8 @@ class DeviceCall:
         NeighborError
             As `find_pairs`, with the number of the frame; a `DenseError` where the host has to find the neighbours.
         """
-        self.lists.coord.copy_(torch.from_numpy(np.ascontiguousarray(coord)))
+        self._given.numpy()[...] = coord
+        self.lists.coord.copy_(self._given, non_blocking=True)
         if box is not None and (self._box is None or not np.array_equal(box, self._box)):
             self._check_cells(coord, box)
             self.lists.set_cells(torch.from_numpy(np.ascontiguousarray(box)).to(self._atype.device))
@@ -144,24 +134,21 @@ class DeviceCall:
                 self._parameters[name] = given
                 self._changed()
         self._repeated(self._read)
-        *found, _ = np.split(self._host.numpy().copy(), np.cumsum(self._sizes)[:-1])
-        energy, virial, force, atom_energy = (x.reshape(s) for x, s in zip(found, self._shapes, strict=False))
+        found = np.split(self._host.numpy().copy(), self._ends)
+        energy, virial, force, atom_energy = (x.reshape(s) for x, s in zip(found, self._shapes, strict=True))
         return Prediction(energy=energy, virial=virial, force=force, atom_energy=atom_energy)
 
     def evaluate(self, coord: Tensor, box: Tensor | None) -> None:
         """Write the results of positions and cells on the device; see `place` and `predict`."""
         self.place(coord, box)
-        self._repeated(self.status.tolist)
+        self._repeated(self.needed)
 
-    def _read(self) -> list[float]:
-        """Copy all results to the host; return the status."""
+    def _read(self) -> list[int]:
+        """Copy all results to the host; return the notes, for which the host waits."""
         self._host.copy_(self._results, non_blocking=True)
-        if self._atype.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        status: list[float] = self._host[-len(self._status) :].tolist()
-        return status
+        return self.needed()
 
-    def _repeated(self, read: Callable[[], list[float]]) -> None:
+    def _repeated(self, read: Callable[[], list[int]]) -> None:
         """Launch until everything fits."""
         for _ in range(_TRIES):
             self.prepare()
@@ -170,12 +157,12 @@ class DeviceCall:
                 return
         raise NeighborError(f"neighbour lists found no size that fits within {_TRIES} tries")
 
-    @property
-    def status(self) -> Tensor:
-        """The device's notes of the last launch; `settled` takes them as a list."""
-        return self._status
+    def needed(self) -> list[int]:
+        """Wait for the device, and return its notes on all launches since sizes last changed; `settled` takes them."""
+        found: list[int] = self.lists.needed.tolist()
+        return found
 
-    def settled(self, status: list[float]) -> bool:
+    def settled(self, needed: list[int]) -> bool:
         """Return whether the last results are right; else make room, for the caller to launch again.
 
         Raises
@@ -183,14 +170,14 @@ class DeviceCall:
         NeighborError
             When positions of a structure are not finite or two atoms lie at the same place; `frame` is its number.
         """
-        *needed, beyond, not_finite = map(int, status)
-        if not_finite or needed[1]:
+        if needed[NOT_FINITE] or needed[AT_SAME_PLACE]:
             self._find_fault()
-            self.lists.needed[1] = 0  # they have parted since
+            self.lists.needed[AT_SAME_PLACE] = 0  # they have parted since
         if self.lists.grow(needed):
             self._changed()
             return False
-        if beyond:
+        if needed[TOO_NEAR]:
+            self.lists.needed[TOO_NEAR] = 0
             self._changed()
             return False
         return True
@@ -208,7 +195,9 @@ class DeviceCall:
         if not self.lists.prepare():
             self._find_fault()
             raise DenseError(f"an atom has more than {MOST_NEIGHBORS} neighbours within the cut-off and the skin")
+        self.lists.nearest.zero_()
         self._table = self._model.tabulate(self.lists.find())
+        self.lists.nearest.fill_(0.0 if self._table is None else self._table.nearest**2)
         self._ready = True
 
     def _changed(self) -> None:

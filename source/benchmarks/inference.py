@@ -254,7 +254,9 @@ class Resident:
 
         device = self.predictor.device
         coord, box, atype = water(molecules)
+        # Atoms tremble, and all drift together, so that lists are built again in every hundredth call.
         steps = np.random.default_rng(1).normal(scale=0.004, size=(8, *coord.shape))
+        steps += 0.003 - steps.mean(axis=0)
         number = 0
 
         def moved() -> np.ndarray:

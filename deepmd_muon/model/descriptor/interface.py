@@ -93,12 +93,12 @@ class Table(Protocol):
 
     Attributes
     ----------
-    beyond
-        Positive once a batch left the table's range, so that results were wrong; int32 `(1,)`.
+    nearest
+        Distance of neighbours down to which results are right [Å].
     """
 
     @property
-    def beyond(self) -> torch.Tensor:
+    def nearest(self) -> float:
         """See above."""
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 MOST_NEIGHBORS = 4096
 #: Atoms nearer than this lie at the same place [Å].
 SAME_PLACE = 1e-6
-#: Where the widths of sections begin in `Candidates.needed`.
-FIRST_WIDTH = 2
+#: Entries of `Candidates.needed`: room for candidates; then 1 where atoms lie at the same place, a position is not
+#: finite, or atoms are nearer than `Candidates.nearest`; then the widths of sections, and the bounds of shorter radii.
+ROOM, AT_SAME_PLACE, NOT_FINITE, TOO_NEAR, FIRST_WIDTH = range(5)
 #: Rounding of translations [cells].
 MARGIN = 1e-9
 
@@ -116,14 +117,16 @@ class Candidates(NamedTuple):
     number
         Candidates of each atom `(nreal,)`, int32; more than the room where that is too small.
     needed
-        What did not fit, int32; zeros where all did. First the candidates of an atom, then 1 where atoms lie at the
-        same place, then the widths of sections, then the neighbours within each shorter radius.
+        What did not fit, int32; zeros where all did. Its entries are named above.
+    nearest
+        Squared distance below which atoms are too near for what reads the list `(1,)` [Å²], float64.
     inner
-        Bounds of the latter.
+        Bounds of the neighbours within each shorter radius.
     """
 
     place: Tensor
     shift: Tensor | None
     number: Tensor
     needed: Tensor
+    nearest: Tensor
     inner: tuple[int, ...]

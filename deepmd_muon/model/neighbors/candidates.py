@@ -11,9 +11,54 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepmd_muon.model.neighbors.atoms import FIRST_WIDTH, SAME_PLACE, Atoms, Candidates, Sections
+from deepmd_muon.model.neighbors.atoms import (
+    AT_SAME_PLACE,
+    FIRST_WIDTH,
+    NOT_FINITE,
+    ROOM,
+    SAME_PLACE,
+    TOO_NEAR,
+    Atoms,
+    Candidates,
+    Sections,
+)
 from deepmd_muon.model.neighbors.search import all_candidates, in_sections
 from deepmd_muon.model.nn import triton_support
+
+
+def mark_stale(stale: Tensor, needed: Tensor, coord: Tensor, reference: Tensor, limit: float) -> None:
+    """Note which structures need new candidates, and whether all positions are finite.
+
+    Parameters
+    ----------
+    stale
+        Written: 1 where an atom has moved by more than the root of `limit` `(nframes,)`, int32.
+    needed
+        Of `Candidates`.
+    coord, reference
+        Positions now and then `(nframes, natoms, 3)` [Å].
+    limit
+        In Å².
+    """
+    if triton_support.usable(coord.device):
+        from deepmd_muon.model.neighbors import kernels
+
+        kernels.mark_stale(stale, needed, coord, reference, limit)
+        return
+    moved = (coord - reference).square().sum(-1)
+    stale.copy_((~(moved <= limit)).any(1))  # NaN is stale, too
+    needed[NOT_FINITE].logical_or_(~coord.isfinite().all())
+
+
+def refer(reference: Tensor, built: Tensor, coord: Tensor, stale: Tensor) -> None:
+    """Keep the positions of stale structures, and count their lists in `built` `(nframes,)`."""
+    if triton_support.usable(coord.device):
+        from deepmd_muon.model.neighbors import kernels
+
+        kernels.refer(reference, built, coord, stale)
+        return
+    built.add_(stale)
+    reference.copy_(torch.where(stale[:, None, None] > 0, coord, reference))
 
 
 def renew(candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, stale: Tensor, reach: float) -> None:
@@ -28,7 +73,7 @@ def renew(candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, st
     order, frame
         As in `find_neighbors`.
     stale
-        Which structures are looked at, bool `(nframes,)`.
+        Which structures are looked at, from `mark_stale`.
     reach
         Cut-off and skin [Å].
     """
@@ -39,7 +84,7 @@ def renew(candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, st
         return
     square, other, shift = all_candidates(atoms, order, frame)
     nframes, room = atoms.counts.shape[0], candidates.place.shape[1]
-    wanted = (frame < nframes) & stale[frame.clamp(max=nframes - 1)]
+    wanted = (frame < nframes) & (stale[frame.clamp(max=nframes - 1)] > 0)
     near = square < reach**2
     first = (~near).to(torch.uint8).sort(dim=1, stable=True).indices[:, :room]
     missing = room - first.shape[1]
@@ -51,7 +96,7 @@ def renew(candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, st
         candidates.shift.copy_(torch.where(wanted[:, None, None], found, candidates.shift))
     number = near.sum(1).int()
     candidates.number.copy_(torch.where(wanted, number, candidates.number))
-    _note(candidates, 0, torch.where(wanted & (number > room), number, 0))
+    _note(candidates, ROOM, torch.where(wanted & (number > room), number, 0))
 
 
 def lay_out(
@@ -62,7 +107,7 @@ def lay_out(
     Parameters
     ----------
     candidates
-        From `renew`; `needed` tells where atoms lie at the same place, and which widths and bounds are too small.
+        From `renew`; `needed` tells where atoms are too near, and which widths and bounds are too small.
     atoms, order, frame, sections
         As in `find_neighbors`.
     inner
@@ -84,7 +129,8 @@ def lay_out(
         vector = vector + torch.einsum("afk,akx->afx", shift.double(), atoms.cells.box[here])
     square = vector.square().sum(-1).masked_fill(~real, torch.inf)
     found = in_sections(square, other, shift.int(), atoms, sections)
-    _note(candidates, 1, (square < SAME_PLACE**2).sum(1))
+    _note(candidates, AT_SAME_PLACE, (square < SAME_PLACE**2).any(1))
+    _note(candidates, TOO_NEAR, ((square < candidates.nearest) & (square < sections.rcut**2)).any(1))
     rank = square.masked_fill(square >= sections.rcut**2, torch.inf).argsort(dim=1, stable=True)[:, : sections.most]
     kept, kinds = square.gather(1, rank) < sections.rcut**2, atoms.atype[other.gather(1, rank)]
     for group, width in enumerate(sections.widths):

@@ -20,7 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepmd_muon.model.neighbors.atoms import FIRST_WIDTH, MARGIN, SAME_PLACE, Atoms, Candidates, Sections
+from deepmd_muon.model.neighbors.atoms import (
+    AT_SAME_PLACE,
+    FIRST_WIDTH,
+    MARGIN,
+    NOT_FINITE,
+    SAME_PLACE,
+    TOO_NEAR,
+    Atoms,
+    Candidates,
+    Sections,
+)
 
 BLOCK = 256
 _MARGIN = tl.constexpr(MARGIN)
@@ -164,6 +174,40 @@ def _search_kernel(
 
 
 @triton.jit
+def _moved_kernel(
+    stale, needed, coord, reference, numbers, limit, not_finite: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    """Note whether some atoms of a structure have moved too far, or are nowhere."""
+    frame = tl.program_id(0).to(tl.int64)
+    atom = tl.program_id(1) * block + tl.arange(0, block)
+    real = atom < numbers
+    at = (frame * numbers + atom) * 3
+    square, total = tl.zeros((block,), tl.float64), tl.zeros((block,), tl.float64)
+    for k in tl.static_range(3):
+        x = tl.load(coord + at + k, real, 0.0)
+        moved = x - tl.load(reference + at + k, real, 0.0)
+        square += moved * moved
+        total += x - x  # NaN for what is not finite
+    far = tl.sum((real & ((square <= limit) == 0)).to(tl.int32))
+    nowhere = tl.sum((real & (total != 0.0)).to(tl.int32))
+    tl.atomic_max(stale + frame, 1, far > 0)
+    tl.atomic_max(needed + not_finite, 1, nowhere > 0)
+
+
+@triton.jit
+def _refer_kernel(reference, built, coord, stale, numbers, block: tl.constexpr):
+    """Keep the positions of a stale structure, and count its new list."""
+    frame = tl.program_id(0).to(tl.int64)
+    renewed = tl.load(stale + frame)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    wanted = (at < numbers * 3) & (renewed != 0)
+    place = frame * numbers * 3 + at
+    tl.store(reference + place, tl.load(coord + place, wanted, 0.0), wanted)
+    count = tl.load(built + frame)
+    tl.store(built + frame, count + renewed, tl.program_id(1) == 0)
+
+
+@triton.jit
 def _renew_kernel(
     place, translation, number, needed, stale,
     coord, atype, counts, natoms, box, inverse, reach, images,
@@ -203,7 +247,7 @@ def _renew_kernel(
 def _lay_out_kernel(
     neighbor, shift, needed, place, translation, number,
     coord, atype, box, order, frame, nframes, room, starts, widths, groups, nnei, most, square, short, inner, ninner,
-    first: tl.constexpr, same: tl.constexpr,
+    nearest, first: tl.constexpr, same: tl.constexpr, same_place: tl.constexpr, too_near: tl.constexpr,
     by_type: tl.constexpr, periodic: tl.constexpr, block: tl.constexpr, capacity: tl.constexpr,
 ):  # fmt: skip
     """Write the neighbours of one atom, the nearest first, from those within cut-off and skin."""
@@ -230,8 +274,9 @@ def _lay_out_kernel(
     distance = dx * dx + dy * dy + dz * dz
     near = real & (distance < square)
     found = tl.sum(near.to(tl.int32))
-    close = tl.sum((near & (distance < same)).to(tl.int32))
-    tl.atomic_max(needed + 1, close, close > 0)
+    least = tl.min(tl.where(near, distance, float("inf")))
+    tl.atomic_max(needed + same_place, 1, least < same)
+    tl.atomic_max(needed + too_near, 1, least < tl.load(nearest))
     for k in range(ninner):
         within = tl.sum((near & (distance < tl.load(short + k))).to(tl.int32))
         tl.atomic_max(needed + first + groups + k, within, within > tl.load(inner + k))
@@ -328,6 +373,20 @@ def find(atoms: Atoms, order: Tensor, frame: Tensor, sections: Sections) -> tupl
     return neighbor, shift
 
 
+def mark_stale(stale: Tensor, needed: Tensor, coord: Tensor, reference: Tensor, limit: float) -> None:
+    """Note moves as `candidates.mark_stale` does."""
+    nframes, natoms, _ = coord.shape
+    stale.zero_()
+    grid = nframes, triton.cdiv(natoms, BLOCK)
+    _moved_kernel[grid](stale, needed, coord, reference, natoms, limit, not_finite=NOT_FINITE, block=BLOCK)
+
+
+def refer(reference: Tensor, built: Tensor, coord: Tensor, stale: Tensor) -> None:
+    """Keep positions as `candidates.refer` does."""
+    nframes, natoms, _ = coord.shape
+    _refer_kernel[nframes, triton.cdiv(natoms * 3, 4 * BLOCK)](reference, built, coord, stale, natoms, block=4 * BLOCK)
+
+
 def renew(candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, stale: Tensor, reach: float) -> None:
     """Find candidates as `candidates.renew` does."""
     rows, room = candidates.place.shape
@@ -384,8 +443,11 @@ def lay_out(
         radii,
         bounds,
         len(inner),
+        candidates.nearest,
         first=FIRST_WIDTH,
         same=SAME_PLACE**2,
+        same_place=AT_SAME_PLACE,
+        too_near=TOO_NEAR,
         by_type=sections.by_type,
         periodic=periodic,
         block=BLOCK,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.settings import NeighborRequest
-from deepmd_muon.model.neighbors.atoms import FIRST_WIDTH, MOST_NEIGHBORS, Atoms, Candidates, Cells, Sections
-from deepmd_muon.model.neighbors.candidates import lay_out, renew
+from deepmd_muon.model.neighbors.atoms import FIRST_WIDTH, MOST_NEIGHBORS, ROOM, Atoms, Candidates, Cells, Sections
+from deepmd_muon.model.neighbors.candidates import lay_out, mark_stale, refer, renew
 from deepmd_muon.model.neighbors.search import count_neighbors
 from deepmd_muon.model.structures import Structures
 
@@ -59,6 +59,8 @@ class SkinLists:
         Positions `(nframes, natoms, 3)` [Å], float64; write them before `find`.
     cells
         Cells; `set_cells` writes them.
+    nearest
+        As in `Candidates`; 0 until somebody writes it.
     built
         Lists that were built for each structure `(nframes,)`, int64.
     """
@@ -77,6 +79,8 @@ class SkinLists:
         self._sizes = (atype >= 0).sum(1)
         self.coord = torch.zeros(nframes, natoms, 3, dtype=torch.float64, device=device)
         self._reference = torch.full_like(self.coord, torch.inf)
+        self._stale = torch.zeros(nframes, dtype=torch.int32, device=device)
+        self.nearest = torch.zeros(1, dtype=torch.float64, device=device)
         self.cells: Cells | None = None
         if periodic:
             self.cells = Cells.of_some(torch.zeros(nframes, 3, 3, dtype=torch.float64, device=device), self._reach)
@@ -135,9 +139,9 @@ class SkinLists:
         widths = [min(x, most) for x, most in zip(needed[FIRST_WIDTH:end], self._limits, strict=True)]
         inner = [min(x, self._most_inner(k)) for k, x in enumerate(needed[end:])]
         before = (room.candidates, *room.widths, *room.inner)
-        if all(x <= own for x, own in zip((needed[0], *widths, *inner), before, strict=True)):
+        if all(x <= own for x, own in zip((needed[ROOM], *widths, *inner), before, strict=True)):
             return False
-        self._make([needed[0]], widths, inner)
+        self._make([needed[ROOM]], widths, inner)
         return True
 
     def _most_inner(self, k: int) -> int:
@@ -165,6 +169,7 @@ class SkinLists:
             None if self.cells is None else torch.zeros(nreal, most, 3, dtype=torch.int32, device=device),
             torch.zeros(nreal, dtype=torch.int32, device=device),
             torch.zeros(self._entries, dtype=torch.int32, device=device),
+            self.nearest,
             self._room.inner,
         )
         self._reference.fill_(torch.inf)
@@ -179,12 +184,10 @@ class SkinLists:
         """Return the structures at the present positions with their neighbours; all work is on the device."""
         assert self._candidates is not None
         assert self._room is not None
-        moved = (self.coord - self._reference).square().sum(-1).amax(1)
-        stale = ~(moved <= (0.5 * self._skin) ** 2)  # NaN is stale, too
-        self.built.add_(stale)
-        self._reference.copy_(torch.where(stale[:, None, None], self.coord, self._reference))
+        mark_stale(self._stale, self._candidates.needed, self.coord, self._reference, (0.5 * self._skin) ** 2)
+        refer(self._reference, self.built, self.coord, self._stale)
         atoms = self._atoms
-        renew(self._candidates, atoms, self._order, self._frame, stale, self._reach)
+        renew(self._candidates, atoms, self._order, self._frame, self._stale, self._reach)
         limit = sum(self._limits)
         sections = Sections(self._rcut, self._room.widths, self._by_type, min(limit, MOST_NEIGHBORS), 0)
         radii = [radius for radius, _ in self._inner]

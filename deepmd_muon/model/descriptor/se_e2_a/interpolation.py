@@ -46,8 +46,8 @@ absent element, pieces of a shorter interval would turn rounding errors into slo
 TABLE_TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-6}
 """The same for tables that stand for the networks in predictions."""
 
-CLOSER = 1.25
-"""How much larger an s may become, over the smallest one, before a table has to be made again."""
+CLOSER = 0.8
+"""Distance down to which a table reaches, over the smallest one of the atoms it is made for."""
 
 EDGES_PER_NODE = 4
 """With fewer edges, evaluating the networks at every edge is as fast."""
@@ -190,30 +190,25 @@ def tail(coefficient: torch.Tensor, pieces: int) -> torch.Tensor:
 
 
 class Table(NamedTuple):
-    """Interpolated networks whose weights no longer change, on fixed intervals.
+    """Interpolated networks whose weights no longer change, on one interval for all neighbour types.
 
     Attributes
     ----------
     start, pieces
         As in `Edges`.
-    high
-        Largest s on the intervals `(types,)`.
     coefficients
         Those of each kind of centre, `scale` included `(terms, M)`.
-    beyond
-        Positive once an s was larger: results are then wrong; int32 `(1,)`.
+    nearest
+        Distance of neighbours down to which the interval reaches [Å].
     """
 
     start: torch.Tensor
     pieces: int
-    high: torch.Tensor
     coefficients: tuple[torch.Tensor, ...]
-    beyond: torch.Tensor
+    nearest: float
 
     def edges(self, rows: torch.Tensor, empty: torch.Tensor, widths: Sequence[int], sel: Sequence[int]) -> Edges:
-        """Return the edges of a batch on these intervals, and note whether they hold them; arguments as in `cut`."""
-        high = self.high[_kinds(tuple(widths), rows.device)]
-        self.beyond.add_((rows[..., 0] > high).any())
+        """Return the edges of a batch on this interval; arguments as in `cut`."""
         return Edges(rows, empty, self.start, self.pieces, tuple(widths), _missing(widths, sel))
 
 
@@ -222,35 +217,28 @@ def _missing(widths: Sequence[int], sel: Sequence[int]) -> tuple[int, ...]:
 
 
 def tabulate(
-    blocks: Sequence[Sequence[Network]],
-    f: Activation,
-    rows: torch.Tensor,
-    empty: torch.Tensor,
-    lowest: torch.Tensor,
-    widths: Sequence[int],
-    sel: Sequence[int],
-    scale: float,
+    blocks: Sequence[Sequence[Network]], f: Activation, ends: torch.Tensor, scale: float, nearest: float
 ) -> Table | None:
-    """Return the table of all networks for batches like this one; None where the most pieces do not suffice.
+    """Return the table of all networks on an interval; None where the most pieces do not suffice.
 
     Parameters
     ----------
-    blocks, f, rows, empty, widths, sel
+    blocks, f
         As in `fewest_pieces`.
-    lowest
-        Least s that an edge can have.
+    ends
+        Least and largest s `(2,)`.
     scale
         Factor of the coefficients.
+    nearest
+        Of `Table`.
     """
-    parts = rows[..., 0].split(list(widths), dim=1)
-    largest = torch.stack([torch.cat([empty[:, 0], s.flatten()]).amax() for s in parts])
-    span = (CLOSER * (largest - lowest)).clamp_min(SHORTEST)
+    types, span = len(blocks[0]), (ends[1] - ends[0]).clamp_min(SHORTEST)
     for pieces in PIECES:
-        start = torch.stack([lowest.expand_as(span), pieces / span], dim=1)
-        edges = Edges(rows, empty, start, pieces, tuple(widths), _missing(widths, sel))
+        start = torch.stack([ends[0], pieces / span]).expand(types, 2).contiguous()
+        edges = Edges(start, start, start, pieces, (0,) * types, (0,) * types)
         found = tuple(coefficients(nets, f, edges, scale) for nets in blocks)
-        if all(float(tail(each, pieces)) <= TABLE_TOLERANCE[rows.dtype] for each in found):
-            return Table(start, pieces, lowest + span, found, torch.zeros(1, dtype=torch.int32, device=rows.device))
+        if all(float(tail(each, pieces)) <= TABLE_TOLERANCE[start.dtype] for each in found):
+            return Table(start, pieces, found, nearest)
     return None
 
 

@@ -171,13 +171,18 @@ class SeE2A(torch.nn.Module):
     @torch.no_grad()
     def tabulate(self, structures: Structures, edges: torch.Tensor) -> interpolation.Table | None:
         """Return a table that stands for the present weights on batches like this one; see `Tabulated`."""
-        used = self.used_slots(structures)
-        rows, empty_row, _ = self._standardised(structures, self.environment(structures, edges), used)
-        # The s of an empty slot, or 0 where one is excluded: others are larger.
-        lowest = (-self.sea.mean[:, 0, 0] / self.sea.stddev[:, 0, 0]).amin().clamp(max=0.0)
-        nets, scale = self.networks(), 1.0 / sum(self.sel)
-        widths = structures.sections
-        return interpolation.tabulate(nets, self.activation, rows, empty_row, lowest, widths, self.sel, scale)
+        real, own = structures.neighbor >= 0, self.settings
+        distance = torch.where(real, edges.square().sum(-1), own.rcut**2).flatten()
+        nearest = interpolation.CLOSER * float(distance.amin().sqrt() if len(distance) else own.rcut)
+        point = edges.new_tensor([[[nearest, 0.0, 0.0]]])
+        empty = torch.zeros(1, 1, dtype=torch.bool, device=edges.device)
+        largest = environment(point, empty, own.rcut, own.rcut_smth, own.env_protection).rows[0, 0, 0]
+        mean, deviation = self.sea.mean[:, 0, 0], self.sea.stddev[:, 0, 0]
+        # The s of an empty slot is the least, or 0 where a pair of types is excluded.
+        ends = torch.stack(
+            [(-mean / deviation).amin().clamp(max=0.0), ((largest.to(mean.dtype) - mean) / deviation).amax()]
+        )
+        return interpolation.tabulate(self.networks(), self.activation, ends, 1.0 / sum(self.sel), nearest)
 
     def _check(self, structures: Structures) -> None:
         for width, sel, name in zip(structures.sections, self.sel, self.type_map, strict=True):
