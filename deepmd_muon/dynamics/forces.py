@@ -197,8 +197,9 @@ class ForceField:
 
     def _host_lists(self, atype: torch.Tensor) -> PairLists | GhostLists:
         model = self.predictor.model
-        frozen = isinstance(model, FrozenModel)
-        return GhostLists(model.rcut, atype, self.skin) if frozen else PairLists(model, atype, self.skin)
+        if isinstance(model, FrozenModel):
+            return GhostLists(model.rcut, atype, self.skin)
+        return PairLists(model, atype, self.skin)
 
     def _evaluate(self, lists: Lists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
         if isinstance(lists, DeviceCall):

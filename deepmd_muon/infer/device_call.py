@@ -88,7 +88,9 @@ class DeviceCall:
 
     def launch(self) -> None:
         """Evaluate the present positions; all work is on the device."""
-        structures = replace(self.lists.find(), **self._parameters)
+        structures = replace(
+            self.lists.find(), fparam=self._parameters.get("fparam"), aparam=self._parameters.get("aparam")
+        )
         with torch.no_grad(), self._model.using(self._table):
             found = self._model(structures, force=True, virial=True)
         torch.cat([found[name].flatten() for name in ("energy", "virial", "force", "atom_energy")], out=self._results)

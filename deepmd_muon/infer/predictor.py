@@ -237,7 +237,7 @@ class Predictor:
         coord, atype = frames.coord[rows], frames.atype[rows]
         box = None if frames.box is None else frames.box[rows]
         fparam, aparam = (None if values is None else values[rows] for values in (frames.fparam, frames.aparam))
-        call = self._calls and self._calls.of(atype, self.device, periodic=box is not None)
+        call = None if self._calls is None else self._calls.of(atype, self.device, periodic=box is not None)
         if call is not None:
             with contextlib.suppress(DenseError):
                 return call.predict(coord, box, fparam, aparam)

@@ -18,12 +18,14 @@ of the host and torch's own operations, also after atoms have moved and the cell
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,18 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> None:
             run([options.deepmd_kit, *words], folder, options)
 
 
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Compute with lists of the host and torch's own operations."""
+    from deepmd_muon.model.nn import triton_support
+
+    usable, triton_support.usable = triton_support.usable, lambda _: False
+    try:
+        yield
+    finally:
+        triton_support.usable = usable
+
+
 class Resident:
     """Checks and times force calls of one model that stay on the device.
 
@@ -213,17 +227,14 @@ class Resident:
         else:
             self.predictor = Predictor(model, device=options.device)
         self.predictor.batch_atoms = 1 << 16
-        self.plain = Predictor(random_model(options.descriptor, options.precision, "training"), device=options.device)
+        with plainly():
+            plain = random_model(options.descriptor, options.precision, "training")
+            self.plain = Predictor(plain, device=options.device)
 
     def expected(self, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray) -> Any:
         """Predict with lists of the host and without Triton's kernels."""
-        from deepmd_muon.model.nn import triton_support
-
-        usable, triton_support.usable = triton_support.usable, lambda _: False
-        try:
+        with plainly():
             return self.plain.predict(coord, box, atype)
-        finally:
-            triton_support.usable = usable
 
     def check(self, molecules: int) -> None:
         """Compare results, while atoms move, after the cell has changed, and without one."""

@@ -168,6 +168,7 @@ class CapturedStep:
             gradient.expect(layout)
             # Only captured steps are compiled.
             if met and layout is not None and any(gradient.wants(part.layout) for part in parts_of(feed)):
+                assert self._memory is not None
                 with gradient.compiling():
                     self._memory.run_aside(lambda: self._run(feed))
                 return
