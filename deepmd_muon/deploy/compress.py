@@ -132,7 +132,7 @@ def compress(
     output = Path(output)
     make_folder_of(output)
     with replacement(output) as temporary:
-        save(program, temporary, output)
+        save(program, model, temporary, output)
         frozen = Predictor(temporary, device="cpu")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of the structures with close atoms

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from deepmd_muon.model.descriptor.interface import Described, Interpolated, Recomputing, Standardised
+from deepmd_muon.model.descriptor.interface import (
+    Described,
+    Interpolated,
+    Recomputing,
+    Standardised,
+    Table,
+    Tabulated,
+)
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.nn import triton_support
@@ -213,6 +221,24 @@ class EnergyModel(torch.nn.Module):
             return 0
         found = [descriptor.pieces_for(batch, edge_vectors(batch)) for batch in map(self.seen, batches)]
         return max(found) if found and all(found) else 0
+
+    def tabulate(self, batch: Structures) -> Table | None:
+        """Return a table of the descriptor's networks for batches like this one, where it knows tables."""
+        descriptor, seen = self.atomic_model.descriptor, self.seen(batch)
+        return descriptor.tabulate(seen, edge_vectors(seen)) if isinstance(descriptor, Tabulated) else None
+
+    @contextlib.contextmanager
+    def using(self, table: Table | None) -> Iterator[None]:
+        """Predict by a table within the context."""
+        descriptor = self.atomic_model.descriptor
+        if not isinstance(descriptor, Tabulated):
+            yield
+            return
+        descriptor.table = table
+        try:
+            yield
+        finally:
+            descriptor.table = None
 
     def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
         """Set the descriptor's standardisation, values `(ntypes, 4)` from `environment_statistics`.
