@@ -386,14 +386,22 @@ class Program(torch.nn.Module):
         do_atomic_virial: bool = False,
         charge_spin: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return what `forward_lower` returns under the names of deepmd-kit's Python, always with virials of atoms."""
+        """Return what `forward_lower` returns under the names of deepmd-kit's Python.
+
+        deepmd-kit sums `energy_derv_c` for the virial: unless atomic ones are asked for, the first atom holds it all.
+        """
         parameters = self._parameter_rows(nlist, fparam, aparam)
-        found = self._evaluate(extended_coord, extended_atype, nlist, mapping, parameters, True, None)
+        found = self._evaluate(extended_coord, extended_atype, nlist, mapping, parameters, do_atomic_virial, None)
+        if do_atomic_virial:
+            of_atoms = found["extended_virial"]
+        else:
+            of_atoms = found["virial"].new_zeros([extended_atype.shape[0], extended_atype.shape[1], 9])
+            of_atoms[:, :1] = found["virial"].unsqueeze(1)
         return {
             "energy": found["atom_energy"],
             "energy_redu": found["energy"],
             "energy_derv_r": found["extended_force"].unsqueeze(2),
-            "energy_derv_c": found["extended_virial"].unsqueeze(2),
+            "energy_derv_c": of_atoms.unsqueeze(2),
             "energy_derv_c_redu": found["virial"].unsqueeze(1),
             "mask": (extended_atype[:, : nlist.shape[1]] >= 0).to(torch.int32),
         }
