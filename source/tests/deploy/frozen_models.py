@@ -87,7 +87,6 @@ LARGER = {
 # Those that `dp compress` takes.
 TABULATED = {
     "se_e2_a": LARGER["se_e2_a"],
-    "se_atten_v2": {key: value for key, value in LARGER["se_atten"].items() if key != "attn"}
-    | {"type": "se_atten_v2", "attn_layer": 0},
     "se_atten": LARGER["se_atten"] | {"attn_layer": 0},
+    "strip": LARGER["se_atten"] | {"attn_layer": 0, "tebd_input_mode": "strip"},
 }
