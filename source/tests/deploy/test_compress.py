@@ -202,7 +202,7 @@ def test_what_cannot_be_is_refused(words, message, saved, tmp_path, monkeypatch,
 
 
 def test_other_descriptors_and_kinks_are_refused(tmp_path):
-    with pytest.raises(FreezeError, match="'dpa3' cannot be compressed: .* use dp freeze"):
+    with pytest.raises(FreezeError, match=r"'dpa3' cannot be compressed: .* use dp freeze"):
         compress(build(LARGER["dpa3"] | {"seed": 1}), tmp_path / "c.pth")
     with pytest.raises(FreezeError, match="kink"):
         compress(build(SE_E2_A | {"activation_function": "relu"}), tmp_path / "c.pth", min_distance=0.7)
