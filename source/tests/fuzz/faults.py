@@ -154,9 +154,11 @@ def _in_words(line: str) -> str:
 def outcome(run: Path, kind: str) -> dict:
     """Return what must not depend on faults: checkpoint, learning curve, validation and the names of the files."""
     names = sorted(path.name for path in run.iterdir())
-    if kind == "both":
-        # Of a step whose directory could not be written the file is continued: an older directory is kept instead.
+    if kind in ("dcp", "both"):
+        # A run whose directory could not be written leaves a file of that step, from which the next run continues. One
+        # that runs without fault keeps a directory of that step, and no file, where the form is "dcp".
         names = [re.sub(rf"^(model[.]ckpt-)(?!{STEPS}[.])[0-9]+", r"\1older", name) for name in names]
+        names = [name for name in names if kind == "both" or name != "model.ckpt-older.pt"]
     links = {path.name: os.readlink(path) for path in run.iterdir() if path.is_symlink()}
     texts = {name: (run / name).read_text() for name in ("checkpoint", "lcurve.out", "val.log") if name in names}
     best = {path.name: torch.load(path, weights_only=True)["model"] for path in run.glob("best.ckpt*")}
