@@ -318,10 +318,10 @@ def _of_stiffness(sample: Sample, fit: PairFit, pairs: NearPairs) -> Iterator[st
     frames, names = sample.frames, sample.system.type_map
     near = np.flatnonzero(pairs.distance < 1.3 * pairs.distance.min())
     kind = np.sort([frames.atype[pairs.frame[near], atom[near]] for atom in (pairs.i, pairs.j)], axis=0)
-    closest = tuple(int(t) for t in kind[:, pairs.distance[near].argmin()])
-    length = float(np.median(pairs.distance[near[(kind.T == closest).all(axis=1)]]))
-    share = fit.stiffness((closest[0], closest[1]), length) / (_STIFFNESS * (_BOND / length) ** 4)
-    radii = sum(COVALENT_RADII.get(names[t], np.nan) for t in closest) if names else np.nan
+    a, b = kind[:, pairs.distance[near].argmin()].tolist()
+    length = float(np.median(pairs.distance[near[(kind[0] == a) & (kind[1] == b)]]))
+    share = fit.stiffness((a, b), length) / (_STIFFNESS * (_BOND / length) ** 4)
+    radii = sum(COVALENT_RADII.get(names[t], np.nan) for t in (a, b)) if names else np.nan
     if share > _STIFF:
         yield (
             f"bonds of {length:.2f} Å are {share:.0f} times stiffer than the stiffest known: energies and forces in "

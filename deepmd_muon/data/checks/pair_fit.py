@@ -116,7 +116,7 @@ class PairFit:
         self._force = self._force_design(frames)
 
     def _force_design(self, frames: Frames) -> np.ndarray:
-        """Derivatives of the forces by the coefficients, (rows, p)."""
+        """Return the derivatives of the forces by the coefficients, (rows, p)."""
         pairs, size = self._pairs, len(self.kinds) * FUNCTIONS
         rows = frames.nframes * frames.natoms
         atoms = pairs.frame * frames.natoms + np.stack([pairs.i, pairs.j])
@@ -129,12 +129,12 @@ class PairFit:
         return np.stack([gather(x) for x in range(3)], axis=1).reshape(-1, size)
 
     def _of_pairs(self, functions: np.ndarray) -> np.ndarray:
-        """Sum of the functions of each pair times their coefficients, (npairs,)."""
+        """Add up the functions of each pair times their coefficients, (npairs,)."""
         found: np.ndarray = np.einsum("pk,pk->p", functions, self.coefficients[self._column])
         return found
 
     def _of_frames(self, values: np.ndarray) -> np.ndarray:
-        """Sums over the pairs of each frame, (nframes,)."""
+        """Add up values of pairs in each frame, (nframes,)."""
         return np.bincount(self._pairs.frame, values, self._nframes)
 
     @cached_property
@@ -158,7 +158,7 @@ class PairFit:
     def explained(self) -> float:
         """Share of the squares of the forces that φ explains, less what so many coefficients explain by chance."""
         rest = float(((self.labels - self._force @ self.coefficients) ** 2).sum() / (self.labels**2).sum())
-        return 1 - rest * len(self.labels) / (len(self.labels) - self._force.shape[1])
+        return 1 - rest * len(self.labels) / (len(self.labels) - self.coefficients.size)
 
     @property
     def energies(self) -> np.ndarray:
