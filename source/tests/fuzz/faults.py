@@ -274,7 +274,7 @@ def run_faults(place: Path, kind: str, options: argparse.Namespace) -> list[str]
     begin, failures, count = time.monotonic(), [], 0
     sweep = Sweep(place, kind)
     for case, (number, call, fault) in enumerate(_cases(sweep.calls, options)):
-        if case % options.parts != options.part:
+        if case < options.first or case % options.parts != options.part:
             continue
         if time.monotonic() - begin > options.seconds:
             print(f"{kind}: no time for case {case} and those after it", flush=True)
@@ -313,6 +313,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the calls of an undisturbed training")
     parser.add_argument("--parts", type=int, default=1, help="take only one of so many parts of the cases")
     parser.add_argument("--part", type=int, default=0, help="which part, from 0")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case, from 0")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time for each kind")
     return parser.parse_args(words)
 
