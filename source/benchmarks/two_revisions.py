@@ -66,7 +66,13 @@ def content_of(case: str, data: Path, folder: Path) -> dict[str, Any]:
 
 def run(checkout: Path, content: dict[str, Any], steps: int) -> Run:
     """Train in a new folder, in a process of its own."""
-    training = {"numb_steps": steps, "disp_freq": INTERVAL, "save_freq": 10**8, "jsonl_file": "steps.jsonl"}
+    training = {
+        "numb_steps": steps,
+        "disp_training": True,
+        "disp_freq": INTERVAL,
+        "save_freq": 10**8,
+        "jsonl_file": "steps.jsonl",
+    }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "input.json")
         path.write_text(json.dumps({**content, "training": {**content["training"], **training}}))
