@@ -60,8 +60,7 @@ def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
     stopped["validating"]["early_stop_patience"] = 1
     jobs.append(Job(place / "two_stopped", stopped))
     # Without reading on the host, as on GPUs.
-    for stage in (0, 1):
-        jobs.append(Job(place / f"device_{stage}", two_branches(place, 1, stage), accident="on_device"))
+    jobs += [Job(place / f"device_{stage}", two_branches(place, 1, stage), accident="on_device") for stage in (0, 1)]
     assert run_jobs(2, jobs) == [["0", "0"]] * 6
     assert (place / "two_stopped" / "model.ckpt-2.pt").exists()
     assert not (place / "two_stopped" / f"model.ckpt-{HALF}.pt").exists()
