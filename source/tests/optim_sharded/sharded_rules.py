@@ -1,4 +1,4 @@
-"""NorMuon, SOAP, norm control and cautious decay on several ranks: as one process in every layout, view and way of state."""
+"""NorMuon, SOAP, norm control and cautious decay on several ranks equal one process in every layout and view."""
 
 from __future__ import annotations
 
