@@ -190,6 +190,14 @@ class RunSettings(Section):
             "are those of all batches of the step."
         ),
     )
+    balance_batches: bool = setting(
+        False,
+        doc=(
+            "Order batches so that the processes of a step get batches of similar cost (atoms, neighbours and, for "
+            "DPA-3, angles of a system's first frame), and none waits long for the others. The order does not depend "
+            "on the number of processes; it differs from that without this key."
+        ),
+    )
     seed: int | None = setting(None, minimum=0, doc="Seed of the order of the data; left out, it is random.")
     disp_file: str = setting("lcurve.out", doc="File of the learning curve.")
     disp_freq: int = setting(1000, minimum=1, doc="Steps between two rows of the learning curve.")
@@ -271,9 +279,9 @@ class RunSettings(Section):
         choices=("auto", "on", "off"),
         doc=(
             "Record the training step in a CUDA graph for each shape of batches and replay it: the host then launches "
-            "one graph instead of hundreds of kernels. 'auto': on GPUs, with several processes at zero_stage 0; 'on': "
-            "the same, but an error elsewhere; 'off': never. If recording fails, kernels are launched one by one; the "
-            "log says why."
+            "one graph instead of hundreds of kernels. 'auto': on GPUs, with several processes at zero_stage 0 and 1; "
+            "'on': the same, but an error elsewhere; 'off': never. If recording fails, kernels are launched one by "
+            "one; the log says why."
         ),
     )
     enable_compile: bool = setting(
@@ -382,12 +390,6 @@ def _known_branch(export_branch: str | None, data_dict: Mapping[str, BranchDataS
     return None
 
 
-def _whole_parameters(zero_stage: int) -> str | None:
-    if zero_stage > 1:
-        return f"must be 0 or 1 where several models share parts; found {zero_stage}"
-    return None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiTaskTrainingSettings(RunSettings):
     """Data of each branch, length and outputs of a run."""
@@ -427,7 +429,6 @@ class MultiTaskTrainingSettings(RunSettings):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("numb_steps", "num_epoch_dict", "model_prob"), _one_length_of_branches),
         Rule(("model_prob",), _some_probability),
-        Rule(("zero_stage",), _whole_parameters),
         Rule(("export_branch", "data_dict"), _known_branch),
         *RunSettings.rules,
     )

@@ -5,8 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from deepmd_muon.section import Foreign, Section
+from deepmd_muon.section import Foreign, Rule, Section
 from deepmd_muon.setting import setting
+
+
+def _some_validations(early_stop_patience: int, full_validation: bool, full_val_start: float) -> str | None:
+    if early_stop_patience and (not full_validation or full_val_start == 1):
+        return f"needs full_validation, which is off; found {early_stop_patience}"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +46,19 @@ class ValidatingSettings(Section):
     )
     max_best_ckpt: int = setting(1, minimum=1, doc="Number of best checkpoints that are kept.")
     full_val_file: str = setting("val.log", doc="File of the errors of full validations.")
+    early_stop_patience: int = setting(
+        0,
+        minimum=0,
+        doc=(
+            "End the run after so many full validations in a row without a new best; 0 never does. Of several models, "
+            "one without a new best is not drawn until it has one, and the run ends when all wait; a model without "
+            "validation data never does. A stratified run draws all of them to its end."
+        ),
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("early_stop_patience", "full_validation", "full_val_start"), _some_validations),
+    )
 
     foreign: ClassVar[dict[str, Foreign]] = {
         "ema_full_validation": Foreign("full validation of averaged parameters", (False,)),

@@ -15,7 +15,7 @@ from deepmd_muon.cli.handover import TRUST, HandOver, frozen_here
 if TYPE_CHECKING:
     from deepmd_muon.model import EnergyModel
 
-HELP = "write a checkpoint or frozen file of se_e2_a as a faster file, with tables for its embedding nets"
+HELP = "write a checkpoint or frozen file of se_e2_a or DPA-1 as a faster file, with tables for its embedding nets"
 
 log = logging.getLogger(__name__)
 

@@ -34,6 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--relative_v", type=float, metavar="LEVEL", help="divide deviations of virials by the virial plus LEVEL"
     )
+    parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of multi-task checkpoints")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     add_label_options(parser)
 
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     refuse_clashes(CommandError, outputs, models, {"the data": [options.system]})
     set_up_logging(options.log_level, options.log_path)
     try:
-        predictors = [Predictor(name, trust=options.trust) for name in options.models]
+        predictors = [Predictor(name, head=options.head, trust=options.trust) for name in options.models]
     except ForeignModelError as error:
         raise HandOver(f"this model ({error})") from error
     type_map = predictors[0].type_map

@@ -132,7 +132,7 @@ def compress(
     output = Path(output)
     make_folder_of(output)
     with replacement(output) as temporary:
-        save(program, temporary, output)
+        save(program, model, temporary, output)
         frozen = Predictor(temporary, device="cpu")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of the structures with close atoms
@@ -151,7 +151,8 @@ def _table_of(model: EnergyModel) -> Any:
     if found is None:
         kind = DESCRIPTORS.name_of(model.settings.descriptor)
         raise FreezeError(
-            f"the descriptor {kind!r} has no tables and cannot be compressed; se_e2_a and DPA-1 can: use dp freeze"
+            f"the descriptor {kind!r} cannot be compressed: tables need features that depend on one distance, as those "
+            "of se_e2_a and of DPA-1 without attention do. Nothing was written: use dp freeze"
         )
     return found
 

@@ -17,7 +17,7 @@ import torch
 from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.program import Program
 from deepmd_muon.files import make_folder_of, named_file, replacement
-from deepmd_muon.infer.frozen_archive import MANIFEST, manifest_of
+from deepmd_muon.infer.frozen_archive import MANIFEST, WEIGHTS, manifest_of
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model import EnergyModel
@@ -84,7 +84,7 @@ def freeze(model: EnergyModel, output: str | os.PathLike[str], *, min_distance: 
     output = Path(output)
     make_folder_of(output)
     with replacement(output) as temporary:
-        save(program_of(model, min_distance), temporary, output)
+        save(program_of(model, min_distance), model, temporary, output)
         difference = compare(model, temporary)
         allowed = max(TOLERANCE[precision] for precision in precisions_of(model))
         if not difference.relative <= allowed:
@@ -100,14 +100,17 @@ def program_of(model: EnergyModel, min_distance: float = UNKNOWN_DISTANCE) -> Pr
     return Program(model, to_deepmd_kit(model, {})["_extra_state"]["model_params"], min_distance).eval()
 
 
-def save(program: Program, temporary: Path, output: Path) -> None:
-    """Write a program and the list of its parts to a file that errors call by the name `output`."""
+def save(program: Program, model: EnergyModel, temporary: Path, output: Path) -> None:
+    """Write a program, the weights and the list of all parts to a file that errors call by the name `output`."""
+    weights, plain = io.BytesIO(), io.BytesIO()
+    torch.save(to_deepmd_kit(model, {}), weights)
+    extra: dict[str, bytes | str] = {WEIGHTS: weights.getvalue()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript: LAMMPS's plugin reads nothing else
-        scripted, plain = torch.jit.script(program), io.BytesIO()
-        torch.jit.save(scripted, plain)
+        scripted = torch.jit.script(program)
+        torch.jit.save(scripted, plain, _extra_files=extra)
         with named_file(temporary, output) as file:
-            torch.jit.save(scripted, file, _extra_files={MANIFEST: manifest_of(plain.getvalue())})
+            torch.jit.save(scripted, file, _extra_files=extra | {MANIFEST: manifest_of(plain.getvalue())})
 
 
 def precisions_of(model: EnergyModel) -> set[torch.dtype]:

@@ -115,7 +115,7 @@ class Program(torch.nn.Module):
         When a part of the model has no scripted form.
     """
 
-    centres_cpu: Final[int] = 256  # computed at once: they bound the memory of a large system
+    centres_cpu: Final[int]  # computed at once: they bound the memory of a large system, and what a cache has to hold
     centres_gpu: Final[int] = 8192
     type_map: list[str]
     sel: list[int]
@@ -142,9 +142,10 @@ class Program(torch.nn.Module):
                 raise ModelError(f"the {kind} cannot be frozen: it was registered without `scripted`")
             parts.append(scripted(module))
         self.descriptor, net = parts
+        self.centres_cpu = int(getattr(self.descriptor, "centres_cpu", 256))
         self.fitting_net = net if hasattr(net, "numb_fparam") else _WithoutParameters(net)
         self.excludes = model.excluded is not None
-        no_pairs = torch.zeros(model.ntypes, model.ntypes, dtype=torch.bool)
+        no_pairs = torch.zeros(model.ntypes, model.ntypes, dtype=torch.int64)
         every = torch.ones(model.ntypes, dtype=torch.float64)
         self.register_buffer("excluded", no_pairs if model.excluded is None else model.excluded.clone())
         self.register_buffer("counted", every if model.counted is None else model.counted.clone())
@@ -329,14 +330,15 @@ class Program(torch.nn.Module):
         offset = torch.arange(nframes, device=coord.device) * nall
         centre = (offset.unsqueeze(1) + torch.arange(nloc, device=coord.device)).view(-1)
         listed = torch.where(nlist >= 0, nlist + offset.view(-1, 1, 1), -1).view(nframes * nloc, -1)
-        order = sort_by_type(types[centre])
+        step = self.centres_gpu if coord.is_cuda else self.centres_cpu
+        crowd = (listed >= 0).sum(1) if centre.shape[0] > step else torch.zeros_like(centre)
+        order = sort_by_type(types[centre], crowd)
         sums = Sums(
             energy=torch.zeros([nframes * nloc], dtype=torch.float64, device=coord.device),
             force=torch.zeros_like(coord),
             virial=torch.zeros([nframes, 9], dtype=torch.float64, device=coord.device),
             atom_virial=coord.new_zeros([coord.shape[0] if do_atomic_virial else 0, 9]),
         )
-        step = self.centres_gpu if coord.is_cuda else self.centres_cpu
         place = torch.empty([0], dtype=torch.int64, device=coord.device)
         comm: dict[str, torch.Tensor] = {}
         if self.descriptor.message_passing:
@@ -352,8 +354,8 @@ class Program(torch.nn.Module):
             own: list[int] = torch.bincount(kind, minlength=self.ntypes).cpu().tolist()
             neighbor, sections, vectors = neighbors_within(coord, types, atoms, listed[here], self.descriptor.request)
             if self.excludes:
-                hidden = self.excluded[kind.unsqueeze(1), types[neighbor.clamp(min=0)].clamp(min=0)]
-                neighbor = neighbor.masked_fill(hidden, -1)
+                mark = self.excluded[kind.unsqueeze(1), types[neighbor.clamp(min=0)].clamp(min=0)]
+                neighbor = torch.where((mark < 0) & (neighbor >= 0), mark, neighbor)
             frame = torch.div(atoms, nall, rounding_mode="floor")
             first_type = types[frame * nall].clamp(min=0)
             near = Near(atoms, kind, own, neighbor, sections, vectors, types, first_type, place, nloc, comm)
@@ -384,14 +386,22 @@ class Program(torch.nn.Module):
         do_atomic_virial: bool = False,
         charge_spin: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return what `forward_lower` returns under the names of deepmd-kit's Python, always with virials of atoms."""
+        """Return what `forward_lower` returns under the names of deepmd-kit's Python.
+
+        deepmd-kit sums `energy_derv_c` for the virial: unless atomic ones are asked for, the first atom holds it all.
+        """
         parameters = self._parameter_rows(nlist, fparam, aparam)
-        found = self._evaluate(extended_coord, extended_atype, nlist, mapping, parameters, True, None)
+        found = self._evaluate(extended_coord, extended_atype, nlist, mapping, parameters, do_atomic_virial, None)
+        if do_atomic_virial:
+            of_atoms = found["extended_virial"]
+        else:
+            of_atoms = found["virial"].new_zeros([extended_atype.shape[0], extended_atype.shape[1], 9])
+            of_atoms[:, :1] = found["virial"].unsqueeze(1)
         return {
             "energy": found["atom_energy"],
             "energy_redu": found["energy"],
             "energy_derv_r": found["extended_force"].unsqueeze(2),
-            "energy_derv_c": found["extended_virial"].unsqueeze(2),
+            "energy_derv_c": of_atoms.unsqueeze(2),
             "energy_derv_c_redu": found["virial"].unsqueeze(1),
             "mask": (extended_atype[:, : nlist.shape[1]] >= 0).to(torch.int32),
         }

@@ -60,7 +60,7 @@ class Barostat:
         time_step
             Of the dynamics [fs].
         generator
-            Source of random numbers on the CPU.
+            Source of random numbers.
         """
         if systems.box is None:
             return systems
@@ -73,7 +73,7 @@ class Barostat:
         )
         inner = (2.0 * systems.kinetic + virial.view(-1, 3, 3).diagonal(dim1=1, dim2=2).sum(1)) / (3.0 * volume)
         rate = self.compressibility / GIGAPASCAL / self.time * self.every * time_step
-        noise = torch.randn(len(systems), generator=generator, dtype=torch.float64).to(device)
+        noise = torch.randn(len(systems), generator=generator, dtype=torch.float64, device=generator.device).to(device)
         change = rate * (inner - GIGAPASCAL * wanted) + (2.0 * BOLTZMANN * kelvin * rate / volume).sqrt() * noise
         change = torch.where(periodic, change.clamp(-_MOST, _MOST), 0.0)
         scale = (change / 3.0).exp()[:, None, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +11,13 @@ import torch
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.dynamics.errors import DynamicsError
 from deepmd_muon.dynamics.pairs import GhostLists, PairLists
+from deepmd_muon.infer.device_call import DenseError, DeviceCall, fits
 from deepmd_muon.infer.frozen import FrozenModel
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.nn.graphs import GraphMemory
+
+Lists = PairLists | GhostLists | DeviceCall
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,20 @@ class Forces:
     energy: torch.Tensor
     force: torch.Tensor
     virial: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Energy, force and virial."""
+        return self.energy, self.force, self.virial
+
+    def clone(self) -> Forces:
+        """Return a copy."""
+        return Forces(*(x.clone() for x in self.tensors))
+
+    def take(self, other: Forces) -> None:
+        """Write other results in place."""
+        for own, given in zip(self.tensors, other.tensors, strict=True):
+            own.copy_(given)
 
 
 class ForceField:
@@ -55,8 +75,12 @@ class ForceField:
             )
         self.predictor = predictor
         self.skin = skin
-        self._lists: list[tuple[slice, PairLists | GhostLists]] = []
+        self._lists: list[tuple[slice, Lists]] = []
         self._atype: torch.Tensor | None = None
+        self._memory: GraphMemory | None = None
+        self._box: torch.Tensor | None = None
+        self._boxes: list[torch.Tensor] = []
+        self._prepared = 0
 
     @property
     def device(self) -> torch.device:
@@ -71,11 +95,12 @@ class ForceField:
     @property
     def lists_built(self) -> int:
         """Neighbour lists of single structures that were built since the last `reset`."""
-        return sum(lists.reused.built for _, lists in self._lists)
+        device = [int(lists.lists.built.sum()) for _, lists in self._lists if isinstance(lists, DeviceCall)]
+        return sum(device) + sum(x.reused.built for _, x in self._lists if not isinstance(x, DeviceCall))
 
     def reset(self) -> None:
         """Forget all neighbour lists."""
-        self._lists, self._atype = [], None
+        self._lists, self._atype, self._boxes = [], None, []
 
     def __call__(self, coord: torch.Tensor, box: torch.Tensor | None, atype: torch.Tensor) -> Forces:
         """Evaluate structures; shapes as in `Systems`.
@@ -86,34 +111,101 @@ class ForceField:
             When positions of a structure are not finite or two atoms lie at the same place; `frame` is its number.
         """
         if self._atype is None or self._atype.shape != atype.shape or not torch.equal(self._atype, atype):
-            self._prepare(atype)
+            self._prepare(atype, periodic=box is not None)
+        if box is not None and (self._box is not box or not self._boxes):
+            # The same tensors as long as the cells are the same one: lists look at no cell twice.
+            self._box, self._boxes = box, [box[rows] for rows, _ in self._lists]
         parts = []
-        for rows, lists in self._lists:
-            part = coord[rows], None if box is None else box[rows]
-            try:
-                parts.append(
-                    self._of_model(lists, *part) if isinstance(lists, PairLists) else self._of_file(lists, *part)
-                )
-            except NeighborError as error:
-                frame = None if error.frame is None else rows.start + error.frame
-                raise NeighborError(error.problem, frame) from error
+        for number, (rows, lists) in enumerate(self._lists):
+            part = coord[rows], None if box is None else self._boxes[number]
+            with _counted_from(rows.start):
+                try:
+                    parts.append(self._evaluate(lists, *part))
+                except DenseError:
+                    self._lists[number] = rows, self._host_lists(atype[rows])
+                    parts.append(self._evaluate(self._lists[number][1], *part))
         return Forces(*(torch.cat([getattr(part, name) for part in parts]) for name in ("energy", "force", "virial")))
 
-    def _prepare(self, atype: torch.Tensor) -> None:
+    def launchable(self, box: torch.Tensor | None, atype: torch.Tensor) -> bool:
+        """Whether `launch` may follow: these structures were evaluated last, and their lists are on the device."""
+        same = self._atype is not None and self._atype.shape == atype.shape and (box is None or self._box is box)
+        on_device = same and all(isinstance(lists, DeviceCall) for _, lists in self._lists)
+        return on_device and self._atype is not None and torch.equal(self._atype, atype)
+
+    @property
+    def version(self) -> int:
+        """Another number where graphs that hold `launch` have to be recorded again."""
+        return self._prepared + sum(call.version for _, call in self._calls)
+
+    @property
+    def _calls(self) -> list[tuple[slice, DeviceCall]]:
+        return [(rows, lists) for rows, lists in self._lists if isinstance(lists, DeviceCall)]
+
+    def launch(self, coord: torch.Tensor) -> Forces:
+        """Evaluate other positions of the structures evaluated last, in the same cells, by work of the device alone.
+
+        The next launch may overwrite the results. They count if `settled` says so.
+        """
+        for rows, call in self._calls:
+            call.lists.coord.copy_(coord[rows])
+            call.launch()
+        parts = [(call.energy, call.force, call.virial) for _, call in self._calls]
+        return Forces(*parts[0]) if len(parts) == 1 else Forces(*map(torch.cat, zip(*parts, strict=True)))
+
+    def settled(self) -> bool:
+        """Wait for the device, and return whether all results since the last call are right.
+
+        Else make room for what did not fit: graphs that hold `launch` have to be recorded again.
+
+        Raises
+        ------
+        NeighborError
+            As a call; also where the host has to find neighbours.
+        """
+        whole = True
+        for rows, call in self._calls:
+            with _counted_from(rows.start):
+                whole &= call.settled(call.needed())
+                call.prepare()
+        return whole
+
+    @property
+    def memory(self) -> GraphMemory | None:
+        """Where graphs that hold `launch` are recorded; None where there are none."""
+        return self._memory
+
+    def _prepare(self, atype: torch.Tensor, *, periodic: bool) -> None:
         model, nsystems = self.predictor.model, atype.shape[0]
         if int(atype.max()) >= len(model.type_map):
             raise DynamicsError(f"type {int(atype.max())} found, but the model has types {tuple(model.type_map)}")
         count = max(1, self.predictor.batch_atoms // max(1, atype.shape[1]))
-        self._lists = []
+        self._prepared += 1_000_000  # further apart than versions of single calls get
+        self._lists, self._boxes = [], []
         for start in range(0, nsystems, count):
             rows = slice(start, min(start + count, nsystems))
-            lists = (
-                GhostLists(model.rcut, atype[rows], self.skin)
-                if isinstance(model, FrozenModel)
-                else PairLists(model, atype[rows], self.skin)
-            )
+            lists = self._lists_of(atype[rows].contiguous(), periodic)
             self._lists.append((rows, lists))
         self._atype = atype.clone()
+
+    def _lists_of(self, atype: torch.Tensor, periodic: bool) -> Lists:
+        model = self.predictor.resident
+        if model is None or not fits(atype.cpu().numpy()):
+            return self._host_lists(atype)
+        if self.device.type == "cuda":
+            self._memory = self._memory or GraphMemory()
+        return DeviceCall(model, atype, periodic, self.skin, self._memory)
+
+    def _host_lists(self, atype: torch.Tensor) -> PairLists | GhostLists:
+        model = self.predictor.model
+        if isinstance(model, FrozenModel):
+            return GhostLists(model.rcut, atype, self.skin)
+        return PairLists(model, atype, self.skin)
+
+    def _evaluate(self, lists: Lists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
+        if isinstance(lists, DeviceCall):
+            lists.evaluate(coord, box)
+            return Forces(lists.energy, lists.force, lists.virial).clone()
+        return self._of_model(lists, coord, box) if isinstance(lists, PairLists) else self._of_file(lists, coord, box)
 
     def _of_model(self, lists: PairLists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
         model = self.predictor.model
@@ -138,3 +230,14 @@ class ForceField:
         per_atom = (pull[:, :, None] * extended[:, None, :]).reshape(-1, 9)
         virial = coord.new_zeros(len(coord), 9).index_add_(0, union.frame, per_atom)
         return Forces(energy, force, virial)
+
+
+@contextlib.contextmanager
+def _counted_from(first: int) -> Iterator[None]:
+    """Let errors count structures from the first of all."""
+    try:
+        yield
+    except NeighborError as error:
+        if error.frame is None:
+            raise
+        raise NeighborError(error.problem, first + error.frame) from error

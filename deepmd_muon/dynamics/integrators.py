@@ -12,10 +12,13 @@ from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.dynamics.barostat import Barostat, is_positive
 from deepmd_muon.dynamics.errors import DynamicsError
 from deepmd_muon.dynamics.forces import ForceField, Forces
+from deepmd_muon.dynamics.stretch import Stretch
 from deepmd_muon.dynamics.systems import ACCELERATION, BOLTZMANN, Systems
 
 #: No atom of a sound simulation moves so far in one step [Å]; hydrogen at 1000 K moves 0.02 Å in 0.5 fs.
 FARTHEST = 0.5
+# Steps that the device takes at most before the host looks at them, and bytes of their noise.
+_MOST_STEPS, _NOISE_BYTES = 32, 1 << 26
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,9 @@ class _Run:
         self.step = 0
         self.thermostat: Langevin | None = None
         self.barostat: Barostat | None = None
+        self.noise: list[torch.Tensor] = []  # drawn ahead; each step takes the first
+        self._stretch: _DeviceSteps | None = None
+        self._recorded = 0
         self.forces = self._evaluated()
 
     def drop(self, gone: torch.Tensor, atoms: torch.Tensor, reason: str) -> None:
@@ -110,11 +116,13 @@ class _Run:
         self.systems = self.systems.rows(mask)
         if hasattr(self, "forces") and len(self.forces.energy) == len(mask):
             found = self.forces
-            self.forces = Forces(found.energy[mask], found.force[mask], found.virial[mask])
+            self.forces = Forces(*(x[mask] for x in found.tensors))
         if self.thermostat is not None and isinstance(self.thermostat.temperature, torch.Tensor):
             self.thermostat = replace(self.thermostat, temperature=self.thermostat.temperature[mask.cpu()])
         self.barostat = self.barostat and self.barostat.rows(mask)
         self.copies = self.copies[mask]
+        self.noise = [noise[mask] for noise in self.noise]
+        self._stretch = None
         self.force_field.reset()
 
     def _evaluated(self) -> Forces:
@@ -162,12 +170,32 @@ class _Run:
         """Exact solution of friction and noise for some time [fs]."""
         assert self.thermostat is not None
         now = self.systems
-        keep = math.exp(-self.thermostat.friction * time)
-        kelvin = torch.as_tensor(self.thermostat.temperature, dtype=torch.float64, device=now.coord.device)
-        spread = (BOLTZMANN * kelvin.reshape(-1, 1) * ACCELERATION / now.mass).sqrt()[..., None]
-        noise = torch.randn(now.coord.shape, generator=self.generator, dtype=torch.float64).to(now.coord.device)
-        velocity = keep * now.velocity + math.sqrt(1.0 - keep * keep) * spread * noise
-        self.systems = replace(now, velocity=torch.where(now.real[..., None], velocity, 0.0))
+        noise = self.noise.pop(0) if self.noise else self.draw(1)[0]
+        self.systems = replace(now, velocity=thermalized(now, self.thermostat, time, now.velocity, noise))
+
+    def draw(self, steps: int) -> torch.Tensor:
+        """Return the noise of some steps `(steps, nsystems, natoms, 3)`."""
+        shape, source = self.systems.coord.shape, self.generator
+        # Step by step: the numbers do not depend on how many steps are drawn together.
+        noise = [torch.randn(shape, generator=source, dtype=torch.float64, device=source.device) for _ in range(steps)]
+        return torch.stack(noise).to(self.systems.coord.device)
+
+    def go(self, steps: int, time_step: float) -> None:
+        """Do some steps, on the device alone where that is possible, at least one."""
+        force_field = self.force_field
+        if not force_field.launchable(self.systems.box, self.systems.atype):
+            self.advance(time_step)
+            return
+        if self.barostat is not None:
+            steps = min(steps, self.barostat.every - self.step % self.barostat.every)
+        if self._stretch is None or self._recorded != force_field.version:
+            self._stretch = _DeviceSteps(self, time_step)
+        done = self._stretch(self, steps)
+        self._recorded = force_field.version
+        if done:
+            self._scale_cells(time_step)
+        else:
+            self.advance(time_step)
 
     def snapshot(self) -> Snapshot:
         lost, self.lost = tuple(self.lost), []
@@ -186,9 +214,92 @@ class _Run:
             self.move(0.5 * time_step)
         self.forces = self._evaluated()
         self.kick(0.5 * time_step)
+        self._scale_cells(time_step)
+
+    def _scale_cells(self, time_step: float) -> None:
         if self.barostat is not None and self.step % self.barostat.every == 0 and len(self.systems):
             self.systems = self.barostat.rescaled(self.systems, self.forces.virial, time_step, self.generator)
             self.forces = self._evaluated()
+
+
+def thermalized(
+    systems: Systems, thermostat: Langevin, time: float, velocity: torch.Tensor, noise: torch.Tensor
+) -> torch.Tensor:
+    """Return velocities after friction and noise for some time [fs]: the exact solution."""
+    keep = math.exp(-thermostat.friction * time)
+    kelvin = torch.as_tensor(thermostat.temperature, dtype=torch.float64, device=velocity.device)
+    spread = (BOLTZMANN * kelvin.reshape(-1, 1) * ACCELERATION / systems.mass).sqrt()[..., None]
+    return torch.where(systems.real[..., None], keep * velocity + math.sqrt(1.0 - keep * keep) * spread * noise, 0.0)
+
+
+class _DeviceSteps:
+    """Steps of a run by work of the device alone; the same arithmetic as `_Run.advance`.
+
+    Parameters
+    ----------
+    run
+        Its structures, thermostat and cells stay the same until they are dropped or scaled.
+    time_step
+        Time step [fs].
+    """
+
+    def __init__(self, run: _Run, time_step: float) -> None:
+        self._force_field, self._systems, self._time = run.force_field, run.systems, time_step
+        self._thermostat = run.thermostat
+        if self._thermostat is not None:
+            kelvin = torch.as_tensor(self._thermostat.temperature, dtype=torch.float64, device=run.systems.coord.device)
+            self._thermostat = replace(self._thermostat, temperature=kelvin)
+        self._coord, self._velocity = run.systems.coord.clone(), run.systems.velocity.clone()
+        self._forces = run.forces.clone()
+        self._wrong = torch.zeros((), dtype=torch.bool, device=self._coord.device)
+        self._row = torch.zeros(1, dtype=torch.int64, device=self._coord.device)
+        each = self._coord.numel() * self._coord.element_size()
+        self._most = max(1, min(_MOST_STEPS, _NOISE_BYTES // max(1, each)))
+        shape = (self._most, *self._coord.shape) if self._thermostat is not None else (0,)
+        self._noise = torch.zeros(shape, dtype=torch.float64, device=self._coord.device)
+        state = self._coord, self._velocity, *self._forces.tensors, self._wrong, self._row
+        self._stretch = Stretch(run.force_field, state, self._step)
+
+    def __call__(self, run: _Run, steps: int) -> bool:
+        """Take at most so many steps; False, and nothing is changed, where a structure would be lost in one."""
+        steps = min(steps, self._most)
+        self._coord.copy_(run.systems.coord)
+        self._velocity.copy_(run.systems.velocity)
+        self._forces.take(run.forces)
+        self._wrong.zero_()
+        self._row.zero_()
+        if self._thermostat is not None:
+            while len(run.noise) < steps:
+                run.noise.extend(run.draw(steps - len(run.noise)).unbind())
+            torch.stack(run.noise[:steps], out=self._noise[:steps])
+        if not self._stretch(steps) or bool(self._wrong):
+            return False
+        run.noise = run.noise[steps:]
+        run.step += steps
+        run.systems = replace(run.systems, coord=self._coord.clone(), velocity=self._velocity.clone())
+        run.forces = self._forces.clone()
+        return True
+
+    def _kick(self) -> None:
+        mass = self._systems.mass[..., None]
+        self._velocity.addcdiv_(self._forces.force, mass, value=0.5 * self._time * ACCELERATION)
+
+    def _step(self) -> None:
+        self._kick()
+        far = self._velocity.square().sum(-1).amax() * self._time**2
+        self._wrong.logical_or_(~(far <= FARTHEST**2))
+        if self._thermostat is None:
+            self._coord.add_(self._velocity, alpha=self._time)
+        else:
+            self._coord.add_(self._velocity, alpha=0.5 * self._time)
+            noise = self._noise.index_select(0, self._row)[0]
+            self._velocity.copy_(thermalized(self._systems, self._thermostat, self._time, self._velocity, noise))
+            self._coord.add_(self._velocity, alpha=0.5 * self._time)
+            self._row.add_(1)
+        found = self._force_field.launch(self._coord)
+        self._forces.take(found)
+        self._wrong.logical_or_(~(found.force.isfinite().all() & found.energy.isfinite().all()))
+        self._kick()
 
 
 def simulate(
@@ -245,10 +356,11 @@ def simulate(
             f"found {thermostat} and {barostat}"
         )
     force_field.reset()
-    run = _Run(force_field, systems, torch.Generator().manual_seed(seed))
+    # A GPU draws its noise itself: a seed gives the same run on devices of one kind.
+    run = _Run(force_field, systems, torch.Generator(systems.coord.device).manual_seed(seed))
     run.thermostat, run.barostat = thermostat, barostat
     yield run.snapshot()
     while run.step < steps and len(run.systems):
-        run.advance(time_step)
+        run.go(min(every - run.step % every, steps - run.step), time_step)
         if run.step % every == 0 or run.step == steps or not len(run.systems):
             yield run.snapshot()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from deepmd_muon.dynamics.errors import DynamicsError
 from deepmd_muon.dynamics.forces import ForceField, Forces
+from deepmd_muon.dynamics.stretch import Stretch
 from deepmd_muon.dynamics.systems import Systems
 
 # Bitzek et al., Phys. Rev. Lett. 97, 170201 (2006), with ASE's step lengths, for masses of 1.
 _PATIENCE, _FASTER, _SLOWER, _MIXING, _LESS = 5, 1.1, 0.5, 0.1, 0.99
 _FIRST, _LONGEST, _FARTHEST = 0.1, 1.0, 0.2
+# Steps that a device takes before the host looks whether all structures are at rest.
+_LOOK = 10
 
 
 @dataclass(frozen=True)
@@ -63,32 +67,66 @@ def relax(force_field: ForceField, systems: Systems, *, fmax: float = 0.05, step
     if not fmax > 0.0 or steps < 0:
         raise DynamicsError(f"a relaxation needs fmax above 0 eV/Å and 0 steps or more; found {fmax} and {steps}")
     force_field.reset()
-    coord, velocity = systems.coord.clone(), torch.zeros_like(systems.coord)
-    ones = coord.new_ones(len(systems), 1, 1)
-    step, mixing, downhill = _FIRST * ones, _MIXING * ones, torch.zeros_like(ones)
-    taken = torch.zeros(len(systems), dtype=torch.int64, device=coord.device)
-    found = force_field(coord, systems.box, systems.atype)
-    largest = found.force.square().sum(-1).amax(1).sqrt()
-    for _ in range(steps):
-        going = (largest > fmax)[:, None, None]
-        if not going.any():
-            break
-        taken += going.flatten()
-        power = (found.force * velocity).sum((1, 2), keepdim=True)
+    found = force_field(systems.coord, systems.box, systems.atype)
+    descent = _Descent(systems, found, fmax)
+    stretch, left = None, steps
+    while left and bool((descent.largest > fmax).any()):
+        taken = 0
+        if force_field.launchable(systems.box, systems.atype):
+            stretch = stretch or Stretch(force_field, descent.state, lambda: descent.go(force_field.launch))
+            wanted = min(left, _LOOK)
+            taken = wanted if stretch(wanted) else 0
+        if not taken:
+            descent.go(lambda coord: force_field(coord, systems.box, systems.atype))
+            taken, stretch = 1, None
+        left -= taken
+    end = replace(systems, coord=descent.coord, velocity=torch.zeros_like(systems.coord))
+    return Relaxed(end, descent.found, descent.largest, descent.taken)
+
+
+class _Descent:
+    """The state of relaxations, in tensors that are written in place."""
+
+    def __init__(self, systems: Systems, found: Forces, fmax: float) -> None:
+        self._fmax = fmax
+        self.coord, self.found = systems.coord.clone(), found.clone()
+        self._velocity = torch.zeros_like(self.coord)
+        ones = self.coord.new_ones(len(systems), 1, 1)
+        self._step, self._mixing, self._downhill = _FIRST * ones, _MIXING * ones, torch.zeros_like(ones)
+        self.taken = torch.zeros(len(systems), dtype=torch.int64, device=ones.device)
+        self.largest = _largest(found)
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """All that `go` changes."""
+        own = [self.coord, self._velocity, self._step, self._mixing, self._downhill, self.taken, self.largest]
+        return [*own, *self.found.tensors]
+
+    def go(self, evaluate: Callable[[torch.Tensor], Forces]) -> None:
+        """Move all structures that are not at rest, and evaluate them."""
+        force, velocity, mixing = self.found.force, self._velocity, self._mixing
+        going = (self.largest > self._fmax)[:, None, None]
+        self.taken.add_(going.flatten())
+        power = (force * velocity).sum((1, 2), keepdim=True)
         forward = power > 0.0
         size = velocity.square().sum((1, 2), keepdim=True).sqrt()
-        direction = found.force / found.force.square().sum((1, 2), keepdim=True).sqrt().clamp(min=1e-30)
-        velocity = torch.where(forward, (1.0 - mixing) * velocity + mixing * size * direction, 0.0)
-        patient = forward & (downhill > _PATIENCE)
-        step = torch.where(patient, (_FASTER * step).clamp(max=_LONGEST), torch.where(forward, step, _SLOWER * step))
-        step = torch.where(taken.view(-1, 1, 1) > 1, step, _FIRST * ones)
-        mixing = torch.where(patient, _LESS * mixing, torch.where(forward, mixing, _MIXING * ones))
-        downhill = torch.where(forward, downhill + 1.0, 0.0)
-        velocity = velocity + step * found.force
-        change = step * velocity
+        direction = force / force.square().sum((1, 2), keepdim=True).sqrt().clamp(min=1e-30)
+        velocity.copy_(torch.where(forward, (1.0 - mixing) * velocity + mixing * size * direction, 0.0))
+        patient = forward & (self._downhill > _PATIENCE)
+        longer, shorter = (_FASTER * self._step).clamp(max=_LONGEST), _SLOWER * self._step
+        step = torch.where(patient, longer, torch.where(forward, self._step, shorter))
+        self._step.copy_(torch.where(self.taken.view(-1, 1, 1) > 1, step, _FIRST))
+        mixing.copy_(torch.where(patient, _LESS * mixing, torch.where(forward, mixing, _MIXING)))
+        self._downhill.copy_(torch.where(forward, self._downhill + 1.0, 0.0))
+        velocity.add_(self._step * force)
+        change = self._step * velocity
         length = change.square().sum((1, 2), keepdim=True).sqrt()
         change = change * (_FARTHEST / length.clamp(min=_FARTHEST))
-        coord = torch.where(going, coord + change, coord)
-        found = force_field(coord, systems.box, systems.atype)
-        largest = found.force.square().sum(-1).amax(1).sqrt()
-    return Relaxed(replace(systems, coord=coord, velocity=torch.zeros_like(velocity)), found, largest, taken)
+        self.coord.copy_(torch.where(going, self.coord + change, self.coord))
+        self.found.take(evaluate(self.coord))
+        self.largest.copy_(_largest(self.found))
+
+
+def _largest(found: Forces) -> torch.Tensor:
+    """Return the largest force on an atom of each structure [eV/Å]."""
+    return found.force.square().sum(-1).amax(1).sqrt()

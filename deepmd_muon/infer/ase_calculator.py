@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from deepmd_muon.infer.predictor import Predictor
 try:
     from ase import Atoms
     from ase.calculators.calculator import Calculator, all_changes
+    from ase.data import atomic_numbers
     from ase.geometry import complete_cell
     from ase.stress import full_3x3_to_voigt_6_stress
 except ImportError as error:
@@ -166,12 +168,21 @@ def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
 
 def _types(atoms: Atoms, predictor: Predictor) -> np.ndarray:
     """Return the types (natoms,) of atoms as one model numbers them."""
-    numbers = {symbol: number for number, symbol in enumerate(predictor.type_map)}
-    unknown = sorted(set(atoms.symbols) - numbers.keys())
-    if unknown:
-        known = ", ".join(numbers)
+    types: np.ndarray = _kinds(predictor.type_map)[atoms.numbers]
+    if (types < 0).any():
+        known, unknown = ", ".join(predictor.type_map), sorted(set(atoms[types < 0].symbols))
         raise PredictionInputError(f"the potential knows {known}; these atoms hold {', '.join(unknown)}")
-    return np.array([numbers[symbol] for symbol in atoms.symbols])
+    return types
+
+
+@cache
+def _kinds(type_map: tuple[str, ...]) -> np.ndarray:
+    """Return the type of every atomic number, −1 for an element that has none."""
+    kinds = np.full(max(atomic_numbers.values()) + 1, -1)
+    for kind, name in enumerate(type_map):
+        if name in atomic_numbers:
+            kinds[atomic_numbers[name]] = kind
+    return kinds
 
 
 def _stress(prediction: Prediction, volume: float) -> np.ndarray:

@@ -16,8 +16,10 @@ from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.data.neighbors.ghosts import with_ghosts
 from deepmd_muon.data.parameters import Parameters
 from deepmd_muon.files import open_regular
-from deepmd_muon.infer.frozen_archive import load_program
+from deepmd_muon.infer.frozen_archive import load_program, weights_of
 from deepmd_muon.infer.prediction import Prediction
+from deepmd_muon.model import EnergyModel, build_model
+from deepmd_muon.model.deepmd_kit import from_deepmd_kit
 from deepmd_muon.model.scripted.exchange import BORDER_OP, declare_operators
 
 SUFFIX = ".pth"
@@ -92,6 +94,26 @@ class FrozenModel:
     def program(self) -> torch.jit.ScriptModule:
         """The program in the file."""
         return self._program
+
+    def restored(self) -> EnergyModel | None:
+        """Return the model that the file was frozen from; None for a file that does not hold its weights.
+
+        Raises
+        ------
+        CheckpointError
+            When the weights are damaged.
+        """
+        try:
+            with open_regular(self._path) as file:
+                entry = weights_of(file.read())
+            if entry is None:
+                return None
+            settings, state = from_deepmd_kit(entry)
+            model = build_model(settings)
+            model.load_state_dict(state)
+            return model.to(self.device).eval()
+        except (*_PROGRAM_ERRORS, ArchiveError, OSError) as error:
+            raise CheckpointError(f"{self._path} holds weights that cannot be used: {error}") from error
 
     def model_section(self) -> dict[str, Any]:
         """Return the model section as deepmd-kit writes it.

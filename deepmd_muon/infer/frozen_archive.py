@@ -16,6 +16,8 @@ from deepmd_muon.checkpoint_file.archive import ArchiveError, check_members
 
 #: Name of the list of members with their SHA-256 that `dp freeze` adds.
 MANIFEST = "deepmd_muon_manifest.json"
+#: Name of the checkpoint's model entry that `dp freeze` adds: GPUs compute with it, not with the program.
+WEIGHTS = "deepmd_muon_weights.pt"
 # Operators of frozen potentials of this package and of deepmd-kit 3.2, and mathematics like theirs. None touches files,
 # processes or memory by address.
 _ATEN = """
@@ -80,7 +82,37 @@ def _manifest(members: Mapping[str, bytes]) -> str:
 
 
 def _is_listed(name: str) -> bool:
-    return not name.startswith((".", "extra/")) and not name.endswith(".debug_pkl")
+    return not name.startswith(".") and name != f"extra/{MANIFEST}" and not name.endswith(".debug_pkl")
+
+
+def weights_of(content: bytes) -> Any:
+    """Return the checkpoint's model entry in a frozen file; None in files without one.
+
+    Raises
+    ------
+    ArchiveError
+        When the file is damaged.
+    """
+    members = _checked(content)
+    held = members.get(f"extra/{WEIGHTS}")
+    if held is None:
+        return None
+    try:
+        return torch.load(io.BytesIO(held), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever the bytes are that stand there
+        raise ArchiveError(f"its part {WEIGHTS} cannot be read") from error
+
+
+def _checked(content: bytes) -> dict[str, bytes]:
+    """Return all members of a whole archive."""
+    if not content.startswith(b"PK\x03\x04"):  # torch also loads other formats, which have no checksums
+        raise ArchiveError("it is no TorchScript archive")
+    check_members(io.BytesIO(content), program=True)
+    members = _members(content)
+    listed = members.get(f"extra/{MANIFEST}")  # of files of dp freeze; others have the checksums of their members alone
+    if listed is not None and listed != _manifest(members).encode():
+        raise ArchiveError("it is damaged or was changed: its parts do not fit the list that dp freeze added")
+    return members
 
 
 def load_program(content: bytes, device: torch.device, *, trust: bool) -> torch.jit.ScriptModule:
@@ -100,13 +132,7 @@ def load_program(content: bytes, device: torch.device, *, trust: bool) -> torch.
     ArchiveError
         When the file is damaged, or may do more than compute.
     """
-    if not content.startswith(b"PK\x03\x04"):  # torch also loads other formats, which have no checksums
-        raise ArchiveError("it is no TorchScript archive")
-    check_members(io.BytesIO(content), program=True)
-    members = _members(content)
-    listed = members.get(f"extra/{MANIFEST}")  # of files of dp freeze; others have the checksums of their members alone
-    if listed is not None and listed != _manifest(members).encode():
-        raise ArchiveError("it is damaged or was changed: its parts do not fit the list that dp freeze added")
+    members = _checked(content)
     if not trust:
         _check_before_load(members)
     with warnings.catch_warnings():

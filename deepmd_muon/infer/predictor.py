@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.data import Frames, NeighborError, Parameters, build_neighbors, stack_neighbors
 from deepmd_muon.data.neighbors.lists import FrameNeighbors
+from deepmd_muon.infer.device_call import DenseError, DeviceCalls
 from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.frozen import FrozenModel, is_frozen
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.model import EnergyModel, Structures, build_model
 from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit, min_distance_of
+from deepmd_muon.model.nn import triton_support
 
 
 def load_model(path: str | os.PathLike[str], *, ema: bool = False, head: str | None = None) -> EnergyModel:
@@ -94,6 +96,12 @@ class Predictor:
         out of memory it is halved and stays so.
     trust
         Run a frozen file even if it calls operators that no potential needs: it may then do anything.
+
+    Attributes
+    ----------
+    resident
+        The model whose lists and positions stay on a GPU: that of the checkpoint, or the one a frozen file was made
+        from; None where neighbours are found on the host.
     """
 
     def __init__(
@@ -118,8 +126,15 @@ class Predictor:
             self.model = FrozenModel(model, self.device, trust=trust)
         else:
             self.model = load_model(model, ema=ema, head=head).to(self.device).eval()
+        self.resident = self._resident_model()
+        self._calls = None if self.resident is None else DeviceCalls(self.resident)
         # A CPU is busy with a thousand atoms; a GPU needs more of them to be so.
         self.batch_atoms = batch_atoms or (16384 if self.device.type == "cuda" else 1024)
+
+    def _resident_model(self) -> EnergyModel | None:
+        if not triton_support.usable(self.device):
+            return None
+        return self.model if isinstance(self.model, EnergyModel) else self.model.restored()
 
     @property
     def type_map(self) -> tuple[str, ...]:
@@ -197,6 +212,8 @@ class Predictor:
             except torch.cuda.OutOfMemoryError:
                 if rows.stop - rows.start == 1:
                     raise
+                if self._calls is not None:
+                    self._calls.clear()
                 self.batch_atoms = max(1, (rows.stop - rows.start) // 2 * frames.natoms)
                 continue
             done = rows.stop
@@ -220,6 +237,10 @@ class Predictor:
         coord, atype = frames.coord[rows], frames.atype[rows]
         box = None if frames.box is None else frames.box[rows]
         fparam, aparam = (None if values is None else values[rows] for values in (frames.fparam, frames.aparam))
+        call = None if self._calls is None else self._calls.of(atype, self.device, periodic=box is not None)
+        if call is not None:
+            with contextlib.suppress(DenseError):
+                return call.predict(coord, box, fparam, aparam)
         if isinstance(model, FrozenModel):
             return model.predict(coord, box, atype, fparam, aparam)
         neighbors = stack_neighbors([self._neighbors(model, coord, box, atype, k) for k in range(len(coord))])
@@ -242,7 +263,7 @@ class Predictor:
             raise NeighborError(str(error), k) from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def naming(system: str, numbers: np.ndarray, frames: Frames) -> Iterator[None]:
     """Name the system of a frame whose neighbours cannot be found, and its number `numbers[k]` there.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -30,6 +31,10 @@ class Branches(torch.nn.Module):
         super().__init__()
         self.aliases = dict(aliases or {})
         self._modules.update(models)  # any name: torch's own containers refuse those of their methods
+
+    def forward(self, call: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        """Call one of the models, within what has been hooked to this module."""
+        return call(*given, **options)
 
     def items(self) -> Iterator[tuple[str, EnergyModel]]:
         """Yield the names of the branches and their models."""

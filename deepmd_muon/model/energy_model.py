@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from deepmd_muon.model.descriptor.interface import Described, Interpolated, Recomputing, Standardised
+from deepmd_muon.model.descriptor.interface import (
+    Described,
+    Interpolated,
+    Recomputing,
+    Standardised,
+    Table,
+    Tabulated,
+)
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
 from deepmd_muon.model.short_range import ALPHA, PairTable, edge_slope
-from deepmd_muon.model.structures import Structures
+from deepmd_muon.model.structures import EMPTY, HIDDEN, Structures
 from deepmd_muon.setting import InvalidSettingError
 
 
@@ -74,12 +82,14 @@ class EnergyModel(torch.nn.Module):
             switch, alpha = (settings.sw_rmin, settings.sw_rmax), settings.smin_alpha or ALPHA
             self.short_range = PairTable(settings.use_srtab, self.ntypes, self.neighbors.rcut, switch, alpha)
         pairs, atoms = settings.pair_exclude_types, settings.atom_exclude_types
-        excluded = torch.zeros(self.ntypes, self.ntypes, dtype=torch.bool)
-        for one, other in pairs:
-            excluded[one, other] = excluded[other, one] = True
+        own = () if self.by_type else getattr(settings.descriptor, "exclude_types", ())  # columns by type: its own work
+        excluded = torch.zeros(self.ntypes, self.ntypes, dtype=torch.int64)
+        for mark, given in ((HIDDEN, own), (EMPTY, pairs)):
+            for one, other in given:
+                excluded[one, other] = excluded[other, one] = mark
         counted = torch.ones(self.ntypes, dtype=torch.float64)
         counted[list(atoms)] = 0.0
-        self.register_buffer("excluded", excluded if pairs else None, persistent=False)
+        self.register_buffer("excluded", excluded if excluded.any() else None, persistent=False)
         self.register_buffer("counted", counted if atoms else None, persistent=False)
 
     @property
@@ -168,15 +178,16 @@ class EnergyModel(torch.nn.Module):
         return energy * weight, adjoint, None if slope is None else slope * weight.view(-1, 1, 1)
 
     def seen(self, structures: Structures) -> Structures:
-        """Return the batch with empty slots in place of neighbours of an excluded pair of types.
+        """Return the batch with `EMPTY` or `HIDDEN` slots in place of neighbours of an excluded pair of types.
 
         The slots stay where they are: as in deepmd-kit, `sel` counts excluded neighbours.
         """
         if self.excluded is None:
             return structures
         kind = structures.atype.view(-1)[structures.neighbor.clamp(min=0)].clamp(min=0)
-        hidden = self.excluded[structures.sorted_type.unsqueeze(1), kind]
-        return dataclasses.replace(structures, neighbor=structures.neighbor.masked_fill(hidden, -1))
+        mark = self.excluded[structures.sorted_type.unsqueeze(1), kind]
+        marked = (mark < 0) & (structures.neighbor >= 0)
+        return dataclasses.replace(structures, neighbor=torch.where(marked, mark, structures.neighbor))
 
     @property
     def pieces(self) -> int:
@@ -203,13 +214,31 @@ class EnergyModel(torch.nn.Module):
             return True
         return False
 
-    def tune(self, batches: Iterable[Structures]) -> None:
-        """Choose `pieces` for the present weights and batches like these; it waits for the device."""
+    def wanted_pieces(self, batches: Iterable[Structures]) -> int:
+        """Return the `pieces` for the present weights and batches like these; it waits for the device."""
         descriptor = self.atomic_model.descriptor
-        if isinstance(descriptor, Interpolated):
-            seen = (self.seen(batch) for batch in batches)
-            found = [descriptor.pieces_for(batch, edge_vectors(batch)) for batch in seen]
-            descriptor.pieces = max(found) if found and all(found) else 0
+        if not isinstance(descriptor, Interpolated):
+            return 0
+        found = [descriptor.pieces_for(batch, edge_vectors(batch)) for batch in map(self.seen, batches)]
+        return max(found) if found and all(found) else 0
+
+    def tabulate(self, batch: Structures) -> Table | None:
+        """Return a table of the descriptor's networks for batches like this one, where it knows tables."""
+        descriptor, seen = self.atomic_model.descriptor, self.seen(batch)
+        return descriptor.tabulate(seen, edge_vectors(seen)) if isinstance(descriptor, Tabulated) else None
+
+    @contextlib.contextmanager
+    def using(self, table: Table | None) -> Iterator[None]:
+        """Predict by a table within the context."""
+        descriptor = self.atomic_model.descriptor
+        if not isinstance(descriptor, Tabulated):
+            yield
+            return
+        descriptor.table = table
+        try:
+            yield
+        finally:
+            descriptor.table = None
 
     def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
         """Set the descriptor's standardisation, values `(ntypes, 4)` from `environment_statistics`.

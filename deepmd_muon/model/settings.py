@@ -25,6 +25,12 @@ def _a_sel_for_each_type(sel: Any, descriptor: DescriptorSettings, type_map: tup
     return f"must have one number for each of the {len(type_map)} types in type_map; found {len(request.sel)}"
 
 
+def _table_without_exclusions(use_srtab: str | None, exclude_types: tuple[tuple[int, int], ...] | None) -> str | None:
+    if use_srtab is not None and exclude_types:
+        return "excludes exclude_types of the descriptor; use model/pair_exclude_types, which the table follows as well"
+    return None
+
+
 def _known_types(exclude_types: tuple[tuple[int, int], ...] | None, type_map: tuple[str, ...]) -> str | None:
     unknown = sorted({index for pair in exclude_types or () for index in pair if index >= len(type_map)})
     if unknown and type_map:
@@ -132,6 +138,7 @@ class ModelSettings(Section):
     left_out: ClassVar[frozenset[str]] = frozenset({"use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"})
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("use_srtab", "descriptor"), _one_list_for_all_types),
+        Rule(("use_srtab", "descriptor/exclude_types"), _table_without_exclusions),
         Rule(("use_srtab", "sw_rmin", "sw_rmax", "smin_alpha"), _whole_switch),
         Rule(("type_map",), _distinct_names),
         Rule(("descriptor/sel", "descriptor", "type_map"), _a_sel_for_each_type),

@@ -27,6 +27,11 @@ PRECISION: dict[str, Any] = {
     "doc": "Floating point type of the parameters and of the arithmetic; 'default' and 'double' are float64.",
 }
 
+EXCLUDE_TYPES: dict[str, Any] = {
+    "minimum": 0,
+    "doc": "Pairs of types, by index, that do not see each other, such as [[0, 1]].",
+}
+
 
 def smoothing_inside(rcut_smth: float, rcut: float) -> str | None:
     """Check that the switch begins before the cut-off."""

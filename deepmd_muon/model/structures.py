@@ -11,6 +11,10 @@ import torch
 
 from deepmd_muon.model.errors import ModelError
 
+#: In place of a neighbour: an empty slot, and a neighbour that the descriptor excludes. To DPA-1 they differ:
+#: deepmd-kit standardises empty rows of the environment, while rows of excluded pairs stay zero.
+EMPTY, HIDDEN = -1, -2
+
 
 class Frames(Protocol):
     """Frames as arrays; shapes as in `Structures.from_numpy`."""
@@ -76,7 +80,7 @@ class Structures:
     sorted_type, sorted_frame
         Type and frame of every sorted atom `(nreal,)`, int64.
     neighbor
-        Atom number of each neighbour `(nreal, nnei)`, int64, −1 for an empty slot.
+        Atom number of each neighbour `(nreal, nnei)`, int64, `EMPTY` for an empty slot; below 0 for any without.
     shift
         Cell translations S of each neighbour `(nreal, nnei, 3)`: r_ij = coord[j] + S·box − coord[i]; None without box.
     sections

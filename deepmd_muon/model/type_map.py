@@ -58,22 +58,31 @@ class TypeMove:
             moved = tuple(energies[name] for name in self.present)
             fitting = changed(fitting, {"atom_ener": moved}, "model/fitting_net")
         changes = {"type_map": self.present, "fitting_net": fitting}
+        if known := getattr(saved.descriptor, "exclude_types", ()):
+            moved = self._moved_pairs(known, getattr(present.descriptor, "exclude_types", ()))
+            changes["descriptor"] = changed(saved.descriptor, {"exclude_types": moved}, "model/descriptor")
         return changed(saved, changes | self._exclusions(saved, present))
 
     def _exclusions(self, saved: ModelSettings, present: ModelSettings) -> dict[str, tuple[Any, ...]]:
         """Return the excluded types and pairs of types, those of new types as present settings have them."""
-        place = {self.saved.index(name): index for index, name in enumerate(self.present) if name in self.saved}
-        new = set(range(len(self.present))) - set(place.values())
+        place, new = self._places()
         atoms = [place[index] for index in saved.atom_exclude_types if index in place]
         atoms += [index for index in present.atom_exclude_types if index in new]
-        pairs = [(place[a], place[b]) for a, b in saved.pair_exclude_types if a in place and b in place]
-        pairs += [pair for pair in present.pair_exclude_types if new.intersection(pair)]
-        found: dict[str, tuple[Any, ...]] = {"atom_exclude_types": tuple(atoms), "pair_exclude_types": tuple(pairs)}
-        for name, moved in found.items():
-            given = getattr(present, name)
-            if _unordered(given) == _unordered(moved):
-                found[name] = given
-        return found
+        pairs = self._moved_pairs(saved.pair_exclude_types, present.pair_exclude_types)
+        return {"atom_exclude_types": _as_given(tuple(atoms), present.atom_exclude_types), "pair_exclude_types": pairs}
+
+    def _moved_pairs(
+        self, saved: tuple[tuple[int, int], ...], present: tuple[tuple[int, int], ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the excluded pairs of types, those with new types as present settings have them."""
+        place, new = self._places()
+        moved = [(place[a], place[b]) for a, b in saved if a in place and b in place]
+        return _as_given((*moved, *(pair for pair in present if new.intersection(pair))), present)
+
+    def _places(self) -> tuple[dict[int, int], set[int]]:
+        """Return the present number of each saved type that is there still, and the numbers of new types."""
+        place = {self.saved.index(name): index for index, name in enumerate(self.present) if name in self.saved}
+        return place, set(range(len(self.present))) - set(place.values())
 
     def describe(self) -> str:
         """Say in one phrase what becomes of the types."""
@@ -82,6 +91,11 @@ class TypeMove:
         parts += [f"those of {_some(self.new)} start fresh"] if self.new else []
         parts += [f"those of {_some(dropped)} are dropped"] if dropped else []
         return ", ".join(parts)
+
+
+def _as_given(moved: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what was moved as the input writes it, where that means the same."""
+    return given if _unordered(given) == _unordered(moved) else moved
 
 
 def _unordered(types: tuple[Any, ...]) -> set[tuple[int, ...]]:

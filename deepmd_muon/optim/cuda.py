@@ -103,6 +103,11 @@ def launch_in_threads(launches: Sequence[Callable[[], object]], device: torch.de
         list(pool.map(launch, launches))
 
 
+def is_capturing() -> bool:
+    """Return whether launches of this thread are being recorded in a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def refuse_unsafe_capture(
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[Tensor, Any],
@@ -133,7 +138,7 @@ def refuse_unsafe_capture(
         When a group is not capturable, state would be made inside the graph (again at each replay), a
         trainable parameter has no gradient, the state is offloaded, or `on_nonfinite` needs the host.
     """
-    if not params or not params[0].is_cuda or not torch.cuda.is_current_stream_capturing():
+    if not params or not params[0].is_cuda or not is_capturing():
         return
     if not all(group["capturable"] and isinstance(group["lr"], Tensor) for group in groups):
         raise CaptureError("a captured step would freeze the learning rate; construct HybridMuon with capturable=True")

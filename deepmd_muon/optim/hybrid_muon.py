@@ -70,6 +70,8 @@ class HybridMuon(QuickOptimizer):
         Set this to True where steps update different parts of a model in turn, as branches with heads of their own. A
         captured step then leaves parameters without gradient alone. Otherwise it refuses them, since a gradient that
         is missing at the capture is missing in all replays.
+    agreed_skip : bool
+        Set this to True where `found_inf` is the same on all ranks, so that steps on several ranks do not compare it.
 
     Raises
     ------
@@ -87,7 +89,7 @@ class HybridMuon(QuickOptimizer):
     """
 
     _step_supports_amp_scaling = property(lambda _: read_by_grad_scaler())
-    alternates = False
+    alternates = agreed_skip = False
     _host_memory: HostMemory | None = None
     _routing = Routing(())
     routing = RouteTable(())
@@ -268,7 +270,7 @@ class HybridMuon(QuickOptimizer):
         )
         # torch.amp.GradScaler sets these two attributes during the call.
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        control = compiled.decide(self.on_nonfinite, scale, skip)
+        control = compiled.decide(self.on_nonfinite, scale, skip, agreed=self.agreed_skip)
         compiled.run(self.state, self._host_memory, self.workspace, control)
         clip_heads(self._clipper, logits, control.skip)
 

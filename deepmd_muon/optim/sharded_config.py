@@ -30,8 +30,7 @@ class ShardedSettings:
         doc=(
             "Where several ranks hold the same elements (DDP, HSDP): 'spread' gives each matrix one owner among all "
             "replicas; 'repeat' gives it one owner per replica, which costs work and saves bytes. 'auto' takes the "
-            "faster one, as predicted from the three rates below. `dp train` at zero_stage 0 on GPUs uses none of this "
-            "section: every rank orthogonalizes all matrices itself."
+            "faster one, as predicted from the three rates below."
         ),
     )
     bucket_bytes: int = setting(

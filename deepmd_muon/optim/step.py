@@ -72,7 +72,7 @@ class ShardedPart(Protocol):
 
     @property
     def params(self) -> Sequence[Tensor]:
-        """The parameters whose local memory the compiled step holds views of."""
+        """The parameters whose local memory the compiled step holds views of; none if each rank steps all by itself."""
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
         """Check parameters, gradients and state, all of which may have changed."""
@@ -145,10 +145,17 @@ class CompiledStep:
             same = before is not None and before.same_tensors([group.values for group in groups], state)
             self.sharded.prepare(groups, state, same_tensors=same)
 
-    def decide(self, on_nonfinite: NonFinite, scale: Tensor | None, skip: Tensor | None) -> StepControl:
-        """Decide on the device, identically on all ranks, whether this step is skipped; see `gradients.decide`."""
+    def decide(
+        self, on_nonfinite: NonFinite, scale: Tensor | None, skip: Tensor | None, *, agreed: bool = False
+    ) -> StepControl:
+        """Decide on the device, identically on all ranks, whether this step is skipped; see `gradients.decide`.
+
+        `agreed` tells that `skip` is the same on all ranks, so that they need not compare it.
+        """
         agree = None if self.sharded is None else self.sharded.agree
-        if on_nonfinite == "ignore" and agree is None:
+        if on_nonfinite == "ignore" and (agree is None or agreed):
+            if agree is not None:
+                agree(None)
             return StepControl(skip, scale)
         routed = [member for group in self._groups for member in group.routed]
         grads = [p.grad if entry.route != "frozen" else None for p, entry in routed]
@@ -177,7 +184,7 @@ class CompiledStep:
         skip
             Whether steps will have a predicate that skips them.
         """
-        if self.sharded is not None or unavailable():
+        if unavailable() or (self.sharded is not None and self.sharded.params):
             return
         from deepmd_muon.optim.update.fused import Variant  # needs Triton
         from deepmd_muon.optim.update.fused_steps import compile_kernels

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.sharded import Layout, Plan
 
 _HELD = (
-    "every rank holds everything; on GPUs each rank orthogonalizes all matrices itself, on CPUs as follows",
+    "every rank holds everything",
     "optimizer state in parts",
     "gradients, and parameters between steps, in parts",
     "parameters in parts between forward and backward pass too",

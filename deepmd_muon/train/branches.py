@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -189,9 +189,11 @@ class TaskOrder:
     def deal(self, loaders: Mapping[str, DataLoader]) -> None:
         """Arrange how the batches of each branch are dealt out to the ranks: all take one in its steps."""
 
-    def next(self) -> str:
-        """Return the branch of the next step."""
-        return self._names[self._sampler.next().parts[0][0]]
+    def next(self, left_out: Collection[str] = ()) -> str:
+        """Return the branch of the next step, none of those left out; others must have a probability."""
+        while (name := self._names[self._sampler.next().parts[0][0]]) in left_out:
+            pass
+        return name
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the position; see `SavedOrder`."""
@@ -230,8 +232,8 @@ class StratifiedOrder(SavedOrder):
         self._block: tuple[int, np.ndarray] | None = None
         self._loaders: Mapping[str, DataLoader] = {}
 
-    def next(self) -> str:
-        """Return the branch that this rank trains in the next step."""
+    def next(self, left_out: Collection[str] = ()) -> str:
+        """Return the branch that this rank trains in the next step; none is left out, as loaders have drawn ahead."""
         branches = self._branches(self.step)
         self.step += 1
         for name, loader in self._loaders.items():

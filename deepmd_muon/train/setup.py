@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -170,11 +171,14 @@ def make_loaders(
     cache: NeighborCache,
     seed: int,
     ranks: Ranks,
-    batches_per_step: int = 1,
+    **of_training: Any,
 ) -> Data:
-    """Make this rank's loaders of training and validation batches on one cache of neighbour lists."""
+    """Make this rank's loaders of training and validation batches on one cache of neighbour lists.
 
-    def loader(systems: list[System], section: TrainingDataSettings, each: int = 1, *, prefetch: bool) -> DataLoader:
+    `of_training` holds further arguments of the `DataLoader` of training batches.
+    """
+
+    def loader(systems: list[System], section: TrainingDataSettings, **options: Any) -> DataLoader:
         return DataLoader(
             systems,
             section.batch_size,
@@ -182,16 +186,15 @@ def make_loaders(
             sys_probs=section.sys_probs,
             seed=seed,
             cache=cache,
-            prefetch=prefetch,
             rank=ranks.rank,
             world_size=ranks.size,
-            batches_per_step=each,
+            **options,
         )
 
     validation = training.validation_data
     return Data(
-        loader(train, training.training_data, batches_per_step, prefetch=True),
-        loader(valid, validation, prefetch=False) if validation else None,
+        loader(train, training.training_data, prefetch=True, **of_training),
+        loader(valid, validation) if validation else None,
         train,
     )
 

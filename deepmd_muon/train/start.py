@@ -373,7 +373,8 @@ def _open_loaders(
             caches[name],
             seed_of(seed, name),
             ranks,
-            given.settings.training.accumulate_grad_batches,
+            batches_per_step=given.settings.training.accumulate_grad_batches,
+            balance=given.settings.training.balance_batches,
         )
         for name, branch in given.branches.items()
     }

@@ -17,6 +17,7 @@ from deepmd_muon.argcheck.changes import report_rate
 from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import OWN_KEY
+from deepmd_muon.data import DataLoader
 from deepmd_muon.files import WriteError, is_special, replacement, whole_file
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
@@ -96,6 +97,7 @@ class Trainer:
         data = {name: branch.data for name, branch in branches.items()}
         self.num_steps, shares = length_and_probabilities(given, data)
         self.rate = learning_rate(settings.learning_rate, self.num_steps)
+        self._drawn = {name for name, share in shares.items() if share > 0}
         require_labels(branches)
         self._device = next(model.parameters()).device
         self.ranks = ranks or Ranks(self._device)
@@ -125,10 +127,14 @@ class Trainer:
             compile_kernels(self.optimizer)
         if training.recompute:
             _recompute_layers(branches)
-        self._tuning: dict[str, Tuning] = {}
+        self._tuning: list[Tuning] = []
         if training.interpolate_embedding and not self.strategy.cuts_parameters:
-            tuned = {name: branch for name, branch in branches.items() if branch.model.can_interpolate}
-            self._tuning = {name: Tuning(one.model, one.data.training, self._device) for name, one in tuned.items()}
+            tuned: dict[object, list[tuple[EnergyModel, DataLoader]]] = {}
+            for branch in branches.values():
+                if branch.model.can_interpolate:
+                    users = tuned.setdefault(branch.model.atomic_model.descriptor, [])
+                    users.append((branch.model, branch.data.training))
+            self._tuning = [Tuning(users, self._device) for users in tuned.values()]
         self._state = RunState(given, model, self.optimizer, branches, self._order, self.ema)
 
     def run(self, begun: float | None = None) -> int:
@@ -264,14 +270,14 @@ class Trainer:
             self.branches, averaged=training.disp_avg, stratified=isinstance(self._order, StratifiedOrder)
         )
         dropped = False
-        while self.step < self.num_steps and self.strategy.stop_signal is None:
+        while self.step < self.num_steps and self.strategy.stop_signal is None and not self._stops_early():
             lr, fraction = self._rate_and_fraction(self.step)
-            name = self._order.next()
+            name = self._order.next(self.validation.stopped)
             self._now("reading its batch", self.step + 1, reads_data=True, between_steps=True)
             with self._throughput.reading():
                 batch = batches[name].next()
-            if name in self._tuning:
-                self._tuning[name](self.step)
+            for tuning in self._tuning:
+                tuning(self.step)
             self._now(STEPPING, self.step + 1)
             metrics = self._steppers[name](batch, self.step)
             self.step += 1
@@ -298,6 +304,16 @@ class Trainer:
                 self._validate_fully()
             if self.step % training.save_freq == 0:
                 self.save()
+
+    def _stops_early(self) -> bool:
+        """Return whether every branch that is drawn waits for a new best; say so."""
+        if not self._drawn <= self.validation.stopped:
+            return False
+        log.info(
+            "stopped early after step %d of %d: %d full validations brought no new best",
+            *(self.step, self.num_steps, self.given.settings.validating.early_stop_patience),
+        )
+        return True
 
     def _rate_and_fraction(self, step: int) -> tuple[float, float]:
         """Return the learning rate of a 0-based step, and its fraction of the first one."""
@@ -354,7 +370,7 @@ class Trainer:
             )
         if OWN_KEY in content:
             self.checkpoints.adopt(content[OWN_KEY], source)
-            for tuning in self._tuning.values():
+            for tuning in self._tuning:
                 tuning.looked = "pieces" in content[OWN_KEY]
         log.info("restarting from %s at step %d", source, self.step)
 

@@ -7,24 +7,33 @@ busy machine changes less. Each route's first energy and forces are compared wit
 
     python source/benchmarks/inference.py --descriptor se_e2_a --deepmd-kit .../bin/python --lammps .../bin/lmp
     python source/benchmarks/inference.py --device cuda --deepmd-kit .../bin/python
+
+With --resident, one process times force calls whose positions and lists stay on the GPU: one call from arrays on the
+host, one from tensors on the device, one through ASE, and the batched simulator. Each case is first compared with lists
+of the host and torch's own operations, also after atoms have moved and the cell has changed.
+
+    python source/benchmarks/inference.py --resident --device cuda --descriptor se_e2_a --molecules 64 4096
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-DESCRIPTORS: dict[str, Any] = json.loads(Path(__file__).with_name("water_models.json").read_text())["inference"]
+MODELS: dict[str, Any] = json.loads(Path(__file__).with_name("water_models.json").read_text())
+DESCRIPTORS: dict[str, Any] = MODELS["inference"]
 MIN_DISTANCE = 0.75  # in that water, rounded down [Å]; where deepmd-kit's fine tables end
 LATTICE = 3.105  # between molecules [Å]: 1 g/cm³
 
@@ -126,11 +135,33 @@ run {steps} pre no
 def water(molecules: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return positions (natoms, 3) [Å], the cell (3, 3) [Å] and types (natoms,) of jittered molecules on a lattice."""
     random = np.random.default_rng(1)
-    side = round(molecules ** (1 / 3))
-    points = np.stack(np.meshgrid(*[np.arange(side)] * 3, indexing="ij"), axis=-1).reshape(-1, 1, 3) * LATTICE
+    sides = [2, 4, 4] if molecules == 32 else [round(molecules ** (1 / 3))] * 3
+    points = np.stack(np.meshgrid(*map(np.arange, sides), indexing="ij"), axis=-1).reshape(-1, 1, 3) * LATTICE
     molecule = np.array([[0.0, 0.0, 0.0], [0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]])
-    coord = points + molecule + random.normal(scale=0.05, size=(side**3, 3, 3))
-    return coord.reshape(-1, 3), side * LATTICE * np.eye(3), np.tile([0, 1, 1], side**3)
+    coord = points + molecule + random.normal(scale=0.05, size=(len(points), 3, 3))
+    return coord.reshape(-1, 3), LATTICE * np.diag(np.array(sides, dtype=float)), np.tile([0, 1, 1], len(points))
+
+
+def random_model(name: str, precision: str, kind: str) -> Any:
+    """Return a model with random weights, and statistics about those of water."""
+    from deepmd_muon.argcheck import normalize
+    from deepmd_muon.model import build_model
+
+    given = MODELS[kind][name]
+    descriptor, fitting = (given, {}) if kind == "inference" else (given["descriptor"], given["fitting_net"])
+    content = {
+        "model": {
+            "type_map": ["O", "H"],
+            "descriptor": descriptor | {"precision": precision},
+            "fitting_net": {"neuron": [240, 240, 240], "seed": 2} | fitting | {"precision": precision},
+        },
+        "learning_rate": {"start_lr": 1e-3},
+        "loss": {},
+        "training": {"training_data": {"systems": ["data"]}, "numb_steps": 1},
+    }
+    model = build_model(normalize(content).normalized["model"])
+    model.set_statistics(torch.zeros(2, 4), torch.tensor([[0.2, 0.1, 0.1, 0.1], [0.3, 0.12, 0.12, 0.12]]))
+    return model
 
 
 def write_inputs(options: argparse.Namespace, folder: Path) -> None:
@@ -138,32 +169,18 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> None:
     from ase import Atoms
     from ase.io import write
 
-    from deepmd_muon.argcheck import normalize
     from deepmd_muon.deploy.compress import compress
     from deepmd_muon.deploy.freeze import freeze
-    from deepmd_muon.model import build_model
     from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 
-    descriptor = DESCRIPTORS[options.descriptor] | {"precision": options.precision}
-    content = {
-        "model": {
-            "type_map": ["O", "H"],
-            "descriptor": descriptor,
-            "fitting_net": {"neuron": [240, 240, 240], "precision": options.precision, "seed": 2},
-        },
-        "learning_rate": {"start_lr": 1e-3},
-        "loss": {},
-        "training": {"training_data": {"systems": ["data"]}, "numb_steps": 1},
-    }
-    section = normalize(content).normalized["model"]
-    model = build_model(section)
-    model.set_statistics(torch.zeros(2, 4), torch.tensor([[0.2, 0.1, 0.1, 0.1], [0.3, 0.12, 0.12, 0.12]]))
+    model = random_model(options.descriptor, options.precision, "inference")
     saved = to_deepmd_kit(model, {"lr": 1e-3, "step": 0}, min_nbor_dist=MIN_DISTANCE)
+
     torch.save({"model": saved}, folder / "model.pt")
     freeze(model, folder / "ours.pth")
     if options.compress:
         print("ours, compressed:", compress(model, folder / "ours_compressed.pth", min_distance=MIN_DISTANCE))
-    coord, box, atype = water(options.molecules)
+    coord, box, atype = water(options.molecules[0])
     np.savez(folder / "water.npz", coord=coord, box=box, atype=atype)
     atoms = Atoms([("O", "H")[t] for t in atype], positions=coord, cell=box, pbc=True)
     atoms.wrap()
@@ -173,6 +190,208 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> None:
         if options.compress:
             words = ["-m", "deepmd", "--pt", "compress", "-i", "theirs.pth", "-o", "theirs_compressed.pth"]
             run([options.deepmd_kit, *words], folder, options)
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Compute with lists of the host and torch's own operations."""
+    from deepmd_muon.model.nn import triton_support
+
+    usable, triton_support.usable = triton_support.usable, lambda _: False
+    try:
+        yield
+    finally:
+        triton_support.usable = usable
+
+
+class Resident:
+    """Checks and times force calls of one model that stay on the device.
+
+    Parameters
+    ----------
+    options
+        Of the command.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from deepmd_muon.infer import Predictor
+
+        self.options = options
+        model = random_model(options.descriptor, options.precision, "training")
+        if options.frozen:
+            from deepmd_muon.deploy.freeze import freeze
+
+            with tempfile.TemporaryDirectory() as folder:
+                freeze(model, Path(folder) / "model.pth")
+                self.predictor = Predictor(Path(folder) / "model.pth", device=options.device)
+        else:
+            self.predictor = Predictor(model, device=options.device)
+        self.predictor.batch_atoms = 1 << 16
+        with plainly():
+            plain = random_model(options.descriptor, options.precision, "training")
+            self.plain = Predictor(plain, device=options.device)
+
+    def expected(self, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray) -> Any:
+        """Predict with lists of the host and without Triton's kernels."""
+        with plainly():
+            return self.plain.predict(coord, box, atype)
+
+    def check(self, molecules: int) -> None:
+        """Compare results, while atoms move, after the cell has changed, and without one."""
+        random = np.random.default_rng(3)
+        coord, box, atype = water(molecules)
+        skewed = box + 0.04 * box[0, 0] * np.array([[0, 0, 0], [1, 0, 0], [-1, 1, 0]])
+        cases = [("as they are", coord, box)]
+        for number in range(4):
+            coord = coord + random.normal(scale=0.12 if number else 0.01, size=coord.shape)
+            cases.append((f"moved {number}", coord, box))
+        cases += [("triclinic", coord @ np.linalg.inv(box) @ skewed, skewed), ("denser", 0.96 * coord, 0.96 * box)]
+        cases.append(("no cell", coord, None))
+        for name, points, cell in cases:
+            found, wanted = self.predictor.predict(points, cell, atype), self.expected(points, cell, atype)
+            apart = {
+                "energy": np.abs(found.energy - wanted.energy).max() / len(atype),
+                "force": np.abs(found.force - wanted.force).max(),
+                "virial": np.abs(found.virial - wanted.virial).max() / len(atype),
+            }
+            scale = np.abs(wanted.force).max()
+            text = ", ".join(f"{key} {value:.1e}" for key, value in apart.items())
+            print(f"CHECK {len(atype)} atoms, {name}: {text}, largest force {scale:.2f}", flush=True)
+
+    def time(self, molecules: int) -> list[tuple[str, float]]:
+        """Return the ms of a call, the atoms moving as in dynamics, by route."""
+        from deepmd_muon.data import Frames
+        from deepmd_muon.dynamics import ForceField, Systems
+
+        device = self.predictor.device
+        coord, box, atype = water(molecules)
+        # Atoms tremble, and all drift together, so that lists are built again in every hundredth call.
+        steps = np.random.default_rng(1).normal(scale=0.004, size=(8, *coord.shape))
+        steps += 0.003 - steps.mean(axis=0)
+        number = 0
+
+        def moved() -> np.ndarray:
+            nonlocal coord, number
+            number += 1
+            coord = coord + steps[number % 8]
+            return coord
+
+        found = [("arrays", self.best(lambda: self.predictor.predict(moved(), box, atype)))]
+        start = Systems.from_frames(Frames(atype[None].astype(np.int32), coord[None], box[None]), ("O", "H"), device)
+        force_field, points = ForceField(self.predictor), start.coord
+        walk = torch.from_numpy(steps).to(device)
+
+        def on_device() -> None:
+            nonlocal points, number
+            number += 1
+            points = points + walk[number % 8]
+            force_field(points, start.box, start.atype)
+
+        found.append(("tensors", self.best(on_device)))
+        if self.options.kernels:
+            from gpu_step import profiled
+
+            print(profiled(lambda count: [on_device() for _ in range(count)], 10, show=True), flush=True)
+        found.append(("ASE", self.best(self.ase_step(coord, box, atype, self.options.time_step))))
+        return [("lists built", force_field.lists_built), *found]
+
+    def ase_step(self, coord: np.ndarray, box: np.ndarray, atype: np.ndarray, time_step: float) -> Any:
+        """Return a step of velocity Verlet with ASE's atoms and our calculator, as ASE's own class takes it."""
+        from ase import Atoms, units
+
+        from deepmd_muon.infer import DeepPotCalculator
+
+        symbols = [("O", "H")[t] for t in atype]
+        atoms = Atoms(symbols, positions=coord, cell=box, pbc=True, calculator=DeepPotCalculator(self.predictor))
+        atoms.set_momenta(np.random.default_rng(2).normal(scale=0.1, size=coord.shape))
+        forces, dt = atoms.get_forces(), time_step * units.fs
+        masses = atoms.get_masses()[:, None]
+
+        def step() -> None:
+            nonlocal forces
+            momenta = atoms.get_momenta() + 0.5 * dt * forces
+            atoms.set_positions(atoms.get_positions() + dt * momenta / masses)
+            forces = atoms.get_forces(md=True)
+            atoms.set_momenta(momenta + 0.5 * dt * forces)
+
+        return step
+
+    def best(self, call: Any) -> float:
+        """Return the median over rounds of the mean ms of a call."""
+        import time
+
+        options, found = self.options, []
+        for _ in range(4):  # lists, kernels, graphs
+            call()
+        for _ in range(options.rounds):
+            if options.device == "cuda":
+                torch.cuda.synchronize()
+            begun = time.perf_counter()
+            for _ in range(options.repeats):
+                call()
+            if options.device == "cuda":
+                torch.cuda.synchronize()
+            found.append(1e3 * (time.perf_counter() - begun) / options.repeats)
+        return float(np.median(found))
+
+    def simulate(self, copies: int, molecules: int) -> list[tuple[str, float]]:
+        """Return the ms of a step of some structures in the simulator, at constant energy and temperature."""
+        import time
+
+        from deepmd_muon.data import Frames
+        from deepmd_muon.dynamics import ForceField, Langevin, Systems, relax, simulate
+
+        device, options = self.predictor.device, self.options
+        coord, box, atype = water(molecules)
+        shake = np.random.default_rng(5).normal(scale=0.02, size=(copies, *coord.shape))
+        boxes, types = np.tile(box, (copies, 1, 1)), np.tile(atype.astype(np.int32), (copies, 1))
+        systems = Systems.from_frames(Frames(types, coord + shake, boxes), ("O", "H"), device)
+        systems = systems.heated(300.0, torch.Generator().manual_seed(1))
+        force_field, found = ForceField(self.predictor), []
+        for name, thermostat in (("NVE", None), ("Langevin", Langevin(300.0))):
+            steps, each = 10 * options.repeats, options.repeats
+            begun, drift = 0.0, None
+            for snapshot in simulate(force_field, systems, steps, options.time_step, thermostat=thermostat, every=each):
+                total = snapshot.total_energy
+                drift = total if drift is None else drift
+                if snapshot.step == 2 * each:
+                    if options.device == "cuda":
+                        torch.cuda.synchronize()
+                    begun = time.perf_counter()
+            if options.device == "cuda":
+                torch.cuda.synchronize()
+            found.append((name, 1e3 * (time.perf_counter() - begun) / (steps - 2 * each)))
+            change = float((total - drift).abs().max()) / len(atype)
+            print(
+                f"CHECK {copies} × {len(atype)} atoms, {name}: total energy moved by {change:.1e} eV/atom", flush=True
+            )
+        begun = time.perf_counter()
+        relaxed = relax(force_field, systems, fmax=1e-3, steps=options.repeats)
+        taken = int(relaxed.steps.max())
+        found.append(("FIRE", 1e3 * (time.perf_counter() - begun) / max(1, taken)))
+        return found
+
+
+def resident(options: argparse.Namespace) -> None:
+    """Check and time force calls that stay on the device, and print a table."""
+    cases = Resident(options)
+    rows: list[tuple[str, list[tuple[str, float]]]] = []
+    for molecules in options.molecules:
+        if molecules <= options.check_up_to:
+            cases.check(molecules)
+        rows.append((str(len(water(molecules)[2])), cases.time(molecules)))
+    for copies, molecules in options.copies:
+        found = cases.simulate(copies, molecules)
+        coord, box, atype = water(molecules)
+        natoms = len(atype)
+        loop = cases.best(cases.ase_step(coord, box, atype, options.time_step))
+        speeds = [(name, copies * natoms / ms * 1e3) for name, ms in found] + [("ASE", natoms / loop * 1e3)]
+        print(f"RATE {copies} × {natoms} atoms·steps/s:", ", ".join(f"{n} {v:.3g}" for n, v in speeds), flush=True)
+        rows.append((f"{copies} × {natoms}", [*found, ("ASE, one", loop)]))
+    for name, found in rows:
+        shown = ", ".join(f"{route} {value:.3f}" for route, value in found)
+        kind = "frozen file" if options.frozen else "checkpoint"
+        print(f"| {options.descriptor} | {options.precision} | {kind} | {name} | {shown} |", flush=True)
 
 
 def run(words: list[str], folder: Path, options: argparse.Namespace, *, own: bool = False) -> str:
@@ -256,7 +475,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--descriptor", choices=DESCRIPTORS, default="se_e2_a")
     parser.add_argument("--precision", choices=("float64", "float32"), default="float64")
-    parser.add_argument("--molecules", type=int, default=64, help="a cube: 64, 125, 216, …")
+    parser.add_argument("--molecules", type=int, nargs="+", default=[64], help="cubes: 64, 125, 216, …, or 32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=20, help="steps of a round")
@@ -267,7 +486,16 @@ def main() -> None:
     parser.add_argument("--lammps", metavar="LMP", help="LAMMPS with the DeePMD plugin")
     parser.add_argument("--compress", action="store_true", help="time compressed files as well")
     parser.add_argument("--routes", nargs="+", choices=(*PROGRAMS, "LAMMPS"), default=[*PROGRAMS, "LAMMPS"])
+    parser.add_argument("--resident", action="store_true", help="time force calls that stay on the device")
+    parser.add_argument("--frozen", action="store_true", help="with --resident: of the frozen file")
+    parser.add_argument("--copies", nargs=2, type=int, action="append", default=[], metavar=("COPIES", "MOLECULES"))
+    parser.add_argument("--kernels", action="store_true", help="with --resident: list the kernels of a call")
+    parser.add_argument("--check-up-to", type=int, default=1000, help="molecules up to which results are compared")
+    parser.add_argument("--time-step", type=float, default=0.5, help="of dynamics [fs]")
     options = parser.parse_args()
+    if options.resident:
+        resident(options)
+        return
     files = ["ours.pth", "theirs.pth"] if options.deepmd_kit else ["ours.pth"]
     if options.compress:
         files += [name.replace(".pth", "_compressed.pth") for name in files]

@@ -8,6 +8,9 @@ first three. `equal` then trains 100 steps in float64, without interpolated embe
 each and on one GPU with N frames, and prints the largest difference of a weight relative to the largest weight of the
 same tensor, beside that of one GPU repeating its own run. The last checkpoint of N GPUs is then loaded and saved
 again on one, and that of one on N: the weights must not change.
+
+With `--alone` the N processes are one, which takes the part of rank 0 (`one_of_many.py`): the time of N GPUs without
+that of the wire, for machines with one GPU.
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ import torch
 from training_step import make_input
 
 INTERVAL = 100
+CASES = [
+    *("se_e2_a:f64-b1:0", "se_e2_a:f64-b8:0", "dpa3:f32-b1:0"),
+    *("se_e2_a:f64-b1:1", "se_e2_a:f64-b8:1", "dpa3:f32-b1:1"),
+]
 STEPS = {"se_e2_a": 3000, "dpa1": 1000, "dpa3": 1000}
 
 
@@ -64,15 +71,18 @@ def milliseconds(folder: Path) -> float:
     return statistics.median(1e3 * (b - a) / INTERVAL for a, b in itertools.pairwise(times[3:]))
 
 
-def time_case(case: str, data: Path, gpus: int, folder: Path) -> dict[str, Any]:
-    """Return the times of a case on one GPU and on several."""
+def time_case(case: str, data: Path, gpus: int, folder: Path, *, alone: bool) -> dict[str, Any]:
+    """Return the times of a case on one GPU and on several, or of rank 0 alone."""
     kind, sizes, stage = case.split(":")
     own = {"zero_stage": int(stage), "disp_freq": INTERVAL, "jsonl_file": "steps.jsonl"}
     content = make_input(kind, sizes, "HybridMuon", STEPS[kind], data, own)
     found: dict[str, Any] = {"case": case}
     for count in (1, gpus):
         place = folder / f"{case.replace(':', '_')}_{count}"
-        log = train(place, content, count)
+        if alone and count > 1:
+            log = train(place, content, 1, program=(str(Path(__file__).parent / "one_of_many.py"), str(count)))
+        else:
+            log = train(place, content, count)
         found[f"{count} GPU"] = round(milliseconds(place), 3)
         found[f"notes {count}"] = [line for line in log.splitlines() if "graph" in line or "launched one" in line]
     found["ratio"] = round(found[f"{gpus} GPU"] / found["1 GPU"], 3)
@@ -129,14 +139,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--cases", nargs="*", default=["se_e2_a:f64-b1:0", "se_e2_a:f64-b8:0", "dpa3:f32-b1:0"])
+    parser.add_argument("--cases", nargs="*", default=CASES)
+    parser.add_argument("--alone", action="store_true", help="rank 0 of the GPUs without the others")
     parser.add_argument("--equal", nargs="*", default=["se_e2_a"], help="models to compare weights of")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for case in options.cases:
-            results.append(time_case(case, options.data, options.gpus, Path(folder)))
+            results.append(time_case(case, options.data, options.gpus, Path(folder), alone=options.alone))
             print(json.dumps(results[-1]), flush=True)
         for kind in options.equal:
             results.append({"equal": kind, **compare(kind, options.data, options.gpus, Path(folder))})

@@ -43,6 +43,8 @@ NOT_QUICK = (
     "test_parts_of_the_extension_page",
     "test_importing_",
 )
+# Marks of tests that run only where they are asked for.
+APART = ("slow", "gpu", "deepmd_kit", "lammps", "torch_sim", "frameworks")
 # The longest files come first, in this order, so that parallel workers end together.
 LONGEST = (
     *("train_parallel/*.py", "optim_sharded/test_sharded_step.py", "optim/test_kernels.py"),
@@ -66,7 +68,7 @@ def log_level() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the quick tests, and bring the longest files to the front."""
     for item in items:
-        apart = any(item.get_closest_marker(name) for name in ("slow", "gpu", "deepmd_kit", "lammps", "torch_sim"))
+        apart = any(item.get_closest_marker(name) for name in APART)
         if not apart and not item.name.startswith(NOT_QUICK) and _is_quick(item.path):
             item.add_marker(pytest.mark.quick)
     items.sort(key=lambda item: _place(item.path))

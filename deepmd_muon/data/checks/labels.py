@@ -160,14 +160,14 @@ def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[float, float
         coord, types = frames.coord[k][real], np.minimum(frames.atype[k][real], len(reach) - 1)
         # Atoms of the whole frame, seeded by position: 64 of them, against all.
         chosen = np.unique(np.linspace(0, max(len(coord) - 1, 0), 64).astype(int))[: len(coord)]
-        apart = coord[chosen, None] - coord[None]
+        apart = (coord[chosen, None] - coord).reshape(-1, 3)
         if frames.box is not None:
             apart -= np.round(apart @ np.linalg.inv(frames.box[k])) @ frames.box[k]
-        distance = np.sqrt((apart**2).sum(axis=-1))
+        distance = np.sqrt(np.einsum("pc,pc->p", apart, apart)).reshape(len(chosen), -1)
         distance[np.arange(len(chosen)), chosen] = np.inf
         shortest = min(shortest, float(distance.min(initial=np.inf)))
         over = distance / (reach[types[chosen], None] + reach[types])
-        ratio = min(ratio, float(np.nanmin(np.where(np.isfinite(over), over, np.inf), initial=np.inf)))
+        ratio = min(ratio, float(np.fmin.reduce(over, axis=None, initial=np.inf)))
     return shortest, ratio
 
 
@@ -316,12 +316,12 @@ def _ratio(implied: np.ndarray, label: np.ndarray) -> tuple[float, float]:
 def _of_stiffness(sample: Sample, fit: PairFit, pairs: NearPairs) -> Iterator[str]:
     """Bonds stiffer or softer than any: energies and forces in the same wrong unit."""
     frames, names = sample.frames, sample.system.type_map
-    kind = np.sort(np.stack([frames.atype[pairs.frame, pairs.i], frames.atype[pairs.frame, pairs.j]], axis=1), axis=1)
-    closest = tuple(int(t) for t in kind[pairs.distance.argmin()])
-    distance = np.sort(pairs.distance[(kind == closest).all(axis=1)])
-    length = float(np.median(distance[distance < 1.3 * distance[0]]))
-    share = fit.stiffness((closest[0], closest[1]), length) / (_STIFFNESS * (_BOND / length) ** 4)
-    radii = sum(COVALENT_RADII.get(names[t], np.nan) for t in closest) if names else np.nan
+    near = np.flatnonzero(pairs.distance < 1.3 * pairs.distance.min())
+    kind = np.sort([frames.atype[pairs.frame[near], atom[near]] for atom in (pairs.i, pairs.j)], axis=0)
+    a, b = kind[:, pairs.distance[near].argmin()].tolist()
+    length = float(np.median(pairs.distance[near[(kind[0] == a) & (kind[1] == b)]]))
+    share = fit.stiffness((a, b), length) / (_STIFFNESS * (_BOND / length) ** 4)
+    radii = sum(COVALENT_RADII.get(names[t], np.nan) for t in (a, b)) if names else np.nan
     if share > _STIFF:
         yield (
             f"bonds of {length:.2f} Å are {share:.0f} times stiffer than the stiffest known: energies and forces in "

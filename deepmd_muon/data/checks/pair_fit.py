@@ -31,7 +31,7 @@ _AT_ONCE = 30_000
 
 @dataclass(frozen=True)
 class NearPairs:
-    """Pairs of atoms of some frames within `RCUT`, in both directions, images included."""
+    """Pairs of atoms of some frames within `RCUT`, each once, images included."""
 
     frame: np.ndarray  # (npairs,)
     i: np.ndarray  # (npairs,)
@@ -62,23 +62,25 @@ def _reach(inverse: np.ndarray) -> np.ndarray:
 def _pairs_of(frames: Frames, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return i, j and vectors [Å] of one frame."""
     real = np.flatnonzero(frames.atype[k] >= 0)
-    apart = frames.coord[k][real][None] - frames.coord[k][real][:, None]
+    coord = frames.coord[k][real]
+    first, second = np.triu_indices(len(real))
+    apart = coord[second] - coord[first]
     shifts = np.zeros((1, 3))
     if frames.box is not None:
         box, inverse = frames.box[k], np.linalg.inv(frames.box[k])
         apart -= np.round(apart @ inverse) @ box
         grid = np.meshgrid(*(np.arange(-n, n + 1) for n in _reach(inverse)), indexing="ij")
         shifts = np.stack(grid, axis=-1).reshape(-1, 3) @ box
-    own = np.arange(len(real))
+    own = np.flatnonzero(first == second)
     parts = []
-    many = max(1, _AT_ONCE // max(1, len(real) ** 2))
-    for some in (shifts[first : first + many] for first in range(0, len(shifts), many)):
-        vectors = apart + some[:, None, None]
-        squared = np.einsum("sijc,sijc->sij", vectors, vectors)
-        for zero in np.flatnonzero(~some.any(axis=1)):
-            squared[zero, own, own] = np.inf
-        s, i, j = np.nonzero(squared < RCUT**2)
-        parts.append((real[i], real[j], vectors[s, i, j]))
+    many = max(1, _AT_ONCE // max(1, len(apart)))
+    for begin in range(0, len(shifts), many):
+        vectors = apart + shifts[begin : begin + many, None]
+        squared = np.einsum("spc,spc->sp", vectors, vectors)
+        # An atom meets its images in pairs of opposite shifts; the shift in the middle leads to itself.
+        squared[: max(0, len(shifts) // 2 + 1 - begin), own] = np.inf
+        s, p = np.nonzero(squared < RCUT**2)
+        parts.append((real[first[p]], real[second[p]], vectors[s, p]))
     i, j, vector = (np.concatenate(part) for part in zip(*parts, strict=True))
     return i, j, vector
 
@@ -105,32 +107,35 @@ class PairFit:
         ntypes = int(frames.atype.max(initial=0)) + 1
         codes, kind = np.unique(np.minimum(first, second) * ntypes + np.maximum(first, second), return_inverse=True)
         self.kinds = tuple((int(code) // ntypes, int(code) % ntypes) for code in codes)
-        self._design(frames, pairs, kind)
         self.labels = frames.force.reshape(-1)
-
-    def _design(self, frames: Frames, pairs: NearPairs, kind: np.ndarray) -> None:
-        """Set the derivatives of forces (rows, p), energies (nframes, p) and virials (nframes, 9, p)."""
-        size = len(self.kinds) * FUNCTIONS
+        self._pairs, self._nframes = pairs, frames.nframes
         r = np.maximum(pairs.distance, _SMALLEST)
-        value, slope, start = _splines(r)
-        column = (kind * FUNCTIONS + start)[:, None] + np.arange(4)
-        pull = (slope / r[:, None])[..., None] * pairs.vector[:, None]  # dφ/dr times the direction, (npairs, 4, 3)
+        self._value, slope, start = _splines(r)
+        self._slope = slope / r[:, None]
+        self._column = (kind * FUNCTIONS + start)[:, None] + np.arange(4)
+        self._force = self._force_design(frames)
 
-        def gather(row: np.ndarray, rows: int, weights: np.ndarray) -> np.ndarray:
-            place = (row[:, None] * size + column).ravel()
-            return np.bincount(place, weights.ravel(), rows * size).reshape(rows, size)
-
-        atom = pairs.frame * frames.natoms + pairs.i
+    def _force_design(self, frames: Frames) -> np.ndarray:
+        """Return the derivatives of the forces by the coefficients, (rows, p)."""
+        pairs, size = self._pairs, len(self.kinds) * FUNCTIONS
         rows = frames.nframes * frames.natoms
-        self._force = np.stack([gather(atom, rows, pull[..., x]) for x in range(3)], axis=1).reshape(-1, size)
-        self._energy = gather(pairs.frame, frames.nframes, 0.5 * value)
-        half = -0.5 * pairs.vector[:, None]
-        virial = {
-            (x, y): gather(pairs.frame, frames.nframes, half[..., y] * pull[..., x])
-            for x in range(3)
-            for y in range(x, 3)
-        }
-        self._virial = np.stack([virial[min(x, y), max(x, y)] for x in range(3) for y in range(3)], axis=1)
+        atoms = pairs.frame * frames.natoms + np.stack([pairs.i, pairs.j])
+        place = (atoms[..., None] * size + self._column).ravel()  # (2 · npairs · 4,)
+
+        def gather(x: int) -> np.ndarray:
+            pull = self._slope * pairs.vector[:, x, None]
+            return np.bincount(place, np.stack([pull, -pull]).ravel(), rows * size).reshape(rows, size)
+
+        return np.stack([gather(x) for x in range(3)], axis=1).reshape(-1, size)
+
+    def _of_pairs(self, functions: np.ndarray) -> np.ndarray:
+        """Add up the functions of each pair times their coefficients, (npairs,)."""
+        found: np.ndarray = np.einsum("pk,pk->p", functions, self.coefficients[self._column])
+        return found
+
+    def _of_frames(self, values: np.ndarray) -> np.ndarray:
+        """Add up values of pairs in each frame, (nframes,)."""
+        return np.bincount(self._pairs.frame, values, self._nframes)
 
     @cached_property
     def _normal(self) -> tuple[np.ndarray, np.ndarray]:
@@ -153,19 +158,18 @@ class PairFit:
     def explained(self) -> float:
         """Share of the squares of the forces that φ explains, less what so many coefficients explain by chance."""
         rest = float(((self.labels - self._force @ self.coefficients) ** 2).sum() / (self.labels**2).sum())
-        return 1 - rest * len(self.labels) / (len(self.labels) - self._force.shape[1])
+        return 1 - rest * len(self.labels) / (len(self.labels) - self.coefficients.size)
 
     @property
     def energies(self) -> np.ndarray:
         """Energies that the forces imply [eV], but for a constant, (nframes,)."""
-        energies: np.ndarray = self._energy @ self.coefficients
-        return energies
+        return self._of_frames(self._of_pairs(self._value))
 
     @property
     def virials(self) -> np.ndarray:
         """Virials that the forces imply [eV], but for a constant, (nframes, 9)."""
-        virials: np.ndarray = self._virial @ self.coefficients
-        return virials
+        vector, slope = self._pairs.vector, self._of_pairs(self._slope)
+        return np.stack([self._of_frames(-slope * vector[:, k // 3] * vector[:, k % 3]) for k in range(9)], axis=1)
 
     def stiffness(self, kind: tuple[int, int], distance: float) -> float:
         """Return d²φ/dr² [eV/Å²] of a pair of types around a distance [Å]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.neighbors.cache import CHUNK_ATOMS, NeighborCache, number_of_types, worker_count
 from deepmd_muon.data.neighbors.lists import NeighborList, stack_neighbors
 from deepmd_muon.data.sampling.atom_budget import AtomBudgetSampler
+from deepmd_muon.data.sampling.balance import BalancedOrder, cost_of_frame, distribute
 from deepmd_muon.data.sampling.sampler import BatchRule, Plan, Sampler, system_probabilities
 from deepmd_muon.data.sampling.samples import packed, read_ahead, sample_frames
 from deepmd_muon.data.system import System
@@ -75,6 +77,9 @@ class DataLoader:
         Which of the parallel readers this is.
     batches_per_step : int
         Batches that a reader needs at once: a position lies between such groups.
+    balance : bool
+        Order batches so that those of a step cost about the same, see `BalancedOrder`, and deal out those of a step
+        that takes several by their cost. The order is the same for any number of readers.
 
     Attributes
     ----------
@@ -107,6 +112,7 @@ class DataLoader:
         rank: int = 0,
         world_size: int = 1,
         batches_per_step: int = 1,
+        balance: bool = False,
     ) -> None:
         if not 0 <= rank < world_size:
             raise SamplingError(f"rank {rank} is not one of {world_size}")
@@ -136,6 +142,10 @@ class DataLoader:
         else:
             mixed = rule.number if rule.kind == "mixed" else 0
             self._sampler = Sampler(nframes, self.batch_sizes, self.probabilities, seed, mixed, identity)
+        self._order = BalancedOrder(self._sampler, self._cost) if balance else self._sampler
+        self._balance = balance
+        self._costs: dict[int, float] = {}
+        self._drawn: deque[Plan] = deque()
         self._step = self._taken = 0
         self._seats: Iterator[Seats] = itertools.repeat(Seats(world_size, rank))
         self._present = world_size
@@ -170,11 +180,22 @@ class DataLoader:
 
     def draw(self) -> Plan:
         """Draw the next batch of this rank without reading its frames, any number ahead of `advance`."""
-        while True:
+        while not self._drawn:
             number, mine = next(self._seats)
-            plans = [self._sampler.next() for _ in range(number)]
+            plans = [self._order.next() for _ in range(number * self.batches_per_step)]
             if mine is not None:
-                return plans[mine]
+                by_cost = self._balance and self.batches_per_step > 1
+                costs = [self._cost(plan) if by_cost else 1.0 for plan in plans]
+                self._drawn.extend(plans[k] for k in distribute(costs, number)[mine])
+        return self._drawn.popleft()
+
+    def _cost(self, plan: Plan) -> float:
+        """Return what a batch costs: that of the first frame of its systems, for each of its frames."""
+        for k, _ in plan.parts:
+            if k not in self._costs:
+                first = self.systems[k].frames(np.zeros(1, dtype=np.int64))
+                self._costs[k] = cost_of_frame(self.cache.frame(self.systems[k], 0, first, 0))
+        return sum(len(numbers) * self._costs[k] for k, numbers in plan.parts)
 
     def advance(self) -> None:
         """Take the next batch, which has been drawn: the position moves when the last one of a step has been taken."""
@@ -191,7 +212,7 @@ class DataLoader:
         seats
             Of each step; it is read as far ahead as batches are drawn.
         """
-        self._seats = itertools.chain.from_iterable(itertools.repeat(each, self.batches_per_step) for each in seats)
+        self._seats = seats
 
     def begin_step(self, seats: Seats) -> None:
         """Note the seats of the step that begins: the position moves now where this rank has none."""
@@ -201,7 +222,7 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the position after the batches of whole steps: plain values, equal on all ranks."""
-        return self._sampler.state_dict(self._step)
+        return self._order.state_dict(self._step)
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Continue after a saved position: the next batches are those of an uninterrupted run.
@@ -212,9 +233,10 @@ class DataLoader:
             When the position was saved with other systems, batch sizes or probabilities; the loader stays as
             it was.
         """
-        self._sampler.load_state_dict(state)
-        self._step = self._sampler.step
+        self._order.load_state_dict(state)
+        self._step = self._order.step
         self._taken = 0
+        self._drawn.clear()
         self._ahead = None
 
     @property
@@ -246,7 +268,7 @@ class DataLoader:
         def drawn() -> Iterator[Plan]:
             for _ in range(count):
                 self._step += 1
-                yield self._sampler.next()
+                yield self._order.next()
 
         for batch, counts, _ in self._dealt(drawn()):
             yield batch, counts

@@ -8,7 +8,7 @@ how "auto" resolves), `module.py` (a `Descriptor`, built from these settings) an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -86,6 +86,36 @@ class Interpolated(Protocol):
 
     def pieces_for(self, structures: Structures, edges: torch.Tensor) -> int:
         """Return how many pieces the present weights need on such a batch; 0 where interpolation is too coarse."""
+
+
+class Table(Protocol):
+    """What stands for a descriptor's networks in predictions.
+
+    Attributes
+    ----------
+    nearest
+        Distance of neighbours down to which results are right [Å].
+    """
+
+    @property
+    def nearest(self) -> float:
+        """See above."""
+
+
+@runtime_checkable
+class Tabulated(Protocol):
+    """A descriptor that knows tables.
+
+    Attributes
+    ----------
+    table
+        Used where no gradient is wanted; None evaluates the networks.
+    """
+
+    table: Any
+
+    def tabulate(self, structures: Structures, edges: torch.Tensor) -> Table | None:
+        """Return a table for the present weights and batches like this one; None where it would be too coarse."""
 
 
 @runtime_checkable

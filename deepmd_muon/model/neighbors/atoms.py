@@ -9,6 +9,11 @@ from torch import Tensor
 
 #: Neighbours that a program of the kernels sorts, at most.
 MOST_NEIGHBORS = 4096
+#: Atoms nearer than this lie at the same place [Å].
+SAME_PLACE = 1e-6
+#: Entries of `Candidates.needed`: room for candidates; then 1 where atoms lie at the same place, a position is not
+#: finite, or atoms are nearer than `Candidates.nearest`; then the widths of sections, and the bounds of shorter radii.
+ROOM, AT_SAME_PLACE, NOT_FINITE, TOO_NEAR, FIRST_WIDTH = range(5)
 #: Rounding of translations [cells].
 MARGIN = 1e-9
 
@@ -37,6 +42,15 @@ class Cells(NamedTuple):
         inverse = torch.linalg.inv(box)
         reach = rcut * torch.linalg.vector_norm(inverse, dim=1)
         return cls(box, inverse, reach, ((2.0 * reach + 2.0 * MARGIN).floor() + 1.0).int())
+
+    @classmethod
+    def of_some(cls, box: Tensor, rcut: float) -> Cells:
+        """Prepare cells of which some are zeros: their structures have no cell, and nothing moves their atoms."""
+        periodic = box.flatten(1).any(1)[:, None]
+        unit = torch.eye(3, dtype=box.dtype, device=box.device)
+        cells = cls.of(torch.where(periodic.unsqueeze(2), box, unit), rcut)
+        box, inverse = (torch.where(periodic.unsqueeze(2), x, 0.0) for x in (cells.box, cells.inverse))
+        return cls(box, inverse, torch.where(periodic, cells.reach, 0.0), torch.where(periodic, cells.images, 1))
 
     def select(self, numbers: Tensor) -> Cells:
         """Return the cells of some structures."""
@@ -89,3 +103,30 @@ class Sections(NamedTuple):
     by_type: bool
     most: int
     capacity: int
+
+
+class Candidates(NamedTuple):
+    """Atoms within cut-off and skin of some atoms, kept until an atom has moved too far.
+
+    Attributes
+    ----------
+    place
+        Places of the candidates `(nreal, room)`, int32; only the first `number` count.
+    shift
+        Their cell translations `(nreal, room, 3)`, int32; None without cells.
+    number
+        Candidates of each atom `(nreal,)`, int32; more than the room where that is too small.
+    needed
+        What did not fit, int32; zeros where all did. Its entries are named above.
+    nearest
+        Squared distance below which atoms are too near for what reads the list `(1,)` [Å²], float64.
+    inner
+        Bounds of the neighbours within each shorter radius.
+    """
+
+    place: Tensor
+    shift: Tensor | None
+    number: Tensor
+    needed: Tensor
+    nearest: Tensor
+    inner: tuple[int, ...]

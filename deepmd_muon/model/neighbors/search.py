@@ -61,7 +61,7 @@ def count_neighbors(
         from deepmd_muon.model.neighbors import kernels
 
         return kernels.count(atoms, order, frame, radii, ntypes)
-    square, other, _ = _candidates(atoms, order, frame)
+    square, other, _ = all_candidates(atoms, order, frame)
     within = square < radii[0] ** 2
     kinds = atoms.atype[other].clamp(min=0)
     counts = torch.zeros(len(order), ntypes, dtype=torch.int32, device=square.device)
@@ -72,7 +72,7 @@ def count_neighbors(
     return counts, shorter, nearest
 
 
-def _candidates(atoms: Atoms, order: Tensor, frame: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def all_candidates(atoms: Atoms, order: Tensor, frame: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return squared distance, place and translation of all images that may be near; infinite for what is none."""
     nframes = atoms.counts.shape[0]
     inside, here = frame < nframes, frame.clamp(max=nframes - 1)
@@ -98,7 +98,14 @@ def _candidates(atoms: Atoms, order: Tensor, frame: Tensor) -> tuple[Tensor, Ten
 
 def _find(atoms: Atoms, order: Tensor, frame: Tensor, sections: Sections) -> tuple[Tensor, Tensor | None]:
     """Find neighbours by torch's operations, which define the kernels' result."""
-    square, other, shift = _candidates(atoms, order, frame)
+    square, other, shift = all_candidates(atoms, order, frame)
+    return in_sections(square, other, shift, atoms, sections)
+
+
+def in_sections(
+    square: Tensor, other: Tensor, shift: Tensor, atoms: Atoms, sections: Sections
+) -> tuple[Tensor, Tensor | None]:
+    """Sort candidates, given by squared distance, place and translation, into sections, the nearest first."""
     square, rank = square.masked_fill(square >= sections.rcut**2, torch.inf).float().sort(dim=1, stable=True)
     other, shift = other.gather(1, rank), shift.gather(1, rank.unsqueeze(2).expand_as(shift))
     square[:, sections.most :] = torch.inf

@@ -75,9 +75,10 @@ class Request(NamedTuple):
     ntypes: int
 
 
-def sort_by_type(kind: torch.Tensor) -> torch.Tensor:
-    """Return the order of atoms by type `(nreal,)`, without those of negative type."""
-    order = torch.argsort(kind, stable=True)
+def sort_by_type(kind: torch.Tensor, crowd: torch.Tensor) -> torch.Tensor:
+    """Return the order of atoms by type, then by their number of neighbours `(nreal,)`; none of negative type."""
+    order = torch.argsort(crowd, stable=True)
+    order = order[torch.argsort(kind[order], stable=True)]
     return order[int((kind < 0).sum()) :]
 
 

@@ -1,4 +1,4 @@
-"""Environment rows for TorchScript, as `model.descriptor.environment` defines them."""
+"""Environment rows for TorchScript, as `model.descriptor.environment` defines them, and sums over their edges."""
 
 from typing import NamedTuple
 
@@ -51,3 +51,12 @@ def rows_pullback(adjoint: torch.Tensor, rows: Rows) -> torch.Tensor:
     along = (adjoint[..., 1:] * rows.edges).sum(-1)
     scale = torch.addcmul(rows.radial * adjoint[..., 0], rows.bend, along)
     return torch.addcmul(rows.isotropic.unsqueeze(-1) * adjoint[..., 1:], scale.unsqueeze(-1), rows.edges)
+
+
+def sums_pullback(adjoint: torch.Tensor, a: torch.Tensor, axis: int, slots: int) -> torch.Tensor:
+    """Return dE/d(slots·A) like A `(ncentre, 4, M)` from dE/dD; D begins with Aᵀ times the first columns of A."""
+    width = a.shape[2]
+    of_products = adjoint[:, : width * axis].reshape(-1, width, axis)
+    of_sums = torch.bmm(a[:, :, :axis], of_products.transpose(1, 2))
+    of_sums[:, :, :axis] += torch.bmm(a, of_products)
+    return of_sums / slots

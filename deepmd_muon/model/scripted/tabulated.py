@@ -23,6 +23,7 @@ from deepmd_muon.model.descriptor.environment import quintic
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.scripted.dense import Dense
 from deepmd_muon.model.scripted.near import Near, Request
+from deepmd_muon.model.scripted.rows import sums_pullback
 
 MARGIN = 40
 """Samples on each side that a coefficient depends on: their weights fall by 0.43 a sample, to 2e-15."""
@@ -336,10 +337,7 @@ class Tabulated(torch.nn.Module):
         """Return dE/dr_ij `(ncentre, nnei, 3)` from dE/dD `(ncentre, dim_out)`."""
         a = tape.a
         ncentre, edges = a.shape[0], tape.place.shape[0]
-        d_bar = adjoint[:, : self.width * self.axis].reshape(ncentre, self.width, self.axis)
-        a_bar = torch.bmm(a[:, :, : self.axis], d_bar.transpose(1, 2))
-        a_bar[:, :, : self.axis] += torch.bmm(a, d_bar)
-        a_bar = a_bar / self.slots
+        a_bar = sums_pullback(adjoint, a, self.axis, self.slots)
         p = self._products(a_bar, tape)
         of_rows = torch.zeros([4, edges], dtype=a.dtype, device=a.device)
         of_s = torch.zeros([edges], dtype=a.dtype, device=a.device)  # through b′, not standardised

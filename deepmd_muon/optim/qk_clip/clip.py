@@ -113,6 +113,7 @@ class Clipper:
             self._target(*by_name[name], rows) for name, rows in sorted(scaled.items()) if by_name[name][0].numel()
         ]
         self._reductions = _reductions(clip, scaled, by_name, self._first, replicas, local)
+        self._reduced: dict[torch.device, list[Tensor]] = {}
         widest = max(map(len, self._groups))
         # Groups of fewer heads name their first one again.
         self._members = torch.tensor([g + g[:1] * (widest - len(g)) for g in self._groups], device="cpu")
@@ -199,8 +200,10 @@ class Clipper:
             for start, stop in _held_heads(value):
                 first = self._first[name] + start
                 largest[first : first + stop - start], local = local[: stop - start], local[stop - start :]
-        for ranks, heads in self._reductions:
-            _all_reduce_max(largest, heads.to(device), ranks)
+        if device not in self._reduced:  # a captured step cannot copy from the host
+            self._reduced[device] = [heads.to(device) for _, heads in self._reductions]
+        for (ranks, _), heads in zip(self._reductions, self._reduced[device], strict=True):
+            _all_reduce_max(largest, heads, ranks)
         table = self._table(largest, skip)
         tables = {device: table}
         for target in self._targets:

@@ -159,22 +159,29 @@ def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
 def piece_sums_of_many(pairs: Sequence[Pieces], *, joined: bool | None = None) -> list[Tensor]:
     """Return `piece_sums` of several pairs, in one tensor or several, row by row.
 
-    With `joined`, small float32 pairs are concatenated and summed in a few launches; the default on a GPU, where
-    launches cost more than copies.
+    With `joined`, small pairs are concatenated and summed in a few launches; the default on a GPU, where launches cost
+    more than copies.
     """
     found: list[Tensor | None] = [None] * len(pairs)
     joined = bool(pairs) and pairs[0].momentum.is_cuda if joined is None else joined
-    small = [i for i, x in enumerate(pairs) if x.momentum.numel() <= _SMALL and x.momentum.dtype != torch.float64]
+    small = [i for i, x in enumerate(pairs) if x.momentum.numel() <= _SMALL]
     if joined and len(small) > 1:
         flat = [_flatten_dense_tensors([pairs[i][k] for i in small]) for k in (0, 1)]
         m, g = (x.double() for x in flat)
         shapes = tuple(pairs[i].shape for i in small)
         lengths = _lengths(shapes, m.device)
-        # unsafe: the lengths are correct by construction, and checking them would synchronize.
-        sums = torch.segment_reduce(
-            torch.stack((m * m, m * g, g * g), dim=1), "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0
-        )
-        sums = torch.cat([torch.ones_like(sums[:, :2]), sums], dim=1)
+        # unsafe: the lengths are correct by construction, and checking them would synchronize. In one dimension: of
+        # several columns torch sums each segment by a single thread.
+        reduce = functools.partial(torch.segment_reduce, unsafe=True, initial=0.0)
+        count = len(lengths) // 3
+        scales = m.new_ones(count, 2)
+        if flat[0].dtype == torch.float64:
+            largest = reduce(torch.cat((m, g)).abs(), "max", lengths=lengths[: 2 * count])
+            scales = torch.where(largest == 0, 1.0, largest).view(2, -1).T
+            each = scales.repeat_interleave(lengths[:count], dim=0, output_size=len(m))
+            m, g = m / each[:, 0], g / each[:, 1]
+        products = torch.cat((m * m, m * g, g * g))
+        sums = torch.cat([scales, reduce(products, "sum", lengths=lengths).view(3, -1).T], dim=1)
         if len(small) == len(pairs):
             return [sums]
         for i, part in zip(small, sums.split([pieces for pieces, _ in shapes]), strict=True):
@@ -195,7 +202,8 @@ def table_of_sums(pairs: Sequence[Pieces], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _lengths(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    return torch.tensor([n for pieces, n in shapes for _ in range(pieces)], dtype=torch.int64, device=device)
+    """Return the lengths of all pieces, three times."""
+    return torch.tensor([n for pieces, n in shapes for _ in range(pieces)] * 3, dtype=torch.int64, device=device)
 
 
 def cosines(sums: Tensor) -> Tensor:

@@ -294,7 +294,7 @@ class Bucket:
         gone = [k for k, piece in enumerate(self._packing) if piece.parameter in absent] if absent else []
         if gone:
             headers = headers.clone()
-            headers[gone, 0] = 0.0
+            torch._foreach_zero_([headers[k, :1] for k in gone])  # a list as index would be copied from the host
         self._rule_state.pack(headers)
         if sums is not None:
             headers[self._summed, 1 + len(self._rule_state.keys) :] = sums[self._sums_of_packed]

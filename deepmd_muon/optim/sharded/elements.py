@@ -33,6 +33,9 @@ from deepmd_muon.optim.step import (
 )
 from deepmd_muon.optim.update.gradients import StepControl, waves
 
+# torch 2.13 warns of the second name, torch 2.11 lacks the first.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ElementwiseWave:
@@ -147,9 +150,7 @@ class GatheredParts:
         if any(x.numel() for x in own):
             flat = torch.cat([x.reshape(-1) for x in own])
             self._mine[: len(flat)] = flat
-        arrived: Callable[[], Any] = self._collectives.launch(
-            dist.all_gather, list(self._all.split(self._longest)), self._mine, group=self._group
-        )
+        arrived: Callable[[], Any] = self._collectives.launch(all_gather, self._all, self._mine, group=self._group)
 
         def take() -> None:
             arrived()

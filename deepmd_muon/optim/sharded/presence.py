@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepmd_muon.optim.cuda import is_capturing
 from deepmd_muon.optim.errors import MissingGradientError, PlanMismatchError
 from deepmd_muon.optim.sharded.agreement import KEYS, GroupColumns, difference
 from deepmd_muon.optim.sharded.process_groups import agreeing_groups, check_names
@@ -122,7 +123,7 @@ class GradientPresence:
         MissingGradientError
             On all ranks of the group, including those that do not hold the parameter.
         """
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        capturing = is_capturing()
         if not capturing:
             self.raise_deferred()
             self._look()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from deepmd_muon.optim.cuda import is_capturing
 from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTransportError
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import is_local
@@ -187,10 +187,10 @@ class ShardedStep:
         ReplicaMismatchError
             On all ranks, in the first step, when replicas differ.
         CaptureError
-            During the capture of a CUDA graph.
+            During the capture of a CUDA graph, where no such step was taken before, or with `exchange` 'reference'.
         """
-        if not self._repeating and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise CaptureError("a step on several ranks cannot be captured in a CUDA graph")
+        if is_capturing():
+            self._check_capture()
         if not self._agreed:
             self._groups = [group_of(domain.ranks, self._device) for domain in self.plan.domains]
             for domain, group in zip(self.plan.domains, self._groups, strict=True):
@@ -238,6 +238,16 @@ class ShardedStep:
         for _ in moments or ():  # copies the last batch back to the host
             pass
         finish()
+
+    def _check_capture(self) -> None:
+        """Raise where a step would read numbers on the host, or its replays would repeat work of the first step."""
+        if self._settings.exchange == "reference" and self._muon:
+            raise CaptureError("exchange 'reference' reads on the host which gradients exist; use 'owners'")
+        if not (self._agreed and (self._repeating or (self._bound and self._elements is not None))):
+            raise CaptureError(
+                "parameters or state have changed since the last step, or there was none; "
+                "take a step before the capture"
+            )
 
     def _compare_presence(self) -> GradientPresence:
         """Return the comparison of gradients for parameters whose replicas would otherwise diverge."""

@@ -211,11 +211,7 @@ class FrameStore:
     def _cells_of(self, chunk: Chunk) -> Cells:
         """Return the cells of frames; those of frames without one move nothing."""
         vectors = np.zeros((len(chunk.numbers), 3, 3)) if chunk.box is None else chunk.box
-        vectors = np.where(chunk.periodic[:, None, None], vectors, np.eye(3))
-        cells = Cells.of(self._moved(vectors), self._cache.rcut)
-        periodic = self._moved(chunk.periodic).unsqueeze(1)
-        box, inverse = (torch.where(periodic.unsqueeze(2), x, 0.0) for x in (cells.box, cells.inverse))
-        return Cells(box, inverse, torch.where(periodic, cells.reach, 0.0), torch.where(periodic, cells.images, 1))
+        return Cells.of_some(self._moved(vectors), self._cache.rcut)
 
     def _count(self, chunk: Chunk, packed: Atoms) -> None:
         """Count the neighbours of a chunk, and learn what its compositions need; waits for the count."""

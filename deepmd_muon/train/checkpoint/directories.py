@@ -162,15 +162,23 @@ class DirectorySeries:
                 self._remove(write.name)  # the same step of an earlier run
                 write.place.rename(folder / write.name)
         self.written = [*(name for name in self.written if name != write.name), write.name]
+        self.publish()
+        if self._ranks.first:
+            log.info("saved %s", folder / write.name)
+
+    def publish(self) -> None:
+        """Let link and text file name the newest directory, and delete surplus ones.
+
+        A run that was killed after it had named its last directory, or could not write the text file, has not done so.
+        """
         surplus, self.written = self.written[: -self.keep], self.written[-self.keep :]
-        if not self._ranks.first:
+        if self.newest is None or not self._ranks.first:
             return
-        replace_link(folder / f"{self.prefix.name}{SUFFIX}", write.name)
+        replace_link(self.prefix.with_name(f"{self.prefix.name}{SUFFIX}"), self.newest.name)
         if self._pointer:
-            write_pointer(folder, write.name)
+            write_pointer(self.prefix.parent, self.newest.name)
         for name in surplus:
             self._remove(name)
-        log.info("saved %s", folder / write.name)
 
     def _discard(self, place: Path) -> None:
         """Delete the files of a checkpoint that will not be complete: they may fill the disk."""

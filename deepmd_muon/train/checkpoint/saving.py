@@ -107,6 +107,8 @@ class Checkpoints:
             elif self._ranks.first:
                 self.files.publish()  # a run that was killed after its last save has not
             self.finish()
+            if self.directories:
+                self.directories.publish()  # the same; and the text file names the directory, not the file
 
     def poll(self) -> None:
         """Publish a directory whose writing has ended meanwhile."""

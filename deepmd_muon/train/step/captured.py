@@ -9,14 +9,14 @@ captured the third.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.nn.graphs import GraphMemory
 from deepmd_muon.train.batches.accumulated import StepFeed, parts_of
 from deepmd_muon.train.step.guard import DeviceGuard
 from deepmd_muon.train.step.step import TrainingStep
@@ -73,17 +73,6 @@ class RateTable:
         self.lr.copy_(row[0, 0])
         self.lr_fraction.copy_(row[0, 1])
         self._row.add_(1)
-
-
-class GraphMemory:
-    """The stream that graphs of a run are captured on, and their common pool of memory.
-
-    Graphs that replay one after the other may share a pool: each overwrites what the others left.
-    """
-
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
-        self.pool = torch.cuda.graph_pool_handle()
 
 
 class CapturedStep:
@@ -179,8 +168,9 @@ class CapturedStep:
             gradient.expect(layout)
             # Only captured steps are compiled.
             if met and layout is not None and any(gradient.wants(part.layout) for part in parts_of(feed)):
+                assert self._memory is not None
                 with gradient.compiling():
-                    self._on_side_stream(lambda: self._run(feed))
+                    self._memory.run_aside(lambda: self._run(feed))
                 return
         if self._wants_graph(layout):
             graph = self._captured(feed)
@@ -188,7 +178,7 @@ class CapturedStep:
                 graph.replay()
                 return
         if self._memory is not None:
-            self._on_side_stream(lambda: self._run(feed))
+            self._memory.run_aside(lambda: self._run(feed))
         else:
             self._run(feed)
 
@@ -228,16 +218,8 @@ class CapturedStep:
     def _captured(self, feed: StepFeed) -> torch.cuda.CUDAGraph | None:
         """Record a step in a graph without running it; None, with one log line, where that fails."""
         assert self._memory is not None
-        graph = torch.cuda.CUDAGraph()
         try:
-            # The outer context returns to this stream whatever happens. thread_local: the thread that prepares batches
-            # uses the device meanwhile.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream()),
-                own_blas_workspaces(),
-                torch.cuda.graph(graph, self._memory.pool, self._memory.stream, capture_error_mode="thread_local"),
-            ):
-                self._run(feed)
+            graph = self._memory.recorded(lambda: self._run(feed))
         except Exception as error:  # whatever a driver, a compiler or a module raises must not end a training run
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self.eager_reason = reason
@@ -246,26 +228,3 @@ class CapturedStep:
         self._graphs[feed.layout], self._used[feed.layout] = graph, self._steps
         self.recorded += 1
         return graph
-
-    def _on_side_stream(self, launch: Callable[[], None]) -> None:
-        """Launch on the stream of captures, after earlier and before later work of the current stream."""
-        assert self._memory is not None
-        here, aside = torch.cuda.current_stream(), self._memory.stream
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            launch()
-        here.wait_stream(aside)
-
-
-@contextlib.contextmanager
-def own_blas_workspaces() -> Iterator[None]:
-    """Let a capture in this context take cuBLAS's workspaces from the graph's pool.
-
-    torch keeps one workspace a handle and stream, and a graph keeps its address. Graphs that were captured on the same
-    streams would share it, and write over one another's partial sums when they replay at the same time.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()

@@ -183,6 +183,8 @@ class DeviceGuard(Guard):
         if hasattr(optimizer, "on_nonfinite"):
             optimizer.on_nonfinite = "ignore"
         optimizer.found_inf = self.skip  # type: ignore[attr-defined]  # torch's protocol for gradient scalers
+        if hasattr(optimizer, "agreed_skip"):
+            optimizer.agreed_skip = True  # from the loss and norm of all ranks
         self._record = torch.zeros(len(get_args(self._FIELDS)), dtype=torch.float64, device=device)
         self._systems: list[str] = []
         self._begun: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -20,18 +21,17 @@ _MOST_SYSTEMS = 4
 
 
 class Tuning:
-    """Keeps the number of pieces of a model's interpolation in step with its weights.
+    """Keeps the number of pieces of a descriptor's interpolation in step with its weights.
 
     It looks at the same frames every time, so that a run repeats.
 
     Parameters
     ----------
-    model
-        On its device.
-    loader
-        Of the training data.
+    branches
+        The models that have the descriptor, on their device, with the loaders of their training data: the pieces
+        suffice for all of them.
     device
-        Where the model is.
+        Where the models are.
 
     Attributes
     ----------
@@ -39,11 +39,10 @@ class Tuning:
         Whether the run, or the one that it continues, has looked before.
     """
 
-    def __init__(self, model: EnergyModel, loader: DataLoader, device: torch.device) -> None:
-        self._model = model
-        self._loader = loader
+    def __init__(self, branches: Sequence[tuple[EnergyModel, DataLoader]], device: torch.device) -> None:
+        self._branches = branches
         self._device = device
-        self._batches: list[Structures] = []
+        self._batches: list[tuple[EnergyModel, list[Structures]]] = []
         self.looked = False
 
     def __call__(self, done: int) -> None:
@@ -51,13 +50,16 @@ class Tuning:
         first, self.looked = not self.looked, True
         if not (first or done & (done - 1) == 0 or done % _PERIOD == 0):
             return
-        if not self._batches:
-            samples = itertools.islice(self._loader.sample_batches(1), _MOST_SYSTEMS)
-            self._batches = [to_device(batch, self._model.ntypes, self._device).structures for batch in samples]
-        before = self._model.pieces
-        self._model.tune(self._batches)
-        if self._model.pieces != before:
-            log.info("embedding nets are %s", _describe(self._model.pieces))
+        self._batches = self._batches or [(model, self._sample(model, loader)) for model, loader in self._branches]
+        wanted = [model.wanted_pieces(batches) for model, batches in self._batches]
+        pieces, (model, _) = max(wanted) if all(wanted) else 0, self._branches[0]
+        if pieces != model.pieces:
+            model.pieces = pieces  # of the descriptor that all have
+            log.info("embedding nets are %s", _describe(pieces))
+
+    def _sample(self, model: EnergyModel, loader: DataLoader) -> list[Structures]:
+        samples = itertools.islice(loader.sample_batches(1), _MOST_SYSTEMS)
+        return [to_device(batch, model.ntypes, self._device).structures for batch in samples]
 
 
 def _describe(pieces: int) -> str:

@@ -14,13 +14,14 @@ from deepmd_muon.argcheck import RunSettings
 from deepmd_muon.data import DataLoader
 from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.nn.graphs import GraphMemory
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.train.batches.accumulated import AccumulatedBatches, StepFeed, StepSource
 from deepmd_muon.train.batches.resident import ResidentBatches, why_not_on_device
 from deepmd_muon.train.batches.streamed import BatchSource, HostBatches, StreamedBatches
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.step.captured import CapturedStep, GraphMemory, RateTable
+from deepmd_muon.train.step.captured import CapturedStep, RateTable
 from deepmd_muon.train.step.compiled import CompiledGradient
 from deepmd_muon.train.step.guard import DeviceGuard, HostGuard, on_nonfinite
 from deepmd_muon.train.step.step import TrainingStep

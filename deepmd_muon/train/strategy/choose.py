@@ -31,14 +31,13 @@ def choose_strategy(training: RunSettings, ranks: Ranks, model: EnergyModel | Br
     if ranks.size == 1:
         return Alone(ranks, model)
     stage = training.zero_stage
+    stratified = isinstance(training, MultiTaskTrainingSettings) and training.stratified
     # Imported here because one process needs none of it, and FSDP takes a second to import.
     if stage < 2:
         from deepmd_muon.train.strategy.replicated import Replicated
 
-        stratified = isinstance(training, MultiTaskTrainingSettings) and training.stratified
         return Replicated(ranks, model, state_in_parts=stage == 1, stratified=stratified)
-    assert not isinstance(model, Branches)  # a rule of the input
     from deepmd_muon.train.strategy.fully_sharded import FullySharded, sharding_mesh
 
     mesh = sharding_mesh(ranks, training.data_parallel_replicate_degree)
-    return FullySharded(ranks, model, mesh, reshard_after_forward=stage == 3)
+    return FullySharded(ranks, model, mesh, reshard_after_forward=stage == 3, stratified=stratified)

@@ -4,13 +4,12 @@ The gradient of a step comes from one explicit backward pass, after which every 
 DistributedDataParallel's hooks and buckets are needed: one all-reduce over all gradients, with the loss and the
 requests to stop at its end, is the whole communication before the update, and its order of summation is fixed.
 
-At stage 0 on GPUs nothing is read on the host in a step, so that it can be one CUDA graph: the ranks take the same
-update each for itself, and read the requests to stop a few steps later, all of them after the same step.
+On GPUs nothing is read on the host in a step, so that it can be one CUDA graph, exchanges of the optimizer included.
+The ranks read the requests to stop a few steps later, all of them after the same step.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -21,15 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
-from deepmd_muon.optim.buildable import Buildable
-from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.strategy.agreement import SIGNALS, SeveralRanks
 from deepmd_muon.train.strategy.base import Reduced
-
-log = logging.getLogger(__name__)
 
 
 class Replicated(SeveralRanks):
@@ -52,24 +46,10 @@ class Replicated(SeveralRanks):
         self._replicas = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("replicas",))
         self._state_in_parts = state_in_parts
         self._stratified = stratified
-        if state_in_parts:
-            self.reads_on_host = "training/zero_stage is above 0"
-        elif stratified:
+        if stratified:
             self.reads_on_host = "training/stratified is true"
         self._late = LateRequests(ranks)
         self._trained: dict[EnergyModel | None, frozenset[int]] = {}
-
-    def build_optimizer(self, config: Buildable, lr: float) -> torch.optim.Optimizer:
-        """Make the run's optimizer."""
-        # HybridMuon shares work among replicas by exchanges that a graph cannot hold, and that take longer than the
-        # work of a potential's matrices.
-        replicas = self._replicas if self._on_host else None
-        if replicas is None and getattr(config, "sharded", ShardedSettings()) != ShardedSettings():
-            log.info(
-                "optimizer/sharded is ignored: at training/zero_stage 0 on GPUs every rank orthogonalizes all "
-                "matrices itself"
-            )
-        return build_optimizer(config, self.model, lr, replicas=replicas, state_in_parts=self._state_in_parts)
 
     @property
     def _on_host(self) -> bool:
@@ -107,7 +87,7 @@ class Replicated(SeveralRanks):
             name = next(name for name, p in self.model.named_parameters() if p is params[strange[0]])
             raise TrainingError(
                 f"the parameter {name} has a gradient now, but had none on any rank in the first step: "
-                "set training/zero_stage to 1, where every step compares them"
+                "freeze it, or let it take part in every step"
             )
         chosen = [params[i] for i in sorted(trained)]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]

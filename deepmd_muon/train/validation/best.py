@@ -32,6 +32,8 @@ class BestCheckpoints:
         Error and step of the best, best first; of equal errors the earlier step.
     name
         Beginning of the files' names.
+    since_best
+        Steps ranked since the best one.
     """
 
     folder: Path
@@ -39,9 +41,12 @@ class BestCheckpoints:
     metric: str
     records: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     name: str = "best.ckpt"
+    since_best: int = 0
 
     def enter(self, step: int, error: float) -> bool:
         """Rank a step; return whether it is among the best."""
+        new_best = not self.records or error < self.records[0][0]
+        self.since_best = 0 if new_best else self.since_best + 1
         ranked = sorted([*(record for record in self.records if record[1] != step), (error, step)])[: self.keep]
         if (error, step) not in ranked:
             return False
@@ -107,10 +112,11 @@ class BestCheckpoints:
                     rest.unlink()
 
     def state(self) -> dict[str, Any]:
-        """Return the records as deepmd-kit keeps them among a checkpoint's ``train_infos``."""
+        """Return the records as deepmd-kit keeps them among a checkpoint's ``train_infos``, and `since_best`."""
         return {
             "full_validation_metric": self.metric,
             "full_validation_topk_records": [{"metric": error, "step": step} for error, step in self.records],
+            "full_validation_since_best": self.since_best,
         }
 
     def restore(self, infos: Mapping[str, Any]) -> None:
@@ -119,3 +125,4 @@ class BestCheckpoints:
         if infos.get("full_validation_metric") != self.metric or not isinstance(records, list):
             return
         self.records = sorted((float(r["metric"]), int(r["step"])) for r in records)[: self.keep]
+        self.since_best = int(infos.get("full_validation_since_best", 0))

@@ -132,6 +132,12 @@ class FullValidation:
             self._file.row(step, errors, note)
         self._taken = step
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the last `early_stop_patience` validations brought no new best."""
+        patience = self._settings.early_stop_patience
+        return 0 < patience <= self.best.since_best
+
     def state(self) -> dict[str, Any]:
         """Return the part that a checkpoint keeps."""
         return self.best.state() if self._enabled else {}

@@ -119,8 +119,19 @@ class Validation:
         self, step: int, errors: Mapping[str, Mapping[str, float]], content: Callable[[], Mapping[str, Any]]
     ) -> None:
         """Rank the errors of a step and save it where it is among the best; see `FullValidation.take`."""
+        before = self.stopped
         for name, found in errors.items():
             self._full[name].take(step, found, content)
+        for name in sorted(self.stopped ^ before):
+            which = "no" if name in self.stopped else "has a"
+            log.info(
+                "%s%s new best %s at step %d", self._branches[name].prefix, which, self._full[name].best.metric, step
+            )
+
+    @property
+    def stopped(self) -> frozenset[str]:
+        """The branches that wait for a new best, see `early_stop_patience`; equal on all ranks."""
+        return frozenset(name for name, full in self._full.items() if full.stopped)
 
     def state(self) -> dict[str, Any]:
         """Return the part that a checkpoint keeps."""

@@ -1,9 +1,9 @@
 """Fine-tune a potential of water clusters to dense ones, with replay and without.
 
-``python fine_tuning.py --data clusters --work WORK --json FILE``, after ``make_clusters.py``. All runs start from one
-GFN1 potential of 200 hexamers. Their new data are 40 hexamers whose molecules stand closer together. A run with replay
-takes twice the steps, half of them on the new data, so that each run sees these equally often. The table has the errors
-on new and old test clusters and the verdicts of ``dp check`` near the old training data.
+``python fine_tuning.py --data clusters --work WORK --json FILE``, after ``make_clusters.py``. All runs of a seed start
+from one GFN1 potential of 200 hexamers. Their new data are 40 hexamers whose molecules stand closer together. A run
+with replay takes twice the steps, half of them on the new data, so that each run sees these equally often. The table
+has the errors on new and old test clusters and the verdicts of ``dp check`` near the old training data.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import argparse
 import json
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runs import errors, single_input, table, train
+from runs import errors, mean_and_spread, single_input, table, train
 
 OLD = "OLD DATA"  # stands for their path
 
@@ -32,23 +34,40 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any], bool]] = {
 }
 
 
-def fine_tuning_input(new: str, replay: dict[str, Any], *, steps: int, trainable: bool) -> dict[str, Any]:
+def fine_tuning_input(new: str, replay: dict[str, Any], *, steps: int, seed: int, trainable: bool) -> dict[str, Any]:
     """Return the input of a fine-tuning run, whose learning rate is a tenth of the first one's."""
-    content = single_input([new], steps=steps, seed=1, start_lr=1e-4)
+    content = single_input([new], steps=steps, seed=seed, start_lr=1e-4)
     content["model"]["descriptor"]["trainable"] = trainable
     content["replay"] = replay
     return content
 
 
-def check(checkpoint: Path, data: tuple[str, ...]) -> dict[str, str]:
-    """Return the verdicts of ``dp check`` on a potential near some data, and its reasons."""
+def check(checkpoint: Path, data: tuple[str, ...]) -> dict[str, Any]:
+    """Return the verdicts of ``dp check`` on a potential near some data, its reasons, and what its dynamics did."""
     report = checkpoint.with_name(f"{checkpoint.name}.check.json")
     if not report.exists():
         command = [sys.executable, "-m", "deepmd_muon", "check", str(checkpoint), "-s", *data]
         command += ["--time", "0.25", "--json", str(report)]
         subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     (model,) = json.loads(report.read_text())["models"]
-    return {item["name"]: f"{item['verdict']}: {item['reason']}" for item in model["items"]}
+    run = {key: model["dynamics"][key] for key in ("followed", "drift", "blow_ups_per_ps")}
+    return {item["name"]: f"{item['verdict']}: {item['reason']}" for item in model["items"]} | {"run": run}
+
+
+def potentials(seed: int, data: Path, work: Path, steps: int) -> Iterator[tuple[str, Path]]:
+    """Yield the names and checkpoints of the runs of a seed, the one that they start from first."""
+    before, new = str(data / "gfn1" / "train"), str(data / "dense" / "train")
+    # The GFN1 run of two_levels.py, where it is there.
+    old = train(work / f"gfn1_{seed}", single_input([before], steps=800, seed=seed))
+    yield "before", old
+    for name, (replay, settings, trainable) in RUNS.items():
+        length = (1 + bool(replay)) * steps
+        content = fine_tuning_input(new, settings, steps=length, seed=seed, trainable=trainable)
+        replayed = [before if each == OLD else each for each in replay]
+        options = ["--finetune", str(old), *(["--replay", *replayed] if replay else [])]
+        folder = work / f"{name.replace(',', '').replace(' ', '_')}_{seed}"
+        found = train(folder, content, *options)
+        yield name, folder / "model.ckpt.finetuned.pt" if replay else found
 
 
 def main() -> None:
@@ -57,41 +76,35 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder that make_clusters.py wrote")
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs; those that exist are kept")
     parser.add_argument("--json", type=Path, required=True, help="receives errors and verdicts")
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150, help="steps on the new data")
     args = parser.parse_args()
     data, work = args.data.resolve(), args.work.resolve()
-    before, new = str(data / "gfn1" / "train"), str(data / "dense" / "train")
-    # The GFN1 run of two_levels.py, where it is there.
-    old = train(work / "gfn1_1", single_input([before], steps=800, seed=1))
-    potentials = {"before": old}
-    for name, (replay, settings, trainable) in RUNS.items():
-        content = fine_tuning_input(new, settings, steps=(1 + bool(replay)) * args.steps, trainable=trainable)
-        replayed = [before if each == OLD else each for each in replay]
-        options = ["--finetune", str(old), *(["--replay", *replayed] if replay else [])]
-        folder = work / name.replace(",", "").replace(" ", "_")
-        found = train(folder, content, *options)
-        potentials[name] = folder / "model.ckpt.finetuned.pt" if replay else found
     sets = {"new": "dense", "old": "test", "hot": "hot", "large": "large"}
     places = {place: (str(data / "gfn1" / name),) for place, name in sets.items()}
-    result = {
-        name: {
-            **{place: errors(path, systems) for place, systems in places.items()},
-            "check": check(path, (before,)),
-        }
-        for name, path in potentials.items()
-    }
-    args.json.write_text(json.dumps({"steps": args.steps, "results": result}, indent=1, ensure_ascii=False) + "\n")
+    result: dict[str, list[dict[str, Any]]] = {}
+    for seed in range(1, args.seeds + 1):
+        for name, path in potentials(seed, data, work, args.steps):
+            found = {place: errors(path, systems) for place, systems in places.items()}
+            result.setdefault(name, []).append({**found, "check": check(path, (str(data / "gfn1" / "train"),))})
+    settings = {"steps": args.steps, "seeds": args.seeds}
+    args.json.write_text(json.dumps({**settings, "results": result}, indent=1, ensure_ascii=False) + "\n")
     print(report(result))
 
 
-def report(result: dict[str, dict[str, Any]]) -> str:
-    """Return the table of force errors [meV/Å] and verdicts."""
+def report(result: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the table of force errors [meV/Å], verdicts, drift [meV/atom] and blow-ups of the dynamics."""
     rows = []
     for name, found in result.items():
-        cells = [f"{found[place]['force']:.1f}" for place in PLACES]
-        verdicts = [found["check"][item].partition(":")[0] for item in ITEMS]
-        rows.append([name, *cells, *verdicts])
-    return table(["fine-tuning", *PLACES, *ITEMS], rows)
+        cells = [mean_and_spread([each[place]["force"] for each in found]) for place in PLACES]
+        for item in ITEMS:
+            verdicts = Counter(each["check"][item].partition(":")[0] for each in found)
+            cells.append(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
+        runs = [each["check"]["run"] for each in found]
+        cells.append(" ".join("-" if run["drift"] is None else f"{1e3 * run['drift']:.2f}" for run in runs))
+        cells.append(" ".join(f"{run['blow_ups_per_ps']:.2g}" for run in runs))
+        rows.append([name, *cells])
+    return table(["fine-tuning", *PLACES, *ITEMS, "drift", "blow-ups per ps"], rows)
 
 
 if __name__ == "__main__":

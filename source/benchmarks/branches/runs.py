@@ -86,6 +86,12 @@ def errors(checkpoint: Path, systems: Sequence[str | Path], head: str | None = N
     }
 
 
+def mean_and_spread(values: Sequence[float]) -> str:
+    """Return the mean over seeds and, of several, their standard deviation."""
+    spread = f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.1f}{spread}"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]

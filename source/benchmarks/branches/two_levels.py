@@ -13,7 +13,7 @@ import platform
 from pathlib import Path
 
 import numpy as np
-from runs import branched_input, errors, single_input, table, train
+from runs import branched_input, errors, mean_and_spread, single_input, table, train
 
 LEVELS, PLACES = ("gfn1", "gfn2"), ("test", "hot", "dense", "large")
 
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs; those that exist are kept")
     parser.add_argument("--json", type=Path, required=True, help="receives all errors")
     parser.add_argument("--steps", type=int, default=800, help="steps of a single-task run")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     data = args.data.resolve()
     training = {level: (str(data / level / "train"),) for level in LEVELS}
@@ -45,19 +45,30 @@ def main() -> None:
 
 
 def report(found: dict[str, dict[str, dict[str, list[dict[str, float]]]]]) -> str:
-    """Return the table of force errors and energy spreads, means over seeds."""
-
-    def mean(of_run: list[dict[str, float]], key: str) -> float:
-        return float(np.mean([each[key] for each in of_run]))
-
+    """Return the table of force errors and energy spreads: mean and standard deviation over seeds."""
     rows = []
     for level, places in found.items():
         for place, of_run in places.items():
-            quantities = [(key, run) for key in ("force", "energy_spread") for run in ("single", "both")]
-            cells = [f"{mean(of_run[run], key):.1f}" for key, run in quantities]
-            ratio = mean(of_run["both"], "force") / mean(of_run["single"], "force")
-            rows.append([level, place, *cells[:2], f"{ratio:.2f}", *cells[2:]])
-    header = ["level", "frames", "force, single", "force, branches", "ratio", "energy, single", "energy, branches"]
+            values = {
+                (key, run): [each[key] for each in of_run[run]]
+                for key in ("force", "energy_spread")
+                for run in ("single", "both")
+            }
+            cells = [mean_and_spread(each) for each in values.values()]
+            pairs = [*zip(values["force", "both"], values["force", "single"], strict=True)]
+            better = f"{sum(both < single for both, single in pairs)} of {len(pairs)}"
+            ratio = f"{np.mean([both / single for both, single in pairs]):.2f}"
+            rows.append([level, place, *cells[:2], ratio, better, *cells[2:]])
+    header = [
+        "level",
+        "frames",
+        "force, single",
+        "force, branches",
+        "ratio",
+        "better",
+        "energy, single",
+        "energy, branches",
+    ]
     return table(header, rows)
 
 

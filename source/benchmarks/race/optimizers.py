@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepmd_muon.train.step.captured import own_blas_workspaces
+from deepmd_muon.model.nn.graphs import own_blas_workspaces
 
 log = logging.getLogger(__name__)
 

@@ -140,11 +140,6 @@ def no_validation_data(several):
     return "validating/full_validation", "validation_data of a branch"
 
 
-def parameters_in_parts(several):
-    several["training"]["zero_stage"] = 2
-    return "training/zero_stage", "0 or 1"
-
-
 def no_such_branch_to_export(several):
     several["training"]["export_branch"] = "warm"
     return "training/export_branch", "one of the branches hot, cold; found 'warm'"
@@ -159,7 +154,7 @@ def replay_of_several(several):
     "change",
     [
         *(other_map, no_name, no_epochs, nothing_drawn, two_protections, too_few_cases, one_case, an_alias_twice),
-        *(level_of_a_fitting_net, no_validation_data, parameters_in_parts, no_such_branch_to_export, replay_of_several),
+        *(level_of_a_fitting_net, no_validation_data, no_such_branch_to_export, replay_of_several),
     ],
 )
 def test_what_does_not_fit_is_named(several, problems, change):

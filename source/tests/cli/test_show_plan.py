@@ -50,7 +50,7 @@ def show(capsys, *words):
         ([], "8 ranks in 2 groups, zero_stage 3", "mesh 2x4: Replicate, Shard(0)"),
         (
             ["--zero-stage", "0"],
-            "8 ranks, zero_stage 0: every rank holds everything; on GPUs each rank orthogonalizes all matrices itself",
+            "8 ranks, zero_stage 0: every rank holds everything",
             "mesh 8: Replicate",
         ),
         (["--zero-stage", "1"], "8 ranks, zero_stage 1", "mesh 8: Replicate"),

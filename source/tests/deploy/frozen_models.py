@@ -83,3 +83,10 @@ LARGER = {
         },
     },
 }
+
+# Those that `dp compress` takes.
+TABULATED = {
+    "se_e2_a": LARGER["se_e2_a"],
+    "se_atten": LARGER["se_atten"] | {"attn_layer": 0},
+    "strip": LARGER["se_atten"] | {"attn_layer": 0, "tebd_input_mode": "strip"},
+}

@@ -14,7 +14,7 @@ from deepmd_muon.deploy.compress import compress, restored
 from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.deploy.program import Program
-from deepmd_muon.infer import Predictor
+from deepmd_muon.infer import DeepPotCalculator, Predictor
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.registry import DESCRIPTORS
@@ -91,6 +91,21 @@ def test_the_file_is_the_model(name, tmp_path, water_frames):
         warnings.simplefilter("error")
         found = Predictor(tmp_path / "c.pth", device="cpu").predict(*water_frames)
     assert_close(found, expected, 1e-5 if name.endswith("float32") else 1e-6)
+
+
+@pytest.mark.parametrize("name", ["se_e2_a", "se_atten_v2"])
+def test_ase_calculates_with_the_file(name, tmp_path, water_frames):
+    ase = pytest.importorskip("ase")
+    model = build(*MODELS[name])
+    compress(model, tmp_path / "c.pth", min_distance=0.7)
+    coord, box, atype = (part[0] for part in water_frames)
+    atoms = ase.Atoms([("O", "H")[kind] for kind in atype], positions=coord, cell=box, pbc=True)
+    found = []
+    for source in (Predictor(model, device="cpu"), tmp_path / "c.pth"):
+        atoms.calc = DeepPotCalculator(source)
+        found.append((atoms.get_potential_energy(), atoms.get_forces(), atoms.get_stress()))
+    for expected, value in zip(*found, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -187,7 +202,7 @@ def test_what_cannot_be_is_refused(words, message, saved, tmp_path, monkeypatch,
 
 
 def test_other_descriptors_and_kinks_are_refused(tmp_path):
-    with pytest.raises(FreezeError, match="'dpa3' has no tables"):
+    with pytest.raises(FreezeError, match=r"'dpa3' cannot be compressed: .* use dp freeze"):
         compress(build(LARGER["dpa3"] | {"seed": 1}), tmp_path / "c.pth")
     with pytest.raises(FreezeError, match="kink"):
         compress(build(SE_E2_A | {"activation_function": "relu"}), tmp_path / "c.pth", min_distance=0.7)

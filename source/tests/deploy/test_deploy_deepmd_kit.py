@@ -6,7 +6,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from frozen_models import LARGER, build
+from frozen_models import LARGER, TABULATED, build
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.deploy.compress import compress
@@ -28,6 +28,8 @@ for name in sys.argv[1:]:
         values = potential.eval(given["coord"], given["box"].reshape(-1, 9), given["atype"], atomic=True)
         for key, value in zip(("energy", "force", "virial", "atom_energy", "atom_virial"), values):
             out[f"{name} {backend} {key}"] = value
+        energy, force, virial = potential.eval(given["coord"], given["box"].reshape(-1, 9), given["atype"])
+        out |= {f"{name} {backend} whole force": force, f"{name} {backend} whole virial": virial}
 np.savez("found.npz", **out)
 """
 
@@ -66,19 +68,23 @@ def test_deep_pot_takes_our_file_for_its_own(kind, folder, water_frames):
         expected = found[f"theirs.pth native {key}"]
         for backend in ("auto", "native"):
             np.testing.assert_allclose(found[f"ours.pth {backend} {key}"], expected, rtol=0, atol=1e-11, err_msg=key)
+            if key in ("force", "virial"):
+                np.testing.assert_allclose(found[f"ours.pth {backend} whole {key}"], expected, rtol=0, atol=1e-11)
     expected = Predictor(model, device="cpu").predict(*water_frames)
     np.testing.assert_allclose(found["ours.pth auto force"], expected.force, rtol=0, atol=1e-12)
 
 
-def test_deep_pot_takes_our_compressed_file(folder, water_frames):
-    model = build(LARGER["se_e2_a"] | {"seed": 3})
+@pytest.mark.parametrize("kind", TABULATED)
+def test_deep_pot_takes_our_compressed_file(kind, folder, water_frames):
+    model = build(TABULATED[kind] | {"seed": 3})
     compress(model, "ours.pth", min_distance=0.7)
     subprocess.run([os.environ["DEEPMD_KIT_PYTHON"], "-c", EVALUATE, "ours.pth"], check=True)
     found, expected = np.load("found.npz"), Predictor(model, device="cpu").predict(*water_frames)
     for backend in ("auto", "native"):
         np.testing.assert_allclose(found[f"ours.pth {backend} force"], expected.force, rtol=0, atol=1e-6)
         np.testing.assert_allclose(found[f"ours.pth {backend} energy"][:, 0], expected.energy, rtol=0, atol=1e-6)
-        np.testing.assert_allclose(found[f"ours.pth {backend} virial"], expected.virial, rtol=0, atol=1e-5)
+        for key in ("virial", "whole virial"):
+            np.testing.assert_allclose(found[f"ours.pth {backend} {key}"], expected.virial, rtol=0, atol=1e-5)
 
 
 def test_its_file_is_read_here(folder, water_frames):

@@ -185,7 +185,10 @@ def test_deepmd_kits_names_say_the_same(frozen, water_frames):
     found = program.forward_common_lower(*given)
     assert found["energy_redu"].item() == expected["energy"].item()
     assert np.array_equal(found["energy_derv_r"][0, :, 0].numpy(), expected["extended_force"])
-    assert found["energy_derv_c"].shape == (1, len(ghosted.coord), 1, 9)
+    for asked in (False, True):
+        of_atoms = program.forward_common_lower(*given, do_atomic_virial=asked)["energy_derv_c"]
+        assert of_atoms.shape == (1, len(ghosted.coord), 1, 9)
+        np.testing.assert_allclose(of_atoms.sum(1)[0, 0].numpy(), expected["virial"].ravel(), rtol=0, atol=1e-13)
     assert program.get_sel() == [24, 48]
     assert (program.get_type_map(), program.get_rcut(), program.get_ntypes()) == (["O", "H"], 4.0, 2)
     assert not program.has_message_passing()

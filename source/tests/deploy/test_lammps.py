@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from frozen_models import LARGER, build
+from frozen_models import LARGER, TABULATED, build
 
 from deepmd_muon.deploy.compress import compress
 from deepmd_muon.deploy.freeze import freeze
@@ -78,9 +78,10 @@ def test_forces_and_energies_are_the_checkpoints(kind, ranks, folder):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_compressed_file_gives_the_checkpoints_forces(ranks, folder):
+@pytest.mark.parametrize("kind", TABULATED)
+def test_a_compressed_file_gives_the_checkpoints_forces(kind, ranks, folder):
     """Tables end at 1.2 Å, so that O–H pairs see the nets and others the tables; energy is conserved."""
-    model = live_model(LARGER["se_e2_a"], seed=1)
+    model = live_model(TABULATED[kind], seed=1)
     compress(model, folder / "model.pth", min_distance=1.2, extrapolate=1.0)
     thermo, frames = run_lammps(folder, "model.pth", ranks)
     calculator = DeepPotCalculator(Predictor(model, device="cpu"))

@@ -34,6 +34,14 @@ DESCRIPTORS = {
     },
 }
 
+DESCRIPTORS["dpa1"] = {
+    "type": "dpa1",
+    **{key: DESCRIPTORS["se_e2_a"][key] for key in ("rcut", "rcut_smth", "neuron", "axis_neuron", "seed")},
+    "sel": 120,
+    "attn": 8,
+    "attn_layer": 1,
+}
+
 # Room for all neighbours: its energy does not jump where those beyond sel would be left out.
 DESCRIPTORS["smooth"] = {**DESCRIPTORS["se_e2_a"], "sel": [40, 80]}
 

@@ -101,6 +101,9 @@ class IdealGas:
     def reset(self):
         pass
 
+    def launchable(self, box, atype):
+        return False
+
     def __call__(self, coord, box, atype):
         return Forces(coord.new_zeros(len(coord)), torch.zeros_like(coord), coord.new_zeros(len(coord), 9))
 

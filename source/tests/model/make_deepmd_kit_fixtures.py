@@ -4,7 +4,7 @@ Run it with a Python that has deepmd-kit and its PyTorch backend::
 
     python source/tests/model/make_deepmd_kit_fixtures.py
 
-It writes `deepmd_kit.pt.gz` beside itself: for every case the checkpoint state dict of a small seeded model, and its
+It writes `se_e2_a.pt.gz` beside itself: for every case the checkpoint state dict of a small seeded model, and its
 energies, forces, virials on our own random structures; gradients of the ener loss for two cases, the loss of 20 steps
 of Adam for one. In `../loss/deepmd_kit_loss.pt.gz` it writes values of the loss on random predictions. Both load with
 `weights_only=True`.
@@ -113,16 +113,27 @@ def run(model: torch.nn.Module, batch: dict, **more: bool) -> dict:
     return model(batch["coord"], batch["atype"], box=box, **parameters, **more)
 
 
+def sample_of(batches: dict[str, dict]) -> list[dict]:
+    """Return structures as deepmd-kit's statistics take them: cells as rows of nine."""
+    return [
+        {key: value if key != "box" or value is None else value.reshape(-1, 9) for key, value in batch.items()}
+        for batch in batches.values()
+    ]
+
+
 def one_case(name: str, changes: dict, batches: dict[str, dict]) -> dict:
     """Build a model, give it statistics and bias, and evaluate it."""
     section = model_section(changes)
     model = get_model(section)
-    sample = [
-        {key: value if key != "box" or value is None else value.reshape(-1, 9) for key, value in batch.items()}
-        for batch in batches.values()
-    ]
-    model.get_descriptor().compute_input_stats(sample)
+    model.get_descriptor().compute_input_stats(sample_of(batches))
     model.set_out_bias(torch.tensor([[[-3.5], [1.25]]], dtype=torch.float64))
+    return values_of(model, section, batches, gradient=name in WITH_GRADIENT, followed=name == FOLLOWED)
+
+
+def values_of(
+    model: torch.nn.Module, section: dict, batches: dict[str, dict], *, gradient: bool, followed: bool
+) -> dict:
+    """Return the checkpoint state of a model, what it predicts, a gradient of the loss, and steps of Adam."""
     wrapper = ModelWrapper(model, model_params=section)
     state = {
         key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in wrapper.state_dict().items()
@@ -141,9 +152,9 @@ def one_case(name: str, changes: dict, batches: dict[str, dict]) -> dict:
             "force": out["force"].detach(),
             "virial": out["virial"].detach().reshape(-1, 9),
         }
-    if name in WITH_GRADIENT:
+    if gradient or followed:
         case["gradients"] = gradients(model, batches["orthorhombic"])
-    if name == FOLLOWED:
+    if followed:
         case["followed"] = follow(model, batches["orthorhombic"], case["gradients"])
     return case
 
@@ -271,7 +282,7 @@ def save(content: dict, path: Path) -> None:
 def main() -> None:
     batches = structures()
     cases = {name: one_case(name, changes, batches) for name, changes in CASES.items()}
-    save({"structures": batches, "cases": cases}, HERE / "deepmd_kit.pt.gz")
+    save({"structures": batches, "cases": cases}, HERE / "se_e2_a.pt.gz")
     save(loss_values(), HERE.parent / "loss" / "deepmd_kit_loss.pt.gz")
 
 

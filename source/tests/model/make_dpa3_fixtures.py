@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import torch
 from deepmd.pt.model.model import get_model
-from deepmd.pt.train.wrapper import ModelWrapper
 from deepmd.utils.argcheck import model_args
-from make_deepmd_kit_fixtures import HERE, follow, gradients, run, save, structures
+from make_deepmd_kit_fixtures import HERE, sample_of, save, structures, values_of
 
 REPFLOW = {
     "n_dim": 6,
@@ -92,38 +91,12 @@ def one_case(name: str, changes: dict, batches: dict[str, dict]) -> dict:
     """Build a model, give it statistics and bias, and evaluate it."""
     section = model_section(changes)
     model = get_model(section)
-    sample = [
-        {key: value if key != "box" or value is None else value.reshape(-1, 9) for key, value in batch.items()}
-        for batch in structures().values()
-    ]
-    model.get_descriptor().compute_input_stats(sample)
+    model.get_descriptor().compute_input_stats(sample_of(structures()))
     if "dim_case_embd" in changes.get("fitting_net", {}):
         model.set_case_embd(1)
     bias = [-3.5, 1.25, 0.5, 0.25, -1.0, 2.0][: len(section["type_map"])]
     model.set_out_bias(torch.tensor(bias, dtype=torch.float64).reshape(1, -1, 1))
-    wrapper = ModelWrapper(model, model_params=section)
-    state = {
-        key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in wrapper.state_dict().items()
-    }
-    for key in state:
-        if "._networks." in key:
-            state[key] = state[key.replace("._networks.", ".networks.")]
-    case: dict = {"state": state, "outputs": {}}
-    model.eval()
-    for kind, batch in batches.items():
-        out = run(model, batch)
-        case["outputs"][kind] = {
-            "energy": out["energy"].detach().reshape(-1),
-            "atom_energy": out["atom_energy"].detach().squeeze(-1),
-            "force": out["force"].detach(),
-        }
-        if batch["box"] is not None:
-            case["outputs"][kind]["virial"] = out["virial"].detach().reshape(-1, 9)
-    if name in WITH_GRADIENT:
-        case["gradients"] = gradients(model, batches["orthorhombic"])
-    if name == FOLLOWED:
-        case["followed"] = follow(model, batches["orthorhombic"], case["gradients"])
-    return case
+    return values_of(model, section, batches, gradient=name in WITH_GRADIENT, followed=name == FOLLOWED)
 
 
 def main() -> None:

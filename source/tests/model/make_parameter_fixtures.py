@@ -14,9 +14,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 from deepmd.pt.model.model import get_model
-from deepmd.pt.train.wrapper import ModelWrapper
 from deepmd.utils.argcheck import model_args
-from make_deepmd_kit_fixtures import HERE, follow, gradients, run, save, structures
+from make_deepmd_kit_fixtures import HERE, save, structures, values_of
 from make_dpa3_fixtures import REPFLOW
 
 RADIAL = {"rcut": 4.0, "rcut_smth": 1.0, "neuron": [3, 6], "axis_neuron": 2, "seed": 7}
@@ -47,6 +46,12 @@ CASES: dict[str, dict] = {
         "se_e2_a": {"sel": [5, 9]},
         "dpa1": {"sel": 20},
         "dpa3": {"repflow": {**REPFLOW, "nlayers": 2, "e_sel": 20, "a_sel": 6}},
+    },
+    # Pairs that the descriptor excludes, beside one that the model excludes; DPA-1 without attention can be compressed.
+    "own": {"pair_exclude_types": [[1, 1]], **{kind: {"exclude_types": [[0, 1]]} for kind in DESCRIPTORS}},
+    "own-plain": {
+        **{kind: {"exclude_types": [[0, 0]]} for kind in DESCRIPTORS},
+        "dpa1": {"exclude_types": [[0, 0]], "attn_layer": 0},
     },
 }
 FOLLOWED = "everything"
@@ -104,31 +109,10 @@ def one_case(name: str, kind: str, batches: dict[str, dict]) -> dict:
     section = model_section(name, kind)
     model = get_model(section)
     model.atomic_model.compute_or_load_stat(lambda: [sample_of(section, batch) for batch in batches.values()])
-    state = {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in ModelWrapper(model, model_params=section).state_dict().items()
-    }
-    for key in state:
-        if "._networks." in key:
-            state[key] = state[key.replace("._networks.", ".networks.")]
-    model.eval()
-    case: dict = {"state": state, "outputs": {}}
     asked = {key: given_to(section, batch) for key, batch in batches.items()}
     if section["fitting_net"].get("default_fparam") is not None:
         asked["default"] = {key: value for key, value in asked["triclinic"].items() if key != "fparam"}
-    for key, batch in asked.items():
-        out = run(model, batch)
-        case["outputs"][key] = {
-            "energy": out["energy"].detach().reshape(-1),
-            "atom_energy": out["atom_energy"].detach().squeeze(-1),
-            "force": out["force"].detach(),
-        }
-        if batch["box"] is not None:
-            case["outputs"][key]["virial"] = out["virial"].detach().reshape(-1, 9)
-    if name == FOLLOWED:
-        case["gradients"] = gradients(model, asked["orthorhombic"])
-        case["followed"] = follow(model, asked["orthorhombic"], case["gradients"])
-    return case
+    return values_of(model, section, asked, gradient=False, followed=name == FOLLOWED)
 
 
 def main() -> None:

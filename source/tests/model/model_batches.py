@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gzip
 import io
@@ -10,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deepmd_muon.model import Structures
+from deepmd_muon.model import Structures, build_model
+from deepmd_muon.model.deepmd_kit import from_deepmd_kit
 
 HERE = Path(__file__).parent
 
 
 @functools.cache
-def read_fixture(path: Path = HERE / "deepmd_kit.pt.gz") -> dict:
+def read_fixture(path: Path = HERE / "se_e2_a.pt.gz") -> dict:
     """Return what a file holds; nobody changes it."""
     # `weights_only` reads three times as long, and the files are our own.
     return torch.load(io.BytesIO(gzip.decompress(path.read_bytes())), weights_only=False)
@@ -98,18 +100,21 @@ def count_inner(coord, box, neighbor, shift, inner):
 
 
 def batch_of(model, data, **more) -> Structures:
-    """Return the batch that a model with a mixed neighbour list asks for."""
+    """Return the batch that a model asks for, with the parameters that it reads."""
     request = model.neighbors
-    return make_batch(
+    batch = make_batch(
         data["coord"],
         data["atype"],
         data["box"],
         request.rcut,
         request.sel,
-        ntypes=model.ntypes,
+        ntypes=None if model.by_type else model.ntypes,
         inner=request.inner,
         **more,
     )
+    numbers = {name: getattr(model.settings.fitting_net, f"numb_{name}") for name in ("fparam", "aparam")}
+    given = {name: data[name] for name, number in numbers.items() if number and data.get(name) is not None}
+    return dataclasses.replace(batch, **{name: x[..., : numbers[name]].contiguous() for name, x in given.items()})
 
 
 def section(**changes) -> dict:
@@ -152,3 +157,11 @@ def section(**changes) -> dict:
         "descriptor": changes["descriptor"] if another else descriptor,
         "fitting_net": fitting,
     }
+
+
+def stored_model(fixture, name):
+    """Return the model of a case of a fixture, with its weights."""
+    settings, state = from_deepmd_kit(fixture["cases"][name]["state"])
+    model = build_model(settings)
+    model.load_state_dict(state)
+    return model

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from model_batches import HERE, batch_of, read_fixture
+from model_batches import HERE, batch_of, read_fixture, stored_model
 
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, to_deepmd_kit
@@ -86,9 +86,7 @@ def given(section, optimizer="HybridMuon", steps=2):
 
 @pytest.mark.parametrize("name", ["split", "dynamic", "tanh"])
 def test_deepmd_kit_tests_freezes_and_trains_our_checkpoint(system, name):
-    section, state = from_deepmd_kit(FIXTURE["cases"][name]["state"])
-    model = build_model(section)
-    model.load_state_dict(state)
+    model = stored_model(FIXTURE, name)
     content = {"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0}), "optimizer": {}}
     torch.save(content, system / "model.ckpt.pt")
     with torch.no_grad():
@@ -99,7 +97,7 @@ def test_deepmd_kit_tests_freezes_and_trains_our_checkpoint(system, name):
         energy, force = (np.loadtxt(system / f"detail.{kind}.out") for kind in ("e", "f"))
         np.testing.assert_allclose(energy[:, 1], wanted["energy"], rtol=1e-10)
         np.testing.assert_allclose(force[:, 3:], wanted["force"].reshape(-1, 3), atol=1e-10)
-    (system / "input.json").write_text(json.dumps(given(section)))
+    (system / "input.json").write_text(json.dumps(given(model.settings)))
     run(system, DP, "--pt", "train", "input.json", "--init-model", "model.ckpt.pt", "--skip-neighbor-stat")
 
 

@@ -136,7 +136,7 @@ def test_tuning_takes_as_many_pieces_as_the_networks_need(scale, activation, wan
     with torch.no_grad():
         for p in built.atomic_model.descriptor.sea.parameters():
             p.mul_(scale)
-    built.tune([batch(1, 6), batch()])
+    built.pieces = built.wanted_pieces([batch(1, 6), batch()])
     assert built.pieces == wanted
 
 

@@ -9,7 +9,8 @@ import torch
 
 from deepmd_muon.data import build_neighbors
 from deepmd_muon.model.neighbors import kernels
-from deepmd_muon.model.neighbors.atoms import Atoms, Cells, Sections
+from deepmd_muon.model.neighbors.atoms import FIRST_WIDTH, ROOM, Atoms, Candidates, Cells, Sections
+from deepmd_muon.model.neighbors.candidates import lay_out, mark_stale, refer, renew
 from deepmd_muon.model.neighbors.search import count_neighbors, find_neighbors
 from deepmd_muon.model.nn import triton_support
 
@@ -62,6 +63,44 @@ def neighbors_as_sets(index, shift, sections):
     ]
 
 
+def through_candidates(atoms, order, frame, form, cell, short):
+    """Return the lists of candidates that were found before the atoms had moved, in a second attempt."""
+    skin, nframes, nreal = 0.3, len(atoms.counts), len(order)
+    cells = None if cell == "none" else Cells.of(atoms.cells.box, form.rcut + skin)
+    generator = torch.Generator().manual_seed(2)
+    moves = 0.08 * (2.0 * torch.rand(atoms.coord.shape, generator=generator, dtype=torch.float64) - 1.0)
+    before = atoms._replace(coord=atoms.coord + moves.to(order.device), cells=cells)
+    reach = form.rcut + skin
+    room = max(8, int(count_neighbors(before, order, frame, [reach], NTYPES)[0].sum(1).max()))
+    entries = FIRST_WIDTH + len(form.widths) + 1
+    for size in (4, room) if cell == "skewed" else (room,):  # the first has no room
+        candidates = Candidates(
+            place=torch.zeros(nreal, size, dtype=torch.int32, device=order.device),
+            shift=None if cells is None else torch.zeros(nreal, size, 3, dtype=torch.int32, device=order.device),
+            number=torch.zeros(nreal, dtype=torch.int32, device=order.device),
+            needed=torch.zeros(entries, dtype=torch.int32, device=order.device),
+            nearest=torch.full((1,), 1e-4, dtype=torch.float64, device=order.device),
+            inner=(0,),
+        )
+        reference, built = torch.full((nframes, atoms.natoms, 3), torch.inf, dtype=torch.float64), torch.zeros(nframes)
+        reference, built = reference.to(order.device), built.long().to(order.device)
+        stale = torch.zeros(nframes, dtype=torch.int32, device=order.device)
+        for now, expected in ((before, 1), (atoms, 0)):
+            coord = now.coord.view(nframes, -1, 3)
+            mark_stale(stale, candidates.needed, coord, reference, (0.5 * skin) ** 2)
+            assert stale.tolist() == [expected] * nframes
+            refer(reference, built, coord, stale)
+            renew(candidates, now._replace(cells=cells), order, frame, stale, reach)
+        found = lay_out(candidates, atoms, order, frame, form, [short])
+        assert built.tolist() == [1] * nframes
+        needed = candidates.needed.tolist()
+        assert needed[ROOM] == (room if size == 4 < room else 0)
+        assert needed[ROOM + 1 : FIRST_WIDTH] == [0] * (FIRST_WIDTH - 1)
+    most = count_neighbors(atoms, order, frame, [form.rcut, short], NTYPES)
+    assert needed[-1] == int(most[1].max())
+    return found
+
+
 def compare(cell, by_type, sel, rcut, device):
     structures = [structure(cell, natoms, seed) for seed, natoms in enumerate([5, 1, 9 if cell == "tiny" else 20])]
     atoms, order, frame = on_device(structures, cell, rcut, device)
@@ -74,6 +113,8 @@ def compare(cell, by_type, sel, rcut, device):
     most = max(1, int(counts.sum(1).max()))
     form = Sections(rcut, widths, by_type, most if sel is None else sum(sel), most)
     neighbor, shift = find_neighbors(atoms, order, frame, form)
+    found = through_candidates(atoms, order, frame, form, cell, 0.7 * rcut)
+    assert all(one is other is None or one.equal(other) for one, other in zip(found, (neighbor, shift), strict=True))
     first = 0
     for k, ((_, kinds), one) in enumerate(zip(structures, expected, strict=True)):
         here = slice(first, first + len(kinds))

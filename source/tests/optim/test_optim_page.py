@@ -17,13 +17,6 @@ def test_the_first_snippet_runs_and_prints_what_the_page_shows(capsys):
     assert capsys.readouterr().out == printed
 
 
-def test_the_snippet_of_qk_clip_runs():
-    text = PAGE.with_name("qk-clip.md").read_text(encoding="utf-8")
-    found = {}
-    exec(compile(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], "doc/qk-clip.md", "exec"), found)
-    assert len(found["optimizer"].state) == len(list(found["layer"].parameters()))
-
-
 def test_the_table_of_schedules_is_right():
     text = PAGE.with_name("polar-factor.md").read_text(encoding="utf-8")
     for name, schedule in SCHEDULES.items():
@@ -32,8 +25,3 @@ def test_the_table_of_schedules_is_right():
         assert int(steps) == len(schedule.coefficients)
         assert float(cutoff) == schedule.cutoff
         assert (float(low), float(high)) == schedule.band
-
-
-def test_links_and_pictures_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", PAGE.read_text(encoding="utf-8")):
-        assert (PAGE.parent / target).exists(), target

@@ -155,18 +155,6 @@ def test_magma_scores_do_not_outlive_the_setting(caplog):
         assert (scores <= 0.55).all()
 
 
-def test_magma_switched_off_between_steps_drops_its_scores(caplog):
-    model = Net()
-    optimizer = HybridMuon(model.named_parameters(), 0.02)
-    train(model, optimizer, 2)
-    optimizer.param_groups[0]["magma_muon"] = False
-    train(model, optimizer, 1, start=2)
-    assert not any("magma_score" in values for values in optimizer.state_dict()["state"].values())
-    assert caplog.messages == [
-        f"{name}: its state magma_score is dropped: magma_muon is off now" for name in ("experts", "first.weight")
-    ]
-
-
 def test_loaded_state_is_a_copy():
     model = Net()
     optimizer = HybridMuon(model.named_parameters())

@@ -227,18 +227,6 @@ def test_expanded_and_transposed_gradients():
     assert torch.allclose(p, q, atol=1e-6)
 
 
-def test_transposed_parameters_keep_their_meaning():
-    q = parameter(6, 9)
-    p = nn.Parameter(q.detach().T.contiguous().T)
-    assert not p.is_contiguous()
-    for which in (p, q):
-        optimizer = HybridMuon([("w", which)], 0.1)
-        for g in gradients((6, 9), 3):
-            which.grad = g.clone()
-            optimizer.step()
-    assert torch.allclose(p, q, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("dtype", "scale"),
     [(torch.float32, 1e-30), (torch.float32, 1e30), (torch.float64, 1e-200), (torch.float64, 1e200)],

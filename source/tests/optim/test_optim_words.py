@@ -83,25 +83,6 @@ def test_configurations_take_words_under_their_own_names():
         HybridMuonConfig(betas=0.9)
 
 
-def test_a_step_in_torchs_words_is_torchs():
-    model, twin = make_model(), make_model()
-    train(
-        model,
-        HybridMuon(
-            [(n, p) for n, p in model.named_parameters() if p.ndim == 2],
-            *(0.02,),
-            weight_decay=0.1,
-            ns_steps=5,
-            adjust_lr_fn="original",
-            magma_muon=False,
-            eps=1e-7,
-        ),
-    )
-    train(twin, torch.optim.Muon([p for p in twin.parameters() if p.ndim == 2], 0.02, weight_decay=0.1))
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, atol=2e-3, rtol=0)  # torch's iterates are bfloat16
-
-
 def test_groups_of_muon_with_auxiliary_adam():
     """Groups as K. Jordan's MuonWithAuxAdam takes them, without names."""
     model = make_model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -14,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.sharded import ShardedSettings
+from deepmd_muon.optim import CaptureError, HybridMuon
+from deepmd_muon.optim.sharded import ShardedSettings, presence
+from deepmd_muon.optim.sharded import step as sharded_step
 from deepmd_muon.optim.sharded.layout import held_runs, total
 from deepmd_muon.optim.sharded.params import layout_of
 
@@ -109,7 +111,7 @@ class Twins:
             for ps, extra in ((self.one, {}), (self.many, {"sharded": sharded, **(many or {})}))
         ]
 
-    def step(self, *, without=(), nowhere=()):
+    def step(self, *, without=(), nowhere=(), captured=False):
         """Step both; parameters in `without` have no gradient on rank 0, zeros in one process there."""
         for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
             grad = drawn(self.random, p.shape, p.dtype)
@@ -123,8 +125,9 @@ class Twins:
                 grad = grad * (1 - mask.full_tensor())
             p.grad = grad
             q.grad = None if i in without and dist.get_rank() == 0 else mine
-        for optimizer in self.optimizers:
-            optimizer.step()
+        for optimizer, way in zip(self.optimizers, (False, captured), strict=True):
+            with as_captured() if way else contextlib.nullcontext():
+                optimizer.step()
 
     @functools.cached_property
     def exact(self):
@@ -167,6 +170,21 @@ class Twins:
             torch.testing.assert_close(gathered, score, rtol=0, atol=tolerance)
 
 
+@contextlib.contextmanager
+def as_captured():
+    """Let steps go the way that a CUDA graph records; what a capture refuses, reading numbers on the host, fails."""
+
+    def read(*_):
+        raise AssertionError("a captured step read a tensor on the host")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (presence, sharded_step):
+            patch.setattr(module, "is_capturing", lambda: True)
+        for name in ("tolist", "item", "numpy", "__bool__", "__float__", "__int__", "__index__"):
+            patch.setattr(torch.Tensor, name, read)
+        yield
+
+
 MAGMA_ON_AND_OFF = ({"magma_muon": True}, {"magma_muon": False})
 
 
@@ -187,6 +205,30 @@ def every_layout(*, names=None, kinds=("even", "rest"), options=MAGMA_ON_AND_OFF
                 twins.assert_equal(ROUNDED.get(next(iter(settings), "")))
             except AssertionError as error:
                 raise AssertionError(f"{name}, {kind}, {settings}: {error}") from error
+
+
+def captured_layouts():
+    """The way of captured steps gives the bits of the eager one, on every layout, and reads nothing on the host."""
+    settings = {"normuon": True, "on_nonfinite": "skip"}
+    ways = ({}, {"replication": "spread", "slots": 1})[: 1 + (dist.get_world_size() == 2)]
+    for (name, mesh, placements), more in itertools.product(layouts(), ways):
+        shapes = [*SHAPES["even"], (24,), (16, 8, 8)]
+        sharded = ShardedSettings(bucket_bytes=4000, **more)
+        twins = Twins(shapes, mesh_of(mesh), placements, sharded=sharded, **settings)
+        for step in range(2):
+            twins.step(captured=step > 0)
+        try:
+            twins.assert_equal()
+        except AssertionError as error:
+            raise AssertionError(f"{name}, {more}: {error}") from error
+    twins = Twins(SHAPES["even"], mesh_of((dist.get_world_size(),)), [Replicate()])
+    with pytest.raises(CaptureError, match="take a step before"):
+        twins.step(captured=True)
+    slow = Twins(SHAPES["even"], mesh_of((dist.get_world_size(),)), [Replicate()],
+                 sharded=ShardedSettings(exchange="reference"))  # fmt: skip
+    slow.step()
+    with pytest.raises(CaptureError, match="reference"):
+        slow.step(captured=True)
 
 
 def small_buckets():
@@ -367,6 +409,7 @@ def counted_collectives():
 
 CASES = [
     ("every layout", every_layout),
+    ("captured layouts", captured_layouts),
     ("small buckets", small_buckets),
     ("repeated work", repeated_work),
     ("reference", reference),

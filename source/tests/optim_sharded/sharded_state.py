@@ -180,21 +180,21 @@ def cut_state_collectives():
     """Two all-to-alls a bucket with exactly the plan's bytes, one all-gather for the Adam routes, nothing else."""
     rank = dist.get_rank()
     calls, gathers = [], []
-    original, gather = dist.all_to_all_single, dist.all_gather
+    original, gather = dist.all_to_all_single, elements.all_gather
 
     def counting(output, source, output_splits, input_splits, **options):
         calls.append(8 * sum(n for k, n in enumerate(input_splits) if k != rank))
         return original(output, source, output_splits, input_splits, **options)
 
-    def counting_gather(tensors, mine, **options):
+    def counting_gather(everything, mine, **options):
         gathers.append(mine.numel())
-        return gather(tensors, mine, **options)
+        return gather(everything, mine, **options)
 
     replicas = Replicas([*(3 * SHAPES["even"]), (11,), (5,)], mesh_of((dist.get_world_size(),)), {"bucket_bytes": 5000})
     replicas.step()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counting)
-        patch.setattr(dist, "all_gather", counting_gather)
+        patch.setattr(elements, "all_gather", counting_gather)
         replicas.step()
     plan = replicas.optimizers[1].plan
     (domain,) = plan.domains

@@ -37,7 +37,15 @@ MOVES = [
 
 # Three ranks add uneven shards, four add meshes of two axes; what depends on neither is tested on two, and on eight.
 FOR_THREE = (
-    *("every layout", "repeated work", "missing gradients", "counted collectives", "replicas", "models"),
+    *(
+        "every layout",
+        "captured layouts",
+        "repeated work",
+        "missing gradients",
+        "counted collectives",
+        "replicas",
+        "models",
+    ),
     *("offloaded", "cut state", "collectives of cut state", "Adam in parts", "process groups"),
     *("rules in every layout", "rules of replicas"),
 )

@@ -29,10 +29,12 @@ def test_huge_float64_blocks_stay_in_range():
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_many_are_summed_as_each(joined):
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1.0), (torch.float64, 1.0), (torch.float64, 1e200)])
+def test_many_are_summed_as_each(joined, dtype, scale):
     torch.manual_seed(1)
     shapes = [(3, 40), (1, 7), (0, 5), (2, 0), (1, 70000), (5, 1)]
-    pairs = [(torch.randn(s), torch.randn(s)) for s in shapes]
+    pairs = [(torch.randn(s, dtype=dtype) * scale, torch.randn(s, dtype=dtype) / scale) for s in shapes]
+    pairs[0][1][1] = 0.0
     expected = torch.cat([piece_sums(*pair) for pair in pairs])
     for some in (pairs, pairs[:4]):
         found = torch.cat(piece_sums_of_many([Pieces(m, g, m.shape) for m, g in some], joined=joined))

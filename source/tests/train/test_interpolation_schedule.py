@@ -48,9 +48,9 @@ def test_when_a_run_looks(monkeypatch):
     class Model:
         pieces, ntypes, looks = 0, 1, 0
 
-        def tune(self, batches):
+        def wanted_pieces(self, batches):
             self.looks += 1
-            self.pieces = 16
+            return 16
 
     class Loader:
         def sample_batches(self, count):
@@ -58,7 +58,7 @@ def test_when_a_run_looks(monkeypatch):
 
     def looks(steps, looked=False):
         model = Model()
-        tuning, found = Tuning(model, Loader(), torch.device("cpu")), []
+        tuning, found = Tuning([(model, Loader())], torch.device("cpu")), []
         tuning.looked = looked
         for step in steps:
             before = model.looks
@@ -70,3 +70,23 @@ def test_when_a_run_looks(monkeypatch):
     assert looks(range(20)) == [0, 1, 2, 4, 8, 16]
     assert looks(range(1020, 3010)) == [1020, 1024, 2000, 2048, 3000]
     assert looks(range(1020, 3010), looked=True) == [1024, 2000, 2048, 3000]
+
+
+def test_the_pieces_of_a_shared_descriptor_suffice_for_all_branches():
+    class Model:
+        pieces, ntypes = 0, 1
+
+        def __init__(self, wanted):
+            self.wanted = wanted
+
+        def wanted_pieces(self, batches):
+            return self.wanted
+
+    class Loader:
+        def sample_batches(self, count):
+            yield from ()
+
+    for wanted, expected in (((16, 32), 32), ((64, 32), 64), ((16, 0), 0)):
+        models = [Model(number) for number in wanted]
+        Tuning([(model, Loader()) for model in models], torch.device("cpu"))(0)
+        assert models[0].pieces == expected

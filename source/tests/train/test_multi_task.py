@@ -252,6 +252,10 @@ def test_commands_take_a_branch(two_branches, train, caplog, kind):
     assert main(["--pt", "change-bias", "model.ckpt.pt", "-b", "-1", "-o", "moved.pt", "--model-branch", "hot"]) == 0
     assert float(load_model("moved.pt", head="hot").atomic_model.out_bias) == -1.0
     assert float(load_model("moved.pt", head="cold").atomic_model.out_bias) != -1.0
+    devi = ["--pt", "model-devi", "-m", "model.ckpt.pt", "moved.pt", "-s", COLD, "-o", "devi"]
+    assert main([*devi, "--head", "hot"]) == 0
+    assert not np.loadtxt("devi")[:, 1:7].any()  # a bias moves no force
+    assert main(devi) == 2
 
 
 def test_epochs_of_branches_give_length_and_probabilities(two_branches, train, monkeypatch):

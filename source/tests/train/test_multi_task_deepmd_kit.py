@@ -52,16 +52,38 @@ def one_frame(place, system, number):
     return str(folder)
 
 
+# The structures of deepmd-kit's examples water_multi_task/pytorch_example/*.json.
+STRUCTURES = ("input_torch", "input_torch_sharefit", "input_torch_with_alias", "input_torch_num_epoch_dict")
+
+
+def structured(two_branches, structure, kind):  # noqa: F811
+    """Return an input as one of the examples is built, with one of our descriptors; data have one batch a branch."""
+    shared = structure in ("input_torch_sharefit", "input_torch_with_alias")
+    content = two_branches(kind, net={"dim_case_embd": 2} if shared else None, disp_freq=1)
+    branches, training = content["model"]["model_dict"], content["training"]
+    if structure == "input_torch_with_alias":
+        branches["hot"] |= {"model_branch_alias": ["Default", "Metal"], "info": {"observed_type": ["Cu"]}}
+        branches["cold"]["model_branch_alias"] = ["Metal2"]
+    if structure == "input_torch_num_epoch_dict":
+        del training["model_prob"], training["numb_steps"]
+        training["num_epoch_dict"] = {"hot": STEPS / 2, "cold": STEPS / 2}
+    else:
+        training |= {"numb_steps": STEPS, "model_prob": {"hot": 0.5, "cold": 0.5}}
+    return content
+
+
 @pytest.mark.parametrize("kind", DESCRIPTORS)
-def test_losses_are_equal_for_equal_weights_and_tasks(two_branches, train, load, kind):  # noqa: F811
-    content = two_branches(kind, net={"dim_case_embd": 2} if kind == "dpa1" else None, numb_steps=STEPS, disp_freq=1)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_losses_are_equal_for_equal_weights_and_tasks(two_branches, train, load, structure, kind):  # noqa: F811
+    content = structured(two_branches, structure, kind)
     content["optimizer"] = {"type": "Adam"}
     training = content["training"]
     for number, data in enumerate(training["data_dict"].values()):
         data.pop("validation_data", None)
         data["training_data"] = {"systems": [one_frame(f"frame_{number}", COLD, number)], "batch_size": 1}
     start = json.loads(json.dumps(content))
-    start["training"] |= {"numb_steps": 0, "save_ckpt": "start"}
+    start["training"] |= {"numb_steps": 0, "save_ckpt": "start", "model_prob": {"hot": 1, "cold": 1}}
+    start["training"].pop("num_epoch_dict", None)
     assert train(start, skip_neighbor_stat=True) == 0
     ours = json.loads(json.dumps(content))
     ours["training"] |= {"jsonl_file": "ours.jsonl", "interpolate_embedding": False}

@@ -164,15 +164,26 @@ def test_the_last_good_checkpoint_has_finite_weights(small_input, train, monkeyp
     assert Path("model.ckpt-4.pt").exists()
 
 
-def test_the_end_of_a_run_publishes_what_a_killed_one_had_not(small_input, train):
+@pytest.mark.parametrize(("form", "ending"), [("file", "pt"), ("dcp", "dcp")])
+def test_the_end_of_a_run_publishes_what_a_killed_one_had_not(small_input, train, form, ending):
     """As after a kill between the last checkpoint and its link."""
-    content = small_input(training={"numb_steps": 4, "save_freq": 2})
+    content = small_input(
+        training={"numb_steps": 4, "save_freq": 2, "max_ckpt_keep": 1, "checkpoint_format": form},
+    )
     assert train(content) == 0
-    replace_link(Path("model.ckpt.pt"), "model.ckpt-2.pt")
-    Path("checkpoint").write_text("model.ckpt-2.pt\n")
+    newest, surplus = Path(f"model.ckpt-4.{ending}"), Path(f"model.ckpt-2.{ending}")
+    if form == "dcp":
+        shutil.copytree(newest, surplus)
+        for file in ("model.ckpt.pt", "model.ckpt-4.pt"):  # written after the directory
+            Path(file).unlink()
+    else:
+        shutil.copyfile(newest, surplus)
+    replace_link(Path(f"model.ckpt.{ending}"), surplus.name)
+    Path("checkpoint").write_text(f"{surplus}\n")
     assert train(content, restart="auto") == 0
-    assert os.readlink("model.ckpt.pt") == "model.ckpt-4.pt"
-    assert Path("checkpoint").read_text() == "model.ckpt-4.pt\n"
+    assert os.readlink(f"model.ckpt.{ending}") == newest.name
+    assert Path("checkpoint").read_text() == f"{newest}\n"
+    assert not surplus.exists()
 
 
 def test_a_restart_without_the_optimizers_state_is_refused(small_input, train):

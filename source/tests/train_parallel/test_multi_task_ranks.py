@@ -22,15 +22,19 @@ def place(tmp_path_factory):
         yield found
 
 
-def two_branches(place, batch, stage=0, **training):
-    """The input of `content` as two branches that share its descriptor."""
+def two_branches(place, batch, stage=0, net=None, **training):
+    """The input of `content` as two branches that share its descriptor, and its fitting net where that has a name."""
     given = content(place, batch, stage, **training)
     model, loss = given["model"], given.pop("loss")
     given["model"] = {
         "data_stat_nbatch": model["data_stat_nbatch"],
-        "shared_dict": {"types": model["type_map"], "all": model["descriptor"]},
+        "shared_dict": {"types": model["type_map"], "all": model["descriptor"], "net": model["fitting_net"]},
         "model_dict": {
-            name: {"type_map": "types", "descriptor": "all", "fitting_net": {**model["fitting_net"], "seed": seed}}
+            name: {
+                "type_map": "types",
+                "descriptor": "all",
+                "fitting_net": net or {**model["fitting_net"], "seed": seed},
+            }
             for seed, name in enumerate(("hot", "cold"))
         },
     }
@@ -49,8 +53,18 @@ def model_of(folder, step=STEPS):
 def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
     (alone,) = run_jobs(1, [Job(place / "alone", two_branches(place, 2))])
     assert alone == ["0"]
-    jobs = [Job(place / f"two_{stage}", two_branches(place, 1, stage)) for stage in (0, 1)]
-    assert run_jobs(2, jobs) == [["0", "0"]] * 2
+    jobs = [Job(place / f"two_{stage}", two_branches(place, 1, stage)) for stage in (0, 1, 3)]
+    stopped = two_branches(place, 1)
+    stopped["learning_rate"] |= {"start_lr": 1e-30, "stop_lr": 1e-30}  # which changes no weight
+    stopped["validating"] = {"full_validation": True, "full_val_start": 0, "validation_freq": 1}
+    stopped["validating"]["early_stop_patience"] = 1
+    jobs.append(Job(place / "two_stopped", stopped))
+    # Without reading on the host, as on GPUs.
+    jobs += [Job(place / f"device_{stage}", two_branches(place, 1, stage), accident="on_device") for stage in (0, 1)]
+    assert run_jobs(2, jobs) == [["0", "0"]] * 6
+    assert (place / "two_stopped" / "model.ckpt-2.pt").exists()
+    assert not (place / "two_stopped" / f"model.ckpt-{HALF}.pt").exists()
+    del jobs[3]  # which stopped
     whole = model_of(place / "alone")
     assert sum(".cold." in name for name in whole) == sum(".hot." in name for name in whole) > 0
     for job in jobs:
@@ -78,12 +92,17 @@ def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
 def test_stratified_ranks_train_branches_side_by_side(place):
     """In each step of two ranks one trains each branch; heads get their own mean, the descriptor that of both."""
     given = two_branches(place, 1, stratified=True)
-    folders = [place / f"stratified_{stage}" for stage in (0, 1)]
-    jobs = [Job(folder, two_branches(place, 1, stage, stratified=True)) for stage, folder in enumerate(folders)]
-    assert run_jobs(2, jobs) == [["0", "0"]] * 2
-    whole, parted = (model_of(folder) for folder in folders)
-    for name, values in whole.items():
-        torch.testing.assert_close(parted[name], values, rtol=0, atol=1e-12)
+    stages = (0, 1, 3)
+    folders = [place / f"stratified_{stage}" for stage in stages]
+    jobs = [
+        Job(folder, two_branches(place, 1, stage, stratified=True))
+        for stage, folder in zip(stages, folders, strict=True)
+    ]
+    assert run_jobs(2, jobs) == [["0", "0"]] * 3
+    whole, *parted = (model_of(folder) for folder in folders)
+    for other in parted:
+        for name, values in whole.items():
+            torch.testing.assert_close(other[name], values, rtol=0, atol=1e-10)
     own = read_checkpoint(folders[0] / f"model.ckpt-{STEPS}.pt")["deepmd_muon"]
     assert {name: state["step"] for name, state in own["training_data"].items()} == {"hot": STEPS, "cold": STEPS}
     assert own["tasks"]["step"] == STEPS
@@ -99,20 +118,41 @@ def test_stratified_ranks_train_branches_side_by_side(place):
     assert sum(state["step"] for state in own["training_data"].values()) == 2 * HALF + (STEPS - HALF)
 
 
-def test_a_head_of_one_rank_gets_its_own_gradient(place):
-    """One stratified step of two ranks against the gradients of each branch by itself."""
+def test_three_ranks_go_on_as_one_process_from_what_two_saved(place):
+    """Stages 1 to 3, with fitting nets of their own and a shared one."""
+    nets = {(2, 3): None, (3, 1): "net"}  # by the stages on two and on three ranks
+    folders = {(size, net): place / f"on_{size}_{net}" for size in (1, 2, 3) for net in nets.values()}
+    for size in (2, 3, 1):
+        jobs = []
+        for (first, last), net in nets.items():
+            half = str(folders[2, net] / f"model.ckpt-{HALF}.{'dcp' if size == 3 else 'pt'}")
+            # Another seed lets the order of the data begin anew, as another size of batches does.
+            given = two_branches(place, 6 // size, {1: 0, 2: first, 3: last}[size], net, seed=3 if size == 2 else 5)
+            given["training"]["checkpoint_format"] = "both" if size == 2 else "file"
+            jobs.append(Job(folders[size, net], given, {} if size == 2 else {"restart": half}))
+        assert run_jobs(size, jobs) == [["0"] * size] * 2
+    for net in nets.values():
+        found, whole = (model_of(folders[size, net]) for size in (3, 1))
+        for name, values in whole.items():
+            torch.testing.assert_close(found[name], values, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("size", "stage"), [(3, 0), (3, 2)])
+def test_a_head_of_some_ranks_gets_its_own_gradient(place, size, stage):
+    """One stratified step against the gradients of each branch by itself."""
     steps = {"numb_steps": 1, "save_freq": 1}
+    shares = {"hot": size - 1, "cold": 1}
     inputs = {
-        "both": two_branches(place, 1, stratified=True, **steps),
-        "hot": two_branches(place, 1, **steps, model_prob={"hot": 1, "cold": 0}),
+        "both": two_branches(place, 1, stage, stratified=True, **steps, model_prob=shares),
+        "hot": two_branches(place, size - 1, **steps, model_prob={"hot": 1, "cold": 0}),
         "cold": two_branches(place, 1, **steps, model_prob={"hot": 0, "cold": 1}),
     }
     for each in inputs.values():
         # Without memory, the first moment is the gradient itself.
         each["optimizer"] = {"type": "Adam", "adam_beta1": 0.0}
         each["training"]["gradient_max_norm"] = 0.0
-    jobs = {name: Job(place / f"one_step_{name}", given) for name, given in inputs.items()}
-    assert run_jobs(2, [jobs["both"]]) == [["0", "0"]]
+    jobs = {name: Job(place / f"step_{size}_{stage}_{name}", given) for name, given in inputs.items()}
+    assert run_jobs(size, [jobs["both"]]) == [["0"] * size]
     assert run_jobs(1, [jobs[name] for name in ("hot", "cold")]) == [["0"]] * 2
     moments = {}
     for name in ("both", "hot", "cold"):
@@ -122,7 +162,8 @@ def test_a_head_of_one_rank_gets_its_own_gradient(place):
     assert moments["both"].keys() == moments["hot"].keys() | moments["cold"].keys()
     heads = 0
     for name, gradient in moments["both"].items():
-        parts = [moments[branch][name] for branch in ("hot", "cold") if name in moments[branch]]
-        heads += len(parts) == 1
-        torch.testing.assert_close(gradient, sum(parts) / len(parts), rtol=1e-9, atol=1e-12)
+        there = [branch for branch in shares if name in moments[branch]]
+        heads += len(there) == 1
+        mean = sum(shares[branch] * moments[branch][name] for branch in there) / sum(shares[b] for b in there)
+        torch.testing.assert_close(gradient, mean, rtol=1e-9, atol=1e-12)
     assert 0 < heads < len(moments["both"])

@@ -56,6 +56,8 @@ def place(tmp_path_factory):
         write_system(found / "train", 24)
         write_system(found / "valid", 5)
         write_system(found / "one_frame", 1)
+        for natoms in (2, 5, 7):
+            write_system(found / f"of_{natoms}", 6, natoms)
         yield found
 
 
@@ -92,6 +94,23 @@ def content(place, batch, stage=0, optimizer="HybridMuon", groups=1, **training)
             **training,
         },
     }
+
+
+def balanced(place, batches):
+    """An input with systems of 2 to 8 atoms, whose batches ranks take by their cost; `batches` of each in a step."""
+    given = content(place, 1, accumulate_grad_batches=batches, balance_batches=True, numb_steps=HALF)
+    systems = [str(place / name) for name in ("of_2", "train", "of_5", "of_7")]
+    given["training"]["training_data"] = {"systems": systems, "batch_size": 1, "auto_prob": "prob_uniform"}
+    return given
+
+
+def check_balanced(place, job, ends):
+    """The ranks took the batches of one process."""
+    assert set(ends) == {"0"}
+    alone(place / "balanced_1", balanced(place, 6))
+    one, many = (read_checkpoint(each / f"model.ckpt-{HALF}.pt") for each in (place / "balanced_1", job.folder))
+    assert_same(one, many, 1e-10)
+    assert one["deepmd_muon"]["training_data"] == many["deepmd_muon"]["training_data"]
 
 
 def tensors(node, path=""):
@@ -237,10 +256,12 @@ def test_three_ranks_equal_one_process_and_continue_what_one_and_four_saved(plac
         again(place, last(place, "4_3_2"), world=3, stage=2, form="dcp"),
         again(place, last(place, "4_3_4", "dcp"), world=3, stage=1),
     ]
-    ends = run_jobs(3, [*jobs, *moves])
+    by_cost = Job(place / "balanced_3", balanced(place, 2))
+    ends = run_jobs(3, [*jobs, *moves, by_cost])
     check_equal(place, 3, ends[:4], jobs)
-    assert ends[4:] == [["0"] * 3] * 4
+    assert ends[4:-1] == [["0"] * 3] * 4
     check_again(moves)
+    check_balanced(place, by_cost, ends[-1])
 
 
 def test_the_sharded_section_of_an_input_reaches_the_step(place):
@@ -363,10 +384,15 @@ def test_restarts_and_accidents_on_two_ranks(place):
 
 
 def test_ranks_that_read_nothing_on_the_host_do_the_same(place):
-    """As on GPUs at stage 0; requests to stop are read two steps later here, by all ranks together."""
+    """As on GPUs at stages 0 and 1; requests to stop are read two steps later here, by all ranks together."""
+    shared = content(place, 1)
+    shared["optimizer"]["sharded"] = {"replication": "spread"}
     jobs = [
         Job(place / "device", content(place, 1), accident="on_device"),
+        Job(place / "device_spread", shared, accident="on_device"),
+        Job(place / "device_1", content(place, 1, 1), accident="on_device"),
         Job(place / "device_adam", content(place, 1, optimizer="AdamW"), accident="on_device"),
+        Job(place / "device_adam_1", content(place, 1, 1, optimizer="AdamW"), accident="on_device"),
     ]
     skipping = content(place, 1)
     skipping["optimizer"]["on_nonfinite"] = "skip"
@@ -376,9 +402,9 @@ def test_ranks_that_read_nothing_on_the_host_do_the_same(place):
         Job(place / "device_skipped", skipping, accident="poison_on_device"),
     ]
     first = run_jobs(2, [*jobs, *others])
-    check_equal(place, 2, first[:1], jobs[:1])
-    check_equal(place, 2, first[1:2], jobs[1:], "AdamW", 1e-6)  # torch's fused AdamW reads the rate in float32
-    poisoned, stopped, skipped = first[2:]
+    check_equal(place, 2, first[:3], jobs[:3])
+    check_equal(place, 2, first[3:5], jobs[3:], "AdamW", 1e-6)  # torch's fused AdamW reads the rate in float32
+    poisoned, stopped, skipped = first[5:]
     assert poisoned[0] == poisoned[1]
     assert poisoned[0].startswith("NonFiniteError: training stopped before update 3: the loss is nan")
     assert f"{place / 'train'}, {place / 'train'}" in poisoned[0]
@@ -406,8 +432,10 @@ def test_two_ranks_that_accumulate_two_batches_equal_one_process_with_four(place
     two, four = {"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 4}
     jobs = [Job(place / f"parts_{stage}", content(place, 1, stage, **two)) for stage in (0, 1, 3)]
     jobs.append(Job(place / "parts_device", content(place, 1, **two), accident="on_device"))
-    ends = run_jobs(2, jobs)
-    assert ends == [["0"] * 2] * 4
+    by_cost = Job(place / "balanced_2", balanced(place, 3))
+    ends = run_jobs(2, [*jobs, by_cost])
+    assert ends == [["0"] * 2] * 5
+    check_balanced(place, by_cost, ends[-1])
     check_equal(place, 4, [["0"] * 4] * 4, jobs)
     half = str(jobs[0].folder / f"model.ckpt-{HALF}.pt")
     alone(place / "parts_alone", content(place, 1, **four), restart=half)
@@ -647,20 +675,3 @@ def test_torchrun_trains_and_logs_once(place, tmp_path):
     assert done.stderr.count("training done; the model is model.ckpt-2.pt") == 1
     assert done.stderr.count("optimizer/lr_adjust_coeff is not given") == 1
     assert read_checkpoint(tmp_path / "model.ckpt.pt")["deepmd_muon"]["step"] == 2
-
-
-def test_shared_settings_that_gpus_ignore_are_told(caplog):
-    """At stage 0 on GPUs every rank takes the whole step itself."""
-    from types import SimpleNamespace
-
-    from deepmd_muon.optim.config import HybridMuonConfig
-    from deepmd_muon.optim.sharded import ShardedSettings
-    from deepmd_muon.train.strategy.replicated import Replicated
-
-    model = torch.nn.Linear(8, 8)
-    rank = SimpleNamespace(_on_host=False, model=model, _replicas=None, _state_in_parts=False)
-    for sharded, told in ((ShardedSettings(), 0), (ShardedSettings(replication="spread"), 1)):
-        caplog.clear()
-        with caplog.at_level("INFO", "deepmd_muon"):
-            Replicated.build_optimizer(rank, HybridMuonConfig(sharded=sharded), 1e-3)
-        assert sum("optimizer/sharded is ignored" in message for message in caplog.messages) == told

@@ -17,7 +17,7 @@ from deepmd_muon.model.nn import layers, triton_support
 from deepmd_muon.model.nn.activation import activation
 from deepmd_muon.model.nn.networks import Copies, LayerTensors, Network, NetworkCollection, SeedPath, dtype_of
 from deepmd_muon.model.nn.type_embedding import TABLE, TypeEmbedding, rows_of
-from deepmd_muon.model.structures import Structures
+from deepmd_muon.model.structures import EMPTY, Structures
 
 GROUP = 16  # atoms that a CPU describes at once
 
@@ -172,7 +172,7 @@ class DPA1(torch.nn.Module):
         weight, switch, direction = real.to(dtype), switch.to(dtype), shortened(direction.to(dtype), rows)
         if own.set_davg_zero:
             return Neighborhood(rows, weight, real, kind, switch, direction)
-        empty = (self.slots - real.sum(1, keepdim=True)).to(dtype)
+        empty = (self.slots - (structures.neighbor != EMPTY).sum(1, keepdim=True)).to(dtype)
         first = structures.atype[structures.sorted_frame, 0].clamp(min=0).unsqueeze(1)
         return Neighborhood(
             torch.cat([rows, (-mean * inverse).unsqueeze(1)], dim=1),

@@ -1,26 +1,23 @@
-"""DPA-1 for TorchScript; forces come from autograd within the file."""
+"""DPA-1 for TorchScript: values and the explicit pullback of embedding and attention.
+
+The graph of autograd holds the geometry alone, some numbers an edge; features and attention weights need hundreds.
+"""
 
 from typing import Final, NamedTuple
 
 import torch
 
 from deepmd_muon.model.descriptor.dpa1.attention import SHIFT, AttentionLayer
-from deepmd_muon.model.descriptor.dpa1.module import DPA1, shortened, smooth_rows
-from deepmd_muon.model.scripted.dense import Act, Dense, act_of, dense_layers, output_of, value_of
+from deepmd_muon.model.descriptor.dpa1.module import DPA1, GROUP, shortened, smooth_rows
+from deepmd_muon.model.scripted.dense import Act, Dense, act_of, dense_layers, embed_rows
 from deepmd_muon.model.scripted.near import Near, Request
-
-
-class Tape(NamedTuple):
-    """The graph from edge vectors to descriptor."""
-
-    vectors: torch.Tensor
-    descriptor: torch.Tensor
+from deepmd_muon.model.scripted.rows import sums_pullback
 
 
 class Attention(NamedTuple):
-    """One attention layer: both linear layers and the normalisation behind them."""
+    """One attention layer: the linear layers of query, key and value, that behind them, and the normalisation."""
 
-    inner: Dense
+    inner: list[Dense]
     outer: Dense
     scale: torch.Tensor
     shift: torch.Tensor
@@ -40,7 +37,10 @@ class Columns(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """The effect of masks, switches and angles on attention; see `attention.Gates`, whose mask is a flag here."""
+    """The effect of masks, switches and angles on attention; see `attention.Gates`, whose mask is a flag here.
+
+    `switch` is empty unless attention is smooth.
+    """
 
     hidden: torch.Tensor
     after: torch.Tensor
@@ -48,58 +48,185 @@ class Gates(NamedTuple):
     beyond: int
 
 
-def run_layers(act: Act, layers: list[Dense], x: torch.Tensor) -> torch.Tensor:
-    """Apply layers `(rows, n)`, left to autograd."""
-    for layer in layers:
-        x = output_of(layer, x, value_of(act, torch.addmm(layer.bias, x, layer.matrix)))
-    return x
+class Attended(NamedTuple):
+    """What the pullback of an attention layer reads.
+
+    Attributes
+    ----------
+    parts, inverse
+        Query, key and value `(ncentre, ncolumns, attn)`, and the inverse lengths that normalised them.
+    scores
+        Shifted scores before the switch `(ncentre, ncolumns, ncolumns)`; empty unless attention is smooth.
+    weights
+        Softmax of the scores.
+    normed, deviation
+        Features before scale and shift `(ncentre·ncolumns, width)`, and the inverse deviation that normalised them.
+    """
+
+    parts: list[torch.Tensor]
+    inverse: list[torch.Tensor]
+    scores: torch.Tensor
+    weights: torch.Tensor
+    normed: torch.Tensor
+    deviation: torch.Tensor
 
 
-def per_length(x: torch.Tensor, least: float = 1e-12) -> torch.Tensor:
-    """Return the inverse length of the last dimension's vectors; autograd through a division of them takes longer."""
-    inverse: torch.Tensor = x.norm(2.0, [-1], True).clamp(min=least).reciprocal()
-    return inverse
+class Tape(NamedTuple):
+    """What the pullback reads.
+
+    Attributes
+    ----------
+    vectors, columns, gates
+        The graph of the geometry.
+    embedded
+        Features before attention and their derivatives by R₀ and, with a smooth gate, by the switch
+        `(2 or 3, ncentre·ncolumns, width)`.
+    layers
+        Of attention.
+    features
+        After it `(ncentre, ncolumns, width)`.
+    a
+        A `(ncentre, 4, width)`.
+    """
+
+    vectors: torch.Tensor
+    columns: Columns
+    gates: Gates
+    embedded: torch.Tensor
+    layers: list[Attended]
+    features: torch.Tensor
+    a: torch.Tensor
 
 
-def attend(
-    layer: Attention, x: torch.Tensor, gates: Gates, smooth: bool, normalize: bool, shift: float
+def embed_edges(
+    act: Act,
+    layers: list[Dense],
+    x: torch.Tensor,
+    pair: torch.Tensor,
+    types: torch.Tensor,
+    gate: torch.Tensor,
+    switch: torch.Tensor,
+    one_side: bool,
 ) -> torch.Tensor:
-    """Return the features after one attention layer `(ncentre, ncolumns, width)`."""
-    inner, outer = layer.inner, layer.outer
-    query, key, value = torch.nn.functional.linear(x, inner.matrix.t(), inner.bias).chunk(3, dim=-1)
-    factor = torch.full([1], layer.temperature, dtype=x.dtype, device=x.device)
-    if normalize:
-        factor = factor * per_length(query)
-        key = key * per_length(key)
-        value = value * per_length(value)
-    scores = torch.bmm(query * factor, key.transpose(1, 2))
-    if smooth:
-        scores = (scores + shift) * gates.switch - shift
-    scores = scores.masked_fill(gates.hidden, -1e30)
-    if gates.beyond > 0 and scores.shape[2] > 0:
-        top = scores.detach().amax(-1, keepdim=True).clamp(min=-shift)
+    """Return features of edges, their derivatives by R₀ and, with a switch, by the switch `(2 or 3, n, width)`.
+
+    Parameters
+    ----------
+    act, layers
+        The embedding net.
+    x
+        R₀ `(n,)`.
+    pair
+        centre·ntypes + neighbour `(n,)`.
+    types
+        Embedding of every type `(ntypes, tebd_dim)`.
+    gate
+        In strip mode the result of the net of the types for every pair `(ntypes², width)`, else without rows.
+    switch
+        Factor of the gate `(n,)`; empty where it has none.
+    one_side
+        Whether features depend on the type of the neighbour alone.
+    """
+    ntypes = types.shape[0]
+    inputs = [x.unsqueeze(1)]
+    if gate.shape[0] == 0:
+        inputs.append(types[pair % ntypes])
+        if not one_side:
+            inputs.append(types[torch.div(pair, ntypes, rounding_mode="floor")])
+    found = embed_rows(act, layers, torch.cat(inputs, dim=1))
+    if gate.shape[0] == 0:
+        return found
+    factor = gate[pair]
+    if switch.shape[0] == 0:
+        return found * (1.0 + factor)
+    both = found * (1.0 + factor * switch.unsqueeze(1))
+    return torch.cat([both, (found[0] * factor).unsqueeze(0)])
+
+
+def attend(layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shift: float) -> Attended:
+    """Return one attention layer's values for features `(ncentre, ncolumns, width)`."""
+    ncentre, ncolumns, width = x.shape
+    flat = x.view(-1, width)
+    parts: list[torch.Tensor] = []
+    inverse: list[torch.Tensor] = []
+    for dense in layer.inner:
+        part = torch.addmm(dense.bias, flat, dense.matrix)
+        if normalize:
+            inverse.append(part.norm(2.0, [-1], True).clamp_(min=1e-12).reciprocal())
+            part = part.mul_(inverse[-1])
+        parts.append(part.view(ncentre, ncolumns, -1))
+    scores = torch.bmm(parts[0], parts[1].transpose(1, 2)).mul_(layer.temperature)
+    shifted = scores.new_zeros([0])
+    if gates.switch.shape[0] > 0:
+        shifted = scores.add_(shift)
+        scores = (shifted * gates.switch).sub_(shift)
+    scores = scores.masked_fill_(gates.hidden, -1e30)
+    if gates.beyond > 0 and ncolumns > 0:
+        top = scores.amax(-1, keepdim=True).clamp_(min=-shift)
         powers = (scores - top).exp()
-        weights = powers * (powers.sum(-1, keepdim=True) + float(gates.beyond) * (-shift - top).exp()).reciprocal()
+        weights = powers.div_(powers.sum(-1, keepdim=True) + float(gates.beyond) * (-shift - top).exp())
     else:
         weights = scores.softmax(-1)
-    out = torch.nn.functional.linear(torch.bmm(weights * gates.after, value), outer.matrix.t(), outer.bias)
-    return torch.nn.functional.layer_norm(x + out, [x.shape[2]], layer.scale, layer.shift, layer.eps)
+    mixed = torch.bmm(weights * gates.after, parts[2]).view(-1, parts[2].shape[2])
+    total = torch.addmm(layer.outer.bias, mixed, layer.outer.matrix).add_(flat)
+    total = total.sub_(total.mean(-1, keepdim=True))  # on CPUs var_mean takes several times as long
+    deviation = (total.square().mean(-1, keepdim=True) + layer.eps).rsqrt()
+    return Attended(parts, inverse, shifted, weights, total.mul_(deviation), deviation)
+
+
+def attend_pullback(
+    layer: Attention,
+    above: torch.Tensor,
+    tape: Attended,
+    gates: Gates,
+    of_after: torch.Tensor,
+    of_switch: torch.Tensor,
+) -> torch.Tensor:
+    """Return dE/dx from dE/dy of one layer `(ncentre·ncolumns, width)`, and add to the derivatives by its gates."""
+    query, key, value = tape.parts
+    scaled = above * layer.scale
+    along = (scaled * tape.normed).mean(-1, keepdim=True)
+    below = (scaled - scaled.mean(-1, keepdim=True)).addcmul_(tape.normed, along, value=-1.0).mul_(tape.deviation)
+    of_mixed = torch.mm(below, layer.outer.matrix.t()).view(value.shape)
+    of_value = torch.bmm((tape.weights * gates.after).transpose(1, 2), of_mixed)
+    # The softmax: dE/dscore = w·(dE/dw − Σ w·dE/dw), also with a constant in its denominator.
+    of_scores = torch.bmm(of_mixed, value.transpose(1, 2)).mul_(tape.weights)
+    of_after.add_(of_scores)
+    of_scores.mul_(gates.after)
+    of_scores.addcmul_(tape.weights, of_scores.sum(-1, keepdim=True), value=-1.0)
+    if gates.switch.shape[0] > 0:
+        of_switch.addcmul_(of_scores, tape.scores)
+        of_scores.mul_(gates.switch)
+    of_scores.mul_(layer.temperature)
+    adjoints = [torch.bmm(of_scores, key), torch.bmm(of_scores.transpose(1, 2), query), of_value]
+    for index in range(3):
+        adjoint = adjoints[index]
+        if len(tape.inverse) > 0:
+            part = tape.parts[index]
+            adjoint.addcmul_(part, (adjoint * part).sum(-1, keepdim=True), value=-1.0)
+            adjoint = adjoint.view(-1, part.shape[2]).mul_(tape.inverse[index])
+        below = torch.addmm(below, adjoint.view(below.shape[0], -1), layer.inner[index].matrix.t())
+    return below
 
 
 def _attention_of(layer: AttentionLayer) -> Attention:
     own, norm = layer.attention_layer, layer.attn_layer_norm
-    dense = [
-        Dense(part.matrix.detach().clone(), part.tensors.bias.detach().clone(), None, 0)
-        for part in (own.in_proj, own.out_proj)
+    inner, outer = (
+        (part.matrix.detach().clone(), part.tensors.bias.detach().clone()) for part in (own.in_proj, own.out_proj)
+    )
+    parts = [
+        Dense(matrix.contiguous(), bias.clone(), None, 0)
+        for matrix, bias in zip(inner[0].chunk(3, dim=1), inner[1].chunk(3), strict=True)
     ]
     scale, shift = norm.matrix.detach().clone(), norm.bias.detach().clone()
-    return Attention(dense[0], dense[1], scale, shift, float(norm.eps), float(own.scale))
+    return Attention(parts, Dense(*outer, None, 0), scale, shift, float(norm.eps), float(own.scale))
 
 
 class ScriptedDPA1(torch.nn.Module):
     """Descriptor of a frozen file; see `deepmd_muon.model.scripted.interface`."""
 
     message_passing: Final[bool] = False
+    centres_cpu: Final[int] = GROUP
     shift: Final[float] = SHIFT
     request: Request
     act: Act
@@ -108,8 +235,6 @@ class ScriptedDPA1(torch.nn.Module):
     mean: torch.Tensor
     scale: torch.Tensor
     table: torch.Tensor
-    of_neighbor: torch.Tensor
-    of_centre: torch.Tensor
     gate: torch.Tensor
 
     def __init__(self, module: DPA1) -> None:
@@ -131,44 +256,45 @@ class ScriptedDPA1(torch.nn.Module):
         self.register_buffer("mean", block.mean.detach()[:, 0].clone())
         self.register_buffer("scale", 1.0 / block.stddev.detach()[:, 0])
         self.register_buffer("table", table)
-        self._tabulate(module, table)
+        self.register_buffer("gate", self._gate(module, table))
 
     @torch.no_grad()
-    def _tabulate(self, module: DPA1, table: torch.Tensor) -> None:
-        """Keep the results of the first layer, or of the net of the types, for every type or pair of types."""
-        first, ntypes, width = self.layers[0], len(table), table.shape[1]
-        n_out = first.matrix.shape[1]
-        of_neighbor, of_centre = first.bias.expand(ntypes, n_out).clone(), table.new_zeros(ntypes, n_out)
-        gate = table.new_zeros(0, self.width)
-        if not self.strip:
-            of_neighbor += table @ first.matrix[1 : 1 + width]
-            if not self.one_side:
-                of_centre += table @ first.matrix[1 + width :]
-        else:
-            assert module.se_atten.filter_layers_strip is not None
-            net = dense_layers(module.se_atten.filter_layers_strip[0])
-            pairs = torch.cat([table.repeat(ntypes, 1), table.repeat_interleave(ntypes, dim=0)], dim=1)
-            gate = run_layers(self.act, net, table.repeat(ntypes, 1) if self.one_side else pairs)
-        self.register_buffer("of_neighbor", of_neighbor)
-        self.register_buffer("of_centre", of_centre)
-        self.register_buffer("gate", gate)
+    def _gate(self, module: DPA1, table: torch.Tensor) -> torch.Tensor:
+        """Return the result of the net of the types for every pair `(ntypes², width)`, or no rows."""
+        strip = module.se_atten.filter_layers_strip
+        if strip is None:
+            return table.new_zeros(0, self.width)
+        pairs = table.repeat(len(table), 1)
+        if not self.one_side:
+            pairs = torch.cat([pairs, table.repeat_interleave(len(table), dim=0)], dim=1)
+        return embed_rows(self.act, dense_layers(strip[0]), pairs)[0]
 
     @torch.jit.export
     def describe(self, near: Near) -> tuple[torch.Tensor, Tape]:
         """Return D `(ncentre, dim_out)` and the tape."""
         vectors = near.vectors.detach().requires_grad_(True)
         columns = self._columns(near, vectors)
-        features = self._embed(columns, near.kind)
+        ncentre, ncolumns = columns.kind.shape
+        rows, none = columns.rows.detach(), columns.rows.new_zeros([0])
+        pair = near.kind.unsqueeze(1) * self.table.shape[0] + columns.kind
+        fade = columns.switch.detach().view(-1) if self.strip and self.smooth else none
+        embedded = embed_edges(
+            self.act, self.layers, rows[..., 0].reshape(-1), pair.view(-1), self.table, self.gate, fade, self.one_side
+        )
+        features = embedded[0].view(ncentre, ncolumns, self.width)
+        gates, layers = Gates(none, none, none, 0), torch.jit.annotate(list[Attended], [])
         if len(self.attention) > 0:
             gates = self._gates(columns, near.neighbor.shape[1])
+            plain = Gates(gates.hidden, gates.after.detach(), gates.switch.detach(), gates.beyond)
             for layer in self.attention:
-                features = attend(layer, features, gates, self.smooth, self.normalize, self.shift)
-        weighted = columns.rows * columns.weight.unsqueeze(-1)
+                layers.append(attend(layer, features, plain, self.normalize, self.shift))
+                features = torch.addcmul(layer.shift, layers[-1].normed, layer.scale).view(features.shape)
+        weighted = rows * columns.weight.unsqueeze(-1)
         a = torch.bmm(weighted.transpose(1, 2), features) / self.slots
         descriptor = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis]).flatten(1)
         if self.append_types:
             descriptor = torch.cat([descriptor, self.table[near.kind]], dim=1)
-        return descriptor.detach(), Tape(vectors, descriptor)
+        return descriptor, Tape(vectors, columns, gates, embedded, layers, features, a)
 
     def _columns(self, near: Near, vectors: torch.Tensor) -> Columns:
         """Return the environment in the precision of the weights."""
@@ -181,7 +307,7 @@ class ScriptedDPA1(torch.nn.Module):
         weight, switch, direction = real.to(dtype), switch.to(dtype), shortened(direction.to(dtype), rows)
         if self.plain:
             return Columns(rows, weight, real, kind, switch, direction)
-        empty = (self.slots - real.sum(1, keepdim=True)).to(dtype)
+        empty = (self.slots - (near.neighbor != -1).sum(1, keepdim=True)).to(dtype)  # hidden ones are -2
         return Columns(
             torch.cat([rows, (-mean * scale).unsqueeze(1)], dim=1),
             torch.cat([weight, empty], dim=1),
@@ -191,37 +317,14 @@ class ScriptedDPA1(torch.nn.Module):
             torch.nn.functional.pad(direction, [0, 0, 0, 1]),
         )
 
-    def _embed(self, columns: Columns, centre: torch.Tensor) -> torch.Tensor:
-        """Return the features of every column `(ncentre, ncolumns, width)` before attention."""
-        first = self.layers[0]
-        radial, kind = columns.rows[..., :1], columns.kind
-        h = radial * first.matrix[0] + self.of_neighbor[kind] + self.of_centre[centre].unsqueeze(1)
-        x = value_of(self.act, h)
-        idt = first.idt
-        if idt is not None:
-            x = x * idt
-        if first.copies > 0:
-            inputs = [radial]
-            if not self.strip:
-                inputs.append(self.table[kind])
-                if not self.one_side:
-                    inputs.append(self.table[centre].unsqueeze(1).expand(-1, kind.shape[1], -1))
-            joined = torch.cat(inputs, dim=-1)
-            x = x + (joined if first.copies == 1 else torch.cat([joined, joined], dim=-1))
-        features = run_layers(self.act, self.layers[1:], x.flatten(0, 1))
-        features = features.view(kind.shape[0], kind.shape[1], self.width)
-        if self.strip:
-            gate = self.gate[centre.unsqueeze(1) * self.table.shape[0] + kind]
-            if self.smooth:
-                gate = gate * columns.switch.unsqueeze(-1)
-            features = features * (1.0 + gate)
-        return features
-
     def _gates(self, columns: Columns, slots: int) -> Gates:
         """Return the mask and factors of the attention weights; the first `slots` columns take one slot each."""
         real = columns.real
-        switch = columns.switch.unsqueeze(2) * columns.switch.unsqueeze(1)
-        after = switch if self.smooth else real.to(self.mean.dtype).unsqueeze(2)
+        switch = columns.rows.new_zeros([0])
+        after = real.to(self.mean.dtype).unsqueeze(2).expand(-1, -1, real.shape[1])
+        if self.smooth:
+            switch = columns.switch.unsqueeze(2) * columns.switch.unsqueeze(1)
+            after = switch
         if self.dotr:
             after = after * torch.bmm(columns.direction, columns.direction.transpose(1, 2))
         hidden = ~real
@@ -232,7 +335,25 @@ class ScriptedDPA1(torch.nn.Module):
     @torch.jit.export
     def pullback(self, adjoint: torch.Tensor, tape: Tape) -> torch.Tensor:
         """Return dE/dr_ij `(ncentre, nnei, 3)` from dE/dD `(ncentre, dim_out)`."""
-        outputs: list[torch.Tensor | None] = [adjoint]
-        slope = torch.autograd.grad([tape.descriptor], [tape.vectors], outputs)[0]
+        columns, gates = tape.columns, tape.gates
+        a_bar = sums_pullback(adjoint, tape.a, self.axis, self.slots)
+        weight = columns.weight.unsqueeze(-1)
+        of_features = torch.bmm(columns.rows.detach() * weight, a_bar).view(-1, self.width)
+        of_rows = torch.bmm(tape.features, a_bar.transpose(1, 2)) * weight
+        of_after, of_switch = torch.zeros_like(gates.after), torch.zeros_like(gates.switch)
+        plain = Gates(gates.hidden, gates.after.detach(), gates.switch.detach(), gates.beyond)
+        for index in range(len(tape.layers) - 1, -1, -1):
+            layer, values = self.attention[index], tape.layers[index]
+            of_features = attend_pullback(layer, of_features, values, plain, of_after, of_switch)
+        of_rows[..., 0] += (of_features * tape.embedded[1]).sum(-1).view(columns.kind.shape)
+        results, adjoints = [columns.rows], torch.jit.annotate(list[torch.Tensor | None], [of_rows])
+        if tape.embedded.shape[0] > 2:
+            results.append(columns.switch)
+            adjoints.append((of_features * tape.embedded[2]).sum(-1).view(columns.kind.shape))
+        for result, slope in [(gates.after, of_after), (gates.switch, of_switch)]:
+            if result.requires_grad:
+                results.append(result)
+                adjoints.append(slope)
+        slope = torch.autograd.grad(results, [tape.vectors], adjoints)[0]
         assert slope is not None
         return slope

@@ -11,6 +11,7 @@ from deepmd_muon.model.shared_settings import (
     ACTIVATION,
     AUTO_SEL,
     CUTOFF,
+    EXCLUDE_TYPES,
     PRECISION,
     SLOTS,
     WIDTH,
@@ -87,6 +88,7 @@ class AttentionSettings(DescriptorSettings):
         minimum=0,
         doc="Seed of the initial parameters, equal to deepmd-kit's from the same seed; left out, they are random.",
     )
+    exclude_types: tuple[tuple[int, int], ...] = setting((), **EXCLUDE_TYPES)
     env_protection: float = setting(0.0, minimum=0.0, doc="Length [Å] added to every distance before dividing by it.")
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("rcut_smth", "rcut"), smoothing_inside),
@@ -96,7 +98,6 @@ class AttentionSettings(DescriptorSettings):
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "lmax": Foreign("angular moments beyond vectors, which deepmd-kit has", (1,)),
-        "exclude_types": Foreign("excluded pairs of types in a mixed neighbour list, which deepmd-kit has", ([],)),
         "use_econf_tebd": Foreign("type vectors from electron configurations, which deepmd-kit has", (False,)),
         "attn_mask": Foreign("a masked diagonal of the attention", (False,)),
         "stripped_type_embedding": Foreign('the older spelling of tebd_input_mode ("strip" for true)'),
@@ -128,7 +129,8 @@ class AttentionSettings(DescriptorSettings):
     def statistics_key(self) -> dict[str, Any]:
         """Return the settings behind the environment rows."""
         keys = ("sel", "rcut", "rcut_smth", "set_davg_zero", "env_protection")
-        return {"type": self.type, **{key: thaw(getattr(self, key)) for key in keys}}
+        own = {"exclude_types": thaw(self.exclude_types)} if self.exclude_types else {}
+        return {"type": self.type, **{key: thaw(getattr(self, key)) for key in keys}, **own}
 
 
 @dataclasses.dataclass(frozen=True)

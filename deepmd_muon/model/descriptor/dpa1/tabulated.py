@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from deepmd_muon.model.descriptor.dpa1.scripted import ScriptedDPA1
+from deepmd_muon.model.descriptor.dpa1.scripted import ScriptedDPA1, embed_edges
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.scripted.dense import Act, Dense, embed_rows
 from deepmd_muon.model.scripted.near import Near, Request
@@ -41,7 +41,7 @@ class TabulatedDPA1(Tabulated):
                 "others. Use dp freeze, or train with attn_layer 0"
             )
         super().__init__(own, -own.mean * own.scale, step=step, nearest=nearest)
-        self.act, self.layers, self.strip, self.one_side = own.act, own.layers, own.strip, own.one_side
+        self.act, self.layers, self.one_side = own.act, own.layers, own.one_side
         self.register_buffer("types", own.table.clone())
         self.register_buffer("gate", own.gate.clone())
         if own.append_types:
@@ -78,23 +78,10 @@ class TabulatedDPA1(Tabulated):
 
     def embed_exactly(self, x: torch.Tensor, pair: torch.Tensor, switch: torch.Tensor) -> torch.Tensor:
         """Return G and its derivatives; see `Tabulated`."""
-        ntypes = self.request.ntypes
-        inputs = [x.unsqueeze(1)]
-        if not self.strip:
-            inputs.append(self.types[pair % ntypes])
-            if not self.one_side:
-                inputs.append(self.types[torch.div(pair, ntypes, rounding_mode="floor")])
-        found = embed_rows(self.act, self.layers, torch.cat(inputs, dim=1))
-        if not self.strip:
-            return found
-        gate = self.gate[pair]
-        if self.channels == 1:
-            return found * (1.0 + gate)
-        both = found * (1.0 + gate * switch.unsqueeze(1))
-        return torch.cat([both, (found[0] * gate).unsqueeze(0)])
+        return embed_edges(self.act, self.layers, x, pair, self.types, self.gate, switch, self.one_side)
 
     def fill(self, near: Near, other: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """Return what empty slots add: deepmd-kit gives them the type of the first atom; see `Tabulated`."""
-        empty = (self.slots - real.sum(1)).to(self.scale.dtype)
+        empty = (self.slots - (near.neighbor != -1).sum(1)).to(self.scale.dtype)  # hidden ones are -2
         features = self.empty_features[near.kind * self.request.ntypes + near.first_type]
         return (self.empty_row[near.kind] * empty.unsqueeze(1)).unsqueeze(2) * features.unsqueeze(1)

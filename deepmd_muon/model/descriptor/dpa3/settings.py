@@ -11,6 +11,7 @@ from deepmd_muon.model.shared_settings import (
     ACTIVATION,
     AUTO_SEL,
     CUTOFF,
+    EXCLUDE_TYPES,
     PRECISION,
     SLOTS,
     WIDTH,
@@ -19,7 +20,7 @@ from deepmd_muon.model.shared_settings import (
     smoothing_inside,
     some_neighbors,
 )
-from deepmd_muon.section import Foreign, Rule, Section, section
+from deepmd_muon.section import Foreign, Rule, Section, section, thaw
 from deepmd_muon.setting import InvalidSettingError, setting
 
 UpdateStyle = Literal["res_residual", "res_avg", "res_incr"]
@@ -217,11 +218,11 @@ class DPA3Settings(DescriptorSettings):
     trainable: bool = setting(True, doc="Train the parameters of the descriptor.")
     seed: int | None = setting(None, minimum=0, doc="Seed of the initial parameters; left out, they are random.")
     use_tebd_bias: bool = setting(False, doc="Add a trained bias to the vectors of types.")
+    exclude_types: tuple[tuple[int, int], ...] = setting((), **EXCLUDE_TYPES)
 
     foreign: ClassVar[dict[str, Foreign]] = {
         "add_chg_spin_ebd": Foreign("an embedding of charge and spin", (False,)),
         "default_chg_spin": Foreign("an embedding of charge and spin"),
-        "exclude_types": Foreign("pairs of types that do not see each other in a mixed neighbour list", ([],)),
         "env_protection": Foreign("a protected division by distances in this descriptor", (0.0, 0)),
         "use_econf_tebd": Foreign("type vectors from electron configurations", (False,)),
         "use_loc_mapping": Foreign("a way of indexing atoms", (True,), inert=True),
@@ -260,4 +261,5 @@ class DPA3Settings(DescriptorSettings):
     def statistics_key(self) -> dict[str, Any]:
         """Return the settings behind the environment rows."""
         keys = ("e_sel", "e_rcut", "e_rcut_smth", "use_exp_switch", "fix_stat_std")
-        return {"type": self.type, **{key: getattr(self.repflow, key) for key in keys}}
+        own = {"exclude_types": thaw(self.exclude_types)} if self.exclude_types else {}
+        return {"type": self.type, **{key: getattr(self.repflow, key) for key in keys}, **own}

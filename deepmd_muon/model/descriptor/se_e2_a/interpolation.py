@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,12 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6}
 SHORTEST = 1.0
 """Least length of an interval, in standard deviations of s. Where all s of a type are equal, as in empty slots of an
 absent element, pieces of a shorter interval would turn rounding errors into slopes."""
+
+TABLE_TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-6}
+"""The same for tables that stand for the networks in predictions."""
+
+CLOSER = 0.8
+"""Distance down to which a table reaches, over the smallest one of the atoms it is made for."""
 
 EDGES_PER_NODE = 4
 """With fewer edges, evaluating the networks at every edge is as fast."""
@@ -61,7 +67,7 @@ def cut(rows: torch.Tensor, empty: torch.Tensor, pieces: int, widths: Sequence[i
     sel
         Slots of each neighbour type.
     """
-    missing = tuple(slots - width for slots, width in zip(sel, widths, strict=True))
+    missing = _missing(widths, sel)
     if triton_support.usable(rows.device):
         from deepmd_muon.model.descriptor.se_e2_a.rows_kernels import interval_starts
 
@@ -181,6 +187,59 @@ def tail(coefficient: torch.Tensor, pieces: int) -> torch.Tensor:
     """Estimate the interpolation error relative to the largest feature, from the last two coefficients."""
     by_piece = coefficient.unflatten(0, (-1, pieces, ORDERS)).abs()
     return torch.div(by_piece[:, :, -2:].amax(), by_piece.amax())
+
+
+class Table(NamedTuple):
+    """Interpolated networks whose weights no longer change, on one interval for all neighbour types.
+
+    Attributes
+    ----------
+    start, pieces
+        As in `Edges`.
+    coefficients
+        Those of each kind of centre, `scale` included `(terms, M)`.
+    nearest
+        Distance of neighbours down to which the interval reaches [Å].
+    """
+
+    start: torch.Tensor
+    pieces: int
+    coefficients: tuple[torch.Tensor, ...]
+    nearest: float
+
+    def edges(self, rows: torch.Tensor, empty: torch.Tensor, widths: Sequence[int], sel: Sequence[int]) -> Edges:
+        """Return the edges of a batch on this interval; arguments as in `cut`."""
+        return Edges(rows, empty, self.start, self.pieces, tuple(widths), _missing(widths, sel))
+
+
+def _missing(widths: Sequence[int], sel: Sequence[int]) -> tuple[int, ...]:
+    return tuple(slots - width for slots, width in zip(sel, widths, strict=True))
+
+
+def tabulate(
+    blocks: Sequence[Sequence[Network]], f: Activation, ends: torch.Tensor, scale: float, nearest: float
+) -> Table | None:
+    """Return the table of all networks on an interval; None where the most pieces do not suffice.
+
+    Parameters
+    ----------
+    blocks, f
+        As in `fewest_pieces`.
+    ends
+        Least and largest s `(2,)`.
+    scale
+        Factor of the coefficients.
+    nearest
+        Of `Table`.
+    """
+    types, span = len(blocks[0]), (ends[1] - ends[0]).clamp_min(SHORTEST)
+    for pieces in PIECES:
+        start = torch.stack([ends[0], pieces / span]).expand(types, 2).contiguous()
+        edges = Edges(start, start, start, pieces, (0,) * types, (0,) * types)
+        found = tuple(coefficients(nets, f, edges, scale) for nets in blocks)
+        if all(float(tail(each, pieces)) <= TABLE_TOLERANCE[start.dtype] for each in found):
+            return Table(start, pieces, found, nearest)
+    return None
 
 
 def pays(networks: int, edges: int, pieces: int) -> bool:

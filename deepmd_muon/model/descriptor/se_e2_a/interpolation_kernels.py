@@ -16,6 +16,7 @@ import triton.language as tl
 from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges, first_columns
 
 EDGES = 32  # edges looked at together
+WARPS = 4  # of a program that sums over the edges of an atom
 
 
 @triton.jit
@@ -168,6 +169,7 @@ def _launch_spread(edges: Edges, moved: torch.Tensor | None) -> torch.Tensor:
         orders=ORDERS,
         edges=EDGES,
         transpose=moved is not None,
+        num_warps=WARPS,
     )
     return out
 

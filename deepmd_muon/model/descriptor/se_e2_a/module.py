@@ -71,6 +71,8 @@ class SeE2A(torch.nn.Module):
     needs_statistics = True
     #: Pieces into which training steps cut the interval of an embedding net; 0 evaluates it at every edge.
     pieces = 0
+    #: Stands for the embedding nets in predictions, from `tabulate`.
+    table: interpolation.Table | None = None
 
     def __init__(
         self, settings: SeE2ASettings, type_map: Sequence[str], seed: int | Sequence[int] | None = None
@@ -117,7 +119,9 @@ class SeE2A(torch.nn.Module):
         used = self.used_slots(structures)
         rows, empty_row, scale = self._standardised(structures, env, used)
         parts: _Contractions | _Interpolated
-        if self._interpolates(rows):
+        if self.table is not None and not torch.is_grad_enabled():
+            parts = _Interpolated(self, structures, rows, empty_row, self.table)
+        elif self._interpolates(rows):
             parts = _Interpolated(self, structures, rows, empty_row)
         else:
             parts = _Contractions(self, structures, rows, empty_row, force=force)
@@ -163,6 +167,22 @@ class SeE2A(torch.nn.Module):
         rows, empty_row, _ = self._standardised(structures, self.environment(structures, edges), used)
         nets = self.networks()
         return interpolation.fewest_pieces(nets, self.activation, rows, empty_row, structures.sections, self.sel)
+
+    @torch.no_grad()
+    def tabulate(self, structures: Structures, edges: torch.Tensor) -> interpolation.Table | None:
+        """Return a table that stands for the present weights on batches like this one; see `Tabulated`."""
+        real, own = structures.neighbor >= 0, self.settings
+        distance = torch.where(real, edges.square().sum(-1), own.rcut**2).flatten()
+        nearest = interpolation.CLOSER * float(distance.amin().sqrt() if len(distance) else own.rcut)
+        point = edges.new_tensor([[[nearest, 0.0, 0.0]]])
+        empty = torch.zeros(1, 1, dtype=torch.bool, device=edges.device)
+        largest = environment(point, empty, own.rcut, own.rcut_smth, own.env_protection).rows[0, 0, 0]
+        mean, deviation = self.sea.mean[:, 0, 0], self.sea.stddev[:, 0, 0]
+        # The s of an empty slot is the least, or 0 where a pair of types is excluded.
+        ends = torch.stack(
+            [(-mean / deviation).amin().clamp(max=0.0), ((largest.to(mean.dtype) - mean) / deviation).amax()]
+        )
+        return interpolation.tabulate(self.networks(), self.activation, ends, 1.0 / sum(self.sel), nearest)
 
     def _check(self, structures: Structures) -> None:
         for width, sel, name in zip(structures.sections, self.sel, self.type_map, strict=True):
@@ -245,13 +265,22 @@ class _Contractions:
 class _Interpolated:
     """The same sums over interpolated networks; see `interpolation`."""
 
-    def __init__(self, model: SeE2A, structures: Structures, rows: torch.Tensor, empty_row: torch.Tensor) -> None:
-        self.edges = interpolation.cut(rows, empty_row, model.pieces, structures.sections, model.sel)
+    def __init__(
+        self,
+        model: SeE2A,
+        structures: Structures,
+        rows: torch.Tensor,
+        empty_row: torch.Tensor,
+        table: interpolation.Table | None = None,
+    ) -> None:
         atoms = [slice(None)] if model.one_side else _ranges(structures.type_counts)
-        scale = 1.0 / sum(model.sel)
-        coefficients = [
-            interpolation.coefficients(nets, model.activation, self.edges, scale) for nets in model.networks()
-        ]
+        if table is not None:
+            self.edges = table.edges(rows, empty_row, structures.sections, model.sel)
+            coefficients = list(table.coefficients)
+        else:
+            self.edges = interpolation.cut(rows, empty_row, model.pieces, structures.sections, model.sel)
+            scale, f = 1.0 / sum(model.sel), model.activation
+            coefficients = [interpolation.coefficients(nets, f, self.edges, scale) for nets in model.networks()]
         self.blocks = list(zip(atoms, coefficients, strict=True))
         expanded = interpolation.expand(self.edges)
         self.gathered = _join([torch.matmul(expanded[here], c) for here, c in self.blocks])

@@ -8,7 +8,7 @@ from deepmd_muon.model.descriptor.se_e2_a.embedding import CPU_BLOCK_ROWS
 from deepmd_muon.model.descriptor.se_e2_a.module import SeE2A
 from deepmd_muon.model.scripted.dense import Act, Dense, act_of, dense_layers, embed_rows
 from deepmd_muon.model.scripted.near import Near, Request
-from deepmd_muon.model.scripted.rows import Rows, environment_rows, rows_pullback
+from deepmd_muon.model.scripted.rows import Rows, environment_rows, rows_pullback, sums_pullback
 
 
 class Block(NamedTuple):
@@ -159,11 +159,8 @@ class ScriptedSeE2A(torch.nn.Module):
     @torch.jit.export
     def pullback(self, adjoint: torch.Tensor, tape: Tape) -> torch.Tensor:
         """Return dE/dr_ij `(ncentre, nnei, 3)` from dE/dD `(ncentre, dim_out)`."""
-        d_bar = adjoint.view(-1, self.width, self.axis)
         a = tape.a
-        a_bar = torch.bmm(a[:, :, : self.axis], d_bar.transpose(1, 2))
-        a_bar[:, :, : self.axis] += torch.bmm(a, d_bar)
-        a_bar = (a_bar / self.slots).transpose(1, 2)
+        a_bar = sums_pullback(adjoint, a, self.axis, self.slots).transpose(1, 2)
         shape = tape.environment.rows.shape
         out = torch.zeros(shape, dtype=a.dtype, device=a.device)
         for block in tape.blocks:

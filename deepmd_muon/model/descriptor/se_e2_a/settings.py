@@ -11,6 +11,7 @@ from deepmd_muon.model.shared_settings import (
     ACTIVATION,
     AUTO_SEL,
     CUTOFF,
+    EXCLUDE_TYPES,
     PRECISION,
     SLOTS,
     WIDTH,
@@ -69,9 +70,7 @@ class SeE2ASettings(DescriptorSettings):
     precision: Precision = setting("default", **PRECISION)
     trainable: bool = setting(True, doc="Train the parameters of the descriptor.")
     seed: int | None = setting(None, minimum=0, doc="Seed of the initial parameters; left out, they are random.")
-    exclude_types: tuple[tuple[int, int], ...] = setting(
-        (), minimum=0, doc="Pairs of types, by index, that do not see each other, such as [[0, 1]]."
-    )
+    exclude_types: tuple[tuple[int, int], ...] = setting((), **EXCLUDE_TYPES)
     env_protection: float = setting(0.0, minimum=0.0, doc="Length [Å] added to every distance before dividing by it.")
     set_davg_zero: bool = setting(
         False, doc="Keep the mean of the environment at 0 instead of taking it from the data; meant for atom_ener."

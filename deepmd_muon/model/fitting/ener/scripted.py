@@ -79,4 +79,5 @@ class ScriptedEnergyFitting(torch.nn.Module):
             slopes.append(slope)
         bias = torch.repeat_interleave(self.bias, torch.tensor(counts, device=self.bias.device))
         total = torch.cat(energies).squeeze(1).to(torch.float64) + bias
-        return total, torch.cat(slopes)[:, : descriptor.shape[1]].to(descriptor.dtype)
+        slope = slopes[0] if len(slopes) == 1 else torch.cat(slopes)  # not a copy of the only one
+        return total, slope[:, : descriptor.shape[1]].to(descriptor.dtype)

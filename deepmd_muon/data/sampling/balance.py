@@ -1,0 +1,101 @@
+"""Batches of similar cost next to each other, and their distribution among ranks.
+
+Ranks wait for the slowest of them in every step. The order of batches is cut into windows. Each window is sorted by
+cost and then shuffled as a binary tree: the halves of the window, of each half, and so on, change places at random. Any
+aligned 2, 4, 8, … batches are therefore neighbours in cost, and their order is random otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from deepmd_muon.data.neighbors.lists import FrameNeighbors
+from deepmd_muon.data.sampling.atom_budget import AtomBudgetSampler
+from deepmd_muon.data.sampling.sampler import Plan, Sampler, SavedOrder
+
+#: Batches of a window; part of the definition of the order, do not change.
+WINDOW = 256
+
+
+class BalancedOrder(SavedOrder):
+    """The batches of another order, those of similar cost next to each other.
+
+    It is a function of that order, of the costs and of the seed, not of the number of ranks.
+
+    Parameters
+    ----------
+    order
+        Where the batches come from; only this object may draw from it.
+    cost
+        Cost of a batch in any unit, the same in every process.
+    """
+
+    def __init__(self, order: Sampler | AtomBudgetSampler, cost: Callable[[Plan], float]) -> None:
+        self._order = order
+        self._cost = cost
+        self._identity = hashlib.sha256(f"{order._identity} balanced".encode()).hexdigest()
+        self._window: tuple[int, list[Plan]] | None = None
+        self.seed, self.step = order.seed, 0
+
+    def next(self) -> Plan:
+        """Draw the next batch."""
+        number, place = divmod(self.step, WINDOW)
+        if self._window is None or self._window[0] != number:
+            plans = [self._order.next() for _ in range(WINDOW)]
+            plans.sort(key=self._cost)
+            stream = np.random.Generator(np.random.PCG64([self.seed, 3, number]))
+            self._window = number, _tree_shuffled(plans, stream)
+        self.step += 1
+        return self._window[1][place]
+
+    def _forget(self) -> None:
+        self._window = None
+        self._order.seed, self._order.step = self.seed, self.step // WINDOW * WINDOW
+        self._order._forget()
+
+
+def _tree_shuffled(plans: list[Plan], stream: np.random.Generator) -> list[Plan]:
+    """Let the halves of a row change places at random, and the halves of each half, and so on."""
+    if len(plans) == 1:
+        return plans
+    halves = [_tree_shuffled(half, stream) for half in (plans[: len(plans) // 2], plans[len(plans) // 2 :])]
+    first, second = halves[:: 1 if stream.random() < 0.5 else -1]
+    return first + second
+
+
+def distribute(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Distribute batches of a step evenly: each rank gets equally many, of about the same cost together.
+
+    The most expensive batch first, each goes to the rank with the least cost so far that has room. Batches of equal
+    cost are dealt out in turn.
+
+    Parameters
+    ----------
+    costs
+        Of the batches; their number is a multiple of `ranks`.
+    ranks
+        How many there are.
+
+    Returns
+    -------
+    list of list of int
+        Positions of each rank's batches, ascending.
+    """
+    each = len(costs) // ranks
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for k in sorted(range(len(costs)), key=lambda k: -costs[k]):
+        rank = min((r for r in range(ranks) if len(found[r]) < each), key=lambda r: (loads[r], len(found[r])))
+        found[rank].append(k)
+        loads[rank] += costs[k]
+    return [sorted(mine) for mine in found]
+
+
+def cost_of_frame(neighbors: FrameNeighbors) -> float:
+    """Return what a frame costs: its atoms, pairs of neighbours, and pairs of neighbours within inner cut-offs."""
+    pairs = np.count_nonzero(neighbors.index >= 0)
+    angles = np.square(neighbors.inner.astype(np.float64)).sum()
+    return float(neighbors.index.shape[0] + pairs + angles)

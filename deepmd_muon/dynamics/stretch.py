@@ -1,0 +1,54 @@
+"""Several steps of dynamics as replays of one CUDA graph, which the host looks at together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.dynamics.forces import ForceField
+from deepmd_muon.model.nn.graphs import Replayed
+
+# Times that steps are repeated at most because lists had to grow.
+_TRIES = 8
+
+
+class Stretch:
+    """Takes steps on the device; where something did not fit in one of them, it grows and all are taken again.
+
+    Parameters
+    ----------
+    force_field
+        The potential; the structures have been evaluated.
+    state
+        All that `step` changes, beside results: tensors that it writes in place.
+    step
+        One step, by `force_field.launch` and other work of the device alone.
+    """
+
+    def __init__(self, force_field: ForceField, state: Sequence[torch.Tensor], step: Callable[[], None]) -> None:
+        self._force_field, self._state, self._step = force_field, state, step
+        self._saved = [x.clone() for x in state]
+        self._replayed = Replayed(step, force_field.memory)
+
+    def __call__(self, count: int) -> bool:
+        """Take some steps; False, with the state as it was, where the host has to find out what is wrong."""
+        for saved, x in zip(self._saved, self._state, strict=True):
+            saved.copy_(x)
+        try:
+            for _ in range(_TRIES):
+                for _ in range(count):
+                    self._replayed()
+                if self._force_field.settled():
+                    return True
+                self.undo()
+                self._replayed = Replayed(self._step, self._force_field.memory)
+        except NeighborError:
+            self.undo()
+        return False
+
+    def undo(self) -> None:
+        """Return to the state before the last steps."""
+        for saved, x in zip(self._saved, self._state, strict=True):
+            x.copy_(saved)

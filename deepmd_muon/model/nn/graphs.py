@@ -1,0 +1,96 @@
+"""CUDA graphs: work that is launched as one, of functions of tensors whose addresses stay."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+class GraphMemory:
+    """The stream that graphs of a run are captured on, and their common pool of memory.
+
+    Graphs that replay one after the other may share a pool: each overwrites what the others left.
+    """
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def run_aside(self, launch: Callable[[], None]) -> None:
+        """Launch on the stream of captures, after earlier and before later work of the current stream."""
+        here = torch.cuda.current_stream()
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            launch()
+        here.wait_stream(self.stream)
+
+    def recorded(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Return the work that a function launches as a graph, without running it."""
+        graph = torch.cuda.CUDAGraph()
+        # The outer context returns to this stream whatever happens. thread_local: other threads use the device
+        # meanwhile, those that prepare batches for example.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            own_blas_workspaces(),
+            torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"),
+        ):
+            launch()
+        return graph
+
+
+class Replayed:
+    """A function that is launched eagerly at its first call, recorded at the second, and replayed from then on.
+
+    Parameters
+    ----------
+    launch
+        The function; it reads and writes tensors whose addresses stay, and waits for nothing.
+    memory
+        Where graphs are captured; None always calls the function.
+    """
+
+    def __init__(self, launch: Callable[[], None], memory: GraphMemory | None) -> None:
+        self._launch, self._memory = launch, memory
+        self._met = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        """Launch the work."""
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        if self._memory is None:
+            self._launch()
+            return
+        if self._met:
+            try:
+                self.graph = self._memory.recorded(self._launch)
+            except Exception as error:  # whatever a driver or a module raises must not end a run
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                log.warning("kernels are launched one at a time, because they cannot be captured: %s", reason)
+                self._memory = None
+                self._launch()
+                return
+            self.graph.replay()
+            return
+        self._met = True
+        self._memory.run_aside(self._launch)
+
+
+@contextlib.contextmanager
+def own_blas_workspaces() -> Iterator[None]:
+    """Let a capture in this context take cuBLAS's workspaces from the graph's pool.
+
+    torch keeps one workspace a handle and stream, and a graph keeps its address. Graphs that were captured on the same
+    streams would share it, and write over one another's partial sums when they replay at the same time.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()

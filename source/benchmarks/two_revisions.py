@@ -1,0 +1,143 @@
+"""Compare start-up and steps of `dp train` on a CPU between two checkouts, in pairs of runs.
+
+    python source/benchmarks/two_revisions.py OLD NEW --data WATER --runs 9 --steps 200
+
+OLD and NEW are folders of checkouts, WATER holds DeePMD's example systems. Runs of the checkouts alternate. A start is
+a run of one step, imports included: time on the clock and processor time (user and system) until its line is logged,
+and processor time of the whole run. The time of a step is the least of all intervals of ten steps of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from data_sets import write_system
+from training_step import make_input
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CASES = ("example", "water", "small100", "dpa3")
+INTERVAL = 10
+QUANTITIES = (
+    ("first_step", "first step, clock [s]"),
+    ("processor", "first step, processor [s]"),
+    ("whole", "run of one step, processor [s]"),
+)
+
+
+class Run(NamedTuple):
+    """Seconds on the clock and of the processor until the first step is logged, of the whole run, and of a step."""
+
+    first_step: float
+    processor: float
+    whole: float
+    step: float
+
+
+def content_of(case: str, data: Path, folder: Path) -> dict[str, Any]:
+    """Return the input of a case; its data lie in `folder`, `data` or the examples."""
+    if case == "water":
+        return make_input("se_e2_a", "f64-b1", "HybridMuon", 1, data, {})
+    path = EXAMPLES / ("dpa3_water" if case == "dpa3" else "water_xtb") / "input.json"
+    content: dict[str, Any] = json.loads(path.read_text())
+    for section in ("training_data", "validation_data"):
+        given = content["training"][section]
+        given["systems"] = [str(path.parent / system) for system in given["systems"]]
+    if case == "small100":
+        types = (np.arange(12) % 3 > 0).astype(int)
+        names = [folder / f"{case}_{k}" for k in range(100)]
+        content["training"]["training_data"]["systems"] = [
+            write_system(name, types, ["O", "H"], 10, 2.15, cell=True) for name in names
+        ]
+        del content["training"]["validation_data"]
+    return content
+
+
+def run(checkout: Path, content: dict[str, Any], steps: int) -> Run:
+    """Train in a new folder, in a process of its own."""
+    training = {
+        "numb_steps": steps,
+        "disp_training": True,
+        "disp_freq": INTERVAL,
+        "save_freq": 10**8,
+        "jsonl_file": "steps.jsonl",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "input.json")
+        path.write_text(json.dumps({**content, "training": {**content["training"], **training}}))
+        command = [sys.executable, "-m", "deepmd_muon", "--pt", "train", "input.json"]
+        environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1", "DEVICE": "cpu"}
+        begin, before = time.perf_counter(), _seconds(resource.getrusage(resource.RUSAGE_CHILDREN))
+        first = (np.inf, np.inf)
+        log = []
+        with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                log.append(line)
+                if re.search(r" Batch +1:", line):
+                    first = time.perf_counter() - begin, _processor_of(process.pid)
+        if process.returncode:
+            raise SystemExit(f"{checkout}: dp train ended with {process.returncode}:\n{''.join(log[-50:])}")
+        whole = _seconds(resource.getrusage(resource.RUSAGE_CHILDREN)) - before
+        rows = map(json.loads, Path(folder, "steps.jsonl").read_text().splitlines())
+        times = {row["step"]: row["time"] for row in rows if "time" in row and row["step"] % INTERVAL == 0}
+        step = min((times[k] - times[k - INTERVAL] for k in times if k - INTERVAL in times), default=np.inf) / INTERVAL
+    return Run(*first, whole, step)
+
+
+def _seconds(used: resource.struct_rusage) -> float:
+    return used.ru_utime + used.ru_stime
+
+
+def _processor_of(pid: int) -> float:
+    """Return the processor time of a process so far [s]: fields 14 and 15 of its line, counted behind its name."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def row(case: str, quantity: str, pairs: list[tuple[float, float]], change: str) -> str:
+    """Return a row of the table; `change` formats the change from old to new, with % as a share."""
+    old, new = zip(*pairs, strict=True)
+    found = [(min(values), statistics.median(values)) for values in (old, new)]
+    rise = [b / a - 1 if change.endswith("%") else b - a for a, b in zip(*found, strict=True)]
+    numbers = [f"{value:.3f}" for least, middle in found for value in (least, middle)]
+    return " | ".join([f"| {case}", quantity, *numbers, *(format(r, change) for r in rise)]) + " |"
+
+
+def main() -> None:
+    """Run all cases and print a table of both checkouts."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkouts", nargs=2, type=Path, metavar="CHECKOUT")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--runs", type=int, default=9, help="starts of each checkout")
+    parser.add_argument("--steps", type=int, default=0, help="steps of further runs that time a step")
+    options = parser.parse_args()
+    print("| case | quantity | old least | old median | new least | new median | rise of least | of medians |")
+    print("|" + "---|" * 8)
+    for case in options.cases:
+        with tempfile.TemporaryDirectory() as folder:
+            content = content_of(case, options.data, Path(folder))
+            for steps in (1, options.steps) if options.steps else (1,):
+                pairs = [[run(each, content, steps) for each in options.checkouts] for _ in range(options.runs)]
+                if steps == 1:
+                    for name, quantity in QUANTITIES:
+                        print(row(case, quantity, [tuple(getattr(r, name) for r in p) for p in pairs], "+.3f"))
+                else:
+                    print(row(case, "step [ms]", [(1e3 * a.step, 1e3 * b.step) for a, b in pairs], "+.1%"))
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

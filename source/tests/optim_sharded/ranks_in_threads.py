@@ -1,0 +1,110 @@
+"""Ranks as threads of one process on one device, whose exchanges are copies: a step of all ranks fits one CUDA graph.
+
+torch's own thread groups copy on the stream of rank 0 alone; here the streams of all ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+_join = threaded.Collective.join
+
+
+def _ordered_join(self, rank, data):
+    """Join a collective; on a GPU the copies wait for all ranks' streams, and these for the copies."""
+    if not torch.cuda.is_available():
+        return _join(self, rank, data)
+    with self._start_cond:
+        events = self.__dict__.setdefault("events", [])
+        events.append(torch.cuda.Event())
+        events[-1].record()
+        self.__dict__.setdefault("done", torch.cuda.Event())
+    if rank == 0:
+        work = self._collective.work
+
+        def in_order(everything):
+            for event in events:
+                torch.cuda.current_stream().wait_event(event)
+            work(everything)
+            self.done.record()
+
+        self._collective = SimpleNamespace(work=in_order)
+    found = _join(self, rank, data)
+    if rank:
+        torch.cuda.current_stream().wait_event(self.done)
+    return found
+
+
+class Ranks:
+    """Threads that are the ranks of a process group, and do what they are told, all the same.
+
+    Parameters
+    ----------
+    world
+        How many.
+    """
+
+    def __init__(self, world):
+        self.world = world
+
+    def __enter__(self):
+        threaded.Collective.join = _ordered_join
+        # Asked only whether it exists; these groups are written in Python and have none.
+        threaded.ProcessLocalGroup._get_backend = lambda group, device: group
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        threaded._install_threaded_pg()
+        threaded.ProcessLocalGroup.reset()
+        self._store = dist.HashStore()
+        self._begin, self._end = (threading.Barrier(self.world + 1, timeout=120.0) for _ in range(2))
+        self._errors = []
+        self._threads = [threading.Thread(target=self._work, args=(rank,), daemon=True) for rank in range(self.world)]
+        for thread in self._threads:
+            thread.start()
+        self.together(
+            lambda rank: dist.init_process_group("threaded", rank=rank, world_size=self.world, store=self._store)
+        )
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is None:
+            self.together(None)
+        self._begin.abort()  # after an error, threads may wait for a collective for good
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        threaded.Collective.join = _join
+        del threaded.ProcessLocalGroup._get_backend
+
+    def together(self, task, stream=None):
+        """Run a function on every rank, on a stream of this thread, and wait; raise what a rank raised first."""
+        self._task, self._stream = task, stream
+        self._begin.wait()
+        self._end.wait()
+        if self._errors:
+            error = self._errors[0]
+            self._errors.clear()
+            raise error
+
+    def _work(self, rank):
+        while True:
+            try:
+                self._begin.wait()
+            except threading.BrokenBarrierError:
+                return
+            task = self._task
+            try:
+                if task is not None:
+                    with torch.cuda.stream(self._stream):
+                        task(rank)
+            except BaseException as error:
+                self._errors.append(error)
+                threaded.ProcessLocalGroup.exception_handle(error)  # the others need not wait
+            if task is None:
+                dist.destroy_process_group()
+            self._end.wait()
+            if task is None:
+                return
