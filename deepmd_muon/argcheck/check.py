@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from deepmd_muon.argcheck.errors import Problem
-from deepmd_muon.argcheck.schema import Key, foreign_of, rules_of, tree
+from deepmd_muon.argcheck.schema import Key, advice_of, foreign_of, rules_of, tree
 from deepmd_muon.section import Foreign
 from deepmd_muon.setting import Mismatch, Setting, convert, describe, one_of, shown
 
@@ -134,7 +134,11 @@ class _Walk:
             elif spelling not in known:
                 unknown.append(spelling)
                 if len(unknown) <= _MOST_UNKNOWN:  # advice takes milliseconds a key
-                    self.unknown(spelling, list(known), path)
+                    advice = advice_of(kind.section, str(spelling), given)
+                    if advice:
+                        self.problem((*path, spelling), advice)
+                    else:
+                        self.unknown(spelling, list(known), path)
             elif known[spelling] in spellings:
                 first = spellings[known[spelling]]
                 self.problem((*path, spelling), f"means the same as {first!r}, which is given too; keep one of them")

@@ -182,6 +182,13 @@ def foreign_of(section: type) -> Mapping[str, Foreign]:
     return found
 
 
+def advice_of(section: type, key: str, given: Mapping[Any, Any]) -> str | None:
+    """Return what a section says about an unknown key of an input, if anything."""
+    advise = getattr(section, "advice", None)
+    found: str | None = advise(key, given) if advise else None
+    return found
+
+
 def rules_of(section: type) -> tuple[Rule, ...]:
     """Return the rules over several values of a section."""
     found: tuple[Rule, ...] = getattr(section, "rules", ())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -154,6 +155,27 @@ def _schedule(words: Mapping[str, Any]) -> Any:
     return (tuple(coefficients),) * steps
 
 
+def advice(key: str, given: Mapping[str, Any], known: Collection[str]) -> str | None:
+    """Return what to write instead of another optimizer's word in an input, or None if the key is no such word.
+
+    Parameters
+    ----------
+    key, given
+        The word, and the section in which it stands.
+    known
+        The settings there are.
+    """
+    if key not in WORDS and key not in _HINTS:
+        return None
+    words = {word: given[word] for word in (_SCHEDULE if key in _SCHEDULE else (key,)) if word in given}
+    try:
+        new = {setting: value for setting, value in translated(words, known).items() if setting in known}
+    except InvalidSettingError as error:
+        return f"is another optimizer's word: {error.problems[0].removeprefix(f'{key}: ')}"
+    written = ", ".join(f"{json.dumps(setting)}: {json.dumps(value, default=str)}" for setting, value in new.items())
+    return f"is another optimizer's word; write {written}" if written else "is another optimizer's word; remove it"
+
+
 def nearest(key: str, known: Iterable[str]) -> str | None:
     """Return the setting that an unknown key is probably a misspelling of, or None."""
     near = difflib.get_close_matches(key, list(known), 1, cutoff=_MISSPELLED)
@@ -186,5 +208,6 @@ def understand_words(cls: type[T]) -> type[T]:
                 raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {key!r}{hint}")
         init(self, *args, **kwargs)
 
+    cls.advice = staticmethod(functools.partial(advice, known=known))  # type: ignore[attr-defined]  # for the check
     cls.__init__ = checked  # type: ignore[method-assign, assignment]  # same arguments as `init`
     return cls

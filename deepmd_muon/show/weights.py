@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +90,7 @@ def _parameter(
     momentum = state.get("momentum_buffer", state.get("exp_avg"))
     update = None
     if momentum is not None:
-        update = _muon_update(entry, state, group) if entry.route == "muon" else _adam_update(state, group)
+        update = _muon_update(entry, weight, state, group) if entry.route == "muon" else _adam_update(state, group)
     return ParameterUpdate(
         entry.name,
         entry.route,
@@ -126,7 +126,7 @@ def _settings(group: Mapping[str, Any]) -> HybridMuonConfig:
     return group_settings({**vars(HybridMuonConfig()), **group})
 
 
-def _muon_update(entry: RouteEntry, state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
+def _muon_update(entry: RouteEntry, weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
     """Return the RMS of lr · scaled polar factors of the momentum; Nesterov would add a gradient, which is not kept."""
     from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
     from deepmd_muon.optim.update.muon import polar_factors, scaled
@@ -135,8 +135,13 @@ def _muon_update(entry: RouteEntry, state: Mapping[str, Any], group: Mapping[str
     settings = _settings(group)
     rules = [rule for rule in matrix_rules(settings) if rule.tensors().keys() <= state.keys()]
     of_blocks = {key: tensor.cut(state[key].float(), entry.view) for key, tensor in tensors_of(rules).items()}
-    polar = polar_factors(entry.view.cut(state["momentum_buffer"].float()), settings)
-    updates = scaled(polar, of_blocks, rules, settings)
+    directions: Sequence[Tensor] = entry.view.cut(state["momentum_buffer"].float())
+    for rule in rules:
+        directions, _ = rule.prepare(directions, directions, of_blocks)
+    updates: Sequence[Tensor] = scaled(polar_factors(directions, settings), of_blocks, rules, settings)
+    for rule in rules:
+        if "weight" in rule.inputs:
+            updates = rule.constrain(updates, entry.view.cut(weight.float()), float(group["lr"]))
     return float(group["lr"]) * _rms(entry.view.join(updates))
 
 

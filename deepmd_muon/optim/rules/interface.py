@@ -17,7 +17,8 @@ captured graph call the same methods. Whoever calls stores the new state, and le
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -113,6 +114,33 @@ class Pieces(NamedTuple):
 
 # State of some blocks: by key, one tensor for each batch of blocks, shaped as by `StateTensor.cut`.
 BlockState = Mapping[str, Sequence[Tensor]]
+
+
+def together(step: Callable[..., Sequence[Tensor]], *lists: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Apply a function of batches to lists of them, in one batch where the tensors of the first have equal shapes.
+
+    Parameters
+    ----------
+    step
+        Takes a batch (b, …) of each list, and returns some tensors (b, …).
+    *lists
+        Of equal length.
+
+    Returns
+    -------
+    list
+        For each result of `step`, a list like the given ones.
+    """
+    alike: dict[torch.Size, list[int]] = defaultdict(list)
+    for i, x in enumerate(lists[0]):
+        alike[x.shape[1:]].append(i)
+    found: dict[int, list[Tensor]] = {}
+    for members in alike.values():
+        sizes = [len(lists[0][i]) for i in members]
+        several = ([x[i] for i in members] for x in lists)
+        done = step(*(some[0] if len(some) == 1 else torch.cat(some) for some in several))
+        found.update(zip(members, map(list, zip(*(x.split(sizes) for x in done), strict=True)), strict=True))
+    return [list(x) for x in zip(*(found[i] for i in range(len(found))), strict=True)]
 
 
 class MatrixRule:

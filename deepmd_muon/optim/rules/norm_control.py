@@ -26,7 +26,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.routing.views import Axis
-from deepmd_muon.optim.rules.interface import MatrixRule
+from deepmd_muon.optim.rules.interface import MatrixRule, together
 
 # A step that leaves less of the weights than this share of their norm is not scaled up to the whole.
 _LEAST = 1e-3
@@ -61,7 +61,7 @@ class NormControl(MatrixRule):
 
     def constrain(self, updates: Sequence[Tensor], weights: Sequence[Tensor], lr: float | Tensor) -> Sequence[Tensor]:
         """Return the updates that lead to weights of the norms t."""
-        return [self._constrained(u, w, lr) for u, w in zip(updates, weights, strict=True)]
+        return together(lambda u, w: (self._constrained(u, w, lr),), updates, weights)[0]
 
     def _constrained(self, u: Tensor, w: Tensor, lr: float | Tensor) -> Tensor:
         """Return t/‖W′‖ U + (1 − t/‖W′‖)/lr W, without a division by lr, which may be 0."""

@@ -28,14 +28,13 @@ every step, as here. Theirs takes eigenvectors of the first gradient as start, a
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.rules.interface import BlockState, MatrixRule, StateTensor
+from deepmd_muon.optim.rules.interface import BlockState, MatrixRule, StateTensor, together
 
 # Rounding errors of the rotations are about 1e-6 of the largest element; they must not become as large as the others.
 EPSILON = 1e-5
@@ -80,21 +79,10 @@ class SoapMuon(MatrixRule):
     def prepare(
         self, directions: Sequence[Tensor], gradients: Sequence[Tensor], state: BlockState
     ) -> tuple[Sequence[Tensor], BlockState]:
-        """Return the divided directions and the new state; blocks of equal shape are batched."""
-        alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for i, u in enumerate(directions):
-            alike[u.shape[1], u.shape[2]].append(i)
-        done = list(directions)
-        new: dict[str, list[Tensor]] = {key: list(state[key]) for key in self.tensors()}
-        for members in alike.values():
-            sizes = [len(directions[i]) for i in members]
-            u, g, *old = (
-                _batch([x[i] for i in members]) for x in (directions, gradients, *(state[key] for key in new))
-            )
-            for values, x in zip((done, *new.values()), self._step(u, g, *old), strict=True):
-                for i, piece in zip(members, x.split(sizes), strict=True):
-                    values[i] = piece
-        return done, new
+        """Return the divided directions and the new state."""
+        keys = list(self.tensors())
+        done, *new = together(self._step, directions, gradients, *(state[key] for key in keys))
+        return done, dict(zip(keys, new, strict=True))
 
     def _step(
         self, u: Tensor, g: Tensor, left: Tensor, p: Tensor, right: Tensor, q: Tensor, v: Tensor
@@ -147,7 +135,3 @@ def next_basis(covariance: Tensor, basis: Tensor) -> Tensor:
 def _turn(x: Tensor, basis: Tensor) -> Tensor:
     """Return Pᵀ x, given P − I; x where there is no basis."""
     return torch.baddbmm(x, basis.mT, x) if basis.numel() else x
-
-
-def _batch(several: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(several)) if len(several) > 1 else several[0]

@@ -217,6 +217,28 @@ def test_unknown_keys_name_the_nearest(water, problems, path, hint):
 
 
 @pytest.mark.parametrize(
+    ("kind", "key", "value", "hint"),
+    [
+        ("HybridMuon", "betas", [0.9, 0.95], '; write "adam_beta1": 0.9, "adam_beta2": 0.95'),
+        ("Muon", "betas", [0.9, 0.95], '; write "adam_betas": [0.9, 0.95]'),
+        ("AdamW", "eps", 1e-8, '; write "adam_eps": 1e-08'),
+        ("HybridMuon", "fused", False, '; write "adam_implementation": "foreach"'),
+        ("HybridMuon", "ns_steps", 5, '; write "schedule": "keller-jordan"'),
+        ("HybridMuon", "ns_steps", 0, ": must be a whole number from 1 to 99; found 0"),
+        ("HybridMuon", "use_muon", True, '; write "muon_patterns": ["*"]'),
+        ("Adam", "amsgrad", False, "; remove it"),
+        ("Adam", "ns_steps", 5, "; remove it"),
+        ("Muon", "adamw_lr", 1e-3, ": give adam_lr_ratio = adamw_lr / lr, or a group with its own lr"),
+    ],
+)
+def test_words_of_other_optimizers_are_translated(water, problems, kind, key, value, hint):
+    water["optimizer"] = {"type": kind, key: value}
+    found = problems(water)
+    assert found[f"optimizer/{key}"] == f"is another optimizer's word{hint}"
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
     ("drop", "message"),
     [
         ("model", "is missing; give a section"),

