@@ -6,7 +6,7 @@ after some hundred steps, because dynamics magnify rounding: what can be compare
     python source/benchmarks/interpolated_dynamics.py prepare --input examples/water_xtb/input.json --folder water
     python source/benchmarks/interpolated_dynamics.py run --model water/plain.pth --ensemble nve --frame 0
         --system examples/water_xtb/data/valid/300K --out water/plain.nve.0.json
-    python source/benchmarks/interpolated_dynamics.py table water/*.json
+    python source/benchmarks/interpolated_dynamics.py table water/*.nv?.*.json
 """
 
 from __future__ import annotations
