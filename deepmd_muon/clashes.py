@@ -70,7 +70,7 @@ def _same(path: Path, other: str | os.PathLike[str]) -> bool:
 def _is_data(path: Path, system: str) -> bool:
     """Return whether a file that exists is one of a system, which is a path or a pattern as `open_systems` takes."""
     system = system if os.path.exists(system) else system.partition("#")[0]
-    for place in [system] if os.path.exists(system) else glob.iglob(system, recursive=True):
+    for place in [system] if os.path.exists(system) else _matching(system):
         if _same(path, place):
             return True
         real, folder = os.path.realpath(path), os.path.realpath(place)
@@ -79,3 +79,23 @@ def _is_data(path: Path, system: str) -> bool:
             if parts[-1] in _OF_SYSTEM or any(part.startswith("set.") for part in parts[:-1]):
                 return True
     return False
+
+
+def _matching(pattern: str) -> Iterator[str]:
+    """Yield the paths that fit a pattern; ``**`` enters each folder once, as circles of links never end."""
+    parts = pattern.split(os.sep)
+    if "**" not in parts:
+        yield from glob.iglob(pattern)
+        return
+    place = parts.index("**")
+    before, rest = os.path.join(*parts[:place], "") if place else "", os.path.join(*parts[place + 1 :] or "*")
+    before = os.sep + before if pattern.startswith(os.sep) else before
+    seen: set[str] = set()
+    for top in glob.glob(before or os.curdir):
+        for folder, below, _ in os.walk(top, followlinks=True):
+            real = os.path.realpath(folder)
+            if real in seen:
+                below.clear()
+                continue
+            seen.add(real)
+            yield from _matching(os.path.join(glob.escape(folder), rest))

@@ -4,7 +4,8 @@
 
 OLD and NEW are folders of checkouts, WATER holds DeePMD's example systems. Runs of the checkouts alternate. A start is
 a run of one step, imports included: time on the clock and processor time (user and system) until its line is logged,
-and processor time of the whole run. The time of a step is the least of all intervals of ten steps of a run.
+and processor time of the whole run. The time of a step is the least of all intervals of ten steps of a run; its
+processor time is the mean from the tenth step to the last one logged.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from data_sets import write_system
 from training_step import make_input
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CASES = ("example", "water", "small100", "dpa3")
+CASES = ("example", "water", "dpa1", "small100", "dpa3")
 INTERVAL = 10
 QUANTITIES = (
     ("first_step", "first step, clock [s]"),
     ("processor", "first step, processor [s]"),
     ("whole", "run of one step, processor [s]"),
 )
+STEPS = (("step", "step, clock [ms]"), ("step_processor", "step, processor [ms]"))
 
 
 class Run(NamedTuple):
@@ -43,12 +45,13 @@ class Run(NamedTuple):
     processor: float
     whole: float
     step: float
+    step_processor: float
 
 
 def content_of(case: str, data: Path, folder: Path) -> dict[str, Any]:
     """Return the input of a case; its data lie in `folder`, `data` or the examples."""
-    if case == "water":
-        return make_input("se_e2_a", "f64-b1", "HybridMuon", 1, data, {})
+    if case in ("water", "dpa1"):
+        return make_input("se_e2_a" if case == "water" else "dpa1", "f64-b1", "HybridMuon", 1, data, {})
     path = EXAMPLES / ("dpa3_water" if case == "dpa3" else "water_xtb") / "input.json"
     content: dict[str, Any] = json.loads(path.read_text())
     for section in ("training_data", "validation_data"):
@@ -81,19 +84,24 @@ def run(checkout: Path, content: dict[str, Any], steps: int) -> Run:
         begin, before = time.perf_counter(), _seconds(resource.getrusage(resource.RUSAGE_CHILDREN))
         first = (np.inf, np.inf)
         log = []
+        used: dict[int, float] = {}
         with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             for line in process.stderr:
                 log.append(line)
-                if re.search(r" Batch +1:", line):
-                    first = time.perf_counter() - begin, _processor_of(process.pid)
+                if found := re.search(r" Batch +(\d+):", line):
+                    used[int(found[1])] = _processor_of(process.pid)
+                    if int(found[1]) == 1:
+                        first = time.perf_counter() - begin, used[1]
         if process.returncode:
             raise SystemExit(f"{checkout}: dp train ended with {process.returncode}:\n{''.join(log[-50:])}")
         whole = _seconds(resource.getrusage(resource.RUSAGE_CHILDREN)) - before
         rows = map(json.loads, Path(folder, "steps.jsonl").read_text().splitlines())
         times = {row["step"]: row["time"] for row in rows if "time" in row and row["step"] % INTERVAL == 0}
         step = min((times[k] - times[k - INTERVAL] for k in times if k - INTERVAL in times), default=np.inf) / INTERVAL
-    return Run(*first, whole, step)
+    last = max(used)
+    processor = (used[last] - used[INTERVAL]) / (last - INTERVAL) if last > INTERVAL else np.inf
+    return Run(*first, whole, step, processor)
 
 
 def _seconds(used: resource.struct_rusage) -> float:
@@ -131,11 +139,9 @@ def main() -> None:
             content = content_of(case, options.data, Path(folder))
             for steps in (1, options.steps) if options.steps else (1,):
                 pairs = [[run(each, content, steps) for each in options.checkouts] for _ in range(options.runs)]
-                if steps == 1:
-                    for name, quantity in QUANTITIES:
-                        print(row(case, quantity, [tuple(getattr(r, name) for r in p) for p in pairs], "+.3f"))
-                else:
-                    print(row(case, "step [ms]", [(1e3 * a.step, 1e3 * b.step) for a, b in pairs], "+.1%"))
+                for name, quantity in QUANTITIES if steps == 1 else STEPS:
+                    scale, change = (1, "+.3f") if steps == 1 else (1e3, "+.1%")
+                    print(row(case, quantity, [tuple(scale * getattr(r, name) for r in p) for p in pairs], change))
                 sys.stdout.flush()
 
 

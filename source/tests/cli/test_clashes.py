@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
 from deepmd_muon.data.writing import write_hdf5
@@ -73,3 +74,18 @@ def test_an_output_that_is_read_or_written_otherwise_is_refused(tmp_path, monkey
     assert main(words.split()) == 2
     assert "another name" in capfd.readouterr().err
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+def test_patterns_cross_circles_of_links_once(tmp_path):
+    inner = tmp_path / "data" / "a"
+    inner.mkdir(parents=True)
+    for number in range(4):
+        (inner / f"up{number}").symlink_to("..")
+    (inner / "s.xyz").touch()
+    other = tmp_path / "out.json"
+    other.touch()
+    for pattern in ("data/**", "data/**/s.xyz", "**/*.xyz"):
+        systems = {"the data": [str(tmp_path / pattern)]}
+        with pytest.raises(ValueError, match="data"):
+            refuse_clashes(ValueError, {"-o": inner / "s.xyz"}, {}, systems)
+    refuse_clashes(ValueError, {"-o": other}, {}, {"the data": [str(tmp_path / "data/**")]})
