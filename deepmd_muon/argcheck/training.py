@@ -279,9 +279,9 @@ class RunSettings(Section):
         choices=("auto", "on", "off"),
         doc=(
             "Record the training step in a CUDA graph for each shape of batches and replay it: the host then launches "
-            "one graph instead of hundreds of kernels. 'auto': on GPUs, with several processes at zero_stage 0 and 1; "
-            "'on': the same, but an error elsewhere; 'off': never. If recording fails, kernels are launched one by "
-            "one; the log says why."
+            "one graph instead of hundreds of kernels. 'auto': on GPUs, with several processes at zero_stage 0. 'on': "
+            "at zero_stage 1, too (no run on several GPUs has tested that), and an error elsewhere. 'off': never. If "
+            "recording fails, kernels are launched one by one; the log says why."
         ),
     )
     enable_compile: bool = setting(

@@ -68,7 +68,9 @@ def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
     tuple
         The graph, and the value of `launch`, in memory that each replay of the graph overwrites.
     """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    # A new stream may be one that torch handed out 32 streams ago. Those of high priority have a list of their own, so
+    # that no copy of a thread that reads data lands in this graph.
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device, priority=-1)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device meanwhile

@@ -74,7 +74,9 @@ def milliseconds(folder: Path) -> float:
 def time_case(case: str, data: Path, gpus: int, folder: Path, *, alone: bool) -> dict[str, Any]:
     """Return the times of a case on one GPU and on several, or of rank 0 alone."""
     kind, sizes, stage = case.split(":")
-    own = {"zero_stage": int(stage), "disp_freq": INTERVAL, "jsonl_file": "steps.jsonl"}
+    own = {"zero_stage": int(stage), "disp_freq": INTERVAL, "jsonl_file": "steps.jsonl"} | (
+        {"capture": "on"} if stage == "1" else {}
+    )
     content = make_input(kind, sizes, "HybridMuon", STEPS[kind], data, own)
     found: dict[str, Any] = {"case": case}
     for count in (1, gpus):

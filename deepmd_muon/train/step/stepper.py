@@ -248,7 +248,7 @@ def build_stepper(
     guard = parts.guard = parts.guard or DeviceGuard(
         policy, optimizer, device, training.disp_freq, strategy.ranks.gather_objects
     )
-    capture = training.capture != "off"
+    capture = training.capture == "on" or (training.capture == "auto" and strategy.captured_by_default)
     whole = model or strategy.model
     assert isinstance(whole, EnergyModel)
     gradient = CompiledGradient(whole, loss) if capture and training.enable_compile else None

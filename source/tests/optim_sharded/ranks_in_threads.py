@@ -80,7 +80,11 @@ class Ranks:
         del threaded.ProcessLocalGroup._get_backend
 
     def together(self, task, stream=None):
-        """Run a function on every rank, on a stream of this thread, and wait; raise what a rank raised first."""
+        """Run a function on every rank and wait; raise what a rank raised first.
+
+        The ranks share a stream that is given, for a capture. Otherwise each has one of its own: a rank may record a
+        graph of its own meanwhile, which work of other ranks must not enter.
+        """
         self._task, self._stream = task, stream
         self._begin.wait()
         self._end.wait()
@@ -90,6 +94,7 @@ class Ranks:
             raise error
 
     def _work(self, rank):
+        own = torch.cuda.Stream() if torch.cuda.is_available() else None
         while True:
             try:
                 self._begin.wait()
@@ -98,8 +103,10 @@ class Ranks:
             task = self._task
             try:
                 if task is not None:
-                    with torch.cuda.stream(self._stream):
+                    with torch.cuda.stream(self._stream or own):
                         task(rank)
+                    if own is not None and self._stream is None:
+                        own.synchronize()
             except BaseException as error:
                 self._errors.append(error)
                 threaded.ProcessLocalGroup.exception_handle(error)  # the others need not wait

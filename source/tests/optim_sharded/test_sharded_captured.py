@@ -97,14 +97,14 @@ def compare(world, device, record):
                 for (key, x), (_, y) in zip(one.tensors(), other.tensors(), strict=True):
                     assert torch.equal(x, y), f"{name}, {key} on rank {rank}"
 
-        ranks.together(make, stream)
-        ranks.together(lambda rank: eager(rank, 0, (1, 2)), stream)
+        ranks.together(make)
+        ranks.together(lambda rank: eager(rank, 0, (1, 2)))
         replay = record(ranks, stream, lambda rank: [case[2].optimizer.step() for case in found[rank]])
         for step in range(1, 4):
-            ranks.together(lambda rank, step=step: eager(rank, step), stream)
-            ranks.together(lambda rank, step=step: gradients(rank, step), stream)
+            ranks.together(lambda rank, step=step: eager(rank, step))
+            ranks.together(lambda rank, step=step: gradients(rank, step))
             replay()
-            ranks.together(same, stream)
+            ranks.together(same)
         moved = [x.abs().sum() for _, x in found[0][0][1].tensors()]
         assert all(x.isfinite() for x in moved)
         found.clear()
@@ -114,7 +114,7 @@ def test_ranks_in_threads_step_alike():
     """The harness of the test below, without a graph."""
 
     def record(ranks, stream, step):
-        return lambda: ranks.together(step, stream)
+        return lambda: ranks.together(step)
 
     compare(2, "cpu", record)
 
@@ -129,8 +129,8 @@ def test_a_captured_step_of_all_ranks_equals_the_eager_one_bitwise(world):
             ranks.together(step, stream)
 
         def replay():
-            with torch.cuda.stream(stream):
-                graph.replay()
+            graph.replay()
+            torch.cuda.synchronize()
 
         return replay
 
@@ -163,8 +163,8 @@ def test_captures_of_several_ranks_that_would_go_wrong_are_refused():
                 ranks.together(step, stream)
             torch.cuda.synchronize()
 
-        ranks.together(make, stream)
+        ranks.together(make)
         captured("take one step before")
-        ranks.together(step, stream)
-        ranks.together(forget, stream)
+        ranks.together(step)
+        ranks.together(forget)
         captured("have no gradient")
